@@ -1,0 +1,49 @@
+"""The scheduler: NumPy and the standard library only, and it knows no host."""
+
+from pointsman.core.config import SchedulerConfig
+from pointsman.core.errors import (
+    ConfigError,
+    DuplicateRequest,
+    InvalidTransition,
+    InvariantError,
+    PointsmanError,
+    RequestRefused,
+    StepOrderError,
+    StepResultError,
+    UnknownRequest,
+)
+from pointsman.core.output import SchedulerOutput, StepResult, StepUpdate
+from pointsman.core.reason import Reason
+from pointsman.core.recording import Recorder, RecordingError, ReplayDifference, ReplayReport, replay
+from pointsman.core.request import FinishReason, ParkReason, Request, RequestStatus
+from pointsman.core.scheduler import Scheduler
+from pointsman.core.stats import Explanation, SchedulerStats
+
+__all__ = [
+    "ConfigError",
+    "DuplicateRequest",
+    "Explanation",
+    "FinishReason",
+    "InvalidTransition",
+    "InvariantError",
+    "ParkReason",
+    "PointsmanError",
+    "Reason",
+    "Recorder",
+    "RecordingError",
+    "ReplayDifference",
+    "ReplayReport",
+    "Request",
+    "RequestRefused",
+    "RequestStatus",
+    "Scheduler",
+    "SchedulerConfig",
+    "SchedulerOutput",
+    "SchedulerStats",
+    "StepOrderError",
+    "StepResult",
+    "StepResultError",
+    "StepUpdate",
+    "UnknownRequest",
+    "replay",
+]

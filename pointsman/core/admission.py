@@ -1,0 +1,137 @@
+"""The attempt to admit one request: its verdict, and the reason if it must wait.
+
+The tests run from the cheapest to the dearest: a free seat, a token of budget, its own samples in flight, and only then a look-up
+in the prefix tree, the limits, and the blocks with every reserve. A head that was found blocked for want of blocks stays so,
+at O(1) a step, until something changed that could let it in: its length, what a look-up could find, what others are owed,
+whether anything runs, or enough free blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from pointsman.core.config import SchedulerConfig
+from pointsman.core.kv_cache import KVCacheManager, Match
+from pointsman.core.limits import Limit
+from pointsman.core.reason import Reason
+from pointsman.core.request import Request, RequestStatus
+from pointsman.core.reserve import Demand, Reserve
+
+
+class Grant(NamedTuple):
+    """The request may be admitted."""
+
+    match: Match
+    num_tokens: int
+    """Tokens it computes in this step, at least 1."""
+    num_cached_tokens: int
+    num_new_blocks: int
+    """Blocks beyond the matched ones."""
+
+
+class Blocked(NamedTuple):
+    """The request must wait."""
+
+    reason: Reason
+    missing: int
+    """Seats, tokens or blocks that it lacks, by the reason."""
+
+
+@dataclass(slots=True)
+class _Remembered:
+    """Why a request was blocked, and what must have changed before it is worth another look."""
+
+    request: Request
+    key: tuple[Any, ...]
+    reason: Reason
+    required_blocks: int
+    required_budget: int
+
+
+class Admission:
+    """Tries requests against the configuration's limits and reserves."""
+
+    def __init__(
+        self, config: SchedulerConfig, kv: KVCacheManager, limits: list[Limit], reserves: list[Reserve]
+    ) -> None:
+        self._max_num_seqs = config.max_num_seqs
+        self._chunked = config.enable_chunked_prefill
+        # With the full sequence reserved, what is required does not depend on the size of the first chunk.
+        self._depends_on_chunk = not config.full_sequence_must_fit
+        self._kv = kv
+        self._limits = limits
+        self._reserves = reserves
+        self._remembered: _Remembered | None = None
+
+    def attempt(self, request: Request, budget: int, num_running: int, owed: int) -> Grant | Blocked:
+        """Try to admit `request` beside `num_running` others, with `budget` tokens left in the step.
+
+        `owed` is how many blocks running requests still need for tokens that they already have.
+        """
+        if num_running >= self._max_num_seqs:
+            return Blocked(Reason.SEQUENCE_LIMIT, num_running - self._max_num_seqs + 1)
+        if budget <= 0:
+            return Blocked(Reason.BUDGET, 1)
+        if request.num_pending:
+            return Blocked(Reason.IN_FLIGHT, request.num_pending)
+        key = self._key(request, budget, num_running, owed)
+        seen = self._remembered
+        if seen is not None and seen.request is request and seen.key == key:
+            if budget < seen.required_budget:
+                return Blocked(seen.reason, seen.required_budget - budget)
+            if self._kv.num_free < seen.required_blocks:
+                return Blocked(seen.reason, seen.required_blocks - self._kv.num_free)
+        return self._judge(request, budget, num_running, owed, key)
+
+    def required_blocks(self, request: Request, demand: Demand, something_runs: bool) -> int:
+        """Free blocks that admitting the request takes, with every reserve."""
+        return demand.first + sum(r.blocks(request, demand, something_runs) for r in self._reserves)
+
+    def must_start_whole(self, request: Request) -> bool:
+        """Whether all its uncached tokens must fit one step. A resumed request may always be chunked."""
+        return not self._chunked and request.status is not RequestStatus.PREEMPTED
+
+    def forget(self, request: Request) -> None:
+        """The request left the queue."""
+        if self._remembered is not None and self._remembered.request is request:
+            self._remembered = None
+
+    def _key(self, request: Request, budget: int, num_running: int, owed: int) -> tuple[Any, ...]:
+        kv = self._kv
+        chunk = (budget, kv.num_evictions) if self._depends_on_chunk else ()
+        return (request.num_tokens, kv.num_publications, num_running > 0, owed, chunk)
+
+    def _judge(
+        self, request: Request, budget: int, num_running: int, owed: int, key: tuple[Any, ...]
+    ) -> Grant | Blocked:
+        kv = self._kv
+        match = kv.look_up(request)
+        known, cached = request.num_tokens, len(match.blocks) * kv.block_size
+        want = known - cached
+        if self.must_start_whole(request) and want > budget:
+            self._remembered = _Remembered(request, key, Reason.BUDGET, 0, want)
+            return Blocked(Reason.BUDGET, want - budget)
+        for limit in self._limits:
+            want, reason = limit.admit(request, want)
+            if want == 0:
+                assert reason is not None
+                return Blocked(reason, 0)
+        num_tokens = min(want, budget)
+        held = kv.pool.num_in_use(match.blocks)
+        table_blocks = kv.blocks_for(cached + num_tokens)
+        demand = Demand(table_blocks - held, kv.blocks_for(known) - held, owed)
+        required = self.required_blocks(request, demand, num_running > 0)
+        if required > kv.num_free:
+            rung = self._rung(request, demand, required, num_running > 0)
+            self._remembered = _Remembered(request, key, rung, required, 0)
+            return Blocked(rung, required - kv.num_free)
+        return Grant(match, num_tokens, cached, table_blocks - len(match.blocks))
+
+    def _rung(self, request: Request, demand: Demand, required: int, something_runs: bool) -> Reason:
+        """The first reserve whose removal alone would let the request in; if none would, what stops it first."""
+        free = self._kv.num_free
+        for reserve in self._reserves:
+            if required - reserve.blocks(request, demand, something_runs) <= free:
+                return reserve.reason
+        return Reason.BLOCKS if demand.first > free or not self._reserves else self._reserves[-1].reason

@@ -1,0 +1,228 @@
+"""The requests that hold KV blocks, as columns: what every step touches, one row per request.
+
+Layout, with R rows (grown by doubling) and W = blocks of the longest request:
+
+    num_tokens           int64 [R]     known tokens: prompt and output so far
+    num_computed_tokens  int64 [R]     tokens whose KV exists, or will when the steps in flight have run
+    num_pending          int64 [R]     samples scheduled and not yet returned
+    num_slots            int64 [R]     tokens that the row's blocks can hold (number of blocks x block size)
+    token_limit          int64 [R]     at that many tokens the request ends
+    eos_token_id, has_eos              the one EOS id that is tested for all rows at once, and whether there is one
+    priority             int64 [R]     smaller is more urgent
+    serial               int64 [R]     which admission the row belongs to; 0: none
+    flags                uint8 [R]     anything rare, see the constants
+    block_table          int32 [R, W]  block ids; valid up to num_slots / block_size
+    recent_tokens        int32 [R, 256]  ring of the newest output tokens, at (position of the token) mod 256
+
+Rows keep their number while a request runs; `members` lists the running rows in admission order, with what never changes
+while they run gathered once, and is replaced, never changed, when the membership changes: an output may keep the arrays.
+Output tokens reach the request's own array when the ring wraps and when the row is released, so a long run costs
+memory for what was generated and not for what might be.
+
+A row is free for reuse once every step that names it has been updated (`fence`): until then it waits aside.
+"""
+
+from __future__ import annotations
+
+from itertools import compress
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.request import Request
+
+Int64Array = npt.NDArray[np.int64]
+Int32Array = npt.NDArray[np.int32]
+BoolArray = npt.NDArray[np.bool_]
+
+PREFILLING = 1  # no sample has been scheduled since its admission: known tokens are left to compute
+CUSTOM_STOP = 2  # several stop tokens, or min_tokens: tested one by one
+
+RING = 256  # a power of two; one flush per row and 256 tokens
+RING_MASK = RING - 1
+_INITIAL_ROWS = 64
+
+
+class Members:
+    """The running rows at one moment, in admission order. Immutable: shared with the outputs."""
+
+    __slots__ = ("eos_token_id", "has_eos", "ones", "requests", "ring_base", "rows", "serials", "token_limit", "trues", "zero_offsets")
+
+    def __init__(self, batch: Batch, rows: Int64Array, requests: list[Request]) -> None:
+        count = len(rows)
+        self.rows = _frozen(rows)
+        self.requests = requests
+        self.serials = _frozen(batch.serial[rows])
+        self.token_limit = batch.token_limit[rows]
+        self.eos_token_id = batch.eos_token_id[rows]
+        self.has_eos = batch.has_eos[rows]
+        self.ring_base = rows * RING
+        self.ones = _frozen(np.ones(count, dtype=np.int64))
+        self.trues = np.ones(count, dtype=np.bool_)
+        self.trues.flags.writeable = False
+        self.zero_offsets = _frozen(np.zeros(count + 1, dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+
+class Batch:
+    """Rows for up to any number of requests of `max_blocks` blocks of `block_size` tokens each."""
+
+    def __init__(self, block_size: int, max_blocks: int) -> None:
+        self.block_size = block_size
+        rows = _INITIAL_ROWS
+        self.num_tokens: Int64Array = np.zeros(rows, dtype=np.int64)
+        self.num_computed_tokens: Int64Array = np.zeros(rows, dtype=np.int64)
+        self.num_pending: Int64Array = np.zeros(rows, dtype=np.int64)
+        self.num_slots: Int64Array = np.zeros(rows, dtype=np.int64)
+        self.token_limit: Int64Array = np.zeros(rows, dtype=np.int64)
+        self.eos_token_id: Int64Array = np.zeros(rows, dtype=np.int64)
+        self.has_eos: BoolArray = np.zeros(rows, dtype=np.bool_)
+        self.priority: Int64Array = np.zeros(rows, dtype=np.int64)
+        self.serial: Int64Array = np.zeros(rows, dtype=np.int64)
+        self.flags: npt.NDArray[np.uint8] = np.zeros(rows, dtype=np.uint8)
+        self.block_table: Int32Array = np.zeros((rows, max_blocks), dtype=np.int32)
+        self.recent_tokens: Int32Array = np.zeros((rows, RING), dtype=np.int32)
+        self._flat_recent = self.recent_tokens.reshape(-1)
+        self._free_rows = list(range(rows - 1, -1, -1))
+        self._fenced_rows: list[tuple[int, int]] = []  # (last step that names the row, row)
+        self.num_prefilling = 0
+        self.num_custom_stops = 0
+        self.members = Members(self, np.zeros(0, dtype=np.int64), [])
+
+    def __len__(self) -> int:
+        """Running requests."""
+        return len(self.members)
+
+    # ------------------------------------------------------------------ rows
+
+    def place(self, request: Request, num_computed_tokens: int, num_slots: int) -> int:
+        """Give a request a row and fill its columns. It runs once `join` has been called with the row."""
+        if not self._free_rows:
+            self._grow()
+        row = self._free_rows.pop()
+        num_tokens = request.num_tokens
+        stops = request.stop_set
+        custom = len(stops) > 1 or bool(request.min_tokens and stops and request.num_output_tokens < request.min_tokens)
+        self.num_tokens[row] = num_tokens
+        self.num_computed_tokens[row] = num_computed_tokens
+        self.num_pending[row] = 0
+        self.num_slots[row] = num_slots
+        self.token_limit[row] = request.token_limit
+        self.has_eos[row] = has_eos = len(stops) == 1 and not custom
+        self.eos_token_id[row] = next(iter(stops)) if has_eos else 0
+        self.priority[row] = request.priority
+        self.serial[row] = request.serial
+        self.flags[row] = CUSTOM_STOP if custom else 0
+        self.num_custom_stops += custom
+        # `last_tokens` finds the newest token in the ring even before the first sample.
+        self.recent_tokens[row, (num_tokens - 1) & RING_MASK] = request.last_token_id
+        request.batch, request.row = self, row
+        return row
+
+    def join(self, rows: list[int], requests: list[Request]) -> None:
+        """Placed rows run from now on, after those that run already."""
+        members = self.members
+        all_rows = np.concatenate([members.rows, np.array(rows, dtype=np.int64)])
+        self.members = Members(self, all_rows, members.requests + requests)
+
+    def leave(self, requests: list[Request], last_step: int | None) -> None:
+        """Release the rows of running requests; each takes its columns with it.
+
+        `last_step` is the newest step in flight, which may name the rows, or None.
+        """
+        for request in requests:
+            row = request.row
+            assert row is not None
+            self.flush(row, request)
+            self.clear_flags(row, PREFILLING | CUSTOM_STOP)
+            self.serial[row] = 0
+            request.leave_row(int(self.num_computed_tokens[row]), int(self.num_pending[row]))
+            if last_step is None:
+                self._free_rows.append(row)
+            else:
+                self._fenced_rows.append((last_step, row))
+        members = self.members
+        stays = self.serial[members.rows] != 0
+        self.members = Members(self, members.rows[stays], list(compress(members.requests, stays.tolist())))
+
+    def fence_passed(self, step_id: int) -> None:
+        """Step `step_id` and all before it are over: rows that waited for them may be reused."""
+        if self._fenced_rows:
+            self._free_rows.extend(row for step, row in self._fenced_rows if step <= step_id)
+            self._fenced_rows = [entry for entry in self._fenced_rows if entry[0] > step_id]
+
+    def lower_fences(self, newest_step: int | None) -> None:
+        """Steps after `newest_step` are void (None: all are): no row need wait for them any longer."""
+        if newest_step is None:
+            self._free_rows.extend(row for _, row in self._fenced_rows)
+            self._fenced_rows = []
+        else:
+            self._fenced_rows = [(min(step, newest_step), row) for step, row in self._fenced_rows]
+
+    def _grow(self) -> None:
+        old = len(self.num_tokens)
+        for name in (
+            "num_tokens num_computed_tokens num_pending num_slots token_limit eos_token_id has_eos priority serial "
+            "flags block_table recent_tokens"
+        ).split():
+            column = getattr(self, name)
+            grown = np.zeros((2 * old, *column.shape[1:]), dtype=column.dtype)
+            grown[:old] = column
+            setattr(self, name, grown)
+        self._flat_recent = self.recent_tokens.reshape(-1)
+        self._free_rows.extend(range(2 * old - 1, old - 1, -1))
+
+    # ------------------------------------------------------------------ flags
+
+    def set_prefilling(self, row: int) -> None:
+        if not self.flags[row] & PREFILLING:
+            self.flags[row] |= PREFILLING
+            self.num_prefilling += 1
+
+    def clear_flags(self, row: int, mask: int) -> None:
+        held = int(self.flags[row]) & mask
+        self.num_prefilling -= bool(held & PREFILLING)
+        self.num_custom_stops -= bool(held & CUSTOM_STOP)
+        self.flags[row] &= ~np.uint8(mask)
+
+    def is_prefilling(self, row: int) -> bool:
+        return bool(self.flags[row] & PREFILLING)
+
+    # ------------------------------------------------------------------ tokens
+
+    def append(self, rows: Int64Array, ring_base: Int64Array, token_ids: Int64Array) -> Int64Array:
+        """One sampled token for each row (distinct rows). Returns the rows' new `num_tokens`."""
+        num_tokens = self.num_tokens[rows]
+        self._flat_recent[ring_base + (num_tokens & RING_MASK)] = token_ids
+        num_tokens += 1
+        self.num_tokens[rows] = num_tokens
+        pending = self.num_pending[rows]
+        pending -= 1
+        self.num_pending[rows] = pending
+        return num_tokens
+
+    def recent(self, row: int, start: int) -> Int32Array:
+        """Tokens `start` to the end of a row's sequence, which the ring still holds (at most `RING`)."""
+        positions = np.arange(start, int(self.num_tokens[row]))
+        return self.recent_tokens[row, positions & RING_MASK]
+
+    def last_tokens(self, rows: Int64Array) -> Int32Array:
+        """The newest known token of rows that have generated one."""
+        return self.recent_tokens[rows, (self.num_tokens[rows] - 1) & RING_MASK]
+
+    def flush(self, row: int, request: Request) -> None:
+        """Move what the ring holds to the request's own array."""
+        start = request.num_prompt_tokens + request.num_own_output_tokens
+        end = int(self.num_tokens[row])
+        if start < end:
+            low, high = start & RING_MASK, end & RING_MASK
+            ring = self.recent_tokens[row]
+            # At most RING tokens are unflushed, so the span wraps once at most.
+            request.append_output(ring[low:high] if low < high else np.concatenate([ring[low:], ring[:high]]))
+
+
+def _frozen(array: npt.NDArray[np.int64]) -> Int64Array:
+    array.flags.writeable = False
+    return array

@@ -1,0 +1,40 @@
+"""What the scheduler raises. Each message names the value, the limit and the remedy."""
+
+
+class PointsmanError(Exception):
+    """Base of every error that the scheduler raises on purpose."""
+
+
+class ConfigError(PointsmanError, ValueError):
+    """A knob, or a combination of knobs, that cannot work or would have no effect."""
+
+
+class RequestRefused(PointsmanError, ValueError):
+    """A request that can never run. Its status is FINISHED_REFUSED; the scheduler keeps nothing of it."""
+
+
+class DuplicateRequest(PointsmanError, ValueError):
+    """A request id that is still in use: until its end has been reported in a scheduler output."""
+
+
+class UnknownRequest(PointsmanError, KeyError):
+    """A request id that the scheduler does not hold."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class InvalidTransition(PointsmanError, RuntimeError):
+    """A change of status that the life of a request does not allow."""
+
+
+class StepOrderError(PointsmanError, RuntimeError):
+    """Steps must be updated, or failed, in the order in which they were scheduled."""
+
+
+class StepResultError(PointsmanError, ValueError):
+    """A step result that does not fit the output it answers. Nothing of it was applied."""
+
+
+class InvariantError(PointsmanError, AssertionError):
+    """A promise of the scheduler is broken. The message names the promise."""

@@ -1,0 +1,39 @@
+"""Steps that were scheduled and are not over: what must be known to finish them, or to take them back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pointsman.core.batch import Members
+from pointsman.core.kv_cache import Journal
+from pointsman.core.output import SchedulerOutput
+from pointsman.core.request import Request, RequestStatus
+from pointsman.core.stats import PrefixCounts
+
+
+@dataclass(slots=True)
+class AdmittedRequest:
+    """One admission, and how to undo it."""
+
+    request: Request
+    serial: int
+    previous_status: RequestStatus
+    previous_serial: int
+    prefix_counts: PrefixCounts
+    """Where its look-up was counted."""
+    num_queried: int
+    num_cached: int
+    num_recomputed: int
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """A step in flight."""
+
+    step_id: int
+    journal: Journal = field(default_factory=list)
+    """What entered the prefix tree while this was the newest step."""
+    admitted: list[AdmittedRequest] = field(default_factory=list)
+    output: SchedulerOutput | None = None
+    members: Members | None = None
+    """The running rows, if the output names all of them and all sample: then `update` need not look them up."""

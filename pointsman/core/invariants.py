@@ -1,0 +1,125 @@
+"""The promises that can be checked at any moment, each under its number.
+
+    1  blocks are conserved: blank, cached free and referenced ones are the pool; references are block-table entries;
+       every cached block can be reached in the prefix tree
+    2  a request is in exactly one place: queued, parked, running, or finished
+    3  a step never exceeds the token budget or the sequence limit
+    9  a cached block is keyed by exactly the content that it holds
+
+and, beside them, that the columns agree with each other.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pointsman.core.batch import CUSTOM_STOP, PREFILLING, Batch
+from pointsman.core.config import SchedulerConfig
+from pointsman.core.errors import InvariantError
+from pointsman.core.kv_cache import KVCacheManager
+from pointsman.core.lifecycle import Lifecycle
+from pointsman.core.prefix_cache import Root, keys_agree
+from pointsman.core.request import RequestStatus
+
+
+def check(config: SchedulerConfig, batch: Batch, kv: KVCacheManager, life: Lifecycle) -> None:
+    """Verify everything that must hold between two calls.
+
+    Raises:
+        InvariantError: naming the promise that is broken.
+    """
+    _check_blocks(batch, kv)
+    _check_places(batch, life)
+    _check_steps(config, batch, life)
+    _check_columns(config, batch, kv)
+    _check_contents(batch, kv)
+
+
+def _require(condition: bool, promise: int, what: str) -> None:
+    if not condition:
+        raise InvariantError(f"promise {promise} is broken: {what}")
+
+
+def _check_blocks(batch: Batch, kv: KVCacheManager) -> None:
+    pool = kv.pool
+    blank, cached_free = pool.blank_blocks(), pool.cached_free_blocks()
+    referenced = pool.num_references.nonzero()[0].tolist()
+    everything = sorted([*range(pool.num_reserved_blocks), *blank, *cached_free, *referenced])
+    _require(everything == list(range(pool.num_blocks)), 1, "blank, cached free and referenced blocks are not the pool")
+    entries = np.zeros(pool.num_blocks, dtype=np.int64)
+    for row in batch.members.rows.tolist():
+        np.add.at(entries, kv.table(batch, row), 1)
+    _require(np.array_equal(entries, pool.num_references), 1, "reference counts differ from block-table entries")
+    cached = set(pool.is_cached.nonzero()[0].tolist())
+    in_tree = kv.prefix.blocks() if kv.prefix is not None else []
+    _require(len(in_tree) == len(set(in_tree)) and set(in_tree) == cached, 1, "cached blocks are not the prefix tree's")
+    _require(cached.issuperset(cached_free) and cached.isdisjoint(blank), 1, "free blocks are in the wrong list")
+    lost = kv.prefix.unreachable_blocks() if kv.prefix is not None else []
+    _require(not lost, 1, f"cached blocks {lost} cannot be reached in the prefix tree")
+
+
+def _check_places(batch: Batch, life: Lifecycle) -> None:
+    queued = [request.request_id for request in life.queue]
+    running = [request.request_id for request in batch.members.requests]
+    finished = [request.request_id for request in life.requests.values() if request.is_finished]
+    everywhere = sorted([*queued, *running, *life.parked, *finished])
+    _require(everywhere == sorted(life.requests), 2, "a request is in no place, or in several")
+    _require(len(queued) == len(life.queue), 2, "the queue's length is not what it holds")
+    for request in life.queue:
+        idle = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        _require(idle and request.row is None, 2, f"{request} is queued")
+    for request in life.parked.values():
+        _require(request.status.is_parked and request.row is None, 2, f"{request} is parked")
+    reported = set(life.finished)
+    for request in life.requests.values():
+        _require(not request.is_finished or request in reported, 2, f"the end of {request} would never be reported")
+    for row, request in zip(batch.members.rows.tolist(), batch.members.requests, strict=True):
+        is_running = request.status is RequestStatus.RUNNING and request.row == row
+        _require(is_running and batch.serial[row] == request.serial != 0, 2, f"{request} runs in row {row}")
+    rows = batch.members.rows.tolist()
+    idle_rows = [*batch._free_rows, *(row for _, row in batch._fenced_rows)]
+    _require(sorted([*rows, *idle_rows]) == list(range(len(batch.serial))), 2, "a row was lost, or is used twice")
+    _require(not batch.serial[idle_rows].any(), 2, "a free row belongs to an admission")
+
+
+def _check_steps(config: SchedulerConfig, batch: Batch, life: Lifecycle) -> None:
+    _require(len(batch) <= config.max_num_seqs, 3, f"{len(batch)} requests run, of {config.max_num_seqs}")
+    _require(len(life.in_flight) <= config.max_steps_in_flight, 3, "too many steps are in flight")
+    for record in life.in_flight:
+        output = record.output
+        assert output is not None
+        total = int(output.num_scheduled_tokens.sum())
+        _require(total == output.total_num_scheduled_tokens, 3, f"step {record.step_id} miscounts its tokens")
+        _require(total <= config.max_num_batched_tokens, 3, f"step {record.step_id} exceeds the token budget")
+        _require(output.num_rows <= config.max_num_seqs, 3, f"step {record.step_id} exceeds the sequence limit")
+
+
+def _check_columns(config: SchedulerConfig, batch: Batch, kv: KVCacheManager) -> None:
+    prefilling = custom = 0
+    for row, request in zip(batch.members.rows.tolist(), batch.members.requests, strict=True):
+        tokens, computed = int(batch.num_tokens[row]), int(batch.num_computed_tokens[row])
+        pending, slots = int(batch.num_pending[row]), int(batch.num_slots[row])
+        flags = int(batch.flags[row])
+        _require(request.num_prompt_tokens <= tokens <= request.token_limit, 2, f"{request} has {tokens} tokens")
+        _require(len(request.output_token_ids) == request.num_output_tokens, 2, f"{request} lost output tokens")
+        _require(0 <= computed <= tokens + pending, 2, f"{request} has computed {computed} of {tokens} + {pending}")
+        _require(computed <= slots == len(kv.table(batch, row)) * kv.block_size, 1, f"{request} outgrew its blocks")
+        _require(batch.token_limit[row] == request.token_limit, 2, f"{request} has another limit in its row")
+        _require(batch.priority[row] == request.priority, 2, f"{request} has another priority in its row")
+        _require(bool(flags & PREFILLING) == (tokens + pending == request.num_admitted_tokens), 2, f"{request} is flagged wrongly")
+        prefilling += bool(flags & PREFILLING)
+        custom += bool(flags & CUSTOM_STOP)
+    _require(prefilling == batch.num_prefilling, 2, "prefilling rows are miscounted")
+    _require(custom == batch.num_custom_stops, 2, "rows with their own stop conditions are miscounted")
+
+
+def _check_contents(batch: Batch, kv: KVCacheManager) -> None:
+    prefix = kv.prefix
+    if prefix is None:
+        return
+    for row, request in zip(batch.members.rows.tolist(), batch.members.requests, strict=True):
+        if request.prefix_epoch != prefix.epoch:
+            continue
+        table = kv.table(batch, row).tolist()
+        agrees = keys_agree(prefix, table, Root(request.cache_salt), request.known_bytes())
+        _require(agrees, 9, f"a block of {request} is keyed by other tokens than it holds")

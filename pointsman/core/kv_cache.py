@@ -1,0 +1,190 @@
+"""KVCacheManager: look up, allocate, publish, free. It owns the block pool and the prefix tree, and nobody else does.
+
+Prompt blocks are published when they are scheduled, so that requests of the same step can share them; generated blocks when
+their request loses its row, so that decoding never touches the tree. What is published while a step is in flight is
+noted in the journal of the newest such step, and taken out again if that step fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.batch import Batch
+from pointsman.core.block_pool import BlockPool
+from pointsman.core.config import SchedulerConfig
+from pointsman.core.prefix_cache import Parent, PrefixCache, Root
+from pointsman.core.request import Request
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+Journal = list[tuple[Request, list[int], list[int]]]  # (who published, which blocks, as which nodes), in order
+
+
+class Match(NamedTuple):
+    """What the prefix tree holds of a request."""
+
+    blocks: list[int]
+    node: Parent
+
+
+class KVCacheManager:
+    """The KV blocks of one scheduler."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.block_size = config.block_size
+        self.pool = BlockPool(config.num_blocks, config.num_reserved_blocks)
+        self.prefix = PrefixCache(config.num_blocks, config.block_size) if config.enable_prefix_caching else None
+        self.journal: Journal | None = None
+        """Where publications are noted; None: no step is in flight, so what is published is computed."""
+        self.num_evictions = 0
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that could be handed out now."""
+        return self.pool.num_free
+
+    @property
+    def num_publications(self) -> int:
+        """Changes whenever a look-up could find more than before."""
+        return self.prefix.num_publications if self.prefix is not None else 0
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    # ------------------------------------------------------------------ admission
+
+    def look_up(self, request: Request) -> Match:
+        """Cached blocks of the request's known tokens; at least one token is left to compute, so there is a logit."""
+        root = Root(request.cache_salt)
+        max_blocks = (request.num_tokens - 1) // self.block_size
+        if self.prefix is None or not request.use_prefix_cache or max_blocks == 0:
+            return Match([], root)
+        needs_output = max_blocks * self.block_size > request.num_prompt_tokens
+        token_bytes = request.known_bytes() if needs_output else request.prompt_bytes
+        blocks, node = self.prefix.look_up(root, token_bytes, max_blocks)
+        return Match(blocks, node)
+
+    def admit(self, request: Request, match: Match, num_new_blocks: int) -> Int32Array:
+        """Hold the matched blocks and `num_new_blocks` more; returns the request's block table (int32)."""
+        cached = match.blocks
+        if cached:
+            self.pool.acquire(cached)
+        new = self._take(num_new_blocks)
+        request.num_published_blocks = len(cached)
+        request.prefix_node = match.node
+        request.prefix_epoch = self.prefix.epoch if self.prefix is not None else 0
+        return np.concatenate([np.array(cached, dtype=np.int32), new]) if cached else new
+
+    # ------------------------------------------------------------------ running rows
+
+    def grow(self, batch: Batch, rows: Int64Array, counts: Int64Array) -> Int32Array:
+        """Append `counts[i]` (at least 1) new blocks to the table of `rows[i]`. Returns them all, in row order."""
+        total = int(counts.sum())
+        blocks = self._take(total)
+        slots = batch.num_slots[rows]
+        if total == len(rows):
+            batch.block_table[rows, slots // self.block_size] = blocks
+        else:
+            within = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+            batch.block_table[np.repeat(rows, counts), np.repeat(slots // self.block_size, counts) + within] = blocks
+        batch.num_slots[rows] = slots + counts * self.block_size
+        return blocks
+
+    def table(self, batch: Batch, row: int) -> Int32Array:
+        """A view of a row's block table."""
+        return batch.block_table[row, : int(batch.num_slots[row]) // self.block_size]
+
+    # ------------------------------------------------------------------ publishing and freeing
+
+    def publish_prompt(self, batch: Batch, request: Request) -> None:
+        """Publish the prompt blocks that the steps scheduled so far complete."""
+        row = request.row
+        assert row is not None
+        computed = min(int(batch.num_computed_tokens[row]), request.num_prompt_tokens)
+        self._publish(request, self.table(batch, row), computed // self.block_size, request.prompt_bytes)
+
+    def release(self, batch: Batch, request: Request, *, num_valid_tokens: int, publish: bool = True) -> None:
+        """Give back a row's blocks, after publishing those that its first `num_valid_tokens` tokens fill."""
+        row = request.row
+        assert row is not None
+        table = self.table(batch, row)
+        full = num_valid_tokens // self.block_size
+        if publish and full > request.num_published_blocks and self.prefix is not None:
+            self._publish(request, table, full, request.known_bytes())
+        self.pool.release(table)
+
+    def undo(self, journal: Journal) -> None:
+        """Take the publications of a void step out of the tree, newest first; later steps' are out already.
+
+        A block that is no longer the node it was published as was evicted, or forgotten by a reset, since.
+        """
+        prefix = self.prefix
+        if prefix is None:
+            return
+        for request, blocks, nodes in reversed(journal):
+            for block, node in zip(reversed(blocks), reversed(nodes), strict=True):
+                if prefix.node_of(block) != node:
+                    continue
+                parent = prefix.parent_of(block)
+                self._forget(block)
+                if request.row is not None:  # it publishes them again when they are computed again
+                    request.num_published_blocks -= 1
+                    request.prefix_node = parent
+
+    def retract(self, journals: Iterable[Journal], publisher: Request, running: Iterable[Request]) -> None:
+        """Take out what `publisher` published since the oldest of these steps, and all that was published below it.
+
+        `journals` are those of the steps in flight, oldest first. Running requests that read what is taken out publish no
+        more: their next block would hang below a node that is gone.
+        """
+        prefix = self.prefix
+        if prefix is None:
+            return
+        dead: set[int] = set()
+        for request, blocks, nodes in (entry for journal in journals for entry in journal):
+            for block, node in zip(blocks, nodes, strict=True):
+                if prefix.node_of(block) == node and (request is publisher or prefix.parent_of(block) in dead):
+                    if self._forget(block):
+                        dead.add(node)
+        for request in running:
+            if request.prefix_node in dead:
+                request.prefix_epoch = -1
+
+    def reset(self) -> None:
+        """Forget every cached prefix; rows that run keep their blocks but publish no more."""
+        if self.prefix is not None:
+            self.prefix.clear()
+            self.pool.uncache_all()
+
+    def _publish(self, request: Request, table: Int32Array, end: int, token_bytes: bytes) -> None:
+        first = request.num_published_blocks
+        prefix = self.prefix
+        if prefix is None or end <= first or not request.use_prefix_cache or request.prefix_epoch != prefix.epoch:
+            return
+        ids = table[first:end]
+        blocks = ids.tolist()
+        request.prefix_node = prefix.publish(request.prefix_node, token_bytes, first, blocks)
+        request.num_published_blocks = end
+        self.pool.set_cached(ids)
+        if self.journal is not None:
+            self.journal.append((request, blocks, [prefix.node_of(block) for block in blocks]))
+
+    def _forget(self, block: int) -> bool:
+        """Take a block out of the tree; whether its node went with it."""
+        assert self.prefix is not None
+        self.pool.uncache(block)
+        return self.prefix.forget(block)
+
+    def _take(self, count: int) -> Int32Array:
+        blocks, evicted = self.pool.take(count)
+        if evicted and self.prefix is not None:
+            for block in evicted:
+                self.prefix.forget(block)
+            self.pool.is_cached[blocks] = False
+            self.num_evictions += len(evicted)
+        return blocks

@@ -1,0 +1,206 @@
+"""Where each request is: queued, parked or running, and the moves between these places.
+
+A request is in exactly one place. Ends and preemptions are noted here until the next output tells the workers of them; an
+ended request keeps its id until then.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from pointsman.core.admission import Admission
+from pointsman.core.batch import Batch
+from pointsman.core.errors import DuplicateRequest, UnknownRequest
+from pointsman.core.in_flight import AdmittedRequest, StepRecord
+from pointsman.core.kv_cache import KVCacheManager
+from pointsman.core.queue import Order
+from pointsman.core.reason import Deferral, Reason
+from pointsman.core.request import FinishReason, ParkReason, Request, RequestStatus
+from pointsman.core.stats import Counters
+
+
+class End(NamedTuple):
+    """How a request ends."""
+
+    request: Request
+    reason: FinishReason
+    detail: str = ""
+    stop_reason: int | str | None = None
+
+
+class Lifecycle:
+    """The requests of one scheduler."""
+
+    def __init__(self, batch: Batch, kv: KVCacheManager, queue: Order, admission: Admission, counters: Counters) -> None:
+        self._batch = batch
+        self._kv = kv
+        self._admission = admission
+        self._counters = counters
+        self.queue = queue
+        self.parked: dict[str, Request] = {}
+        self.requests: dict[str, Request] = {}
+        """Every request whose id is in use: those that have not ended, and ends that no output has told of."""
+        self.in_flight: deque[StepRecord] = deque()
+        """Steps scheduled and not yet updated, oldest first."""
+        self.preempted: list[Request] = []
+        self.finished: list[Request] = []
+        self._next_sequence_number = 1
+        self._next_serial = 1
+
+    # ------------------------------------------------------------------ looking up
+
+    def get(self, request_id: str) -> Request | None:
+        """The request called so that has not ended, or None."""
+        request = self.requests.get(request_id)
+        return None if request is None or request.is_finished else request
+
+    def require(self, request_id: str) -> Request:
+        """The request called so that has not ended.
+
+        Raises:
+            UnknownRequest: there is none.
+        """
+        request = self.get(request_id)
+        if request is None:
+            raise UnknownRequest(f"no request {request_id!r} is waiting, parked or running; it may have ended")
+        return request
+
+    def require_free_id(self, request_id: str) -> None:
+        """Raises DuplicateRequest if the id is in use."""
+        if request_id in self.requests:
+            state = self.requests[request_id].status.name
+            raise DuplicateRequest(
+                f"request id {request_id!r} is in use ({state}); an id is free again once an output has reported its end"
+            )
+
+    @property
+    def newest_step_id(self) -> int | None:
+        """The newest step in flight."""
+        return self.in_flight[-1].step_id if self.in_flight else None
+
+    # ------------------------------------------------------------------ moves
+
+    def add(self, request: Request, now: float, park: ParkReason | None) -> None:
+        request.sequence_number = self._next_sequence_number
+        self._next_sequence_number += 1
+        self.requests[request.request_id] = request
+        if park is None:
+            self.queue.push(request)
+        else:
+            self._park_idle(request, park, now)
+
+    def place(self, request: Request, now: float, num_computed_tokens: int, num_slots: int) -> int:
+        """From the head of the queue to a row of its own; returns the row."""
+        self.queue.pop()
+        self._admission.forget(request)
+        request.serial = self._next_serial
+        self._next_serial += 1
+        request.transition(RequestStatus.RUNNING)
+        request.deferral = None
+        request.num_admitted_tokens = request.num_tokens
+        return self._batch.place(request, num_computed_tokens, num_slots)
+
+    def preempt(self, request: Request) -> None:
+        """From its row to the front of its class in the queue."""
+        self._lose_row(request)
+        request.transition(RequestStatus.PREEMPTED)
+        self.queue.push(request)
+
+    def park(self, request: Request, reason: ParkReason, now: float) -> None:
+        """Out of the queue, or off its row, until `ready`. Parked already: only the reason changes."""
+        if request.status is RequestStatus.RUNNING:
+            self._lose_row(request)
+        elif request.status.is_parked:
+            del self.parked[request.request_id]
+            self._return(request)
+        else:
+            self._leave_queue(request)
+        self._park_idle(request, reason, now)
+
+    def ready(self, request: Request) -> None:
+        """From parked back to its place in the queue."""
+        del self.parked[request.request_id]
+        request.deferral = None
+        self._return(request)
+        self.queue.push(request)
+
+    def end(self, ends: list[End]) -> None:
+        """From wherever they are to their end; their blocks are free at once."""
+        running = [end for end in ends if end.request.status is RequestStatus.RUNNING]
+        if running:
+            self.release_rows([end.request for end in running if end.reason is not FinishReason.ERROR])
+            self.release_rows([end.request for end in running if end.reason is FinishReason.ERROR], publish=False)
+        for end in ends:
+            request = end.request
+            if request.status.is_parked:
+                del self.parked[request.request_id]
+            elif request in self.queue:
+                self._leave_queue(request)
+            request.transition(end.reason.status)
+            request.finish_reason, request.finish_detail, request.stop_reason = end.reason, end.detail, end.stop_reason
+            request.deferral = None
+            self.finished.append(request)
+            self._counters.finished[end.reason] += 1
+
+    def release_rows(self, requests: list[Request], publish: bool = True) -> None:
+        """Take running requests off their rows and free their blocks. What they are next is the caller's to say."""
+        if not requests:
+            return
+        batch = self._batch
+        for request in requests:
+            valid = min(request.num_computed_tokens, request.num_tokens)
+            self._kv.release(batch, request, num_valid_tokens=valid, publish=publish)
+        batch.leave(requests, self.newest_step_id)
+
+    def roll_back(self, admitted: AdmittedRequest) -> None:
+        """Undo an admission of a failed step, if it still stands: back to its place in the queue."""
+        request = admitted.request
+        if request.serial != admitted.serial or request.status is not RequestStatus.RUNNING:
+            return
+        self.release_rows([request], publish=False)
+        request.leave_row(0, 0)
+        request.transition(admitted.previous_status)
+        request.serial = admitted.previous_serial
+        self.queue.push(request)
+
+    # ------------------------------------------------------------------ reports
+
+    def take_reports(self) -> tuple[list[Request], list[Request]]:
+        """(preempted, finished), for an output; the ids of the finished are free from now on."""
+        preempted, finished = self.preempted, self.finished
+        self.preempted, self.finished = [], []
+        for request in finished:
+            if self.requests.get(request.request_id) is request:
+                del self.requests[request.request_id]
+        return preempted, finished
+
+    def repeat_reports(self, preempted: list[Request], finished: list[Request]) -> None:
+        """An output that told of these is void: the next one tells again."""
+        self.preempted = list(dict.fromkeys([*preempted, *self.preempted]))
+        self.finished = list(dict.fromkeys([*finished, *self.finished]))
+
+    # ------------------------------------------------------------------ parts of moves
+
+    def _lose_row(self, request: Request) -> None:
+        lost = min(request.num_computed_tokens, request.num_tokens)
+        pending = request.num_pending
+        self.release_rows([request])
+        request.leave_row(0, pending)
+        request.lost_tokens = lost
+        request.num_preemptions += 1
+        self._counters.num_preemptions += 1
+        self.preempted.append(request)
+
+    def _leave_queue(self, request: Request) -> None:
+        self.queue.remove(request)
+        self._admission.forget(request)
+
+    def _park_idle(self, request: Request, reason: ParkReason, now: float) -> None:
+        request.transition(reason.status)
+        request.deferral = Deferral(Reason.PARKED, 0, now)
+        self.parked[request.request_id] = request
+
+    def _return(self, request: Request) -> None:
+        """A parked request is again what it was: new, or preempted if it ever ran."""
+        request.transition(RequestStatus.PREEMPTED if request.serial else RequestStatus.WAITING)

@@ -1,0 +1,131 @@
+"""What travels between the scheduler and its host: `SchedulerOutput` out, `StepResult` in, `StepUpdate` back.
+
+An output has n rows: continued requests first, in admission order, then the requests admitted in this
+step. All arrays belong to the output; the scheduler never changes them afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.request import Request
+
+IntArray: TypeAlias = npt.NDArray[np.integer]
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
+
+
+@dataclass(slots=True, eq=False)
+class SchedulerOutput:
+    """What to run in one step."""
+
+    step_id: int
+    """Counts up from 0, one per call of `schedule`."""
+    total_num_scheduled_tokens: int
+    """Tokens over all rows. 0 is legal: nothing to execute, but `update` is still called."""
+    num_continued: int
+    """Rows [0, num_continued) ran before; rows [num_continued, n) are admitted in this step."""
+    resync: bool
+    """True in the first output after a failed step: `block_ids` then holds the full table of every row."""
+
+    requests: Sequence[Request]
+    """[n] the requests, in row order."""
+    rows: IntArray
+    """[n] int64: the scheduler's row of each request; stable while the request runs, reused afterwards."""
+    serials: IntArray
+    """[n] int64: the admission that the row belongs to; a row with another serial is another admission."""
+    num_computed_tokens: IntArray
+    """[n] int64: tokens whose KV exists before this step; the first position that this step computes."""
+    num_scheduled_tokens: IntArray
+    """[n] int64, each at least 1: tokens that this step computes."""
+    samples: BoolArray
+    """[n] bool: whether the row's last position yields a token (False: a chunk that ends inside the known tokens)."""
+
+    num_cached_tokens: IntArray
+    """[n - num_continued] int64: tokens of each admitted row that were found in the prefix cache."""
+    is_resumed: BoolArray
+    """[n - num_continued] bool: whether the admitted row ran before and was preempted."""
+
+    block_ids: IntArray
+    """Ragged int32: new blocks of continued rows, all blocks of admitted rows (and of every row if `resync`)."""
+    block_offsets: IntArray
+    """[n + 1] int64: row i's blocks are block_ids[block_offsets[i]:block_offsets[i + 1]]."""
+
+    preempted: Sequence[Request]
+    """Requests that lost their row since the last output."""
+    finished: Sequence[Request]
+    """Requests that ended since the last output, each once; after this their ids are free again."""
+
+    @property
+    def num_rows(self) -> int:
+        """n: the requests that run in this step."""
+        return len(self.requests)
+
+    @property
+    def continued(self) -> Sequence[Request]:
+        """Requests that ran before and go on."""
+        return self.requests[: self.num_continued]
+
+    @property
+    def admitted(self) -> Sequence[Request]:
+        """Requests that got their row in this step, new and resumed."""
+        return self.requests[self.num_continued :]
+
+    @property
+    def new(self) -> list[Request]:
+        """Requests admitted for the first time."""
+        return [r for r, resumed in zip(self.admitted, self.is_resumed.tolist(), strict=True) if not resumed]
+
+    @property
+    def resumed(self) -> list[Request]:
+        """Requests admitted again after a preemption."""
+        return [r for r, resumed in zip(self.admitted, self.is_resumed.tolist(), strict=True) if resumed]
+
+    @property
+    def prefill(self) -> list[Request]:
+        """Requests that compute prompt tokens, or tokens lost to a preemption, in this step."""
+        return [request for request, decodes in zip(self.requests, self._decodes(), strict=True) if not decodes]
+
+    @property
+    def decode(self) -> list[Request]:
+        """Requests that compute just the token they sampled last."""
+        return [request for request, decodes in zip(self.requests, self._decodes(), strict=True) if decodes]
+
+    def blocks(self, row_index: int) -> IntArray:
+        """Block ids that this output tells of row `row_index` (0 to n - 1): see `block_ids`."""
+        return self.block_ids[self.block_offsets[row_index] : self.block_offsets[row_index + 1]]
+
+    def _decodes(self) -> list[bool]:
+        prompt_lens = [request.num_prompt_tokens for request in self.requests]
+        beyond_prompt = self.num_computed_tokens >= np.array(prompt_lens, dtype=np.int64)
+        return [bool(flag) for flag in beyond_prompt & self.samples & (self.num_scheduled_tokens == 1)]
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What came back from the model for one output."""
+
+    token_ids: IntArray | Sequence[int]
+    """Sampled tokens, ragged, in row order."""
+    counts: IntArray | Sequence[int] | None = None
+    """[n] tokens of each row; None: one for each row with `samples`, none for the others."""
+    errors: Mapping[int, str] = field(default_factory=dict)
+    """Row index (0 to n - 1) -> message: that request ends with FINISHED_ERROR; it has no token here."""
+    step_time: float | None = None
+    """Seconds that the step took on the host, if it knows."""
+
+
+@dataclass(slots=True)
+class StepUpdate:
+    """What `update` made of a step result."""
+
+    token_ids: IntArray
+    """Tokens that were appended, ragged, parallel to the output's requests."""
+    counts: IntArray
+    """[n] int64: how many of `token_ids` belong to each row; 0 where a request had ended or sampled nothing."""
+    finished: Sequence[Request]
+    """Requests that ended by this update, in row order."""

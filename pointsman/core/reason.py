@@ -1,0 +1,46 @@
+"""Why a request waits: the reasons for a deferral, kept per request and counted per step for the head."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Reason(enum.Enum):
+    """Why a request was not admitted in a step.
+
+    The first five are the rungs of the graded response to memory pressure: the one counted is the rung whose removal
+    alone would have let the request in.
+    """
+
+    WATERMARK = "watermark"
+    FULL_SEQUENCE = "full_sequence"
+    BLOCKS = "blocks"
+    SEQUENCE_LIMIT = "sequence_limit"
+    BUDGET = "budget"
+    PREEMPTION = "preemption"
+    """The running part of the step preempted for memory, so nobody is admitted."""
+    DISPLACEMENT = "displacement"
+    """A more urgent request takes the room that was made in this step."""
+    STATIC_BATCH = "static_batch"
+    """The static batch still runs."""
+    IN_FLIGHT = "in_flight"
+    """Its own samples from before its preemption have not come back."""
+    BEHIND = "behind"
+    """It is not the head of the queue."""
+    PARKED = "parked"
+    """It waits for something other than capacity."""
+
+    def __init__(self, _: str) -> None:
+        self.position = len(self.__class__.__members__)
+        """Index into an array of counters."""
+
+
+@dataclass(slots=True)
+class Deferral:
+    """Why a request waits, and since when."""
+
+    reason: Reason
+    missing: int
+    """Blocks, tokens or seats that it lacks, by the reason; 0 where nothing is counted."""
+    since: float

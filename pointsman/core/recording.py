@@ -1,0 +1,259 @@
+"""Recordings: every call into a scheduler and every decision it made, as JSON Lines, and their replay.
+
+A recording is the inputs, so that it can be run again: a header (format, library version, configuration), then one line per call
+in order, each with its `now`. `schedule` and `update` lines also carry what was decided; a replay makes the same calls on
+a new scheduler and compares every decision, so the first difference names the step and the field.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TextIO
+
+import numpy as np
+
+from pointsman.core.config import SchedulerConfig
+from pointsman.core.errors import ConfigError, PointsmanError
+from pointsman.core.output import SchedulerOutput, StepResult, StepUpdate
+from pointsman.core.preemption import VICTIMS
+from pointsman.core.queue import ORDERS
+from pointsman.core.request import FinishReason, ParkReason, Request
+
+if TYPE_CHECKING:
+    from pointsman.core.scheduler import Scheduler
+
+FORMAT = "pointsman-recording"
+FORMAT_VERSION = 1
+
+_REQUEST_FIELDS = (
+    "request_id arrival_time max_tokens max_total_tokens min_tokens priority eos_token_ids ignore_eos stop_token_ids "
+    "cache_salt use_prefix_cache"
+).split()
+_OUTPUT_ARRAYS = (
+    "rows serials num_computed_tokens num_scheduled_tokens samples num_cached_tokens is_resumed block_ids block_offsets"
+).split()
+
+
+class RecordingError(PointsmanError, ValueError):
+    """A line that is no part of a recording. The message names the line."""
+
+
+class ReplayDifference(PointsmanError):
+    """The first decision of a replay that is not the recorded one."""
+
+    def __init__(self, line: int, step_id: int | None, field: str, recorded: object, replayed: object) -> None:
+        where = f"step {step_id}" if step_id is not None else "a call outside steps"
+        super().__init__(f"line {line}, {where}: {field} was {recorded!r} and is now {replayed!r}")
+        self.line = line
+        self.step_id = step_id
+        self.field = field
+        self.recorded = recorded
+        self.replayed = replayed
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayReport:
+    """What a replay without a difference went through."""
+
+    num_calls: int
+    num_steps: int
+    num_requests: int
+    num_preemptions: int
+
+
+class Recorder:
+    """Writes a recording to a text file as the calls happen. One recorder serves one scheduler."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def start(self, config: SchedulerConfig) -> None:
+        """The header; called once, by the scheduler."""
+        from pointsman import __version__
+
+        header = {"format": FORMAT, "format_version": FORMAT_VERSION, "library_version": __version__}
+        self._write({**header, "config": config.to_dict()})
+
+    def added(self, request: Request, now: float, park: ParkReason | None) -> None:
+        fields: dict[str, Any] = {name: getattr(request, name) for name in _REQUEST_FIELDS}
+        fields["prompt_token_ids"] = request.prompt_token_ids.tolist()
+        self._write({"call": "add", "now": now, "request": fields, "park": park.value if park else None})
+
+    def finished(
+        self,
+        request_id: str,
+        reason: FinishReason,
+        now: float,
+        keep_tokens: int | None,
+        detail: str,
+        stop_reason: int | str | None,
+    ) -> None:
+        options = {"keep_tokens": keep_tokens, "detail": detail, "stop_reason": stop_reason}
+        self._write({"call": "finish", "now": now, "id": request_id, "reason": reason.value, **options})
+
+    def parked(self, request_id: str, reason: ParkReason, now: float) -> None:
+        self._write({"call": "park", "now": now, "id": request_id, "reason": reason.value})
+
+    def readied(self, request_id: str, now: float) -> None:
+        self._write({"call": "ready", "now": now, "id": request_id})
+
+    def set_priority(self, request_id: str, priority: int, now: float) -> None:
+        self._write({"call": "set_priority", "now": now, "id": request_id, "priority": priority})
+
+    def reset_prefix_cache(self, now: float) -> None:
+        self._write({"call": "reset_prefix_cache", "now": now})
+
+    def scheduled(self, output: SchedulerOutput, now: float) -> None:
+        self._write({"call": "schedule", "now": now, "step": output.step_id, "decision": _decision(output)})
+
+    def updated(self, output: SchedulerOutput, result: StepResult, update: StepUpdate, now: float) -> None:
+        line: dict[str, Any] = {"call": "update", "now": now, "step": output.step_id}
+        line["token_ids"] = np.asarray(result.token_ids).tolist()
+        line["counts"] = None if result.counts is None else np.asarray(result.counts).tolist()
+        line["errors"] = {str(index): message for index, message in result.errors.items()}
+        line["step_time"] = result.step_time
+        line["decision"] = _update_decision(update)
+        self._write(line)
+
+    def failed(self, output: SchedulerOutput, now: float) -> None:
+        self._write({"call": "fail", "now": now, "step": output.step_id})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+
+def replay(file: Iterable[str]) -> ReplayReport:
+    """Make the recorded calls on a new scheduler and compare every decision.
+
+    Raises:
+        ReplayDifference: at the first decision that differs.
+        RecordingError: the file is no recording, is cut, or names a policy that is not built in.
+    """
+    return _Replay().run(file)
+
+
+class _Replay:
+    def __init__(self) -> None:
+        self._scheduler: Scheduler | None = None
+        self._outputs: dict[int, SchedulerOutput] = {}
+        self._num_calls = self._num_steps = self._num_requests = 0
+        self._calls: dict[str, Callable[[Scheduler, dict[str, Any], int], None]] = {
+            "add": self._add,
+            "finish": self._finish,
+            "park": lambda s, call, _: s.park(call["id"], ParkReason(call["reason"]), call["now"]),
+            "ready": lambda s, call, _: s.ready(call["id"], call["now"]),
+            "set_priority": lambda s, call, _: s.set_priority(call["id"], call["priority"], call["now"]),
+            "reset_prefix_cache": lambda s, call, _: s.reset_prefix_cache(call["now"]),
+            "schedule": self._schedule,
+            "update": self._update,
+            "fail": self._fail,
+        }
+
+    def run(self, file: Iterable[str]) -> ReplayReport:
+        for number, text in enumerate(file, start=1):
+            try:
+                self._line(json.loads(text), number)
+            except (ReplayDifference, RecordingError):
+                raise
+            except json.JSONDecodeError as error:
+                raise RecordingError(f"line {number} is not JSON ({error.msg}); the recording is cut or broken") from None
+            except (KeyError, TypeError, ValueError, AttributeError, PointsmanError) as error:
+                raise RecordingError(f"line {number} cannot be replayed: {error}") from error
+        if self._scheduler is None:
+            raise RecordingError("the file is empty; a recording starts with a header line")
+        preemptions = self._scheduler.stats().num_preemptions
+        return ReplayReport(self._num_calls, self._num_steps, self._num_requests, preemptions)
+
+    def _line(self, call: dict[str, Any], number: int) -> None:
+        if self._scheduler is None:
+            self._scheduler = self._open(call)
+            return
+        name = call.get("call")
+        if name not in self._calls:
+            raise RecordingError(f"line {number} calls {name!r}, which no scheduler has")
+        self._calls[name](self._scheduler, call, number)
+        self._num_calls += 1
+
+    def _open(self, header: dict[str, Any]) -> Scheduler:
+        from pointsman.core.scheduler import Scheduler
+
+        if header.get("format") != FORMAT:
+            raise RecordingError(f"line 1 is no header of a recording (format {header.get('format')!r}, not {FORMAT!r})")
+        if header.get("format_version") != FORMAT_VERSION:
+            raise RecordingError(
+                f"the recording has format version {header.get('format_version')}; this library reads {FORMAT_VERSION}"
+            )
+        config = header["config"]
+        for knob, known in (("order", ORDERS), ("victim", VICTIMS)):
+            if config[knob] is not None and config[knob] not in known:
+                raise RecordingError(f"{knob} {config[knob]!r} is not built in, so this recording cannot be replayed here")
+        try:
+            return Scheduler(SchedulerConfig(**config))
+        except (TypeError, ConfigError) as error:
+            raise RecordingError(f"the header's configuration cannot be used: {error}") from error
+
+    def _output(self, call: dict[str, Any]) -> SchedulerOutput:
+        step: int = call["step"]
+        if step not in self._outputs:
+            raise ValueError(f"step {step} was not scheduled, or is over")
+        return self._outputs[step]
+
+    def _add(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
+        park = ParkReason(call["park"]) if call["park"] else None
+        scheduler.add(Request(**call["request"]), call["now"], park=park)
+        self._num_requests += 1
+
+    def _finish(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
+        options = {name: call[name] for name in ("keep_tokens", "detail", "stop_reason")}
+        scheduler.finish(call["id"], FinishReason(call["reason"]), call["now"], **options)
+
+    def _schedule(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
+        output = scheduler.schedule(call["now"])
+        if output.step_id != call["step"]:
+            raise ReplayDifference(number, call["step"], "step_id", call["step"], output.step_id)
+        _compare(number, call["step"], call["decision"], _decision(output))
+        self._outputs[output.step_id] = output
+        self._num_steps += 1
+
+    def _update(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
+        errors = {int(index): message for index, message in call["errors"].items()}
+        result = StepResult(call["token_ids"], call["counts"], errors, call["step_time"])
+        update = scheduler.update(self._output(call), result, call["now"])
+        del self._outputs[call["step"]]
+        _compare(number, call["step"], call["decision"], _update_decision(update))
+
+    def _fail(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
+        scheduler.fail(self._output(call), call["now"])
+        self._outputs = {step: output for step, output in self._outputs.items() if step < call["step"]}
+
+
+def _decision(output: SchedulerOutput) -> dict[str, Any]:
+    """All that an output decides, as JSON-ready values."""
+    decision: dict[str, Any] = {
+        "num_continued": output.num_continued,
+        "resync": output.resync,
+        "requests": [request.request_id for request in output.requests],
+        "preempted": [request.request_id for request in output.preempted],
+        "finished": [[r.request_id, r.finish_reason.value if r.finish_reason else None] for r in output.finished],
+    }
+    decision.update((name, getattr(output, name).tolist()) for name in _OUTPUT_ARRAYS)
+    return decision
+
+
+def _update_decision(update: StepUpdate) -> dict[str, Any]:
+    return {
+        "kept_token_ids": update.token_ids.tolist(),
+        "kept_counts": update.counts.tolist(),
+        "finished": [
+            [r.request_id, r.finish_reason.value if r.finish_reason else None, r.finish_detail, r.stop_reason]
+            for r in update.finished
+        ],
+    }
+
+
+def _compare(line: int, step: int, recorded: dict[str, Any], replayed: dict[str, Any]) -> None:
+    for name in [*replayed, *(name for name in recorded if name not in replayed)]:
+        if recorded.get(name) != replayed.get(name):
+            raise ReplayDifference(line, step, name, recorded.get(name), replayed.get(name))

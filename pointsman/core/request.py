@@ -1,0 +1,417 @@
+"""A request: who asks, for what, and where it stands.
+
+The scheduler keeps what every step touches (`num_tokens`, `num_computed_tokens`, `num_pending`) as columns of
+the `Batch` while a request holds blocks, and in the request itself while it does not. The properties here read
+from whichever is right, so a reader never needs to know.
+
+The life of a request:
+
+    WAITING ----> RUNNING ----> FINISHED_*
+       |  ^        |   ^
+       v  |        v   |
+     parked <--- PREEMPTED          (every state but the finished ones may also finish)
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.config import MAX_INT
+from pointsman.core.errors import InvalidTransition, RequestRefused
+
+if TYPE_CHECKING:
+    from pointsman.core.batch import Batch
+
+IntArray: TypeAlias = npt.NDArray[np.integer]
+Int32Array: TypeAlias = npt.NDArray[np.int32]
+
+
+class RequestStatus(enum.Enum):
+    """Where a request is. It is in exactly one place: queued, parked, running or finished."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    WAITING_FOR_GRAMMAR = "waiting_for_grammar"
+    WAITING_FOR_REMOTE_KVS = "waiting_for_remote_kvs"
+    WAITING_FOR_STREAMING_REQ = "waiting_for_streaming_req"
+    FINISHED_STOPPED = "finished_stopped"
+    FINISHED_LENGTH = "finished_length"
+    FINISHED_ABORTED = "finished_aborted"
+    FINISHED_REFUSED = "finished_refused"
+    FINISHED_ERROR = "finished_error"
+
+    @property
+    def is_finished(self) -> bool:
+        return self in _FINISHED
+
+    @property
+    def is_parked(self) -> bool:
+        return self in _PARKED
+
+
+class ParkReason(enum.Enum):
+    """What a parked request waits for: anything but capacity."""
+
+    GRAMMAR = "grammar"
+    REMOTE_KVS = "remote_kvs"
+    STREAMING_REQ = "streaming_req"
+
+    @property
+    def status(self) -> RequestStatus:
+        return RequestStatus(f"waiting_for_{self.value}")
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended; the values are those of the OpenAI API where it has them."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    REFUSED = "refused"
+    ERROR = "error"
+
+    @property
+    def status(self) -> RequestStatus:
+        return _STATUS_OF_REASON[self]
+
+
+_STATUS_OF_REASON = {
+    FinishReason.STOP: RequestStatus.FINISHED_STOPPED,
+    FinishReason.LENGTH: RequestStatus.FINISHED_LENGTH,
+    FinishReason.ABORT: RequestStatus.FINISHED_ABORTED,
+    FinishReason.REFUSED: RequestStatus.FINISHED_REFUSED,
+    FinishReason.ERROR: RequestStatus.FINISHED_ERROR,
+}
+_FINISHED = frozenset(_STATUS_OF_REASON.values())
+_PARKED = frozenset(reason.status for reason in ParkReason)
+_ENDS = _FINISHED - {RequestStatus.FINISHED_REFUSED}
+# Rewinding a failed step returns a request to the queue in the state it had there, so RUNNING -> WAITING is legal.
+_NEXT = {
+    RequestStatus.WAITING: _FINISHED | _PARKED | {RequestStatus.RUNNING},
+    RequestStatus.RUNNING: _ENDS | _PARKED | {RequestStatus.PREEMPTED, RequestStatus.WAITING},
+    RequestStatus.PREEMPTED: _ENDS | _PARKED | {RequestStatus.RUNNING},
+    **{parked: _ENDS | {RequestStatus.WAITING, RequestStatus.PREEMPTED} for parked in _PARKED},
+    **{finished: frozenset() for finished in _FINISHED},
+}
+
+
+class Request:
+    """One prompt and what is generated for it.
+
+    Args:
+        request_id: the caller's name for it, unique among requests that have not ended.
+        prompt_token_ids: int32, at least one; kept as one read-only array that samples of a prompt may share.
+        arrival_time: seconds on the caller's clock; the order "fcfs" sorts by it.
+        max_tokens: most tokens to generate, at least 1.
+        max_total_tokens: most tokens of prompt and output together; None: no such limit.
+        min_tokens: before that many output tokens neither EOS nor a stop token ends the request.
+        priority: smaller is more urgent.
+        eos_token_ids: tokens that end the request, unless `ignore_eos`.
+        stop_token_ids: further tokens that end it; the one that did is the `stop_reason`.
+        cache_salt: only requests with an equal salt share cached prefixes.
+        use_prefix_cache: False: neither looks up nor publishes blocks.
+        metadata: the caller's own; never read here.
+
+    Raises:
+        RequestRefused: the arguments themselves can never run (an empty prompt, `max_tokens` below 1, ...).
+    """
+
+    __slots__ = (
+        "_num_computed_tokens",
+        "_num_pending",
+        "_output",
+        "_prompt_bytes",
+        "arrival_time",
+        "batch",
+        "cache_salt",
+        "deferral",
+        "eos_token_ids",
+        "finish_detail",
+        "finish_reason",
+        "ignore_eos",
+        "limit_detail",
+        "lost_tokens",
+        "max_tokens",
+        "max_total_tokens",
+        "metadata",
+        "min_tokens",
+        "num_admitted_tokens",
+        "num_cached_tokens",
+        "num_preemptions",
+        "num_published_blocks",
+        "prefix_epoch",
+        "prefix_node",
+        "priority",
+        "prompt_token_ids",
+        "queue_entry",
+        "request_id",
+        "row",
+        "sequence_number",
+        "serial",
+        "status",
+        "stop_reason",
+        "stop_set",
+        "stop_token_ids",
+        "token_limit",
+        "use_prefix_cache",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: IntArray | Sequence[int],
+        *,
+        arrival_time: float,
+        max_tokens: int,
+        max_total_tokens: int | None = None,
+        min_tokens: int = 0,
+        priority: int = 0,
+        eos_token_ids: tuple[int, ...] = (),
+        ignore_eos: bool = False,
+        stop_token_ids: tuple[int, ...] = (),
+        cache_salt: str | None = None,
+        use_prefix_cache: bool = True,
+        metadata: Any = None,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_token_ids, self._prompt_bytes = _shared_prompt(request_id, prompt_token_ids)
+        self.arrival_time = arrival_time
+        self.max_tokens = max_tokens
+        self.max_total_tokens = max_total_tokens
+        self.min_tokens = min_tokens
+        self.priority = priority
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.ignore_eos = ignore_eos
+        self.stop_token_ids = tuple(stop_token_ids)
+        self.cache_salt = cache_salt
+        self.use_prefix_cache = use_prefix_cache
+        self.metadata = metadata
+        self._check()
+
+        self.status = RequestStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.finish_detail = ""
+        self.num_preemptions = 0
+        self.num_cached_tokens = 0  # of the last admission
+        self.num_admitted_tokens = 0  # known tokens at the last admission
+
+        # What follows is the scheduler's own bookkeeping.
+        self.stop_set = frozenset(self.stop_token_ids) | (frozenset() if ignore_eos else frozenset(self.eos_token_ids))
+        self.token_limit = self.num_prompt_tokens + max_tokens
+        self.limit_detail = "max_tokens"
+        self.sequence_number = 0  # order of adding
+        self.serial = 0  # the last admission, 0 before the first
+        self.batch: Batch | None = None
+        self.row: int | None = None
+        self.queue_entry: list[Any] | None = None
+        self.deferral: Any = None
+        self.lost_tokens = 0  # computed before the last preemption
+        self.num_published_blocks = 0
+        self.prefix_node: Any = None
+        self.prefix_epoch = 0
+        self._num_computed_tokens = 0
+        self._num_pending = 0
+        self._output = OutputTokens()
+
+    # ------------------------------------------------------------------ what it is
+
+    def __repr__(self) -> str:
+        return f"Request({self.request_id!r}, {self.status.value}, {self.num_computed_tokens}/{self.num_tokens} tokens)"
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: the prompt and the output so far."""
+        if self.batch is not None and self.row is not None:
+            return int(self.batch.num_tokens[self.row])
+        return self.num_prompt_tokens + len(self._output)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose KV exists, or will when the steps in flight have run."""
+        if self.batch is not None and self.row is not None:
+            return int(self.batch.num_computed_tokens[self.row])
+        return self._num_computed_tokens
+
+    @property
+    def num_pending(self) -> int:
+        """Samples that are scheduled and have not come back."""
+        if self.batch is not None and self.row is not None:
+            return int(self.batch.num_pending[self.row])
+        return self._num_pending
+
+    @property
+    def output_token_ids(self) -> Int32Array:
+        """[num_output_tokens] int32: a copy of the tokens generated so far."""
+        flushed = self._output.array()
+        if self.batch is not None and self.row is not None:
+            return np.concatenate([flushed, self.batch.recent(self.row, self.num_prompt_tokens + len(flushed))])
+        return flushed.copy()
+
+    @property
+    def all_token_ids(self) -> Int32Array:
+        """[num_tokens] int32: prompt and output."""
+        return np.concatenate([self.prompt_token_ids, self.output_token_ids])
+
+    def tokens(self, start: int, end: int) -> Int32Array:
+        """Known tokens `start` to `end` - 1, int32."""
+        if end <= self.num_prompt_tokens:
+            return self.prompt_token_ids[start:end]
+        return self.all_token_ids[start:end]
+
+    @property
+    def last_token_id(self) -> int:
+        """The newest known token of a request without a row."""
+        own = self._output.array()
+        return int(own[-1] if len(own) else self.prompt_token_ids[-1])
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status.is_finished
+
+    @property
+    def phase(self) -> str:
+        """For people: "waiting", "prefill" (until the first sample since admission), "decoding" or "finished"."""
+        if self.status.is_finished:
+            return "finished"
+        if self.status is not RequestStatus.RUNNING or self.batch is None or self.row is None:
+            return "waiting"
+        return "prefill" if self.num_tokens == self.num_admitted_tokens else "decoding"
+
+    @property
+    def prompt_bytes(self) -> bytes:
+        """The prompt's int32 tokens as bytes: what the prefix tree is keyed by."""
+        return self._prompt_bytes
+
+    def known_bytes(self) -> bytes:
+        """All known tokens as bytes; the prompt's own while nothing is generated."""
+        if self.num_output_tokens == 0:
+            return self._prompt_bytes
+        return self._prompt_bytes + self.output_token_ids.tobytes()
+
+    # ------------------------------------------------------------------ what the scheduler changes
+
+    def transition(self, status: RequestStatus) -> None:
+        """Change the status.
+
+        Raises:
+            InvalidTransition: the life of a request has no such step.
+        """
+        if status not in _NEXT[self.status]:
+            raise InvalidTransition(f"request {self.request_id!r} cannot go from {self.status.name} to {status.name}")
+        self.status = status
+
+    def append_output(self, token_ids: IntArray | Sequence[int]) -> None:
+        """Append tokens to the request's own array (what the batch's ring holds comes through here)."""
+        self._output.extend(token_ids)
+
+    def truncate_output(self, num_output_tokens: int) -> None:
+        """Keep the first `num_output_tokens` of a request without a row."""
+        self._output.truncate(num_output_tokens)
+
+    @property
+    def num_own_output_tokens(self) -> int:
+        """Output tokens in the request's own array; the rest, while it has a row, is in the batch's ring."""
+        return len(self._output)
+
+    def leave_row(self, num_computed_tokens: int, num_pending: int) -> None:
+        """Take over what the batch's columns held, when the row is released."""
+        self.batch = None
+        self.row = None
+        self._num_computed_tokens = num_computed_tokens
+        self._num_pending = num_pending
+
+    def settle_pending(self, count: int) -> None:
+        """`count` samples of a request without a row have come back, or never will."""
+        self._num_pending -= count
+
+    def _check(self) -> None:
+        if self.num_prompt_tokens == 0:
+            self._refuse("the prompt is empty; give at least one token")
+        self._check_int("max_tokens", self.max_tokens, 1)
+        self._check_int("min_tokens", self.min_tokens, 0)
+        if self.max_total_tokens is not None:
+            self._check_int("max_total_tokens", self.max_total_tokens, 1)
+        self._check_int("priority", self.priority, -MAX_INT)
+        if self.min_tokens > self.max_tokens:
+            self._refuse(f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}; lower it")
+        for token in (*self.eos_token_ids, *self.stop_token_ids):
+            self._check_int("an EOS or stop token id", token, 0)
+        if not np.isfinite(self.arrival_time):
+            self._refuse(f"arrival_time is {self.arrival_time}; give seconds on the caller's clock")
+
+    def _check_int(self, name: str, value: object, least: int) -> None:
+        if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+            self._refuse(f"{name} is {value!r}; it must be an integer")
+        elif not least <= value <= MAX_INT:
+            self._refuse(f"{name} is {value}; it must be between {least} and {MAX_INT}")
+
+    def _refuse(self, why: str) -> None:
+        raise RequestRefused(f"request {self.request_id!r} refused: {why}")
+
+
+class OutputTokens:
+    """An int32 array that grows by doubling."""
+
+    __slots__ = ("_array", "_length")
+
+    def __init__(self) -> None:
+        self._array: Int32Array = np.empty(0, dtype=np.int32)
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def array(self) -> Int32Array:
+        """A view of the tokens, valid until the next `extend`."""
+        return self._array[: self._length]
+
+    def extend(self, token_ids: IntArray | Sequence[int]) -> None:
+        end = self._length + len(token_ids)
+        if end > len(self._array):
+            grown = np.empty(max(end, 2 * len(self._array), 16), dtype=np.int32)
+            grown[: self._length] = self._array[: self._length]
+            self._array = grown
+        self._array[self._length : end] = token_ids
+        self._length = end
+
+    def truncate(self, length: int) -> None:
+        self._length = min(self._length, length)
+
+
+def _shared_prompt(request_id: str, token_ids: IntArray | Sequence[int]) -> tuple[Int32Array, bytes]:
+    """The prompt as a read-only int32 array over a bytes object: one copy serves the model and the prefix tree."""
+    if isinstance(token_ids, np.ndarray) and isinstance(token_ids.base, bytes) and token_ids.dtype == np.int32:
+        if token_ids.nbytes == len(token_ids.base):
+            return token_ids, token_ids.base
+    try:
+        wide = np.asarray(token_ids)
+        if wide.size == 0:
+            wide = wide.astype(np.int64)
+        if wide.ndim != 1 or not np.issubdtype(wide.dtype, np.integer):
+            raise TypeError(f"{wide.dtype} of shape {wide.shape}")
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RequestRefused(
+            f"request {request_id!r} refused: prompt_token_ids must be a flat sequence of integers, not {error}"
+        ) from None
+    if wide.size and not (0 <= int(wide.min()) and int(wide.max()) <= MAX_INT):
+        bad = wide[(wide < 0) | (wide > MAX_INT)][0]
+        raise RequestRefused(
+            f"request {request_id!r} refused: token id {bad} in the prompt; ids must be between 0 and {MAX_INT}"
+        )
+    raw = wide.astype(np.int32).tobytes()
+    return np.frombuffer(raw, dtype=np.int32), raw

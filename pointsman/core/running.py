@@ -1,0 +1,234 @@
+"""How the running requests advance in a step: for all rows at once, or, when blocks run out, one by one.
+
+What a row wants is `num_tokens + num_pending - num_computed_tokens`: its known tokens and the samples in flight, less what is
+computed. Three ways lead to what it gets, each only where the one before does not apply:
+
+    steady    every row decodes one token: no flags, rows <= budget, enough blocks
+    at once   limits, the budget by one cumulative sum, one `grow` for all rows that lack blocks
+    walk      the pool cannot give: row by row, in admission order, preempting
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.batch import PREFILLING, Batch
+from pointsman.core.config import SchedulerConfig
+from pointsman.core.kv_cache import KVCacheManager
+from pointsman.core.limits import Limit
+from pointsman.core.preemption import Victim
+from pointsman.core.request import Request
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+NO_BLOCKS: Int32Array = np.zeros(0, dtype=np.int32)
+
+
+@dataclass(slots=True)
+class Advance:
+    """What the running rows do in a step: the first part of a `SchedulerOutput`, field by field."""
+
+    requests: Sequence[Request]
+    rows: Int64Array
+    serials: Int64Array
+    num_computed_tokens: Int64Array
+    num_scheduled_tokens: Int64Array
+    samples: BoolArray
+    block_ids: Int32Array
+    block_offsets: Int64Array
+    total: int
+    preempted: bool
+    """Whether somebody had to give way for memory."""
+    unpublished: Sequence[Request]
+    """Rows that computed prompt tokens, whose blocks are to be published."""
+
+
+class Running:
+    """The running part of a step."""
+
+    def __init__(
+        self, config: SchedulerConfig, batch: Batch, kv: KVCacheManager, limits: list[Limit], victim: Victim
+    ) -> None:
+        self._budget = config.max_num_batched_tokens
+        self._block_size = config.block_size
+        self._batch = batch
+        self._kv = kv
+        self._limits = limits
+        self._victim = victim
+        self._steady_allowed = not any(limit.limits_decode for limit in limits)
+
+    def advance(self, in_flight: bool, preempt: Callable[[Request], None]) -> Advance:
+        """Decide, and commit, what every running row computes; `preempt` is called for each that gives way."""
+        if self._steady_allowed and self._batch.num_prefilling == 0 and len(self._batch) <= self._budget:
+            steady = self._advance_steady(in_flight)
+            if steady is not None:
+                return steady
+        return self._advance_general(preempt)
+
+    def wants(self) -> tuple[Int64Array, Int64Array]:
+        """[rows] what each row lacks, and what the limits leave of it, before the budget. 0: nothing to do now."""
+        batch, members = self._batch, self._batch.members
+        rows = members.rows
+        expected = batch.num_tokens[rows] + batch.num_pending[rows]
+        lacks = expected - batch.num_computed_tokens[rows]
+        lacks[expected >= members.token_limit] = 0  # what is in flight brings it to its end
+        want = lacks
+        if self._limits:
+            want = lacks.copy()
+            for limit in self._limits:
+                limit.clip(batch, rows, want)
+        return lacks, want
+
+    def blocks_needed(self, want: Int64Array) -> Int64Array:
+        """[rows] new blocks that each running row needs to advance by `want` tokens."""
+        batch, rows = self._batch, self._batch.members.rows
+        short = batch.num_computed_tokens[rows] + want - batch.num_slots[rows]
+        needed: Int64Array = np.maximum(-(-short // self._block_size), 0)
+        return needed
+
+    def blocks_owed(self) -> int:
+        """Blocks that partly computed rows still need for tokens they already have."""
+        batch = self._batch
+        if batch.num_prefilling == 0:
+            return 0
+        rows = batch.members.rows
+        rows = rows[(batch.flags[rows] & PREFILLING) != 0]
+        short = batch.num_tokens[rows] - batch.num_slots[rows]
+        return int(np.maximum(-(-short // self._block_size), 0).sum())
+
+    # ------------------------------------------------------------------ steady
+
+    def _advance_steady(self, in_flight: bool) -> Advance | None:
+        """Every row decodes one token; None if that is not so after all, with nothing changed."""
+        batch, members = self._batch, self._batch.members
+        rows = members.rows
+        count = len(rows)
+        pending = batch.num_pending[rows]
+        if in_flight and (batch.num_tokens[rows] + pending >= members.token_limit).any():
+            return None
+        computed = batch.num_computed_tokens[rows]
+        full = computed >= batch.num_slots[rows]
+        lacking = full.nonzero()[0]
+        if len(lacking) > self._kv.num_free:
+            return None
+        block_ids, offsets = NO_BLOCKS, members.zero_offsets
+        if len(lacking):
+            block_ids = self._kv.grow(batch, rows[lacking], members.ones[: len(lacking)])
+            offsets = np.empty(count + 1, dtype=np.int64)
+            offsets[0] = 0
+            full.cumsum(out=offsets[1:])
+        batch.num_computed_tokens[rows] = computed + 1
+        pending += 1
+        batch.num_pending[rows] = pending
+        return Advance(
+            requests=members.requests,
+            rows=rows,
+            serials=members.serials,
+            num_computed_tokens=computed,
+            num_scheduled_tokens=members.ones,
+            samples=members.trues,
+            block_ids=block_ids,
+            block_offsets=offsets,
+            total=count,
+            preempted=False,
+            unpublished=(),
+        )
+
+    # ------------------------------------------------------------------ at once, or row by row
+
+    def _advance_general(self, preempt: Callable[[Request], None]) -> Advance:
+        batch, members = self._batch, self._batch.members
+        lacks, want = self.wants()
+        granted = want
+        end = np.cumsum(want)
+        if len(end) and end[-1] > self._budget:
+            granted = np.clip(self._budget - (end - want), 0, want)
+        needed = self.blocks_needed(granted)
+        preempted = False
+        if int(needed.sum()) <= self._kv.num_free:
+            short = needed.nonzero()[0]
+            block_ids = self._kv.grow(batch, members.rows[short], needed[short]) if len(short) else NO_BLOCKS
+        else:
+            granted, needed, block_ids, preempted = self._walk(want, preempt)
+        return self._commit(members.requests, members.rows, members.serials, lacks, granted, needed, block_ids, preempted)
+
+    def _walk(
+        self, want: Int64Array, preempt: Callable[[Request], None]
+    ) -> tuple[Int64Array, Int64Array, Int32Array, bool]:
+        """Row by row, in admission order. Whoever gives way gives back what this step had granted to it."""
+        batch, kv, members = self._batch, self._kv, self._batch.members
+        rows, wanted = members.rows.tolist(), want.tolist()
+        index_of = {row: index for index, row in enumerate(rows)}
+        computed = batch.num_computed_tokens[members.rows].tolist()
+        budget = self._budget
+        granted = [0] * len(rows)
+        new_blocks: list[Int32Array] = [NO_BLOCKS] * len(rows)
+        gone: set[int] = set()
+        for index, row in enumerate(rows):
+            if index in gone or wanted[index] == 0 or budget == 0:
+                continue
+            grant = min(wanted[index], budget)
+            needed = kv.blocks_for(computed[index] + grant) - int(batch.num_slots[row]) // self._block_size
+            while needed > kv.num_free and index not in gone:
+                victim = index_of[self._victim.choose(batch, row)]
+                preempt(members.requests[victim])
+                gone.add(victim)
+                budget += granted[victim]
+                granted[victim], new_blocks[victim] = 0, NO_BLOCKS
+            if index in gone:
+                continue
+            granted[index] = grant
+            budget -= grant
+            if needed > 0:
+                new_blocks[index] = kv.grow(batch, np.array([row]), np.array([needed]))
+        counts = np.array([len(blocks) for blocks in new_blocks], dtype=np.int64)
+        return np.array(granted, dtype=np.int64), counts, np.concatenate(new_blocks), bool(gone)
+
+    def _commit(
+        self,
+        requests: list[Request],
+        rows: Int64Array,
+        serials: Int64Array,
+        lacks: Int64Array,
+        granted: Int64Array,
+        needed: Int64Array,
+        block_ids: Int32Array,
+        preempted: bool,
+    ) -> Advance:
+        batch = self._batch
+        runs = granted > 0
+        if not runs.all():
+            picked = runs.nonzero()[0]
+            rows, serials, lacks, granted, needed = (a[picked] for a in (rows, serials, lacks, granted, needed))
+            requests = [requests[index] for index in picked.tolist()]
+        computed = batch.num_computed_tokens[rows]
+        samples = granted == lacks
+        batch.num_computed_tokens[rows] = computed + granted
+        batch.num_pending[rows] += samples
+        unpublished = []
+        if batch.num_prefilling:
+            for index in (batch.flags[rows] & PREFILLING).nonzero()[0].tolist():
+                unpublished.append(requests[index])
+                if samples[index]:
+                    batch.clear_flags(int(rows[index]), PREFILLING)
+        offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum(needed, out=offsets[1:])
+        return Advance(
+            requests=requests,
+            rows=rows,
+            serials=serials,
+            num_computed_tokens=computed,
+            num_scheduled_tokens=granted,
+            samples=samples,
+            block_ids=block_ids,
+            block_offsets=offsets,
+            total=int(granted.sum()),
+            preempted=preempted,
+            unpublished=unpublished,
+        )

@@ -1,0 +1,623 @@
+"""The scheduler: at every step it decides which requests run and how many tokens each advances.
+
+    output = scheduler.schedule(now)                 decide, and commit the decision
+    result = host.execute(output)                    the only part that differs between hosts
+    done   = scheduler.update(output, result, now)   append tokens, stop conditions, free
+
+`schedule` goes through five parts, in this order:
+
+    1. displace   a more urgent waiting request may take the room of less urgent running ones (`displacement.py`)
+    2. advance    the running requests, under limits, budget and blocks, preempting if need be (`running.py`)
+    3. publish    their prompt blocks, so that the requests admitted next can share them (`kv_cache.py`)
+    4. admit      waiting requests, one after the other, until one must wait (`admission.py`)
+    5. emit       the output (`output.py`)
+
+There is no prefill phase and no decode phase: each request's `num_computed_tokens` chases its `num_tokens`, and a prefill
+chunk is what the budget does to a long prompt. The scheduler reads no clock and no random number; the same calls give
+the same decisions. One thread owns it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.admission import Admission, Blocked, Grant
+from pointsman.core.batch import Batch
+from pointsman.core.config import SchedulerConfig
+from pointsman.core.displacement import Displacement
+from pointsman.core.errors import InvalidTransition, RequestRefused, StepOrderError
+from pointsman.core.in_flight import AdmittedRequest, StepRecord
+from pointsman.core.kv_cache import KVCacheManager
+from pointsman.core.lifecycle import End, Lifecycle
+from pointsman.core.limits import make_limits
+from pointsman.core.output import SchedulerOutput, StepResult, StepUpdate
+from pointsman.core.preemption import make_victim
+from pointsman.core.queue import make_order
+from pointsman.core.reason import Deferral, Reason
+from pointsman.core.recording import Recorder
+from pointsman.core.request import FinishReason, ParkReason, Request, RequestStatus
+from pointsman.core.reserve import make_reserves
+from pointsman.core.running import Advance, Running
+from pointsman.core.stats import Counters, Explanation, SchedulerStats
+from pointsman.core.update import Update
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+
+
+class Scheduler:
+    """Continuous batching over a paged KV cache, for any host that can execute a `SchedulerOutput`.
+
+    Args:
+        config: every knob.
+        recorder: where to write every call and every decision, so that they can be replayed; None: nowhere.
+
+    Raises:
+        ConfigError: the configuration names a policy that does not exist.
+    """
+
+    def __init__(self, config: SchedulerConfig, *, recorder: Recorder | None = None) -> None:
+        self.config = config
+        max_blocks = min(-(-config.max_model_len // config.block_size), config.num_usable_blocks)
+        self._batch = Batch(config.block_size, max_blocks)
+        self._kv = KVCacheManager(config)
+        self._counters = Counters()
+        limits = make_limits(config)
+        queue = make_order(config.order)
+        self._admission = Admission(config, self._kv, limits, make_reserves(config))
+        self._running = Running(config, self._batch, self._kv, limits, make_victim(config, queue.name))
+        displaces = queue.displaces and config.displace is not False
+        self._displacement = (
+            Displacement(config, self._batch, self._kv, self._running, self._admission) if displaces else None
+        )
+        self._life = Lifecycle(self._batch, self._kv, queue, self._admission, self._counters)
+        self._update = Update(self._batch, self._kv, self._life, self._counters)
+        self._next_step_id = 0
+        self._resync = False
+        self._unpublished: list[Request] = []
+        self._recorder = recorder
+        if recorder is not None:
+            recorder.start(config)
+
+    # ------------------------------------------------------------------ requests
+
+    def add(self, request: Request, now: float, *, park: ParkReason | None = None) -> None:
+        """Queue a request, or park it until `ready`.
+
+        Raises:
+            RequestRefused: it could never run; its status is then FINISHED_REFUSED and nothing of it is kept.
+            DuplicateRequest: its id is in use.
+        """
+        self._life.require_free_id(request.request_id)
+        if request.status is not RequestStatus.WAITING or request.sequence_number:
+            raise InvalidTransition(f"request {request.request_id!r} was added before; make a new Request")
+        why = self._settle_limits(request)
+        if why is not None:
+            request.transition(RequestStatus.FINISHED_REFUSED)
+            request.finish_reason, request.finish_detail = FinishReason.REFUSED, why
+            self._counters.num_refused += 1
+            raise RequestRefused(f"request {request.request_id!r} refused: {why}")
+        self._life.add(request, now, park)
+        self._counters.num_added += 1
+        if self._recorder is not None:
+            self._recorder.added(request, now, park)
+
+    def abort(self, request_id: str, now: float) -> Request | None:
+        """End a request at its caller's wish, wherever it is. None: unknown, or ended already."""
+        return self.finish(request_id, FinishReason.ABORT, now)
+
+    def finish(
+        self,
+        request_id: str,
+        reason: FinishReason,
+        now: float,
+        *,
+        keep_tokens: int | None = None,
+        detail: str = "",
+        stop_reason: int | str | None = None,
+    ) -> Request | None:
+        """End a request for the host's own reason, such as a stop string. None: unknown, or ended already.
+
+        `keep_tokens` cuts its output to that many tokens.
+        """
+        request = self._life.get(request_id)
+        if request is None:
+            return None
+        if reason is FinishReason.REFUSED:
+            raise InvalidTransition(f"request {request_id!r} was accepted; end it with another reason than REFUSED")
+        if keep_tokens is not None and keep_tokens < 0:
+            raise ValueError(f"keep_tokens is {keep_tokens}; give 0 or more")
+        self._life.end([End(request, reason, detail, stop_reason)])
+        if keep_tokens is not None:
+            request.truncate_output(keep_tokens)
+        if self._recorder is not None:
+            self._recorder.finished(request_id, reason, now, keep_tokens, detail, stop_reason)
+        return request
+
+    def park(self, request_id: str, reason: ParkReason, now: float) -> None:
+        """Let a request wait for something other than capacity. It keeps its place and holds no blocks; a running one
+        gives them back as if preempted.
+
+        Raises:
+            UnknownRequest: no such request, or it has ended.
+        """
+        self._life.park(self._life.require(request_id), reason, now)
+        if self._recorder is not None:
+            self._recorder.parked(request_id, reason, now)
+
+    def ready(self, request_id: str, now: float) -> None:
+        """What a parked request waited for is there.
+
+        Raises:
+            UnknownRequest: no such request, or it has ended.
+            InvalidTransition: it is not parked.
+        """
+        request = self._life.require(request_id)
+        if not request.status.is_parked:
+            raise InvalidTransition(f"request {request_id!r} is {request.status.name}, not parked; ready() does not apply")
+        self._life.ready(request)
+        if self._recorder is not None:
+            self._recorder.readied(request_id, now)
+
+    def set_priority(self, request_id: str, priority: int, now: float) -> None:
+        """Change a request's priority; if it is queued, its place changes at once.
+
+        Raises:
+            UnknownRequest: no such request, or it has ended.
+        """
+        request = self._life.require(request_id)
+        queued = request in self._life.queue
+        if queued:
+            self._life.queue.remove(request)
+        request.priority = priority
+        if queued:
+            self._life.queue.push(request)
+        if request.row is not None:
+            self._batch.priority[request.row] = priority
+        if self._recorder is not None:
+            self._recorder.set_priority(request_id, priority, now)
+
+    def reset_prefix_cache(self, now: float) -> None:
+        """Forget every cached prefix (after the weights changed, say). What runs goes on and publishes no more."""
+        self._kv.reset()
+        if self._recorder is not None:
+            self._recorder.reset_prefix_cache(now)
+
+    # ------------------------------------------------------------------ the step
+
+    def schedule(self, now: float) -> SchedulerOutput:
+        """Decide what runs in the next step, and commit to it.
+
+        Raises:
+            StepOrderError: `max_steps_in_flight` outputs wait for their update already.
+        """
+        record = self._open_step()
+        displacer = self._displace()
+        advance = self._running.advance(len(self._life.in_flight) > 0, self._life.preempt)
+        for request in advance.unpublished:
+            self._publish(request)
+        admitted = self._admit(record, advance, displacer, now)
+        if self._unpublished:
+            self._publish_late()
+        output = self._emit(record, advance, admitted)
+        if self._recorder is not None:
+            self._recorder.scheduled(output, now)
+        return output
+
+    def update(self, output: SchedulerOutput, result: StepResult, now: float) -> StepUpdate:
+        """Take in what came back from the model: append tokens, end what is done, free its blocks.
+
+        Raises:
+            StepOrderError: `output` is not the oldest step in flight.
+            StepResultError: the result does not fit the output. Nothing was applied; the step is still in flight.
+        """
+        in_flight = self._life.in_flight
+        if not in_flight or in_flight[0].output is not output:
+            oldest = f"step {in_flight[0].step_id} is the oldest" if in_flight else "no step is"
+            raise StepOrderError(f"step {output.step_id} cannot be updated now: {oldest} in flight")
+        update = self._update.apply(in_flight[0], output, result)
+        in_flight.popleft()
+        self._batch.fence_passed(output.step_id)
+        if not in_flight:
+            self._kv.journal = None
+        if self._recorder is not None:
+            self._recorder.updated(output, result, update, now)
+        return update
+
+    def fail(self, output: SchedulerOutput, now: float) -> None:
+        """A step could not be executed: it, and every later one in flight, is void.
+
+        Requests admitted since return to their places in the queue, the others are rewound and keep their blocks, and
+        blocks published since leave the prefix cache. Preemptions and ends stand; the next output tells of them again and
+        carries the full block table of every row.
+
+        Raises:
+            StepOrderError: `output` is not in flight.
+        """
+        in_flight = self._life.in_flight
+        if not any(record.output is output for record in in_flight):
+            raise StepOrderError(f"step {output.step_id} is not in flight: it was updated or failed before")
+        void: list[StepRecord] = []
+        while not void or void[-1].output is not output:
+            void.append(in_flight.pop())
+        for record in void:
+            self._rewind(record)
+        outputs = [record.output for record in reversed(void) if record.output is not None]
+        self._life.repeat_reports(
+            [request for o in outputs for request in o.preempted], [request for o in outputs for request in o.finished]
+        )
+        self._kv.journal = in_flight[-1].journal if in_flight else None
+        self._batch.lower_fences(in_flight[-1].step_id if in_flight else None)
+        self._resync = True
+        self._counters.num_failed_steps += len(void)
+        if self._recorder is not None:
+            self._recorder.failed(output, now)
+
+    # ------------------------------------------------------------------ questions
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether any request is queued, parked or running."""
+        return bool(len(self._batch) or len(self._life.queue) or self._life.parked)
+
+    def get_request(self, request_id: str) -> Request | None:
+        """The request called so that has not ended, or None."""
+        return self._life.get(request_id)
+
+    @property
+    def num_steps_in_flight(self) -> int:
+        return len(self._life.in_flight)
+
+    @property
+    def block_table(self) -> Int32Array:
+        """int32 [rows, blocks]: row `output.rows[i]` is request i's table. Read it only until the next call."""
+        return self._batch.block_table
+
+    def input_token_ids(self, output: SchedulerOutput) -> Int32Array:
+        """[total_num_scheduled_tokens] int32: the tokens that a step computes, row after row.
+
+        Known only while no earlier step is in flight; with more, the host has the newest tokens itself.
+        """
+        if output.num_rows == 0:
+            return np.zeros(0, dtype=np.int32)
+        last = self._batch.last_tokens(output.rows)
+        counts = output.num_scheduled_tokens
+        chunks = ((counts > 1) | (output.num_computed_tokens + 1 < self._batch.num_tokens[output.rows])).nonzero()[0]
+        if len(chunks) == 0:
+            return last
+        parts = np.split(last, chunks)
+        pieces = [parts[0]]
+        for index, part in zip(chunks.tolist(), parts[1:], strict=True):
+            start = int(output.num_computed_tokens[index])
+            pieces += [output.requests[index].tokens(start, start + int(counts[index])), part[1:]]
+        return np.concatenate(pieces)
+
+    def explain(self, request_id: str) -> Explanation:
+        """Where a request stands, why it waits, for whom and since when.
+
+        Raises:
+            UnknownRequest: no such request, or its end has been reported.
+        """
+        request = self._life.requests.get(request_id) or self._life.require(request_id)
+        deferral: Deferral | None = request.deferral
+        reason = deferral.reason if deferral else None
+        position = self._life.queue.position(request) if request in self._life.queue else None
+        if position:
+            reason = Reason.BEHIND
+        return Explanation(
+            request_id=request_id,
+            status=request.status,
+            phase=request.phase,
+            reason=reason,
+            blocker=self._blocker(reason),
+            missing=deferral.missing if deferral and reason is deferral.reason else 0,
+            since=deferral.since if deferral and reason is deferral.reason else None,
+            position=position,
+            num_tokens=request.num_tokens,
+            num_computed_tokens=request.num_computed_tokens,
+            num_cached_tokens=request.num_cached_tokens,
+            num_blocks=0 if request.row is None else len(self._kv.table(self._batch, request.row)),
+            num_preemptions=request.num_preemptions,
+        )
+
+    def stats(self) -> SchedulerStats:
+        """A snapshot of counters and gauges."""
+        counters, pool = self._counters, self._kv.pool
+        parked: dict[str, int] = {}
+        for request in self._life.parked.values():
+            parked[request.status.value] = parked.get(request.status.value, 0) + 1
+        return SchedulerStats(
+            num_running=len(self._batch),
+            num_waiting=len(self._life.queue),
+            num_parked=parked,
+            num_blocks=pool.num_usable,
+            num_free_blocks=pool.num_free,
+            num_cached_free_blocks=pool.num_cached_free,
+            kv_cache_usage=1.0 - pool.num_free / pool.num_usable,
+            num_steps=counters.num_steps,
+            num_scheduled_tokens=counters.num_scheduled_tokens,
+            num_generated_tokens=counters.num_generated_tokens,
+            num_added=counters.num_added,
+            num_refused=counters.num_refused,
+            num_preemptions=counters.num_preemptions,
+            num_displaced=counters.num_displaced,
+            num_recomputed_tokens=counters.num_recomputed_tokens,
+            num_evictions=self._kv.num_evictions,
+            num_failed_steps=counters.num_failed_steps,
+            prefix_queries=counters.fresh_prefix.queries,
+            prefix_hits=counters.fresh_prefix.hits,
+            resumed_prefix_queries=counters.resumed_prefix.queries,
+            resumed_prefix_hits=counters.resumed_prefix.hits,
+            deferrals={reason.value: counters.deferrals[reason.position] for reason in Reason},
+            finished={reason.value: count for reason, count in counters.finished.items()},
+        )
+
+    def check_invariants(self) -> None:
+        """Verify blocks, places and bookkeeping, whatever the state. O(everything): for tests and sampling.
+
+        Raises:
+            InvariantError: naming the promise that is broken.
+        """
+        from pointsman.core.invariants import check
+
+        check(self.config, self._batch, self._kv, self._life)
+
+    # ------------------------------------------------------------------ parts of `schedule`
+
+    def _open_step(self) -> StepRecord:
+        in_flight = self._life.in_flight
+        if len(in_flight) >= self.config.max_steps_in_flight:
+            raise StepOrderError(
+                f"{len(in_flight)} step(s) in flight, and max_steps_in_flight is {self.config.max_steps_in_flight}; "
+                f"update step {in_flight[0].step_id} first"
+            )
+        record = StepRecord(self._next_step_id)
+        self._kv.journal = record.journal
+        return record
+
+    def _displace(self) -> Request | None:
+        """Part 1: make room for a more urgent waiting request; returns it if somebody gave way."""
+        if self._displacement is None or not len(self._life.queue) or not len(self._batch):
+            return None
+        if self.config.batching == "static":
+            return None
+        head = self._life.queue.peek()
+        displaced = self._displacement.choose(head)
+        for request in displaced:
+            self._life.preempt(request)
+        self._counters.num_displaced += len(displaced)
+        return head if displaced else None
+
+    def _publish(self, request: Request) -> None:
+        """Part 3: at once, or after the admissions if a host cannot share within a step."""
+        if self.config.share_within_step:
+            self._kv.publish_prompt(self._batch, request)
+        else:
+            self._unpublished.append(request)
+
+    def _publish_late(self) -> None:
+        for request in self._unpublished:
+            self._kv.publish_prompt(self._batch, request)
+        self._unpublished = []
+
+    def _admit(
+        self, record: StepRecord, advance: Advance, displacer: Request | None, now: float
+    ) -> list[tuple[Request, Grant, Int32Array]]:
+        """Part 4: waiting requests in order, each final, until one must wait."""
+        queue, batch = self._life.queue, self._batch
+        if not len(queue):
+            return []
+        closed = self._closed(advance)
+        budget = self.config.max_num_batched_tokens - advance.total
+        num_running = len(batch)
+        owed = self._running.blocks_owed()
+        admitted: list[tuple[Request, Grant, Int32Array]] = []
+        while len(queue):
+            head = queue.peek()
+            if closed is None and displacer is not None and head is not displacer:
+                closed = Reason.DISPLACEMENT
+            verdict = Blocked(closed, 0) if closed else self._admission.attempt(head, budget, num_running, owed)
+            if isinstance(verdict, Blocked):
+                self._defer(head, verdict, now)
+                break
+            table = self._start(record, head, verdict, now)
+            admitted.append((head, verdict, table))
+            budget -= verdict.num_tokens
+            num_running += 1
+            owed += max(0, self._kv.blocks_for(head.num_tokens) - len(table))
+        if admitted:
+            rows = [request.row for request, _, _ in admitted if request.row is not None]
+            batch.join(rows, [request for request, _, _ in admitted])
+        return admitted
+
+    def _closed(self, advance: Advance) -> Reason | None:
+        """Why this step admits nobody, whoever asks."""
+        if advance.preempted:
+            return Reason.PREEMPTION
+        if self.config.batching == "static" and len(self._batch):
+            return Reason.STATIC_BATCH
+        return None
+
+    def _defer(self, head: Request, verdict: Blocked, now: float) -> None:
+        self._counters.deferrals[verdict.reason.position] += 1
+        deferral = head.deferral
+        if deferral is not None and deferral.reason is verdict.reason:
+            deferral.missing = verdict.missing
+        else:
+            head.deferral = Deferral(verdict.reason, verdict.missing, now)
+
+    def _start(self, record: StepRecord, request: Request, grant: Grant, now: float) -> Int32Array:
+        """Admit one request: blocks, a row, its first chunk; returns its block table."""
+        kv, batch, counters = self._kv, self._batch, self._counters
+        resumed = request.status is RequestStatus.PREEMPTED
+        table = kv.admit(request, grant.match, grant.num_new_blocks)
+        undo = AdmittedRequest(
+            request=request,
+            serial=0,
+            previous_status=request.status,
+            previous_serial=request.serial,
+            prefix_counts=counters.resumed_prefix if resumed else counters.fresh_prefix,
+            num_queried=request.num_tokens if kv.prefix is not None and request.use_prefix_cache else 0,
+            num_cached=grant.num_cached_tokens,
+            num_recomputed=max(0, request.lost_tokens - grant.num_cached_tokens) if resumed else 0,
+        )
+        row = self._life.place(request, now, grant.num_cached_tokens + grant.num_tokens, len(table) * kv.block_size)
+        undo.serial = request.serial
+        record.admitted.append(undo)
+        batch.block_table[row, : len(table)] = table
+        request.num_cached_tokens = grant.num_cached_tokens
+        if grant.num_cached_tokens + grant.num_tokens == request.num_tokens:
+            batch.num_pending[row] = 1
+        else:
+            batch.set_prefilling(row)
+        undo.prefix_counts.queries += undo.num_queried
+        undo.prefix_counts.hits += undo.num_cached
+        counters.num_recomputed_tokens += undo.num_recomputed
+        self._publish(request)
+        return table
+
+    def _emit(
+        self, record: StepRecord, advance: Advance, admitted: list[tuple[Request, Grant, Int32Array]]
+    ) -> SchedulerOutput:
+        """Part 5: the output, as arrays of its own."""
+        preempted, finished = self._life.take_reports()
+        num_continued = len(advance.requests)
+        if not admitted:
+            fields = advance
+            cached, resumed = _NO_INTS, _NO_BOOLS
+        else:
+            fields, cached, resumed = self._with_admitted(record, advance, admitted)
+        if self._resync:
+            fields.block_ids, fields.block_offsets = self._full_tables(fields.rows)
+        output = SchedulerOutput(
+            step_id=record.step_id,
+            total_num_scheduled_tokens=fields.total,
+            num_continued=num_continued,
+            resync=self._resync,
+            requests=fields.requests,
+            rows=fields.rows,
+            serials=fields.serials,
+            num_computed_tokens=fields.num_computed_tokens,
+            num_scheduled_tokens=fields.num_scheduled_tokens,
+            samples=fields.samples,
+            num_cached_tokens=cached,
+            is_resumed=resumed,
+            block_ids=fields.block_ids,
+            block_offsets=fields.block_offsets,
+            preempted=preempted,
+            finished=finished,
+        )
+        self._resync = False
+        self._next_step_id += 1
+        members = self._batch.members
+        if len(fields.requests) == len(members) and (fields.samples is members.trues or fields.samples.all()):
+            record.members = members
+        record.output = output
+        self._life.in_flight.append(record)
+        self._counters.num_steps += 1
+        self._counters.num_scheduled_tokens += fields.total
+        return output
+
+    def _with_admitted(
+        self, record: StepRecord, advance: Advance, admitted: list[tuple[Request, Grant, Int32Array]]
+    ) -> tuple[Advance, Int64Array, npt.NDArray[np.bool_]]:
+        """The running part and the admitted rows in one, with the admitted rows' cached tokens and who is resumed."""
+        requests = [request for request, _, _ in admitted]
+        grants = [grant for _, grant, _ in admitted]
+        tables = [table for _, _, table in admitted]
+        rows = np.array([request.row for request in requests], dtype=np.int64)
+        cached = np.array([grant.num_cached_tokens for grant in grants], dtype=np.int64)
+        tokens = np.array([grant.num_tokens for grant in grants], dtype=np.int64)
+        ends = np.cumsum([len(table) for table in tables]) + advance.block_offsets[-1]
+        merged = Advance(
+            requests=[*advance.requests, *requests],
+            rows=np.concatenate([advance.rows, rows]),
+            serials=np.concatenate([advance.serials, self._batch.serial[rows]]),
+            num_computed_tokens=np.concatenate([advance.num_computed_tokens, cached]),
+            num_scheduled_tokens=np.concatenate([advance.num_scheduled_tokens, tokens]),
+            samples=np.concatenate([advance.samples, self._batch.num_pending[rows] > 0]),
+            block_ids=np.concatenate([advance.block_ids, *tables]),
+            block_offsets=np.concatenate([advance.block_offsets, ends]),
+            total=advance.total + int(tokens.sum()),
+            preempted=advance.preempted,
+            unpublished=(),
+        )
+        resumed = np.array([undo.previous_status is RequestStatus.PREEMPTED for undo in record.admitted])
+        return merged, cached, resumed
+
+    def _full_tables(self, rows: Int64Array) -> tuple[Int32Array, Int64Array]:
+        tables = [self._kv.table(self._batch, row) for row in rows.tolist()]
+        offsets = np.zeros(len(tables) + 1, dtype=np.int64)
+        np.cumsum([len(table) for table in tables], out=offsets[1:])
+        return np.concatenate([np.zeros(0, dtype=np.int32), *tables]), offsets
+
+    # ------------------------------------------------------------------ parts of the rest
+
+    def _settle_limits(self, request: Request) -> str | None:
+        """Fix at how many tokens the request ends; why it can never run, or None."""
+        config, prompt = self.config, request.num_prompt_tokens
+        if prompt >= config.max_model_len:
+            return (
+                f"the prompt has {prompt} tokens and max_model_len is {config.max_model_len}, which leaves no room for a "
+                f"generated token; shorten the prompt to {config.max_model_len - 1} tokens"
+            )
+        if prompt > config.num_usable_tokens:
+            needed = self._kv.blocks_for(prompt)
+            return (
+                f"the prompt has {prompt} tokens and needs {needed} KV blocks of {config.block_size}, and the pool has "
+                f"{config.num_usable_blocks}; shorten the prompt or give the pool at least "
+                f"{needed + config.num_reserved_blocks} blocks"
+            )
+        if not config.enable_chunked_prefill and prompt > config.max_num_batched_tokens:
+            return (
+                f"the prompt has {prompt} tokens, more than max_num_batched_tokens {config.max_num_batched_tokens}, and "
+                "chunked prefill is off; raise the budget, shorten the prompt or turn chunked prefill on"
+            )
+        if request.max_total_tokens is not None and prompt >= request.max_total_tokens:
+            return (
+                f"the prompt has {prompt} tokens and max_total_tokens is {request.max_total_tokens}, which leaves no room "
+                "for a generated token; raise max_total_tokens"
+            )
+        bounds = [(prompt + request.max_tokens, "max_tokens"), (config.max_model_len, "max_model_len")]
+        if request.max_total_tokens is not None:
+            bounds.append((request.max_total_tokens, "max_total_tokens"))
+        # The last token is sampled but never computed, so it needs no slot.
+        bounds.append((config.num_usable_tokens + 1, "kv_capacity"))
+        request.token_limit, request.limit_detail = min(bounds, key=lambda bound: bound[0])
+        return None
+
+    def _blocker(self, reason: Reason | None) -> str | None:
+        if reason is Reason.BEHIND:
+            return self._life.queue.peek().request_id
+        rungs = (Reason.WATERMARK, Reason.FULL_SEQUENCE, Reason.BLOCKS, Reason.SEQUENCE_LIMIT, Reason.STATIC_BATCH)
+        members = self._batch.members
+        if reason in rungs and len(members):
+            return members.requests[int(self._batch.num_slots[members.rows].argmax())].request_id
+        return None
+
+    def _rewind(self, record: StepRecord) -> None:
+        """Take back one void step; later ones have been taken back already."""
+        self._kv.undo(record.journal)
+        counters, batch, output = self._counters, self._batch, record.output
+        assert output is not None
+        for undo in reversed(record.admitted):
+            self._life.roll_back(undo)
+            undo.prefix_counts.queries -= undo.num_queried
+            undo.prefix_counts.hits -= undo.num_cached
+            counters.num_recomputed_tokens -= undo.num_recomputed
+        live = batch.serial[output.rows] == output.serials
+        rows = output.rows[live]
+        batch.num_computed_tokens[rows] -= output.num_scheduled_tokens[live]
+        batch.num_pending[rows] -= output.samples[live]
+        for index in live.nonzero()[0].tolist():
+            request = output.requests[index]
+            if request.num_tokens + request.num_pending == request.num_admitted_tokens and request.row is not None:
+                batch.set_prefilling(request.row)  # its first sample since the admission is void
+        for index in (~live & output.samples).nonzero()[0].tolist():
+            request = output.requests[index]
+            if request.serial == output.serials[index]:  # preempted or parked since: its sample will never come
+                request.settle_pending(1)
+
+
+_NO_INTS: Int64Array = np.zeros(0, dtype=np.int64)
+_NO_BOOLS = np.zeros(0, dtype=np.bool_)

@@ -1,0 +1,104 @@
+"""Counters and gauges: what the scheduler has done, and what it holds now."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pointsman.core.reason import Reason
+from pointsman.core.request import FinishReason, RequestStatus
+
+
+@dataclass(slots=True)
+class PrefixCounts:
+    """Look-ups of admitted requests, in tokens."""
+
+    queries: int = 0
+    """Known tokens of the requests."""
+    hits: int = 0
+    """Of these, tokens found in the prefix cache."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """What only grows. Incremented in place by the scheduler; everybody else gets a copy."""
+
+    num_steps: int = 0
+    num_scheduled_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_added: int = 0
+    num_refused: int = 0
+    num_preemptions: int = 0
+    """Running requests that lost their blocks: for memory, or displaced."""
+    num_displaced: int = 0
+    """Of these, those that gave way to a more urgent waiting request."""
+    num_recomputed_tokens: int = 0
+    """Tokens that were computed, lost to a preemption, and scheduled to be computed again."""
+    num_failed_steps: int = 0
+    fresh_prefix: PrefixCounts = field(default_factory=PrefixCounts)
+    resumed_prefix: PrefixCounts = field(default_factory=PrefixCounts)
+    deferrals: list[int] = field(default_factory=lambda: [0] * len(Reason))
+    finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerStats:
+    """A snapshot. Counters are totals since the scheduler was made."""
+
+    num_running: int
+    num_waiting: int
+    """Queued requests: they wait for capacity."""
+    num_parked: dict[str, int]
+    """By what they wait for."""
+    num_blocks: int
+    """Blocks that requests can hold."""
+    num_free_blocks: int
+    num_cached_free_blocks: int
+    """Of the free ones, those whose content can still be found."""
+    kv_cache_usage: float
+    """Share of the blocks that requests hold, 0 to 1."""
+    num_steps: int
+    num_scheduled_tokens: int
+    num_generated_tokens: int
+    num_added: int
+    num_refused: int
+    num_preemptions: int
+    num_displaced: int
+    num_recomputed_tokens: int
+    num_evictions: int
+    """Cached blocks whose content was given up for new content."""
+    num_failed_steps: int
+    prefix_queries: int
+    """Tokens of fresh requests that were looked up in the prefix cache."""
+    prefix_hits: int
+    """Tokens of fresh requests that were found there."""
+    resumed_prefix_queries: int
+    """As `prefix_queries`, of requests that came back after a preemption."""
+    resumed_prefix_hits: int
+    deferrals: dict[str, int]
+    """Steps in which the head of the queue had to wait, by reason."""
+    finished: dict[str, int]
+    """Ended requests, by reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Where a request stands, and why it does not advance."""
+
+    request_id: str
+    status: RequestStatus
+    phase: str
+    reason: Reason | None
+    """Why it waits; None if it runs, or has ended, or no step has been scheduled since it was added."""
+    blocker: str | None
+    """For whom it waits: the head of the queue, or the running request that holds most blocks."""
+    missing: int
+    """Blocks, tokens or seats that it lacks, by the reason."""
+    since: float | None
+    """When this reason began, on the caller's clock."""
+    position: int | None
+    """How many stand before it in the queue."""
+    num_tokens: int
+    num_computed_tokens: int
+    num_cached_tokens: int
+    num_blocks: int
+    num_preemptions: int

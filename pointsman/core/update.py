@@ -1,0 +1,168 @@
+"""What came back from the model: tokens are appended, stop conditions tested, and what is done is ended.
+
+In the common case (every row sampled, nobody left since) this is one scatter and one vectorised stop test; Python loops run only over
+rows that end, rows with unusual stop conditions, and rows whose request lost its place while the step was in flight.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.batch import CUSTOM_STOP, RING_MASK, Batch
+from pointsman.core.config import MAX_INT
+from pointsman.core.errors import StepResultError
+from pointsman.core.in_flight import StepRecord
+from pointsman.core.kv_cache import KVCacheManager
+from pointsman.core.lifecycle import End, Lifecycle
+from pointsman.core.output import SchedulerOutput, StepResult, StepUpdate
+from pointsman.core.request import FinishReason, Request
+from pointsman.core.stats import Counters
+
+Int64Array = npt.NDArray[np.int64]
+Ends = list[tuple[int, End]]  # (row index in the output, how it ended)
+
+
+def stop_condition(request: Request, num_tokens: int, token_id: int) -> End | None:
+    """Whether a request ends with `token_id`, its `num_tokens`th token: first by a stop token, then by length."""
+    if token_id in request.stop_set and num_tokens - request.num_prompt_tokens >= request.min_tokens:
+        is_eos = not request.ignore_eos and token_id in request.eos_token_ids
+        return End(request, FinishReason.STOP, "", None if is_eos else token_id)
+    if num_tokens >= request.token_limit:
+        return End(request, FinishReason.LENGTH, request.limit_detail)
+    return None
+
+
+class Update:
+    """Applies step results."""
+
+    def __init__(self, batch: Batch, kv: KVCacheManager, life: Lifecycle, counters: Counters) -> None:
+        self._batch = batch
+        self._kv = kv
+        self._life = life
+        self._counters = counters
+
+    def apply(self, record: StepRecord, output: SchedulerOutput, result: StepResult) -> StepUpdate:
+        """Apply the result of the oldest step in flight.
+
+        Raises:
+            StepResultError: the result does not fit the output; nothing was applied.
+        """
+        members = record.members
+        if members is None or members is not self._batch.members or result.counts is not None or result.errors:
+            return self._apply_general(output, result)
+        token_ids = _tokens(result, len(members))
+        num_tokens = self._batch.append(members.rows, members.ring_base, token_ids)
+        done = token_ids == members.eos_token_id
+        done &= members.has_eos
+        done |= num_tokens >= members.token_limit
+        ends = self._settle(members.requests, members.rows, token_ids, num_tokens, done)
+        self._counters.num_generated_tokens += len(token_ids)
+        return StepUpdate(token_ids, members.ones, self._end(ends) if ends else ())
+
+    def _settle(
+        self,
+        requests: list[Request],
+        rows: Int64Array,
+        token_ids: Int64Array,
+        num_tokens: Int64Array,
+        done: npt.NDArray[np.bool_],
+    ) -> Ends:
+        """Flush rings that are full, and find out who ends, after an append to live rows."""
+        batch = self._batch
+        for index in ((num_tokens & RING_MASK) == 0).nonzero()[0].tolist():
+            batch.flush(int(rows[index]), requests[index])
+        if batch.num_custom_stops:
+            done |= (batch.flags[rows] & CUSTOM_STOP) != 0
+        ends: Ends = []
+        for index in done.nonzero()[0].tolist():
+            end = stop_condition(requests[index], int(num_tokens[index]), int(token_ids[index]))
+            if end is not None:
+                ends.append((index, end))
+        return ends
+
+    def _apply_general(self, output: SchedulerOutput, result: StepResult) -> StepUpdate:
+        sampled, token_ids = _sampled(output, result)
+        batch = self._batch
+        live = batch.serial[output.rows] == output.serials
+        ends = self._errors(output, result, live)
+        is_live = live[sampled]
+        counts = np.zeros(output.num_rows, dtype=np.int64)
+        at = sampled[is_live]
+        if len(at):
+            rows, tokens = output.rows[at], token_ids[is_live]
+            num_tokens = batch.append(rows, rows * (RING_MASK + 1), tokens)
+            done = (tokens == batch.eos_token_id[rows]) & batch.has_eos[rows]
+            done |= num_tokens >= batch.token_limit[rows]
+            requests = [output.requests[index] for index in at.tolist()]
+            found = self._settle(requests, rows, tokens, num_tokens, done)
+            ends += [(int(at[index]), end) for index, end in found]
+            counts[at] = 1
+        for index in (~is_live).nonzero()[0].tolist():
+            row_index = int(sampled[index])
+            request = output.requests[row_index]
+            if not request.is_finished and request.serial == output.serials[row_index]:
+                counts[row_index] = 1
+                end = self._deliver(request, int(token_ids[index]))
+                if end is not None:
+                    ends.append((row_index, end))
+        kept = token_ids[counts[sampled] > 0]
+        self._counters.num_generated_tokens += len(kept)
+        return StepUpdate(kept, counts, self._end(ends))
+
+    def _deliver(self, request: Request, token_id: int) -> End | None:
+        """A sample of a request that was preempted, or parked, while it was in flight."""
+        request.append_output([token_id])
+        request.settle_pending(1)
+        return stop_condition(request, request.num_tokens, token_id)
+
+    def _errors(self, output: SchedulerOutput, result: StepResult, live: npt.NDArray[np.bool_]) -> Ends:
+        """Rows that failed on their own: what they wrote in this step and since is not to be found again."""
+        ends: Ends = []
+        for index, message in result.errors.items():
+            request = output.requests[index]
+            if request.serial != output.serials[index]:
+                continue  # its admission was undone since, or it was admitted again
+            self._kv.retract([record.journal for record in self._life.in_flight], request, self._batch.members.requests)
+            if live[index] or not request.is_finished:
+                ends.append((index, End(request, FinishReason.ERROR, message)))
+        return ends
+
+    def _end(self, ends: Ends) -> list[Request]:
+        ends.sort(key=lambda entry: entry[0])
+        self._life.end([end for _, end in ends])
+        return [end.request for _, end in ends]
+
+
+def _tokens(result: StepResult, expected: int) -> Int64Array:
+    """The result's tokens as an array of its own, `expected` of them."""
+    try:
+        token_ids = np.array(result.token_ids, dtype=np.int64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise StepResultError(f"token_ids must be a flat sequence of integers: {error}") from None
+    if token_ids.shape != (expected,):
+        raise StepResultError(
+            f"token_ids has shape {token_ids.shape} and {expected} row(s) sample in this step; give one token for each"
+        )
+    if expected and token_ids.view(np.uint64).max() > MAX_INT:  # a negative id is huge when read as unsigned
+        bad = token_ids[(token_ids < 0) | (token_ids > MAX_INT)][0]
+        raise StepResultError(f"token id {bad} was sampled; ids must be between 0 and {MAX_INT}")
+    return token_ids
+
+
+def _sampled(output: SchedulerOutput, result: StepResult) -> tuple[Int64Array, Int64Array]:
+    """Which rows have a token in the result, and the tokens, in row order."""
+    expected = output.samples.copy()
+    for index in result.errors:
+        if not 0 <= index < output.num_rows:
+            raise StepResultError(f"errors names row {index} and the output has rows 0 to {output.num_rows - 1}")
+        expected[index] = False
+    if result.counts is not None:
+        counts = np.asarray(result.counts)
+        if counts.shape != expected.shape or not np.array_equal(counts, expected.astype(counts.dtype)):
+            raise StepResultError(
+                f"counts is {counts.tolist()}; this step yields {expected.astype(int).tolist()}: one token for a row that "
+                "samples and has no error, none for the others"
+            )
+    sampled = expected.nonzero()[0]
+    return sampled, _tokens(result, len(sampled))
