@@ -1,9 +1,9 @@
 """The attempt to admit one request: its verdict, and the reason if it must wait.
 
-The tests run from the cheapest to the dearest: a free seat, a token of budget, its own samples in flight, and only then a look-up
-in the prefix tree, the limits, and the blocks with every reserve. A head that was found blocked for want of blocks stays so,
-at O(1) a step, until something changed that could let it in: its length, what a look-up could find, what others are owed,
-whether anything runs, or enough free blocks.
+The tests run from the cheapest to the dearest: a free seat, a token of budget, its own samples in flight, and only
+then a look-up in the prefix tree, the limits, and the blocks with every reserve. A head that was found blocked for
+want of blocks stays so, at O(1) a step, until something changed that could let it in: its length, what a look-up
+could find, what others are owed, whether anything runs, or enough free blocks.
 """
 
 from __future__ import annotations

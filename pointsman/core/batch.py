@@ -14,10 +14,10 @@ Layout, with R rows (grown by doubling) and W = blocks of the longest request:
     block_table          int32 [R, W]  block ids; valid up to num_slots / block_size
     recent_tokens        int32 [R, 256]  ring of the newest output tokens, at (position of the token) mod 256
 
-Rows keep their number while a request runs; `members` lists the running rows in admission order, with what never changes
-while they run gathered once, and is replaced, never changed, when the membership changes: an output may keep the arrays.
-Output tokens reach the request's own array when the ring wraps and when the row is released, so a long run costs
-memory for what was generated and not for what might be.
+Rows keep their number while a request runs; `members` lists the running rows in admission order, with what never
+changes while they run gathered once, and is replaced, never changed, when the membership changes: an output may keep
+the arrays. Output tokens reach the request's own array when the ring wraps and when the row is released, so a long
+run costs memory for what was generated and not for what might be.
 
 A row is free for reuse once every step that names it has been updated (`fence`): until then it waits aside.
 """
@@ -41,12 +41,37 @@ CUSTOM_STOP = 2  # several stop tokens, or min_tokens: tested one by one
 RING = 256  # a power of two; one flush per row and 256 tokens
 RING_MASK = RING - 1
 _INITIAL_ROWS = 64
+_COLUMNS = (
+    "num_tokens",
+    "num_computed_tokens",
+    "num_pending",
+    "num_slots",
+    "token_limit",
+    "eos_token_id",
+    "has_eos",
+    "priority",
+    "serial",
+    "flags",
+    "block_table",
+    "recent_tokens",
+)
 
 
 class Members:
     """The running rows at one moment, in admission order. Immutable: shared with the outputs."""
 
-    __slots__ = ("eos_token_id", "has_eos", "ones", "requests", "ring_base", "rows", "serials", "token_limit", "trues", "zero_offsets")
+    __slots__ = (
+        "eos_token_id",
+        "has_eos",
+        "ones",
+        "requests",
+        "ring_base",
+        "rows",
+        "serials",
+        "token_limit",
+        "trues",
+        "zero_offsets",
+    )
 
     def __init__(self, batch: Batch, rows: Int64Array, requests: list[Request]) -> None:
         count = len(rows)
@@ -163,10 +188,7 @@ class Batch:
 
     def _grow(self) -> None:
         old = len(self.num_tokens)
-        for name in (
-            "num_tokens num_computed_tokens num_pending num_slots token_limit eos_token_id has_eos priority serial "
-            "flags block_table recent_tokens"
-        ).split():
+        for name in _COLUMNS:
             column = getattr(self, name)
             grown = np.zeros((2 * old, *column.shape[1:]), dtype=column.dtype)
             grown[:old] = column
@@ -206,11 +228,13 @@ class Batch:
     def recent(self, row: int, start: int) -> Int32Array:
         """Tokens `start` to the end of a row's sequence, which the ring still holds (at most `RING`)."""
         positions = np.arange(start, int(self.num_tokens[row]))
-        return self.recent_tokens[row, positions & RING_MASK]
+        tokens: Int32Array = self.recent_tokens[row, positions & RING_MASK]
+        return tokens
 
-    def last_tokens(self, rows: Int64Array) -> Int32Array:
-        """The newest known token of rows that have generated one."""
-        return self.recent_tokens[rows, (self.num_tokens[rows] - 1) & RING_MASK]
+    def last_tokens(self, rows: npt.NDArray[np.integer]) -> Int32Array:
+        """The newest known token of each row."""
+        tokens: Int32Array = self.recent_tokens[rows, (self.num_tokens[rows] - 1) & RING_MASK]
+        return tokens
 
     def flush(self, row: int, request: Request) -> None:
         """Move what the ring holds to the request's own array."""

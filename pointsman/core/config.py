@@ -111,7 +111,14 @@ class SchedulerConfig:
         return values
 
     def _check_ranges(self) -> None:
-        at_least_one = ("num_blocks", "max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_steps_in_flight")
+        at_least_one = (
+            "num_blocks",
+            "max_model_len",
+            "block_size",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_steps_in_flight",
+        )
         for name in at_least_one:
             _check_int(name, getattr(self, name), 1)
         for name in ("num_reserved_blocks", "long_prefill_token_threshold"):
@@ -134,8 +141,8 @@ class SchedulerConfig:
             )
         if self.long_prefill_token_threshold and not self.enable_chunked_prefill:
             raise ConfigError(
-                f"long_prefill_token_threshold is {self.long_prefill_token_threshold} but enable_chunked_prefill is off, "
-                "so it would have no effect; set it to 0 or turn chunked prefill on"
+                f"long_prefill_token_threshold is {self.long_prefill_token_threshold} but enable_chunked_prefill is "
+                "off, so it would have no effect; set it to 0 or turn chunked prefill on"
             )
         if not self.share_within_step and not self.enable_prefix_caching:
             raise ConfigError("share_within_step=False has no effect without prefix caching; leave it at its default")

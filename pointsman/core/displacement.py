@@ -1,8 +1,8 @@
 """Does a more urgent waiting request take the room of less urgent running ones?
 
-Only if a dry run says that it would then be admitted: a seat, a token of budget beside what the other running rows take, and its
-blocks beside what those rows need in this step, counting only blocks that nobody else holds. The fewest give way, the least
-urgent first. One request displaces per step, and only it is admitted into the room that it made.
+Only if a dry run says that it would then be admitted: a seat, a token of budget beside what the other running rows
+take, and its blocks beside what those rows need in this step, counting only blocks that nobody else holds. The fewest
+give way, the least urgent first. One request displaces per step, and only it is admitted into the room that it made.
 """
 
 from __future__ import annotations

@@ -106,7 +106,11 @@ def _check_columns(config: SchedulerConfig, batch: Batch, kv: KVCacheManager) ->
         _require(computed <= slots == len(kv.table(batch, row)) * kv.block_size, 1, f"{request} outgrew its blocks")
         _require(batch.token_limit[row] == request.token_limit, 2, f"{request} has another limit in its row")
         _require(batch.priority[row] == request.priority, 2, f"{request} has another priority in its row")
-        _require(bool(flags & PREFILLING) == (tokens + pending == request.num_admitted_tokens), 2, f"{request} is flagged wrongly")
+        _require(
+            bool(flags & PREFILLING) == (tokens + pending == request.num_admitted_tokens),
+            2,
+            f"{request} is flagged wrongly",
+        )
         prefilling += bool(flags & PREFILLING)
         custom += bool(flags & CUSTOM_STOP)
     _require(prefilling == batch.num_prefilling, 2, "prefilling rows are miscounted")

@@ -1,8 +1,8 @@
 """KVCacheManager: look up, allocate, publish, free. It owns the block pool and the prefix tree, and nobody else does.
 
-Prompt blocks are published when they are scheduled, so that requests of the same step can share them; generated blocks when
-their request loses its row, so that decoding never touches the tree. What is published while a step is in flight is
-noted in the journal of the newest such step, and taken out again if that step fails.
+Prompt blocks are published when they are scheduled, so that requests of the same step can share them; generated
+blocks when their request loses its row, so that decoding never touches the tree. What is published while a step is in
+flight is noted in the journal of the newest such step, and taken out again if that step fails.
 """
 
 from __future__ import annotations
@@ -99,6 +99,13 @@ class KVCacheManager:
         """A view of a row's block table."""
         return batch.block_table[row, : int(batch.num_slots[row]) // self.block_size]
 
+    def tables(self, batch: Batch, rows: Int64Array) -> tuple[Int32Array, Int64Array]:
+        """The block tables of some rows, ragged: block ids (int32), and offsets (int64 [rows + 1])."""
+        tables = [self.table(batch, row) for row in rows.tolist()]
+        offsets = np.zeros(len(tables) + 1, dtype=np.int64)
+        np.cumsum([len(table) for table in tables], out=offsets[1:])
+        return np.concatenate([np.zeros(0, dtype=np.int32), *tables]), offsets
+
     # ------------------------------------------------------------------ publishing and freeing
 
     def publish_prompt(self, batch: Batch, request: Request) -> None:
@@ -139,8 +146,8 @@ class KVCacheManager:
     def retract(self, journals: Iterable[Journal], publisher: Request, running: Iterable[Request]) -> None:
         """Take out what `publisher` published since the oldest of these steps, and all that was published below it.
 
-        `journals` are those of the steps in flight, oldest first. Running requests that read what is taken out publish no
-        more: their next block would hang below a node that is gone.
+        `journals` are those of the steps in flight, oldest first. Running requests that read what is taken out
+        publish no more: their next block would hang below a node that is gone.
         """
         prefix = self.prefix
         if prefix is None:
@@ -148,9 +155,9 @@ class KVCacheManager:
         dead: set[int] = set()
         for request, blocks, nodes in (entry for journal in journals for entry in journal):
             for block, node in zip(blocks, nodes, strict=True):
-                if prefix.node_of(block) == node and (request is publisher or prefix.parent_of(block) in dead):
-                    if self._forget(block):
-                        dead.add(node)
+                taken_out = request is publisher or prefix.parent_of(block) in dead
+                if taken_out and prefix.node_of(block) == node and self._forget(block):
+                    dead.add(node)
         for request in running:
             if request.prefix_node in dead:
                 request.prefix_epoch = -1

@@ -1,7 +1,7 @@
 """Where each request is: queued, parked or running, and the moves between these places.
 
-A request is in exactly one place. Ends and preemptions are noted here until the next output tells the workers of them; an
-ended request keeps its id until then.
+A request is in exactly one place. Ends and preemptions are noted here until the next output tells the workers of
+them; an ended request keeps its id until then.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class End(NamedTuple):
 class Lifecycle:
     """The requests of one scheduler."""
 
-    def __init__(self, batch: Batch, kv: KVCacheManager, queue: Order, admission: Admission, counters: Counters) -> None:
+    def __init__(
+        self, batch: Batch, kv: KVCacheManager, queue: Order, admission: Admission, counters: Counters
+    ) -> None:
         self._batch = batch
         self._kv = kv
         self._admission = admission
@@ -71,7 +73,7 @@ class Lifecycle:
         if request_id in self.requests:
             state = self.requests[request_id].status.name
             raise DuplicateRequest(
-                f"request id {request_id!r} is in use ({state}); an id is free again once an output has reported its end"
+                f"request id {request_id!r} is in use ({state}); an id is free once an output has reported its end"
             )
 
     @property

@@ -11,9 +11,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.reason import Reason
 from pointsman.core.batch import Batch
 from pointsman.core.config import SchedulerConfig
+from pointsman.core.reason import Reason
 from pointsman.core.request import Request
 
 Int64Array = npt.NDArray[np.int64]

@@ -30,7 +30,8 @@ class SchedulerOutput:
     num_continued: int
     """Rows [0, num_continued) ran before; rows [num_continued, n) are admitted in this step."""
     resync: bool
-    """True in the first output after a failed step: `block_ids` then holds the full table of every row."""
+    """True in the first output after a failed step, and on until every request that ran then has been in an output:
+    `block_ids` holds the full table of every row."""
 
     requests: Sequence[Request]
     """[n] the requests, in row order."""

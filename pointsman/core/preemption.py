@@ -1,7 +1,7 @@
 """Who gives way when blocks run out? (`displacement.py`: who gives way to a more urgent waiting request.)
 
-Giving way is by recompute: the request loses its blocks, keeps its tokens, and computes them again when it is admitted again,
-less what the prefix cache still holds.
+Giving way is by recompute: the request loses its blocks, keeps its tokens, and computes them again when it is
+admitted again, less what the prefix cache still holds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class Victim(Protocol):
 
 
 class Latest:
-    """The request admitted last (nano-vLLM's, miniVLLM's and, under "fcfs", vLLM's choice): it has the least seniority."""
+    """The request admitted last (nano-vLLM's, miniVLLM's and, under "fcfs", vLLM's choice): it has the least
+    seniority."""
 
     name = "latest"
 
@@ -62,5 +63,7 @@ def make_victim(config: SchedulerConfig, order_name: str) -> Victim:
     if not isinstance(victim, str):
         return victim
     if victim not in VICTIMS:
-        raise ConfigError(f"no victim policy is called {victim!r}; choose one of {', '.join(VICTIMS)}, or pass an object")
+        raise ConfigError(
+            f"no victim policy is called {victim!r}; choose one of {', '.join(VICTIMS)}, or pass an object"
+        )
     return VICTIMS[victim]()

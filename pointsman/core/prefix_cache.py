@@ -40,7 +40,16 @@ Key: TypeAlias = "tuple[Parent, bytes]"
 class PrefixCache:
     """The tree over the blocks of one pool of `num_blocks` blocks of `block_size` tokens."""
 
-    __slots__ = ("_block_bytes", "_block_of", "_duplicates", "_key_of", "_next_node", "_node_of", "epoch", "num_publications")
+    __slots__ = (
+        "_block_bytes",
+        "_block_of",
+        "_duplicates",
+        "_key_of",
+        "_next_node",
+        "_node_of",
+        "epoch",
+        "num_publications",
+    )
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._block_bytes = block_size * TOKEN_BYTES
@@ -156,7 +165,9 @@ class PrefixCache:
         return isinstance(key[0], Root) or key[0] in nodes
 
 
-def keys_agree(cache: PrefixCache, blocks: Iterable[int], root: Root, token_bytes: npt.NDArray[np.uint8] | bytes) -> bool:
+def keys_agree(
+    cache: PrefixCache, blocks: Iterable[int], root: Root, token_bytes: npt.NDArray[np.uint8] | bytes
+) -> bool:
     """For checks: whether the cached ones among a table's blocks are keyed by just the tokens they hold."""
     data = bytes(token_bytes)
     size = cache._block_bytes

@@ -1,8 +1,8 @@
 """Recordings: every call into a scheduler and every decision it made, as JSON Lines, and their replay.
 
-A recording is the inputs, so that it can be run again: a header (format, library version, configuration), then one line per call
-in order, each with its `now`. `schedule` and `update` lines also carry what was decided; a replay makes the same calls on
-a new scheduler and compares every decision, so the first difference names the step and the field.
+A recording is the inputs, so that it can be run again: a header (format, library version, configuration), then one
+line per call in order, each with its `now`. `schedule` and `update` lines also carry what was decided; a replay makes
+the same calls on a new scheduler and compares every decision, so the first difference names the step and the field.
 """
 
 from __future__ import annotations
@@ -28,12 +28,29 @@ FORMAT = "pointsman-recording"
 FORMAT_VERSION = 1
 
 _REQUEST_FIELDS = (
-    "request_id arrival_time max_tokens max_total_tokens min_tokens priority eos_token_ids ignore_eos stop_token_ids "
-    "cache_salt use_prefix_cache"
-).split()
+    "request_id",
+    "arrival_time",
+    "max_tokens",
+    "max_total_tokens",
+    "min_tokens",
+    "priority",
+    "eos_token_ids",
+    "ignore_eos",
+    "stop_token_ids",
+    "cache_salt",
+    "use_prefix_cache",
+)
 _OUTPUT_ARRAYS = (
-    "rows serials num_computed_tokens num_scheduled_tokens samples num_cached_tokens is_resumed block_ids block_offsets"
-).split()
+    "rows",
+    "serials",
+    "num_computed_tokens",
+    "num_scheduled_tokens",
+    "samples",
+    "num_cached_tokens",
+    "is_resumed",
+    "block_ids",
+    "block_offsets",
+)
 
 
 class RecordingError(PointsmanError, ValueError):
@@ -158,7 +175,9 @@ class _Replay:
             except (ReplayDifference, RecordingError):
                 raise
             except json.JSONDecodeError as error:
-                raise RecordingError(f"line {number} is not JSON ({error.msg}); the recording is cut or broken") from None
+                raise RecordingError(
+                    f"line {number} is not JSON ({error.msg}); the recording is cut or broken"
+                ) from None
             except (KeyError, TypeError, ValueError, AttributeError, PointsmanError) as error:
                 raise RecordingError(f"line {number} cannot be replayed: {error}") from error
         if self._scheduler is None:
@@ -180,7 +199,9 @@ class _Replay:
         from pointsman.core.scheduler import Scheduler
 
         if header.get("format") != FORMAT:
-            raise RecordingError(f"line 1 is no header of a recording (format {header.get('format')!r}, not {FORMAT!r})")
+            raise RecordingError(
+                f"line 1 is no header of a recording (format {header.get('format')!r}, not {FORMAT!r})"
+            )
         if header.get("format_version") != FORMAT_VERSION:
             raise RecordingError(
                 f"the recording has format version {header.get('format_version')}; this library reads {FORMAT_VERSION}"
@@ -188,7 +209,9 @@ class _Replay:
         config = header["config"]
         for knob, known in (("order", ORDERS), ("victim", VICTIMS)):
             if config[knob] is not None and config[knob] not in known:
-                raise RecordingError(f"{knob} {config[knob]!r} is not built in, so this recording cannot be replayed here")
+                raise RecordingError(
+                    f"{knob} {config[knob]!r} is not built in, so this recording cannot be replayed here"
+                )
         try:
             return Scheduler(SchedulerConfig(**config))
         except (TypeError, ConfigError) as error:

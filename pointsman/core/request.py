@@ -395,9 +395,10 @@ class OutputTokens:
 
 def _shared_prompt(request_id: str, token_ids: IntArray | Sequence[int]) -> tuple[Int32Array, bytes]:
     """The prompt as a read-only int32 array over a bytes object: one copy serves the model and the prefix tree."""
-    if isinstance(token_ids, np.ndarray) and isinstance(token_ids.base, bytes) and token_ids.dtype == np.int32:
-        if token_ids.nbytes == len(token_ids.base):
-            return token_ids, token_ids.base
+    if isinstance(token_ids, np.ndarray) and token_ids.dtype == np.int32:
+        base: object = token_ids.base
+        if isinstance(base, bytes) and token_ids.nbytes == len(base):
+            return token_ids, base
     try:
         wide = np.asarray(token_ids)
         if wide.size == 0:
@@ -408,7 +409,7 @@ def _shared_prompt(request_id: str, token_ids: IntArray | Sequence[int]) -> tupl
         raise RequestRefused(
             f"request {request_id!r} refused: prompt_token_ids must be a flat sequence of integers, not {error}"
         ) from None
-    if wide.size and not (0 <= int(wide.min()) and int(wide.max()) <= MAX_INT):
+    if wide.size and not (int(wide.min()) >= 0 and int(wide.max()) <= MAX_INT):
         bad = wide[(wide < 0) | (wide > MAX_INT)][0]
         raise RequestRefused(
             f"request {request_id!r} refused: token id {bad} in the prompt; ids must be between 0 and {MAX_INT}"

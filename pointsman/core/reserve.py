@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from pointsman.core.reason import Reason
 from pointsman.core.config import SchedulerConfig
+from pointsman.core.reason import Reason
 from pointsman.core.request import Request
 
 

@@ -1,7 +1,7 @@
 """How the running requests advance in a step: for all rows at once, or, when blocks run out, one by one.
 
-What a row wants is `num_tokens + num_pending - num_computed_tokens`: its known tokens and the samples in flight, less what is
-computed. Three ways lead to what it gets, each only where the one before does not apply:
+What a row wants is `num_tokens + num_pending - num_computed_tokens`: its known tokens and the samples in flight, less
+what is computed. Three ways lead to what it gets, each only where the one before does not apply:
 
     steady    every row decodes one token: no flags, rows <= budget, enough blocks
     at once   limits, the budget by one cumulative sum, one `grow` for all rows that lack blocks
@@ -156,7 +156,9 @@ class Running:
             block_ids = self._kv.grow(batch, members.rows[short], needed[short]) if len(short) else NO_BLOCKS
         else:
             granted, needed, block_ids, preempted = self._walk(want, preempt)
-        return self._commit(members.requests, members.rows, members.serials, lacks, granted, needed, block_ids, preempted)
+        return self._commit(
+            members.requests, members.rows, members.serials, lacks, granted, needed, block_ids, preempted
+        )
 
     def _walk(
         self, want: Int64Array, preempt: Callable[[Request], None]

@@ -12,9 +12,9 @@
     4. admit      waiting requests, one after the other, until one must wait (`admission.py`)
     5. emit       the output (`output.py`)
 
-There is no prefill phase and no decode phase: each request's `num_computed_tokens` chases its `num_tokens`, and a prefill
-chunk is what the budget does to a long prompt. The scheduler reads no clock and no random number; the same calls give
-the same decisions. One thread owns it.
+There is no prefill phase and no decode phase: each request's `num_computed_tokens` chases its `num_tokens`, and a
+prefill chunk is what the budget does to a long prompt. The scheduler reads no clock and no random number; the same
+calls give the same decisions. One thread owns it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from pointsman.core.config import SchedulerConfig
 from pointsman.core.displacement import Displacement
 from pointsman.core.errors import InvalidTransition, RequestRefused, StepOrderError
 from pointsman.core.in_flight import AdmittedRequest, StepRecord
+from pointsman.core.inspection import explain, snapshot
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.lifecycle import End, Lifecycle
 from pointsman.core.limits import make_limits
@@ -36,8 +37,10 @@ from pointsman.core.preemption import make_victim
 from pointsman.core.queue import make_order
 from pointsman.core.reason import Deferral, Reason
 from pointsman.core.recording import Recorder
+from pointsman.core.refusal import settle_limits
 from pointsman.core.request import FinishReason, ParkReason, Request, RequestStatus
 from pointsman.core.reserve import make_reserves
+from pointsman.core.rewind import rewind
 from pointsman.core.running import Advance, Running
 from pointsman.core.stats import Counters, Explanation, SchedulerStats
 from pointsman.core.update import Update
@@ -75,6 +78,7 @@ class Scheduler:
         self._update = Update(self._batch, self._kv, self._life, self._counters)
         self._next_step_id = 0
         self._resync = False
+        self._unsynced: set[int] = set()  # admissions whose full block table the host has yet to be told again
         self._unpublished: list[Request] = []
         self._recorder = recorder
         if recorder is not None:
@@ -92,7 +96,7 @@ class Scheduler:
         self._life.require_free_id(request.request_id)
         if request.status is not RequestStatus.WAITING or request.sequence_number:
             raise InvalidTransition(f"request {request.request_id!r} was added before; make a new Request")
-        why = self._settle_limits(request)
+        why = settle_limits(self.config, request)
         if why is not None:
             request.transition(RequestStatus.FINISHED_REFUSED)
             request.finish_reason, request.finish_detail = FinishReason.REFUSED, why
@@ -155,7 +159,9 @@ class Scheduler:
         """
         request = self._life.require(request_id)
         if not request.status.is_parked:
-            raise InvalidTransition(f"request {request_id!r} is {request.status.name}, not parked; ready() does not apply")
+            raise InvalidTransition(
+                f"request {request_id!r} is {request.status.name}, not parked; ready() does not apply"
+            )
         self._life.ready(request)
         if self._recorder is not None:
             self._recorder.readied(request_id, now)
@@ -229,8 +235,8 @@ class Scheduler:
         """A step could not be executed: it, and every later one in flight, is void.
 
         Requests admitted since return to their places in the queue, the others are rewound and keep their blocks, and
-        blocks published since leave the prefix cache. Preemptions and ends stand; the next output tells of them again and
-        carries the full block table of every row.
+        blocks published since leave the prefix cache. Preemptions and ends stand; the next output tells of them again
+        and carries the full block table of every row.
 
         Raises:
             StepOrderError: `output` is not in flight.
@@ -242,7 +248,7 @@ class Scheduler:
         while not void or void[-1].output is not output:
             void.append(in_flight.pop())
         for record in void:
-            self._rewind(record)
+            rewind(record, self._batch, self._kv, self._life, self._counters)
         outputs = [record.output for record in reversed(void) if record.output is not None]
         self._life.repeat_reports(
             [request for o in outputs for request in o.preempted], [request for o in outputs for request in o.finished]
@@ -250,6 +256,7 @@ class Scheduler:
         self._kv.journal = in_flight[-1].journal if in_flight else None
         self._batch.lower_fences(in_flight[-1].step_id if in_flight else None)
         self._resync = True
+        self._unsynced.update(self._batch.members.serials.tolist())
         self._counters.num_failed_steps += len(void)
         if self._recorder is not None:
             self._recorder.failed(output, now)
@@ -299,58 +306,11 @@ class Scheduler:
             UnknownRequest: no such request, or its end has been reported.
         """
         request = self._life.requests.get(request_id) or self._life.require(request_id)
-        deferral: Deferral | None = request.deferral
-        reason = deferral.reason if deferral else None
-        position = self._life.queue.position(request) if request in self._life.queue else None
-        if position:
-            reason = Reason.BEHIND
-        return Explanation(
-            request_id=request_id,
-            status=request.status,
-            phase=request.phase,
-            reason=reason,
-            blocker=self._blocker(reason),
-            missing=deferral.missing if deferral and reason is deferral.reason else 0,
-            since=deferral.since if deferral and reason is deferral.reason else None,
-            position=position,
-            num_tokens=request.num_tokens,
-            num_computed_tokens=request.num_computed_tokens,
-            num_cached_tokens=request.num_cached_tokens,
-            num_blocks=0 if request.row is None else len(self._kv.table(self._batch, request.row)),
-            num_preemptions=request.num_preemptions,
-        )
+        return explain(request, self._batch, self._kv, self._life)
 
     def stats(self) -> SchedulerStats:
         """A snapshot of counters and gauges."""
-        counters, pool = self._counters, self._kv.pool
-        parked: dict[str, int] = {}
-        for request in self._life.parked.values():
-            parked[request.status.value] = parked.get(request.status.value, 0) + 1
-        return SchedulerStats(
-            num_running=len(self._batch),
-            num_waiting=len(self._life.queue),
-            num_parked=parked,
-            num_blocks=pool.num_usable,
-            num_free_blocks=pool.num_free,
-            num_cached_free_blocks=pool.num_cached_free,
-            kv_cache_usage=1.0 - pool.num_free / pool.num_usable,
-            num_steps=counters.num_steps,
-            num_scheduled_tokens=counters.num_scheduled_tokens,
-            num_generated_tokens=counters.num_generated_tokens,
-            num_added=counters.num_added,
-            num_refused=counters.num_refused,
-            num_preemptions=counters.num_preemptions,
-            num_displaced=counters.num_displaced,
-            num_recomputed_tokens=counters.num_recomputed_tokens,
-            num_evictions=self._kv.num_evictions,
-            num_failed_steps=counters.num_failed_steps,
-            prefix_queries=counters.fresh_prefix.queries,
-            prefix_hits=counters.fresh_prefix.hits,
-            resumed_prefix_queries=counters.resumed_prefix.queries,
-            resumed_prefix_hits=counters.resumed_prefix.hits,
-            deferrals={reason.value: counters.deferrals[reason.position] for reason in Reason},
-            finished={reason.value: count for reason, count in counters.finished.items()},
-        )
+        return snapshot(self._counters, self._batch, self._kv, self._life)
 
     def check_invariants(self) -> None:
         """Verify blocks, places and bookkeeping, whatever the state. O(everything): for tests and sampling.
@@ -470,9 +430,7 @@ class Scheduler:
             batch.num_pending[row] = 1
         else:
             batch.set_prefilling(row)
-        undo.prefix_counts.queries += undo.num_queried
-        undo.prefix_counts.hits += undo.num_cached
-        counters.num_recomputed_tokens += undo.num_recomputed
+        undo.count(counters, 1)
         self._publish(request)
         return table
 
@@ -487,13 +445,17 @@ class Scheduler:
             cached, resumed = _NO_INTS, _NO_BOOLS
         else:
             fields, cached, resumed = self._with_admitted(record, advance, admitted)
-        if self._resync:
-            fields.block_ids, fields.block_offsets = self._full_tables(fields.rows)
+        resync = self._resync
+        if resync:
+            fields.block_ids, fields.block_offsets = self._kv.tables(self._batch, fields.rows)
+            self._unsynced &= set(self._batch.members.serials.tolist())
+            self._unsynced -= set(fields.serials.tolist())
+            self._resync = bool(self._unsynced)
         output = SchedulerOutput(
             step_id=record.step_id,
             total_num_scheduled_tokens=fields.total,
             num_continued=num_continued,
-            resync=self._resync,
+            resync=resync,
             requests=fields.requests,
             rows=fields.rows,
             serials=fields.serials,
@@ -507,7 +469,6 @@ class Scheduler:
             preempted=preempted,
             finished=finished,
         )
-        self._resync = False
         self._next_step_id += 1
         members = self._batch.members
         if len(fields.requests) == len(members) and (fields.samples is members.trues or fields.samples.all()):
@@ -544,79 +505,6 @@ class Scheduler:
         )
         resumed = np.array([undo.previous_status is RequestStatus.PREEMPTED for undo in record.admitted])
         return merged, cached, resumed
-
-    def _full_tables(self, rows: Int64Array) -> tuple[Int32Array, Int64Array]:
-        tables = [self._kv.table(self._batch, row) for row in rows.tolist()]
-        offsets = np.zeros(len(tables) + 1, dtype=np.int64)
-        np.cumsum([len(table) for table in tables], out=offsets[1:])
-        return np.concatenate([np.zeros(0, dtype=np.int32), *tables]), offsets
-
-    # ------------------------------------------------------------------ parts of the rest
-
-    def _settle_limits(self, request: Request) -> str | None:
-        """Fix at how many tokens the request ends; why it can never run, or None."""
-        config, prompt = self.config, request.num_prompt_tokens
-        if prompt >= config.max_model_len:
-            return (
-                f"the prompt has {prompt} tokens and max_model_len is {config.max_model_len}, which leaves no room for a "
-                f"generated token; shorten the prompt to {config.max_model_len - 1} tokens"
-            )
-        if prompt > config.num_usable_tokens:
-            needed = self._kv.blocks_for(prompt)
-            return (
-                f"the prompt has {prompt} tokens and needs {needed} KV blocks of {config.block_size}, and the pool has "
-                f"{config.num_usable_blocks}; shorten the prompt or give the pool at least "
-                f"{needed + config.num_reserved_blocks} blocks"
-            )
-        if not config.enable_chunked_prefill and prompt > config.max_num_batched_tokens:
-            return (
-                f"the prompt has {prompt} tokens, more than max_num_batched_tokens {config.max_num_batched_tokens}, and "
-                "chunked prefill is off; raise the budget, shorten the prompt or turn chunked prefill on"
-            )
-        if request.max_total_tokens is not None and prompt >= request.max_total_tokens:
-            return (
-                f"the prompt has {prompt} tokens and max_total_tokens is {request.max_total_tokens}, which leaves no room "
-                "for a generated token; raise max_total_tokens"
-            )
-        bounds = [(prompt + request.max_tokens, "max_tokens"), (config.max_model_len, "max_model_len")]
-        if request.max_total_tokens is not None:
-            bounds.append((request.max_total_tokens, "max_total_tokens"))
-        # The last token is sampled but never computed, so it needs no slot.
-        bounds.append((config.num_usable_tokens + 1, "kv_capacity"))
-        request.token_limit, request.limit_detail = min(bounds, key=lambda bound: bound[0])
-        return None
-
-    def _blocker(self, reason: Reason | None) -> str | None:
-        if reason is Reason.BEHIND:
-            return self._life.queue.peek().request_id
-        rungs = (Reason.WATERMARK, Reason.FULL_SEQUENCE, Reason.BLOCKS, Reason.SEQUENCE_LIMIT, Reason.STATIC_BATCH)
-        members = self._batch.members
-        if reason in rungs and len(members):
-            return members.requests[int(self._batch.num_slots[members.rows].argmax())].request_id
-        return None
-
-    def _rewind(self, record: StepRecord) -> None:
-        """Take back one void step; later ones have been taken back already."""
-        self._kv.undo(record.journal)
-        counters, batch, output = self._counters, self._batch, record.output
-        assert output is not None
-        for undo in reversed(record.admitted):
-            self._life.roll_back(undo)
-            undo.prefix_counts.queries -= undo.num_queried
-            undo.prefix_counts.hits -= undo.num_cached
-            counters.num_recomputed_tokens -= undo.num_recomputed
-        live = batch.serial[output.rows] == output.serials
-        rows = output.rows[live]
-        batch.num_computed_tokens[rows] -= output.num_scheduled_tokens[live]
-        batch.num_pending[rows] -= output.samples[live]
-        for index in live.nonzero()[0].tolist():
-            request = output.requests[index]
-            if request.num_tokens + request.num_pending == request.num_admitted_tokens and request.row is not None:
-                batch.set_prefilling(request.row)  # its first sample since the admission is void
-        for index in (~live & output.samples).nonzero()[0].tolist():
-            request = output.requests[index]
-            if request.serial == output.serials[index]:  # preempted or parked since: its sample will never come
-                request.settle_pending(1)
 
 
 _NO_INTS: Int64Array = np.zeros(0, dtype=np.int64)

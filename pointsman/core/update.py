@@ -1,7 +1,8 @@
 """What came back from the model: tokens are appended, stop conditions tested, and what is done is ended.
 
-In the common case (every row sampled, nobody left since) this is one scatter and one vectorised stop test; Python loops run only over
-rows that end, rows with unusual stop conditions, and rows whose request lost its place while the step was in flight.
+In the common case (every row sampled, nobody left since) this is one scatter and one vectorised stop test; Python
+loops run only over rows that end, rows with unusual stop conditions, and rows whose request lost its place while the
+step was in flight.
 """
 
 from __future__ import annotations
@@ -161,8 +162,8 @@ def _sampled(output: SchedulerOutput, result: StepResult) -> tuple[Int64Array, I
         counts = np.asarray(result.counts)
         if counts.shape != expected.shape or not np.array_equal(counts, expected.astype(counts.dtype)):
             raise StepResultError(
-                f"counts is {counts.tolist()}; this step yields {expected.astype(int).tolist()}: one token for a row that "
-                "samples and has no error, none for the others"
+                f"counts is {counts.tolist()}; this step yields {expected.astype(int).tolist()}: one token for a row "
+                "that samples and has no error, none for the others"
             )
     sampled = expected.nonzero()[0]
     return sampled, _tokens(result, len(sampled))

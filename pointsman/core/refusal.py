@@ -1,0 +1,40 @@
+"""Can this request ever run? Decided once, when it is added, with the numbers and the remedy."""
+
+from __future__ import annotations
+
+from pointsman.core.config import SchedulerConfig
+from pointsman.core.request import Request
+
+
+def settle_limits(config: SchedulerConfig, request: Request) -> str | None:
+    """Fix at how many tokens the request ends; why it can never run, or None."""
+    prompt = request.num_prompt_tokens
+    if prompt >= config.max_model_len:
+        return (
+            f"the prompt has {prompt} tokens and max_model_len is {config.max_model_len}, which leaves no room for a "
+            f"generated token; shorten the prompt to {config.max_model_len - 1} tokens"
+        )
+    if prompt > config.num_usable_tokens:
+        needed = -(-prompt // config.block_size)
+        return (
+            f"the prompt has {prompt} tokens and needs {needed} KV blocks of {config.block_size}, and the pool has "
+            f"{config.num_usable_blocks}; shorten the prompt or give the pool at least "
+            f"{needed + config.num_reserved_blocks} blocks"
+        )
+    if not config.enable_chunked_prefill and prompt > config.max_num_batched_tokens:
+        return (
+            f"the prompt has {prompt} tokens, more than max_num_batched_tokens {config.max_num_batched_tokens}, and "
+            "chunked prefill is off; raise the budget, shorten the prompt or turn chunked prefill on"
+        )
+    if request.max_total_tokens is not None and prompt >= request.max_total_tokens:
+        return (
+            f"the prompt has {prompt} tokens and max_total_tokens is {request.max_total_tokens}, which leaves no room "
+            "for a generated token; raise max_total_tokens"
+        )
+    bounds = [(prompt + request.max_tokens, "max_tokens"), (config.max_model_len, "max_model_len")]
+    if request.max_total_tokens is not None:
+        bounds.append((request.max_total_tokens, "max_total_tokens"))
+    # The last token is sampled but never computed, so it needs no slot.
+    bounds.append((config.num_usable_tokens + 1, "kv_capacity"))
+    request.token_limit, request.limit_detail = min(bounds, key=lambda bound: bound[0])
+    return None
