@@ -118,7 +118,7 @@ class Batch:
 
     def __len__(self) -> int:
         """Running requests."""
-        return len(self.members)
+        return len(self.members.requests)
 
     # ------------------------------------------------------------------ rows
 

@@ -82,16 +82,24 @@ class KVCacheManager:
 
     # ------------------------------------------------------------------ running rows
 
+    def grow_by_one(self, batch: Batch, rows: Int64Array) -> Int32Array:
+        """Append one new block to the table of each row. Returns them, in row order."""
+        blocks = self._take(len(rows))
+        slots = batch.num_slots[rows]
+        batch.block_table[rows, slots // self.block_size] = blocks
+        slots += self.block_size
+        batch.num_slots[rows] = slots
+        return blocks
+
     def grow(self, batch: Batch, rows: Int64Array, counts: Int64Array) -> Int32Array:
         """Append `counts[i]` (at least 1) new blocks to the table of `rows[i]`. Returns them all, in row order."""
         total = int(counts.sum())
+        if total == len(rows):
+            return self.grow_by_one(batch, rows)
         blocks = self._take(total)
         slots = batch.num_slots[rows]
-        if total == len(rows):
-            batch.block_table[rows, slots // self.block_size] = blocks
-        else:
-            within = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
-            batch.block_table[np.repeat(rows, counts), np.repeat(slots // self.block_size, counts) + within] = blocks
+        within = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+        batch.block_table[np.repeat(rows, counts), np.repeat(slots // self.block_size, counts) + within] = blocks
         batch.num_slots[rows] = slots + counts * self.block_size
         return blocks
 
@@ -175,11 +183,12 @@ class KVCacheManager:
             return
         ids = table[first:end]
         blocks = ids.tolist()
-        request.prefix_node = prefix.publish(request.prefix_node, token_bytes, first, blocks)
+        nodes = prefix.publish(request.prefix_node, token_bytes, first, blocks)
+        request.prefix_node = nodes[-1]
         request.num_published_blocks = end
         self.pool.set_cached(ids)
         if self.journal is not None:
-            self.journal.append((request, blocks, [prefix.node_of(block) for block in blocks]))
+            self.journal.append((request, blocks, nodes))
 
     def _forget(self, block: int) -> bool:
         """Take a block out of the tree; whether its node went with it."""
@@ -190,8 +199,7 @@ class KVCacheManager:
     def _take(self, count: int) -> Int32Array:
         blocks, evicted = self.pool.take(count)
         if evicted and self.prefix is not None:
-            for block in evicted:
-                self.prefix.forget(block)
+            self.prefix.evict(evicted)
             self.pool.is_cached[blocks] = False
             self.num_evictions += len(evicted)
         return blocks

@@ -85,14 +85,15 @@ class PrefixCache:
             parent = node_of[block]
         return blocks, parent
 
-    def publish(self, parent: Parent, token_bytes: bytes, first: int, blocks: list[int]) -> Parent:
+    def publish(self, parent: Parent, token_bytes: bytes, first: int, blocks: list[int]) -> list[int]:
         """Make blocks `first`, `first` + 1, ... of a sequence known, under the node of block `first` - 1.
 
-        Returns the node of the last one, the parent for the next publication.
+        Returns their nodes; the last one is the parent for the next publication.
         """
         size = self._block_bytes
         key_of, node_of, setdefault = self._key_of, self._node_of, self._block_of.setdefault
         start = first * size
+        nodes: list[int] = []
         for block in blocks:
             key = (parent, token_bytes[start : start + size])
             start += size
@@ -105,9 +106,23 @@ class PrefixCache:
                 self._duplicates.setdefault(node, []).append(block)
             key_of[block] = key
             node_of[block] = node
+            nodes.append(node)
             parent = node
         self.num_publications += 1
-        return parent
+        return nodes
+
+    def evict(self, blocks: list[int]) -> None:
+        """Take out blocks whose content is given up: `forget` for many, each in the tree."""
+        key_of, node_of, block_of, duplicates = self._key_of, self._node_of, self._block_of, self._duplicates
+        for block in blocks:
+            if node_of[block] in duplicates:
+                self.forget(block)
+                continue
+            key = key_of[block]
+            assert key is not None
+            del block_of[key]
+            key_of[block] = None
+            node_of[block] = 0
 
     def forget(self, block: int) -> bool:
         """Take one block out. True: no other block holds its content, so its node is gone too."""

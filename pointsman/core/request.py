@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -398,7 +398,7 @@ def _shared_prompt(request_id: str, token_ids: IntArray | Sequence[int]) -> tupl
     if isinstance(token_ids, np.ndarray) and token_ids.dtype == np.int32:
         base: object = token_ids.base
         if isinstance(base, bytes) and token_ids.nbytes == len(base):
-            return token_ids, base
+            return cast(Int32Array, token_ids), base
     try:
         wide = np.asarray(token_ids)
         if wide.size == 0:

@@ -119,7 +119,7 @@ class Running:
             return None
         block_ids, offsets = NO_BLOCKS, members.zero_offsets
         if len(lacking):
-            block_ids = self._kv.grow(batch, rows[lacking], members.ones[: len(lacking)])
+            block_ids = self._kv.grow_by_one(batch, rows[lacking])
             offsets = np.empty(count + 1, dtype=np.int64)
             offsets[0] = 0
             full.cumsum(out=offsets[1:])

@@ -86,7 +86,7 @@ class Update:
         sampled, token_ids = _sampled(output, result)
         batch = self._batch
         live = batch.serial[output.rows] == output.serials
-        ends = self._errors(output, result, live)
+        ends = self._errors(output, result)
         is_live = live[sampled]
         counts = np.zeros(output.num_rows, dtype=np.int64)
         at = sampled[is_live]
@@ -117,15 +117,13 @@ class Update:
         request.settle_pending(1)
         return stop_condition(request, request.num_tokens, token_id)
 
-    def _errors(self, output: SchedulerOutput, result: StepResult, live: npt.NDArray[np.bool_]) -> Ends:
+    def _errors(self, output: SchedulerOutput, result: StepResult) -> Ends:
         """Rows that failed on their own: what they wrote in this step and since is not to be found again."""
         ends: Ends = []
         for index, message in result.errors.items():
             request = output.requests[index]
-            if request.serial != output.serials[index]:
-                continue  # its admission was undone since, or it was admitted again
             self._kv.retract([record.journal for record in self._life.in_flight], request, self._batch.members.requests)
-            if live[index] or not request.is_finished:
+            if not request.is_finished:
                 ends.append((index, End(request, FinishReason.ERROR, message)))
         return ends
 
@@ -145,7 +143,7 @@ def _tokens(result: StepResult, expected: int) -> Int64Array:
         raise StepResultError(
             f"token_ids has shape {token_ids.shape} and {expected} row(s) sample in this step; give one token for each"
         )
-    if expected and token_ids.view(np.uint64).max() > MAX_INT:  # a negative id is huge when read as unsigned
+    if expected and np.maximum.reduce(token_ids.view(np.uint64)) > MAX_INT:  # a negative id is huge when read as unsigned
         bad = token_ids[(token_ids < 0) | (token_ids > MAX_INT)][0]
         raise StepResultError(f"token id {bad} was sampled; ids must be between 0 and {MAX_INT}")
     return token_ids
