@@ -143,7 +143,8 @@ def _tokens(result: StepResult, expected: int) -> Int64Array:
         raise StepResultError(
             f"token_ids has shape {token_ids.shape} and {expected} row(s) sample in this step; give one token for each"
         )
-    if expected and np.maximum.reduce(token_ids.view(np.uint64)) > MAX_INT:  # a negative id is huge when read as unsigned
+    # A negative id is huge when read as unsigned, so one reduction finds both kinds of bad id.
+    if expected and np.maximum.reduce(token_ids.view(np.uint64)) > MAX_INT:
         bad = token_ids[(token_ids < 0) | (token_ids > MAX_INT)][0]
         raise StepResultError(f"token id {bad} was sampled; ids must be between 0 and {MAX_INT}")
     return token_ids
