@@ -1,0 +1,164 @@
+"""The plain attention backend over a shuffled pool, against attention written out per row."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from pointsman.engine import torch_attention
+from pointsman.engine.attention import PagedBatch, write_kv
+from pointsman.engine.kv_pool import KVPool, LayerShape, blocks_for, bytes_per_block, choose_num_blocks
+from pointsman.engine.torch_attention import TorchAttention, cut_pieces
+
+MIXED = ([1, 1, 17, 1, 5, 1, 40, 3], [31, 0, 0, 200, 11, 64, 90, 15])  # tokens of this step, tokens before it
+DECODES = ([1] * 24, [3, 500, 60, 61, 62, 63, 64, 65, 7, 120, 121, 5, 9, 33, 2, 1, 0, 250, 16, 15, 17, 31, 32, 48])
+
+
+class Setting:
+    """A pool whose free slots hold NaN, rows with known keys and values, and their queries."""
+
+    def __init__(self, query_lens: list[int], computed: list[int], shape: LayerShape, block_size: int) -> None:
+        self.query_lens, self.computed = np.array(query_lens), np.array(computed)
+        self.shape = shape
+        rng = np.random.default_rng(5)
+        needs = [blocks_for(total, block_size) for total in (self.query_lens + self.computed).tolist()]
+        ids = rng.permutation(sum(needs) + 3)
+        tables = np.full((len(needs), max(needs) + 2), 10**6)  # what lies past a row's blocks must not be read
+        for row, (end, need) in enumerate(zip(np.cumsum(needs), needs, strict=True)):
+            tables[row, :need] = ids[end - need : end]
+        self.pool = KVPool([shape], num_blocks=len(ids), block_size=block_size, dtype=torch.float32)
+        self.pool.keys[0].fill_(math.nan)
+        self.pool.values[0].fill_(math.nan)
+        generator = torch.Generator().manual_seed(1)
+        totals = (self.query_lens + self.computed).tolist()
+        self.keys = [torch.randn(t, shape.num_kv_heads, shape.k_dim, generator=generator) for t in totals]
+        self.values = [torch.randn(t, shape.num_kv_heads, shape.v_dim, generator=generator) for t in totals]
+        self.query = torch.randn(sum(query_lens), shape.num_heads, shape.k_dim, generator=generator)
+        self.tables, self.block_size = tables, block_size
+
+    def write(self, first: np.ndarray, counts: np.ndarray) -> PagedBatch:
+        rows = np.nonzero(counts)[0]
+        batch = PagedBatch.build(counts[rows], first[rows], self.tables[rows], self.block_size)
+        key = torch.cat([self.keys[r][first[r] : first[r] + counts[r]] for r in rows])
+        value = torch.cat([self.values[r][first[r] : first[r] + counts[r]] for r in rows])
+        write_kv(batch, key, value, self.pool.keys[0], self.pool.values[0])
+        return batch
+
+    def run(self, **options: object) -> torch.Tensor:
+        """What the steps before this one computed, then this step."""
+        self.write(np.zeros_like(self.computed), self.computed)
+        batch = self.write(self.computed, self.query_lens)
+        backend = TorchAttention([self.shape])
+        return backend.attend(backend.plan(batch), self.query, self.pool.keys[0], self.pool.values[0], **options)
+
+    def expected(
+        self, scale: float, window: int | None, softcap: float | None, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Position by position, head by head."""
+        out = []
+        group = self.shape.num_heads // self.shape.num_kv_heads
+        for row, (count, before) in enumerate(zip(self.query_lens.tolist(), self.computed.tolist(), strict=True)):
+            for position in range(before, before + count):
+                first = 0 if window is None else max(0, position - window + 1)
+                query = self.query[len(out)]
+                heads = []
+                for head in range(self.shape.num_heads):
+                    scores = self.keys[row][first : position + 1, head // group] @ query[head] * scale
+                    if softcap is not None:
+                        scores = softcap * torch.tanh(scores / softcap)
+                    weights = scores.exp()
+                    total = weights.sum() + (sinks[head].exp() if sinks is not None else 0.0)
+                    heads.append((weights / total) @ self.values[row][first : position + 1, head // group])
+                out.append(torch.stack(heads))
+        return torch.stack(out)
+
+
+@pytest.mark.parametrize("rows", [MIXED, DECODES], ids=["mixed", "decodes"])
+@pytest.mark.parametrize(
+    ("window", "softcap", "with_sinks"),
+    [(None, None, False), (24, None, False), (1, None, False), (None, 2.0, False), (None, None, True), (24, 2.0, True)],
+)
+@pytest.mark.parametrize("shape", [LayerShape(2, 8, 8, 6), LayerShape(3, 12, 8, 3)], ids=["grouped", "unequal-dims"])
+def test_equals_attention_written_out(
+    rows: tuple[list[int], list[int]], window: int | None, softcap: float | None, with_sinks: bool, shape: LayerShape
+) -> None:
+    setting = Setting(*rows, shape, block_size=8)
+    sinks = torch.linspace(-1, 2, shape.num_heads) if with_sinks else None
+    got = setting.run(scale=0.3, window=window, softcap=softcap, sinks=sinks)
+    want = setting.expected(0.3, window, softcap, sinks)
+    assert got.shape == (sum(rows[0]), shape.num_heads, shape.v_dim)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("limits", [(0, 1, 1), (1 << 40, 1 << 40, 1 << 40), (3000, 4000, 300)])
+@pytest.mark.parametrize("window", [None, 24])
+def test_any_grouping_gives_the_same(
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, ...], window: int | None
+) -> None:
+    """Every piece alone, all in one padded group, and something between."""
+    for name, value in zip(("GROUP_COST", "GROUP_KV_ELEMENTS", "PIECE_SCORES"), limits, strict=True):
+        monkeypatch.setattr(torch_attention, name, value)
+    setting = Setting(*MIXED, LayerShape(2, 8, 8, 4), block_size=4)
+    got = setting.run(scale=0.3, window=window, softcap=None, sinks=None)
+    torch.testing.assert_close(got, setting.expected(0.3, window, None, None), rtol=1e-5, atol=2e-6)
+
+
+def test_pieces_cover_every_query_once() -> None:
+    query_lens, computed = np.array([1, 1000, 7]), np.array([5, 3000, 0])
+    tables = np.arange(3 * 600).reshape(3, 600)
+    batch = PagedBatch.build(query_lens, computed, tables, 8)
+    pieces = cut_pieces(batch, LayerShape(4, 64, 64, 32), None)
+    assert len(pieces.rows) > 20
+    covered = np.concatenate([np.arange(t, t + c) for t, c in zip(pieces.tokens, pieces.counts, strict=True)])
+    assert covered.tolist() == list(range(1008))
+    assert (pieces.counts * 4000 * 32 <= torch_attention.PIECE_SCORES)[pieces.rows == 1].all()
+
+
+def test_slots_follow_the_block_table() -> None:
+    batch = PagedBatch.build(np.array([3, 1]), np.array([6, 4]), np.array([[7, 5, 9], [2, 8, 0]]), 4)
+    assert batch.positions.tolist() == [6, 7, 8, 4]
+    assert batch.slot_blocks.tolist() == [5, 5, 9, 8]
+    assert batch.slot_offsets.tolist() == [2, 3, 0, 0]
+    assert batch.fresh_blocks.tolist() == [9, 8]
+    assert batch.kv_lens.tolist() == [9, 5]
+
+
+# --------------------------------------------------------------------------------------------------- pool sizing
+
+LAYERS = [LayerShape(2, 16, 8, 4)] * 3  # 3 * 2 * 24 elements a token
+
+
+def choose(**given: object) -> int:
+    settings = {"num_blocks": None, "kv_cache_bytes": None, "max_model_len": 100, "max_num_seqs": 4, "block_size": 16}
+    return choose_num_blocks(LAYERS, dtype=torch.float32, **{**settings, **given})
+
+
+def test_pool_size_from_bytes_or_blocks() -> None:
+    block_bytes = 3 * 2 * 24 * 4 * 16
+    assert bytes_per_block(LAYERS, 16, torch.float32) == block_bytes
+    assert bytes_per_block(LAYERS, 16, torch.bfloat16) == block_bytes // 2
+    assert choose(num_blocks=5) == 5
+    assert choose(kv_cache_bytes=block_bytes * 7 + 1) == 7
+    assert choose() == 4 * 7, "by default no more than the sequences could use"
+    pool = KVPool(LAYERS, num_blocks=7, block_size=16, dtype=torch.float32)
+    assert pool.num_bytes == 7 * block_bytes == sum(t.numel() * 4 for t in pool.keys + pool.values)
+    assert pool.num_tokens == 112
+
+
+def test_impossible_pools_are_refused() -> None:
+    with pytest.raises(ValueError, match="both given"):
+        choose(num_blocks=5, kv_cache_bytes=10**9)
+    with pytest.raises(ValueError, match=r"kv_cache_bytes is 100, less than one block of 9216 bytes"):
+        choose(kv_cache_bytes=100)
+
+
+def test_capacity_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    pool = KVPool(LAYERS, num_blocks=7, block_size=16, dtype=torch.float32)
+    with caplog.at_level("INFO"):
+        pool.log_capacity(56)
+    assert "room for 112 tokens, or 1.8 requests of the full length 56" in caplog.text
+    pool.log_capacity(113)
+    assert "less than one request of the full length 113" in caplog.text

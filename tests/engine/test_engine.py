@@ -1,0 +1,368 @@
+"""The engine as its callers see it: refusals, ends of every kind, failures, text, and `LLM` as vLLM's users know it."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import FAMILIES, VOCAB_SIZE, build
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from pointsman.core import DuplicateRequest, RequestRefused, Scheduler, SchedulerConfig
+from pointsman.core.errors import ConfigError
+from pointsman.core.recording import Recorder, replay
+from pointsman.engine import LLM, Engine, EngineStepError, RequestOutput, SamplingParams
+from pointsman.engine.kv_pool import KVPool
+from pointsman.engine.model_loader import LoadedModel, wrap_model
+from pointsman.engine.model_runner import NOT_FINITE, ModelRunner
+from pointsman.engine.output import Detokenizer
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+def byte_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
+    """One token per byte, so that characters beyond ASCII take several; a small vocabulary lacks some bytes."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda c: (c != "\u0120", c))  # the space comes first
+    vocab = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{c: i + 3 for i, c in enumerate(alphabet[: vocab_size - 3])}}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return wrap_model(build(FAMILIES["qwen3"](), seed=1), tokenizer=byte_tokenizer())
+
+
+@pytest.fixture
+def engine(loaded: LoadedModel) -> Engine:
+    ticks = itertools.count()
+    return Engine(
+        loaded, num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=32, clock=lambda: float(next(ticks))
+    )
+
+
+def drain(engine: Engine) -> dict[str, RequestOutput]:
+    done = {}
+    while engine.has_unfinished_requests():
+        done.update((output.request_id, output) for output in engine.step() if output.finished)
+        engine.scheduler.check_invariants()
+    return done
+
+
+def free_blocks(engine: Engine) -> int:
+    return engine.scheduler.stats().num_free_blocks
+
+
+# ------------------------------------------------------------------------------------------------------- requests
+
+
+def test_a_request_from_start_to_end(engine: Engine) -> None:
+    engine.add_request("a", "Hello", GREEDY)
+    engine.add_request("b", [7, 8, 9], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+    seen: dict[str, list[RequestOutput]] = {"a": [], "b": []}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            seen[output.request_id].append(output)
+    assert [len(output.token_ids) for output in seen["a"]] == list(range(1, 9))
+    assert [output.finished for output in seen["b"]] == [False, False, True]
+    last = seen["a"][-1]
+    assert (last.prompt, last.prompt_token_ids) == ("Hello", engine.tokenize("Hello"))
+    assert (last.finish_reason, last.finish_detail, last.stop_reason) == ("length", "max_tokens", None)
+    assert last.text == engine.tokenizer.decode(last.token_ids, skip_special_tokens=True)
+    assert last.metrics.arrival_time < last.metrics.first_token_time < last.metrics.finished_time
+    assert seen["b"][-1].prompt is None
+    assert engine.last_output is not None and engine.step() == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], GREEDY, "the prompt is empty"),
+        ("", GREEDY, "the prompt is empty"),
+        ([5] * 256, GREEDY, "max_model_len is 256"),
+        ([5, 199], GREEDY, "token id 199 is outside the model's vocabulary of 199"),
+        ([5, -1], GREEDY, "token id -1 is outside"),
+        ([5, 2**40], GREEDY, "outside the model's vocabulary"),
+        ([5, 1.5], GREEDY, "flat sequence of integers"),
+    ],
+)
+def test_what_can_never_run_is_refused_in_one_line(
+    engine: Engine, prompt: Any, params: SamplingParams, message: str
+) -> None:
+    engine.add_request("good", [3, 4, 5], GREEDY)
+    engine.step()
+    with pytest.raises(ValueError, match=message) as error:
+        engine.add_request("bad", prompt, params)
+    assert "\n" not in str(error.value)
+    assert list(drain(engine)) == ["good"], "the refusal disturbed another request"
+
+
+def test_a_prompt_larger_than_the_pool_is_refused_with_numbers(loaded: LoadedModel) -> None:
+    engine = Engine(loaded, num_blocks=2, block_size=4)
+    with pytest.raises(RequestRefused, match="needs 3 KV blocks of 4, and the pool has 2"):
+        engine.add_request("a", [5] * 9, GREEDY)
+
+
+def test_an_id_in_use_is_refused(engine: Engine) -> None:
+    engine.add_request("a", [3], GREEDY)
+    with pytest.raises(DuplicateRequest):
+        engine.add_request("a", [4], GREEDY)
+    assert len(drain(engine)["a"].token_ids) == 8
+
+
+def test_ends(engine: Engine, loaded: LoadedModel) -> None:
+    """Stop tokens, EOS, max_tokens=None, the model's length and the pool's capacity."""
+    engine.add_request("free", [3, 4, 5], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    tokens = drain(engine)["free"].token_ids
+    stop = next(token for i, token in enumerate(tokens) if i >= 4 and token not in tokens[:i])
+    upto = tokens[: tokens.index(stop) + 1]
+    engine.add_request(
+        "stop", [3, 4, 5], SamplingParams(temperature=0, max_tokens=30, stop_token_ids=[stop], ignore_eos=True)
+    )
+    engine.add_request("open", [6] * 200, SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))
+    done = drain(engine)
+    assert (done["stop"].token_ids, done["stop"].finish_reason, done["stop"].stop_reason) == (upto, "stop", stop)
+    assert (len(done["open"].token_ids), done["open"].finish_reason) == (56, "length")
+
+    with_eos = LoadedModel(
+        **{**{name: getattr(loaded, name) for name in LoadedModel.__slots__}, "eos_token_ids": (190, stop)}
+    )
+    engine = Engine(with_eos, num_blocks=6, block_size=4)
+    engine.add_request("eos", [3, 4, 5], SamplingParams(temperature=0, max_tokens=20))
+    engine.add_request("late", [3, 4, 5], SamplingParams(temperature=0, max_tokens=20, min_tokens=len(upto) + 1))
+    engine.add_request("full", [3, 4, 5], SamplingParams(temperature=0, max_tokens=99, ignore_eos=True))
+    done = drain(engine)
+    assert (done["eos"].token_ids, done["eos"].finish_reason) == (upto, "stop")
+    late = done["late"].token_ids
+    assert len(late) > len(upto) and late[: len(upto) - 1] == upto[:-1] and stop not in late[: len(upto)]
+    assert (done["full"].finish_reason, done["full"].finish_detail) == ("length", "kv_capacity")
+    assert len(done["full"].token_ids) == 6 * 4 + 1 - 3
+
+
+def test_abort_returns_every_block(engine: Engine) -> None:
+    before = free_blocks(engine)
+    for name in "abc":
+        engine.add_request(name, [3] * 20, GREEDY)
+    engine.step()
+    aborted = engine.abort("a")
+    assert aborted is not None and aborted.finished and aborted.finish_reason == "abort"
+    assert engine.abort("a") is None and engine.abort("nobody") is None
+    assert set(drain(engine)) == {"b", "c"}
+    assert free_blocks(engine) == before
+
+
+def test_unseeded_requests_differ_and_an_engine_repeats_itself(loaded: LoadedModel) -> None:
+    def outputs(seed: int) -> list[list[int]]:
+        engine = Engine(loaded, num_blocks=64, block_size=4, seed=seed)
+        for name in "ab":
+            engine.add_request(name, [3, 4, 5], SamplingParams(max_tokens=12, ignore_eos=True))
+        done = drain(engine)
+        return [done["a"].token_ids, done["b"].token_ids]
+
+    first = outputs(0)
+    assert first[0] != first[1] and first == outputs(0) and first != outputs(1)
+
+
+# ------------------------------------------------------------------------------------------------------- failures
+
+
+def test_a_failed_step_is_rewound_and_can_be_tried_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At several moments, also half way through the layers, with shared prefixes in the failing step."""
+    prompts = [[3 + i % 5] * (4 + 3 * i) for i in range(6)] + [[9] * 30, [9] * 30]
+    for index, prompt in enumerate(prompts):
+        engine.add_request(str(index), prompt, GREEDY)
+    expected = {key: output.token_ids for key, output in drain(engine).items()}
+    engine.step()
+    engine.scheduler.reset_prefix_cache(engine.clock())
+
+    second = engine.loaded.model.model.layers[1].mlp
+    original, calls = second.forward, itertools.count()
+
+    def breaks_sometimes(*arguments: Any) -> torch.Tensor:
+        if next(calls) % 3 == 0:
+            raise MemoryError("out of memory, says the test")
+        return original(*arguments)
+
+    monkeypatch.setattr(second, "forward", breaks_sometimes)
+    for index, prompt in enumerate(prompts):
+        engine.add_request(str(index), prompt, GREEDY)
+    done: dict[str, RequestOutput] = {}
+    failures = 0
+    while engine.has_unfinished_requests():
+        try:
+            done.update((output.request_id, output) for output in engine.step() if output.finished)
+        except EngineStepError as error:
+            failures += 1
+            assert "MemoryError: out of memory" in str(error)
+        engine.scheduler.check_invariants()
+    assert failures > 4
+    assert {key: output.token_ids for key, output in done.items()} == expected
+
+
+def test_an_interrupt_leaves_the_engine_usable(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.add_request("a", [3, 4], GREEDY)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "execute", lambda output: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert len(drain(engine)["a"].token_ids) == 8
+
+
+def test_only_the_row_with_nan_ends(engine: Engine) -> None:
+    """A token whose embedding is NaN poisons its own request, and neither its neighbours nor its successors."""
+    embedding = engine.loaded.model.get_input_embeddings().weight
+    saved = embedding[77].clone()
+    engine.add_request("ref", [5, 6, 7], GREEDY)
+    expected = drain(engine)["ref"].token_ids
+    assert 77 not in expected
+    engine.step()
+    embedding[77] = float("nan")
+    try:
+        engine.add_request("bad", [5, 77, 6], GREEDY)
+        engine.add_request("good", [5, 6, 7], GREEDY)
+        done = drain(engine)
+        assert (done["bad"].finish_reason, done["bad"].finish_detail) == ("error", NOT_FINITE)
+        for round_trip in range(20):  # long enough to be given every block that held NaN
+            engine.add_request(f"next{round_trip}", [5, 6, 7] + [8] * (3 * round_trip), GREEDY)
+        later = drain(engine)
+    finally:
+        embedding[77] = saved
+    assert done["good"].token_ids == later["next0"].token_ids == expected
+    assert all(output.finish_reason == "length" for output in later.values())
+
+
+def test_an_empty_step_runs_no_model(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = Scheduler(SchedulerConfig(num_blocks=4, max_model_len=16, max_num_seqs=2, max_num_batched_tokens=8))
+    pool = KVPool(loaded.layers, num_blocks=4, block_size=16, dtype=torch.float32)
+    runner = ModelRunner(loaded, pool, scheduler)
+    monkeypatch.setattr(loaded.model, "forward", None)
+    output = scheduler.schedule(0.0)
+    result = runner.execute(output)
+    assert len(result.token_ids) == 0
+    assert len(scheduler.update(output, result, 0.0).token_ids) == 0
+
+
+# ---------------------------------------------------------------------------------------------------------- knobs
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"max_num_batched_tokens": 4}, "max_num_batched_tokens is 4, less than max_num_seqs 64"),
+        ({"max_model_len": 1000}, "max_model_len is 1000, but the model was made for at most 256"),
+        ({"max_model_len": 0}, "max_model_len is 0"),
+        ({"kv_cache_bytes": 10}, "less than one block"),
+        ({"num_blocks": 4, "kv_cache_bytes": 10**6}, "both given"),
+        ({"num_blocks": 0}, "num_blocks is 0"),
+        ({"block_size": 0}, "block_size is 0"),
+        ({"watermark": 1.5}, "watermark is 1.5"),
+        ({"order": "alphabetic"}, "alphabetic"),
+    ],
+)
+def test_knobs_that_cannot_work(loaded: LoadedModel, knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Engine(loaded, **knobs)
+
+
+def test_knobs_reach_the_scheduler(loaded: LoadedModel) -> None:
+    config = Engine(
+        loaded, kv_cache_bytes=200_000, block_size=8, max_model_len=100, order="priority", watermark=0.1,
+        displace=False, victim="latest", long_prefill_token_threshold=9, full_sequence_must_fit=False,
+    ).scheduler.config  # fmt: skip
+    per_block = 2 * 2 * (16 + 16) * 4 * 8
+    assert (config.num_blocks, config.block_size, config.max_model_len) == (200_000 // per_block, 8, 100)
+    assert (config.order, config.victim, config.displace, config.watermark) == ("priority", "latest", False, 0.1)
+    assert (config.long_prefill_token_threshold, config.full_sequence_must_fit) == (9, False)
+    with pytest.raises(ConfigError):
+        Engine(loaded, displace=True)
+
+
+def test_a_recording_of_the_engine_replays(loaded: LoadedModel) -> None:
+    file = io.StringIO()
+    engine = Engine(
+        loaded,
+        num_blocks=12,
+        block_size=4,
+        max_num_batched_tokens=64,
+        full_sequence_must_fit=False,
+        recorder=Recorder(file),
+    )
+    for index in range(8):
+        engine.add_request(str(index), [3 + index] * (3 + 2 * index), SamplingParams(max_tokens=20, seed=index))
+    drain(engine)
+    assert engine.scheduler.stats().num_preemptions > 0
+    file.seek(0)
+    replay(file)
+
+
+# ----------------------------------------------------------------------------------------------------------- text
+
+
+def test_text_grows_by_whole_characters() -> None:
+    tokenizer = byte_tokenizer(259)
+    text = (
+        "naïve façade: a long enough text, so that a token's look-back does not reach its start; öäü, 日本, \U0001f40d"
+    )
+    token_ids = tokenizer(text)["input_ids"]
+    assert len(token_ids) > len(text), "the test needs characters of several tokens"
+    detokenizer = Detokenizer(tokenizer)
+    seen = [detokenizer.text(token_ids[:end], finished=False) for end in range(1, len(token_ids) + 1)]
+    assert seen[-1] == text
+    assert all(text.startswith(one) for one in seen)
+    assert sum(a != b for a, b in itertools.pairwise(seen)) == len(text) - 1
+    cut = token_ids[:3]  # "na" and half of "ï"
+    assert Detokenizer(tokenizer).text(cut, finished=False) == "na"
+    assert Detokenizer(tokenizer).text(cut, finished=True) == "na\ufffd"
+
+
+def test_no_tokenizer(loaded: LoadedModel) -> None:
+    bare = LoadedModel(**{**{name: getattr(loaded, name) for name in LoadedModel.__slots__}, "tokenizer": None})
+    engine = Engine(bare, num_blocks=16)
+    with pytest.raises(ValueError, match="no tokenizer; give the prompt as token ids"):
+        engine.add_request("a", "text", GREEDY)
+    engine.add_request("a", [4], GREEDY)
+    assert drain(engine)["a"].text == ""
+
+
+# ------------------------------------------------------------------------------------------------------------ LLM
+
+
+def test_llm_answers_in_the_order_of_the_prompts(loaded: LoadedModel, capfd: pytest.CaptureFixture[str]) -> None:
+    llm = LLM(loaded, num_blocks=64, block_size=4)
+    prompts = ["short", {"prompt_token_ids": [9] * 40}, {"prompt": "third", "cache_salt": "x"}]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (9, 2, 5)]
+    outputs = llm.generate(prompts, params)
+    assert "3/3" in capfd.readouterr().err
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [9, 2, 5]
+    assert [output.prompt for output in outputs] == ["short", None, "third"]
+    assert [output.request_id for output in outputs] == ["0", "1", "2"]
+    assert all(output.finished and output.outputs[0].finish_reason == "length" for output in outputs)
+    one = llm.generate("short", params[0], use_tqdm=False)
+    assert len(one) == 1 and one[0].outputs[0].text == outputs[0].outputs[0].text
+    assert len(llm.generate([{"prompt_token_ids": np.array([4, 5])}], use_tqdm=False)[0].token_ids) <= 16
+    assert llm.generate([], use_tqdm=False) == []
+
+
+def test_llm_runs_nothing_if_a_prompt_is_bad(loaded: LoadedModel) -> None:
+    llm = LLM(loaded, num_blocks=16)
+    for bad in ([[5] * 999, 3], [{"text": "x"}], [{"prompt_token_ids": [5] * 400}], [{"prompt_token_ids": []}]):
+        with pytest.raises(ValueError, match=r"^prompt 1: "):
+            llm.generate(["good", *bad], GREEDY, use_tqdm=False)
+        assert not llm.engine.has_unfinished_requests()
+    with pytest.raises(ValueError, match="2 sampling parameters for 1 prompts"):
+        llm.generate("x", [GREEDY, GREEDY], use_tqdm=False)
+    assert len(llm.generate("still works", GREEDY, use_tqdm=False)[0].token_ids) == 8
+
+
+def test_importing_the_package_is_cheap() -> None:
+    code = "import sys, pointsman.engine; assert not {'torch', 'transformers'} & set(sys.modules), 'heavy'"
+    subprocess.run([sys.executable, "-c", code], check=True)
