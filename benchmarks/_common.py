@@ -1,0 +1,104 @@
+"""What every benchmark here shares: a small table, one JSON line of named figures at the end, and a check.
+
+A script measures ratios against a peer in the same run, takes turns with it, and keeps medians of CPU time, because
+a shared machine changes speed from one minute to the next. `--check` compares the figures with the project's
+targets and exits with 1 if one is missed, saying which.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pointsman.traces import read_trace
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+AZURE_TRACE = REPOSITORY.parent / "shared" / "traces" / "azure_llm_2023_conversation.csv"
+
+
+@dataclass
+class Targets:
+    """The project's targets that a run has met or missed."""
+
+    missed: list[str] = field(default_factory=list)
+    met: list[str] = field(default_factory=list)
+
+    def at_least(self, name: str, value: float, target: float) -> None:
+        """`value` must be `target` or more."""
+        self._note(value >= target, f"{name} is {value:.3g}; target: at least {target:g}")
+
+    def at_most(self, name: str, value: float, target: float) -> None:
+        """`value` must be `target` or less."""
+        self._note(value <= target, f"{name} is {value:.3g}; target: at most {target:g}")
+
+    def holds(self, text: str, met: bool) -> None:
+        """A target that is not one number: `text` says what was measured and what was wanted."""
+        self._note(met, text)
+
+    def _note(self, met: bool, text: str) -> None:
+        (self.met if met else self.missed).append(text)
+
+
+def argument_parser(description: str) -> argparse.ArgumentParser:
+    """A parser with the options that every benchmark has; the description's first line is what `--help` shows."""
+    parser = argparse.ArgumentParser(description=description.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="under a minute; fewer rounds, and it may skip the peer")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a target of the project is missed")
+    return parser
+
+
+def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """A title, a header and rows, in aligned columns."""
+    cells = [list(header), *([_cell(value) for value in row] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    print(f"\n{title}")
+    for row in cells:
+        print("  " + "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)).rstrip(), flush=True)
+
+
+def note(text: str) -> None:
+    """A line about the run: what is skipped, what is under way."""
+    print(text, flush=True)
+
+
+def finish(benchmark: str, figures: dict[str, Any], targets: Targets, check: bool) -> int:
+    """Print the verdict and, last, the JSON line; the exit code is 1 if `check` and a target was missed."""
+    for text in targets.missed:
+        print(f"missed: {text}")
+    if check and not targets.missed:
+        print(f"all {len(targets.met)} targets that this run measures are met")
+    machine = {"python": platform.python_version(), "machine": platform.machine(), "cores": os.cpu_count()}
+    print(json.dumps({"benchmark": benchmark, **machine, **figures, "missed": targets.missed}), flush=True)
+    return 1 if check and targets.missed else 0
+
+
+def azure_lengths(path: Path, count: int | None = None) -> list[tuple[int, int]] | None:
+    """(prompt tokens, output tokens) of a trace's first `count` requests; None, with a note, if it is not there."""
+    if not path.exists():
+        note(f"skipped: no trace at {path} (Azure Public Dataset, AzureLLMInferenceTrace_conv)")
+        return None
+    requests = read_trace(path, limit=count)
+    return [(request.num_prompt_tokens, request.num_output_tokens) for request in requests if request.num_output_tokens]
+
+
+def run(main: Callable[[], int]) -> None:
+    """Exit with what `main` returns; with 130, and no traceback, on Ctrl-C."""
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return str(value)

@@ -1,0 +1,231 @@
+"""One side of `scheduler_step.py`: a process that owns schedulers of one kind and is told, line by line, what to time.
+
+The driver starts one worker per side, each in the environment of its scheduler, and lets them take turns. A worker
+reads JSON commands from its standard input and answers each with one JSON line. Whatever a library prints by itself
+goes to standard error.
+
+A side only says how its scheduler is called (`Session`); what is timed is written once, here, for all of them:
+process CPU time around calls of the scheduler, with the stand-in for the model's results built outside.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import process_time
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+EOS = 2
+FIRST_TOKEN = 3  # tokens are drawn from here up, so that none is the EOS
+VOCABULARY = 32_000
+BLOCK_SIZE = 16
+WARM_UP_STEPS = 2 * BLOCK_SIZE
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What both schedulers are told alike."""
+
+    num_blocks: int  # with one reserved: vLLM keeps block 0 to itself
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+class Session(ABC):
+    """A scheduler and the requests that it was given.
+
+    A side sets the four calls in its constructor to what a host would call, so that nothing else is timed.
+    """
+
+    add: Callable[[Any], object]
+    """Hand a request to the scheduler."""
+    schedule: Callable[[], Any]
+    """Decide a step; answers with the output."""
+    update: Callable[[Any, Any], object]
+    """Hand an output and its result to the scheduler."""
+    abort: Callable[[str], object]
+    """End the request of that id at the user's wish."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.rng = np.random.default_rng(0)
+
+    @abstractmethod
+    def make_request(self, request_id: str, prompt: npt.NDArray[np.int32], max_tokens: int) -> Any:
+        """What a host makes of a user's request before the scheduler sees it; only `max_tokens` ends it."""
+
+    @abstractmethod
+    def result(self, output: Any) -> Any:
+        """What a model would have answered to `output`: one random token, not EOS, for each row that samples."""
+
+    @abstractmethod
+    def decode_result(self, like: Any) -> Any:
+        """A fresh result for a step in which the requests of the output `like` decode again."""
+
+    @abstractmethod
+    def num_scheduled(self, output: Any) -> tuple[int, int]:
+        """(requests, tokens) of an output."""
+
+    @abstractmethod
+    def counts(self) -> tuple[int, int]:
+        """(running, waiting)."""
+
+    @abstractmethod
+    def num_preemptions(self, request: Any) -> int:
+        """How often a request lost its blocks."""
+
+    # ------------------------------------------------------------------ what is timed
+
+    def open_decode(self, running: int, waiting: int | None) -> dict[str, Any]:
+        """Bring `running` requests to steady decode, with `waiting` more behind a head that cannot be admitted.
+
+        Prompts are of 17 to 32 tokens, so that in every step one request in 16 needs a block. The head needs the
+        whole pool, so it waits as long as anything runs; `waiting=None`: no head and nobody behind it.
+        """
+        for i in range(running):
+            prompt = self.prompt(BLOCK_SIZE + 1 + i % BLOCK_SIZE)
+            self.add(self.make_request(f"r{i}", prompt, self.settings.max_model_len))
+        self._step_until_all_run(running)
+        self.waiting_ids: list[str] = []
+        self.num_added = 0
+        if waiting is not None:
+            usable_tokens = (self.settings.num_blocks - 1) * BLOCK_SIZE
+            self.add(self.make_request("head", self.prompt(usable_tokens - BLOCK_SIZE), BLOCK_SIZE))
+            self.short_prompt = self.prompt(BLOCK_SIZE)
+            for _ in range(waiting):
+                self._add_waiting()
+        for _ in range(WARM_UP_STEPS):
+            output = self.schedule()
+            self.update(output, self.result(output))
+        self.last_output = output
+        gc.collect()
+        gc.freeze()  # as an engine does once it is up: old objects are not walked again and again
+        return {"counts": self.counts()}
+
+    def time_decode(self, steps: int) -> dict[str, Any]:
+        """CPU microseconds per step of `schedule` and `update`, over `steps` steps of steady decode."""
+        before = self.counts()
+        results = [self.decode_result(self.last_output) for _ in range(steps)]
+        schedule, update = self.schedule, self.update
+        start = process_time()
+        for result in results:
+            output = schedule()
+            update(output, result)
+        seconds = process_time() - start
+        self.last_output = output
+        if self.counts() != before or self.num_scheduled(output) != (before[0], before[0]):
+            raise RuntimeError(f"not steady: {before} running and waiting became {self.counts()}")
+        return {"us": seconds / steps * 1e6}
+
+    def time_abort(self, count: int) -> dict[str, Any]:
+        """CPU microseconds of aborting a waiting request: the mean of `count` anywhere in the queue."""
+        pick = random.Random(self.num_added)
+        seconds = 0.0
+        for _ in range(count):
+            self._add_waiting()
+            chosen = pick.randrange(len(self.waiting_ids))
+            self.waiting_ids[chosen], self.waiting_ids[-1] = self.waiting_ids[-1], self.waiting_ids[chosen]
+            request_id = self.waiting_ids.pop()
+            start = process_time()
+            self.abort(request_id)
+            seconds += process_time() - start
+        output = self.schedule()
+        self.update(output, self.result(output))
+        self.last_output = output
+        return {"us": seconds / count * 1e6}
+
+    def time_backlog(self, lengths: list[tuple[int, int]]) -> dict[str, Any]:
+        """CPU seconds of all calls of the scheduler until a backlog that is there from the start is served."""
+        prompts = [self.prompt(length) for length, _ in lengths]
+        start = process_time()
+        requests = [self.make_request(f"r{i}", prompts[i], limit) for i, (_, limit) in enumerate(lengths)]
+        make_seconds = process_time() - start
+        gc.collect()
+        start = process_time()
+        for request in requests:
+            self.add(request)
+        add_seconds = process_time() - start
+        schedule_seconds = update_seconds = 0.0
+        steps = tokens = 0
+        while sum(self.counts()):
+            start = process_time()
+            output = self.schedule()
+            schedule_seconds += process_time() - start
+            result = self.result(output)
+            start = process_time()
+            self.update(output, result)
+            update_seconds += process_time() - start
+            steps += 1
+            tokens += self.num_scheduled(output)[1]
+        return {
+            "seconds": add_seconds + schedule_seconds + update_seconds,
+            "make_seconds": make_seconds,
+            "add_seconds": add_seconds,
+            "schedule_seconds": schedule_seconds,
+            "update_seconds": update_seconds,
+            "steps": steps,
+            "scheduled_tokens": tokens,
+            "preemptions": sum(self.num_preemptions(request) for request in requests),
+        }
+
+    # ------------------------------------------------------------------ helpers
+
+    def prompt(self, length: int) -> npt.NDArray[np.int32]:
+        """[length] int32 random tokens."""
+        return self.tokens(length).astype(np.int32)
+
+    def tokens(self, count: int) -> npt.NDArray[np.int64]:
+        """[count] int64 random tokens, none of them EOS."""
+        return self.rng.integers(FIRST_TOKEN, VOCABULARY, size=count)
+
+    def _add_waiting(self) -> None:
+        request_id = f"w{self.num_added}"
+        self.num_added += 1
+        self.waiting_ids.append(request_id)
+        self.add(self.make_request(request_id, self.short_prompt, BLOCK_SIZE))
+
+    def _step_until_all_run(self, running: int) -> None:
+        while True:
+            output = self.schedule()
+            self.update(output, self.result(output))
+            if self.num_scheduled(output) == (running, running) and self.counts() == (running, 0):
+                return
+
+
+def serve(session_type: type[Session]) -> None:
+    """Answer commands until standard input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    sessions: dict[str, Session] = {}
+    for line in sys.stdin:
+        answers.write(json.dumps(_answer(json.loads(line), session_type, sessions)) + "\n")
+        answers.flush()
+
+
+def _answer(command: dict[str, Any], session_type: type[Session], sessions: dict[str, Session]) -> dict[str, Any]:
+    what, name = command["command"], command.get("name", "")
+    if what == "open":
+        session = sessions[name] = session_type(Settings(**command["settings"]))
+        return session.open_decode(command["running"], command["waiting"])
+    if what == "decode":
+        return sessions[name].time_decode(command["steps"])
+    if what == "abort":
+        return sessions[name].time_abort(command["count"])
+    if what == "backlog":
+        return session_type(Settings(**command["settings"])).time_backlog(command["lengths"])
+    if what == "close":
+        del sessions[name]
+        gc.unfreeze()
+        gc.collect()
+        return {}
+    raise ValueError(f"no command is called {what!r}")

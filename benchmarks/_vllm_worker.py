@@ -1,0 +1,159 @@
+"""vLLM's side of `scheduler_step.py`, to be run in the environment that `vllm_env.py` makes.
+
+Builds vLLM's own `Scheduler` from a `VllmConfig` for a tiny model directory (a config.json is all that a scheduler
+needs) with one group of full-attention layers, and feeds it `ModelRunnerOutput`s as its model runner would.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import json
+import tempfile
+from functools import cache, partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from _scheduler_worker import BLOCK_SIZE, EOS, VOCABULARY, Session, Settings, serve
+from vllm.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+LAYER = "model.layers.0.self_attn.attn"
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 1 << 22,
+    "bos_token_id": 1,
+    "eos_token_id": EOS,
+    "torch_dtype": "float32",
+}
+
+
+@cache
+def model_directory() -> Path:
+    """A directory with the configuration of a tiny Llama, kept as long as this process runs."""
+    directory = tempfile.TemporaryDirectory(prefix="pointsman-benchmark-")
+    model_directory.keep = directory  # type: ignore[attr-defined]
+    path = Path(directory.name)
+    (path / "config.json").write_text(json.dumps(MODEL))
+    return path
+
+
+def build_config(settings: Settings) -> VllmConfig:
+    """vLLM's configuration: prefix caching and chunked prefill on, everything else at its default."""
+    return VllmConfig(
+        model_config=ModelConfig(
+            model=str(model_directory()),
+            skip_tokenizer_init=True,
+            dtype="float32",
+            max_model_len=settings.max_model_len,
+        ),
+        cache_config=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True),
+        scheduler_config=SchedulerConfig(
+            max_model_len=settings.max_model_len,
+            is_encoder_decoder=False,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            enable_chunked_prefill=True,
+            async_scheduling=False,
+        ),
+        parallel_config=ParallelConfig(),
+        device_config=DeviceConfig("cpu"),
+    )
+
+
+def build_kv_cache_config(num_blocks: int) -> KVCacheConfig:
+    """One layer of full attention with `num_blocks` blocks."""
+    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    return KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[],  # memory for the workers; a scheduler reads none of it
+        kv_cache_groups=[KVCacheGroupSpec([LAYER], spec)],
+    )
+
+
+class VllmSession(Session):
+    """vLLM's scheduler with its statistics on."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        config = build_config(settings)
+        config.cache_config.num_gpu_blocks = settings.num_blocks
+        hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+        init_none_hash(hash_function)
+        self.block_hasher = get_request_block_hasher(BLOCK_SIZE, hash_function)
+        self.scheduler = Scheduler(
+            vllm_config=config,
+            kv_cache_config=build_kv_cache_config(settings.num_blocks),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK_SIZE,
+            hash_block_size=BLOCK_SIZE,
+            log_stats=True,
+        )
+        self.add = self.scheduler.add_request
+        self.schedule = self.scheduler.schedule
+        self.update = self.scheduler.update_from_output
+        self.abort = partial(self.scheduler.finish_requests, finished_status=RequestStatus.FINISHED_ABORTED)
+
+    def make_request(self, request_id: str, prompt: npt.NDArray[np.int32], max_tokens: int) -> Request:
+        params = SamplingParams(max_tokens=min(max_tokens, self.settings.max_model_len - len(prompt)), ignore_eos=True)
+        params.update_from_generation_config({}, EOS)
+        return Request(
+            request_id=request_id,
+            prompt_token_ids=prompt.tolist(),
+            sampling_params=params,
+            pooling_params=None,
+            block_hasher=self.block_hasher,
+        )
+
+    def result(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        request_ids = list(output.num_scheduled_tokens)
+        requests = self.scheduler.requests
+        # The scheduler has advanced num_computed_tokens already; a chunk that ends inside the prompt samples nothing.
+        samples = [requests[name].num_computed_tokens >= requests[name].num_tokens for name in request_ids]
+        tokens = self.tokens(len(request_ids)).tolist()
+        sampled = [[token] if wanted else [] for token, wanted in zip(tokens, samples, strict=True)]
+        return _runner_output(request_ids, sampled)
+
+    def decode_result(self, like: SchedulerOutput) -> ModelRunnerOutput:
+        request_ids = list(like.num_scheduled_tokens)
+        return _runner_output(request_ids, [[token] for token in self.tokens(len(request_ids)).tolist()])
+
+    def num_scheduled(self, output: SchedulerOutput) -> tuple[int, int]:
+        return len(output.num_scheduled_tokens), output.total_num_scheduled_tokens
+
+    def counts(self) -> tuple[int, int]:
+        return self.scheduler.get_request_counts()
+
+    def num_preemptions(self, request: Request) -> int:
+        return request.num_preemptions
+
+
+def _runner_output(request_ids: list[str], sampled: list[list[int]]) -> ModelRunnerOutput:
+    positions = {name: i for i, name in enumerate(request_ids)}
+    return ModelRunnerOutput(req_ids=request_ids, req_id_to_index=positions, sampled_token_ids=sampled)
+
+
+if __name__ == "__main__":
+    serve(VllmSession)

@@ -1,0 +1,284 @@
+"""What a step of the scheduler costs, beside vLLM's own scheduler.
+
+Three measurements, in CPU time, the two schedulers taking turns in one run with the same settings (blocks of 16,
+prefix caching and statistics on):
+
+1. steady decode: microseconds of `schedule` + `update` when every running request decodes one token;
+2. the same with requests waiting behind a head that cannot be admitted, and what aborting a waiting one costs;
+3. the Azure conversation trace as a closed backlog: CPU seconds of all scheduler calls per million generated tokens,
+   in a pool that is roomy (20,000 blocks) and in one that forces preemption (4,000).
+
+vLLM's side needs the environment that `vllm_env.py` makes; without it, or with `--quick`, only Pointsman is measured.
+
+    python benchmarks/scheduler_step.py --check
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from _common import AZURE_TRACE, Targets, argument_parser, azure_lengths, finish, note, print_table, run
+from vllm_env import VLLM_VERSION, is_complete, python_of
+
+HERE = Path(__file__).resolve().parent
+SIZES = (1, 16, 64, 256, 1024, 4096)
+TARGET_RATIOS = {1: 1.0, 16: 6.0, 64: 20.0, 256: 70.0, 1024: 200.0, 4096: 350.0}
+STEPS_PER_ROUND = {1: 640, 16: 320, 64: 160, 256: 96, 1024: 48, 4096: 32}
+WAITING = (0, 10_000, 100_000)
+WAITING_RUNNING = 256
+WAITING_STEPS = 48
+ABORTS_PER_ROUND = 100
+BACKLOG_REQUESTS = 2_000
+BACKLOG_BLOCKS = (20_000, 4_000)
+BLOCK_SIZE = 16
+MAX_MODEL_LEN = 16_384
+TOKEN_BUDGET = 8_192
+# Tokens that a request of the decode measurements computes before the first timed step, at most: its prompt, the steps
+# in which the others are admitted, the warm-up, the steps after aborts.
+HEADROOM = 256
+
+
+class Worker:
+    """A process that owns schedulers of one kind; see `_scheduler_worker.py`."""
+
+    def __init__(self, name: str, python: Path, script: str) -> None:
+        self.name = name
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process lives
+        self._process = subprocess.Popen(
+            [str(python), str(HERE / script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
+        """Have the worker do something, and wait for its answer.
+
+        Raises:
+            RuntimeError: the worker died; the message ends with what it printed.
+        """
+        assert self._process.stdin and self._process.stdout
+        try:
+            self._process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
+            self._process.stdin.flush()
+            answer = self._process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if not answer:
+            self._errors.seek(0)
+            raise RuntimeError(f"the {self.name} worker died at {command!r}:\n{self._errors.read()[-4000:]}")
+        return dict(json.loads(answer))
+
+    def close(self) -> None:
+        """Let the process end."""
+        if self._process.stdin:
+            self._process.stdin.close()
+        self._process.wait()
+
+
+Side = dict[str, list[float]]  # worker name -> one figure per round
+
+
+def measure_decode(workers: Sequence[Worker], size: int, rounds: int) -> Side:
+    """CPU us per step of steady decode with `size` running requests, per worker and round."""
+    steps = STEPS_PER_ROUND.get(size, 32)
+    blocks_each = -(-(HEADROOM + rounds * steps) // BLOCK_SIZE)
+    settings = {
+        "num_blocks": 1 + size * blocks_each,
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": size,
+        "max_num_batched_tokens": max(TOKEN_BUDGET, size),
+    }
+    for worker in workers:
+        worker.ask("open", name="decode", settings=settings, running=size, waiting=None)
+    figures: Side = {worker.name: [] for worker in workers}
+    for _ in range(rounds):
+        for worker in workers:
+            figures[worker.name].append(worker.ask("decode", name="decode", steps=steps)["us"])
+    for worker in workers:
+        worker.ask("close", name="decode")
+    return figures
+
+
+def measure_waiting(
+    workers: Sequence[Worker], lengths: Sequence[int], rounds: int
+) -> tuple[dict[int, Side], dict[int, Side]]:
+    """CPU us per step, and per abort of a waiting request, with so many waiting behind a blocked head."""
+    blocks_each = -(-(HEADROOM + rounds * (WAITING_STEPS + 1)) // BLOCK_SIZE)
+    num_blocks = 1 + WAITING_RUNNING * blocks_each
+    settings = {
+        "num_blocks": num_blocks,
+        "max_model_len": num_blocks * BLOCK_SIZE,  # the head needs the whole pool
+        "max_num_seqs": 2 * WAITING_RUNNING,  # so that blocks, not the limit of sequences, are what holds it back
+        "max_num_batched_tokens": TOKEN_BUDGET,
+    }
+    for worker in workers:
+        for length in lengths:
+            worker.ask("open", name=str(length), settings=settings, running=WAITING_RUNNING, waiting=length)
+    steps: dict[int, Side] = {length: {worker.name: [] for worker in workers} for length in lengths}
+    aborts: dict[int, Side] = {length: {worker.name: [] for worker in workers} for length in lengths}
+    for _ in range(rounds):
+        for length in lengths:
+            for worker in workers:
+                steps[length][worker.name].append(worker.ask("decode", name=str(length), steps=WAITING_STEPS)["us"])
+                aborts[length][worker.name].append(worker.ask("abort", name=str(length), count=ABORTS_PER_ROUND)["us"])
+    for worker in workers:
+        for length in lengths:
+            worker.ask("close", name=str(length))
+    return steps, aborts
+
+
+def measure_backlog(
+    workers: Sequence[Worker], lengths: list[tuple[int, int]], num_blocks: int, rounds: int
+) -> dict[str, dict[str, float]]:
+    """What serving the backlog cost each worker: the round of median CPU time, and seconds per million tokens."""
+    settings = {
+        "num_blocks": num_blocks,
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": 256,
+        "max_num_batched_tokens": TOKEN_BUDGET,
+    }
+    runs: dict[str, list[dict[str, float]]] = {worker.name: [] for worker in workers}
+    for _ in range(rounds):
+        for worker in workers:
+            runs[worker.name].append(worker.ask("backlog", settings=settings, lengths=lengths))
+    generated = sum(output for _, output in lengths)
+    middle = {name: sorted(results, key=lambda r: r["seconds"])[len(results) // 2] for name, results in runs.items()}
+    return {name: {**result, "per_million": result["seconds"] / generated * 1e6} for name, result in middle.items()}
+
+
+def report_decode(workers: Sequence[Worker], sizes: Sequence[int], rounds: int, targets: Targets) -> dict[str, Any]:
+    """Steady decode at each size: table, figures, targets."""
+    ours: dict[int, float] = {}
+    theirs: dict[int, float | None] = {}
+    rows: list[list[object]] = []
+    for size in sizes:
+        figures = measure_decode(workers, size, rounds)
+        ours[size] = median(figures["pointsman"])
+        theirs[size] = median(figures["vllm"]) if "vllm" in figures else None
+        ratio = _ratio(theirs[size], ours[size])
+        rows.append([size, ours[size], theirs[size], ratio, TARGET_RATIOS.get(size)])
+        if ratio is not None and size in TARGET_RATIOS:
+            targets.at_least(f"vLLM / Pointsman at {size} running", ratio, TARGET_RATIOS[size])
+    print_table(
+        "steady decode, CPU us of schedule + update per step",
+        ["running", "Pointsman", f"vLLM {VLLM_VERSION}", "ratio", "target"],
+        rows,
+    )
+    if 4096 in ours and 256 in ours:
+        times = ours[4096] / ours[256]
+        text = f"4096 running cost {ours[4096]:.0f} us, {times:.1f} times 256; target: under 80 us or under 5 times"
+        targets.holds(text, ours[4096] < 80 or times < 5)
+    return {
+        "pointsman_us": _by_size(ours),
+        "vllm_us": _by_size(theirs),
+        "ratio": {str(size): _ratio(theirs[size], ours[size]) for size in sizes},
+    }
+
+
+def report_waiting(workers: Sequence[Worker], rounds: int, targets: Targets) -> dict[str, Any]:
+    """Requests behind a blocked head: table, figures, targets."""
+    steps, aborts = measure_waiting(workers, WAITING, rounds)
+    names = [worker.name for worker in workers]
+    both = (steps, aborts)
+    table = [[f"{n:,}", *(median(figures[n][name]) for figures in both for name in names)] for n in WAITING]
+    header = ["waiting", *(f"{name} {what}" for what in ("step", "abort") for name in names)]
+    print_table(f"{WAITING_RUNNING} running, others behind a blocked head, CPU us", header, table)
+    flat = {name: _paired_ratio(steps[WAITING[-1]][name], steps[WAITING[0]][name]) for name in names}
+    targets.at_most(f"step with {WAITING[-1]:,} waiting / with none", flat["pointsman"], 1.3)
+    figures: dict[str, Any] = {"waiting_ratio": {name: round(value, 3) for name, value in flat.items()}}
+    for name in names:
+        figures[f"waiting_{name}_us"] = {str(length): round(median(steps[length][name]), 2) for length in WAITING}
+        figures[f"abort_{name}_us"] = {str(length): round(median(aborts[length][name]), 2) for length in WAITING}
+    return figures
+
+
+def report_backlog(workers: Sequence[Worker], trace: Path, rounds: int, targets: Targets) -> dict[str, Any]:
+    """The trace as a closed backlog: table, figures, targets."""
+    lengths = azure_lengths(trace, BACKLOG_REQUESTS)
+    if lengths is None:
+        return {"backlog": None}
+    figures: dict[str, Any] = {}
+    rows: list[list[object]] = []
+    for num_blocks in BACKLOG_BLOCKS:
+        results = measure_backlog(workers, lengths, num_blocks, rounds)
+        for name, result in results.items():
+            split = [result[f"{part}_seconds"] for part in ("add", "schedule", "update")]
+            row = [f"{num_blocks:,}", name, result["per_million"], *split, result["make_seconds"]]
+            rows.append([*row, int(result["steps"]), int(result["preemptions"])])
+        ratio = None
+        if "vllm" in results:
+            ratio = results["vllm"]["per_million"] / results["pointsman"]["per_million"]
+            rows.append([f"{num_blocks:,}", "ratio", ratio, *[None] * 6])
+            if num_blocks == BACKLOG_BLOCKS[0]:
+                targets.at_least("vLLM / Pointsman on the Azure backlog", ratio, 15.0)
+        figures[str(num_blocks)] = {"ratio": ratio, **{name: _rounded(result) for name, result in results.items()}}
+    header = ["blocks", "", "CPU s/M tokens", "add s", "schedule s", "update s", "(requests s)", "steps", "preemptions"]
+    print_table(f"Azure trace, first {len(lengths):,} requests at once, 256 sequences, budget 8,192", header, rows)
+    note("  (requests: making the request objects, which vLLM hashes prompts in; not counted for either)")
+    return {"backlog": figures}
+
+
+def start_workers(without_vllm: bool, quick: bool) -> list[Worker]:
+    """Both sides, or only ours, saying why."""
+    workers = [Worker("pointsman", Path(sys.executable), "_pointsman_worker.py")]
+    if quick or without_vllm:
+        note(f"skipped: vLLM's side ({'--quick' if quick else '--no-vllm'})")
+    elif not is_complete():
+        note("skipped: vLLM's side, there is no environment for it; python benchmarks/vllm_env.py makes it")
+    else:
+        workers.append(Worker("vllm", python_of(), "_vllm_worker.py"))
+    return workers
+
+
+def main() -> int:
+    parser = argument_parser(__doc__ or "")
+    parser.add_argument("--sizes", help="numbers of running requests, as 1,16,64")
+    parser.add_argument("--no-vllm", action="store_true", help="measure Pointsman alone")
+    parser.add_argument("--trace", type=Path, default=AZURE_TRACE, help="an Azure LLM inference trace, CSV")
+    arguments = parser.parse_args()
+    sizes = [int(size) for size in arguments.sizes.split(",")] if arguments.sizes else list(SIZES)
+    rounds = 5 if arguments.quick else 9
+
+    targets = Targets()
+    workers = start_workers(arguments.no_vllm, arguments.quick)
+    try:
+        figures = report_decode(workers, sizes, rounds, targets)
+        figures |= report_waiting(workers, rounds, targets)
+        figures |= report_backlog(workers, arguments.trace, 1 if arguments.quick else 3, targets)
+    finally:
+        for worker in workers:
+            worker.close()
+    compared = [worker.name for worker in workers]
+    return finish("scheduler_step", {"quick": arguments.quick, "sides": compared, **figures}, targets, arguments.check)
+
+
+def _ratio(theirs: float | None, ours: float) -> float | None:
+    return None if theirs is None else round(theirs / ours, 2)
+
+
+def _paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
+    """The median of the ratios of each round: both of a round were measured within a moment."""
+    return median(a / b for a, b in zip(numerators, denominators, strict=True))
+
+
+def _by_size(figures: dict[int, Any]) -> dict[str, float | None]:
+    return {str(size): None if value is None else round(value, 2) for size, value in figures.items()}
+
+
+def _rounded(result: dict[str, float]) -> dict[str, float]:
+    return {key: round(value, 4) for key, value in result.items()}
+
+
+if __name__ == "__main__":
+    run(main)

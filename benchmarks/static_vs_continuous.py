@@ -1,0 +1,281 @@
+"""Static against continuous batching, on the real engine with the demo model.
+
+The experiment: one request for 500 tokens and seven for 10, repeated 40 times, all there from the start, 8 slots.
+Static batching admits eight, and admits again when the last of the eight has ended, so seven slots idle for
+490 of 500 steps. Continuous batching gives a slot away as soon as it is free. Then the same with lengths from
+the Azure conversation trace, scaled down to what a small model does in a minute: the first 96 requests, prompts an
+eighth as long (at most 512 tokens), answers a quarter as long.
+
+Both engines run in one process and take turns, the one that is behind going next, so that they see the same
+machine. Each has a clock of its own that stands still while the other works; latencies are read from it.
+
+    python benchmarks/static_vs_continuous.py --check --plot docs/static_vs_continuous.svg
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter, process_time
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from _common import AZURE_TRACE, Targets, argument_parser, azure_lengths, finish, note, print_table, run
+
+from pointsman.engine import Engine, SamplingParams
+
+SLOTS = 8
+REPETITIONS = 40
+LONG, SHORT = 500, 10
+PROMPT_TOKENS = 8
+AZURE_REQUESTS, AZURE_REQUESTS_QUICK = 96, 32
+AZURE_PROMPT_DIVISOR, AZURE_MOST_PROMPT = 8, 512
+AZURE_OUTPUT_DIVISOR = 4
+STEPS_PER_TURN = 16
+Batching: TypeAlias = Literal["static", "mixed"]
+BATCHINGS: tuple[Batching, ...] = ("static", "mixed")
+LABELS = {"static": "static", "mixed": "continuous"}
+COLOURS = {"static": "#c2571a", "mixed": "#1f6f8b"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request of an experiment, in tokens."""
+
+    prompt: int
+    output: int
+
+
+WARM_UP = Job(PROMPT_TOKENS, 8)
+
+
+class Contestant:
+    """An engine with a backlog, and what happened in it."""
+
+    def __init__(self, model: str, batching: Batching, jobs: Sequence[Job]) -> None:
+        self.batching = batching
+        self.num_jobs = len(jobs)
+        self.seconds = 0.0
+        self.cpu_seconds = 0.0
+        self.rows: list[int] = []  # running requests of each step
+        self.ends: list[float] = []  # seconds at which each step ended
+        self.queued: list[bool] = []  # whether requests were left waiting when the step had been decided
+        self.latency: dict[str, float] = {}
+        self._turn_started: float | None = None
+        longest = max(WARM_UP.prompt + WARM_UP.output, *(job.prompt + job.output for job in jobs))
+        self.engine = Engine(
+            model,
+            max_model_len=longest,
+            num_blocks=SLOTS * (longest // 16 + 2),
+            max_num_seqs=SLOTS,
+            max_num_batched_tokens=512,
+            batching=batching,
+            clock=self.clock,
+        )
+        self._warm_up()
+        self._add(jobs)
+
+    def clock(self) -> float:
+        """Seconds that this engine has had for itself."""
+        running = 0.0 if self._turn_started is None else perf_counter() - self._turn_started
+        return self.seconds + running
+
+    @property
+    def progress(self) -> float:
+        """Share of the requested tokens that have come."""
+        return self._num_rows / self._expected_rows
+
+    @property
+    def done(self) -> bool:
+        return not self.engine.has_unfinished_requests()
+
+    def take_turn(self) -> None:
+        """A few steps, with the clock running."""
+        cpu = process_time()
+        self._turn_started = perf_counter()
+        for _ in range(STEPS_PER_TURN):
+            outputs = self.engine.step()
+            now = self.clock()
+            step = self.engine.last_output
+            assert step is not None
+            self.rows.append(step.num_rows)
+            self._num_rows += self.rows[-1]
+            self.ends.append(now)
+            self.queued.append(self.engine.scheduler.stats().num_waiting > 0)
+            for output in outputs:
+                if output.finished:
+                    self.latency[output.request_id] = now
+            if self.done:
+                break
+        self.seconds = self.clock()
+        self._turn_started = None
+        self.cpu_seconds += process_time() - cpu
+
+    def utilisation(self, *, while_queued: bool = False) -> float:
+        """Mean share of the slots in use per step; of the steps that left requests waiting, if so asked."""
+        rows = [r for r, queued in zip(self.rows, self.queued, strict=True) if queued or not while_queued]
+        return sum(rows) / (SLOTS * len(rows)) if rows else 1.0
+
+    def _warm_up(self) -> None:
+        self.engine.add_request("warm-up", list(range(10, 10 + WARM_UP.prompt)), _exactly(WARM_UP.output))
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+
+    def _add(self, jobs: Sequence[Job]) -> None:
+        rng = np.random.default_rng(0)
+        vocabulary = int(self.engine.model_config.vocab_size)
+        self._num_rows = self._expected_rows = 0
+        for i, job in enumerate(jobs):
+            prompt = rng.integers(10, vocabulary, size=job.prompt).tolist()
+            self.engine.add_request(f"r{i}", prompt, _exactly(job.output), arrival_time=0.0)
+            self._expected_rows += job.output  # the prefill yields the first token
+
+
+def _exactly(num_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+
+
+def compete(model: str, jobs: Sequence[Job]) -> dict[str, Contestant]:
+    """Serve the same backlog with both, in turns."""
+    contestants = [Contestant(model, batching, jobs) for batching in BATCHINGS]
+    while left := [contestant for contestant in contestants if not contestant.done]:
+        min(left, key=lambda contestant: contestant.progress).take_turn()
+    for contestant in contestants:
+        if len(contestant.latency) != len(jobs):
+            raise RuntimeError(f"{contestant.batching}: {len(contestant.latency)} of {len(jobs)} requests ended")
+    return {contestant.batching: contestant for contestant in contestants}
+
+
+def report(model: str, title: str, jobs: Sequence[Job], short: int) -> tuple[dict[str, Contestant], dict[str, Any]]:
+    """Run, print the table, return the contestants and the figures; `short`: most tokens of a short request."""
+    contestants = compete(model, jobs)
+    rows = []
+    figures: dict[str, Any] = {"requests": len(jobs)}
+    short_ids = [f"r{i}" for i, job in enumerate(jobs) if job.output <= short]
+    for batching, contestant in contestants.items():
+        figures[LABELS[batching]] = entry = {
+            "utilisation": round(contestant.utilisation(), 4),
+            "utilisation_while_queued": round(contestant.utilisation(while_queued=True), 4),
+            "steps": len(contestant.rows),
+            "seconds": round(contestant.seconds, 3),
+            "cpu_seconds": round(contestant.cpu_seconds, 3),
+            "requests_per_second": round(len(jobs) / contestant.seconds, 3),
+            "p50_short_seconds": round(median(contestant.latency[name] for name in short_ids), 4),
+        }
+        rows.append([LABELS[batching], *entry.values()])
+    static, continuous = figures["static"], figures["continuous"]
+    figures["steps_ratio"] = round(static["steps"] / continuous["steps"], 3)
+    figures["requests_per_second_ratio"] = round(static["seconds"] / continuous["seconds"], 3)
+    figures["p50_short_ratio"] = round(static["p50_short_seconds"] / continuous["p50_short_seconds"], 3)
+    p50 = f"p50 s (<= {short} tokens)"
+    header = ["", "utilisation", "while queued", "steps", "seconds", "CPU s", "requests/s", p50]
+    print_table(f"{title}: {len(jobs)} requests, {SLOTS} slots", header, rows)
+    note(
+        f"  continuous: {figures['steps_ratio']:.2f} times fewer steps, "
+        f"{figures['requests_per_second_ratio']:.2f} times the requests per second, "
+        f"short requests {figures['p50_short_ratio']:.2f} times sooner"
+    )
+    return contestants, figures
+
+
+def experiment(long: int, short: int) -> list[Job]:
+    """One long request and seven short ones, `REPETITIONS` times."""
+    group = [Job(PROMPT_TOKENS, long), *[Job(PROMPT_TOKENS, short)] * (SLOTS - 1)]
+    return group * REPETITIONS
+
+
+def azure_jobs(trace: Path, count: int) -> list[Job] | None:
+    """Lengths of the trace, scaled down as the text at the top says; None if there is no trace."""
+    lengths = azure_lengths(trace, count)
+    if lengths is None:
+        return None
+    return [
+        Job(min(max(prompt // AZURE_PROMPT_DIVISOR, 1), AZURE_MOST_PROMPT), max(output // AZURE_OUTPUT_DIVISOR, 1))
+        for prompt, output in lengths
+    ]
+
+
+def check_targets(figures: dict[str, Any], targets: Targets) -> None:
+    """What the project promises of the experiment."""
+    static = figures["static"]["utilisation"]
+    targets.holds(f"static utilisation is {static:.1%}; expected: 10 % to 18 %", 0.10 <= static <= 0.18)
+    targets.at_least("continuous utilisation while queued", figures["continuous"]["utilisation_while_queued"], 0.95)
+    targets.at_least("steps, static / continuous", figures["steps_ratio"], 6.0)
+    targets.at_least("requests per second, continuous / static", figures["requests_per_second_ratio"], 3.0)
+
+
+def plot(contestants: dict[str, Contestant], title: str, path: Path) -> None:
+    """Utilisation over time of both, and requests per second as bars."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"svg.fonttype": "path", "svg.hashsalt": "pointsman", "font.size": 10})
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.6), width_ratios=[4, 1], layout="constrained")
+    end = max(contestant.seconds for contestant in contestants.values())
+    for batching, contestant in contestants.items():
+        colour, name = COLOURS[batching], LABELS[batching]
+        label = f"{name}: {contestant.utilisation():.0%} of the slots, done in {contestant.seconds:.1f} s"
+        shares, edges = _steps(contestant)
+        left.stairs(shares, edges, fill=True, color=colour, alpha=0.25)
+        left.stairs(shares, edges, color=colour, linewidth=1.2, label=label)
+        left.plot(contestant.seconds, 0, marker="v", color=colour, markersize=8, clip_on=False)
+        rate = contestant.num_jobs / contestant.seconds
+        right.bar(name, rate, color=colour, width=0.6)
+        right.annotate(f"{rate:.1f}", (name, rate), xytext=(0, 3), textcoords="offset points", ha="center")
+    left.set(xlabel="seconds", ylabel="slots in use", xlim=(0, end * 1.01), ylim=(0, 1.22), title=title)
+    left.set_yticks(np.linspace(0.0, 1.0, 5))
+    left.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0))
+    left.legend(loc="upper right", frameon=False, borderaxespad=0.0)
+    right.set(ylabel="requests per second", ylim=(0, None))
+    right.margins(y=0.12)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
+    plt.close(figure)
+    note(f"wrote {path}")
+
+
+def _steps(contestant: Contestant) -> tuple[np.ndarray, np.ndarray]:
+    """Slots in use over time, runs of equal steps made one: shares [n], and the seconds between them [n + 1]."""
+    rows, ends = np.array(contestant.rows), np.array(contestant.ends)
+    last = np.append(rows[1:] != rows[:-1], True)
+    return rows[last] / SLOTS, np.append(0.0, ends[last])
+
+
+def main() -> int:
+    parser = argument_parser(__doc__ or "")
+    parser.add_argument("--model", default="demo", help="a model directory; the bundled demo model if not given")
+    # A second thread gains nothing at this model's size, and costs a lot where other processes want the cores too.
+    parser.add_argument("--threads", type=int, default=1, help="PyTorch's threads")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the README's plot (.svg or .png)")
+    parser.add_argument("--trace", type=Path, default=AZURE_TRACE, help="an Azure LLM inference trace, CSV")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+
+    divisor = 10 if arguments.quick else 1  # the same proportions in a tenth of the steps
+    long, short = LONG // divisor, SHORT // divisor
+    title = f"one request of {long} tokens and seven of {short}, {REPETITIONS} times"
+    targets = Targets()
+    contestants, figures = report(arguments.model, title, experiment(long, short), short)
+    check_targets(figures, targets)
+    if arguments.plot:
+        plot(contestants, title, arguments.plot)
+
+    azure: dict[str, Any] | None = None
+    jobs = azure_jobs(arguments.trace, AZURE_REQUESTS_QUICK if arguments.quick else AZURE_REQUESTS)
+    if jobs is not None:
+        scale = f"prompts / {AZURE_PROMPT_DIVISOR}, answers / {AZURE_OUTPUT_DIVISOR}"
+        typical = int(median(job.output for job in jobs))
+        _, azure = report(arguments.model, f"Azure trace, {scale}", jobs, typical)
+    result = {"quick": arguments.quick, "torch_threads": torch.get_num_threads(), "experiment": figures, "azure": azure}
+    return finish("static_vs_continuous", result, targets, arguments.check)
+
+
+if __name__ == "__main__":
+    run(main)

