@@ -2,7 +2,7 @@
 
 The tests run from the cheapest to the dearest: a free seat, a token of budget, its own samples in flight, and only
 then a look-up in the prefix tree, the limits, and the blocks with every reserve. A head that was found blocked for
-want of blocks stays so, at O(1) a step, until something changed that could let it in: its length, what a look-up
+want of blocks stays so, at O(1) a step, until something changed that could let it in: what a look-up
 could find, what others are owed, whether anything runs, or enough free blocks.
 """
 
@@ -75,7 +75,7 @@ class Admission:
             return Blocked(Reason.BUDGET, 1)
         if request.num_pending:
             return Blocked(Reason.IN_FLIGHT, request.num_pending)
-        key = self._key(request, budget, num_running, owed)
+        key = self._key(budget, num_running, owed)
         seen = self._remembered
         if seen is not None and seen.request is request and seen.key == key:
             if budget < seen.required_budget:
@@ -97,10 +97,10 @@ class Admission:
         if self._remembered is not None and self._remembered.request is request:
             self._remembered = None
 
-    def _key(self, request: Request, budget: int, num_running: int, owed: int) -> tuple[Any, ...]:
+    def _key(self, budget: int, num_running: int, owed: int) -> tuple[Any, ...]:
         kv = self._kv
         chunk = (budget, kv.num_evictions) if self._depends_on_chunk else ()
-        return (request.num_tokens, kv.num_publications, num_running > 0, owed, chunk)
+        return (kv.num_publications, num_running > 0, owed, chunk)
 
     def _judge(
         self, request: Request, budget: int, num_running: int, owed: int, key: tuple[Any, ...]

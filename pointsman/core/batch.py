@@ -7,7 +7,7 @@ Layout, with R rows (grown by doubling) and W = blocks of the longest request:
     num_pending          int64 [R]     samples scheduled and not yet returned
     num_slots            int64 [R]     tokens that the row's blocks can hold (number of blocks x block size)
     token_limit          int64 [R]     at that many tokens the request ends
-    eos_token_id, has_eos              the one EOS id that is tested for all rows at once, and whether there is one
+    eos_token_id         int64 [R]     the one stop token that is tested for all rows at once; NO_TOKEN: none
     priority             int64 [R]     smaller is more urgent
     serial               int64 [R]     which admission the row belongs to; 0: none
     flags                uint8 [R]     anything rare, see the constants
@@ -29,6 +29,7 @@ from itertools import compress
 import numpy as np
 import numpy.typing as npt
 
+from pointsman.core.config import MAX_INT
 from pointsman.core.request import Request
 
 Int64Array = npt.NDArray[np.int64]
@@ -38,6 +39,7 @@ BoolArray = npt.NDArray[np.bool_]
 PREFILLING = 1  # no sample has been scheduled since its admission: known tokens are left to compute
 CUSTOM_STOP = 2  # several stop tokens, or min_tokens: tested one by one
 
+NO_TOKEN = MAX_INT + 1  # larger than any token id, so that it equals none
 RING = 256  # a power of two; one flush per row and 256 tokens
 RING_MASK = RING - 1
 _INITIAL_ROWS = 64
@@ -48,7 +50,6 @@ _COLUMNS = (
     "num_slots",
     "token_limit",
     "eos_token_id",
-    "has_eos",
     "priority",
     "serial",
     "flags",
@@ -62,7 +63,6 @@ class Members:
 
     __slots__ = (
         "eos_token_id",
-        "has_eos",
         "ones",
         "requests",
         "ring_base",
@@ -74,18 +74,17 @@ class Members:
     )
 
     def __init__(self, batch: Batch, rows: Int64Array, requests: list[Request]) -> None:
-        count = len(rows)
-        self.rows = _frozen(rows)
+        count = len(requests)
+        self.rows = rows
         self.requests = requests
-        self.serials = _frozen(batch.serial[rows])
+        self.serials = batch.serial[rows]
+        self.rows.flags.writeable = self.serials.flags.writeable = False
         self.token_limit = batch.token_limit[rows]
         self.eos_token_id = batch.eos_token_id[rows]
-        self.has_eos = batch.has_eos[rows]
         self.ring_base = rows * RING
-        self.ones = _frozen(np.ones(count, dtype=np.int64))
-        self.trues = np.ones(count, dtype=np.bool_)
-        self.trues.flags.writeable = False
-        self.zero_offsets = _frozen(np.zeros(count + 1, dtype=np.int64))
+        self.ones = batch.ones[:count]
+        self.trues = batch.trues[:count]
+        self.zero_offsets = batch.zeros[: count + 1]
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -103,17 +102,18 @@ class Batch:
         self.num_slots: Int64Array = np.zeros(rows, dtype=np.int64)
         self.token_limit: Int64Array = np.zeros(rows, dtype=np.int64)
         self.eos_token_id: Int64Array = np.zeros(rows, dtype=np.int64)
-        self.has_eos: BoolArray = np.zeros(rows, dtype=np.bool_)
         self.priority: Int64Array = np.zeros(rows, dtype=np.int64)
         self.serial: Int64Array = np.zeros(rows, dtype=np.int64)
         self.flags: npt.NDArray[np.uint8] = np.zeros(rows, dtype=np.uint8)
         self.block_table: Int32Array = np.zeros((rows, max_blocks), dtype=np.int32)
         self.recent_tokens: Int32Array = np.zeros((rows, RING), dtype=np.int32)
         self._flat_recent = self.recent_tokens.reshape(-1)
+        self._make_constants()
         self._free_rows = list(range(rows - 1, -1, -1))
         self._fenced_rows: list[tuple[int, int]] = []  # (last step that names the row, row)
         self.num_prefilling = 0
         self.num_custom_stops = 0
+        self._least_ring_room = 0  # so many appends can surely go by before a ring is full
         self.members = Members(self, np.zeros(0, dtype=np.int64), [])
 
     def __len__(self) -> int:
@@ -135,14 +135,14 @@ class Batch:
         self.num_pending[row] = 0
         self.num_slots[row] = num_slots
         self.token_limit[row] = request.token_limit
-        self.has_eos[row] = has_eos = len(stops) == 1 and not custom
-        self.eos_token_id[row] = next(iter(stops)) if has_eos else 0
+        self.eos_token_id[row] = next(iter(stops)) if stops and not custom else NO_TOKEN
         self.priority[row] = request.priority
         self.serial[row] = request.serial
         self.flags[row] = CUSTOM_STOP if custom else 0
         self.num_custom_stops += custom
         # `last_tokens` finds the newest token in the ring even before the first sample.
         self.recent_tokens[row, (num_tokens - 1) & RING_MASK] = request.last_token_id
+        self._least_ring_room = min(self._least_ring_room, RING - (num_tokens & RING_MASK))
         request.batch, request.row = self, row
         return row
 
@@ -194,7 +194,17 @@ class Batch:
             grown[:old] = column
             setattr(self, name, grown)
         self._flat_recent = self.recent_tokens.reshape(-1)
+        self._make_constants()
         self._free_rows.extend(range(2 * old - 1, old - 1, -1))
+
+    def _make_constants(self) -> None:
+        """Read-only arrays that outputs share slices of."""
+        rows = len(self.num_tokens)
+        self.ones: Int64Array = np.ones(rows, dtype=np.int64)
+        self.zeros: Int64Array = np.zeros(rows + 1, dtype=np.int64)
+        self.trues: BoolArray = np.ones(rows, dtype=np.bool_)
+        for constant in (self.ones, self.zeros, self.trues):
+            constant.flags.writeable = False
 
     # ------------------------------------------------------------------ flags
 
@@ -214,7 +224,9 @@ class Batch:
 
     # ------------------------------------------------------------------ tokens
 
-    def append(self, rows: Int64Array, ring_base: Int64Array, token_ids: Int64Array) -> Int64Array:
+    def append(
+        self, requests: list[Request], rows: Int64Array, ring_base: Int64Array, token_ids: Int64Array
+    ) -> Int64Array:
         """One sampled token for each row (distinct rows). Returns the rows' new `num_tokens`."""
         num_tokens = self.num_tokens[rows]
         self._flat_recent[ring_base + (num_tokens & RING_MASK)] = token_ids
@@ -223,7 +235,17 @@ class Batch:
         pending = self.num_pending[rows]
         pending -= 1
         self.num_pending[rows] = pending
+        self._least_ring_room -= 1
+        if self._least_ring_room <= 0:
+            self._flush_full_rings(requests, rows, num_tokens)
         return num_tokens
+
+    def _flush_full_rings(self, requests: list[Request], rows: Int64Array, num_tokens: Int64Array) -> None:
+        used = num_tokens & RING_MASK
+        for index in (used == 0).nonzero()[0].tolist():
+            self.flush(int(rows[index]), requests[index])
+        running = self.num_tokens[self.members.rows] & RING_MASK
+        self._least_ring_room = RING - int(running.max(initial=0))
 
     def recent(self, row: int, start: int) -> Int32Array:
         """Tokens `start` to the end of a row's sequence, which the ring still holds (at most `RING`)."""
@@ -245,8 +267,3 @@ class Batch:
             ring = self.recent_tokens[row]
             # At most RING tokens are unflushed, so the span wraps once at most.
             request.append_output(ring[low:high] if low < high else np.concatenate([ring[low:], ring[:high]]))
-
-
-def _frozen(array: npt.NDArray[np.int64]) -> Int64Array:
-    array.flags.writeable = False
-    return array

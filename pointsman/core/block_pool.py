@@ -4,45 +4,53 @@ Layout, with B = num_blocks:
 
     num_references  int32 [B]   block-table entries that name the block; 0: free
     is_cached       bool  [B]   the block's content can be found in the prefix tree
+    _segment_of     int64 [B]   for a cached free block, the segment of the queue that it waits in; 0 otherwise
 
-    reserved | referenced            | blank (a stack)   | cached free (least recently used first)
+    reserved | referenced            | blank (a stack)   | cached free (a queue, least recently used first)
     ids 0..r | num_references > 0    | content worthless | content can still be found
 
-A free block is in exactly one of the last two. Blank blocks are handed out first, then the least recently
-used cached one, whose content is thereby lost. A table is released from its end, so that a prefix outlives its
-suffix. `take` and `release` are O(blocks moved); nothing grows with the pool.
+A free block is in exactly one of the last two. Blank blocks are handed out first, then the least recently used cached
+one, whose content is thereby lost. A table is released from its end, so that a prefix outlives its suffix.
+
+Block ids are int64 here, because NumPy takes an index of another type ten times more slowly.
+
+The queue of cached free blocks is a queue of segments, one for each released table, so that tables come and go by a few
+array operations. A block that is found again is not searched for in its segment: its `_segment_of` no longer says so,
+and the entry is skipped when the segment's turn comes. When such entries outnumber the pool, the queue is written anew.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import deque
 
 import numpy as np
 import numpy.typing as npt
 
-Int32Array = npt.NDArray[np.int32]
-_NONE: list[int] = []
+Int64Array = npt.NDArray[np.int64]
+NO_BLOCKS: Int64Array = np.zeros(0, dtype=np.int64)
 
 
 class BlockPool:
     """`num_blocks` blocks, of which ids 0 to `num_reserved_blocks` - 1 are never handed out."""
 
-    __slots__ = ("_blank", "_cached", "_num_blank", "is_cached", "num_blocks", "num_references", "num_reserved_blocks")
-
     def __init__(self, num_blocks: int, num_reserved_blocks: int = 0) -> None:
         self.num_blocks = num_blocks
         self.num_reserved_blocks = num_reserved_blocks
-        self.num_references: Int32Array = np.zeros(num_blocks, dtype=np.int32)
-        self.is_cached = np.zeros(num_blocks, dtype=np.bool_)
+        self.num_references: npt.NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
+        self.is_cached: npt.NDArray[np.bool_] = np.zeros(num_blocks, dtype=np.bool_)
         # The top of the stack is the end: low ids are handed out first.
-        self._blank: Int32Array = np.arange(num_blocks - 1, num_reserved_blocks - 1, -1, dtype=np.int32)
+        self._blank: Int64Array = np.arange(num_blocks - 1, num_reserved_blocks - 1, -1, dtype=np.int64)
         self._num_blank = num_blocks - num_reserved_blocks
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._segments: deque[tuple[int, Int64Array]] = deque()
+        self._segment_of: npt.NDArray[np.int64] = np.zeros(num_blocks, dtype=np.int64)
+        self._next_segment = 1
+        self._num_entries = 0  # in all segments, those to be skipped included
+        self._num_cached = 0
 
     @property
     def num_free(self) -> int:
         """Blocks that `take` could hand out."""
-        return self._num_blank + len(self._cached)
+        return self._num_blank + self._num_cached
 
     @property
     def num_usable(self) -> int:
@@ -51,70 +59,67 @@ class BlockPool:
     @property
     def num_cached_free(self) -> int:
         """Free blocks whose content can still be found."""
-        return len(self._cached)
+        return self._num_cached
 
-    def take(self, count: int) -> tuple[Int32Array, list[int]]:
+    def take(self, count: int) -> tuple[Int64Array, Int64Array]:
         """Hand out `count` blocks, each with one reference.
 
-        Returns the block ids (int32 [count]) and those among them that were cached, whose content the prefix
-        tree must forget. The caller has checked that `count <= num_free`.
+        Returns the block ids (int64 [count]) and those among them that were cached, least recently used first, whose
+        content the prefix tree must forget. The caller has checked that `count <= num_free`.
         """
         num_blank = self._num_blank
+        evicted = NO_BLOCKS
         if count <= num_blank:
             self._num_blank = num_blank - count
             blocks = self._blank[num_blank - count : num_blank][::-1].copy()
-            evicted = _NONE
         else:
-            pop = self._cached.popitem
-            evicted = [pop(last=False)[0] for _ in range(count - num_blank)]
-            self._num_blank = 0
-            blocks = np.concatenate([self._blank[:num_blank][::-1], np.array(evicted, dtype=np.int32)])
+            evicted = blocks = self._take_cached(count - num_blank)
+            if num_blank:
+                self._num_blank = 0
+                blocks = np.concatenate([self._blank[:num_blank][::-1], evicted])
         self.num_references[blocks] = 1
         return blocks, evicted
 
     def acquire(self, blocks: list[int]) -> None:
         """Add a reference to blocks found in the prefix tree (distinct ids)."""
-        references = self.num_references
         ids = np.array(blocks, dtype=np.int64)
-        for block in ids[references[ids] == 0].tolist():
-            del self._cached[block]
-        references[ids] += 1
+        left = self.num_references[ids]
+        self._num_cached -= int(np.count_nonzero(left == 0))
+        self._segment_of[ids] = 0
+        self.num_references[ids] = left + 1
 
-    def release(self, blocks: Int32Array) -> None:
+    def release(self, blocks: Int64Array) -> None:
         """Drop one reference from each block of a table (distinct ids, in table order)."""
-        references = self.num_references
-        left = references[blocks] - 1
-        references[blocks] = left
+        left = self.num_references[blocks] - 1
+        self.num_references[blocks] = left
         freed = blocks[left == 0][::-1]
         cached = self.is_cached[freed]
-        if cached.any():
-            lru = self._cached
-            for block in freed[cached].tolist():
-                lru[block] = None
+        num_cached = np.count_nonzero(cached)
+        if num_cached == len(freed):
+            self._append(freed)
+            return
+        if num_cached:
+            self._append(freed[cached])
             freed = freed[~cached]
-        end = self._num_blank + len(freed)
-        self._blank[self._num_blank : end] = freed
-        self._num_blank = end
+        self._push_blank(freed)
 
-    def set_cached(self, blocks: Int32Array) -> None:
+    def set_cached(self, blocks: Int64Array) -> None:
         """The content of these referenced blocks can now be found."""
         self.is_cached[blocks] = True
 
-    def uncache(self, block: int) -> None:
-        """The prefix tree forgot the block: if it is free, it becomes blank."""
-        self.is_cached[block] = False
-        if block in self._cached:
-            del self._cached[block]
-            self._blank[self._num_blank] = block
-            self._num_blank += 1
+    def uncache(self, blocks: list[int]) -> None:
+        """The prefix tree forgot these blocks: those that are free become blank."""
+        ids = np.array(blocks, dtype=np.int64)
+        self.is_cached[ids] = False
+        free = ids[self._segment_of[ids] != 0]
+        self._segment_of[free] = 0
+        self._num_cached -= len(free)
+        self._push_blank(free)
 
     def uncache_all(self) -> None:
         """The prefix tree forgot every block."""
+        self.uncache(self.cached_free_blocks())
         self.is_cached[:] = False
-        freed = list(self._cached)
-        self._cached.clear()
-        self._blank[self._num_blank : self._num_blank + len(freed)] = freed
-        self._num_blank += len(freed)
 
     def num_in_use(self, blocks: list[int]) -> int:
         """How many of these blocks somebody holds."""
@@ -125,5 +130,51 @@ class BlockPool:
         return [int(block) for block in self._blank[: self._num_blank]]
 
     def cached_free_blocks(self) -> list[int]:
-        """For checks: the cached free blocks, least recently used first."""
-        return list(self._cached)
+        """The cached free blocks, least recently used first. O(segments)."""
+        return [block for number, ids in self._segments for block in ids[self._segment_of[ids] == number].tolist()]
+
+    def _push_blank(self, blocks: Int64Array) -> None:
+        end = self._num_blank + len(blocks)
+        self._blank[self._num_blank : end] = blocks
+        self._num_blank = end
+
+    def _append(self, blocks: Int64Array) -> None:
+        """A segment at the most recently used end."""
+        if not len(blocks):
+            return
+        number = self._next_segment
+        self._next_segment = number + 1
+        self._segments.append((number, blocks))
+        self._segment_of[blocks] = number
+        self._num_cached += len(blocks)
+        self._num_entries += len(blocks)
+        if self._num_entries > 2 * self.num_blocks:
+            self._compact()
+
+    def _compact(self) -> None:
+        """Write the queue anew without the entries that would be skipped."""
+        kept = [(number, ids[self._segment_of[ids] == number]) for number, ids in self._segments]
+        self._segments = deque((number, ids) for number, ids in kept if len(ids))
+        self._num_entries = self._num_cached
+
+    def _take_cached(self, count: int) -> Int64Array:
+        """The `count` least recently used cached blocks, which are neither cached nor free from now on."""
+        parts: list[Int64Array] = []
+        missing = count
+        while missing:
+            number, ids = self._segments[0]
+            head = ids[:missing]
+            waiting = self._segment_of[head] == number
+            taken = head if np.count_nonzero(waiting) == len(head) else head[waiting]
+            if len(head) < len(ids):
+                self._segments[0] = (number, ids[len(head) :])
+            else:
+                self._segments.popleft()
+            self._num_entries -= len(head)
+            missing -= len(taken)
+            parts.append(taken)
+        blocks = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        self._segment_of[blocks] = 0
+        self.is_cached[blocks] = False
+        self._num_cached -= count
+        return blocks

@@ -12,13 +12,13 @@ import numpy.typing as npt
 
 from pointsman.core.admission import Admission
 from pointsman.core.batch import Batch
+from pointsman.core.block_pool import NO_BLOCKS
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.kv_cache import KVCacheManager, Match
 from pointsman.core.request import Request
 from pointsman.core.reserve import Demand
-from pointsman.core.running import NO_BLOCKS, Running
+from pointsman.core.running import Running
 
-Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
 
@@ -63,7 +63,7 @@ class _Trial:
         self._parts = parts
         self._head = head
         _, self._want = parts._running.wants()
-        self._needed = parts._running.blocks_needed(self._want)
+        self._needed = parts._running.blocks_needed(self._want, parts._batch.members.rows)
         self._match: Match = parts._kv.look_up(head)
 
     def succeeds(self, gone: Int64Array) -> bool:
@@ -87,13 +87,13 @@ class _Trial:
         demand = Demand(first, kv.blocks_for(head.num_tokens) - held, self._owed(stays))
         return free >= parts._admission.required_blocks(head, demand, num_running > 0)
 
-    def _references_of(self, rows: Int64Array) -> tuple[Int32Array, Int64Array]:
+    def _references_of(self, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
         """The blocks of some rows, sorted, and how many of those rows hold each."""
         kv, batch = self._parts._kv, self._parts._batch
         tables = [kv.table(batch, row) for row in rows.tolist()]
         return np.unique(np.concatenate([NO_BLOCKS, *tables]), return_counts=True)
 
-    def _still_held(self, blocks: Int32Array, dropped: Int64Array) -> int:
+    def _still_held(self, blocks: Int64Array, dropped: Int64Array) -> int:
         """How many of the head's matched blocks somebody else still holds when those references are dropped."""
         matched = np.array(self._match.blocks, dtype=np.int64)
         left = self._parts._kv.pool.num_references[matched].astype(np.int64)

@@ -18,7 +18,7 @@ from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import InvariantError
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.lifecycle import Lifecycle
-from pointsman.core.prefix_cache import Root, keys_agree
+from pointsman.core.prefix_cache import TOKEN_BYTES, Root
 from pointsman.core.request import RequestStatus
 
 
@@ -52,10 +52,11 @@ def _check_blocks(batch: Batch, kv: KVCacheManager) -> None:
     _require(np.array_equal(entries, pool.num_references), 1, "reference counts differ from block-table entries")
     cached = set(pool.is_cached.nonzero()[0].tolist())
     in_tree = kv.prefix.blocks() if kv.prefix is not None else []
-    _require(len(in_tree) == len(set(in_tree)) and set(in_tree) == cached, 1, "cached blocks are not the prefix tree's")
+    _require(sorted(in_tree) == sorted(cached), 1, "cached blocks are not those that the prefix tree reaches")
+    if kv.prefix is not None:
+        known = all(kv.prefix.is_cached(block) == (block in cached) for block in range(pool.num_blocks))
+        _require(known, 1, "the prefix tree and the pool disagree on which blocks are cached")
     _require(cached.issuperset(cached_free) and cached.isdisjoint(blank), 1, "free blocks are in the wrong list")
-    lost = kv.prefix.unreachable_blocks() if kv.prefix is not None else []
-    _require(not lost, 1, f"cached blocks {lost} cannot be reached in the prefix tree")
 
 
 def _check_places(batch: Batch, life: Lifecycle) -> None:
@@ -124,6 +125,8 @@ def _check_contents(batch: Batch, kv: KVCacheManager) -> None:
     for row, request in zip(batch.members.rows.tolist(), batch.members.requests, strict=True):
         if request.prefix_epoch != prefix.epoch:
             continue
-        table = kv.table(batch, row).tolist()
-        agrees = keys_agree(prefix, table, Root(request.cache_salt), request.known_bytes())
-        _require(agrees, 9, f"a block of {request} is keyed by other tokens than it holds")
+        root, known = Root(request.cache_salt), request.known_bytes()
+        for index, block in enumerate(kv.table(batch, row).tolist()):
+            held = (root, known[: (index + 1) * kv.block_size * TOKEN_BYTES])
+            agrees = not prefix.is_cached(block) or prefix.content(block) == held
+            _require(agrees, 9, f"block {block} of {request} is keyed by other tokens than it holds")

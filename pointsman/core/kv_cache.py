@@ -14,21 +14,22 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.batch import Batch
-from pointsman.core.block_pool import BlockPool
+from pointsman.core.block_pool import NO_BLOCKS, BlockPool
 from pointsman.core.config import SchedulerConfig
-from pointsman.core.prefix_cache import Parent, PrefixCache, Root
+from pointsman.core.prefix_cache import Node, Place, PrefixCache, Root, Span
 from pointsman.core.request import Request
 
-Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
-Journal = list[tuple[Request, list[int], list[int]]]  # (who published, which blocks, as which nodes), in order
+Journal = list[tuple[Request, list[int], list[Span]]]  # (who published, which blocks, as which nodes), in order
+
+NO_EPOCH = -1  # of a request whose prefix left the tree while it ran
 
 
 class Match(NamedTuple):
     """What the prefix tree holds of a request."""
 
     blocks: list[int]
-    node: Parent
+    node: Node
 
 
 class KVCacheManager:
@@ -69,8 +70,8 @@ class KVCacheManager:
         blocks, node = self.prefix.look_up(root, token_bytes, max_blocks)
         return Match(blocks, node)
 
-    def admit(self, request: Request, match: Match, num_new_blocks: int) -> Int32Array:
-        """Hold the matched blocks and `num_new_blocks` more; returns the request's block table (int32)."""
+    def admit(self, request: Request, match: Match, num_new_blocks: int) -> Int64Array:
+        """Hold the matched blocks and `num_new_blocks` more; returns the request's block table."""
         cached = match.blocks
         if cached:
             self.pool.acquire(cached)
@@ -78,11 +79,11 @@ class KVCacheManager:
         request.num_published_blocks = len(cached)
         request.prefix_node = match.node
         request.prefix_epoch = self.prefix.epoch if self.prefix is not None else 0
-        return np.concatenate([np.array(cached, dtype=np.int32), new]) if cached else new
+        return np.concatenate([np.array(cached, dtype=np.int64), new]) if cached else new
 
     # ------------------------------------------------------------------ running rows
 
-    def grow_by_one(self, batch: Batch, rows: Int64Array) -> Int32Array:
+    def grow_by_one(self, batch: Batch, rows: Int64Array) -> Int64Array:
         """Append one new block to the table of each row. Returns them, in row order."""
         blocks = self._take(len(rows))
         slots = batch.num_slots[rows]
@@ -91,7 +92,7 @@ class KVCacheManager:
         batch.num_slots[rows] = slots
         return blocks
 
-    def grow(self, batch: Batch, rows: Int64Array, counts: Int64Array) -> Int32Array:
+    def grow(self, batch: Batch, rows: Int64Array, counts: Int64Array) -> Int64Array:
         """Append `counts[i]` (at least 1) new blocks to the table of `rows[i]`. Returns them all, in row order."""
         total = int(counts.sum())
         if total == len(rows):
@@ -103,16 +104,16 @@ class KVCacheManager:
         batch.num_slots[rows] = slots + counts * self.block_size
         return blocks
 
-    def table(self, batch: Batch, row: int) -> Int32Array:
-        """A view of a row's block table."""
-        return batch.block_table[row, : int(batch.num_slots[row]) // self.block_size]
+    def table(self, batch: Batch, row: int) -> Int64Array:
+        """A copy of a row's block table."""
+        return batch.block_table[row, : int(batch.num_slots[row]) // self.block_size].astype(np.int64)
 
-    def tables(self, batch: Batch, rows: Int64Array) -> tuple[Int32Array, Int64Array]:
-        """The block tables of some rows, ragged: block ids (int32), and offsets (int64 [rows + 1])."""
+    def tables(self, batch: Batch, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """The block tables of some rows, ragged: block ids, and offsets ([rows + 1])."""
         tables = [self.table(batch, row) for row in rows.tolist()]
         offsets = np.zeros(len(tables) + 1, dtype=np.int64)
         np.cumsum([len(table) for table in tables], out=offsets[1:])
-        return np.concatenate([np.zeros(0, dtype=np.int32), *tables]), offsets
+        return np.concatenate([NO_BLOCKS, *tables]), offsets
 
     # ------------------------------------------------------------------ publishing and freeing
 
@@ -141,34 +142,38 @@ class KVCacheManager:
         prefix = self.prefix
         if prefix is None:
             return
-        for request, blocks, nodes in reversed(journal):
-            for block, node in zip(reversed(blocks), reversed(nodes), strict=True):
-                if prefix.node_of(block) != node:
-                    continue
-                parent = prefix.parent_of(block)
-                self._forget(block)
-                if request.row is not None:  # it publishes them again when they are computed again
-                    request.num_published_blocks -= 1
-                    request.prefix_node = parent
+        for request, blocks, spans in reversed(journal):
+            end = len(blocks)
+            for run, first, count in reversed(spans):
+                for index in range(first + count - 1, first - 1, -1):
+                    end -= 1
+                    if not prefix.holds(blocks[end], run, index):
+                        continue
+                    prefix.forget(blocks[end])
+                    self.pool.uncache([blocks[end]])
+                    if request.row is not None:  # it publishes them again when they are computed again
+                        request.num_published_blocks -= 1
+                        request.prefix_node = Place(run, index - 1) if index else run.parent
 
     def retract(self, journals: Iterable[Journal], publisher: Request, running: Iterable[Request]) -> None:
-        """Take out what `publisher` published since the oldest of these steps, and all that was published below it.
+        """Take out what `publisher` published since the oldest of these steps, and all that was published behind it.
 
-        `journals` are those of the steps in flight, oldest first. Running requests that read what is taken out
-        publish no more: their next block would hang below a node that is gone.
+        `journals` are those of the steps in flight. Running requests that read what is taken out publish no more: their
+        next block would follow a node that is gone.
         """
         prefix = self.prefix
         if prefix is None:
             return
-        dead: set[int] = set()
-        for request, blocks, nodes in (entry for journal in journals for entry in journal):
-            for block, node in zip(blocks, nodes, strict=True):
-                taken_out = request is publisher or prefix.parent_of(block) in dead
-                if taken_out and prefix.node_of(block) == node and self._forget(block):
-                    dead.add(node)
+        for request, blocks, spans in (entry for journal in journals for entry in journal):
+            if request is not publisher:
+                continue
+            nodes = (Place(run, first + step) for run, first, count in spans for step in range(count))
+            for block, (run, index) in zip(blocks, nodes, strict=True):
+                if prefix.holds(block, run, index):
+                    self.pool.uncache(prefix.prune(block))
         for request in running:
-            if request.prefix_node in dead:
-                request.prefix_epoch = -1
+            if isinstance(request.prefix_node, Place) and not request.prefix_node.is_alive:
+                request.prefix_epoch = NO_EPOCH
 
     def reset(self) -> None:
         """Forget every cached prefix; rows that run keep their blocks but publish no more."""
@@ -176,30 +181,23 @@ class KVCacheManager:
             self.prefix.clear()
             self.pool.uncache_all()
 
-    def _publish(self, request: Request, table: Int32Array, end: int, token_bytes: bytes) -> None:
+    def _publish(self, request: Request, table: Int64Array, end: int, token_bytes: bytes) -> None:
         first = request.num_published_blocks
         prefix = self.prefix
         if prefix is None or end <= first or not request.use_prefix_cache or request.prefix_epoch != prefix.epoch:
             return
-        ids = table[first:end]
-        blocks = ids.tolist()
-        nodes = prefix.publish(request.prefix_node, token_bytes, first, blocks)
-        request.prefix_node = nodes[-1]
+        blocks = table[first:end]
+        spans = prefix.publish(request.prefix_node, token_bytes, first, blocks)
+        run, start, length = spans[-1]
+        request.prefix_node = Place(run, start + length - 1)
         request.num_published_blocks = end
-        self.pool.set_cached(ids)
+        self.pool.set_cached(blocks)
         if self.journal is not None:
-            self.journal.append((request, blocks, nodes))
+            self.journal.append((request, blocks.tolist(), spans))
 
-    def _forget(self, block: int) -> bool:
-        """Take a block out of the tree; whether its node went with it."""
-        assert self.prefix is not None
-        self.pool.uncache(block)
-        return self.prefix.forget(block)
-
-    def _take(self, count: int) -> Int32Array:
+    def _take(self, count: int) -> Int64Array:
         blocks, evicted = self.pool.take(count)
-        if evicted and self.prefix is not None:
+        if len(evicted) and self.prefix is not None:
             self.prefix.evict(evicted)
-            self.pool.is_cached[blocks] = False
             self.num_evictions += len(evicted)
         return blocks

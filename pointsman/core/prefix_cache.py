@@ -1,29 +1,36 @@
 """An exact prefix tree over full KV blocks.
 
-A full block is found by (parent node, the block's own token bytes). The parent of a first block is a `Root`, a tuple
-of whatever must be equal for KV to be shared. Because the key is the content itself, never a digest of it, no
-collision can hand one request another's KV.
+A node is one full block of tokens behind everything before it. It is found by (node before it, its own token bytes);
+the first node of a sequence by (`Root`, its token bytes), where a root is a tuple of whatever must be equal for KV to
+be shared. The key is the content itself, never a digest of it, so no collision can hand one request another's KV.
 
-A node is an identity, not a block: ids count up and are never reused, so a stale parent cannot be mistaken for a new
-one. Several blocks may hold the content of one node (requests that computed it in parallel): the dictionary names
-one of them, `_duplicates` the others, and the node leaves with its last block.
+Nodes are kept in runs: the blocks that one publication brought, in a row. Inside a run a node's successor is the next
+one; every other successor starts a run of its own, listed under the node it follows. So publishing a prompt, finding it
+and evicting it cost a few operations a run and a comparison of bytes, whatever its number of blocks.
 
-    _block_of   (parent, bytes) -> block     one resident block of each node
-    _key_of     [B] key of each cached block, None otherwise
-    _node_of    [B] node id of each cached block, 0 otherwise
+    Run 1  [b0 b1 b2 b3]            a prompt of four blocks
+                |
+    Run 2       +-- [c0 c1]         another prompt that shares its first two blocks
 
-Children leave before their parents: tables are released from the end, blocks are evicted least recently used first, and
-a failed step takes its blocks out newest first. Look-up, publication and eviction cost O(1) per block.
+A run only ever shrinks, from its end, and is never filled again, so a stale node cannot be mistaken for a new one.
+Several blocks may hold the content of one node (requests that computed it in parallel): the run names one of them,
+its `duplicates` the others, and the node leaves with the last.
+
+    _run_of, _index_of   int64 [B]   for each cached block its run's id (0: not cached) and its place in the run
+
+Children leave before their parents: tables are released from the end, blocks are evicted least recently used first,
+and a failed step takes its blocks out newest first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+Int64Array = npt.NDArray[np.int64]
 TOKEN_BYTES = np.dtype(np.int32).itemsize
 
 
@@ -33,31 +40,57 @@ class Root(NamedTuple):
     cache_salt: str | None = None
 
 
-Parent: TypeAlias = "int | Root"
-Key: TypeAlias = "tuple[Parent, bytes]"
+class Run:
+    """Blocks that follow each other, as one publication brought them."""
+
+    __slots__ = ("blocks", "children", "duplicates", "length", "parent", "run_id", "token_bytes")
+
+    def __init__(self, run_id: int, parent: Node, token_bytes: bytes, blocks: list[int]) -> None:
+        self.run_id = run_id
+        self.parent = parent
+        self.token_bytes = token_bytes
+        self.blocks = blocks
+        self.length = len(blocks)
+        """Nodes that are still there; 0: the run is gone."""
+        self.children: dict[tuple[int, bytes], Run] = {}
+        """Runs that start behind one of its nodes, by (that node's index, their first block's token bytes)."""
+        self.duplicates: dict[int, list[int]] = {}
+        """Further blocks with the content of a node, by its index."""
+
+
+class Place(NamedTuple):
+    """A node: its run, and where in it."""
+
+    run: Run
+    at: int
+
+    @property
+    def is_alive(self) -> bool:
+        return self.at < self.run.length
+
+
+Node: TypeAlias = "Place | Root"
+
+
+class Span(NamedTuple):
+    """Consecutive nodes of a run."""
+
+    run: Run
+    first: int
+    length: int
 
 
 class PrefixCache:
     """The tree over the blocks of one pool of `num_blocks` blocks of `block_size` tokens."""
 
-    __slots__ = (
-        "_block_bytes",
-        "_block_of",
-        "_duplicates",
-        "_key_of",
-        "_next_node",
-        "_node_of",
-        "epoch",
-        "num_publications",
-    )
-
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._block_bytes = block_size * TOKEN_BYTES
-        self._block_of: dict[Key, int] = {}
-        self._duplicates: dict[int, list[int]] = {}
-        self._key_of: list[Key | None] = [None] * num_blocks
-        self._node_of = [0] * num_blocks
-        self._next_node = 1
+        self._roots: dict[tuple[Root, bytes], Run] = {}
+        self._runs: dict[int, Run] = {}
+        self._run_of: Int64Array = np.zeros(num_blocks, dtype=np.int64)
+        self._index_of: Int64Array = np.zeros(num_blocks, dtype=np.int64)
+        self._counting: Int64Array = np.arange(num_blocks, dtype=np.int64)
+        self._next_run_id = 1
         self.epoch = 0
         """Raised by `clear`: KV of another epoch is of no use."""
         self.num_publications = 0
@@ -65,134 +98,209 @@ class PrefixCache:
 
     def __len__(self) -> int:
         """Nodes in the tree."""
-        return len(self._block_of)
+        return sum(run.length for run in self._runs.values())
 
-    def look_up(self, root: Root, token_bytes: bytes, max_blocks: int) -> tuple[list[int], Parent]:
+    # ------------------------------------------------------------------ finding
+
+    def look_up(self, root: Root, token_bytes: bytes, max_blocks: int) -> tuple[list[int], Node]:
         """The longest cached prefix of a sequence, at most `max_blocks` blocks.
 
         Returns its blocks, in order, and the node of the last one (`root` if there is none).
         """
-        size = self._block_bytes
-        find = self._block_of.get
-        node_of = self._node_of
         blocks: list[int] = []
-        parent: Parent = root
-        for start in range(0, max_blocks * size, size):
-            block = find((parent, token_bytes[start : start + size]))
-            if block is None:
+        node: Node = root
+        while len(blocks) < max_blocks:
+            span = self._successors(node, token_bytes, len(blocks), max_blocks)
+            if span is None:
                 break
-            blocks.append(block)
-            parent = node_of[block]
-        return blocks, parent
+            blocks += span.run.blocks[span.first : span.first + span.length]
+            node = Place(span.run, span.first + span.length - 1)
+        return blocks, node
 
-    def publish(self, parent: Parent, token_bytes: bytes, first: int, blocks: list[int]) -> list[int]:
-        """Make blocks `first`, `first` + 1, ... of a sequence known, under the node of block `first` - 1.
-
-        Returns their nodes; the last one is the parent for the next publication.
-        """
+    def _successors(self, node: Node, token_bytes: bytes, start: int, end: int) -> Span | None:
+        """The nodes behind `node` that hold blocks `start` to at most `end` - 1 of a sequence, as far as one run
+        goes."""
         size = self._block_bytes
-        key_of, node_of, setdefault = self._key_of, self._node_of, self._block_of.setdefault
-        start = first * size
-        nodes: list[int] = []
-        for block in blocks:
-            key = (parent, token_bytes[start : start + size])
-            start += size
-            resident = setdefault(key, block)
-            if resident == block:
-                node = self._next_node
-                self._next_node = node + 1
-            else:
-                node = node_of[resident]
-                self._duplicates.setdefault(node, []).append(block)
-            key_of[block] = key
-            node_of[block] = node
-            nodes.append(node)
-            parent = node
-        self.num_publications += 1
-        return nodes
-
-    def evict(self, blocks: list[int]) -> None:
-        """Take out blocks whose content is given up: `forget` for many, each in the tree."""
-        key_of, node_of, block_of, duplicates = self._key_of, self._node_of, self._block_of, self._duplicates
-        for block in blocks:
-            if node_of[block] in duplicates:
-                self.forget(block)
-                continue
-            key = key_of[block]
-            assert key is not None
-            del block_of[key]
-            key_of[block] = None
-            node_of[block] = 0
-
-    def forget(self, block: int) -> bool:
-        """Take one block out. True: no other block holds its content, so its node is gone too."""
-        key, node = self._key_of[block], self._node_of[block]
-        assert key is not None, f"block {block} is not in the prefix tree"
-        self._key_of[block] = None
-        self._node_of[block] = 0
-        others = self._duplicates.get(node)
-        if others is None:
-            del self._block_of[key]
-            return True
-        if self._block_of[key] == block:
-            self._block_of[key] = others.pop(0)
+        if isinstance(node, Root):
+            child = self._roots.get((node, token_bytes[start * size : (start + 1) * size]))
         else:
-            others.remove(block)
-        if not others:
-            del self._duplicates[node]
-        return False
+            run, index = node
+            if index + 1 < run.length:
+                count = self._num_equal(run, index + 1, token_bytes, start, end)
+                if count:
+                    return Span(run, index + 1, count)
+            if not run.children:
+                return None
+            child = run.children.get((index, token_bytes[start * size : (start + 1) * size]))
+        return None if child is None else Span(child, 0, self._num_equal(child, 0, token_bytes, start, end))
+
+    def _num_equal(self, run: Run, first: int, token_bytes: bytes, start: int, end: int) -> int:
+        """How many nodes of `run` from `first` on hold the blocks of a sequence from `start` on."""
+        size = self._block_bytes
+        count = min(run.length - first, end - start)
+        held = run.token_bytes[first * size : (first + count) * size]
+        wanted = token_bytes[start * size : (start + count) * size]
+        if held == wanted:
+            return count
+        differs = np.frombuffer(held, dtype=np.int32) != np.frombuffer(wanted, dtype=np.int32)
+        return int(differs.argmax()) * TOKEN_BYTES // size
+
+    # ------------------------------------------------------------------ publishing
+
+    def publish(self, node: Node, token_bytes: bytes, first: int, blocks: Int64Array) -> list[Span]:
+        """Make blocks `first`, `first` + 1, ... of a sequence known, behind the node of block `first` - 1.
+
+        Returns the nodes that they are; the last one is where the next publication goes on. What is in the tree already
+        gets these blocks as duplicates, the rest becomes a run.
+        """
+        spans: list[Span] = []
+        start, end = first, first + len(blocks)
+        while start < end:
+            span = self._successors(node, token_bytes, start, end)
+            if span is None:
+                span = self._add_run(node, token_bytes, start, end, blocks[start - first :])
+            else:
+                self._add_duplicates(span, blocks[start - first : start - first + span.length])
+            spans.append(span)
+            node = Place(span.run, span.first + span.length - 1)
+            start += span.length
+        self.num_publications += 1
+        return spans
+
+    def _add_run(self, node: Node, token_bytes: bytes, start: int, end: int, blocks: Int64Array) -> Span:
+        size = self._block_bytes
+        run = Run(self._next_run_id, node, token_bytes[start * size : end * size], blocks.tolist())
+        self._next_run_id += 1
+        self._runs[run.run_id] = run
+        head = run.token_bytes[:size]
+        if isinstance(node, Root):
+            self._roots[node, head] = run
+        else:
+            node.run.children[node.at, head] = run
+        self._run_of[blocks] = run.run_id
+        self._index_of[blocks] = self._counting[: run.length]
+        return Span(run, 0, run.length)
+
+    def _add_duplicates(self, span: Span, blocks: Int64Array) -> None:
+        run, first, count = span
+        for index, block in enumerate(blocks.tolist(), start=first):
+            run.duplicates.setdefault(index, []).append(block)
+        self._run_of[blocks] = run.run_id
+        self._index_of[blocks] = self._counting[first : first + count]
+
+    # ------------------------------------------------------------------ forgetting
+
+    def evict(self, blocks: Int64Array) -> None:
+        """Take out blocks whose content is given up, in the order in which they were least recently used."""
+        run_ids = self._run_of[blocks]
+        start = 0
+        for end in [*((run_ids[1:] != run_ids[:-1]).nonzero()[0] + 1).tolist(), len(blocks)]:
+            run = self._runs[int(run_ids[start])]
+            if run.duplicates:
+                for block in blocks[start:end].tolist():
+                    self.forget(block)
+            else:
+                self._shrink(run, run.length - (end - start))
+            start = end
+        self._run_of[blocks] = 0
+
+    def forget(self, block: int) -> None:
+        """Take one block out. If no other block holds its content the node goes too: it must be the last of its run."""
+        run, index = self.place_of(block)
+        self._run_of[block] = 0
+        if index in run.duplicates:
+            self._drop_one(run, index, block)
+        else:
+            assert index == run.length - 1, f"block {block} leaves the prefix tree before what follows it"
+            self._shrink(run, index)
+
+    def prune(self, block: int) -> list[int]:
+        """Take one block out and, if its node goes with it, everything behind that node.
+
+        Returns the blocks that left the tree.
+        """
+        run, index = self.place_of(block)
+        if index in run.duplicates:
+            self._run_of[block] = 0
+            self._drop_one(run, index, block)
+            return [block]
+        gone = list(self._blocks_behind(run, index))
+        self._run_of[gone] = 0
+        self._shrink(run, index)
+        return gone
 
     def clear(self) -> None:
         """Forget everything, and raise the epoch."""
-        for block in self.blocks():
-            self._key_of[block] = None
-            self._node_of[block] = 0
-        self._block_of.clear()
-        self._duplicates.clear()
+        for run in self._runs.values():
+            run.length = 0
+        self._runs.clear()
+        self._roots.clear()
+        self._run_of[:] = 0
         self.epoch += 1
         self.num_publications += 1
 
-    def node_of(self, block: int) -> int:
-        """The node whose content a block holds, 0 if it is not in the tree."""
-        return self._node_of[block]
+    def _drop_one(self, run: Run, index: int, block: int) -> None:
+        """One of several blocks of a node leaves."""
+        others = run.duplicates[index]
+        if run.blocks[index] == block:
+            run.blocks[index] = others.pop(0)
+        else:
+            others.remove(block)
+        if not others:
+            del run.duplicates[index]
 
-    def parent_of(self, block: int) -> Parent | None:
-        """The node that a cached block's content follows, None if the block is not in the tree."""
-        key = self._key_of[block]
-        return None if key is None else key[0]
+    def _shrink(self, run: Run, length: int) -> None:
+        run.length = length
+        if length == 0:
+            head = run.token_bytes[: self._block_bytes]
+            if isinstance(run.parent, Root):
+                del self._roots[run.parent, head]
+            else:
+                del run.parent.run.children[run.parent.at, head]
+            del self._runs[run.run_id]
+
+    def _blocks_behind(self, run: Run, index: int) -> Iterator[int]:
+        """All blocks of a run from a node on, and of the runs behind those nodes, which are marked as gone."""
+        yield from run.blocks[index : run.length]
+        for place in [place for place in run.duplicates if place >= index]:
+            yield from run.duplicates.pop(place)
+        for key in [key for key in run.children if key[0] >= index]:
+            child = run.children.pop(key)
+            yield from self._blocks_behind(child, 0)
+            child.length = 0
+            del self._runs[child.run_id]
+
+    # ------------------------------------------------------------------ questions
+
+    def is_cached(self, block: int) -> bool:
+        """Whether a look-up can find the block."""
+        return bool(self._run_of[block])
+
+    def place_of(self, block: int) -> Place:
+        """The node whose content a cached block holds."""
+        return Place(self._runs[int(self._run_of[block])], int(self._index_of[block]))
+
+    def holds(self, block: int, run: Run, index: int) -> bool:
+        """Whether a block is (still) one of those of a node."""
+        return bool(self._run_of[block] == run.run_id and self._index_of[block] == index)
 
     def blocks(self) -> list[int]:
-        """All blocks in the tree."""
-        return [*self._block_of.values(), *(block for others in self._duplicates.values() for block in others)]
+        """For checks: all blocks that a walk from the roots reaches, each as often as it is met."""
+        found: list[int] = []
+        runs = list(self._roots.values())
+        while runs:
+            run = runs.pop()
+            found += run.blocks[: run.length]
+            for index, others in run.duplicates.items():
+                found += others if index < run.length else [-1]
+            runs += [child for (index, _), child in run.children.items() if index < run.length]
+        return found
 
-    def unreachable_blocks(self) -> list[int]:
-        """For checks: blocks that no look-up can find any more (a promise says: none)."""
-        nodes = {self._node_of[block] for block in self._block_of.values()}
-        return [block for block in self.blocks() if not self._is_reachable(block, nodes)]
-
-    def _is_reachable(self, block: int, nodes: set[int]) -> bool:
-        key = self._key_of[block]
-        if key is None or self._node_of[block] == 0:
-            return False
-        resident = self._block_of.get(key)
-        if resident is None or self._node_of[resident] != self._node_of[block]:
-            return False
-        return isinstance(key[0], Root) or key[0] in nodes
-
-
-def keys_agree(
-    cache: PrefixCache, blocks: Iterable[int], root: Root, token_bytes: npt.NDArray[np.uint8] | bytes
-) -> bool:
-    """For checks: whether the cached ones among a table's blocks are keyed by just the tokens they hold."""
-    data = bytes(token_bytes)
-    size = cache._block_bytes
-    parent: Parent | None = root
-    for index, block in enumerate(blocks):
-        key = cache._key_of[block]
-        if key is None:
-            parent = None  # whatever follows has a parent that is not in this table
-            continue
-        if key[1] != data[index * size : (index + 1) * size] or (parent is not None and key[0] != parent):
-            return False
-        parent = cache._node_of[block]
-    return True
+    def content(self, block: int) -> tuple[Root, bytes]:
+        """For checks: the root and all tokens, as bytes, that a cached block stands for."""
+        run, index = self.place_of(block)
+        parts = [run.token_bytes[: (index + 1) * self._block_bytes]]
+        while not isinstance(run.parent, Root):
+            run, index = run.parent
+            parts.append(run.token_bytes[: (index + 1) * self._block_bytes])
+        return run.parent, b"".join(reversed(parts))

@@ -1,11 +1,11 @@
-"""How the running requests advance in a step: for all rows at once, or, when blocks run out, one by one.
+"""How the running requests advance in a step: for all rows at once.
 
 What a row wants is `num_tokens + num_pending - num_computed_tokens`: its known tokens and the samples in flight, less
 what is computed. Three ways lead to what it gets, each only where the one before does not apply:
 
     steady    every row decodes one token: no flags, rows <= budget, enough blocks
     at once   limits, the budget by one cumulative sum, one `grow` for all rows that lack blocks
-    walk      the pool cannot give: row by row, in admission order, preempting
+    again     the pool cannot give: somebody gives way, and the rest is worked out anew
 """
 
 from __future__ import annotations
@@ -16,18 +16,16 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.batch import PREFILLING, Batch
+from pointsman.core.batch import PREFILLING, Batch, Members
+from pointsman.core.block_pool import NO_BLOCKS
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.limits import Limit
 from pointsman.core.preemption import Victim
 from pointsman.core.request import Request
 
-Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
-
-NO_BLOCKS: Int32Array = np.zeros(0, dtype=np.int32)
 
 
 @dataclass(slots=True)
@@ -40,7 +38,7 @@ class Advance:
     num_computed_tokens: Int64Array
     num_scheduled_tokens: Int64Array
     samples: BoolArray
-    block_ids: Int32Array
+    block_ids: Int64Array
     block_offsets: Int64Array
     total: int
     preempted: bool
@@ -78,16 +76,14 @@ class Running:
         expected = batch.num_tokens[rows] + batch.num_pending[rows]
         lacks = expected - batch.num_computed_tokens[rows]
         lacks[expected >= members.token_limit] = 0  # what is in flight brings it to its end
-        want = lacks
-        if self._limits:
-            want = lacks.copy()
-            for limit in self._limits:
-                limit.clip(batch, rows, want)
+        want = lacks.copy()
+        for limit in self._limits:
+            limit.clip(batch, rows, want)
         return lacks, want
 
-    def blocks_needed(self, want: Int64Array) -> Int64Array:
-        """[rows] new blocks that each running row needs to advance by `want` tokens."""
-        batch, rows = self._batch, self._batch.members.rows
+    def blocks_needed(self, want: Int64Array, rows: Int64Array) -> Int64Array:
+        """[rows] new blocks that each row needs to advance by `want` tokens."""
+        batch = self._batch
         short = batch.num_computed_tokens[rows] + want - batch.num_slots[rows]
         needed: Int64Array = np.maximum(-(-short // self._block_size), 0)
         return needed
@@ -140,72 +136,50 @@ class Running:
             unpublished=(),
         )
 
-    # ------------------------------------------------------------------ at once, or row by row
+    # ------------------------------------------------------------------ at once
 
     def _advance_general(self, preempt: Callable[[Request], None]) -> Advance:
+        """Limits, budget and blocks for all rows at once; whoever must give way leaves before anything is committed."""
         batch, members = self._batch, self._batch.members
         lacks, want = self.wants()
-        granted = want
-        end = np.cumsum(want)
-        if len(end) and end[-1] > self._budget:
-            granted = np.clip(self._budget - (end - want), 0, want)
-        needed = self.blocks_needed(granted)
         preempted = False
-        if int(needed.sum()) <= self._kv.num_free:
-            short = needed.nonzero()[0]
-            block_ids = self._kv.grow(batch, members.rows[short], needed[short]) if len(short) else NO_BLOCKS
-        else:
-            granted, needed, block_ids, preempted = self._walk(want, preempt)
-        return self._commit(
-            members.requests, members.rows, members.serials, lacks, granted, needed, block_ids, preempted
-        )
+        while True:
+            granted = self._within_budget(want)
+            needed = self.blocks_needed(granted, members.rows)
+            end = needed.cumsum()
+            free = self._kv.num_free
+            if not len(end) or end[-1] <= free:
+                break
+            # The first row, in admission order, that does not get its blocks asks for them.
+            asking = int(members.rows[end.searchsorted(free, side="right")])
+            victim = int((members.rows == self._victim.choose(batch, asking)).nonzero()[0][0])
+            preempt(members.requests[victim])
+            want[victim] = 0  # it gives back what this step had granted to it
+            preempted = True
+        short = needed.nonzero()[0]
+        block_ids = self._kv.grow(batch, members.rows[short], needed[short]) if len(short) else NO_BLOCKS
+        return self._commit(members, lacks, granted, needed, block_ids, preempted)
 
-    def _walk(
-        self, want: Int64Array, preempt: Callable[[Request], None]
-    ) -> tuple[Int64Array, Int64Array, Int32Array, bool]:
-        """Row by row, in admission order. Whoever gives way gives back what this step had granted to it."""
-        batch, kv, members = self._batch, self._kv, self._batch.members
-        rows, wanted = members.rows.tolist(), want.tolist()
-        index_of = {row: index for index, row in enumerate(rows)}
-        computed = batch.num_computed_tokens[members.rows].tolist()
-        budget = self._budget
-        granted = [0] * len(rows)
-        new_blocks: list[Int32Array] = [NO_BLOCKS] * len(rows)
-        gone: set[int] = set()
-        for index, row in enumerate(rows):
-            if index in gone or wanted[index] == 0 or budget == 0:
-                continue
-            grant = min(wanted[index], budget)
-            needed = kv.blocks_for(computed[index] + grant) - int(batch.num_slots[row]) // self._block_size
-            while needed > kv.num_free and index not in gone:
-                victim = index_of[self._victim.choose(batch, row)]
-                preempt(members.requests[victim])
-                gone.add(victim)
-                budget += granted[victim]
-                granted[victim], new_blocks[victim] = 0, NO_BLOCKS
-            if index in gone:
-                continue
-            granted[index] = grant
-            budget -= grant
-            if needed > 0:
-                new_blocks[index] = kv.grow(batch, np.array([row]), np.array([needed]))
-        counts = np.array([len(blocks) for blocks in new_blocks], dtype=np.int64)
-        return np.array(granted, dtype=np.int64), counts, np.concatenate(new_blocks), bool(gone)
+    def _within_budget(self, want: Int64Array) -> Int64Array:
+        """[rows] what the token budget leaves of it, in admission order."""
+        end = want.cumsum()
+        if not len(end) or end[-1] <= self._budget:
+            return want
+        return np.clip(self._budget - (end - want), 0, want)
 
     def _commit(
         self,
-        requests: list[Request],
-        rows: Int64Array,
-        serials: Int64Array,
+        members: Members,
         lacks: Int64Array,
         granted: Int64Array,
         needed: Int64Array,
-        block_ids: Int32Array,
+        block_ids: Int64Array,
         preempted: bool,
     ) -> Advance:
         batch = self._batch
+        requests, rows, serials = members.requests, members.rows, members.serials
         runs = granted > 0
-        if not runs.all():
+        if np.count_nonzero(runs) < len(runs):
             picked = runs.nonzero()[0]
             rows, serials, lacks, granted, needed = (a[picked] for a in (rows, serials, lacks, granted, needed))
             requests = [requests[index] for index in picked.tolist()]

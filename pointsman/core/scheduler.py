@@ -362,7 +362,7 @@ class Scheduler:
 
     def _admit(
         self, record: StepRecord, advance: Advance, displacer: Request | None, now: float
-    ) -> list[tuple[Request, Grant, Int32Array]]:
+    ) -> list[tuple[Request, Grant, Int64Array]]:
         """Part 4: waiting requests in order, each final, until one must wait."""
         queue, batch = self._life.queue, self._batch
         if not len(queue):
@@ -371,7 +371,7 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens - advance.total
         num_running = len(batch)
         owed = self._running.blocks_owed()
-        admitted: list[tuple[Request, Grant, Int32Array]] = []
+        admitted: list[tuple[Request, Grant, Int64Array]] = []
         while len(queue):
             head = queue.peek()
             if closed is None and displacer is not None and head is not displacer:
@@ -406,7 +406,7 @@ class Scheduler:
         else:
             head.deferral = Deferral(verdict.reason, verdict.missing, now)
 
-    def _start(self, record: StepRecord, request: Request, grant: Grant, now: float) -> Int32Array:
+    def _start(self, record: StepRecord, request: Request, grant: Grant, now: float) -> Int64Array:
         """Admit one request: blocks, a row, its first chunk; returns its block table."""
         kv, batch, counters = self._kv, self._batch, self._counters
         resumed = request.status is RequestStatus.PREEMPTED
@@ -435,7 +435,7 @@ class Scheduler:
         return table
 
     def _emit(
-        self, record: StepRecord, advance: Advance, admitted: list[tuple[Request, Grant, Int32Array]]
+        self, record: StepRecord, advance: Advance, admitted: list[tuple[Request, Grant, Int64Array]]
     ) -> SchedulerOutput:
         """Part 5: the output, as arrays of its own."""
         preempted, finished = self._life.take_reports()
@@ -464,14 +464,16 @@ class Scheduler:
             samples=fields.samples,
             num_cached_tokens=cached,
             is_resumed=resumed,
-            block_ids=fields.block_ids,
+            block_ids=fields.block_ids.astype(np.int32),
             block_offsets=fields.block_offsets,
             preempted=preempted,
             finished=finished,
         )
         self._next_step_id += 1
         members = self._batch.members
-        if len(fields.requests) == len(members) and (fields.samples is members.trues or fields.samples.all()):
+        if len(fields.requests) == len(members) and (
+            fields.samples is members.trues or np.count_nonzero(fields.samples) == len(members)
+        ):
             record.members = members
         record.output = output
         self._life.in_flight.append(record)
@@ -480,7 +482,7 @@ class Scheduler:
         return output
 
     def _with_admitted(
-        self, record: StepRecord, advance: Advance, admitted: list[tuple[Request, Grant, Int32Array]]
+        self, record: StepRecord, advance: Advance, admitted: list[tuple[Request, Grant, Int64Array]]
     ) -> tuple[Advance, Int64Array, npt.NDArray[np.bool_]]:
         """The running part and the admitted rows in one, with the admitted rows' cached tokens and who is resumed."""
         requests = [request for request, _, _ in admitted]

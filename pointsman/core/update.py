@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.batch import CUSTOM_STOP, RING_MASK, Batch
+from pointsman.core.batch import CUSTOM_STOP, RING, Batch
 from pointsman.core.config import MAX_INT
 from pointsman.core.errors import StepResultError
 from pointsman.core.in_flight import StepRecord
@@ -53,15 +53,14 @@ class Update:
         if members is None or members is not self._batch.members or result.counts is not None or result.errors:
             return self._apply_general(output, result)
         token_ids = _tokens(result, len(members))
-        num_tokens = self._batch.append(members.rows, members.ring_base, token_ids)
+        num_tokens = self._batch.append(members.requests, members.rows, members.ring_base, token_ids)
         done = token_ids == members.eos_token_id
-        done &= members.has_eos
         done |= num_tokens >= members.token_limit
-        ends = self._settle(members.requests, members.rows, token_ids, num_tokens, done)
+        ends = self._find_ends(members.requests, members.rows, token_ids, num_tokens, done)
         self._counters.num_generated_tokens += len(token_ids)
         return StepUpdate(token_ids, members.ones, self._end(ends) if ends else ())
 
-    def _settle(
+    def _find_ends(
         self,
         requests: list[Request],
         rows: Int64Array,
@@ -69,10 +68,9 @@ class Update:
         num_tokens: Int64Array,
         done: npt.NDArray[np.bool_],
     ) -> Ends:
-        """Flush rings that are full, and find out who ends, after an append to live rows."""
+        """Who ends after an append to live rows: those that are `done`, and those that have their own conditions and
+        are."""
         batch = self._batch
-        for index in ((num_tokens & RING_MASK) == 0).nonzero()[0].tolist():
-            batch.flush(int(rows[index]), requests[index])
         if batch.num_custom_stops:
             done |= (batch.flags[rows] & CUSTOM_STOP) != 0
         ends: Ends = []
@@ -92,11 +90,11 @@ class Update:
         at = sampled[is_live]
         if len(at):
             rows, tokens = output.rows[at], token_ids[is_live]
-            num_tokens = batch.append(rows, rows * (RING_MASK + 1), tokens)
-            done = (tokens == batch.eos_token_id[rows]) & batch.has_eos[rows]
-            done |= num_tokens >= batch.token_limit[rows]
             requests = [output.requests[index] for index in at.tolist()]
-            found = self._settle(requests, rows, tokens, num_tokens, done)
+            num_tokens = batch.append(requests, rows, rows * RING, tokens)
+            done = tokens == batch.eos_token_id[rows]
+            done |= num_tokens >= batch.token_limit[rows]
+            found = self._find_ends(requests, rows, tokens, num_tokens, done)
             ends += [(int(at[index]), end) for index, end in found]
             counts[at] = 1
         for index in (~is_live).nonzero()[0].tolist():
