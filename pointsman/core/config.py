@@ -123,6 +123,8 @@ class SchedulerConfig:
             _check_int(name, getattr(self, name), 1)
         for name in ("num_reserved_blocks", "long_prefill_token_threshold"):
             _check_int(name, getattr(self, name), 0)
+        if not isinstance(self.watermark, (int, float)):
+            raise ConfigError(f"watermark is {self.watermark!r}; it must be a number, a share of the pool")
         if not 0.0 <= self.watermark < 1.0:
             raise ConfigError(f"watermark is {self.watermark}, a share of the pool; choose 0 or more and less than 1")
         if self.batching not in ("mixed", "static"):
@@ -146,6 +148,8 @@ class SchedulerConfig:
             )
         if not self.share_within_step and not self.enable_prefix_caching:
             raise ConfigError("share_within_step=False has no effect without prefix caching; leave it at its default")
+        if self.displace and self.batching == "static":
+            raise ConfigError('displace=True has no effect with batching "static"; use "mixed" or leave it unset')
         if self.displace and self.order == "fcfs":
             raise ConfigError('displace=True has no effect under order "fcfs"; use order="priority" or leave it unset')
 

@@ -61,6 +61,8 @@ def make_victim(config: SchedulerConfig, order_name: str) -> Victim:
     if victim is None:
         victim = "lowest-priority" if order_name == "priority" else "latest"
     if not isinstance(victim, str):
+        if not hasattr(victim, "choose"):
+            raise ConfigError(f"victim is {victim!r}, neither a name nor an object with the Victim protocol")
         return victim
     if victim not in VICTIMS:
         raise ConfigError(

@@ -138,6 +138,8 @@ def make_order(order: str | Order) -> Order:
         ConfigError: no order has that name.
     """
     if not isinstance(order, str):
+        if not all(hasattr(order, method) for method in ("name", "displaces", "push", "pop", "peek", "remove")):
+            raise ConfigError(f"order is {order!r}, neither a name nor an object with the Order protocol")
         return order
     if order not in ORDERS:
         raise ConfigError(f"no order is called {order!r}; choose one of {', '.join(ORDERS)}, or pass an object")

@@ -182,13 +182,15 @@ class Request:
         self.request_id = request_id
         self.prompt_token_ids, self._prompt_bytes = _shared_prompt(request_id, prompt_token_ids)
         self.arrival_time = arrival_time
-        self.max_tokens = max_tokens
-        self.max_total_tokens = max_total_tokens
-        self.min_tokens = min_tokens
-        self.priority = priority
-        self.eos_token_ids = tuple(eos_token_ids)
+        self.max_tokens = self._integer("max_tokens", max_tokens, 1)
+        self.max_total_tokens = (
+            None if max_total_tokens is None else self._integer("max_total_tokens", max_total_tokens, 1)
+        )
+        self.min_tokens = self._integer("min_tokens", min_tokens, 0)
+        self.priority = self._integer("priority", priority, -MAX_INT)
+        self.eos_token_ids = tuple(self._integer("an EOS or stop token id", token, 0) for token in eos_token_ids)
         self.ignore_eos = ignore_eos
-        self.stop_token_ids = tuple(stop_token_ids)
+        self.stop_token_ids = tuple(self._integer("an EOS or stop token id", token, 0) for token in stop_token_ids)
         self.cache_salt = cache_salt
         self.use_prefix_cache = use_prefix_cache
         self.metadata = metadata
@@ -342,26 +344,32 @@ class Request:
     def _check(self) -> None:
         if self.num_prompt_tokens == 0:
             self._refuse("the prompt is empty; give at least one token")
-        self._check_int("max_tokens", self.max_tokens, 1)
-        self._check_int("min_tokens", self.min_tokens, 0)
-        if self.max_total_tokens is not None:
-            self._check_int("max_total_tokens", self.max_total_tokens, 1)
-        self._check_int("priority", self.priority, -MAX_INT)
         if self.min_tokens > self.max_tokens:
             self._refuse(f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}; lower it")
-        for token in (*self.eos_token_ids, *self.stop_token_ids):
-            self._check_int("an EOS or stop token id", token, 0)
         if not np.isfinite(self.arrival_time):
             self._refuse(f"arrival_time is {self.arrival_time}; give seconds on the caller's clock")
 
-    def _check_int(self, name: str, value: object, least: int) -> None:
-        if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
-            self._refuse(f"{name} is {value!r}; it must be an integer")
-        elif not least <= value <= MAX_INT:
-            self._refuse(f"{name} is {value}; it must be between {least} and {MAX_INT}")
+    def _integer(self, name: str, value: object, least: int) -> int:
+        try:
+            return checked_integer(name, value, least)
+        except ValueError as error:
+            raise RequestRefused(f"request {self.request_id!r} refused: {error}") from None
 
     def _refuse(self, why: str) -> None:
         raise RequestRefused(f"request {self.request_id!r} refused: {why}")
+
+
+def checked_integer(name: str, value: object, least: int) -> int:
+    """The value as a Python int.
+
+    Raises:
+        ValueError: it is no integer, or not between `least` and 2**31 - 1.
+    """
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; it must be an integer")
+    if not least <= value <= MAX_INT:
+        raise ValueError(f"{name} is {value}; it must be between {least} and {MAX_INT}")
+    return int(value)
 
 
 class OutputTokens:

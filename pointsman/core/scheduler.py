@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from pointsman.core.admission import Admission, Blocked, Grant
 from pointsman.core.batch import Batch
-from pointsman.core.config import SchedulerConfig
+from pointsman.core.config import MAX_INT, SchedulerConfig
 from pointsman.core.displacement import Displacement
 from pointsman.core.errors import InvalidTransition, RequestRefused, StepOrderError
 from pointsman.core.in_flight import AdmittedRequest, StepRecord
@@ -38,7 +38,7 @@ from pointsman.core.queue import make_order
 from pointsman.core.reason import Deferral, Reason
 from pointsman.core.recording import Recorder
 from pointsman.core.refusal import settle_limits
-from pointsman.core.request import FinishReason, ParkReason, Request, RequestStatus
+from pointsman.core.request import FinishReason, ParkReason, Request, RequestStatus, checked_integer
 from pointsman.core.reserve import make_reserves
 from pointsman.core.rewind import rewind
 from pointsman.core.running import Advance, Running
@@ -171,8 +171,10 @@ class Scheduler:
 
         Raises:
             UnknownRequest: no such request, or it has ended.
+            ValueError: the priority is no integer, or out of range.
         """
         request = self._life.require(request_id)
+        priority = checked_integer("priority", priority, -MAX_INT)
         queued = request in self._life.queue
         if queued:
             self._life.queue.remove(request)

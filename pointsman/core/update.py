@@ -134,9 +134,12 @@ class Update:
 def _tokens(result: StepResult, expected: int) -> Int64Array:
     """The result's tokens as an array of its own, `expected` of them."""
     try:
-        token_ids = np.array(result.token_ids, dtype=np.int64)
-    except (TypeError, ValueError, OverflowError) as error:
+        given = np.asarray(result.token_ids)
+    except ValueError as error:
         raise StepResultError(f"token_ids must be a flat sequence of integers: {error}") from None
+    if given.dtype.kind not in "iu" and given.size:
+        raise StepResultError(f"token_ids must be a flat sequence of integers, and they are of type {given.dtype}")
+    token_ids: Int64Array = given.astype(np.int64)
     if token_ids.shape != (expected,):
         raise StepResultError(
             f"token_ids has shape {token_ids.shape} and {expected} row(s) sample in this step; give one token for each"
