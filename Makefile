@@ -1,0 +1,66 @@
+# What a newcomer runs: `make demo` and `make test`. Everything is installed into $(VENV) the first time.
+#
+# Where PyTorch comes from: PyPI, whose build for Linux on x86-64 carries GPU libraries. A smaller download is
+#     make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
+
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= 2
+TORCH_INDEX ?=
+
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+# A thread of PyTorch's that has no work sleeps instead of spinning: CI machines and laptops have other work to do.
+export OMP_WAIT_POLICY ?= PASSIVE
+
+.PHONY: help install demo test lint format bench bench-quick soak clean
+
+help:
+	@echo "make demo    run the demo model on built-in prompts"
+	@echo "make test    format check, lint, types, quick benchmarks, all tests"
+	@echo "make soak    the long forms of all tests, and the benchmarks in full"
+	@echo "make bench   the benchmarks in full"
+	@echo "make format  format the code and repair what the linter can"
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	    || { echo "$$($(PYTHON) --version) is too old: Pointsman needs Python 3.11 or later (make PYTHON=...)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@if [ -n "$(TORCH_INDEX)" ]; then $(BIN)/python -m pip install -q -c constraints.txt --index-url $(TORCH_INDEX) torch; fi
+	@echo "installing into $(VENV) (once; PyTorch is the large part)"
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[engine,dev]'
+	@touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/pointsman generate
+
+lint: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy --strict pointsman/core
+
+test: lint bench-quick
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench-quick: $(INSTALLED)
+	$(BIN)/python benchmarks/scheduler_step.py --quick
+	$(BIN)/python benchmarks/prefix_scaling.py --quick
+	$(BIN)/python benchmarks/static_vs_continuous.py --quick
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/scheduler_step.py --check
+	$(BIN)/python benchmarks/prefix_scaling.py --check
+	$(BIN)/python benchmarks/static_vs_continuous.py --check
+
+soak: lint bench
+	POINTSMAN_SOAK=1 $(BIN)/python -m pytest -q
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,254 @@
+"""The commands. Their options are in `options.py`; what they do, in `generate.py` and in the core's `replay`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import pointsman
+from pointsman.cli import options
+from pointsman.cli.display import choose_display
+from pointsman.cli.errors import EXIT_FAILED, EXIT_OK, CommandError
+from pointsman.cli.generate import run_workload
+from pointsman.cli.units import parse_size
+from pointsman.cli.workload import (
+    Sampling,
+    Workload,
+    demo_workload,
+    prompts_workload,
+    text_workload,
+    trace_workload,
+)
+from pointsman.core import Scheduler, SchedulerConfig
+from pointsman.core import replay as core_replay
+from pointsman.core.recording import Recorder, RecordingError, ReplayDifference
+
+if TYPE_CHECKING:
+    from pointsman.engine import Engine
+
+# Plain help: the framed kind cuts off long option names in a narrow terminal.
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+# The built-in prompts run with few seats and a small pool, so that requests wait and give way while one looks on.
+DEMO_STEP = {"max_num_seqs": 8, "max_num_batched_tokens": 128}
+DEMO_POOL = {"num_blocks": 40}
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """The scheduler of an LLM inference engine, and a first engine that runs on it."""
+    if version:
+        print(f"pointsman {pointsman.__version__}")
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command()
+def generate(
+    model: options.Model = "demo",
+    prompt: options.PromptTexts = None,
+    prompts: options.PromptFile = None,
+    trace: options.TraceFile = None,
+    speed: options.Speed = None,
+    limit: options.Limit = None,
+    dtype: options.Dtype = "float32",
+    threads: options.Threads = None,
+    max_tokens: options.MaxTokens = None,
+    temperature: options.Temperature = 0.7,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
+    seed: options.Seed = 0,
+    ignore_eos: options.IgnoreEos = False,
+    num_blocks: options.NumBlocks = None,
+    kv_cache_bytes: options.KvCacheBytes = None,
+    block_size: options.BlockSize = None,
+    max_model_len: options.MaxModelLen = None,
+    max_num_seqs: options.MaxNumSeqs = None,
+    max_num_batched_tokens: options.MaxNumBatchedTokens = None,
+    order: options.OrderName = None,
+    victim: options.VictimName = None,
+    displace: options.Displace = None,
+    watermark: options.Watermark = None,
+    batching: options.Batching = None,
+    enable_prefix_caching: options.EnablePrefixCaching = None,
+    enable_chunked_prefill: options.EnableChunkedPrefill = None,
+    long_prefill_token_threshold: options.LongPrefillTokenThreshold = None,
+    full_sequence_must_fit: options.FullSequenceMustFit = None,
+    as_json: options.AsJson = False,
+    record: options.RecordFile = None,
+) -> int:
+    """Run a model on many prompts at once and watch the scheduler at work.
+
+    Without options the demo model continues built-in prompts, in a pool so small that requests wait and give way.
+    """
+    knobs = _given(
+        num_blocks=num_blocks,
+        kv_cache_bytes=kv_cache_bytes,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        order=order,
+        victim=victim,
+        displace=displace,
+        watermark=watermark,
+        batching=batching,
+        enable_prefix_caching=enable_prefix_caching,
+        enable_chunked_prefill=enable_chunked_prefill,
+        long_prefill_token_threshold=long_prefill_token_threshold,
+        full_sequence_must_fit=full_sequence_must_fit,
+    )
+    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, ignore_eos=ignore_eos)
+    if threads is not None and threads < 1:
+        raise CommandError(f"--threads is {threads}; it must be at least 1")
+    try:
+        sampling.params()  # the options themselves, before anything is read or loaded
+        if kv_cache_bytes is not None:
+            knobs["kv_cache_bytes"] = parse_size(kv_cache_bytes)
+        if not (prompt or prompts or trace):
+            knobs = _demo_knobs(knobs) | knobs
+        _check_knobs(knobs)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    workload = _workload(prompt, prompts, trace, speed, limit, seed, sampling)
+    _warn_of_unread_priorities(workload, order)
+    with _recorder(record) as recorder:
+        engine = _load_engine(threads, model=model, dtype=dtype, seed=seed, recorder=recorder, **knobs)
+        display = choose_display(as_json=as_json, texts=not workload.is_trace)
+        return run_workload(engine, workload, display)
+
+
+@app.command()
+def replay(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A recording, as pointsman generate --record writes it.")],
+) -> int:
+    """Run a recording through the scheduler again and compare every decision.
+
+    Exit code 0: no difference; 1: the first difference is printed; 2: the file is no recording.
+    """
+    try:
+        with open(file, encoding="utf-8") as lines:
+            report = core_replay(lines)
+    except OSError as error:
+        raise CommandError(f"cannot read the recording {file}: {error.strerror}") from None
+    except (RecordingError, UnicodeDecodeError) as error:
+        raise CommandError(f"{file}: {error}") from None
+    except ReplayDifference as difference:
+        where = "a call outside steps" if difference.step_id is None else f"step {difference.step_id}"
+        print(f"{file}, line {difference.line}: the replay differs at {where}, in {difference.field}")
+        print(f"recorded: {_shorten(difference.recorded)}")
+        print(f"replayed: {_shorten(difference.replayed)}")
+        return EXIT_FAILED
+    print(
+        f"{report.num_steps} steps replayed ({report.num_calls} calls, {report.num_requests} requests, "
+        f"{report.num_preemptions} preemptions): no difference"
+    )
+    return EXIT_OK
+
+
+def _shorten(value: object, length: int = 400) -> str:
+    text = repr(value)
+    return text if len(text) <= length else f"{text[:length]}... ({len(text)} characters)"
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    """The options that were given."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _demo_knobs(given: dict[str, Any]) -> dict[str, int]:
+    """The knobs of the built-in prompts, as far as the user has not chosen others or what depends on them."""
+    step = {} if given.keys() & DEMO_STEP.keys() else DEMO_STEP
+    pool = {} if given.keys() & {"num_blocks", "kv_cache_bytes", "block_size"} else DEMO_POOL
+    return step | pool
+
+
+def _check_knobs(knobs: dict[str, Any]) -> None:
+    """Complain of the scheduler's knobs at once, rather than after a model has been loaded for seconds.
+
+    Raises:
+        ValueError: a value is out of range, or two knobs contradict each other.
+    """
+    if knobs.get("num_blocks") is not None and "kv_cache_bytes" in knobs:
+        raise ValueError("--num-blocks and --kv-cache-bytes both set the size of the pool; give one of them")
+    stand_ins = {"num_blocks": 1, "max_model_len": 1, "max_num_seqs": 1}
+    given = {name: value for name, value in knobs.items() if name != "kv_cache_bytes"}
+    Scheduler(SchedulerConfig(**(stand_ins | given)))
+
+
+def _workload(
+    prompt: list[str] | None,
+    prompts: str | None,
+    trace: str | None,
+    speed: float | None,
+    limit: int | None,
+    seed: int,
+    sampling: Sampling,
+) -> Workload:
+    if sum(source is not None for source in (prompt or None, prompts, trace)) > 1:
+        raise CommandError("--prompt, --prompts and --trace each say what to run; give one of them")
+    if trace is None and (speed is not None or limit is not None):
+        raise CommandError(f"--{'speed' if speed is not None else 'limit'} belongs to a trace; give --trace FILE too")
+    if trace is not None:
+        speed = 1.0 if speed is None else speed
+        if not 0.0 <= speed < float("inf"):
+            raise CommandError(f"--speed is {speed:g}; it must be 0 (all at once) or more")
+        if limit is not None and limit < 1:
+            raise CommandError(f"--limit is {limit}; it must be at least 1")
+        return trace_workload(trace, speed, limit, seed, sampling)
+    if prompts is not None:
+        return prompts_workload(prompts, sampling)
+    return text_workload(prompt, sampling) if prompt else demo_workload(sampling)
+
+
+def _warn_of_unread_priorities(workload: Workload, order: str | None) -> None:
+    if order in (None, "fcfs") and any(job.priority for job in workload.jobs):
+        print("pointsman: warning: priorities are read only under --order priority", file=sys.stderr)
+
+
+@contextmanager
+def _recorder(path: str | None) -> Iterator[Recorder | None]:
+    """A recorder whose file is closed with the context; None where none is wanted."""
+    if path is None:
+        yield None
+        return
+    try:
+        with Path(path).open("w", encoding="utf-8") as file:
+            yield Recorder(file)
+    except BrokenPipeError:  # of standard output
+        raise
+    except OSError as error:
+        raise CommandError(f"cannot write the recording {path}: {error.strerror}") from None
+
+
+def _load_engine(threads: int | None, *, model: str, **arguments: Any) -> Engine:
+    logging.basicConfig(stream=sys.stderr, format="pointsman: %(message)s")
+    logger = logging.getLogger("pointsman")
+    logger.setLevel(logging.INFO)
+    logger.info("loading the model %s", model)
+    # A thread that has no work must sleep, not spin: on a machine with other work, spinning costs a factor of twenty.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    try:
+        import torch
+
+        from pointsman.engine import Engine
+    except ModuleNotFoundError as error:
+        raise CommandError(f"generate needs {error.name}; install it with: pip install 'pointsman[engine]'") from None
+    if threads is None and model == "demo":
+        threads = 1  # its matrices are too small to share out
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        return Engine(model, **arguments)
+    except ValueError as error:  # the model, or a knob that depends on it
+        raise CommandError(str(error)) from None

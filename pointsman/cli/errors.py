@@ -1,0 +1,21 @@
+"""What a command reports as one line on stderr and an exit code."""
+
+from __future__ import annotations
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+
+class CommandError(Exception):
+    """Something the user can repair.
+
+    Args:
+        message: names the value, the limit and the remedy.
+        exit_code: 2 for bad input, 1 where the input was good and the run failed.
+    """
+
+    def __init__(self, message: str, exit_code: int = EXIT_BAD_INPUT) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

@@ -1,0 +1,180 @@
+"""The loop around the engine: requests arrive, steps run, and the run ends in an orderly way whatever happens.
+
+Prompts that are there from the start are added before anything is shown; a trace's requests are added when their time
+has come. Ctrl-C is noted and obeyed between two steps, so that the scheduler, a recording and the terminal are left
+whole; a second one does not wait.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from pointsman.cli.display import Display
+from pointsman.cli.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, CommandError
+from pointsman.cli.progress import Progress
+from pointsman.cli.workload import Job, Workload
+
+if TYPE_CHECKING:
+    from pointsman.engine import Engine
+
+IDLE_SECONDS = 0.05  # between looks at the clock and for Ctrl-C while the next arrival is awaited
+
+
+def run_workload(engine: Engine, workload: Workload, display: Display) -> int:
+    """Run every job to its end.
+
+    Returns:
+        The exit code: 0; 1 if a step or a request failed; 2 if a prompt was bad (the others ran); 130 after Ctrl-C.
+
+    Raises:
+        CommandError: nothing could run at all.
+    """
+    run = _Run(engine, workload, display)
+    with _interruption() as interruption:
+        run.report_problems()
+        run.admit_arrived(interruption)
+        run.report_refusals()
+        with display:
+            run.loop(interruption)
+            run.abort_rest()
+    display.summary(run.progress.summary(time.monotonic(), interrupted=interruption.requested))
+    if run.failure:
+        _print_error(run.failure)
+    if interruption.requested:
+        return EXIT_INTERRUPTED
+    if run.failure or run.progress.ends["error"]:
+        return EXIT_FAILED
+    return EXIT_BAD_INPUT if run.had_bad_prompt else EXIT_OK
+
+
+@dataclass(slots=True)
+class _Interruption:
+    requested: bool = False
+
+
+@contextmanager
+def _interruption() -> Iterator[_Interruption]:
+    """Turns the first Ctrl-C into a note. A plain flag: a signal handler must not wait for a lock."""
+    state = _Interruption()
+
+    def note(signal_number: int, frame: FrameType | None) -> None:
+        if state.requested:
+            raise KeyboardInterrupt
+        state.requested = True
+
+    previous = signal.signal(signal.SIGINT, note)
+    try:
+        yield state
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+class _Run:
+    """One run: the jobs that have not arrived, and what happened to the others."""
+
+    def __init__(self, engine: Engine, workload: Workload, display: Display) -> None:
+        self.engine = engine
+        self.workload = workload
+        self.display = display
+        self.pending: deque[Job] = deque(workload.jobs)  # by arrival
+        self.progress = Progress(engine, time.monotonic(), len(workload.jobs) + len(workload.problems))
+        self.had_bad_prompt = False
+        self.failure = ""
+        self._refusals: list[str] = []
+        self._num_added = 0
+
+    def report_problems(self) -> None:
+        """What the workload could not make a job of."""
+        for problem in self.workload.problems:
+            self.display.ended(self.progress.refused(problem.request_id, problem.message))
+            if not self.workload.is_trace:
+                self.had_bad_prompt = True
+                _print_error(problem.message)
+
+    def admit_arrived(self, interruption: _Interruption) -> None:
+        """Add the requests whose time has come."""
+        elapsed = time.monotonic() - self.progress.start
+        while self.pending and self.pending[0].arrival_time <= elapsed and not interruption.requested:
+            self._add(self.pending.popleft())
+
+    def report_refusals(self) -> None:
+        """The refusals so far: counted for a trace, otherwise an error each, or one if nothing is left to run.
+
+        Raises:
+            CommandError: every request was refused.
+        """
+        refusals, self._refusals = self._refusals, []
+        if refusals and not self._num_added and not self.pending:
+            raise CommandError(self._nothing_runs(refusals))
+        if not self.workload.is_trace:
+            for refusal in refusals:
+                self.had_bad_prompt = True
+                _print_error(refusal)
+
+    def loop(self, interruption: _Interruption) -> None:
+        """Step until everything has ended, Ctrl-C was pressed or a step failed."""
+        from pointsman.engine import EngineStepError
+
+        while not interruption.requested and (self.pending or self.engine.has_unfinished_requests()):
+            self.admit_arrived(interruption)
+            if self.engine.has_unfinished_requests():
+                try:
+                    outputs = self.engine.step()
+                except EngineStepError as error:
+                    self.failure = str(error)
+                    return
+                for entry in self.progress.stepped(outputs, time.monotonic()):
+                    self.display.ended(entry)
+            elif self.pending:
+                wait = self.progress.start + self.pending[0].arrival_time - time.monotonic()
+                time.sleep(min(max(wait, 0.0), IDLE_SECONDS))
+            self.display.refresh(self.progress, time.monotonic())
+
+    def abort_rest(self) -> None:
+        """End what still runs; nothing does after a run that came to its end."""
+        for entry in self.progress.unfinished():
+            if (output := self.engine.abort(entry.request_id)) is not None:
+                self.display.ended(self.progress.aborted(output))
+
+    def _nothing_runs(self, refusals: list[str]) -> str:
+        """Why, once for all of them: usually one cause that they share, such as a pool that is too small."""
+        config = self.engine.scheduler.config
+        message = refusals[0]
+        if len(refusals) > 1:
+            message = f"all {len(refusals)} requests were refused; the first: {message}"
+        if config.num_usable_tokens < config.max_model_len:
+            full = -(-config.max_model_len // config.block_size)
+            message += (
+                f" (a request of full length, {config.max_model_len} tokens, needs {full} blocks of "
+                f"{config.block_size}; the pool has {config.num_usable_blocks})"
+            )
+        return message
+
+    def _add(self, job: Job) -> None:
+        try:
+            prompt = job.prompt(self.engine.loaded.vocab_size)
+            request = self.engine.add_request(
+                job.request_id,
+                prompt,
+                job.params,
+                arrival_time=self.progress.start + job.arrival_time,
+                priority=job.priority,
+            )
+        except ValueError as error:  # refused, or a text or token that the model does not know
+            self._refusals.append(f"{job.place}: {error}")
+            self.display.ended(self.progress.refused(job.request_id, str(error)))
+        else:
+            self._num_added += 1
+            self.progress.added(request, prompt if isinstance(prompt, str) else "")
+
+
+def _print_error(message: str) -> None:
+    print(f"pointsman: error: {' '.join(message.split())}", file=sys.stderr, flush=True)

@@ -1,0 +1,259 @@
+"""What to run: the built-in prompts, prompts from the command line or a file, or the requests of a trace.
+
+All of them become one list of `Job`s. A prompt that cannot be read is a problem of its own: it is noted with its
+place, and the others run.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from pointsman.cli.demo_prompts import DEMO_PROMPTS
+from pointsman.cli.errors import CommandError
+from pointsman.traces import TraceError, TraceRequest, prompt_token_ids, read_trace
+
+if TYPE_CHECKING:
+    from pointsman.engine import SamplingParams
+
+Prompt: TypeAlias = str | Sequence[int]
+
+SAMPLING_FIELDS = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "seed", "ignore_eos", "stop_token_ids")
+PROMPT_FIELDS = ("prompt", "prompt_token_ids", "request_id", "priority", *SAMPLING_FIELDS)
+
+
+@dataclass(slots=True)
+class Job:
+    """One request to make."""
+
+    request_id: str
+    prompt: Callable[[int], Prompt]
+    """Called with the vocabulary's size, when the request arrives: a trace's prompts are made one at a time."""
+    params: SamplingParams
+    place: str
+    """Where it comes from, for messages."""
+    arrival_time: float = 0.0
+    """Seconds after the start of the run."""
+    priority: int = 0
+
+
+@dataclass(slots=True)
+class Problem:
+    """A prompt that cannot run."""
+
+    request_id: str
+    message: str
+
+
+@dataclass(slots=True)
+class Workload:
+    """The jobs by arrival, and what could not become one."""
+
+    jobs: list[Job]
+    problems: list[Problem] = field(default_factory=list)
+    is_trace: bool = False
+    """Prompts are made up, so their texts say nothing, and what the model cannot hold is counted, not an error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """The sampling options of the command, as defaults for every prompt that does not set its own."""
+
+    max_tokens: int | None
+    """None: 64, or the lengths that the built-in prompts and traces bring along."""
+    temperature: float
+    top_p: float
+    top_k: int
+    ignore_eos: bool
+
+    def params(self, length: int | None = None, **own: Any) -> SamplingParams:
+        """Sampling parameters of one request.
+
+        Args:
+            length: the output length that a built-in prompt or a trace brings along; the option can only shorten it.
+            own: fields of `SamplingParams` that the request itself sets; they go before the options.
+
+        Raises:
+            ValueError: a value is out of range.
+        """
+        from pointsman.engine import SamplingParams
+
+        lengths = [each for each in (self.max_tokens, length) if each is not None]
+        values: dict[str, Any] = {
+            "max_tokens": min(lengths, default=64),
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "ignore_eos": self.ignore_eos,
+        }
+        return SamplingParams(**(values | own))
+
+
+def demo_workload(sampling: Sampling) -> Workload:
+    """The built-in prompts, all arriving at once."""
+    return _texts([(text, length, "the built-in prompts") for text, length in DEMO_PROMPTS], sampling)
+
+
+def text_workload(prompts: Sequence[str], sampling: Sampling) -> Workload:
+    """Prompts given on the command line."""
+    return _texts([(text, None, "--prompt") for text in prompts], sampling)
+
+
+def prompts_workload(path: str, sampling: Sampling) -> Workload:
+    """The prompts of a file; "-" is standard input.
+
+    A file whose first line is a JSON object is read as JSON lines, any other as a prompt a line, without blank lines.
+
+    Raises:
+        CommandError: the file cannot be read, or has no prompt in it.
+    """
+    lines = list(_lines(path))
+    if not lines:
+        raise CommandError(f'{path}: no prompts in it; write a prompt a line, or JSON lines with a field "prompt"')
+    if not lines[0][1].lstrip().startswith("{"):
+        return _texts([(text, None, f"{path}, line {number}") for number, text in lines], sampling)
+    workload = Workload(jobs=[])
+    taken: set[str] = set()
+    for number, text in lines:
+        place = f"{path}, line {number}"
+        request_id = f"line-{number}"
+        try:
+            fields = _prompt_fields(text)
+            request_id = fields.get("request_id", request_id)
+            if request_id in taken:
+                raise ValueError(f"request_id {request_id!r} is taken by an earlier line; give each its own")
+            job = _job(request_id, fields, place, sampling)
+        except (ValueError, OverflowError) as error:  # OverflowError: a number beyond what a float can be
+            workload.problems.append(Problem(request_id, f"{place}: {error}"))
+        else:
+            taken.add(request_id)
+            workload.jobs.append(job)
+    return workload
+
+
+def trace_workload(path: str, speed: float, limit: int | None, seed: int, sampling: Sampling) -> Workload:
+    """The requests of a trace, with their lengths and shared prefixes.
+
+    Args:
+        path: an Azure or BurstGPT CSV, or Mooncake or measured JSON lines.
+        speed: how many times as fast as recorded the requests arrive; 0: all at once.
+        limit: only so many requests from the start; None: all.
+        seed: of the made-up tokens.
+        sampling: its `max_tokens` shortens the traced outputs; they are never ended by an EOS.
+
+    Raises:
+        CommandError: the trace cannot be read.
+    """
+    try:
+        requests = read_trace(path, limit=limit)
+    except OSError as error:
+        raise CommandError(f"cannot read the trace {path}: {error.strerror}") from None
+    except TraceError as error:
+        raise CommandError(str(error)) from None
+    workload = Workload(jobs=[], is_trace=True)
+    for index, request in enumerate(requests):
+        request_id = f"trace-{index}"
+        if request.num_output_tokens == 0:
+            workload.problems.append(Problem(request_id, f"{path}: request {index} has no output in the trace"))
+            continue
+        workload.jobs.append(
+            Job(
+                request_id=request_id,
+                prompt=_made_up(request, seed, index),
+                params=sampling.params(request.num_output_tokens, ignore_eos=True),
+                place=f"{path}, request {index}",
+                arrival_time=request.arrival_time / speed if speed else 0.0,
+            )
+        )
+    return workload
+
+
+def _made_up(request: TraceRequest, seed: int, index: int) -> Callable[[int], Prompt]:
+    return lambda vocab_size: prompt_token_ids(request, vocab_size, seed, index).tolist()
+
+
+def _texts(prompts: Sequence[tuple[str, int | None, str]], sampling: Sampling) -> Workload:
+    """A workload of (text, max_tokens or None, place)."""
+    workload = Workload(jobs=[])
+    for index, (text, length, place) in enumerate(prompts):
+        request_id = f"prompt-{index}"
+        try:
+            _check_text(text)
+        except ValueError as error:
+            workload.problems.append(Problem(request_id, f"{place}: {error}"))
+        else:
+            workload.jobs.append(Job(request_id, _given(text), sampling.params(length), place))
+    return workload
+
+
+def _check_text(text: str) -> None:
+    if not text:
+        raise ValueError("the prompt is empty; write at least one character")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # half a surrogate pair in JSON, or bytes of another encoding as an argument
+        raise ValueError(f"the prompt is no Unicode text at character {error.start}; write it in UTF-8") from None
+
+
+def _given(prompt: Prompt) -> Callable[[int], Prompt]:
+    return lambda vocab_size: prompt
+
+
+def _lines(path: str) -> Iterator[tuple[int, str]]:
+    """(line number, text) of the lines that are not blank."""
+    try:
+        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        text = data.decode("utf-8-sig")
+    except OSError as error:
+        raise CommandError(f"cannot read the prompts {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise CommandError(f"{path}, line {line}: not UTF-8 text ({error.reason})") from None
+    for number, line in enumerate(text.split("\n"), start=1):
+        if (stripped := line.rstrip("\r")) and not stripped.isspace():
+            yield number, stripped
+
+
+def _prompt_fields(text: str) -> dict[str, Any]:
+    """The fields of one JSON line, with the types of what identifies the request checked."""
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
+        raise ValueError(f"not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f'a JSON {type(fields).__name__}; write an object with a field "prompt"')
+    if unknown := [name for name in fields if name not in PROMPT_FIELDS]:
+        raise ValueError(f"unknown field {unknown[0]!r}; known are {', '.join(PROMPT_FIELDS)}")
+    request_id = fields.get("request_id", "")
+    if not isinstance(request_id, str) or ("request_id" in fields and not request_id):
+        raise ValueError(f"request_id is {request_id!r}; it must be a string that is not empty")
+    return fields
+
+
+def _job(request_id: str, fields: dict[str, Any], place: str, sampling: Sampling) -> Job:
+    if ("prompt" in fields) == ("prompt_token_ids" in fields):
+        raise ValueError('give either "prompt" or "prompt_token_ids"')
+    prompt = fields.get("prompt", fields.get("prompt_token_ids"))
+    if "prompt" in fields and not isinstance(prompt, str):
+        raise ValueError(f'"prompt" is {prompt!r}; it must be a string')
+    if "prompt_token_ids" in fields and not (
+        isinstance(prompt, list) and all(isinstance(token, int) and not isinstance(token, bool) for token in prompt)
+    ):
+        raise ValueError('"prompt_token_ids" must be a list of whole numbers')
+    if isinstance(prompt, str):
+        _check_text(prompt)
+    elif not prompt:
+        raise ValueError("the prompt is empty; give at least one token")
+    priority = fields.get("priority", 0)
+    if not isinstance(priority, int) or isinstance(priority, bool):
+        raise ValueError(f'"priority" is {priority!r}; it must be a whole number, smaller being more urgent')
+    own = {name: fields[name] for name in SAMPLING_FIELDS if name in fields}
+    if not isinstance(own.get("ignore_eos", False), bool):
+        raise ValueError(f'"ignore_eos" is {own["ignore_eos"]!r}; it must be true or false')
+    if not isinstance(own.get("stop_token_ids", []), list):
+        raise ValueError(f'"stop_token_ids" is {own["stop_token_ids"]!r}; it must be a list of token ids')
+    return Job(request_id, _given(prompt), sampling.params(**own), place, priority=priority)

@@ -1,0 +1,221 @@
+"""Paged attention behind transformers' attention interface.
+
+One function, `paged_attention_forward`, is registered with transformers under the name `ATTENTION_NAME`. A model
+loaded with that name calls it once per layer, with the layer's own module as first argument, and that is the only
+point at which a model and the paged KV pool meet: no model has code of its own here.
+
+A step's tokens travel as one flat row, `input_ids [1, T]`: the scheduled tokens of every request behind each other.
+What tells the requests apart is a `PagedBatch`, built once per step and shared by all layers. In each layer the keys
+and values of ALL rows are written to the pool before any row attends, so requests of one step may share blocks.
+
+    model(input_ids [1, T]) -> layer i -> paged_attention_forward(module, q, k, v)
+                                             -> handler of that module: PagedLayer
+                                                  -> write_kv(batch, k, v) into pool.keys[i], pool.values[i]
+                                                  -> backend.attend(plan, q, ...)
+
+A backend is an object with `plan` (once per step, on the host) and `attend` (once per layer). The plain one is in
+`torch_attention.py`; faster ones replace it without touching anything else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from pointsman.engine.kv_pool import KVPool
+
+Int64Array: TypeAlias = npt.NDArray[np.int64]
+
+ATTENTION_NAME = "pointsman_paged"
+_HANDLER = "pointsman_attention"  # the key under which a module's __dict__ carries its handler
+
+
+@dataclass(slots=True)
+class PagedBatch:
+    """Where the tokens of one step belong. n rows (requests), T tokens.
+
+    The NumPy arrays are what a backend plans with, on the host; the tensors are what every layer uses.
+    """
+
+    block_size: int
+    positions: Int64Array
+    """[T] position of each token within its sequence."""
+    query_starts: Int64Array
+    """[n + 1] row i's tokens are [query_starts[i], query_starts[i + 1]) of the flat batch."""
+    query_lens: Int64Array
+    """[n] tokens of each row in this step."""
+    kv_lens: Int64Array
+    """[n] tokens of each row whose KV exists once this step has written its own."""
+    block_tables: Int64Array
+    """[n, width] block ids; entries past ceil(kv_lens / block_size) mean nothing."""
+    slot_blocks: Tensor
+    """[T] int64: the block into which each token's KV goes,"""
+    slot_offsets: Tensor
+    """[T] int64: and its place within the block."""
+    fresh_blocks: Tensor
+    """[f] int64: blocks that this step begins and does not fill."""
+
+    @classmethod
+    def build(
+        cls,
+        query_lens: npt.NDArray[np.integer],
+        num_computed_tokens: npt.NDArray[np.integer],
+        block_tables: npt.NDArray[np.integer],
+        block_size: int,
+        device: torch.device | str = "cpu",
+    ) -> PagedBatch:
+        """From per-row arrays: tokens in this step [n], tokens before it [n], block ids [n, width]."""
+        counts: Int64Array = query_lens.astype(np.int64)
+        computed: Int64Array = num_computed_tokens.astype(np.int64)
+        query_starts = np.zeros(len(counts) + 1, dtype=np.int64)
+        np.cumsum(counts, out=query_starts[1:])
+        kv_lens = computed + counts
+        width = -(-int(kv_lens.max(initial=0)) // block_size)
+        tables = block_tables[:, :width].astype(np.int64)
+
+        row_of_token = np.repeat(np.arange(len(counts)), counts)
+        positions = np.arange(query_starts[-1]) + (computed - query_starts[:-1])[row_of_token]
+        slot_blocks = tables[row_of_token, positions // block_size]
+
+        last_block_start = (kv_lens - 1) // block_size * block_size
+        begun = (last_block_start >= computed) & (kv_lens % block_size != 0)
+        fresh_blocks = tables[begun, last_block_start[begun] // block_size]
+        return cls(
+            block_size=block_size,
+            positions=positions,
+            query_starts=query_starts,
+            query_lens=counts,
+            kv_lens=kv_lens,
+            block_tables=tables,
+            slot_blocks=torch.from_numpy(slot_blocks).to(device),
+            slot_offsets=torch.from_numpy(positions % block_size).to(device),
+            fresh_blocks=torch.from_numpy(fresh_blocks).to(device),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.positions)
+
+
+class AttentionBackend(Protocol):
+    """Computes attention of a `PagedBatch` over the pool."""
+
+    name: str
+
+    def plan(self, batch: PagedBatch) -> Any:
+        """What all layers of the step share; called once per step."""
+
+    def attend(
+        self,
+        plan: Any,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """[T, num_heads, k_dim] queries -> [T, num_heads, v_dim].
+
+        A token at position p attends to positions j <= p, and with a `window` only to j > p - window. `softcap`
+        bounds scores as cap * tanh(score / cap); `sinks` [num_heads] are scores of a column without a value.
+        """
+
+
+class AttentionContext:
+    """What the layers of one model attend with in the current step. `ModelRunner` fills it before each forward."""
+
+    __slots__ = ("backend", "batch", "plan", "pool")
+
+    def __init__(self) -> None:
+        self.backend: AttentionBackend | None = None
+        self.batch: PagedBatch | None = None
+        self.plan: Any = None
+        self.pool: KVPool | None = None
+
+    def begin(self, batch: PagedBatch, pool: KVPool, backend: AttentionBackend) -> None:
+        """Everything that the next forward of the model needs."""
+        self.batch, self.pool, self.backend, self.plan = batch, pool, backend, backend.plan(batch)
+
+    def end(self) -> None:
+        """Drop the step, so that a forward without `begin` fails instead of writing to yesterday's slots."""
+        self.batch = self.plan = None
+
+
+class PagedLayer:
+    """The handler of one attention module: writes the step's KV, then attends."""
+
+    __slots__ = ("context", "index")
+
+    def __init__(self, context: AttentionContext, index: int) -> None:
+        self.context = context
+        self.index = index
+
+    def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+        """[1, heads, T, dim] each -> [1, T, num_heads, v_dim]."""
+        context = self.context
+        if context.batch is None or context.pool is None or context.backend is None:
+            raise RuntimeError("a model in paged mode ran outside ModelRunner.execute; use the runner")
+        keys, values = context.pool.keys[self.index], context.pool.values[self.index]
+        write_kv(context.batch, key[0].transpose(0, 1), value[0].transpose(0, 1), keys, values)
+        scale = options.get("scaling")
+        output = context.backend.attend(
+            context.plan,
+            query[0].transpose(0, 1),
+            keys,
+            values,
+            scale=query.shape[-1] ** -0.5 if scale is None else scale,
+            window=options.get("sliding_window"),
+            softcap=options.get("softcap"),
+            sinks=options.get("s_aux"),
+        )
+        return output[None]
+
+
+def write_kv(batch: PagedBatch, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Write `key` [T, kv_heads, k_dim] and `value` [T, kv_heads, v_dim] to the slots of the batch.
+
+    Blocks begun here are zeroed first. The slots past a sequence's end are masked, but a mask is arithmetic and
+    0 * NaN is NaN: without this, what another request once left there could reach this one.
+    """
+    if len(batch.fresh_blocks):
+        keys.index_fill_(0, batch.fresh_blocks, 0)
+        values.index_fill_(0, batch.fresh_blocks, 0)
+    keys[batch.slot_blocks, :, batch.slot_offsets] = key
+    values[batch.slot_blocks, :, batch.slot_offsets] = value
+
+
+def paged_attention_forward(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """The function that transformers calls in every attention layer.
+
+    Args:
+        module: the attention layer; its handler says what to do.
+        query, key, value: [1, heads, T, dim].
+        attention_mask: always None, because no mask function is registered for this implementation.
+        options: `scaling`, and where the model has them `sliding_window`, `softcap`, `s_aux` (sinks).
+    """
+    handler = module.__dict__.get(_HANDLER)
+    if handler is None:
+        raise RuntimeError(f"attention module {type(module).__name__} was not seen when the model was probed")
+    if attention_mask is not None:
+        options["attention_mask"] = attention_mask
+    return handler(module, query, key, value, options), None
+
+
+def set_handler(module: nn.Module, handler: Any) -> None:
+    """Make `handler(module, query, key, value, options)` answer the module's attention calls; None: nobody."""
+    module.__dict__[_HANDLER] = handler  # past nn.Module.__setattr__: a handler is neither parameter nor submodule
+
+
+AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)

@@ -1,0 +1,17 @@
+"""What the engine raises, beside the scheduler's own errors. Each message is one line: value, limit, remedy."""
+
+from __future__ import annotations
+
+from pointsman.core.errors import PointsmanError
+
+
+class ModelLoadError(PointsmanError, ValueError):
+    """A model directory that cannot be read: absent, incomplete or corrupt."""
+
+
+class UnsupportedModel(ModelLoadError):
+    """A model that could be read but that the paged attention path would not compute correctly."""
+
+
+class EngineStepError(PointsmanError, RuntimeError):
+    """A step failed on the host. The scheduler has been rewound to before it; the engine may go on stepping."""

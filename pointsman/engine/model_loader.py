@@ -1,0 +1,219 @@
+"""Load a decoder-only model from a directory: configuration, weights, tokenizer; refuse what would compute wrongly."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging as transformers_logging
+
+from pointsman.engine.attention import ATTENTION_NAME, AttentionContext
+from pointsman.engine.errors import ModelLoadError, UnsupportedModel
+from pointsman.engine.kv_pool import LayerShape
+from pointsman.engine.model_check import attach, check_config, probe_layers, self_check
+
+logger = logging.getLogger(__name__)
+
+DEMO_MODEL = Path(__file__).parent / "demo"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """A model that passed its checks, ready for a `ModelRunner`."""
+
+    path: str
+    model: Any
+    """The transformers model, in evaluation mode, its attention answered by `context`."""
+    config: Any
+    """Its text configuration."""
+    tokenizer: Any | None
+    """None where the directory has none: prompts are then token ids."""
+    layers: tuple[LayerShape, ...]
+    context: AttentionContext
+    eos_token_ids: tuple[int, ...]
+    max_position_embeddings: int | None
+    """Longest sequence the model was made for; None where the configuration does not say."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.model.dtype
+        return dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the input embedding: token ids must be below it."""
+        return int(self.model.get_input_embeddings().num_embeddings)
+
+
+def load_model(model: str | Path | None = "demo", dtype: str = "float32") -> LoadedModel:
+    """Load and check the model in a directory; "demo" or None is the packaged one.
+
+    Args:
+        model: a directory with config.json, *.safetensors and, for text prompts, a tokenizer.
+        dtype: "float32" or "bfloat16".
+
+    Raises:
+        ModelLoadError: the directory cannot be read; one line says what is missing or broken.
+        UnsupportedModel: it was read, but the paged path would not compute it correctly.
+        ValueError: an unknown dtype.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
+    path = DEMO_MODEL if model is None or str(model) == "demo" else Path(model)
+    config = _read_config(path)
+    check_config(config)
+    _check_weights(path)
+    return wrap_model(
+        _read_weights(path, config, DTYPES[dtype]),
+        tokenizer=_read_tokenizer(path),
+        path=str(path),
+    )
+
+
+def wrap_model(model: Any, *, tokenizer: Any | None = None, path: str = "") -> LoadedModel:
+    """Check a transformers model that is already in memory and connect it to paged attention.
+
+    Raises:
+        UnsupportedModel: the paged path would not compute it correctly.
+    """
+    check_config(model.config)
+    model.eval().requires_grad_(False)
+    model.config._attn_implementation = ATTENTION_NAME
+    try:
+        layers = probe_layers(model)
+    except KeyError as error:
+        raise UnsupportedModel(
+            f"{model.config.model_type} has no attention that can be replaced (it looked for {error})"
+        ) from error
+    context = attach(layers)
+    self_check(model, layers, context)
+    config = model.config.get_text_config(decoder=True)
+    return LoadedModel(
+        path=path,
+        model=model,
+        config=config,
+        tokenizer=tokenizer,
+        layers=tuple(layer.shape for layer in layers),
+        context=context,
+        eos_token_ids=_eos_token_ids(model),
+        max_position_embeddings=getattr(config, "max_position_embeddings", None),
+    )
+
+
+def _read_config(path: Path) -> Any:
+    if not path.is_dir():
+        raise ModelLoadError(f"no model directory at {path}; give a directory with config.json and *.safetensors")
+    if not (path / "config.json").is_file():
+        raise ModelLoadError(f"{path} has no config.json; give a directory in the Hugging Face format")
+    try:
+        content = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path / 'config.json'} cannot be read: {_one_line(error)}") from error
+    model_type = content.get("model_type") if isinstance(content, dict) else None
+    if not isinstance(model_type, str):
+        raise ModelLoadError(f"{path / 'config.json'} names no model_type; copy the model's own config.json")
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+    except KeyError as error:
+        raise UnsupportedModel(f"{path}: transformers does not know {error}") from error
+    except Exception as error:
+        raise UnsupportedModel(f"{path}: model type {model_type!r} cannot be configured: {_one_line(error)}") from error
+    if not config.is_encoder_decoder and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModel(f"{path}: {model_type} is no causal language model; only those can run here")
+    return config
+
+
+def _check_weights(path: Path) -> None:
+    """Open every safetensors file, so that a broken one is named before anything large is read."""
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ModelLoadError(f"{path} has no weights (*.safetensors); other formats are not read")
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                tensors.keys()
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ModelLoadError(
+                f"{file} is truncated or corrupt ({file.stat().st_size} bytes; {_one_line(error)}); copy it again"
+            ) from error
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise ModelLoadError(f"{index} cannot be read: {_one_line(error)}") from error
+        absent = sorted(named - {file.name for file in files})
+        if absent:
+            raise ModelLoadError(f"{path} lacks {len(absent)} of {len(named)} weight files, first {absent[0]}")
+
+
+def _read_weights(path: Path, config: Any, dtype: torch.dtype) -> Any:
+    was_showing = transformers_logging.is_progress_bar_enabled()
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, with names
+        )
+    except KeyError as error:
+        raise UnsupportedModel(f"{config.model_type} has no attention that can be replaced ({error})") from error
+    except Exception as error:
+        raise ModelLoadError(f"{path}: the weights cannot be loaded: {_one_line(error)}") from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if was_showing:
+            transformers_logging.enable_progress_bar()
+    model, info = loaded
+    # transformers fills what is missing with random numbers and goes on.
+    missing = sorted(info["missing_keys"])
+    mismatched = sorted(str(entry[0]) for entry in info.get("mismatched_keys", ()))
+    if missing or mismatched:
+        what = f"lack {len(missing)} tensors" if missing else f"have {len(mismatched)} tensors of another shape"
+        raise ModelLoadError(
+            f"{path}: the weights {what}, first {(missing or mismatched)[0]}; they do not belong to this config.json"
+        )
+    return model
+
+
+def _read_tokenizer(path: Path) -> Any | None:
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        logger.warning("%s has no tokenizer; prompts must be token ids", path)
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:
+        raise ModelLoadError(f"{path}: the tokenizer cannot be loaded: {_one_line(error)}") from error
+
+
+def _eos_token_ids(model: Any) -> tuple[int, ...]:
+    """EOS ids of the generation settings where there are any, else of the configuration."""
+    generation = getattr(model, "generation_config", None)
+    eos = getattr(generation, "eos_token_id", None)
+    if eos is None:
+        eos = getattr(model.config.get_text_config(decoder=True), "eos_token_id", None)
+    if eos is None:
+        return ()
+    return tuple(int(one) for one in eos) if isinstance(eos, (list, tuple)) else (int(eos),)
+
+
+def _one_line(error: BaseException) -> str:
+    """The first line of an error's message, at most 200 characters."""
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__)[:200]

@@ -1,0 +1,325 @@
+"""`pointsman generate` and `pointsman replay` on a tiny model: what they print, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import pointsman as package
+from tests.cli.conftest import Finished
+
+Run = Callable[..., Finished]
+ROOT = Path(__file__).parents[2]
+DEMO_MODEL = ROOT / "pointsman" / "engine" / "demo" / "model.safetensors"
+# Six requests of 40 + 60 tokens want 42 blocks of 16; with 18 they cannot all stay.
+PRESSURE = ["--num-blocks", 18, "--max-tokens", 60, "--ignore-eos"]
+
+
+def prompts_file(tmp_path: Path, count: int = 6) -> Path:
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n".join(f"prompt number {index} ".ljust(40, "abcdefgh"[index]) for index in range(count)))
+    return path
+
+
+def test_version_and_help(pointsman: Run) -> None:
+    assert pointsman("--version").out == f"pointsman {package.__version__}\n"
+    assert "generate" in pointsman().out
+    help_text = pointsman("generate", "--help").out
+    for knob in ("--max-num-batched-tokens", "--no-enable-prefix-caching", "--full-sequence-must-fit", "--watermark"):
+        assert knob in help_text
+
+
+def test_the_same_seed_gives_the_same_text_under_pressure(pointsman: Run, model: str, tmp_path: Path) -> None:
+    path = prompts_file(tmp_path)
+    roomy, tight, other = (
+        pointsman("generate", "--model", model, "--prompts", path, "--json", *PRESSURE, *more)
+        for more in (["--num-blocks", 100], [], ["--seed", 1])
+    )
+    assert roomy.summary["preemptions"] == 0
+    assert tight.summary["preemptions"] > 0
+    assert tight.summary["recomputed_tokens"] > 0
+    assert tight.summary["peak_kv_usage"] > 0.9
+    assert tight.summary["deferrals"]
+    texts = [
+        {name: line["token_ids"] for name, line in finished.requests.items()} for finished in (roomy, tight, other)
+    ]
+    assert texts[0] == texts[1]
+    assert texts[0] != texts[2]
+
+
+def test_json_and_nothing_else_on_stdout(pointsman: Run, model: str, tmp_path: Path) -> None:
+    finished = pointsman("generate", "--model", model, "--prompts", prompts_file(tmp_path), "--json", *PRESSURE)
+    assert finished.code == 0 and not finished.errors
+    assert [line["type"] for line in finished.json_lines] == ["request"] * 6 + ["summary"]
+    request = finished.requests["prompt-3"]
+    assert request["prompt"].startswith("prompt number 3")
+    assert (request["finish_reason"], request["finish_detail"]) == ("length", "max_tokens")
+    assert (request["num_prompt_tokens"], request["num_output_tokens"]) == (40, 60) == (40, len(request["token_ids"]))
+    assert 0 < request["time_to_first_token"] <= request["latency"] <= finished.summary["seconds"]
+    assert finished.summary["generated_tokens"] == 6 * 60
+    assert finished.summary["prompt_tokens"] == 6 * 40
+
+
+def test_a_shared_prefix_is_found(pointsman: Run, model: str) -> None:
+    shared = "the same beginning of both prompts, long enough for three blocks"
+    prompts = ["--prompt", shared + " one", "--prompt", shared + " two"]
+    args = ["generate", "--model", model, "--max-tokens", 4, "--json", *prompts]
+    assert pointsman(*args).summary["prefix_hits"] == len(shared) // 16 * 16
+    assert pointsman(*args, "--no-enable-prefix-caching").summary["prefix_hits"] == 0
+
+
+def test_plain_lines_where_output_is_no_terminal(pointsman: Run, model: str, tmp_path: Path) -> None:
+    finished = pointsman("generate", "--model", model, "--prompts", prompts_file(tmp_path), *PRESSURE)
+    assert finished.code == 0
+    lines = finished.out.splitlines()
+    assert sum(line.startswith("prompt-") and "length (max_tokens), 60 tokens: " in line for line in lines) == 6
+    status = next(line for line in lines if " running " in line)
+    for word in ("waiting", "KV", "tokens/s", "preemptions", "prefix hits"):
+        assert word in status
+    assert any(line.startswith("KV cache     18 blocks") for line in lines)
+    assert "\x1b" not in finished.out
+
+
+def test_prompts_from_standard_input(pointsman_process: Callable[..., Finished], model: str) -> None:
+    args = ["generate", "--model", model, "--prompts", "-", "--max-tokens", 3, "--ignore-eos", "--json"]
+    finished = pointsman_process(*args, stdin="one\r\n\ntwo\n")
+    assert finished.code == 0, finished.err
+    assert {line["prompt"] for line in finished.requests.values()} == {"one", "two"}
+
+
+def test_what_a_prompt_sets_goes_before_the_options(pointsman: Run, model: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    lines = [
+        {"prompt": "a", "request_id": "own", "max_tokens": 7, "temperature": 0, "ignore_eos": True},
+        {"prompt": "a", "request_id": "option", "ignore_eos": True},
+        {"prompt": "a", "request_id": "stops", "ignore_eos": True, "max_tokens": 300, "stop_token_ids": [*range(257)]},
+        {"prompt": "a", "request_id": "later", "ignore_eos": True, "max_tokens": 9, "min_tokens": 8, "priority": 1},
+    ]
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    finished = pointsman("generate", "--model", model, "--prompts", path, "--max-tokens", 4, "--json")
+    lengths = {name: line["num_output_tokens"] for name, line in finished.requests.items()}
+    assert lengths == {"own": 7, "option": 4, "stops": 1, "later": 9}
+    assert finished.requests["stops"]["finish_reason"] == "stop"
+    assert "priorities are read only under --order priority" in finished.err
+
+
+def test_priority_decides_who_starts(pointsman: Run, model: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": "abc", "request_id": f"p{priority}", "priority": priority} for priority in (2, 0, 1)]
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    args = ["generate", "--model", model, "--prompts", path, "--json", "--max-tokens", 5, "--max-num-seqs", 1]
+    ended = {
+        order: [line["request_id"] for line in pointsman(*args, "--ignore-eos", "--order", order).json_lines[:-1]]
+        for order in ("fcfs", "priority")
+    }
+    assert ended == {"fcfs": ["p2", "p0", "p1"], "priority": ["p0", "p1", "p2"]}
+
+
+# ---------------------------------------------------------------------- traces
+
+
+def mooncake_file(tmp_path: Path) -> Path:
+    """Three requests of 100 ms distance; the middle one is longer than the model."""
+    path = tmp_path / "trace.jsonl"
+    lengths = [(300, 20), (5000, 20), (310, 30)]
+    path.write_text(
+        "\n".join(
+            json.dumps(
+                {"timestamp": 100 * i, "input_length": n, "output_length": m, "hash_ids": list(range(-(-n // 512)))}
+            )
+            for i, (n, m) in enumerate(lengths)
+        )
+    )
+    return path
+
+
+def test_a_trace_keeps_lengths_and_prefixes_and_counts_what_does_not_fit(
+    pointsman: Run, model: str, tmp_path: Path
+) -> None:
+    path = mooncake_file(tmp_path)
+    finished = pointsman("generate", "--model", model, "--trace", path, "--speed", 0, "--json")
+    assert finished.code == 0 and not finished.errors
+    assert finished.summary["finished"] == {"stop": 0, "length": 2, "abort": 0, "refused": 1, "error": 0}
+    assert "5000 tokens" in finished.requests["trace-1"]["error"]
+    first, last = finished.requests["trace-0"], finished.requests["trace-2"]
+    assert (first["num_prompt_tokens"], first["num_output_tokens"]) == (300, 20)
+    assert (last["num_prompt_tokens"], last["num_output_tokens"]) == (310, 30)
+    assert last["num_cached_tokens"] == 288  # the full blocks of what both begin with
+    limited = pointsman("generate", "--model", model, "--trace", path, "--limit", 1, "--max-tokens", 5, "--json")
+    assert [line["num_output_tokens"] for line in limited.requests.values()] == [5]
+
+
+def test_a_trace_arrives_at_its_speed(pointsman: Run, model: str, tmp_path: Path) -> None:
+    path = mooncake_file(tmp_path)
+    slow = pointsman("generate", "--model", model, "--trace", path, "--speed", 0.25, "--json")
+    assert slow.summary["seconds"] > 0.8  # the last one arrives after 0.2 / 0.25 seconds
+    assert slow.requests["trace-2"]["time_to_first_token"] < 0.5
+
+
+# ---------------------------------------------------------------------- recordings
+
+
+@pytest.fixture
+def recording(pointsman: Run, model: str, tmp_path: Path) -> Path:
+    """A run under memory pressure."""
+    path = tmp_path / "run.recording.jsonl"
+    args = ["generate", "--model", model, "--prompts", prompts_file(tmp_path), "--json", "--record", path, *PRESSURE]
+    finished = pointsman(*args)
+    assert finished.code == 0
+    assert finished.summary["preemptions"] > 0
+    return path
+
+
+def test_a_recording_replays_without_a_difference(pointsman: Run, recording: Path) -> None:
+    finished = pointsman("replay", recording)
+    assert finished.code == 0
+    assert "no difference" in finished.out
+    steps = sum(json.loads(line).get("call") == "schedule" for line in recording.read_text().splitlines())
+    assert finished.out.startswith(f"{steps} steps replayed")
+
+
+def test_an_altered_decision_is_caught_at_its_step(pointsman: Run, recording: Path) -> None:
+    lines = [json.loads(line) for line in recording.read_text().splitlines()]
+    schedules = [index for index, line in enumerate(lines) if line.get("call") == "schedule"]
+    at = schedules[len(schedules) // 2]
+    decision = lines[at]["decision"]
+    decision["num_scheduled_tokens"][0] += 1
+    recording.write_text("\n".join(json.dumps(line) for line in lines))
+    finished = pointsman("replay", recording)
+    assert finished.code == 1
+    where, recorded, replayed = finished.out.splitlines()
+    assert f"line {at + 1}: " in where
+    assert f"step {lines[at]['step']}, in num_scheduled_tokens" in where
+    assert recorded.startswith("recorded: ") and replayed.startswith("replayed: ")
+    assert recorded.removeprefix("recorded: ") != replayed.removeprefix("replayed: ")
+    assert finished.err == ""
+
+
+def test_a_recording_that_was_cut_short(pointsman: Run, recording: Path) -> None:
+    recording.write_text(recording.read_text()[:-20])
+    finished = pointsman("replay", recording)
+    assert finished.code == 2
+    assert len(finished.errors) == 1 and str(recording) in finished.errors[0]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device here is always full")
+def test_a_recording_that_cannot_be_written_on(pointsman: Run, model: str) -> None:
+    finished = pointsman("generate", "--model", model, "--prompt", "a", "--record", "/dev/full")
+    assert finished.code == 2
+    assert len(finished.errors) == 1 and "No space left" in finished.errors[0]
+
+
+# ---------------------------------------------------------------------- processes
+
+
+@pytest.mark.e2e
+def test_a_reader_that_goes_away_is_no_error_message(model: str) -> None:
+    command = [sys.executable, "-m", "pointsman", "generate", "--model", model, "--prompt", "a", "--prompt", "b"]
+    command += ["--json", "--ignore-eos", "--batching", "static"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        err = process.stderr.read()
+    assert process.returncode == 1
+    assert "Traceback" not in err and "Exception ignored" not in err
+
+
+@pytest.mark.e2e
+def test_ctrl_c_aborts_and_tells_what_was_done(model: str, tmp_path: Path) -> None:
+    recording = tmp_path / "run.jsonl"
+    trace = tmp_path / "trace.jsonl"
+    # The second request arrives after an hour, so the run would last that long.
+    arrivals = [0, 3_600_000]
+    trace.write_text("\n".join(json.dumps({"timestamp": t, "input_length": 9, "output_length": 9}) for t in arrivals))
+    command = [sys.executable, "-m", "pointsman", "generate", "--model", model, "--trace", str(trace)]
+    command += ["--json", "--record", str(recording)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        first = json.loads(process.stdout.readline())  # the first request has ended, so the loop runs
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    summary = json.loads(out.splitlines()[-1])
+    assert first["request_id"] == "trace-0" and first["finish_reason"] == "length"
+    assert summary["interrupted"] is True
+    assert summary["finished"]["length"] == 1
+    assert json.loads(recording.read_text().splitlines()[-1])  # closed whole
+
+
+@pytest.mark.e2e
+def test_ctrl_c_amid_running_requests(pointsman: Run, model: str, tmp_path: Path) -> None:
+    recording = tmp_path / "run.jsonl"
+    prompts = tmp_path / "prompts.jsonl"
+    # One that ends at once tells that the others run; they go on for 500 steps each.
+    short = {"prompt": "a", "max_tokens": 1, "ignore_eos": True}
+    prompts.write_text("\n".join(json.dumps(short | {"max_tokens": length}) for length in (1, 500, 500, 500)))
+    command = [sys.executable, "-m", "pointsman", "generate", "--model", model, "--prompts", str(prompts)]
+    command += ["--json", "--record", str(recording), "--batching", "static", "--threads", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    *aborted, summary = (json.loads(line) for line in out.splitlines())
+    assert summary["finished"] == {"stop": 0, "length": 1, "abort": 3, "refused": 0, "error": 0}
+    assert [line["finish_reason"] for line in aborted] == ["abort"] * 3
+    assert summary["generated_tokens"] == 1 + sum(line["num_output_tokens"] for line in aborted)
+    assert pointsman("replay", recording).code == 0
+
+
+@pytest.mark.e2e
+def test_a_terminal_shows_the_run_live(model: str, tmp_path: Path) -> None:
+    master, slave = pty.openpty()
+    command = [sys.executable, "-m", "pointsman", "generate", "--model", model]
+    command += ["--prompts", str(prompts_file(tmp_path)), *map(str, PRESSURE)]
+    environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "120", "LINES": "30"}
+    process = subprocess.Popen(command, stdout=slave, stderr=slave, stdin=slave, cwd=ROOT, env=environment)
+    os.close(slave)
+    shown = read_until_closed(master, seconds=120)
+    assert process.wait(timeout=60) == 0
+    for word in ("running", "waiting", "KV", "preemptions", "decoding", "blocks", "first token"):
+        assert word in shown
+    assert "\x1b[?25l" in shown and shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")  # the cursor is back
+
+
+def read_until_closed(master: int, seconds: float) -> str:
+    parts = []
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not select.select([master], [], [], 1.0)[0]:
+            continue
+        try:
+            part = os.read(master, 65536)
+        except OSError:  # the other side has closed
+            break
+        if not part:
+            break
+        parts.append(part)
+    os.close(master)
+    return b"".join(parts).decode(errors="replace")
+
+
+@pytest.mark.e2e
+@pytest.mark.skipif(not DEMO_MODEL.exists(), reason="the demo model is not in this checkout")
+def test_the_demo_needs_no_arguments(pointsman_process: Callable[..., Finished]) -> None:
+    finished = pointsman_process("generate", "--json")
+    assert finished.code == 0, finished.err
+    requests = finished.requests.values()
+    assert len(requests) >= 12
+    assert all(line["finish_reason"] in ("stop", "length") and line["text"].strip() for line in requests)
+    lengths = [line["num_prompt_tokens"] for line in requests]
+    assert max(lengths) > 20 * min(lengths)
+    assert finished.summary["prefix_hits"] > 0
+    assert finished.summary["preemptions"] > 0

@@ -1,0 +1,52 @@
+"""Hypothesis profiles: a short form for every run, a long one with POINTSMAN_SOAK=1, and a count of executed rules."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+_common = settings(
+    deadline=None,  # a shared machine is slow at times, and that is no failure
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+    print_blob=True,
+)
+settings.register_profile("short", _common, max_examples=180, stateful_step_count=50)
+settings.register_profile("soak", _common, max_examples=1200, stateful_step_count=60)
+settings.load_profile("soak" if os.environ.get("POINTSMAN_SOAK") == "1" else "short")
+
+
+_rules: Counter[str] = Counter()  # executed by the workers of pytest-xdist
+
+
+def _executed_rules() -> Counter[str]:
+    """The rules that the property tests executed in this process, by name."""
+    for name, module in sys.modules.items():
+        if name.endswith("property.operations"):
+            counts: Counter[str] = module.EXECUTED
+            return counts
+    return Counter()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of pytest-xdist hands its count to the process that reports."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["executed_rules"] = dict(_executed_rules())
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Collect the count of a worker that is done."""
+    _rules.update(getattr(node, "workeroutput", {}).get("executed_rules", {}))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many rules the property tests executed."""
+    rules = _rules + _executed_rules()
+    if rules:
+        each = ", ".join(f"{name} {count}" for name, count in sorted(rules.items()))
+        terminalreporter.write_line(f"property tests: {rules.total()} rules executed ({each})")

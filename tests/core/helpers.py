@@ -1,0 +1,177 @@
+"""A small host for tests: a scheduler, a clock that ticks at every call, and a deterministic model.
+
+Every call is followed by `check_invariants`, so an example also fails where the bookkeeping does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core import (
+    Explanation,
+    FinishReason,
+    ParkReason,
+    Recorder,
+    Request,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerOutput,
+    SchedulerStats,
+    StepResult,
+    StepUpdate,
+)
+
+EOS = 999  # the model below never samples it: tests hand it in
+
+
+def small_config(**overrides: Any) -> SchedulerConfig:
+    """A pool of 16 blocks of 4 tokens, 4 seats and a budget of 16 tokens, with `overrides` on top."""
+    values: dict[str, Any] = {
+        "num_blocks": 16,
+        "max_model_len": 64,
+        "block_size": 4,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+    }
+    return SchedulerConfig(**{**values, **overrides})
+
+
+def next_token(tokens: npt.NDArray[np.integer]) -> int:
+    """What the model samples after `tokens`: 0 to 996, a function of all of them and their order."""
+    weights = np.arange(1, len(tokens) + 1, dtype=np.int64)
+    return int((tokens.astype(np.int64) * weights).sum() % 997)
+
+
+class Host:
+    """Drives one scheduler. `now` is the time of the last call; each call is one second later."""
+
+    def __init__(self, *, recorder: Recorder | None = None, **overrides: Any) -> None:
+        self.config = small_config(**overrides)
+        self.scheduler = Scheduler(self.config, recorder=recorder)
+        self.now = 0.0
+        self._next_prompt_token = 1000
+
+    def prompt(self, length: int) -> list[int]:
+        """`length` tokens that no other prompt of this host has."""
+        start = self._next_prompt_token
+        self._next_prompt_token += length
+        return list(range(start, start + length))
+
+    def add(
+        self,
+        request_id: str,
+        prompt: int | Sequence[int] | npt.NDArray[np.int32] = 4,
+        *,
+        max_tokens: int = 16,
+        park: ParkReason | None = None,
+        **fields: Any,
+    ) -> Request:
+        """Add a request; a `prompt` given as a length gets tokens of its own. It arrives now unless told otherwise."""
+        now = self._tick()
+        tokens = self.prompt(prompt) if isinstance(prompt, int) else prompt
+        request = Request(request_id, tokens, **{"arrival_time": now, "max_tokens": max_tokens, **fields})
+        self.scheduler.add(request, now, park=park)
+        self.scheduler.check_invariants()
+        return request
+
+    def schedule(self) -> SchedulerOutput:
+        output = self.scheduler.schedule(self._tick())
+        self.scheduler.check_invariants()
+        return output
+
+    def result(self, output: SchedulerOutput, tokens: Mapping[str, int] | None = None) -> StepResult:
+        """What the model samples for an output; `tokens` overrules it for the requests named there."""
+        told = tokens or {}
+        sampled = [request for request, samples in zip(output.requests, output.samples, strict=True) if samples]
+        return StepResult([told.get(request.request_id, next_token(request.all_token_ids)) for request in sampled])
+
+    def update(self, output: SchedulerOutput, tokens: Mapping[str, int] | None = None) -> StepUpdate:
+        update = self.scheduler.update(output, self.result(output, tokens), self._tick())
+        self.scheduler.check_invariants()
+        return update
+
+    def step(self, tokens: Mapping[str, int] | None = None) -> SchedulerOutput:
+        """`schedule` and `update`; returns the output."""
+        output = self.schedule()
+        self.update(output, tokens)
+        return output
+
+    def fail(self, output: SchedulerOutput) -> None:
+        self.scheduler.fail(output, self._tick())
+        self.scheduler.check_invariants()
+
+    def abort(self, request_id: str) -> Request | None:
+        ended = self.scheduler.abort(request_id, self._tick())
+        self.scheduler.check_invariants()
+        return ended
+
+    def finish(self, request_id: str, reason: FinishReason, **options: Any) -> Request | None:
+        ended = self.scheduler.finish(request_id, reason, self._tick(), **options)
+        self.scheduler.check_invariants()
+        return ended
+
+    def park(self, request_id: str, reason: ParkReason = ParkReason.GRAMMAR) -> None:
+        self.scheduler.park(request_id, reason, self._tick())
+        self.scheduler.check_invariants()
+
+    def ready(self, request_id: str) -> None:
+        self.scheduler.ready(request_id, self._tick())
+        self.scheduler.check_invariants()
+
+    def set_priority(self, request_id: str, priority: int) -> None:
+        self.scheduler.set_priority(request_id, priority, self._tick())
+        self.scheduler.check_invariants()
+
+    def reset_prefix_cache(self) -> None:
+        self.scheduler.reset_prefix_cache(self._tick())
+        self.scheduler.check_invariants()
+
+    def explain(self, request_id: str) -> Explanation:
+        return self.scheduler.explain(request_id)
+
+    def stats(self) -> SchedulerStats:
+        return self.scheduler.stats()
+
+    def run_to_end(self, max_steps: int = 500) -> list[SchedulerOutput]:
+        """Step until no request is left; returns the outputs. More than `max_steps` is a failure."""
+        outputs: list[SchedulerOutput] = []
+        while self.scheduler.has_unfinished_requests():
+            assert len(outputs) < max_steps, f"{max_steps} steps and still {self.stats()}"
+            outputs.append(self.step())
+        return outputs
+
+    def _tick(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def names(requests: Iterable[Request]) -> list[str]:
+    """The requests' ids, in order."""
+    return [request.request_id for request in requests]
+
+
+def tokens_of(output: SchedulerOutput) -> dict[str, int]:
+    """How many tokens each request computes in the step, in row order."""
+    return dict(zip(names(output.requests), output.num_scheduled_tokens.tolist(), strict=True))
+
+
+def cached_of(output: SchedulerOutput) -> dict[str, int]:
+    """How many tokens of each admitted request came from the prefix cache."""
+    return dict(zip(names(output.admitted), output.num_cached_tokens.tolist(), strict=True))
+
+
+def blocks_of(output: SchedulerOutput, request_id: str) -> list[int]:
+    """The block ids that the output tells of a request."""
+    return [int(block) for block in output.blocks(names(output.requests).index(request_id))]
+
+
+def reference_output(prompt: Sequence[int] | npt.NDArray[np.int32], num_tokens: int) -> list[int]:
+    """What the model generates after `prompt` when nothing else runs."""
+    tokens = np.array(prompt, dtype=np.int64)
+    for _ in range(num_tokens):
+        tokens = np.append(tokens, next_token(tokens))
+    return [int(token) for token in tokens[len(prompt) :]]

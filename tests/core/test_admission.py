@@ -1,0 +1,208 @@
+"""Why a request must wait, one reason at a time, and what waiting costs."""
+
+from __future__ import annotations
+
+import pytest
+
+from pointsman.core import ParkReason, Reason
+from pointsman.core.prefix_cache import PrefixCache
+from tests.core.helpers import Host, names, tokens_of
+
+
+def test_waiting_requests_are_admitted_until_one_must_wait_and_nobody_overtakes_it() -> None:
+    host = Host(num_blocks=6, max_model_len=24)
+    host.add("a", 8)
+    host.add("large", 20)
+    host.add("small", 1)
+    output = host.step()
+    assert tokens_of(output) == {"a": 8}
+    assert host.explain("large").reason is Reason.FULL_SEQUENCE
+    small = host.explain("small")
+    assert (small.reason, small.blocker, small.position) == (Reason.BEHIND, "large", 1)
+
+
+def test_every_seat_taken_is_the_sequence_limit() -> None:
+    host = Host(max_num_seqs=2)
+    for request_id in ("a", "b", "c"):
+        host.add(request_id, 2)
+    assert names(host.step().requests) == ["a", "b"]
+    head = host.explain("c")
+    assert (head.reason, head.missing) == (Reason.SEQUENCE_LIMIT, 1)
+    assert host.stats().deferrals["sequence_limit"] == 1
+
+
+def test_no_token_left_in_the_step_is_the_budget() -> None:
+    host = Host(max_num_batched_tokens=8)
+    host.add("a", 8)
+    host.add("b", 2)
+    assert tokens_of(host.step()) == {"a": 8}
+    head = host.explain("b")
+    assert (head.reason, head.missing) == (Reason.BUDGET, 1)
+    assert host.stats().deferrals["budget"] == 1
+    assert tokens_of(host.step()) == {"a": 1, "b": 2}
+
+
+def test_the_last_admission_of_a_step_takes_what_is_left_of_the_budget() -> None:
+    host = Host(max_num_batched_tokens=8)
+    host.add("a", 5)
+    host.add("b", 9)
+    output = host.step()
+    assert tokens_of(output) == {"a": 5, "b": 3}
+    assert output.samples.tolist() == [True, False]
+
+
+def test_no_blocks_for_the_first_chunk_is_blocks() -> None:
+    host = Host(num_blocks=4, max_model_len=16)
+    host.add("a", 11, max_tokens=5)
+    host.step()
+    host.add("b", 5)
+    host.step()
+    head = host.explain("b")
+    assert (head.reason, head.missing, head.blocker) == (Reason.BLOCKS, 1, "a")
+
+
+def test_a_request_admitted_in_a_step_counts_against_those_behind_it() -> None:
+    host = Host(num_blocks=4, max_model_len=16)
+    host.add("a", 9)
+    host.add("b", 5)
+    assert tokens_of(host.step()) == {"a": 9}
+    assert host.explain("b").reason is Reason.BLOCKS
+
+
+@pytest.fixture
+def look_ups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one entry at each look-up in the prefix tree: what judging a request costs."""
+    calls: list[int] = []
+    original = PrefixCache.look_up
+
+    def counted(self: PrefixCache, *args: object) -> object:
+        calls.append(1)
+        return original(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PrefixCache, "look_up", counted)
+    return calls
+
+
+def test_a_blocked_head_is_judged_once_however_many_steps_it_waits(look_ups: list[int]) -> None:
+    host = Host(num_blocks=8, max_model_len=32)
+    host.add("a", 12, max_tokens=20)
+    host.step()
+    host.add("b", 24)
+    before = len(look_ups)
+    for _ in range(10):
+        host.step()
+    assert len(look_ups) - before == 1
+    assert host.stats().deferrals["full_sequence"] + host.stats().deferrals["blocks"] == 10
+
+
+def test_a_blocked_head_is_judged_again_when_enough_blocks_are_free(look_ups: list[int]) -> None:
+    host = Host(num_blocks=8, max_model_len=32)
+    host.add("a", 12, max_tokens=3, use_prefix_cache=False)
+    host.step()
+    host.add("b", 24, max_tokens=1)
+    host.step()
+    before = len(look_ups)
+    host.step()
+    assert len(look_ups) == before, "a still runs"
+    output = host.step()
+    assert names(output.admitted) == ["b"]
+    assert len(look_ups) > before
+
+
+def test_a_blocked_head_is_judged_again_when_a_look_up_could_find_more() -> None:
+    host = Host(num_blocks=8, max_model_len=32, max_num_batched_tokens=8, long_prefill_token_threshold=4)
+    prompt = host.prompt(17)
+    host.add("a", prompt)
+    host.add("b", prompt)
+    host.step()
+    head = host.explain("b")
+    assert (head.reason, head.missing) == (Reason.FULL_SEQUENCE, 1), "4 blocks for b, 4 owed to a, and 7 are free"
+    output = host.step()  # a's second block is published: b needs one block less, and a is owed one less
+    assert names(output.admitted) == ["b"]
+    assert output.num_cached_tokens.tolist() == [8]
+
+
+def test_a_publication_alone_is_enough_to_judge_a_blocked_head_again() -> None:
+    host = Host(num_blocks=8, max_model_len=32, long_prefill_token_threshold=2)
+    prompt = host.prompt(17)
+    host.add("a", prompt)
+    host.add("b", prompt)
+    host.step()
+    assert host.explain("b").missing == 2, "a holds half a block: 5 for b and 4 owed to a, and 7 are free"
+    host.step()
+    assert host.explain("b").missing == 1, "the other half made that block one that b can share"
+
+
+def test_a_blocked_head_is_judged_again_when_others_are_owed_less() -> None:
+    host = Host(num_blocks=9, max_model_len=32, long_prefill_token_threshold=2)
+    host.add("small", 2)
+    host.add("a", 17)
+    host.add("b", 17)
+    host.step()
+    assert host.explain("b").missing == 2, "5 for b and 4 owed to a, and 7 are free"
+    host.abort("a")
+    assert names(host.step().admitted) == ["b"], "8 are free and nothing is owed"
+
+
+def test_a_head_that_the_watermark_blocked_is_judged_again_when_nothing_runs_any_more() -> None:
+    host = Host(num_blocks=10, max_num_batched_tokens=32, watermark=0.5)
+    host.add("small", 2, max_tokens=2)
+    host.step()
+    host.add("large", 24, max_tokens=1)
+    host.step()
+    assert (host.explain("large").reason, host.explain("large").missing) == (Reason.WATERMARK, 2)
+    assert names(host.step().admitted) == ["large"], "6 blocks and a watermark of 5 would be more than the pool"
+
+
+def test_a_head_blocked_by_a_seat_costs_no_look_up(look_ups: list[int]) -> None:
+    host = Host(max_num_seqs=1)
+    host.add("a", 4, max_tokens=12)
+    host.step()
+    host.add("b", 12)
+    before = len(look_ups)
+    for _ in range(5):
+        host.step()
+    assert len(look_ups) == before
+
+
+def test_those_behind_a_blocked_head_cost_nothing(look_ups: list[int]) -> None:
+    host = Host(num_blocks=8, max_model_len=32)
+    host.add("a", 12, max_tokens=10)
+    host.step()
+    for index in range(50):
+        host.add(f"w{index}", 24)
+    before = len(look_ups)
+    for _ in range(5):
+        host.step()
+    assert len(look_ups) - before == 1
+
+
+def test_parked_requests_cost_a_step_nothing(look_ups: list[int]) -> None:
+    host = Host()
+    for index in range(50):
+        host.add(f"p{index}", 8, park=ParkReason.REMOTE_KVS)
+    for _ in range(5):
+        assert host.step().num_rows == 0
+    assert look_ups == []
+
+
+def test_a_new_head_is_judged_on_its_own_when_the_blocked_one_leaves() -> None:
+    host = Host(num_blocks=6, max_model_len=24)
+    host.add("a", 8, max_tokens=10)
+    host.step()
+    host.add("large", 20)
+    host.add("small", 1)
+    assert names(host.step().admitted) == []
+    host.abort("large")
+    assert names(host.step().admitted) == ["small"]
+
+
+def test_a_blocked_head_whose_turn_comes_back_is_judged_again() -> None:
+    host = Host(num_blocks=6, max_model_len=24)
+    host.add("a", 8, max_tokens=2)
+    host.step()
+    host.add("large", 20, max_tokens=1)
+    host.step()  # blocked and remembered; a ends here
+    host.park("large")
+    host.ready("large")
+    assert names(host.step().admitted) == ["large"]

@@ -1,0 +1,102 @@
+"""Which blocks are handed out, and that none is lost, lent twice or forgotten: seen through the scheduler."""
+
+from __future__ import annotations
+
+from tests.core.helpers import Host, blocks_of, cached_of, names
+
+
+def test_a_new_pool_hands_out_low_ids_first() -> None:
+    host = Host()
+    host.add("a", 5)
+    host.add("b", 9)
+    output = host.step()
+    assert (blocks_of(output, "a"), blocks_of(output, "b")) == ([0, 1], [2, 3, 4])
+
+
+def test_reserved_blocks_are_neither_free_nor_handed_out() -> None:
+    host = Host(num_blocks=6, num_reserved_blocks=2)
+    assert (host.stats().num_blocks, host.stats().num_free_blocks) == (4, 4)
+    host.add("a", 16)
+    assert sorted(blocks_of(host.schedule(), "a")) == [2, 3, 4, 5]
+    assert host.stats().num_free_blocks == 0
+
+
+def test_no_two_requests_hold_a_block_that_they_do_not_share() -> None:
+    host = Host(num_blocks=10, max_model_len=40, max_num_seqs=4)
+    for index in range(12):
+        host.add(f"r{index}", 3 + index % 6, max_tokens=10, use_prefix_cache=index % 2 == 0)
+    tables: dict[str, list[int]] = {}
+    while host.scheduler.has_unfinished_requests():
+        output = host.schedule()
+        for request in output.preempted:
+            tables.pop(request.request_id, None)
+        for index, request in enumerate(output.requests):
+            known = [] if index >= output.num_continued else tables[request.request_id]
+            tables[request.request_id] = [*known, *output.blocks(index).tolist()]
+        held = [block for table in tables.values() for block in table]
+        assert len(held) == len(set(held)), "their prompts have nothing in common"
+        assert len(held) == 10 - host.stats().num_free_blocks
+        for request in host.update(output).finished:
+            tables.pop(request.request_id, None)
+
+
+def test_blocks_without_content_worth_keeping_go_first_however_long_cached_ones_have_been_free() -> None:
+    host = Host(num_blocks=6)
+    kept = host.prompt(9)
+    host.add("a", kept, max_tokens=1)
+    host.run_to_end()
+    for index in range(5):
+        host.add(f"filler {index}", 15, max_tokens=1, use_prefix_cache=False)
+        host.run_to_end()
+    assert host.stats().num_evictions == 0
+    host.add("b", kept)
+    assert cached_of(host.step()) == {"b": 8}
+
+
+def test_a_shared_block_is_free_when_its_last_holder_lets_go() -> None:
+    host = Host()
+    prompt = host.prompt(9)
+    host.add("a", prompt)
+    host.add("b", prompt)
+    host.step()
+    assert host.stats().num_free_blocks == 16 - 4, "two blocks together, and one each"
+    host.abort("a")
+    assert host.stats().num_free_blocks == 16 - 3
+    host.abort("b")
+    assert host.stats().num_free_blocks == 16
+
+
+def test_blocks_that_a_reset_made_worthless_are_handed_out_without_an_eviction() -> None:
+    host = Host(num_blocks=4, max_model_len=17)
+    host.add("a", 13, max_tokens=1)
+    host.run_to_end()
+    assert host.stats().num_cached_free_blocks == 3
+    host.reset_prefix_cache()
+    assert (host.stats().num_free_blocks, host.stats().num_cached_free_blocks) == (4, 0)
+    host.add("b", 16, max_tokens=1)
+    host.run_to_end()
+    assert host.stats().num_evictions == 0
+
+
+def test_an_evicted_block_has_a_new_content_and_its_old_one_is_gone() -> None:
+    host = Host(num_blocks=3, max_model_len=13)
+    old, new = host.prompt(9), host.prompt(9)
+    for request_id, prompt in [("a", old), ("b", new)]:
+        host.add(request_id, prompt, max_tokens=1)
+        host.run_to_end()
+    assert host.stats().num_evictions == 2
+    host.add("c", new, max_tokens=1)
+    assert cached_of(host.step()) == {"c": 8}
+    host.run_to_end()
+    host.add("d", old, max_tokens=1)
+    assert cached_of(host.step()) == {"d": 0}
+
+
+def test_a_request_may_take_the_whole_pool() -> None:
+    host = Host(num_blocks=4, max_model_len=17)
+    host.add("a", 16)
+    output = host.schedule()
+    assert names(output.requests) == ["a"]
+    assert host.stats().kv_cache_usage == 1.0
+    host.update(output)
+    assert host.stats().kv_cache_usage == 0.0, "it has ended: one token more than the slots is its limit"

@@ -1,0 +1,145 @@
+"""Every knob is checked when the configuration is built, and the message says what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from pointsman.core import ConfigError, Scheduler, SchedulerConfig
+from pointsman.core.config import MAX_INT
+from tests.core.helpers import small_config
+
+POSITIVE = [
+    "num_blocks",
+    "max_model_len",
+    "block_size",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_steps_in_flight",
+]
+NOT_NEGATIVE = ["num_reserved_blocks", "long_prefill_token_threshold"]
+
+
+@pytest.mark.parametrize("name", POSITIVE)
+@pytest.mark.parametrize("value", [0, -1, MAX_INT + 1])
+def test_a_count_out_of_range_is_named_with_its_limits(name: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} is {value}; it must be between 1 and {MAX_INT}"):
+        small_config(**{name: value})
+
+
+@pytest.mark.parametrize("name", NOT_NEGATIVE)
+def test_a_negative_amount_is_named_with_its_limits(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} is -1; it must be between 0 and {MAX_INT}"):
+        small_config(**{name: -1})
+
+
+@pytest.mark.parametrize("name", POSITIVE + NOT_NEGATIVE)
+@pytest.mark.parametrize("value", [1.0, "8", True, None])
+def test_a_count_is_an_integer_and_nothing_like_it(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} is .*; it must be an integer"):
+        small_config(**{name: value})
+
+
+@pytest.mark.parametrize("value", [-0.01, 1.0, 1.5, float("nan"), float("inf")])
+def test_the_watermark_is_a_share_of_the_pool(value: float) -> None:
+    with pytest.raises(ConfigError, match=r"watermark is .*, a share of the pool; choose 0 or more and less than 1"):
+        small_config(watermark=value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"batching": "dynamic"}, 'batching is \'dynamic\'; choose "mixed" or "static"'),
+        ({"num_reserved_blocks": 16}, "num_reserved_blocks is 16 of num_blocks 16: none is left.*raise num_blocks"),
+        (
+            {"max_num_batched_tokens": 3},
+            "max_num_batched_tokens is 3, less than max_num_seqs 4.*raise the budget or lower max_num_seqs",
+        ),
+        (
+            {"long_prefill_token_threshold": 8, "enable_chunked_prefill": False},
+            "long_prefill_token_threshold is 8 but enable_chunked_prefill is off.*set it to 0 or turn",
+        ),
+        (
+            {"share_within_step": False, "enable_prefix_caching": False},
+            "share_within_step=False has no effect without prefix caching; leave it at its default",
+        ),
+        ({"displace": True}, 'displace=True has no effect under order "fcfs"; use order="priority" or leave it unset'),
+        ({"displace": True, "order": "priority", "batching": "static"}, "displace=True has no effect .*static"),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
+)
+def test_a_combination_that_cannot_work_or_has_no_effect_is_an_error(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        small_config(**overrides)
+
+
+@pytest.mark.parametrize("overrides", [{"watermark": "0.1"}, {"order": None}, {"order": 5}, {"victim": 5}], ids=str)
+def test_a_value_of_the_wrong_type_is_a_config_error(overrides: dict[str, Any]) -> None:
+    (name,) = overrides
+    with pytest.raises(ConfigError, match=name):
+        Scheduler(small_config(**overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"order": "lifo"}, "no order is called 'lifo'; choose one of fcfs, priority, or pass an object"),
+        (
+            {"victim": "oldest"},
+            "no victim policy is called 'oldest'; choose one of latest, lowest-priority, or pass an",
+        ),
+    ],
+)
+def test_a_policy_that_does_not_exist_is_an_error_when_the_scheduler_is_made(
+    overrides: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Scheduler(small_config(**overrides))
+
+
+def test_the_error_is_a_value_error_too() -> None:
+    with pytest.raises(ValueError, match="block_size"):
+        small_config(block_size=0)
+
+
+def test_only_the_pool_and_the_model_length_have_no_default() -> None:
+    required = {
+        field.name
+        for field in dataclasses.fields(SchedulerConfig)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    }
+    assert required == {"num_blocks", "max_model_len"}
+    Scheduler(SchedulerConfig(num_blocks=100, max_model_len=1024))
+
+
+def test_a_configuration_cannot_be_changed_only_replaced_and_is_checked_again() -> None:
+    config = small_config()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.num_blocks = 99  # type: ignore[misc]
+    assert config.replace(num_blocks=99).num_blocks == 99
+    assert config.num_blocks == 16
+    with pytest.raises(ConfigError, match="num_blocks is 0"):
+        config.replace(num_blocks=0)
+
+
+def test_a_preset_is_a_set_of_values_with_overrides_on_top() -> None:
+    static = SchedulerConfig.preset("static", num_blocks=8, max_model_len=32)
+    assert static.batching == "static"
+    assert static == SchedulerConfig(num_blocks=8, max_model_len=32, batching="static")
+    assert SchedulerConfig.preset("static", num_blocks=8, max_model_len=32, batching="mixed").batching == "mixed"
+    with pytest.raises(ConfigError, match="no preset is called 'fast'; choose one of default, static"):
+        SchedulerConfig.preset("fast", num_blocks=8, max_model_len=32)
+
+
+def test_reserved_blocks_are_not_usable() -> None:
+    config = small_config(num_reserved_blocks=3)
+    assert config.num_usable_blocks == 13
+    assert config.num_usable_tokens == 52
+
+
+def test_a_configuration_goes_through_json() -> None:
+    config = small_config(order="priority", victim="latest", watermark=0.25, displace=False)
+    assert SchedulerConfig(**json.loads(json.dumps(config.to_dict()))) == config

@@ -1,0 +1,246 @@
+"""Under "priority" a more urgent waiting request takes the room of less urgent running ones, if that really helps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pointsman.core import Reason, RequestStatus
+from tests.core.helpers import Host, names, reference_output, tokens_of
+
+
+def priority_host(**config: Any) -> Host:
+    return Host(**{"order": "priority", "max_num_batched_tokens": 32, **config})
+
+
+def test_it_takes_a_seat() -> None:
+    host = priority_host(max_num_seqs=1)
+    lazy = host.add("lazy", 4, priority=5, max_tokens=6)
+    host.step()
+    host.add("urgent", 4, priority=0, max_tokens=2)
+    output = host.step()
+    assert names(output.preempted) == ["lazy"]
+    assert tokens_of(output) == {"urgent": 4}
+    assert (host.stats().num_displaced, host.stats().num_preemptions) == (1, 1)
+    host.run_to_end()
+    assert lazy.output_token_ids.tolist() == reference_output(lazy.prompt_token_ids, 6)
+
+
+def test_it_takes_blocks_and_the_fewest_give_way_the_one_admitted_last_first() -> None:
+    host = priority_host(num_blocks=4, max_model_len=16)
+    host.add("a", 5, priority=5)
+    host.add("b", 5, priority=5)
+    host.step()
+    host.add("urgent", 8, priority=0)
+    output = host.step()
+    assert names(output.preempted) == ["b"]
+    assert tokens_of(output) == {"a": 1, "urgent": 8}
+
+
+def test_the_least_urgent_gives_way_first() -> None:
+    host = priority_host(max_num_seqs=3)
+    for request_id, priority in [("p2", 2), ("p9", 9), ("p5", 5)]:
+        host.add(request_id, 4, priority=priority)
+    host.step()
+    host.add("urgent", 4, priority=0)
+    assert names(host.step().preempted) == ["p9"]
+
+
+def test_several_give_way_if_one_is_not_enough() -> None:
+    host = priority_host(num_blocks=6, max_model_len=24)
+    for request_id in ("a", "b", "c"):
+        host.add(request_id, 5, priority=5)
+    host.step()
+    host.add("urgent", 15, priority=0)
+    output = host.step()
+    assert names(output.preempted) == ["c", "b"]
+    assert tokens_of(output) == {"a": 1, "urgent": 15}
+
+
+def test_nobody_gives_way_if_it_would_not_help() -> None:
+    host = priority_host(num_blocks=8, max_model_len=32)
+    host.add("equal", 17, priority=0)
+    host.add("lazy", 5, priority=5)
+    host.step()
+    host.add("urgent", 16, priority=0)
+    output = host.step()  # 3 blocks are not held by its equal, and it needs 4
+    assert names(output.preempted) == []
+    assert tokens_of(output) == {"equal": 1, "lazy": 1}
+    assert host.explain("urgent").reason is Reason.BLOCKS
+
+
+def test_nobody_gives_way_if_there_is_room_anyway() -> None:
+    host = priority_host()
+    host.add("lazy", 4, priority=5)
+    host.step()
+    host.add("urgent", 4, priority=0)
+    output = host.step()
+    assert names(output.preempted) == []
+    assert tokens_of(output) == {"lazy": 1, "urgent": 4}
+    assert host.stats().num_displaced == 0
+
+
+def test_an_equal_never_displaces() -> None:
+    host = priority_host(max_num_seqs=1)
+    host.add("a", 4, priority=3)
+    host.step()
+    host.add("b", 4, priority=3)
+    assert tokens_of(host.step()) == {"a": 1}
+    assert host.explain("b").reason is Reason.SEQUENCE_LIMIT
+
+
+def test_blocks_that_somebody_else_holds_too_are_not_room() -> None:
+    host = priority_host(num_blocks=7, max_model_len=28)
+    shared = host.prompt(8)
+    host.add("equal", [*shared, 1], priority=0)
+    host.add("lazy", [*shared, 2], priority=5)
+    host.step()
+    assert host.stats().num_free_blocks == 3
+    host.add("too large", 18, priority=0)
+    assert names(host.step().preempted) == [], "without lazy 4 blocks are free, not 6"
+    host.abort("too large")
+    host.add("just fits", 16, priority=0)
+    assert names(host.step().preempted) == ["lazy"]
+
+
+def test_what_the_others_need_in_this_step_is_not_room() -> None:
+    host = priority_host(num_blocks=5, max_model_len=16)
+    host.add("equal", 8, priority=0)
+    host.add("lazy", 5, priority=5)
+    host.step()
+    host.add("urgent", 12, priority=0)
+    output = host.step()  # lazy's two blocks and a free one are three, but the equal one takes a block in this step
+    assert names(output.preempted) == []
+    assert "urgent" not in tokens_of(output)
+
+
+def test_a_budget_that_the_others_use_up_is_not_room() -> None:
+    host = priority_host(max_num_batched_tokens=4, max_num_seqs=2)
+    host.add("equal", 30, priority=0)
+    host.step()
+    host.add("urgent", 4, priority=0, arrival_time=100.0)
+    host.step()
+    assert host.stats().num_displaced == 0
+    assert host.explain("urgent").reason is Reason.BUDGET
+
+
+def test_what_partly_computed_prompts_are_owed_is_not_room() -> None:
+    host = priority_host(num_blocks=10, long_prefill_token_threshold=8)
+    host.add("equal", 24, priority=0)
+    host.add("lazy", 5, priority=5)
+    host.step()
+    host.add("urgent", 20, priority=0, arrival_time=100.0)
+    output = host.step()  # 6 blocks without lazy and what the equal one takes now; it is owed 2 more, urgent needs 5
+    assert names(output.preempted) == []
+    assert tokens_of(output) == {"equal": 8, "lazy": 1}
+
+
+def test_cached_blocks_that_somebody_else_holds_need_no_room() -> None:
+    host = priority_host(num_blocks=6, full_sequence_must_fit=False)
+    shared = host.prompt(8)
+    host.add("equal", [*shared, 1], priority=0)
+    host.add("lazy", 5, priority=5)
+    host.step()
+    host.add("urgent", [*shared, *host.prompt(9)], priority=0)
+    output = host.step()  # 5 blocks, 2 of which the equal one holds; one is free and lazy has two
+    assert names(output.preempted) == ["lazy"]
+    assert tokens_of(output) == {"equal": 1, "urgent": 9}
+
+
+def test_nobody_gives_way_to_a_request_that_waits_for_its_own_samples() -> None:
+    host = priority_host(max_num_seqs=2, max_steps_in_flight=3)
+    host.add("urgent", 4, priority=0)
+    host.add("lazy", 4, priority=5)
+    first = host.schedule()
+    host.park("urgent")
+    host.add("other", 4, priority=0)
+    host.schedule()
+    host.ready("urgent")
+    third = (
+        host.schedule()
+    )  # it is the head and more urgent than lazy, but cannot be admitted before its sample is back
+    assert names(third.preempted) == []
+    assert tokens_of(third) == {"lazy": 1, "other": 1}
+    assert host.explain("urgent").reason is Reason.SEQUENCE_LIMIT
+    host.update(first)
+
+
+def test_only_the_one_that_displaced_is_admitted_in_that_step() -> None:
+    host = priority_host(max_num_seqs=2)
+    host.add("a", 4, priority=5)
+    host.add("b", 4, priority=5)
+    host.step()
+    host.add("first", 4, priority=0)
+    host.add("second", 4, priority=1)
+    output = host.step()
+    assert names(output.preempted) == ["b"]
+    assert tokens_of(output) == {"a": 1, "first": 4}
+    assert host.explain("second").reason is Reason.DISPLACEMENT
+    assert host.stats().deferrals["displacement"] == 1
+    output = host.step()
+    assert names(output.preempted) == ["a"]
+    assert tokens_of(output) == {"first": 1, "second": 4}
+
+
+def test_the_displaced_do_not_come_straight_back_into_the_room_they_left() -> None:
+    host = priority_host(num_blocks=6, max_model_len=24, max_num_seqs=3)
+    host.add("a", 5, priority=5)
+    host.add("b", 13, priority=5)
+    host.step()
+    host.add("urgent", 4, priority=0)
+    output = host.step()
+    assert names(output.preempted) == ["b"], "it was admitted last"
+    assert tokens_of(output) == {"a": 1, "urgent": 4}
+    assert host.explain("b").reason is Reason.DISPLACEMENT
+
+
+def test_a_setting_turns_it_off() -> None:
+    host = priority_host(max_num_seqs=1, displace=False)
+    host.add("lazy", 4, priority=5, max_tokens=3)
+    host.step()
+    host.add("urgent", 4, priority=0)
+    host.add("lazy too", 4, priority=5)
+    outputs = host.run_to_end()
+    assert host.stats().num_preemptions == 0
+    assert [name for output in outputs for name in names(output.admitted)] == ["urgent", "lazy too"]
+
+
+def test_under_fcfs_a_waiting_request_never_displaces() -> None:
+    host = Host(max_num_seqs=1)
+    host.add("lazy", 4, priority=5)
+    host.step()
+    host.add("urgent", 4, priority=-5, arrival_time=-5.0)
+    assert tokens_of(host.step()) == {"lazy": 1}
+
+
+def test_making_a_waiting_request_urgent_displaces_in_the_next_step() -> None:
+    host = priority_host(max_num_seqs=1)
+    host.add("a", 4, priority=5)
+    host.step()
+    host.add("b", 4, priority=5)
+    assert tokens_of(host.step()) == {"a": 1}
+    host.set_priority("b", 4)
+    output = host.step()
+    assert (names(output.preempted), names(output.admitted)) == (["a"], ["b"])
+
+
+def test_a_displaced_request_displaces_in_turn_when_it_is_made_urgent() -> None:
+    host = priority_host(max_num_seqs=1)
+    a = host.add("a", 4, priority=5, max_tokens=8)
+    host.step()
+    host.add("b", 4, priority=0, max_tokens=8)
+    host.step()
+    assert a.status is RequestStatus.PREEMPTED
+    host.set_priority("a", -1)
+    output = host.step()
+    assert (names(output.preempted), names(output.resumed)) == (["b"], ["a"])
+
+
+def test_without_chunking_nobody_gives_way_to_a_prompt_that_the_step_could_not_take_whole() -> None:
+    host = priority_host(enable_chunked_prefill=False, max_num_batched_tokens=8, max_num_seqs=2)
+    host.add("equal", 4, priority=0)
+    host.add("lazy", 4, priority=5)
+    host.step()
+    host.add("urgent", 8, priority=0, arrival_time=100.0)
+    output = host.step()  # without lazy: one token for the equal one, 7 left, and 8 are needed
+    assert names(output.preempted) == []
+    assert tokens_of(output) == {"equal": 1, "lazy": 1}

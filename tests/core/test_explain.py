@@ -1,0 +1,163 @@
+"""`explain`: why does this request not advance, for whom does it wait, since when, and what would it take?"""
+
+from __future__ import annotations
+
+from pointsman.core import ParkReason, Reason, RequestStatus
+from tests.core.helpers import Host
+
+
+def test_a_request_that_no_step_has_seen_yet_has_no_reason() -> None:
+    host = Host()
+    host.add("a", 5)
+    told = host.explain("a")
+    assert (told.request_id, told.status, told.phase) == ("a", RequestStatus.WAITING, "waiting")
+    assert (told.reason, told.blocker, told.missing, told.since, told.position) == (None, None, 0, None, 0)
+    assert (told.num_tokens, told.num_computed_tokens, told.num_blocks) == (5, 0, 0)
+
+
+def test_a_running_request_says_how_far_it_is() -> None:
+    host = Host(max_num_batched_tokens=8)
+    prompt = host.prompt(9)
+    host.add("z", prompt, max_tokens=1)
+    host.run_to_end()
+    host.add("a", [*prompt, *host.prompt(11)])
+    host.step()
+    told = host.explain("a")
+    assert (told.status, told.phase, told.reason, told.position) == (RequestStatus.RUNNING, "prefill", None, None)
+    assert (told.num_tokens, told.num_computed_tokens, told.num_cached_tokens, told.num_blocks) == (20, 16, 8, 4)
+    host.step()
+    assert host.explain("a").phase == "decoding"
+
+
+def test_the_head_waits_for_the_running_request_that_holds_most_blocks() -> None:
+    host = Host(num_blocks=8, max_model_len=32)
+    host.add("small", 4, max_tokens=20)
+    host.add("large", 12, max_tokens=20)
+    host.step()
+    host.add("head", 17)
+    host.step()
+    told = host.explain("head")
+    assert (told.reason, told.blocker) == (Reason.BLOCKS, "large")
+    assert told.missing == 3, (
+        "5 blocks, of which the first chunk alone needs 4; both running ones have taken a further one"
+    )
+
+
+def test_since_is_when_the_reason_began_and_missing_is_as_of_now() -> None:
+    host = Host(num_blocks=10, max_model_len=32)
+    host.add("a", 12, max_tokens=20)
+    host.step()
+    host.add("b", 26)
+    host.step()
+    began = host.now - 1  # `schedule` is the call before the last
+    first = host.explain("b")
+    assert (first.reason, first.since, first.missing) == (Reason.FULL_SEQUENCE, began, 1)
+    for _ in range(4):
+        host.step()
+    later = host.explain("b")
+    assert (later.reason, later.since) == (Reason.FULL_SEQUENCE, began)
+    assert later.missing == 2, "a has taken a further block"
+
+
+def test_since_starts_again_when_the_reason_changes() -> None:
+    host = Host(max_num_seqs=2, num_blocks=8, max_model_len=32)
+    host.add("a", 4, max_tokens=4)
+    host.add("b", 16, max_tokens=12)
+    host.step()
+    host.step()
+    host.add("c", 16)
+    host.step()
+    assert host.explain("c").reason is Reason.SEQUENCE_LIMIT
+    first = host.explain("c").since
+    host.abort("a")
+    host.step()
+    told = host.explain("c")
+    assert told.reason is Reason.BLOCKS
+    assert first is not None and told.since is not None
+    assert told.since > first
+
+
+def test_those_behind_wait_for_the_head_and_know_their_position() -> None:
+    host = Host(max_num_seqs=1)
+    for request_id in "abcd":
+        host.add(request_id, 4)
+    host.step()
+    told = {request_id: host.explain(request_id) for request_id in "bcd"}
+    assert [told[request_id].position for request_id in "bcd"] == [0, 1, 2]
+    assert told["b"].reason is Reason.SEQUENCE_LIMIT
+    assert [(told[request_id].reason, told[request_id].blocker) for request_id in "cd"] == [(Reason.BEHIND, "b")] * 2
+
+
+def test_a_request_is_never_explained_by_a_reason_from_when_it_was_the_head() -> None:
+    host = Host(order="priority", max_num_seqs=1, displace=False)
+    host.add("a", 4)
+    host.step()
+    host.add("b", 4, priority=5)
+    host.step()
+    assert host.explain("b").reason is Reason.SEQUENCE_LIMIT
+    host.add("c", 4, priority=1)
+    told = host.explain("b")
+    assert (told.reason, told.blocker, told.missing, told.position) == (Reason.BEHIND, "c", 0, 1)
+
+
+def test_a_parked_request_waits_for_something_else_than_capacity_and_for_nobody() -> None:
+    host = Host()
+    host.add("a", 4, park=ParkReason.GRAMMAR)
+    told = host.explain("a")
+    assert (told.status, told.reason, told.since) == (RequestStatus.WAITING_FOR_GRAMMAR, Reason.PARKED, host.now)
+    assert (told.blocker, told.position) == (None, None)
+    host.ready("a")
+    assert host.explain("a").reason is None
+
+
+def test_a_preempted_request_says_how_often() -> None:
+    host = Host()
+    host.add("a", 4)
+    for _ in range(2):
+        host.step()
+        host.park("a")
+        host.ready("a")
+    told = host.explain("a")
+    assert (told.status, told.num_preemptions, told.num_computed_tokens) == (RequestStatus.PREEMPTED, 2, 0)
+
+
+def test_an_ended_request_can_be_explained_until_its_end_was_told() -> None:
+    host = Host()
+    host.add("a", 4, max_tokens=1)
+    host.step()
+    told = host.explain("a")
+    assert (told.status, told.phase, told.reason, told.num_blocks) == (
+        RequestStatus.FINISHED_LENGTH,
+        "finished",
+        None,
+        0,
+    )
+
+
+def test_under_the_static_preset_the_batch_that_runs_is_the_reason() -> None:
+    host = Host(batching="static")
+    host.add("a", 4)
+    host.step()
+    host.add("b", 4)
+    host.step()
+    told = host.explain("b")
+    assert (told.reason, told.blocker) == (Reason.STATIC_BATCH, "a")
+
+
+def test_asking_changes_no_decision() -> None:
+    def decisions(ask: bool) -> list[tuple[list[str], list[int]]]:
+        host = Host(num_blocks=8, max_model_len=32, order="priority")
+        for index in range(6):
+            host.add(f"r{index}", 5, max_tokens=9, priority=index % 2)
+        made = []
+        while host.scheduler.has_unfinished_requests():
+            if ask:
+                for index in range(6):
+                    if host.scheduler.get_request(f"r{index}"):
+                        host.explain(f"r{index}")
+                host.stats()
+            output = host.step()
+            made.append(([r.request_id for r in output.requests], output.block_ids.tolist()))
+        return made
+
+    assert decisions(ask=True) == decisions(ask=False)

@@ -1,0 +1,64 @@
+"""`import pointsman` needs NumPy alone, and costs next to nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+
+PROGRAM = """
+import json, sys, time
+import numpy
+before = set(sys.modules)
+start = time.process_time()
+import pointsman
+seconds = time.process_time() - start
+print(json.dumps([seconds, sorted(set(sys.modules) - before), sorted(sys.modules)]))
+"""
+
+
+@cache
+def import_in_a_new_process(attempt: int = 0) -> tuple[float, list[str], list[str]]:
+    """CPU seconds of the import, the modules that it brought, and all that are loaded then (NumPy was before)."""
+    run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    seconds, new, loaded = json.loads(run.stdout)
+    return seconds, new, loaded
+
+
+def test_import_brings_numpy_the_standard_library_and_nothing_else() -> None:
+    _, new, loaded = import_in_a_new_process()
+    tops = {name.partition(".")[0] for name in new}
+    foreign = tops - set(sys.stdlib_module_names) - {"pointsman", "numpy"}
+    assert foreign == set()
+    assert {"torch", "transformers", "rich", "typer", "tokenizers", "safetensors", "matplotlib"}.isdisjoint(loaded)
+
+
+def test_import_brings_the_scheduler_and_no_host() -> None:
+    _, _, loaded = import_in_a_new_process()
+    ours = {name for name in loaded if name.startswith("pointsman.")}
+    assert {name for name in ours if not name.startswith("pointsman.core")} == set()
+
+
+def test_import_adds_less_than_a_fifth_of_a_second() -> None:
+    """CPU time, the best of three processes, so that a busy machine does not fail it."""
+    assert min(import_in_a_new_process(attempt)[0] for attempt in range(3)) < 0.2
+
+
+def test_a_scheduler_runs_with_nothing_but_numpy() -> None:
+    program = """
+import sys
+import numpy
+before = set(sys.modules)
+import pointsman as p
+s = p.Scheduler(p.SchedulerConfig(num_blocks=8, max_model_len=64))
+s.add(p.Request("a", [1, 2, 3], arrival_time=0.0, max_tokens=2), 0.0)
+while s.has_unfinished_requests():
+    output = s.schedule(0.0)
+    s.update(output, p.StepResult([7] * output.num_rows), 0.0)
+s.check_invariants()
+tops = {name.partition(".")[0] for name in set(sys.modules) - before}
+print(sorted(tops - set(sys.stdlib_module_names) - {"pointsman", "numpy"}))
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"

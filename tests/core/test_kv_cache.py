@@ -1,0 +1,273 @@
+"""Prefix caching as a request sees it: what is found, what is not, what is evicted, and what is counted."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.core.helpers import Host, blocks_of, cached_of, names, reference_output, tokens_of
+
+
+def test_a_later_request_reuses_the_full_blocks_of_a_prompt_it_shares() -> None:
+    host = Host()
+    first = host.add("a", 10, max_tokens=1)
+    host.run_to_end()
+    host.add("b", [*first.prompt_token_ids, 1, 2], max_tokens=1)
+    output = host.step()
+    assert cached_of(output) == {"b": 8}
+    assert tokens_of(output) == {"b": 4}
+    assert blocks_of(output, "b")[:2] == [0, 1], "the very blocks that the first one wrote"
+
+
+def test_requests_of_one_step_share_the_prefix_that_the_first_of_them_computes() -> None:
+    host = Host()
+    prompt = host.prompt(9)
+    host.add("a", prompt)
+    host.add("b", prompt)
+    output = host.step()
+    assert tokens_of(output) == {"a": 9, "b": 1}
+    assert cached_of(output) == {"a": 0, "b": 8}
+    assert blocks_of(output, "a")[:2] == blocks_of(output, "b")[:2]
+    assert blocks_of(output, "a")[2] != blocks_of(output, "b")[2]
+
+
+def test_a_continued_prompt_is_shared_in_the_step_that_computes_it() -> None:
+    host = Host(max_num_batched_tokens=8, max_num_seqs=2)
+    prompt = host.prompt(13)
+    host.add("a", prompt)
+    host.step()
+    host.add("b", prompt)
+    output = host.step()
+    assert tokens_of(output) == {"a": 5, "b": 1}
+    assert cached_of(output) == {"b": 12}, "8 tokens of the step before, 4 of this one"
+
+
+def test_a_host_that_cannot_share_within_a_step_says_so_and_shares_from_the_next_step_on() -> None:
+    host = Host(share_within_step=False)
+    prompt = host.prompt(6)
+    host.add("a", prompt)
+    host.add("b", prompt)
+    output = host.step()
+    assert tokens_of(output) == {"a": 6, "b": 6}
+    host.add("c", prompt)
+    assert cached_of(host.step()) == {"c": 4}
+
+
+def test_a_request_that_comes_back_finds_its_own_blocks_prompt_and_output() -> None:
+    host = Host()
+    request = host.add("a", 6, max_tokens=12)
+    for _ in range(4):
+        host.step()
+    assert (request.num_tokens, request.num_computed_tokens) == (10, 9)
+    host.park("a")
+    host.ready("a")
+    output = host.step()
+    assert names(output.resumed) == ["a"]
+    assert cached_of(output) == {"a": 8}
+    assert tokens_of(output) == {"a": 2}
+    host.run_to_end()
+    assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 12)
+
+
+def test_what_a_finished_request_generated_is_found_by_the_next_turn_of_a_conversation() -> None:
+    host = Host()
+    first = host.add("a", 4, max_tokens=9)
+    host.run_to_end()
+    assert first.num_tokens == 13
+    host.add("b", [*first.all_token_ids, 7])
+    assert cached_of(host.step()) == {"b": 12}
+
+
+def test_the_newest_sampled_token_was_never_computed_so_its_block_is_not_published() -> None:
+    host = Host()
+    first = host.add("a", 4, max_tokens=4)
+    host.run_to_end()
+    assert first.num_tokens == 8, "two full blocks of tokens, but the KV of the last token does not exist"
+    host.add("b", [*first.all_token_ids, 7])
+    assert cached_of(host.step()) == {"b": 4}
+
+
+def test_generated_blocks_are_published_when_the_request_ends_and_not_before() -> None:
+    host = Host()
+    first = host.add("a", 4, max_tokens=12)
+    for _ in range(8):
+        host.step()
+    so_far = first.all_token_ids.tolist()
+    assert len(so_far) == 12
+    host.add("b", so_far, max_tokens=1)
+    assert cached_of(host.step()) == {"b": 4}, "only the prompt"
+    host.abort("a")
+    host.add("c", so_far, max_tokens=1)
+    assert cached_of(host.step()) == {"c": 8}
+
+
+def test_at_least_one_token_is_left_to_compute_so_there_is_a_logit() -> None:
+    host = Host()
+    prompt = host.prompt(8)
+    host.add("a", prompt, max_tokens=1)
+    host.run_to_end()
+    host.add("b", prompt, max_tokens=1)
+    output = host.step()
+    assert cached_of(output) == {"b": 4}, "both blocks are cached; the second is computed again for its last token"
+    assert tokens_of(output) == {"b": 4}
+    assert output.samples.tolist() == [True]
+
+
+def test_only_requests_with_an_equal_salt_share() -> None:
+    host = Host(max_num_batched_tokens=64, max_num_seqs=8)
+    prompt = host.prompt(5)
+    for request_id, salt in [("a", "x"), ("b", "y"), ("c", None), ("d", ""), ("e", "x"), ("f", None)]:
+        host.add(request_id, prompt, cache_salt=salt)
+    assert cached_of(host.step()) == {"a": 0, "b": 0, "c": 0, "d": 0, "e": 4, "f": 4}
+
+
+def test_a_request_that_opts_out_neither_looks_up_nor_publishes() -> None:
+    host = Host()
+    prompt = host.prompt(5)
+    host.add("quiet", prompt, use_prefix_cache=False, max_tokens=2)
+    host.add("a", prompt, max_tokens=2)
+    host.add("silent", prompt, use_prefix_cache=False, max_tokens=2)
+    assert cached_of(host.step()) == {"quiet": 0, "a": 0, "silent": 0}
+    host.run_to_end()
+    assert host.stats().prefix_queries == 5, "only the one that looked up is counted"
+
+
+def test_without_prefix_caching_nothing_is_found_kept_or_counted() -> None:
+    host = Host(enable_prefix_caching=False)
+    prompt = host.prompt(9)
+    host.add("a", prompt, max_tokens=2)
+    host.run_to_end()
+    host.add("b", prompt, max_tokens=2)
+    assert cached_of(host.step()) == {"b": 0}
+    stats = host.stats()
+    assert (stats.prefix_queries, stats.prefix_hits, stats.num_cached_free_blocks) == (0, 0, 0)
+
+
+def test_the_least_recently_used_prefix_is_evicted_first_and_its_suffix_before_its_prefix() -> None:
+    host = Host(num_blocks=6, max_num_batched_tokens=32)
+    old, recent = host.prompt(9), host.prompt(9)
+    host.add("old", old, max_tokens=1)
+    host.run_to_end()
+    host.add("recent", recent, max_tokens=1)
+    host.run_to_end()
+    assert host.stats().num_cached_free_blocks == 4
+    host.add("filler", 12, max_tokens=1, use_prefix_cache=False)  # two blank blocks and one cached
+    host.run_to_end()
+    assert host.stats().num_evictions == 1
+    host.add("old again", old, max_tokens=1)
+    assert cached_of(host.step()) == {"old again": 4}, "its second block went, its first stayed"
+    host.run_to_end()
+    host.add("recent again", recent, max_tokens=1)
+    assert cached_of(host.step()) == {"recent again": 8}
+
+
+def test_using_a_prefix_again_makes_it_recent() -> None:
+    host = Host(num_blocks=4, max_num_batched_tokens=32)
+    first, second = host.prompt(5), host.prompt(5)
+    for request_id, prompt in [("a", first), ("b", second), ("c", first)]:
+        host.add(request_id, prompt, max_tokens=1)
+        host.run_to_end()
+    host.add("filler", 12, max_tokens=1, use_prefix_cache=False)
+    host.run_to_end()
+    assert host.stats().num_evictions == 1
+    host.add("first again", first, max_tokens=1)
+    host.add("second again", second, max_tokens=1)
+    assert cached_of(host.step()) == {"first again": 4, "second again": 0}
+
+
+def test_a_prefix_that_somebody_holds_is_never_evicted() -> None:
+    host = Host(num_blocks=4, max_model_len=16, max_num_seqs=2)
+    holder = host.add("holder", 6, max_tokens=2)
+    host.step()
+    host.add("filler", 8, max_tokens=1)
+    output = host.step()
+    assert set(blocks_of(output, "filler")) == {2, 3}
+    host.add("b", holder.prompt_token_ids, max_tokens=1)
+    assert cached_of(host.step()) == {"b": 4}
+
+
+def test_after_a_reset_nothing_old_is_found_and_new_content_is_cached_again() -> None:
+    host = Host()
+    prompt = host.prompt(9)
+    host.add("a", prompt, max_tokens=1)
+    host.run_to_end()
+    host.reset_prefix_cache()
+    assert host.stats().num_cached_free_blocks == 0
+    host.add("b", prompt, max_tokens=1)
+    assert cached_of(host.step()) == {"b": 0}
+    host.add("c", prompt, max_tokens=1)
+    assert cached_of(host.step()) == {"c": 8}
+
+
+def test_a_row_that_runs_through_a_reset_goes_on_but_publishes_no_more() -> None:
+    host = Host(max_num_batched_tokens=8)
+    request = host.add("a", 16, max_tokens=6)
+    host.step()
+    host.reset_prefix_cache()  # half of its prompt was computed before, half is after
+    host.run_to_end()
+    assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 6)
+    assert host.stats().num_cached_free_blocks == 0
+    host.add("b", request.prompt_token_ids)
+    assert cached_of(host.step()) == {"b": 0}
+
+
+def test_a_request_that_was_preempted_and_came_back_after_the_reset_publishes_again() -> None:
+    host = Host()
+    request = host.add("a", 9, max_tokens=3)
+    host.step()
+    host.reset_prefix_cache()
+    host.park("a")
+    host.ready("a")
+    host.run_to_end()
+    host.add("b", request.prompt_token_ids)
+    assert cached_of(host.step()) == {"b": 8}
+
+
+def test_queries_and_hits_are_counted_in_tokens_and_apart_for_fresh_and_resumed_requests() -> None:
+    host = Host(max_num_batched_tokens=32)
+    prompt = host.prompt(9)
+    host.add("a", prompt, max_tokens=4)
+    host.add("b", prompt, max_tokens=4)
+    host.step()
+    stats = host.stats()
+    assert (stats.prefix_queries, stats.prefix_hits) == (18, 8)
+    assert (stats.resumed_prefix_queries, stats.resumed_prefix_hits) == (0, 0)
+    host.park("b")
+    host.ready("b")
+    host.step()
+    stats = host.stats()
+    assert (stats.prefix_queries, stats.prefix_hits) == (18, 8)
+    assert (stats.resumed_prefix_queries, stats.resumed_prefix_hits) == (10, 8)
+
+
+@pytest.mark.parametrize("num_reserved_blocks", [1, 5])
+def test_reserved_block_ids_never_appear_in_a_table(num_reserved_blocks: int) -> None:
+    host = Host(num_blocks=num_reserved_blocks + 6, num_reserved_blocks=num_reserved_blocks, max_model_len=24)
+    for index in range(6):
+        host.add(f"r{index}", 7, max_tokens=8)
+    told: set[int] = set()
+    for output in host.run_to_end():
+        told.update(output.block_ids.tolist())
+    assert told == set(range(num_reserved_blocks, num_reserved_blocks + 6)), "all the others are used"
+    assert host.stats().num_preemptions > 0, "even under pressure"
+
+
+def test_copies_that_were_computed_in_parallel_serve_until_the_last_one_is_gone() -> None:
+    host = Host(share_within_step=False, num_blocks=4, max_num_batched_tokens=32)
+    prompt = host.prompt(5)
+    host.add("a", prompt, max_tokens=1)
+    host.add("b", prompt, max_tokens=1)
+    host.run_to_end()
+    assert host.stats().num_cached_free_blocks == 2, "the same content in two blocks"
+    host.add("filler", 12, max_tokens=1, use_prefix_cache=False)
+    host.run_to_end()
+    assert host.stats().num_evictions == 1
+    host.add("c", prompt, max_tokens=1)
+    assert cached_of(host.step()) == {"c": 4}
+
+
+def test_a_block_that_is_full_only_with_a_generated_token_is_found_by_prompt_and_output_alike() -> None:
+    host = Host()
+    first = host.add("a", 3, max_tokens=4)
+    host.run_to_end()
+    host.add("b", [*first.all_token_ids[:4], 5])
+    assert cached_of(host.step()) == {"b": 4}

@@ -1,0 +1,194 @@
+"""How many tokens a request advances in a step, where its sequence ends, and what can never run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pointsman.core import Reason, Request, RequestRefused, RequestStatus
+from tests.core.helpers import Host, cached_of, names, tokens_of
+
+
+def test_the_long_prefill_threshold_bounds_every_request_so_that_a_long_prompt_leaves_room() -> None:
+    host = Host(long_prefill_token_threshold=6, max_num_batched_tokens=16)
+    host.add("long", 14)
+    host.add("b", 4)
+    outputs = [tokens_of(host.step()) for _ in range(3)]
+    assert outputs == [{"long": 6, "b": 4}, {"long": 6, "b": 1}, {"long": 2, "b": 1}]
+
+
+def test_the_threshold_does_not_hold_back_decoding() -> None:
+    host = Host(long_prefill_token_threshold=1)
+    host.add("a", 2, max_tokens=3)
+    assert [tokens_of(output) for output in host.run_to_end()] == [{"a": 1}, {"a": 1}, {"a": 1}, {"a": 1}]
+
+
+def test_the_threshold_counts_tokens_to_compute_not_cached_ones() -> None:
+    host = Host(long_prefill_token_threshold=4)
+    prompt = host.prompt(13)
+    host.add("a", prompt, max_tokens=1)
+    host.run_to_end()
+    host.add("b", prompt, max_tokens=1)
+    output = host.step()
+    assert (cached_of(output), tokens_of(output)) == ({"b": 12}, {"b": 1})
+
+
+# ---------------------------------------------------------------------- chunked prefill off
+
+
+def test_without_chunking_a_prompt_starts_only_in_a_step_that_takes_it_whole() -> None:
+    host = Host(enable_chunked_prefill=False)
+    host.add("a", 4, max_tokens=3)
+    host.step()
+    host.add("b", 16, max_tokens=2)
+    assert tokens_of(host.step()) == {"a": 1}
+    head = host.explain("b")
+    assert (head.reason, head.missing) == (Reason.BUDGET, 1)
+    assert tokens_of(host.step()) == {"a": 1}
+    assert tokens_of(host.step()) == {"b": 16}, "a has ended"
+
+
+def test_without_chunking_only_the_uncached_tokens_must_fit() -> None:
+    host = Host(enable_chunked_prefill=False)
+    shared = host.prompt(8)
+    host.add("a", [*shared, 1], max_tokens=4)
+    host.step()
+    host.add("b", [*shared, *host.prompt(8)], max_tokens=2)
+    output = host.step()
+    assert tokens_of(output) == {"a": 1, "b": 8}
+    assert cached_of(output) == {"b": 8}
+
+
+def test_without_chunking_a_prompt_larger_than_the_budget_is_refused_even_if_a_prefix_is_cached() -> None:
+    host = Host(enable_chunked_prefill=False)
+    message = (
+        r"request 'a' refused: the prompt has 17 tokens, more than max_num_batched_tokens 16, and chunked prefill "
+        "is off; raise the budget, shorten the prompt or turn chunked prefill on"
+    )
+    with pytest.raises(RequestRefused, match=message):
+        host.add("a", 17)
+
+
+def test_without_chunking_a_resumed_request_may_still_be_chunked_or_it_could_wait_for_ever() -> None:
+    host = Host(enable_chunked_prefill=False, enable_prefix_caching=False, max_num_batched_tokens=8)
+    request = host.add("a", 8, max_tokens=8)
+    for _ in range(4):
+        host.step()
+    assert request.num_tokens == 12, "more than the budget by now"
+    host.park("a")
+    host.ready("a")
+    assert [tokens_of(host.step()) for _ in range(3)] == [{"a": 8}, {"a": 4}, {"a": 1}]
+
+
+def test_without_chunking_a_prompt_that_waits_keeps_those_behind_it_waiting() -> None:
+    host = Host(enable_chunked_prefill=False)
+    host.add("a", 6)
+    host.add("b", 12)
+    host.add("c", 1)
+    assert names(host.step().requests) == ["a"]
+    assert host.explain("c").reason is Reason.BEHIND
+
+
+# ---------------------------------------------------------------------- where a sequence ends
+
+
+@pytest.mark.parametrize(
+    ("config", "fields", "generated", "detail"),
+    [
+        ({}, {"max_tokens": 5}, 5, "max_tokens"),
+        ({"max_model_len": 12}, {"max_tokens": 50}, 4, "max_model_len"),
+        ({}, {"max_tokens": 50, "max_total_tokens": 11}, 3, "max_total_tokens"),
+        ({"num_blocks": 3}, {"max_tokens": 50}, 5, "kv_capacity"),
+        ({}, {"max_tokens": 3, "max_total_tokens": 11}, 3, "max_tokens"),
+    ],
+)
+def test_a_sequence_ends_at_the_first_of_its_limits_and_says_which(
+    config: dict[str, Any], fields: dict[str, Any], generated: int, detail: str
+) -> None:
+    host = Host(**config)
+    request = host.add("a", 8, **fields)
+    host.run_to_end()
+    assert request.status is RequestStatus.FINISHED_LENGTH
+    assert (request.num_output_tokens, request.finish_detail) == (generated, detail)
+
+
+def test_the_last_token_needs_no_slot_so_a_pool_holds_one_token_more_than_its_slots() -> None:
+    host = Host(num_blocks=1, max_num_seqs=1)
+    request = host.add("a", 4, max_tokens=9)
+    host.run_to_end()
+    assert (request.num_tokens, request.finish_detail) == (5, "kv_capacity")
+
+
+def test_a_request_that_fills_the_pool_alone_displaces_its_neighbours_and_ends_by_itself() -> None:
+    host = Host(num_blocks=4, max_num_seqs=2)
+    large = host.add("large", 8, max_tokens=50)
+    small = host.add("small", 4, max_tokens=6)
+    host.run_to_end()
+    assert (large.num_output_tokens, large.finish_detail) == (9, "kv_capacity")
+    assert (small.num_output_tokens, small.finish_detail) == (6, "max_tokens")
+
+
+# ---------------------------------------------------------------------- refused when added
+
+
+@pytest.mark.parametrize(
+    ("config", "prompt", "fields", "message"),
+    [
+        (
+            {"max_model_len": 12},
+            12,
+            {},
+            "the prompt has 12 tokens and max_model_len is 12, which leaves no room for a generated token; shorten the "
+            "prompt to 11 tokens",
+        ),
+        (
+            {"num_blocks": 7, "num_reserved_blocks": 2},
+            21,
+            {},
+            "the prompt has 21 tokens and needs 6 KV blocks of 4, and the pool has 5; shorten the prompt or give the "
+            "pool at least 8 blocks",
+        ),
+        (
+            {},
+            8,
+            {"max_total_tokens": 8},
+            "the prompt has 8 tokens and max_total_tokens is 8, which leaves no room for a generated token; raise "
+            "max_total_tokens",
+        ),
+    ],
+)
+def test_what_can_never_run_is_refused_with_the_numbers_and_the_remedy(
+    config: dict[str, Any], prompt: int, fields: dict[str, Any], message: str
+) -> None:
+    host = Host(**config)
+    with pytest.raises(RequestRefused) as refusal:
+        host.add("a", prompt, **fields)
+    assert str(refusal.value) == f"request 'a' refused: {message}"
+
+
+def test_the_remedy_named_in_a_refusal_works() -> None:
+    host = Host(num_blocks=8, num_reserved_blocks=2)
+    request = host.add("a", 21, max_tokens=1)
+    host.run_to_end()
+    assert request.status is RequestStatus.FINISHED_LENGTH
+
+
+def test_the_longest_prompt_that_leaves_room_for_one_token_is_served() -> None:
+    host = Host(max_model_len=12)
+    request = host.add("a", 11, max_tokens=9)
+    host.run_to_end()
+    assert (request.num_output_tokens, request.finish_detail) == (1, "max_model_len")
+
+
+def test_a_refused_request_leaves_nothing_behind_and_its_id_is_free() -> None:
+    host = Host(max_model_len=12)
+    request = Request("a", host.prompt(12), arrival_time=0.0, max_tokens=1)
+    with pytest.raises(RequestRefused):
+        host.scheduler.add(request, 0.0)
+    assert request.status is RequestStatus.FINISHED_REFUSED
+    assert request.finish_detail.startswith("the prompt has 12 tokens")
+    assert not host.scheduler.has_unfinished_requests()
+    assert host.step().finished == []
+    assert (host.stats().num_refused, host.stats().num_added, host.stats().finished["refused"]) == (1, 0, 0)
+    host.add("a", 4)

@@ -1,0 +1,172 @@
+"""What an output tells its host, and that it stays what it was when the scheduler goes on."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.core.helpers import Host, blocks_of, cached_of, names, tokens_of
+
+
+def busy() -> Host:
+    """ "old" decodes, "long" is in the middle of its prompt, "back" ran before and waits, "new" waits."""
+    host = Host(max_num_batched_tokens=12, max_num_seqs=4, long_prefill_token_threshold=4)
+    host.add("old", 4)
+    host.add("back", 4, use_prefix_cache=False)
+    host.step()
+    host.park("back")
+    host.add("long", 12)
+    host.step()
+    host.ready("back")
+    host.add("new", 3)
+    return host
+
+
+def test_rows_are_continued_requests_first_then_resumed_and_new_ones_as_they_were_admitted() -> None:
+    output = busy().schedule()
+    assert tokens_of(output) == {"old": 1, "long": 4, "back": 4, "new": 3}
+    assert output.num_rows == 4
+    assert output.num_continued == 2
+    assert names(output.continued) == ["old", "long"]
+    assert names(output.admitted) == ["back", "new"]
+    assert names(output.resumed) == ["back"]
+    assert names(output.new) == ["new"]
+    assert output.is_resumed.tolist() == [True, False]
+    assert output.total_num_scheduled_tokens == 12
+
+
+def test_decode_is_just_the_token_sampled_last_and_everything_else_is_prefill() -> None:
+    output = busy().schedule()
+    assert names(output.decode) == ["old"]
+    assert names(output.prefill) == ["long", "back", "new"]
+
+
+def test_a_resumed_request_of_which_only_the_newest_token_is_not_cached_decodes() -> None:
+    host = Host()
+    host.add("a", 4)
+    host.step()
+    host.park("a")
+    host.ready("a")
+    output = host.step()
+    assert (cached_of(output), tokens_of(output), names(output.decode)) == ({"a": 4}, {"a": 1}, ["a"])
+
+
+def test_a_chunk_of_the_last_token_of_a_prompt_is_prefill() -> None:
+    host = Host(max_num_batched_tokens=8)
+    host.add("a", 9, max_tokens=3)
+    host.step()
+    output = host.step()
+    assert (tokens_of(output), names(output.prefill)) == ({"a": 1}, ["a"])
+    assert names(host.step().decode) == ["a"]
+
+
+def test_computing_a_lost_token_again_is_prefill_even_if_it_was_generated_and_the_chunk_is_one_token() -> None:
+    host = Host(enable_prefix_caching=False, long_prefill_token_threshold=1)
+    host.add("a", 1)
+    for _ in range(3):
+        host.step()
+    host.park("a")
+    host.ready("a")
+    outputs = [host.step() for _ in range(5)]
+    assert [(names(output.prefill), names(output.decode)) for output in outputs[:3]] == [(["a"], [])] * 3
+    assert names(outputs[3].decode) == names(outputs[4].decode) == ["a"], "its newest token, and the next"
+
+
+def test_arrays_have_the_types_and_shapes_that_the_fields_say() -> None:
+    output = busy().schedule()
+    for name in ("rows", "serials", "num_computed_tokens", "num_scheduled_tokens"):
+        array = getattr(output, name)
+        assert (array.dtype, array.shape) == (np.int64, (4,)), name
+    assert (output.samples.dtype, output.samples.shape) == (np.bool_, (4,))
+    assert (output.num_cached_tokens.dtype, output.num_cached_tokens.shape) == (np.int64, (2,))
+    assert (output.is_resumed.dtype, output.is_resumed.shape) == (np.bool_, (2,))
+    assert output.block_ids.dtype == np.int32
+    assert (output.block_offsets.dtype, output.block_offsets.shape) == (np.int64, (5,))
+    assert output.block_offsets[0] == 0
+    assert output.block_offsets[-1] == len(output.block_ids)
+
+
+def test_a_resumed_request_is_told_its_whole_table_cached_blocks_included() -> None:
+    host = Host()
+    host.add("a", 9)
+    host.step()
+    host.park("a")
+    host.ready("a")
+    output = host.step()
+    assert cached_of(output) == {"a": 8}
+    assert len(blocks_of(output, "a")) == 3
+    assert output.num_computed_tokens.tolist() == [8]
+
+
+def test_a_resumed_request_has_a_new_serial() -> None:
+    host = Host()
+    host.add("a", 4)
+    first = host.step().serials.tolist()
+    assert host.step().serials.tolist() == first
+    host.park("a")
+    host.ready("a")
+    assert host.step().serials.tolist() > first
+
+
+def test_a_row_keeps_its_number_while_it_runs() -> None:
+    host = Host()
+    for request_id in "abc":
+        host.add(request_id, 2)
+    rows = dict(zip("abc", host.step().rows.tolist(), strict=True))
+    host.abort("a")
+    host.add("d", 2)
+    output = host.step()
+    now = dict(zip(names(output.requests), output.rows.tolist(), strict=True))
+    assert (now["b"], now["c"]) == (rows["b"], rows["c"])
+
+
+def test_an_output_does_not_change_when_the_scheduler_goes_on() -> None:
+    host = Host(num_blocks=8, max_model_len=32)
+    for index in range(6):
+        host.add(f"r{index}", 5, max_tokens=12)
+    kept = []
+    while host.scheduler.has_unfinished_requests():
+        output = host.schedule()
+        kept.append((output, copied(output)))
+        host.update(output)
+        host.abort("r4")
+    for output, before in kept:
+        assert copied(output) == before
+
+
+def copied(output: object) -> dict[str, object]:
+    """Every field of an output, as plain values."""
+    fields = {name: getattr(output, name) for name in output.__slots__}  # type: ignore[attr-defined]
+    return {
+        name: value.tolist() if isinstance(value, np.ndarray) else (list(value) if hasattr(value, "__len__") else value)
+        for name, value in fields.items()
+    }
+
+
+def test_ends_that_come_later_do_not_appear_in_an_output_handed_out_before() -> None:
+    host = Host()
+    host.add("a", 4)
+    output = host.schedule()
+    host.abort("a")
+    assert (names(output.finished), names(output.preempted)) == ([], [])
+
+
+def test_an_empty_step_is_legal_and_is_updated_like_any_other() -> None:
+    host = Host()
+    output = host.schedule()
+    assert (output.num_rows, output.total_num_scheduled_tokens, output.num_continued) == (0, 0, 0)
+    assert (output.prefill, output.decode, list(output.requests)) == ([], [], [])
+    assert output.block_offsets.tolist() == [0]
+    update = host.update(output)
+    assert (len(update.token_ids), len(update.counts), list(update.finished)) == (0, 0, [])
+    assert host.schedule().step_id == output.step_id + 1
+
+
+def test_the_host_cannot_write_into_what_the_scheduler_shares_with_it() -> None:
+    host = Host()
+    host.add("a", 4)
+    host.step()
+    output = host.schedule()
+    for array in (output.rows, output.serials, output.num_scheduled_tokens, output.samples):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 0

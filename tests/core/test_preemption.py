@@ -1,0 +1,231 @@
+"""Who gives way when blocks run out, where it goes, and that nobody who waits for its tokens can tell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pointsman.core import Reason, RequestStatus
+from pointsman.core.batch import Batch
+from tests.core.helpers import Host, names, reference_output, tokens_of
+
+
+def two_that_outgrow_the_pool(**config: Any) -> Host:
+    """A pool of four blocks, all held: "a" and "b" each need a third one in the next step."""
+    host = Host(**{"num_blocks": 4, "max_model_len": 16, **config})
+    host.add("a", 8, max_tokens=6)
+    host.add("b", 8, max_tokens=6)
+    host.step()
+    assert host.stats().num_free_blocks == 0
+    return host
+
+
+def test_the_request_admitted_last_gives_way_and_the_step_goes_on() -> None:
+    host = two_that_outgrow_the_pool()
+    output = host.step()
+    assert tokens_of(output) == {"a": 1}
+    assert names(output.preempted) == ["b"]
+    b = host.scheduler.get_request("b")
+    assert b is not None
+    assert (b.status, b.num_preemptions, b.num_computed_tokens, b.row) == (RequestStatus.PREEMPTED, 1, 0, None)
+
+
+def test_a_step_whose_running_part_preempted_admits_nobody() -> None:
+    host = two_that_outgrow_the_pool()
+    host.add("tiny", 1, max_tokens=1)
+    output = host.step()
+    assert names(output.preempted) == ["b"]
+    assert names(output.admitted) == []
+    assert host.stats().num_free_blocks == 1, "it would have fitted"
+    assert host.stats().deferrals["preemption"] == 1
+    assert host.explain("b").reason is Reason.PREEMPTION
+    assert host.explain("tiny").reason is Reason.BEHIND
+
+
+def test_the_preempted_request_goes_to_the_front_and_keeps_its_tokens() -> None:
+    host = two_that_outgrow_the_pool()
+    host.add("c", 1, max_tokens=1, arrival_time=-1.0)
+    b = host.scheduler.get_request("b")
+    assert b is not None
+    before = b.output_token_ids.tolist()
+    host.step()
+    assert b.output_token_ids.tolist() == before
+    assert (host.explain("b").position, host.explain("c").position) == (0, 1)
+    outputs = host.run_to_end()
+    assert b.output_token_ids.tolist() == reference_output(b.prompt_token_ids, 6)
+    assert [name for output in outputs for name in names(output.admitted)] == ["b", "c"]
+
+
+def test_the_one_that_asks_may_be_its_own_victim() -> None:
+    host = Host(num_blocks=4, max_model_len=16)
+    host.add("a", 5)
+    host.add("b", 8)
+    host.step()
+    output = host.step()  # a has room in its second block, b needs a third
+    assert tokens_of(output) == {"a": 1}
+    assert names(output.preempted) == ["b"]
+
+
+def test_nothing_senior_gives_way_so_the_first_of_them_is_never_preempted() -> None:
+    host = Host(num_blocks=6, max_model_len=24)
+    requests = [host.add(f"r{index}", 5, max_tokens=15) for index in range(5)]
+    running: list[str] = []
+    for output in host.run_to_end():
+        lost = names(output.preempted)
+        seniors = [name for name in running if name not in lost]
+        assert running[: len(seniors)] == seniors, "whoever gave way was admitted after all who stayed"
+        running = [r.request_id for r in output.requests if not r.is_finished]
+    assert requests[0].num_preemptions == 0
+    assert sum(request.num_preemptions for request in requests) == host.stats().num_preemptions > 0
+
+
+def test_a_victim_whose_blocks_are_all_shared_frees_nothing_so_the_next_one_gives_way_too() -> None:
+    host = Host(num_blocks=4, max_model_len=16, max_num_seqs=3)
+    prompt = host.prompt(8)
+    host.add("a", 4, max_tokens=12)
+    host.add("b", prompt, max_tokens=4)
+    host.add("c", [*prompt, 1], max_tokens=4)
+    output = host.step()
+    assert tokens_of(output) == {"a": 4, "b": 8, "c": 1}
+    assert host.stats().num_free_blocks == 0
+    output = host.step()  # a takes c's own block, then b wants one: b itself is the latest
+    assert names(output.preempted) == ["c", "b"]
+    assert tokens_of(output) == {"a": 1}
+
+
+def test_requests_preempted_in_one_step_come_back_in_the_order_of_their_admission() -> None:
+    host = Host(num_blocks=4, long_prefill_token_threshold=8, full_sequence_must_fit=False)
+    host.add("a", 15, max_tokens=1)
+    host.add("b", 4, max_tokens=4)
+    host.add("c", 4, max_tokens=4)
+    assert tokens_of(host.step()) == {"a": 8, "b": 4, "c": 4}
+    output = host.step()  # a's second chunk needs two blocks
+    assert names(output.preempted) == ["c", "b"]
+    assert tokens_of(output) == {"a": 7}
+    assert names(host.step().resumed) == ["b", "c"]
+
+
+@pytest.mark.parametrize(("enable_prefix_caching", "recomputed"), [(True, 2), (False, 10)])
+def test_tokens_lost_to_a_preemption_are_counted_less_what_the_cache_still_holds(
+    enable_prefix_caching: bool, recomputed: int
+) -> None:
+    host = Host(enable_prefix_caching=enable_prefix_caching)
+    request = host.add("a", 8)
+    for _ in range(3):
+        host.step()
+    assert (request.num_tokens, request.num_computed_tokens) == (11, 10)
+    host.park("a")
+    host.ready("a")
+    host.step()
+    assert (host.stats().num_preemptions, host.stats().num_recomputed_tokens) == (1, recomputed)
+
+
+# ---------------------------------------------------------------------- lowest priority
+
+
+def test_under_priority_the_least_urgent_gives_way_though_it_was_admitted_first() -> None:
+    host = Host(order="priority", num_blocks=4, max_model_len=16)
+    host.add("lazy", 8, priority=5)
+    host.step()
+    host.add("urgent", 8, priority=0, arrival_time=100.0)
+    output = host.step()
+    assert names(output.preempted) == ["lazy"]
+
+
+def test_a_victim_gives_back_what_the_step_had_granted_to_it() -> None:
+    host = Host(victim="lowest-priority", num_blocks=4, max_model_len=16)
+    host.add("lazy", 5, priority=5)
+    host.add("urgent", 8, priority=0)
+    host.step()
+    output = host.step()  # lazy is first in the step and was granted its token before urgent asked for a block
+    assert names(output.preempted) == ["lazy"]
+    assert tokens_of(output) == {"urgent": 1}
+    assert output.total_num_scheduled_tokens == 1
+
+
+def test_the_budget_that_a_victim_gives_back_goes_to_those_behind_it() -> None:
+    host = Host(
+        victim="lowest-priority",
+        num_blocks=7,
+        max_model_len=28,
+        max_num_batched_tokens=9,
+        long_prefill_token_threshold=6,
+        full_sequence_must_fit=False,
+    )
+    host.add("lazy", 20, priority=5)
+    host.add("urgent", 3)
+    host.add("third", 20)
+    assert tokens_of(host.step()) == {"lazy": 6, "urgent": 3}
+    assert tokens_of(host.step()) == {"lazy": 6, "urgent": 1, "third": 2}
+    output = host.step()  # lazy is granted 6 tokens and the last blocks; then urgent asks for one
+    assert names(output.preempted) == ["lazy"]
+    assert tokens_of(output) == {"urgent": 1, "third": 6}
+
+
+def test_among_equals_the_one_that_arrived_last_gives_way_though_it_was_admitted_first() -> None:
+    host = Host(victim="lowest-priority", num_blocks=4, max_model_len=16)
+    host.add("late", 5, arrival_time=5.0)
+    host.step()
+    host.add("early", 8, arrival_time=1.0)
+    host.step()
+    output = host.step()
+    assert names(output.preempted) == ["late"]
+    assert tokens_of(output) == {"early": 1}
+
+
+def test_the_choice_of_victim_is_a_setting_of_its_own() -> None:
+    host = Host(order="priority", victim="latest", displace=False, num_blocks=4, max_model_len=16)
+    host.add("lazy", 4, priority=5, max_tokens=12)
+    host.step()
+    host.add("urgent", 8, priority=0)
+    host.step()
+    outputs = [host.step() for _ in range(2)]
+    assert [name for output in outputs for name in names(output.preempted)] == ["urgent"]
+
+
+def test_a_new_priority_counts_for_the_choice_of_victim_at_once() -> None:
+    host = two_that_outgrow_the_pool(victim="lowest-priority")
+    host.set_priority("a", 9)
+    output = host.step()
+    assert names(output.preempted) == ["a"]
+    assert tokens_of(output) == {"b": 1}
+
+
+def test_a_user_may_pass_a_victim_policy_of_its_own() -> None:
+    class First:
+        name = "first"
+
+        def choose(self, batch: Batch, asking_row: int) -> int:
+            return int(batch.members.rows[0])
+
+    host = two_that_outgrow_the_pool(victim=First())
+    output = host.step()
+    assert names(output.preempted) == ["a"]
+    assert tokens_of(output) == {"b": 1}
+
+
+# ---------------------------------------------------------------------- invisible
+
+
+@pytest.mark.parametrize("order", ["fcfs", "priority"])
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+@pytest.mark.parametrize("enable_chunked_prefill", [True, False])
+def test_preemption_does_not_change_a_single_token(
+    order: str, enable_prefix_caching: bool, enable_chunked_prefill: bool
+) -> None:
+    host = Host(
+        num_blocks=8,
+        max_model_len=32,
+        order=order,
+        enable_prefix_caching=enable_prefix_caching,
+        enable_chunked_prefill=enable_chunked_prefill,
+    )
+    requests = [host.add(f"r{index}", 5 + index, max_tokens=14, priority=index % 3) for index in range(8)]
+    host.run_to_end()
+    assert sum(request.num_preemptions > 0 for request in requests) > 1
+    for request in requests:
+        assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 14)
+    stats = host.stats()
+    assert stats.num_free_blocks == 8
+    assert stats.num_generated_tokens == 8 * 14

@@ -1,0 +1,189 @@
+"""What counts as the same prefix: all tokens from the first to the block's last, exactly, under the same root.
+
+Prompts here are written in blocks of four tokens: `block(1) + block(2)` and so on, and one more token, because at
+least one is always computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from tests.core.helpers import Host, blocks_of, cached_of
+
+
+def block(number: int) -> list[int]:
+    """Four tokens that no other number's block has."""
+    return [4 * number, 4 * number + 1, 4 * number + 2, 4 * number + 3]
+
+
+def sequence(*numbers: int) -> list[int]:
+    """The blocks of these numbers, one after the other."""
+    return [token for number in numbers for token in block(number)]
+
+
+class Library:
+    """A host on which prompts are computed one after the other, each ending with its first token."""
+
+    def __init__(self, **config: int | bool) -> None:
+        self.host = Host(**{"num_blocks": 64, "max_num_batched_tokens": 256, "max_model_len": 256, **config})
+        self._count = 0
+
+    def run(self, tokens: Sequence[int], **fields: str) -> int:
+        """Compute a prompt; returns how many of its blocks were found."""
+        self._count += 1
+        request_id = f"r{self._count}"
+        self.host.add(request_id, [*tokens, 10_000 + self._count], max_tokens=1, **fields)
+        cached = cached_of(self.host.run_to_end()[0])[request_id]
+        assert cached % 4 == 0
+        return cached // 4
+
+
+def test_the_longest_common_prefix_in_full_blocks_is_found() -> None:
+    library = Library()
+    library.run(sequence(1, 2, 3))
+    assert library.run(sequence(1, 2, 3, 4)) == 3
+    assert library.run(sequence(1, 2, 9, 3)) == 2
+    assert library.run(sequence(9, 2, 3)) == 0
+
+
+def test_a_block_counts_only_if_all_of_its_tokens_are_equal() -> None:
+    library = Library()
+    library.run(sequence(1, 2))
+    assert library.run([*block(1), *block(2)[:3], 999]) == 1
+    assert library.run([*block(1), 999, *block(2)[1:]]) == 1
+    assert library.run([*block(1)[::-1], *block(2)]) == 0
+
+
+@pytest.mark.parametrize("changed", [4 + 256, 4 + 65536, 4 + 2**24, 4 + 2**30])
+def test_tokens_that_differ_only_in_a_high_byte_differ(changed: int) -> None:
+    library = Library()
+    library.run([4, 5, 6, 7])
+    assert library.run([changed, 5, 6, 7]) == 0
+    assert library.run([4, 5, 6, 7]) == 1
+
+
+def test_equal_tokens_after_a_different_prefix_are_another_content() -> None:
+    library = Library()
+    library.run(sequence(1, 7, 8))
+    library.run(sequence(2, 7, 8))
+    assert library.run(sequence(1, 7, 8)) == 3
+    assert library.run(sequence(2, 7, 8)) == 3
+    assert library.run(sequence(7, 8)) == 0, "nor are they one at the start"
+    assert library.run(sequence(3, 7, 8)) == 0
+
+
+def test_a_block_may_follow_itself() -> None:
+    library = Library()
+    library.run(sequence(1, 1, 1))
+    assert library.run(sequence(1, 1, 1, 1)) == 3
+    assert library.run(sequence(1, 1, 2)) == 2
+
+
+def test_a_prefix_branches_and_every_branch_is_found() -> None:
+    library = Library()
+    library.run(sequence(1, 2, 3, 4, 5))
+    assert library.run(sequence(1, 2, 3, 6, 7)) == 3
+    assert library.run(sequence(1, 2, 8)) == 2
+    assert library.run(sequence(1, 9)) == 1
+    assert library.run(sequence(1, 2, 3, 4, 5)) == 5
+    assert library.run(sequence(1, 2, 3, 6, 7)) == 5
+    assert library.run(sequence(1, 2, 8)) == 3
+    assert library.run(sequence(1, 9)) == 2
+    assert library.run(sequence(1, 2, 3, 6, 5)) == 4
+
+
+def test_a_prefix_of_a_cached_prompt_is_found_and_so_is_the_rest_afterwards() -> None:
+    library = Library()
+    library.run(sequence(1, 2, 3, 4))
+    assert library.run(sequence(1, 2)) == 2
+    assert library.run(sequence(1, 2, 3, 4)) == 4
+
+
+def test_a_long_prefix_found_in_pieces_of_several_requests_is_one_prefix() -> None:
+    library = Library()
+    for length in range(1, 9):
+        assert library.run(sequence(*range(length))) == length - 1
+    assert library.run(sequence(*range(12))) == 8
+
+
+def test_a_prompt_computed_in_many_chunks_is_found_as_a_whole() -> None:
+    library = Library(long_prefill_token_threshold=3)
+    library.run(sequence(1, 2, 3, 4, 5))
+    assert library.run(sequence(1, 2, 3, 4, 5)) == 5
+
+
+def test_salts_are_roots_of_their_own() -> None:
+    library = Library()
+    library.run(sequence(1, 2), cache_salt="alice")
+    assert library.run(sequence(1, 2), cache_salt="bob") == 0
+    assert library.run(sequence(1, 2)) == 0
+    assert library.run(sequence(1, 2), cache_salt="") == 0
+    assert library.run(sequence(1, 2), cache_salt="alice") == 2
+    assert library.run(sequence(1, 3), cache_salt="bob") == 1
+
+
+def test_eviction_takes_the_end_of_what_was_unused_longest_and_what_is_left_is_still_found() -> None:
+    library = Library(num_blocks=7)
+    library.run(sequence(1, 2, 3))
+    library.run(sequence(4, 5))
+    library.run(sequence(6, 7, 8))  # two blank blocks are left; it takes two cached ones
+    assert library.host.stats().num_evictions == 2
+    assert library.run(sequence(4, 5)) == 2
+    assert library.run(sequence(1, 2, 3)) == 1
+
+
+def test_a_branch_that_is_evicted_leaves_the_trunk_and_the_other_branch() -> None:
+    library = Library(num_blocks=7)
+    library.run(sequence(1, 2, 3))
+    library.run(sequence(1, 2, 4))
+    assert library.host.stats().num_cached_free_blocks == 4
+    library.run(sequence(5, 6, 7))
+    assert library.host.stats().num_evictions == 1
+    assert library.run(sequence(1, 2, 4)) == 3
+    assert library.run(sequence(1, 2, 3)) == 2
+
+
+def test_what_was_evicted_can_be_computed_and_found_again() -> None:
+    library = Library(num_blocks=4)
+    for _ in range(3):
+        assert library.run(sequence(1, 2, 3)) == 0
+        assert library.run(sequence(4, 5, 6)) == 0
+    assert library.run(sequence(4, 5, 6)) == 3
+
+
+def test_of_a_prefix_in_use_nothing_is_evicted_though_its_suffix_is_free() -> None:
+    host = Host(num_blocks=8, max_num_batched_tokens=64)
+    host.add("done", [*sequence(1, 2, 3), 99], max_tokens=1)
+    host.run_to_end()
+    host.add("holder", [*sequence(1, 2), 98], max_tokens=20)
+    host.step()
+    host.add("filler", 19, max_tokens=1, use_prefix_cache=False)
+    host.step()
+    assert host.stats().num_evictions == 1, "the third block, which nobody holds"
+    host.add("again", [*sequence(1, 2, 3), 97], max_tokens=1)
+    assert cached_of(host.step()) == {"again": 8}
+
+
+def test_copies_made_in_parallel_are_one_content_and_what_follows_either_is_found() -> None:
+    host = Host(share_within_step=False, num_blocks=8, max_num_batched_tokens=64)
+    host.add("a", [*sequence(1), 99], max_tokens=1)
+    host.add("b", [*sequence(1, 2), 98], max_tokens=1)
+    output = host.step()
+    assert cached_of(output) == {"a": 0, "b": 0}
+    assert blocks_of(output, "a")[0] != blocks_of(output, "b")[0]
+    host.add("c", [*sequence(1, 2), 97], max_tokens=1)
+    assert cached_of(host.step()) == {"c": 8}
+
+
+def test_a_copy_that_is_evicted_does_not_take_what_follows_the_other_one_along() -> None:
+    host = Host(share_within_step=False, num_blocks=8, max_num_batched_tokens=64)
+    host.add("a", [*sequence(1), 99], max_tokens=1)
+    host.add("b", [*sequence(1, 2), 98], max_tokens=20)
+    host.step()
+    host.add("filler", 17, max_tokens=1, use_prefix_cache=False)
+    host.step()
+    assert host.stats().num_evictions == 1, "a's copy of the first block"
+    host.add("c", [*sequence(1, 2), 97], max_tokens=1)
+    assert cached_of(host.step()) == {"c": 8}

@@ -1,0 +1,163 @@
+"""Who comes next: the orders, where a preempted request goes, and what it costs to leave a long queue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from pointsman.core import Request, Scheduler
+from pointsman.core.queue import FirstComeFirstServed
+from tests.core.helpers import Host, names, small_config
+
+
+def admission_order(host: Host) -> list[str]:
+    """The ids in the order in which they are admitted, one seat at a time."""
+    return [name for output in host.run_to_end() for name in names(output.admitted)]
+
+
+def test_fcfs_admits_by_arrival_time_not_by_order_of_adding() -> None:
+    host = Host(max_num_seqs=1)
+    for request_id, arrival in [("late", 9.0), ("early", 1.0), ("middle", 5.0)]:
+        host.add(request_id, 2, max_tokens=1, arrival_time=arrival)
+    assert admission_order(host) == ["early", "middle", "late"]
+
+
+def test_equal_arrival_times_are_served_in_order_of_adding() -> None:
+    host = Host(max_num_seqs=1)
+    for request_id in ("z", "a", "m"):
+        host.add(request_id, 2, max_tokens=1, arrival_time=0.0)
+    assert admission_order(host) == ["z", "a", "m"]
+
+
+def test_fcfs_pays_no_heed_to_priority() -> None:
+    host = Host(max_num_seqs=1)
+    host.add("a", 2, max_tokens=1, priority=5)
+    host.add("b", 2, max_tokens=1, priority=-5)
+    assert admission_order(host) == ["a", "b"]
+
+
+def test_priority_admits_the_smaller_number_first_and_ties_by_arrival() -> None:
+    host = Host(order="priority", max_num_seqs=1)
+    for request_id, priority, arrival in [("c", 1, 2.0), ("d", 1, 3.0), ("e", 7, 0.0), ("b", 1, 1.0), ("a", -2, 9.0)]:
+        host.add(request_id, 2, max_tokens=1, priority=priority, arrival_time=arrival)
+    assert admission_order(host) == ["a", "b", "c", "d", "e"]
+
+
+def test_a_preempted_request_comes_before_all_that_never_ran_however_early_they_arrived() -> None:
+    host = Host(max_num_seqs=1)
+    host.add("a", 4, max_tokens=4)
+    host.step()
+    host.add("earlier", 2, max_tokens=1, arrival_time=-100.0)
+    host.park("a")
+    host.ready("a")
+    assert admission_order(host) == ["a", "earlier"]
+
+
+def test_under_priority_a_preempted_request_goes_to_the_front_of_its_own_class_only() -> None:
+    host = Host(order="priority", max_num_seqs=1, displace=False)
+    host.add("a", 4, max_tokens=4, priority=1)
+    host.step()
+    host.add("urgent", 2, max_tokens=1, priority=0)
+    host.add("equal", 2, max_tokens=1, priority=1, arrival_time=-100.0)
+    host.park("a")
+    host.ready("a")
+    assert admission_order(host) == ["urgent", "a", "equal"]
+
+
+def test_requests_preempted_together_come_back_in_the_order_in_which_they_were_admitted() -> None:
+    host = Host(max_num_seqs=3)
+    for request_id, arrival in [("a", 9.0), ("b", 5.0), ("c", 1.0)]:
+        host.add(request_id, 4, max_tokens=8, arrival_time=arrival)
+        host.step()
+    for request_id in ("b", "c", "a"):
+        host.park(request_id)
+    for request_id in ("c", "a", "b"):
+        host.ready(request_id)
+    assert names(host.step().resumed) == ["a", "b", "c"], "not by arrival, and not by when they were ready"
+
+
+def test_a_request_that_left_the_queue_can_return_to_it_with_the_same_key() -> None:
+    host = Host(max_num_seqs=1)
+    host.add("a", 2, max_tokens=1)
+    host.add("b", 2, max_tokens=1)
+    for _ in range(3):
+        host.park("a")
+        host.ready("a")
+    assert host.explain("a").position == 0
+    assert admission_order(host) == ["a", "b"]
+
+
+class CountingTime(float):
+    """An arrival time that counts how often it is compared: what a queue does, without a clock."""
+
+    comparisons = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountingTime.comparisons += 1
+        return float.__eq__(self, other)
+
+    def __lt__(self, other: float) -> bool:
+        CountingTime.comparisons += 1
+        return float.__lt__(self, other)
+
+    __hash__ = float.__hash__
+
+
+class CountingOrder(FirstComeFirstServed):
+    """First come, first served; counts walks over the whole queue."""
+
+    walks = 0
+
+    def __iter__(self) -> Iterator[Request]:
+        CountingOrder.walks += 1
+        return super().__iter__()
+
+
+def test_aborting_one_of_100_000_waiting_requests_scans_nothing() -> None:
+    scheduler = Scheduler(small_config(order=CountingOrder()))
+    prompt = np.array([1, 2, 3], dtype=np.int32)
+    for index in range(100_000):
+        request = Request(f"r{index}", prompt, arrival_time=CountingTime(index), max_tokens=4)
+        prompt = request.prompt_token_ids  # one copy for all
+        scheduler.add(request, 0.0)
+    CountingTime.comparisons = CountingOrder.walks = 0
+    for index in (50_000, 99_999, 0, 7):
+        ended = scheduler.abort(f"r{index}", 1.0)
+        assert ended is not None
+    assert CountingTime.comparisons <= 4 * 40, "a few times log2 of the queue's length, at most"
+    assert CountingOrder.walks == 0
+    CountingTime.comparisons = 0
+    output = scheduler.schedule(2.0)
+    assert names(output.requests) == ["r1", "r2", "r3", "r4"]
+    assert CountingTime.comparisons <= 6 * 80
+    assert CountingOrder.walks == 0
+    assert scheduler.stats().num_waiting == 100_000 - 8
+
+
+def test_removed_requests_do_not_stay_in_memory_until_they_would_have_come_up() -> None:
+    order = FirstComeFirstServed()
+    requests = [Request(f"r{i}", [1], arrival_time=float(i), max_tokens=1) for i in range(2000)]
+    for request in requests:
+        order.push(request)
+    for request in requests[1:]:
+        order.remove(request)
+    assert len(order) == 1
+    assert len(order._heap) < 200
+    assert order.peek() is requests[0]
+
+
+def test_a_user_may_pass_an_order_of_its_own() -> None:
+    class LastComeFirstServed(FirstComeFirstServed):
+        name = "lcfs"
+
+        def push(self, request: Request) -> None:
+            arrival = request.arrival_time
+            request.arrival_time = -arrival
+            super().push(request)
+            request.arrival_time = arrival
+
+    host = Host(order=LastComeFirstServed(), max_num_seqs=1)
+    for request_id in ("a", "b", "c"):
+        host.add(request_id, 2, max_tokens=1)
+    assert admission_order(host) == ["c", "b", "a"]

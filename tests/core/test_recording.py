@@ -1,0 +1,230 @@
+"""A recording is every call and every decision; a replay makes the calls again and compares the decisions."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pointsman.core import (
+    FinishReason,
+    ParkReason,
+    Recorder,
+    RecordingError,
+    ReplayDifference,
+    StepResult,
+    replay,
+)
+from pointsman.core.queue import FirstComeFirstServed
+from tests.core.helpers import EOS, Host, next_token
+
+
+def recorded() -> list[str]:
+    """The lines of a recording in which every call occurs, under memory pressure."""
+    file = io.StringIO()
+    host = Host(
+        recorder=Recorder(file), num_blocks=8, max_model_len=32, order="priority", max_num_seqs=3, max_steps_in_flight=2
+    )
+    host.add("a", 6, max_tokens=10, priority=2, eos_token_ids=(EOS,), metadata=object())
+    host.add("b", 6, max_tokens=10, priority=1, stop_token_ids=(42,), cache_salt="x")
+    host.add("c", 5, max_tokens=10, park=ParkReason.GRAMMAR)
+    host.add("d", 5, max_tokens=10, priority=5)
+    host.step()
+    host.ready("c")
+    host.set_priority("d", -3)
+    host.step()
+    first, second = host.schedule(), host.schedule()
+    host.update(first)
+    host.fail(second)
+    host.park("b", ParkReason.REMOTE_KVS)
+    host.step()
+    host.reset_prefix_cache()
+    host.ready("b")
+    host.abort("c")
+    for _ in range(6):
+        host.step()
+    host.finish("d", FinishReason.STOP, keep_tokens=2, stop_reason="END")
+    output = host.schedule()
+    errors = {0: "nan"}
+    tokens = [next_token(r.all_token_ids) for r, s in zip(output.requests, output.samples, strict=True) if s][1:]
+    host.scheduler.update(output, StepResult(tokens, errors=errors, step_time=0.01), host.now)
+    host.add("e", 7, max_tokens=4)
+    host.run_to_end()
+    assert host.stats().num_preemptions > 1
+    return file.getvalue().splitlines(keepends=True)
+
+
+def changed(lines: list[str], call: str, change: Callable[[dict[str, Any]], None], *, which: int = 2) -> list[str]:
+    """The recording with one line of that call altered, the `which`th."""
+    numbers = [number for number, line in enumerate(lines) if json.loads(line).get("call") == call]
+    number = numbers[which]
+    value = json.loads(lines[number])
+    change(value)
+    return [*lines[:number], json.dumps(value) + "\n", *lines[number + 1 :]]
+
+
+def test_a_recording_replays_without_a_difference_and_the_report_says_what_it_went_through() -> None:
+    lines = recorded()
+    report = replay(lines)
+    calls = [json.loads(line)["call"] for line in lines[1:]]
+    assert set(calls) == {
+        "add",
+        "finish",
+        "park",
+        "ready",
+        "set_priority",
+        "reset_prefix_cache",
+        "schedule",
+        "update",
+        "fail",
+    }
+    assert report.num_calls == len(calls)
+    assert report.num_steps == calls.count("schedule")
+    assert report.num_requests == 5
+    assert report.num_preemptions > 1
+
+
+def test_a_recording_is_json_lines_with_a_header() -> None:
+    header, *rest = (json.loads(line) for line in recorded())
+    assert (header["format"], header["format_version"]) == ("pointsman-recording", 1)
+    assert header["config"]["num_blocks"] == 8
+    assert header["config"]["order"] == "priority"
+    assert all("now" in line for line in rest)
+
+
+def test_a_file_can_be_replayed_as_it_is() -> None:
+    assert replay(io.StringIO("".join(recorded()))).num_requests == 5
+
+
+@pytest.mark.parametrize(
+    ("field", "alter"),
+    [
+        ("rows", lambda value: [*value[:-1], value[-1] + 1]),
+        ("num_scheduled_tokens", lambda value: [value[0] + 1, *value[1:]]),
+        ("block_offsets", lambda value: [*value[:-1], value[-1] + 1]),
+        ("requests", lambda value: [*value[::-1], "x"]),
+        ("samples", lambda value: [not value[0], *value[1:]]),
+        ("resync", lambda value: not value),
+        ("preempted", lambda value: [*value, "a"]),
+        ("finished", lambda value: [*value, ["a", "stop"]]),
+    ],
+)
+def test_a_decision_altered_by_hand_is_caught_at_its_step_with_both_values(
+    field: str, alter: Callable[[Any], Any]
+) -> None:
+    lines = recorded()
+    kept: dict[str, Any] = {}
+
+    def change(line: dict[str, Any]) -> None:
+        kept["step"], kept["true"] = line["step"], line["decision"][field]
+        kept["altered"] = line["decision"][field] = alter(line["decision"][field])
+
+    with pytest.raises(ReplayDifference) as caught:
+        replay(changed(lines, "schedule", change))
+    difference = caught.value
+    assert (difference.step_id, difference.field) == (kept["step"], field)
+    assert (difference.recorded, difference.replayed) == (kept["altered"], kept["true"])
+    assert str(difference).startswith(f"line {difference.line}, step {kept['step']}: {field} was ")
+
+
+def test_an_altered_block_id_is_caught() -> None:
+    def change(line: dict[str, Any]) -> None:
+        line["decision"]["block_ids"][0] += 1
+
+    with pytest.raises(ReplayDifference, match="step 0: block_ids was"):
+        replay(changed(recorded(), "schedule", change, which=0))
+
+
+def test_an_altered_end_is_caught() -> None:
+    def change(line: dict[str, Any]) -> None:
+        line["decision"]["finished"].append(["a", "stop", "", None])
+
+    with pytest.raises(ReplayDifference, match="finished was"):
+        replay(changed(recorded(), "update", change, which=0))
+
+
+def test_an_altered_input_is_caught_where_it_changes_a_decision() -> None:
+    def change(line: dict[str, Any]) -> None:
+        line["token_ids"][0] += 1
+
+    with pytest.raises(ReplayDifference, match="kept_token_ids was"):
+        replay(changed(recorded(), "update", change, which=0))
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], "the file is empty; a recording starts with a header line"),
+        (['{"format": "other"}\n'], "line 1 is no header of a recording .format 'other', not 'pointsman-recording'."),
+        (
+            ['{"format": "pointsman-recording", "format_version": 99}\n'],
+            "the recording has format version 99; this library reads 1",
+        ),
+        (["hello\n"], "line 1 is not JSON .*; the recording is cut or broken"),
+        (["[1, 2]\n"], "line 1 cannot be replayed"),
+        (['{"format": "pointsman-recording", "format_version": 1}\n'], "line 1 cannot be replayed: 'config'"),
+    ],
+    ids=["empty", "another format", "another version", "no JSON", "no object", "no config"],
+)
+def test_a_file_that_is_no_recording_is_named_as_such(lines: list[str], message: str) -> None:
+    with pytest.raises(RecordingError, match=message):
+        replay(lines)
+
+
+def test_a_recording_that_was_cut_in_the_middle_of_a_line_names_the_line() -> None:
+    lines = recorded()
+    with pytest.raises(RecordingError, match=r"line 5 is not JSON .*; the recording is cut or broken"):
+        replay([*lines[:4], lines[4][:20]])
+
+
+def test_a_recording_that_was_cut_between_lines_replays_to_there() -> None:
+    assert replay(recorded()[:7]).num_calls == 6
+
+
+def test_a_call_that_no_scheduler_has_names_the_line() -> None:
+    lines = recorded()
+    with pytest.raises(RecordingError, match="line 2 calls 'explode', which no scheduler has"):
+        replay([lines[0], '{"call": "explode", "now": 0}\n'])
+
+
+def test_a_call_that_cannot_be_made_names_the_line() -> None:
+    lines = recorded()
+    with pytest.raises(RecordingError, match="line 3 cannot be replayed: no request 'ghost'"):
+        replay([*lines[:2], '{"call": "ready", "now": 0, "id": "ghost"}\n'])
+    with pytest.raises(RecordingError, match="line 3 cannot be replayed: request id 'a' is in use"):
+        replay([*lines[:2], lines[1]])
+
+
+def test_a_policy_of_the_users_own_is_recorded_by_name_and_cannot_be_replayed_elsewhere() -> None:
+    class Mine(FirstComeFirstServed):
+        name = "mine"
+
+    file = io.StringIO()
+    host = Host(recorder=Recorder(file), order=Mine())
+    host.add("a", 4, max_tokens=1)
+    host.run_to_end()
+    with pytest.raises(RecordingError, match="order 'mine' is not built in, so this recording cannot be replayed here"):
+        replay(file.getvalue().splitlines())
+
+
+def test_what_a_call_refused_is_not_in_the_recording() -> None:
+    file = io.StringIO()
+    host = Host(recorder=Recorder(file))
+    host.add("a", 4)
+    for call in (lambda: host.add("a", 4), lambda: host.ready("a"), lambda: host.add("b", 64)):
+        with pytest.raises((ValueError, RuntimeError)):
+            call()
+    assert host.abort("ghost") is None
+    assert len(file.getvalue().splitlines()) == 2, "the header and one add"
+
+
+def test_numpy_integers_are_recorded_as_what_they_are() -> None:
+    file = io.StringIO()
+    host = Host(recorder=Recorder(file), order="priority")
+    host.add("a", 4, max_tokens=np.int32(2), priority=np.int64(3), eos_token_ids=(np.int64(5),))
+    host.run_to_end()
+    assert replay(file.getvalue().splitlines()).num_requests == 1

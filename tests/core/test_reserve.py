@@ -1,0 +1,178 @@
+"""How much must stay free when a request is admitted, and which rung of the ladder stopped it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pointsman.core import Reason
+from tests.core.helpers import Host, cached_of, names, tokens_of
+
+
+def with_a_running(prompt_tokens: int, **config: Any) -> Host:
+    """A host on which "a" runs with a prompt of that many tokens, all computed."""
+    host = Host(**{"max_num_batched_tokens": 64, **config})
+    host.add("a", prompt_tokens, max_tokens=20)
+    host.step()
+    return host
+
+
+# ---------------------------------------------------------------------- full sequence
+
+
+def test_a_prompt_whose_first_chunk_fits_waits_until_all_of_it_does() -> None:
+    host = with_a_running(13, num_blocks=8, max_num_batched_tokens=16)
+    host.add("b", 20)
+    assert tokens_of(host.step()) == {"a": 1}, "4 blocks are free: enough for 15 tokens, not for 20"
+    head = host.explain("b")
+    assert (head.reason, head.missing, head.blocker) == (Reason.FULL_SEQUENCE, 1, "a")
+
+
+def test_without_the_full_sequence_rule_the_first_chunk_is_enough() -> None:
+    host = with_a_running(13, num_blocks=8, max_num_batched_tokens=16, full_sequence_must_fit=False)
+    host.add("b", 20)
+    assert tokens_of(host.step()) == {"a": 1, "b": 15}
+
+
+def test_cached_blocks_that_somebody_holds_cost_nothing() -> None:
+    host = Host(num_blocks=8)
+    shared = host.prompt(13)
+    host.add("a", shared, max_tokens=20)
+    host.step()
+    host.add("b", [*shared[:12], *host.prompt(8)])
+    output = host.step()
+    assert cached_of(output) == {"b": 12}, "5 blocks, of which a holds 3: the 4 free ones suffice"
+
+
+def test_cached_blocks_that_nobody_holds_are_free_blocks_and_cost_one_each() -> None:
+    host = Host(num_blocks=8, max_num_batched_tokens=32)
+    shared = host.prompt(13)
+    host.add("a", shared, max_tokens=1)
+    host.run_to_end()
+    host.add("c", 13, max_tokens=20)
+    host.step()
+    host.add("b", [*shared[:12], *host.prompt(8)])
+    assert names(host.step().admitted) == [], "4 free blocks, 3 of them b's own prefix; b needs 5 in all"
+    assert host.explain("b").missing == 1
+
+
+def test_what_partly_computed_prompts_are_owed_is_kept_for_them() -> None:
+    host = Host(num_blocks=8, max_num_batched_tokens=8, long_prefill_token_threshold=4)
+    host.add("a", 24)
+    host.add("b", 12)
+    assert tokens_of(host.step()) == {"a": 4}, "7 blocks are free, 5 of them owed to a, and b needs 3"
+    head = host.explain("b")
+    assert (head.reason, head.missing) == (Reason.FULL_SEQUENCE, 1)
+    assert tokens_of(host.step()) == {"a": 4}, "and in the next step as well: 6 are free, 4 of them owed"
+    assert host.explain("b").missing == 1
+
+
+def test_what_is_left_beside_the_owed_blocks_may_be_taken() -> None:
+    host = Host(num_blocks=8, max_num_batched_tokens=8, long_prefill_token_threshold=4)
+    host.add("a", 24)
+    host.add("b", 8)
+    assert tokens_of(host.step()) == {"a": 4, "b": 4}
+
+
+def test_a_prompt_admitted_in_this_step_is_owed_its_rest_too() -> None:
+    host = Host(num_blocks=8, max_num_batched_tokens=16, long_prefill_token_threshold=4)
+    for request_id in ("a", "b", "c"):
+        host.add(request_id, 12)
+    assert tokens_of(host.step()) == {"a": 4, "b": 4}, "3 + 3 blocks are spoken for, so c would lack one"
+    assert host.explain("c").missing == 1
+
+
+# ---------------------------------------------------------------------- watermark
+
+
+def test_the_watermark_keeps_a_share_of_the_pool_free_while_something_runs() -> None:
+    host = with_a_running(13, num_blocks=10, watermark=0.2)
+    host.add("b", 20)
+    assert names(host.step().admitted) == [], "6 blocks are free; 5 and the watermark of 2 are 7"
+    head = host.explain("b")
+    assert (head.reason, head.missing, head.blocker) == (Reason.WATERMARK, 1, "a")
+
+
+def test_an_admission_may_go_down_to_the_watermark() -> None:
+    host = with_a_running(13, num_blocks=10, watermark=0.2)
+    host.add("b", 16)
+    assert names(host.step().admitted) == ["b"]
+    assert host.stats().num_free_blocks == 2
+
+
+def test_the_watermark_does_not_hold_when_nothing_runs_or_a_large_request_could_never_start() -> None:
+    host = Host(num_blocks=10, max_num_batched_tokens=64, watermark=0.9)
+    host.add("a", 39, max_tokens=1)
+    assert names(host.step().admitted) == ["a"]
+
+
+def test_the_watermark_holds_for_the_second_admission_of_a_step() -> None:
+    host = Host(num_blocks=10, max_num_batched_tokens=64, watermark=0.2)
+    host.add("a", 16)
+    host.add("b", 20)
+    assert names(host.step().admitted) == ["a"]
+    assert host.explain("b").reason is Reason.WATERMARK
+
+
+def test_running_requests_grow_into_the_watermark() -> None:
+    host = with_a_running(8, num_blocks=4, max_model_len=16, watermark=0.5)
+    for _ in range(6):
+        host.step()
+    assert (host.stats().num_free_blocks, host.stats().num_preemptions) == (0, 0)
+
+
+def test_the_watermark_holds_for_a_preempted_request_too() -> None:
+    host = with_a_running(13, num_blocks=10, watermark=0.3)
+    host.add("b", 12, max_tokens=20)
+    assert names(host.step().admitted) == ["b"]
+    host.park("b")
+    host.ready("b")
+    for _ in range(4):
+        assert names(host.step().admitted) == [], "b has 13 tokens by now: 4 blocks and the watermark of 3"
+    assert host.explain("b").reason is Reason.WATERMARK
+    host.abort("a")
+    assert names(host.step().admitted) == ["b"]
+
+
+def test_a_watermark_of_less_than_one_block_keeps_nothing() -> None:
+    host = with_a_running(13, num_blocks=8, watermark=0.1)
+    host.add("b", 16)
+    assert names(host.step().admitted) == ["b"]
+
+
+# ---------------------------------------------------------------------- the rungs
+
+
+@pytest.mark.parametrize(
+    ("prompt", "config", "rung", "missing"),
+    [
+        (5, {"watermark": 0.25}, Reason.WATERMARK, 1),
+        (24, {"max_num_batched_tokens": 8}, Reason.FULL_SEQUENCE, 3),
+        (13, {"max_num_batched_tokens": 32}, Reason.BLOCKS, 1),
+        (5, {"max_num_seqs": 1}, Reason.SEQUENCE_LIMIT, 1),
+        (5, {"max_num_seqs": 1, "watermark": 0.25}, Reason.SEQUENCE_LIMIT, 1),
+    ],
+    ids=["watermark", "full sequence", "blocks", "sequence limit", "sequence limit before memory"],
+)
+def test_the_rung_counted_is_the_one_whose_removal_alone_would_let_the_request_in(
+    prompt: int, config: dict[str, Any], rung: Reason, missing: int
+) -> None:
+    host = with_a_running(17, **{"num_blocks": 8, "max_model_len": 32, **config})
+    while host.explain("a").phase == "prefill":
+        host.step()
+    host.add("b", prompt)
+    before = host.stats().deferrals
+    host.step()
+    after = host.stats().deferrals
+    assert {name for name in after if after[name] != before[name]} == {rung.value}
+    head = host.explain("b")
+    assert (head.reason, head.missing) == (rung, missing)
+
+
+def test_when_two_reserves_stand_in_the_way_together_the_fuller_one_is_named() -> None:
+    host = with_a_running(13, num_blocks=10, max_num_batched_tokens=16, watermark=0.2)
+    host.add("b", 28)
+    host.step()  # 6 free; the first chunk of 15 needs 4, the whole 7, with the watermark 9
+    head = host.explain("b")
+    assert (head.reason, head.missing) == (Reason.FULL_SEQUENCE, 3)

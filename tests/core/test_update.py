@@ -1,0 +1,443 @@
+"""What came back: tokens, stop conditions, errors of single rows, and results that do not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pointsman.core import FinishReason, Reason, RequestStatus, StepOrderError, StepResult, StepResultError
+from tests.core.helpers import EOS, Host, names, reference_output, tokens_of
+
+
+def run_with(host: Host, request_id: str, tokens: list[int]) -> None:
+    """Sample these tokens for one request, in this order, as long as it runs."""
+    for token in tokens:
+        if host.scheduler.get_request(request_id) is None:
+            return
+        host.step({request_id: token})
+
+
+# ---------------------------------------------------------------------- stop conditions
+
+
+def test_eos_ends_a_request_and_is_part_of_its_output() -> None:
+    host = Host()
+    request = host.add("a", eos_token_ids=(EOS,))
+    run_with(host, "a", [1, 2, EOS, 3])
+    assert request.status is RequestStatus.FINISHED_STOPPED
+    assert request.finish_reason is FinishReason.STOP
+    assert request.stop_reason is None, "as in the OpenAI API: EOS is no stop token of the caller's"
+    assert request.output_token_ids.tolist() == [1, 2, EOS]
+
+
+@pytest.mark.parametrize("token", [7, 8, 9])
+def test_any_of_several_eos_tokens_ends_a_request(token: int) -> None:
+    host = Host()
+    request = host.add("a", eos_token_ids=(7, 8, 9))
+    run_with(host, "a", [1, token, 2])
+    assert (request.status, request.stop_reason) == (RequestStatus.FINISHED_STOPPED, None)
+    assert request.output_token_ids.tolist() == [1, token]
+
+
+def test_a_stop_token_ends_a_request_and_is_the_stop_reason() -> None:
+    host = Host()
+    request = host.add("a", eos_token_ids=(EOS,), stop_token_ids=(41, 42))
+    run_with(host, "a", [1, 42, 2])
+    assert (request.status, request.stop_reason) == (RequestStatus.FINISHED_STOPPED, 42)
+    assert request.output_token_ids.tolist() == [1, 42]
+
+
+def test_token_id_0_can_be_an_eos_token() -> None:
+    host = Host()
+    with_eos = host.add("a", eos_token_ids=(0,))
+    without = host.add("b")
+    host.step({"a": 0, "b": 0})
+    assert with_eos.is_finished
+    assert not without.is_finished, "and where there is no EOS, none is assumed"
+
+
+def test_ignore_eos_goes_on_to_the_limit() -> None:
+    host = Host()
+    request = host.add("a", eos_token_ids=(EOS, 7), ignore_eos=True, max_tokens=4)
+    run_with(host, "a", [EOS, 7, EOS, EOS, EOS])
+    assert (request.status, request.num_output_tokens) == (RequestStatus.FINISHED_LENGTH, 4)
+
+
+def test_ignore_eos_does_not_ignore_stop_tokens_even_if_one_of_them_is_the_eos_token() -> None:
+    host = Host()
+    request = host.add("a", eos_token_ids=(EOS,), ignore_eos=True, stop_token_ids=(EOS, 42))
+    run_with(host, "a", [1, EOS])
+    assert (request.status, request.stop_reason) == (RequestStatus.FINISHED_STOPPED, EOS)
+
+
+def test_before_min_tokens_neither_eos_nor_a_stop_token_ends_a_request() -> None:
+    host = Host()
+    request = host.add("a", eos_token_ids=(EOS,), stop_token_ids=(42,), min_tokens=3)
+    run_with(host, "a", [EOS, 42])
+    assert request.status is RequestStatus.RUNNING
+    run_with(host, "a", [5, EOS])
+    assert (request.status, request.num_output_tokens) == (RequestStatus.FINISHED_STOPPED, 4)
+
+
+def test_the_token_that_makes_up_min_tokens_may_end_the_request() -> None:
+    host = Host()
+    request = host.add("a", eos_token_ids=(EOS,), min_tokens=3)
+    run_with(host, "a", [1, EOS, EOS, 4])
+    assert request.output_token_ids.tolist() == [1, EOS, EOS]
+    assert request.status is RequestStatus.FINISHED_STOPPED
+
+
+def test_min_tokens_counts_output_across_a_preemption() -> None:
+    host = Host()
+    request = host.add("a", eos_token_ids=(EOS,), min_tokens=3)
+    run_with(host, "a", [1, 2])
+    host.park("a")
+    host.ready("a")
+    run_with(host, "a", [EOS])
+    assert (request.status, request.num_output_tokens) == (RequestStatus.FINISHED_STOPPED, 3)
+
+
+def test_max_tokens_ends_a_request() -> None:
+    host = Host()
+    request = host.add("a", max_tokens=3)
+    run_with(host, "a", [1, 2, 3, 4])
+    assert (request.status, request.finish_reason) == (RequestStatus.FINISHED_LENGTH, FinishReason.LENGTH)
+    assert (request.output_token_ids.tolist(), request.finish_detail) == ([1, 2, 3], "max_tokens")
+
+
+def test_a_stop_token_at_the_length_limit_is_a_stop() -> None:
+    host = Host()
+    request = host.add("a", max_tokens=2, eos_token_ids=(EOS,))
+    run_with(host, "a", [1, EOS])
+    assert request.status is RequestStatus.FINISHED_STOPPED
+
+
+def test_max_total_tokens_counts_prompt_and_output() -> None:
+    host = Host()
+    request = host.add("a", 5, max_tokens=50, max_total_tokens=7)
+    run_with(host, "a", [1, 2, 3])
+    assert (request.num_tokens, request.finish_detail) == (7, "max_total_tokens")
+
+
+def test_each_request_of_a_batch_has_its_own_stop_conditions() -> None:
+    host = Host(max_num_batched_tokens=32)
+    host.add("eos", eos_token_ids=(EOS,))
+    host.add("other eos", eos_token_ids=(5,))
+    host.add("stop", stop_token_ids=(EOS,))
+    host.add("none")
+    output = host.schedule()
+    update = host.update(output, dict.fromkeys(["eos", "other eos", "stop", "none"], EOS))
+    assert names(update.finished) == ["eos", "stop"]
+    output = host.schedule()
+    update = host.update(output, {"other eos": 5, "none": 5})
+    assert names(update.finished) == ["other eos"]
+
+
+# ---------------------------------------------------------------------- what the update says
+
+
+def test_an_update_tells_the_appended_tokens_of_each_row_and_who_ended() -> None:
+    host = Host(max_num_batched_tokens=8)
+    host.add("a", 4, eos_token_ids=(EOS,))
+    host.add("b", 3, max_tokens=1)
+    host.add("long", 9)
+    output = host.schedule()
+    assert tokens_of(output) == {"a": 4, "b": 3, "long": 1}
+    update = host.update(output, {"a": EOS, "b": 6})
+    assert update.counts.tolist() == [1, 1, 0], "the chunk of the long prompt samples nothing"
+    assert update.token_ids.tolist() == [EOS, 6]
+    assert names(update.finished) == ["a", "b"]
+
+
+def test_blocks_of_an_ended_request_are_free_at_once() -> None:
+    host = Host()
+    host.add("a", 9, max_tokens=1)
+    host.step()
+    assert host.stats().num_free_blocks == 16
+
+
+def test_counts_may_be_given_if_they_say_the_same() -> None:
+    host = Host(max_num_batched_tokens=8)
+    request = host.add("a", 4)
+    host.add("long", 9)
+    output = host.schedule()
+    update = host.scheduler.update(output, StepResult([5], counts=[1, 0]), host.now)
+    assert update.counts.tolist() == [1, 0]
+    assert request.output_token_ids.tolist() == [5]
+
+
+def test_a_row_with_an_error_ends_and_the_others_go_on() -> None:
+    host = Host()
+    a, b, c = (host.add(request_id, 4, max_tokens=3) for request_id in "abc")
+    host.step()
+    output = host.schedule()
+    update = host.scheduler.update(output, StepResult([1, 3], errors={1: "logits are not finite"}), host.now)
+    host.scheduler.check_invariants()
+    assert update.counts.tolist() == [1, 0, 1]
+    assert (b.status, b.finish_reason) == (RequestStatus.FINISHED_ERROR, FinishReason.ERROR)
+    assert b.finish_detail == "logits are not finite"
+    assert (b.num_output_tokens, a.num_output_tokens, c.num_output_tokens) == (1, 2, 2)
+    assert names(update.finished) == ["b"]
+    host.run_to_end()
+    assert host.stats().finished == {"stop": 0, "length": 2, "abort": 0, "refused": 0, "error": 1}
+
+
+def test_what_a_row_with_an_error_wrote_in_the_step_is_not_found_again() -> None:
+    host = Host(max_num_batched_tokens=8)
+    request = host.add("a", 12)
+    host.step()
+    output = host.schedule()  # the last four tokens of the prompt
+    host.scheduler.update(output, StepResult([], errors={0: "out of memory"}), host.now)
+    host.scheduler.check_invariants()
+    host.add("b", [*request.prompt_token_ids, 1])
+    assert host.step().num_cached_tokens.tolist() == [8], "the first chunk was written well"
+
+
+def test_what_others_published_below_it_is_not_found_either_and_they_publish_no_more() -> None:
+    host = Host(max_num_batched_tokens=32)
+    failing = host.add("a", 5)
+    sharing = host.add("b", [*failing.prompt_token_ids[:4], *host.prompt(6)], max_tokens=10)
+    output = host.schedule()
+    assert output.num_cached_tokens.tolist() == [0, 4], "b reads what a writes in this very step"
+    host.scheduler.update(output, StepResult([1], errors={0: "out of memory"}), host.now)
+    host.scheduler.check_invariants()
+    host.run_to_end()
+    assert sharing.num_output_tokens == 10, "that it ran on doubtful blocks is for the host to say: an error of its own"
+    host.add("c", sharing.all_token_ids)
+    assert host.step().num_cached_tokens.tolist() == [0]
+
+
+# ---------------------------------------------------------------------- results that do not fit
+
+BAD_TOKENS: list[tuple[dict[str, Any], str]] = [
+    ({"token_ids": [1]}, r"token_ids has shape \(1,\) and 2 row\(s\) sample in this step; give one token for each"),
+    ({"token_ids": [1, 2, 3]}, r"token_ids has shape \(3,\) and 2 row\(s\)"),
+    ({"token_ids": [[1, 2]]}, r"token_ids has shape \(1, 2\)"),
+    ({"token_ids": ["x", 2]}, "token_ids must be a flat sequence of integers"),
+    ({"token_ids": [[1], [2, 3]]}, "token_ids must be a flat sequence of integers"),
+    ({"token_ids": [1.5, 2]}, "token_ids must be a flat sequence of integers"),
+    ({"token_ids": np.array([1.0, 2.0])}, "token_ids must be a flat sequence of integers"),
+    ({"token_ids": [1, -1]}, "token id -1 was sampled; ids must be between 0 and 2147483647"),
+    ({"token_ids": [1, 2**31]}, "token id 2147483648 was sampled; ids must be between 0 and 2147483647"),
+    ({"token_ids": [1, 2**70]}, "token_ids must be|token id"),
+    ({"token_ids": [1, 2], "errors": {0: "x"}}, r"token_ids has shape \(2,\) and 1 row\(s\)"),
+]
+BAD_RESULTS = [
+    *BAD_TOKENS,
+    ({"token_ids": [1, 2], "counts": [1, 1]}, r"counts is \[1, 1\]; this step yields \[1, 1, 0\]"),
+    ({"token_ids": [1, 2], "counts": [1, 0, 1]}, r"counts is \[1, 0, 1\]; this step yields \[1, 1, 0\]"),
+    ({"token_ids": [1, 2, 3], "counts": [2, 1, 0]}, r"counts is \[2, 1, 0\]; this step yields \[1, 1, 0\]"),
+    ({"token_ids": [1, 2], "errors": {3: "x"}}, "errors names row 3 and the output has rows 0 to 2"),
+    ({"token_ids": [1, 2], "errors": {-1: "x"}}, "errors names row -1 and the output has rows 0 to 2"),
+]
+
+
+def refuses(host: Host, fields: dict[str, Any], message: str) -> None:
+    """The next step's result is refused, nothing of it is applied, and the right one is taken afterwards."""
+    output = host.schedule()
+    before = (host.stats(), [request.num_tokens for request in output.requests])
+    with pytest.raises(StepResultError, match=message):
+        host.scheduler.update(output, StepResult(**fields), host.now)
+    host.scheduler.check_invariants()
+    assert (host.stats(), [request.num_tokens for request in output.requests]) == before
+    assert host.scheduler.num_steps_in_flight == 1
+    assert host.update(output).counts.sum() == 2
+    host.run_to_end()
+
+
+@pytest.mark.parametrize(("fields", "message"), BAD_RESULTS, ids=lambda value: repr(value)[:40])
+def test_a_result_that_does_not_fit_is_refused_whole_and_the_step_can_still_be_updated(
+    fields: dict[str, Any], message: str
+) -> None:
+    host = Host(max_num_batched_tokens=8)
+    host.add("a", 3)
+    host.add("b", 3)
+    host.add("long", 9)  # the third row, a chunk that samples nothing
+    refuses(host, fields, message)
+
+
+@pytest.mark.parametrize(("fields", "message"), BAD_TOKENS, ids=lambda value: repr(value)[:40])
+def test_so_is_one_in_steady_decoding(fields: dict[str, Any], message: str) -> None:
+    host = Host()
+    host.add("a", 3)
+    host.add("b", 3)
+    host.step()
+    refuses(host, fields, message)
+
+
+def test_tokens_for_an_empty_step_do_not_fit() -> None:
+    host = Host()
+    output = host.schedule()
+    with pytest.raises(StepResultError, match=r"token_ids has shape \(1,\) and 0 row\(s\)"):
+        host.scheduler.update(output, StepResult([1]), host.now)
+    host.scheduler.update(output, StepResult([]), host.now)
+
+
+def test_the_result_is_copied_so_the_host_may_reuse_its_buffer() -> None:
+    host = Host()
+    request = host.add("a", 4)
+    buffer = np.array([5], dtype=np.int64)
+    update = host.scheduler.update(host.schedule(), StepResult(buffer), host.now)
+    buffer[:] = 6
+    assert update.token_ids.tolist() == [5]
+    assert request.output_token_ids.tolist() == [5]
+
+
+# ---------------------------------------------------------------------- the order of steps
+
+
+def test_steps_are_updated_in_the_order_in_which_they_were_scheduled() -> None:
+    host = Host(max_steps_in_flight=2)
+    request = host.add("a", 4)
+    first, second = host.schedule(), host.schedule()
+    before = host.stats()
+    with pytest.raises(StepOrderError, match="step 1 cannot be updated now: step 0 is the oldest in flight"):
+        host.scheduler.update(second, StepResult([5]), host.now)
+    assert host.stats() == before
+    assert request.num_output_tokens == 0
+    host.update(first)
+    host.update(second)
+    assert request.num_output_tokens == 2
+
+
+def test_a_step_is_updated_once() -> None:
+    host = Host()
+    host.add("a", 4)
+    output = host.step()
+    with pytest.raises(StepOrderError, match="step 0 cannot be updated now: no step is in flight"):
+        host.scheduler.update(output, StepResult([5]), host.now)
+
+
+def test_more_steps_than_the_limit_cannot_be_in_flight_and_asking_changes_nothing() -> None:
+    host = Host(max_steps_in_flight=2)
+    host.add("a", 4)
+    first = host.schedule()
+    host.schedule()
+    before = host.stats()
+    message = r"2 step\(s\) in flight, and max_steps_in_flight is 2; update step 0 first"
+    with pytest.raises(StepOrderError, match=message):
+        host.scheduler.schedule(host.now)
+    assert host.stats() == before
+    host.update(first)
+    assert host.schedule().step_id == 2, "the call that raised used up no step id"
+
+
+# ---------------------------------------------------------------------- ends and preemptions with samples in flight
+
+
+def test_a_sample_in_flight_of_a_request_that_stopped_is_dropped() -> None:
+    host = Host(max_steps_in_flight=3)
+    request = host.add("a", 4, eos_token_ids=(EOS,))
+    other = host.add("b", 4)
+    first, second, third = (host.schedule() for _ in range(3))
+    assert host.update(first, {"a": EOS}).counts.tolist() == [1, 1]
+    for output in (second, third):
+        update = host.update(output, {"a": 7})
+        assert update.counts.tolist() == [0, 1]
+        assert len(update.token_ids) == 1
+    assert request.output_token_ids.tolist() == [EOS]
+    assert other.output_token_ids.tolist() == reference_output(other.prompt_token_ids, 3)
+
+
+def test_a_sample_in_flight_of_an_aborted_request_is_dropped() -> None:
+    host = Host(max_steps_in_flight=2)
+    request = host.add("a", 4)
+    first, second = host.schedule(), host.schedule()
+    host.update(first)
+    host.abort("a")
+    assert host.stats().num_free_blocks == 16
+    assert host.update(second).counts.tolist() == [0]
+    assert request.num_output_tokens == 1
+
+
+def preempted_in_flight() -> Host:
+    """ "b" was preempted by the second step while its sample of the first is in flight."""
+    host = Host(num_blocks=4, max_model_len=16, max_steps_in_flight=3)
+    host.add("a", 8, max_tokens=6)
+    host.add("b", 8, max_tokens=6, eos_token_ids=(EOS,))
+    return host
+
+
+def test_a_sample_in_flight_of_a_preempted_request_is_delivered() -> None:
+    host = preempted_in_flight()
+    b = host.scheduler.get_request("b")
+    first, second = host.schedule(), host.schedule()
+    assert b is not None
+    assert (names(second.preempted), b.num_pending) == (["b"], 1)
+    update = host.update(first)
+    assert update.counts.tolist() == [1, 1]
+    assert (b.status, b.num_output_tokens, b.num_pending) == (RequestStatus.PREEMPTED, 1, 0)
+    host.update(second)
+    host.run_to_end()
+    assert b.output_token_ids.tolist() == reference_output(b.prompt_token_ids, 6)
+
+
+def test_a_preempted_request_is_not_admitted_again_before_its_samples_are_back() -> None:
+    host = preempted_in_flight()
+    first, second = host.schedule(), host.schedule()
+    host.abort("a")
+    third = host.schedule()
+    assert third.num_rows == 0, "there is room, but b's next token is not known"
+    head = host.explain("b")
+    assert (head.reason, head.missing) == (Reason.IN_FLIGHT, 1)
+    assert host.stats().deferrals["in_flight"] == 1
+    for output in (first, second, third):
+        host.update(output)
+    output = host.schedule()
+    assert names(output.resumed) == ["b"]
+    assert int(output.num_computed_tokens[0] + output.num_scheduled_tokens[0]) == 9
+
+
+def test_a_delivered_sample_can_end_a_preempted_request() -> None:
+    host = preempted_in_flight()
+    b = host.scheduler.get_request("b")
+    first, second = host.schedule(), host.schedule()
+    update = host.update(first, {"b": EOS})
+    assert names(update.finished) == ["b"]
+    assert b is not None
+    assert b.status is RequestStatus.FINISHED_STOPPED
+    host.update(second)
+    assert names(host.step().finished) == ["b"]
+    assert host.stats().num_waiting == 0
+
+
+def test_a_sample_of_a_request_parked_in_flight_is_delivered_and_can_end_it() -> None:
+    host = Host(max_steps_in_flight=2)
+    request = host.add("a", 4, max_tokens=2)
+    first, second = host.schedule(), host.schedule()
+    host.park("a")
+    host.update(first)
+    assert (request.num_output_tokens, request.status.is_parked) == (1, True)
+    update = host.update(second)
+    assert names(update.finished) == ["a"]
+    assert request.status is RequestStatus.FINISHED_LENGTH
+    assert not host.scheduler.has_unfinished_requests()
+
+
+def test_an_error_for_a_row_that_has_ended_since_changes_nothing() -> None:
+    host = Host(max_steps_in_flight=2)
+    request = host.add("a", 4)
+    first = host.schedule()
+    host.abort("a")
+    update = host.scheduler.update(first, StepResult([], errors={0: "late"}), host.now)
+    assert update.finished == [] and request.status is RequestStatus.FINISHED_ABORTED
+
+
+def test_an_error_for_a_row_whose_request_was_admitted_again_since_ends_it() -> None:
+    host = Host(max_steps_in_flight=3, max_num_batched_tokens=8)
+    request = host.add("a", 20)
+    first = host.schedule()  # a chunk that samples nothing, so the request may come back at once
+    host.park("a")
+    host.ready("a")
+    second = host.schedule()
+    assert names(second.resumed) == ["a"]
+    update = host.scheduler.update(first, StepResult([], errors={0: "out of memory"}), host.now)
+    host.scheduler.check_invariants()
+    assert names(update.finished) == ["a"]
+    assert (request.status, request.finish_detail) == (RequestStatus.FINISHED_ERROR, "out of memory")
+    host.update(second)
+    assert host.stats().num_free_blocks == 16
+    host.add("b", request.prompt_token_ids)
+    assert host.step().num_cached_tokens.tolist() == [0], "nothing that the failed step wrote is found"

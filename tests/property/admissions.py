@@ -1,0 +1,168 @@
+"""What must hold of the admissions of a step: nobody displaced in vain, reserves kept, known prefixes found."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pointsman.core import Reason, SchedulerOutput, SchedulerStats
+
+from .ledger import Entry, Place
+from .shadow import HostSequence, require
+
+if TYPE_CHECKING:
+    from .world import World
+
+
+def check_admissions(world: World, output: SchedulerOutput, before: SchedulerStats, victims: list[Entry]) -> None:
+    """Check a step that the ledger has taken over; `before` and the tables of `victims` are from before the call."""
+    after = world.scheduler.stats()
+    _check_displacement(world, output, victims, after.num_displaced - before.num_displaced)
+    _check_deferrals(world, output, before, after)
+    if world.host.blocks_in_use() is not None:
+        _check_need_of_victims(world, output, victims, after.num_free_blocks)
+        if not victims and not len(output.admitted):
+            _check_missed_displacement(world, output, after.num_free_blocks)
+    if len(output.admitted):
+        _check_reserves(world, output, after.num_free_blocks)
+        _check_hits(world, output)
+        _check_own_hits(world, output, after.num_evictions)
+
+
+def _check_displacement(world: World, output: SchedulerOutput, victims: list[Entry], num_displaced: int) -> None:
+    """Nobody gives way in vain: whoever displaced is admitted in that very step, and alone."""
+    require(num_displaced <= len(victims), f"{num_displaced} displaced, but {len(victims)} lost their rows")
+    if num_displaced:
+        require(world.config.order == "priority" and world.config.displace is not False, "displaced without urgency")
+        admitted = list(output.admitted)
+        require(len(admitted) == 1, f"step {output.step_id} displaced {num_displaced} and admitted {admitted}")
+    if victims and len(output.admitted):
+        require(num_displaced == len(victims), f"{num_displaced} count as displaced, {len(victims)} were")
+
+
+def _check_missed_displacement(world: World, output: SchedulerOutput, num_free: int) -> None:
+    """The head of the queue does not wait if, on the worst assumption, it had room without the less urgent rows."""
+    config, queue = world.config, world.queue()
+    displaces = config.order == "priority" and config.displace is not False and config.batching == "mixed"
+    if not displaces or not queue or world.host.num_pending(queue[0].request):
+        return
+    head = queue[0]
+    running = [entry for entry in world.live if entry.place is Place.RUNNING]
+    stays = [entry for entry in running if entry.request.priority <= head.request.priority]
+    held = {block for entry in stays for block in world.host.table(entry.request)}
+    in_use = world.host.blocks_in_use()
+    num_freed = len(in_use - held) if in_use is not None else 0
+    tokens = dict(zip(output.requests, output.num_scheduled_tokens.tolist(), strict=True))
+    budget = config.max_num_batched_tokens - sum(tokens.get(entry.request, 0) for entry in stays)
+    unclipped = output.total_num_scheduled_tokens < config.max_num_batched_tokens
+    whole = not config.enable_chunked_prefill and not head.ran_before
+    has_budget = unclipped and budget >= (head.num_tokens if whole else 1)
+    has_blocks = num_free + num_freed >= _enough_blocks(world, head, stays)
+    missed = len(stays) < min(len(running), config.max_num_seqs) and has_budget and has_blocks
+    require(not missed, f"{head.request} waits, though it had room without the less urgent of {running}")
+
+
+def _check_deferrals(world: World, output: SchedulerOutput, before: SchedulerStats, after: SchedulerStats) -> None:
+    """Each step counts one reason for the head of the queue, if somebody waits; the reason is explained, and true."""
+    counted = {reason: n - before.deferrals[reason] for reason, n in after.deferrals.items()}
+    told = [Reason(reason) for reason, n in counted.items() if n]
+    queue = world.queue()
+    require(sum(counted.values()) == bool(queue), f"counted the deferrals {counted} with {len(queue)} waiting")
+    if not queue:
+        return
+    head = queue[0]
+    explained = world.scheduler.explain(head.request.request_id).reason
+    require(told == [explained], f"the head of the queue is explained by {explained}, but {told} was counted")
+    running = [entry for entry in world.live if entry.place is Place.RUNNING]
+    budget = world.config.max_num_batched_tokens - output.total_num_scheduled_tokens
+    if explained is Reason.SEQUENCE_LIMIT:
+        require(len(running) >= world.config.max_num_seqs, f"sequence limit with {len(running)} running")
+    elif explained is Reason.BUDGET:
+        whole = not world.config.enable_chunked_prefill and not head.ran_before
+        require(budget < (head.num_tokens if whole else 1), f"{head.request} waits for budget, and {budget} is left")
+    elif explained is Reason.IN_FLIGHT:
+        require(world.host.num_pending(head.request) > 0, f"{head.request} has no sample in flight")
+    elif explained in (Reason.BLOCKS, Reason.FULL_SEQUENCE, Reason.WATERMARK):
+        enough, free = _enough_blocks(world, head, running), after.num_free_blocks
+        require(free < enough, f"{head.request} waits for blocks: {free} are free, {enough} are always enough")
+
+
+def _enough_blocks(world: World, head: Entry, running: list[Entry]) -> int:
+    """Free blocks that admit `head` on the worst assumption: nothing cached, every reserve in full."""
+    config, size = world.config, world.config.block_size
+    enough = -(-head.num_tokens // size)
+    for entry in running:
+        enough += max(0, -(-entry.num_tokens // size) - len(world.host.table(entry.request)))
+    return enough + (int(config.watermark * config.num_usable_blocks) if running else 0)
+
+
+def _check_need_of_victims(world: World, output: SchedulerOutput, victims: list[Entry], num_free: int) -> None:
+    """Whoever alone gave way could not have stayed: his blocks were used, or there was none for his own next tokens."""
+    if len(victims) != 1 or len(output.admitted):
+        return
+    (entry,) = victims
+    tables = world.host.in_flight[-1].tables
+    mine = tables[entry.request]
+    elsewhere = {block for request, table in tables.items() if request is not entry.request for block in table}
+    num_freed = len(set(mine) - elsewhere)
+    num_wanted = -(-entry.num_tokens // world.config.block_size) + 1 - len(mine)
+    require(num_free - num_freed < max(1, num_wanted), f"{entry.request} gave way for nothing: {num_free} are free")
+
+
+def _check_reserves(world: World, output: SchedulerOutput, num_free: int) -> None:
+    """After the last admission the watermark is free, and what partly computed prompts are still owed."""
+    config = world.config
+    reserved = 0
+    if output.num_rows > 1:  # the watermark does not apply to a request that is alone
+        reserved += int(config.watermark * config.num_usable_blocks)
+    if config.full_sequence_must_fit:
+        reserved += sum(_num_owed(world, entry) for entry in world.live if entry.place is Place.RUNNING)
+    require(num_free >= reserved, f"{list(output.admitted)} admitted with {num_free} blocks free, {reserved} reserved")
+
+
+def _num_owed(world: World, entry: Entry) -> int:
+    """Blocks that a request still needs for the tokens it has, if they are computed in part only."""
+    if entry.num_computed >= entry.num_tokens - 1:
+        return 0
+    return max(0, -(-entry.num_tokens // world.config.block_size) - len(world.host.table(entry.request)))
+
+
+def _check_hits(world: World, output: SchedulerOutput) -> None:
+    """Prompt blocks that a continuing row has computed before must be found by a request with the same prefix."""
+    size = world.config.block_size
+    holders = [
+        (world.host.sequences[request], min(int(output.num_computed_tokens[index]), request.num_prompt_tokens))
+        for index, request in enumerate(output.continued)
+        # After an error of some row, prefixes may be withdrawn from those that ran beside it.
+        if world.entries[request].admitted_step > world.last_row_error_step
+    ]
+    for index, request in enumerate(output.admitted):
+        sequence = world.host.sequences[request]
+        most = (world.entries[request].num_tokens - 1) // size
+        at_least = max((min(most, _num_common_blocks(sequence, *holder, size)) for holder in holders), default=0)
+        cached = int(output.num_cached_tokens[index])
+        name = request.request_id
+        require(cached >= at_least * size, f"{name} finds {cached} tokens, a row holds {at_least} blocks of its prefix")
+
+
+def _check_own_hits(world: World, output: SchedulerOutput, num_evictions: int) -> None:
+    """A request that comes back finds all its own full blocks, unless something was evicted or withdrawn meanwhile."""
+    size = world.config.block_size
+    for index, request in enumerate(output.admitted):
+        entry = world.entries[request]
+        if entry.kept is None or entry.kept.marks != (num_evictions, world.num_withdrawals):
+            continue
+        at_least = min(entry.kept.num_tokens, entry.num_tokens - 1) // size * size
+        cached = int(output.num_cached_tokens[index])
+        require(cached >= at_least, f"{request.request_id} finds {cached} tokens, it left {at_least} and none is gone")
+
+
+def _num_common_blocks(sequence: HostSequence, holder: HostSequence, num_published: int, size: int) -> int:
+    """Full blocks among the holder's first `num_published` tokens that have just the content `sequence` needs."""
+    if holder.epoch != sequence.epoch:
+        return 0
+    common = 0
+    for ours, theirs in zip(sequence.contents, holder.contents[:num_published], strict=False):
+        if ours != theirs:
+            break
+        common += 1
+    return common // size

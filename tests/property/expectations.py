@@ -1,0 +1,204 @@
+"""What the scheduler must answer: an output of `schedule`, given where everything stood before, and `explain`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pointsman.core import Reason, Request, SchedulerConfig, SchedulerOutput, StepResult
+
+from .ledger import Entry, Place
+from .shadow import ExecutedStep, require
+
+if TYPE_CHECKING:
+    from .world import World
+
+
+@dataclass(slots=True)
+class Expectations:
+    """The ledger just before a call of `schedule`, and the promises about what the call may answer."""
+
+    config: SchedulerConfig
+    entries: dict[Request, Entry]
+    queue: list[Entry]  # in the order in which they must be admitted
+    running: list[Entry]  # in admission order
+    pending: set[Request]  # requests with samples in flight
+    num_known: dict[Request, int]  # tokens, with those in flight
+    unreported: list[Request]
+    unreported_losses: list[Request]
+    resync: bool
+    idle: bool  # nothing is in flight
+
+    @classmethod
+    def of(cls, world: World) -> Expectations:
+        """Remember how everything stands in `world`."""
+        running = [entry for entry in world.live if entry.place is Place.RUNNING]
+        return cls(
+            config=world.config,
+            entries=world.entries,
+            queue=world.queue(),
+            running=sorted(running, key=lambda entry: entry.last_admission),
+            pending={entry.request for entry in world.live if world.host.num_pending(entry.request)},
+            num_known={request: len(sequence.tokens) for request, sequence in world.host.sequences.items()},
+            unreported=list(world.unreported),
+            unreported_losses=list(world.unreported_losses),
+            resync=world.resync_due,
+            idle=not world.host.in_flight,
+        )
+
+    def check(self, output: SchedulerOutput) -> None:
+        """Raise `ShadowFault` if the output breaks a promise."""
+        require(output.resync == self.resync, f"resync is {output.resync} in step {output.step_id}")
+        self._check_limits(output)
+        self._check_ends(output)
+        self._check_continued(output)
+        self._check_admitted(output)
+        self._check_preempted(output)
+        self._check_progress(output)
+
+    def _check_limits(self, output: SchedulerOutput) -> None:
+        """Promise 3, and the bound per request."""
+        config, total = self.config, output.total_num_scheduled_tokens
+        require(total <= config.max_num_batched_tokens, f"{total} tokens, budget {config.max_num_batched_tokens}")
+        require(output.num_rows <= config.max_num_seqs, f"{output.num_rows} rows, limit {config.max_num_seqs}")
+        for request in output.requests:
+            known, limit = self.num_known[request], self.entries[request].reference.limit
+            require(known < limit, f"{request.request_id} runs on, though {known} tokens in flight end it at {limit}")
+        if config.long_prefill_token_threshold and output.num_rows:
+            most = int(output.num_scheduled_tokens.max())
+            require(most <= config.long_prefill_token_threshold, f"a row advances {most} tokens beyond the threshold")
+
+    def _check_ends(self, output: SchedulerOutput) -> None:
+        """Promise 2: every end is in one output, once, and after a failed step once more."""
+        expected = self.unreported
+        require(len(set(output.finished)) == len(output.finished), f"an end is reported twice: {output.finished}")
+        same = len(expected) == len(output.finished) and set(expected) == set(output.finished)
+        require(same, f"step {output.step_id} reports the ends {list(output.finished)}, expected {expected}")
+
+    def _check_continued(self, output: SchedulerOutput) -> None:
+        """Continued rows are running ones, in admission order, and go on where they stood."""
+        continued = [self.entries[request] for request in output.continued]
+        order = [entry for entry in self.running if entry in continued]
+        require(continued == order, f"continued rows are not the running ones in admission order: {output.continued}")
+        for index, entry in enumerate(continued):
+            start = int(output.num_computed_tokens[index])
+            stood = entry.num_computed
+            require(start == stood, f"{entry.request.request_id} goes on at {start}, it stood at {stood}")
+
+    def _check_admitted(self, output: SchedulerOutput) -> None:
+        admitted = [self.entries[request] for request in output.admitted]
+        ready = [entry for entry in self.queue if entry.request not in self.pending]
+        for index, entry in enumerate(admitted):
+            name = entry.request.request_id
+            require(entry in ready, f"{name} is admitted, but it was {entry.place}, or its samples are in flight")
+            start = int(output.num_computed_tokens[output.num_continued + index])
+            scheduled = int(output.num_scheduled_tokens[output.num_continued + index])
+            cached = int(output.num_cached_tokens[index])
+            require(start == cached, f"{name} starts at {start} with {cached} cached tokens")
+            require(cached < entry.num_tokens, f"{name}: all of its {cached} tokens are cached, so there is no logit")
+            require(cached % self.config.block_size == 0, f"{name}: {cached} cached tokens are not whole blocks")
+            if not (self.config.enable_prefix_caching and entry.request.use_prefix_cache):
+                require(cached == 0, f"{name} does not use the prefix cache, but {cached} tokens are cached")
+            require(bool(output.is_resumed[index]) == entry.ran_before, f"{name}: is_resumed is wrong")
+            if not self.config.enable_chunked_prefill and not entry.ran_before:
+                end = start + scheduled
+                require(end == entry.num_tokens, f"{name} starts with {end} of {entry.num_tokens} tokens, unchunked")
+        self._check_order(admitted, ready)
+        if admitted and self.config.batching == "static":
+            require(not self.running, f"the static batch still runs, but {list(output.admitted)} are admitted")
+
+    def _check_order(self, admitted: list[Entry], ready: list[Entry]) -> None:
+        """Promise 5: who is admitted is who waits longest in the most urgent class, without gaps."""
+        expected = ready[: len(admitted)]
+        names = [entry.request.request_id for entry in admitted]
+        require(admitted == expected, f"admitted {names}, next are {[entry.request.request_id for entry in ready]}")
+
+    def _check_preempted(self, output: SchedulerOutput) -> None:
+        """Who lost a row; a step that preempted admits nobody, unless more urgent ones took their room."""
+        lost = list(output.preempted)
+        require(len(set(lost)) == len(lost), f"a preemption is reported twice: {lost}")
+        missing = [r for r in self.unreported_losses if r not in lost and self.entries[r].place is not Place.ENDED]
+        require(not missing, f"{missing} lost their rows, and no output said so")
+        victims = []
+        for request in lost:
+            entry = self.entries[request]
+            if request not in self.unreported_losses:
+                require(entry in self.running, f"{request.request_id} is preempted, but it was {entry.place}")
+                require(request not in output.requests, f"{request.request_id} is preempted and runs in one step")
+                victims.append(entry)
+        if victims and output.admitted:
+            names = [entry.request.request_id for entry in victims]
+            displaces = self.config.order == "priority" and self.config.displace is not False
+            require(displaces, f"{names} were preempted in a step that admitted {list(output.admitted)}")
+            highest = min(entry.request.priority for entry in victims)
+            equal = [request for request in output.admitted if request.priority >= highest]
+            require(not equal, f"{equal} displaced {names}, though not strictly more urgent than all of them")
+
+    def _check_progress(self, output: SchedulerOutput) -> None:
+        """Promise 4: with nothing in flight and something to run, a step runs something."""
+        if self.idle and (self.queue or self.running):
+            did_run = output.total_num_scheduled_tokens > 0
+            require(did_run, f"step {output.step_id} is empty, with {self.queue} waiting and {self.running} running")
+
+
+def why_refused(request: Request, config: SchedulerConfig) -> str | None:
+    """Why a request can never run, by the documentation; None if it can."""
+    prompt = request.num_prompt_tokens
+    if prompt >= min(config.max_model_len, request.max_total_tokens or config.max_model_len):
+        return "no room for one token"
+    if prompt > config.num_usable_tokens:
+        return "larger than the pool"
+    if not config.enable_chunked_prefill and prompt > config.max_num_batched_tokens:
+        return "larger than the budget, and chunking is off"
+    return None
+
+
+def check_explanations(world: World) -> None:
+    """Every live request can be explained, and its position is its place in the order."""
+    queue = world.queue()
+    for entry in world.live:
+        name = entry.request.request_id
+        told = world.scheduler.explain(name)
+        require(told.status is entry.request.status, f"{name} is explained as {told.status}")
+        position = queue.index(entry) if entry in queue else None
+        require(told.position == position, f"{name} is explained at position {told.position}, it is at {position}")
+        if entry.place is Place.RUNNING:
+            require(told.reason is None, f"{name} runs, and is explained as waiting for {told.reason}")
+        elif entry.place is Place.PARKED or position:
+            right = Reason.PARKED if entry.place is Place.PARKED else Reason.BEHIND
+            require(told.reason is right, f"{name} waits for {told.reason}, expected {right}")
+        else:
+            require(told.reason is not Reason.PARKED, f"{name} is ready, and is explained as parked")
+        if told.blocker is not None:
+            is_live = world.scheduler.get_request(told.blocker) is not None
+            require(is_live, f"{name} is explained as waiting for {told.blocker}, which is not live")
+
+
+def malformed_results(step: ExecutedStep) -> list[StepResult]:
+    """Results that do not fit the step, each wrong in one way."""
+    n = step.output.num_rows
+    tokens = [token for token in step.sampled if token is not None]
+    counts = [int(token is not None) for token in step.sampled]
+    results = [
+        StepResult([*tokens, 0]),
+        StepResult(tokens, [*counts, 0]),
+        StepResult([*tokens, 0], counts),
+        StepResult(tokens, errors={n: "no such row"}),
+        StepResult(tokens, errors={-1: "no such row"}),
+    ]
+    if tokens:
+        row = counts.index(1)
+        results += [
+            StepResult(tokens[1:]),
+            StepResult([-1, *tokens[1:]]),
+            StepResult([2**31, *tokens[1:]]),
+            StepResult(tokens, errors={row: "it has a token nevertheless"}),
+            StepResult(tokens, counts, errors={row: "it has a token nevertheless"}),
+            StepResult([tokens[0], *tokens], [*counts[:row], 2, *counts[row + 1 :]]),
+            StepResult(tokens, [*counts[:row], -1, *counts[row + 1 :]]),
+        ]
+    if 0 in counts:
+        row = counts.index(0)
+        at = sum(counts[:row])
+        results.append(StepResult([*tokens[:at], 1, *tokens[at:]], [*counts[:row], 1, *counts[row + 1 :]]))
+    return results

@@ -1,0 +1,122 @@
+"""What the tests know of one request, learned from calls and outputs alone."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from dataclasses import dataclass, field
+
+from pointsman.core import Request, RequestStatus, SchedulerStats
+
+from .shadow import Reference, require
+
+
+class Place(enum.Enum):
+    """Where a request is; `check` compares it with the scheduler's own status."""
+
+    QUEUED = "queued"
+    PARKED = "parked"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a request left in the prefix cache when it lost its row."""
+
+    num_tokens: int
+    marks: tuple[int, int]  # evictions and withdrawals so far; later ones may have hit what it left
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """What the ledger knows of one request."""
+
+    request: Request
+    reference: Reference
+    place: Place
+    number: int  # order of adding
+    num_output: int = 0
+    num_computed: int = 0
+    ran_before: bool = False  # lost its row once, so that its next admission is a resumption
+    last_admission: int = 0
+    previous_admission: int = 0
+    admitted_step: int = -1
+    num_preemptions: int = 0
+    kept: Kept | None = None
+    num_withdrawals: int = 0  # of prefixes, when it was admitted
+    num_lost: int = 0  # tokens that were computed when it last lost its row
+
+    @property
+    def num_tokens(self) -> int:
+        return self.request.num_prompt_tokens + self.num_output
+
+    def runs_since(self, admission: int) -> bool:
+        """Whether it runs, and has done so without a break since that admission."""
+        return self.place is Place.RUNNING and self.last_admission == admission
+
+    def queue_key(self, by_priority: bool) -> tuple[float, ...]:
+        """Resumed before new within a class; resumed ones by their last admission, new ones by arrival."""
+        urgency = self.request.priority if by_priority else 0
+        if self.ran_before:
+            return (urgency, 0, self.last_admission, self.number)
+        return (urgency, 1, self.request.arrival_time, self.number)
+
+
+def place_of(status: RequestStatus) -> Place:
+    """The place that a status stands for."""
+    if status.is_finished:
+        return Place.ENDED
+    if status.is_parked:
+        return Place.PARKED
+    return Place.RUNNING if status is RequestStatus.RUNNING else Place.QUEUED
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the statistics must say, counted from calls and outputs."""
+
+    num_added: int = 0
+    num_refused: int = 0
+    num_steps: int = 0
+    num_failed_steps: int = 0
+    num_scheduled_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    resumed_prefix_queries: int = 0
+    resumed_prefix_hits: int = 0
+    num_recomputed_tokens: int = 0
+    finished: Counter[str] = field(default_factory=Counter)
+
+    def admit(self, *, resumed: bool, queried: int, hit: int, recomputed: int) -> None:
+        """An admission, or with negative numbers one that a failed step takes back."""
+        if resumed:
+            self.resumed_prefix_queries += queried
+            self.resumed_prefix_hits += hit
+            self.num_recomputed_tokens += recomputed
+        else:
+            self.prefix_queries += queried
+            self.prefix_hits += hit
+
+    def check(self, stats: SchedulerStats, live: list[Entry], blocks_in_use: set[int] | None) -> None:
+        """Compare counters with the tally, and gauges with where the live requests are."""
+        for name in self.__dataclass_fields__:
+            if name != "finished":
+                told, counted = getattr(stats, name), getattr(self, name)
+                require(told == counted, f"the statistics say {name} {told}, counted {counted}")
+        finished = {reason: count for reason, count in stats.finished.items() if count}
+        require(finished == dict(self.finished), f"the statistics say finished {finished}, counted {self.finished}")
+        places = Counter(entry.place for entry in live)
+        require(stats.num_running == places[Place.RUNNING], f"num_running {stats.num_running}, counted {places}")
+        require(stats.num_waiting == places[Place.QUEUED], f"num_waiting {stats.num_waiting}, counted {places}")
+        parked = Counter(entry.request.status.value for entry in live if entry.place is Place.PARKED)
+        require(stats.num_parked == dict(parked), f"num_parked {stats.num_parked}, counted {dict(parked)}")
+        require(stats.num_displaced <= stats.num_preemptions, "more requests were displaced than preempted")
+        if blocks_in_use is not None:
+            used = stats.num_blocks - stats.num_free_blocks
+            require(used == len(blocks_in_use), f"{used} blocks are held, the outputs gave out {sorted(blocks_in_use)}")
+        usage = 1 - stats.num_free_blocks / stats.num_blocks
+        require(abs(stats.kv_cache_usage - usage) < 1e-9, f"kv_cache_usage {stats.kv_cache_usage}, expected {usage}")
+        require(stats.num_cached_free_blocks <= stats.num_free_blocks, "more cached free blocks than free ones")

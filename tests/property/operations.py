@@ -1,0 +1,122 @@
+"""The operations that are tried, with their arguments chosen at random, and a seeded driver that tries them.
+
+`OPERATIONS` is the one list: the state machine makes a rule of each, the driver picks by weight.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple, TextIO
+
+from pointsman.core import FinishReason, ParkReason
+
+from .ledger import Entry
+from .workload import MAX_LIVE, Chooser, SeededChooser, make_config, make_request_spec
+from .world import World
+
+EXECUTED: Counter[str] = Counter()
+"""Rules executed in this process, by name: the sum is what "so many rules" in a report means."""
+
+
+class Operation(NamedTuple):
+    """One thing to try; `weight` is how often, relative to the others."""
+
+    name: str
+    weight: int
+    run: Callable[[World, Chooser], object]
+
+
+def _pick(world: World, choose: Chooser) -> Entry | None:
+    return world.live[choose.integer(0, len(world.live) - 1)] if world.live else None
+
+
+def _on_request(act: Callable[[World, Entry, Chooser], object]) -> Callable[[World, Chooser], object]:
+    """An operation on some live request; nothing if there is none."""
+
+    def run(world: World, choose: Chooser) -> object:
+        entry = _pick(world, choose)
+        return act(world, entry, choose) if entry is not None else None
+
+    return run
+
+
+def _add(world: World, choose: Chooser) -> None:
+    spec = make_request_spec(choose, world.config)
+    if len(world.live) < MAX_LIVE:
+        world.add(spec)
+
+
+def _step(world: World, choose: Chooser) -> None:
+    """Schedule, after making room for the step if need be."""
+    if len(world.host.in_flight) >= world.config.max_steps_in_flight:
+        world.update(explicit_counts=choose.chance(30))
+    world.schedule()
+
+
+def _update(world: World, choose: Chooser) -> None:
+    errors = [choose.integer(0, 4) for _ in range(choose.integer(1, 3))] if choose.chance(8) else []
+    world.update(errors, explicit_counts=choose.chance(30))
+
+
+def _finish(world: World, entry: Entry, choose: Chooser) -> None:
+    reason = choose.choice((FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR))
+    world.finish(entry, reason, choose.integer(0, entry.num_output + 1) if choose.chance(60) else None)
+
+
+def _duplicate(world: World, choose: Chooser) -> None:
+    requests = [entry.request for entry in world.live] + [r for r in world.unreported if r not in world.repeated]
+    in_use = [request.request_id for request in requests]
+    if in_use:
+        world.add_duplicate(choose.choice(in_use))
+
+
+def _gone(world: World, choose: Chooser) -> str:
+    """An id that was never added, or whose request has ended."""
+    live = {entry.request.request_id for entry in world.live}
+    ended = [request.request_id for request in world.entries if request.request_id not in live]
+    return choose.choice(["nobody", *ended[-6:]])
+
+
+OPERATIONS: tuple[Operation, ...] = (
+    Operation("step", 44, _step),
+    Operation("update", 14, _update),
+    Operation("add", 17, _add),
+    Operation("schedule", 6, lambda world, choose: world.schedule()),
+    Operation("abort", 4, _on_request(lambda world, entry, choose: world.abort(entry))),
+    Operation("finish", 3, _on_request(_finish)),
+    Operation("park", 4, _on_request(lambda w, entry, choose: w.park(entry, choose.choice(tuple(ParkReason))))),
+    Operation("ready", 5, _on_request(lambda world, entry, choose: world.ready(entry))),
+    Operation("set_priority", 4, _on_request(lambda w, entry, choose: w.set_priority(entry, choose.integer(-2, 3)))),
+    Operation("fail", 5, lambda world, choose: world.fail(choose.integer(0, 2), seen=choose.chance(50))),
+    Operation("reset_prefix_cache", 2, lambda world, choose: world.reset_prefix_cache()),
+    Operation("misuse", 1, _on_request(lambda world, entry, choose: world.misuse(entry))),
+    Operation("add_duplicate", 2, _duplicate),
+    Operation("abort_unknown", 1, lambda world, choose: world.abort_unknown(_gone(world, choose))),
+    Operation("call_unknown", 1, lambda world, choose: world.call_unknown(_gone(world, choose))),
+    Operation("update_out_of_order", 2, lambda world, choose: world.update_out_of_order()),
+    Operation("update_malformed", 3, lambda world, choose: world.update_malformed(choose.integer(0, 12))),
+)
+
+
+def run_operation(operation: Operation, world: World, choose: Chooser) -> None:
+    """Run one operation and count it as an executed rule."""
+    EXECUTED[operation.name] += 1
+    operation.run(world, choose)
+
+
+def drive(
+    seed: int, num_operations: int, *, recording: TextIO | None = None, shadow_only: bool = False, **overrides: Any
+) -> World:
+    """Run random operations on a random configuration (with `overrides`) and drain; the same for a seed in every run.
+
+    Raises:
+        AssertionError: a promise is broken (`ShadowFault` and `InvariantError` are kinds of it).
+    """
+    choose = SeededChooser(seed)
+    world = World(make_config(choose, **overrides), recording=recording, shadow_only=shadow_only)
+    wheel = [operation for operation in OPERATIONS for _ in range(operation.weight)]
+    for _ in range(num_operations):
+        run_operation(choose.choice(wheel), world, choose)
+    world.drain()
+    return world

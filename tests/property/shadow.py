@@ -1,0 +1,392 @@
+"""A host whose KV cache remembers what was written where, so that reading the wrong thing is seen.
+
+A transformer's KV at position p depends on all tokens up to and including p, and on nothing else. The
+shadow keeps exactly that: every slot (block, offset) holds a *content id*, a name for one sequence of tokens
+under one root. Equal ids mean equal KV. A step is executed as a device would do it:
+
+    for every row: write the content ids of positions [computed, computed + scheduled) through the block table
+    for every row: read positions [0, computed + scheduled) and compare each with what must be there
+
+so a wrong block, a stale prefix, a clobbered neighbour and a rewind that was forgotten all show as a read of
+the wrong id. The root separates what must never be shared: cache salts, and requests without prefix cache.
+
+The "model" on top is a function of the token prefix alone (promise 6), which makes the right output of every
+request computable by one plain loop, `reference_run`, however often the request was preempted meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import chain
+
+import numpy as np
+
+from pointsman.core import Request, RequestStatus, Scheduler, SchedulerConfig, SchedulerOutput
+
+VOCABULARY = 6
+EOS = 5
+# What the model draws from: EOS one time in ten, token 4 (the usual stop token) as often.
+_DRAWS = (0, 1, 2, 3, 0, 1, 2, 3, 4, EOS)
+_START = 7
+
+UNWRITTEN = -1
+GARBAGE = -2
+
+
+class ShadowFault(AssertionError):
+    """The host was told something inconsistent, or a read found the wrong content."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise `ShadowFault` unless `condition` holds (plain asserts vanish under -O)."""
+    if not condition:
+        raise ShadowFault(message)
+
+
+# ---------------------------------------------------------------------------------------- the model
+
+
+def advance_state(state: int, token: int) -> int:
+    """The model's hidden state after one more token."""
+    return (state * 1103515245 + token * 7919 + 12345) & 0x7FFFFFFF
+
+
+def choose_token(state: int) -> int:
+    """The token that the model samples in `state`."""
+    return _DRAWS[(state >> 9) % len(_DRAWS)]
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """The token that follows `tokens`: a function of the prefix and of nothing else."""
+    state = _START
+    for token in tokens:
+        state = advance_state(state, token)
+    return choose_token(state)
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What a request must produce if nobody ends it."""
+
+    tokens: tuple[int, ...]
+    limit: int  # tokens, prompt and output together, at which it must end
+    status: RequestStatus
+    stop_reason: int | None
+    details: frozenset[str]  # each is a right answer to: by which limit did it end?
+
+
+def reference_run(request: Request, config: SchedulerConfig) -> Reference:
+    """Generate for one request alone, with no scheduler, no blocks and no batch."""
+    tokens = request.prompt_token_ids.tolist()
+    bounds = {
+        "max_tokens": len(tokens) + request.max_tokens,
+        "max_model_len": config.max_model_len,
+        "max_total_tokens": request.max_total_tokens or config.max_model_len + 1,
+        "kv_capacity": config.num_usable_tokens + 1,  # the last token is sampled and never computed
+    }
+    limit = min(bounds.values())
+    eos = set() if request.ignore_eos else set(request.eos_token_ids)
+    output: list[int] = []
+    while True:
+        token = next_token(tokens)
+        tokens.append(token)
+        output.append(token)
+        if token in eos.union(request.stop_token_ids) and len(output) >= request.min_tokens:
+            reason = None if token in eos else token
+            return Reference(tuple(output), limit, RequestStatus.FINISHED_STOPPED, reason, frozenset([""]))
+        if len(tokens) >= limit:
+            details = frozenset(name for name, bound in bounds.items() if bound == limit)
+            return Reference(tuple(output), limit, RequestStatus.FINISHED_LENGTH, None, details)
+
+
+class ContentIds:
+    """Names for KV contents: one integer per (root, token sequence), equal exactly when the contents are equal."""
+
+    def __init__(self) -> None:
+        self._ids: dict[Hashable, int] = {}
+        self._states: list[int] = []
+
+    def root(self, key: Hashable) -> int:
+        """The content before the first token, under `key`."""
+        return self._intern(("root", key), _START)
+
+    def extend(self, parent: int, token: int) -> int:
+        """The content of `parent` followed by `token`."""
+        known = self._ids.get((parent, token))
+        return known if known is not None else self._intern((parent, token), advance_state(self._states[parent], token))
+
+    def sample(self, content: int) -> int:
+        """The model's next token after `content`."""
+        return choose_token(self._states[content])
+
+    def _intern(self, key: Hashable, state: int) -> int:
+        if key not in self._ids:
+            self._ids[key] = len(self._states)
+            self._states.append(state)
+        return self._ids[key]
+
+
+# ----------------------------------------------------------------------------------------- the host
+
+
+@dataclass(slots=True)
+class HostSequence:
+    """What the host knows of one request."""
+
+    request: Request
+    tokens: list[int]  # prompt and everything sampled, also what the scheduler has not been told yet
+    contents: list[int]  # [len(tokens)] content id of the prefix that ends at each position
+    table: list[int] | None = None  # the blocks of its row; None: it has no row
+    row: int = -1
+    serial: int = -1
+    admitted_step: int = -1
+    epoch: int = -1  # of the prefix cache when it was admitted: a reset says that older KV is of no use
+    is_stale: bool = False  # the workers missed what it was given, and no output has told them since
+
+
+@dataclass(slots=True)
+class ExecutedStep:
+    """One output after execution, until its result is handed to the scheduler or it is declared void."""
+
+    output: SchedulerOutput
+    sampled: list[int | None] = field(default_factory=list)  # [n] the token of each row that samples
+    written: dict[Request, list[int]] = field(default_factory=dict)  # slots
+    told: tuple[object, ...] = ()  # what the output said when it was handed out
+    lengths: dict[Request, int] = field(default_factory=dict)  # tokens known to the host before this step
+    tables: dict[Request, list[int]] = field(default_factory=dict)  # block tables before this step
+
+
+class ShadowHost:
+    """Executes outputs over a shadow KV cache and keeps block tables from the deltas in the outputs alone."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.config: SchedulerConfig = scheduler.config
+        self.contents = ContentIds()
+        self.slots = [UNWRITTEN] * (self.config.num_blocks * self.config.block_size)
+        self.sequences: dict[Request, HostSequence] = {}
+        self.in_flight: list[ExecutedStep] = []
+        self.epoch = 0
+
+    # -------------------------------------------------------------- requests come and go
+
+    def add(self, request: Request) -> None:
+        """Know a request from now on."""
+        self.sequences[request] = HostSequence(request, request.prompt_token_ids.tolist(), [])
+
+    def forget(self, request: Request) -> None:
+        """The request has ended."""
+        del self.sequences[request]
+
+    def lose_row(self, request: Request) -> None:
+        """The request was preempted or parked."""
+        self.sequences[request].table = None
+
+    def table(self, request: Request) -> list[int]:
+        """The blocks of a request, as far as the host knows; empty if it has no row."""
+        return self.sequences[request].table or []
+
+    def blocks_in_use(self) -> set[int] | None:
+        """Every block that some row's table names; None while some table is out of date."""
+        if any(sequence.is_stale for sequence in self.sequences.values() if sequence.table is not None):
+            return None
+        return {block for sequence in self.sequences.values() for block in sequence.table or ()}
+
+    def num_pending(self, request: Request) -> int:
+        """Samples of `request` that the scheduler has not been told yet."""
+        return sum(
+            token is not None and other is request
+            for step in self.in_flight
+            for other, token in zip(step.output.requests, step.sampled, strict=True)
+        )
+
+    # -------------------------------------------------------------- one step
+
+    def execute(self, output: SchedulerOutput) -> ExecutedStep:
+        """Take over the output's block tables, run it on the shadow KV, and keep its samples until `deliver`."""
+        step = ExecutedStep(output, told=_contents(output))
+        for request, sequence in self.sequences.items():
+            step.lengths[request] = len(sequence.tokens)
+            if sequence.table is not None:
+                step.tables[request] = list(sequence.table)
+        self._check_shape(output)
+        self._check_inputs(output)  # first: both it and the block table are readable only until the next call
+        for request in output.preempted:
+            if request in self.sequences:
+                self.sequences[request].table = None
+        for index in range(output.num_rows):
+            self._take_table(output, index)
+        self._run(step)
+        self.in_flight.append(step)
+        return step
+
+    def deliver(self) -> ExecutedStep:
+        """The oldest step is updated: nothing of it can be void any more."""
+        self._check_unchanged(self.in_flight[0])
+        return self.in_flight.pop(0)
+
+    def spoil(self, request: Request, step: ExecutedStep) -> None:
+        """A row failed on its own: what it wrote in `step` is garbage, as far as nobody else has read it by now."""
+        held = {b for other, s in self.sequences.items() if other is not request for b in s.table or ()}
+        for slot in step.written.get(request, ()):
+            if slot // self.config.block_size not in held:
+                self.slots[slot] = GARBAGE
+
+    def void(self, index: int, *, seen: bool) -> list[ExecutedStep]:
+        """Steps `index` and later are void: forget their samples and leave garbage in every slot they write.
+
+        With `seen=False` the workers never got those outputs, so their block tables are as before, and only
+        the full tables of the next output can tell them what the rewound rows hold.
+        """
+        voided = self.in_flight[index:]
+        del self.in_flight[index:]
+        first = voided[0]
+        for step in voided:
+            self._check_unchanged(step)
+            for slot in chain.from_iterable(step.written.values()):
+                self.slots[slot] = GARBAGE
+        for request, sequence in self.sequences.items():
+            known = next((step.lengths[request] for step in voided if request in step.lengths), len(sequence.tokens))
+            del sequence.tokens[known:]
+            del sequence.contents[known:]
+            if sequence.admitted_step >= first.output.step_id:
+                sequence.table = None
+            elif not seen and sequence.table is not None:
+                sequence.is_stale |= sequence.table != first.tables[request]
+                sequence.table = list(first.tables[request])
+        return voided
+
+    # -------------------------------------------------------------- how
+
+    def _check_shape(self, output: SchedulerOutput) -> None:
+        n, admitted = output.num_rows, output.num_rows - output.num_continued
+        lengths = {
+            "rows": (output.rows, n), "serials": (output.serials, n), "samples": (output.samples, n),
+            "num_computed_tokens": (output.num_computed_tokens, n), "block_offsets": (output.block_offsets, n + 1),
+            "num_scheduled_tokens": (output.num_scheduled_tokens, n), "is_resumed": (output.is_resumed, admitted),
+            "num_cached_tokens": (output.num_cached_tokens, admitted),
+        }  # fmt: skip
+        for name, (array, length) in lengths.items():
+            require(len(array) == length, f"{name} has {len(array)} entries, expected {length}")
+        total = int(np.sum(output.num_scheduled_tokens))
+        require(output.total_num_scheduled_tokens == total, f"total {output.total_num_scheduled_tokens}, sum {total}")
+        require(len(set(output.requests)) == n, "a request has two rows in one step")
+        require(len(set(output.rows.tolist())) == n, "two requests share a row")
+        if n:
+            require(int(np.min(output.num_scheduled_tokens)) >= 1, "a row without tokens is in the output")
+        require(int(output.block_offsets[0]) == 0, "block_offsets does not start at 0")
+        require(int(output.block_offsets[-1]) == len(output.block_ids), "block_offsets does not cover block_ids")
+
+    def _check_unchanged(self, step: ExecutedStep) -> None:
+        require(_contents(step.output) == step.told, f"the output of step {step.output.step_id} changed afterwards")
+
+    def _check_inputs(self, output: SchedulerOutput) -> None:
+        """With one step in flight the scheduler knows every token; they must be those that the host sampled."""
+        if self.in_flight:
+            return
+        expected: list[int] = []
+        for index, request in enumerate(output.requests):
+            start = int(output.num_computed_tokens[index])
+            expected += self.sequences[request].tokens[start : start + int(output.num_scheduled_tokens[index])]
+        told = self.scheduler.input_token_ids(output).tolist()
+        require(told == expected, f"step {output.step_id} is fed {told}, the host sampled {expected}")
+
+    def _take_table(self, output: SchedulerOutput, index: int) -> None:
+        """Apply what the output says of one row's blocks, and compare with the scheduler's own table."""
+        sequence = self.sequences[output.requests[index]]
+        name = sequence.request.request_id
+        row, serial, told = int(output.rows[index]), int(output.serials[index]), output.blocks(index).tolist()
+        if index >= output.num_continued:
+            require(sequence.table is None, f"{name} is admitted although it has a row")
+            for step in self.in_flight:
+                taken = row in step.output.rows.tolist()
+                require(not taken, f"{name} is admitted to row {row}, which step {step.output.step_id} in flight names")
+            sequence.table, sequence.row, sequence.serial = told, row, serial
+            sequence.admitted_step = output.step_id
+            self._renew_contents(sequence)
+        else:
+            require(sequence.table is not None, f"{name} continues without having been admitted")
+            same = (sequence.row, sequence.serial) == (row, serial)
+            require(same, f"{name} continues as row {row} serial {serial}, not {sequence.row}, {sequence.serial}")
+            sequence.table = told if output.resync else (sequence.table or []) + told
+        table = sequence.table
+        if index >= output.num_continued or output.resync:
+            sequence.is_stale = False
+        actual = self.scheduler.block_table[row, : len(table)].tolist()
+        require(table == actual, f"{name}: by the deltas its blocks are {table}, by the block table {actual}")
+        require(len(set(table)) == len(table), f"{name} names a block twice: {table}")
+        low, high = self.config.num_reserved_blocks, self.config.num_blocks
+        require(all(low <= block < high for block in table), f"{name} got a block outside {low}..{high - 1}: {table}")
+        end = int(output.num_computed_tokens[index] + output.num_scheduled_tokens[index])
+        require(len(table) * self.config.block_size >= end, f"{name} has {table} for {end} tokens")
+
+    def _renew_contents(self, sequence: HostSequence) -> None:
+        """What an admission computes belongs to the epoch of the prefix cache at that moment."""
+        if sequence.epoch == self.epoch:
+            return
+        sequence.epoch = self.epoch
+        request = sequence.request
+        shares = self.config.enable_prefix_caching and request.use_prefix_cache
+        content = self.contents.root((self.epoch, "salt", request.cache_salt) if shares else (self.epoch, id(request)))
+        sequence.contents = []
+        for token in sequence.tokens:
+            content = self.contents.extend(content, token)
+            sequence.contents.append(content)
+
+    def _run(self, step: ExecutedStep) -> None:
+        output = step.output
+        spans = []
+        for index, request in enumerate(output.requests):
+            start = int(output.num_computed_tokens[index])
+            end = start + int(output.num_scheduled_tokens[index])
+            sequence = self.sequences[request]
+            known = len(sequence.tokens)
+            require(end <= known, f"{request.request_id}: positions {start} to {end - 1} of {known} known tokens")
+            require(bool(output.samples[index]) == (end == known), f"{request.request_id}: samples is wrong at {end}")
+            spans.append((sequence, start, end))
+        if not self.config.share_within_step:
+            # Every row may attend before another one writes, so what it has cached must be there already.
+            for sequence, start, _ in spans:
+                self._read(sequence, start)
+        for sequence, start, end in spans:
+            slots = step.written[sequence.request] = [self._slot(sequence, position) for position in range(start, end)]
+            for position, slot in zip(range(start, end), slots, strict=True):
+                self.slots[slot] = sequence.contents[position]
+        for sequence, _, end in spans:
+            self._read(sequence, end)
+        for sequence, _, end in spans:
+            step.sampled.append(self._sample(sequence) if end == len(sequence.tokens) else None)
+
+    def _slot(self, sequence: HostSequence, position: int) -> int:
+        assert sequence.table is not None
+        block, offset = divmod(position, self.config.block_size)
+        return sequence.table[block] * self.config.block_size + offset
+
+    def _read(self, sequence: HostSequence, end: int) -> None:
+        """Read positions [0, end) as attention would, and compare each with the content that belongs there."""
+        for position in range(end):
+            slot = self._slot(sequence, position)
+            found, expected = self.slots[slot], sequence.contents[position]
+            if found != expected:
+                what = {UNWRITTEN: "nothing", GARBAGE: "garbage of a failed step"}.get(found, f"content {found}")
+                block = slot // self.config.block_size
+                raise ShadowFault(
+                    f"{sequence.request.request_id} reads position {position} of {end} in block {block} and finds "
+                    f"{what}, expected content {expected}"
+                )
+
+    def _sample(self, sequence: HostSequence) -> int:
+        token = self.contents.sample(sequence.contents[-1])
+        sequence.tokens.append(token)
+        sequence.contents.append(self.contents.extend(sequence.contents[-1], token))
+        return token
+
+
+def _contents(output: SchedulerOutput) -> tuple[object, ...]:
+    """All that an output says, as values of its own."""
+    values = (getattr(output, name.name) for name in fields(output))
+    return tuple(
+        value.tolist() if isinstance(value, np.ndarray) else tuple(value) if isinstance(value, Sequence) else value
+        for value in values
+    )

@@ -1,0 +1,317 @@
+"""Would the checks notice? Faults are planted in the core, one at a time, and each must be caught.
+
+A fault that only spoils bookkeeping may be caught by `check_invariants` or by the ledger. A fault after which a
+request reads wrong KV must be caught by the shadow host alone, with `check_invariants`, the ledger and the statistics
+switched off: what catches the fault is then independent of the code that has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import pointsman.core.kv_cache as kv_cache_module
+from pointsman.core import Scheduler
+from pointsman.core.batch import Batch
+from pointsman.core.block_pool import BlockPool
+from pointsman.core.displacement import Displacement
+from pointsman.core.kv_cache import KVCacheManager
+from pointsman.core.lifecycle import Lifecycle
+from pointsman.core.prefix_cache import PrefixCache, Root
+from pointsman.core.queue import FirstComeFirstServed
+from pointsman.core.reserve import Watermark
+from pointsman.core.rewind import rewind as real_rewind
+from pointsman.core.running import Running
+
+from .operations import drive
+from .shadow import ShadowFault
+
+MAX_SEEDS = 250
+RULES_PER_SEED = 60
+CACHING = {"enable_prefix_caching": True, "share_within_step": True}
+SLOW_PREFILL = {**CACHING, "block_size": 4, "enable_chunked_prefill": True, "long_prefill_token_threshold": 1}
+Patch = pytest.MonkeyPatch
+
+
+def around(patch: Patch, owner: type, name: str, wrapper: Callable[..., Any]) -> None:
+    """Replace a method by `wrapper(original, self, *arguments)`."""
+    original = getattr(owner, name)
+    patch.setattr(owner, name, lambda self, *args, **kwargs: wrapper(original, self, *args, **kwargs))
+
+
+# ------------------------------------------------------------- bookkeeping: any check may notice
+
+
+def pool_loses_a_block(patch: Patch) -> None:
+    def release(original: Any, pool: BlockPool, blocks: Any) -> None:
+        original(pool, blocks)
+        pool._num_blank = max(0, pool._num_blank - 1)
+
+    around(patch, BlockPool, "release", release)
+
+
+def pool_invents_a_block(patch: Patch) -> None:
+    def release(original: Any, pool: BlockPool, blocks: Any) -> None:
+        original(pool, blocks)
+        if 0 < pool._num_blank < len(pool._blank):
+            pool._blank[pool._num_blank] = pool._blank[0]
+            pool._num_blank += 1
+
+    around(patch, BlockPool, "release", release)
+
+
+def one_decrement_is_skipped(patch: Patch) -> None:
+    def release(original: Any, pool: BlockPool, blocks: Any) -> None:
+        shared = [block for block in blocks.tolist() if pool.num_references[block] > 1]
+        original(pool, blocks)
+        if shared:
+            pool.num_references[shared[0]] += 1
+
+    around(patch, BlockPool, "release", release)
+
+
+def row_is_not_left(patch: Patch) -> None:
+    def leave(original: Any, batch: Batch, requests: list[Any], last_step: int | None) -> None:
+        members = batch.members
+        original(batch, requests, last_step)
+        if len(requests) > 1:
+            batch.members = members
+
+    around(patch, Batch, "leave", leave)
+
+
+def row_is_reused_too_early(patch: Patch) -> None:
+    around(patch, Batch, "leave", lambda original, batch, requests, last_step: original(batch, requests, None))
+
+
+def token_limit_is_off_by_one(patch: Patch) -> None:
+    def place(original: Any, batch: Batch, *args: Any) -> int:
+        row: int = original(batch, *args)
+        batch.token_limit[row] += 1
+        return row
+
+    around(patch, Batch, "place", place)
+
+
+def budget_is_off_by_one(patch: Patch) -> None:
+    def init(original: Any, running: Running, *args: Any) -> None:
+        original(running, *args)
+        running._budget += 1
+
+    around(patch, Running, "__init__", init)
+
+
+def queue_forgets_a_removal(patch: Patch) -> None:
+    def remove(original: Any, queue: FirstComeFirstServed, request: Any) -> None:
+        entry = request.queue_entry
+        original(queue, request)
+        entry[-1] = request
+
+    around(patch, FirstComeFirstServed, "remove", remove)
+
+
+def end_is_not_reported(patch: Patch) -> None:
+    def take_reports(original: Any, life: Lifecycle) -> Any:
+        preempted, finished = original(life)
+        return preempted, finished[:1]
+
+    around(patch, Lifecycle, "take_reports", take_reports)
+
+
+def end_is_not_repeated(patch: Patch) -> None:
+    around(patch, Lifecycle, "repeat_reports", lambda original, life, preempted, _: original(life, preempted, []))
+
+
+def rewind_is_lost(patch: Patch) -> None:
+    def rewind(record: Any, batch: Batch, *args: Any) -> None:
+        output = record.output
+        before = batch.num_computed_tokens[output.rows].copy()
+        real_rewind(record, batch, *args)
+        stays = batch.serial[output.rows] == output.serials
+        batch.num_computed_tokens[output.rows[stays]] = before[stays]
+
+    patch.setattr("pointsman.core.scheduler.rewind", rewind)
+
+
+def watermark_is_ignored(patch: Patch) -> None:
+    patch.setattr(Watermark, "blocks", lambda reserve, request, demand, something_runs: 0)
+
+
+def owed_blocks_are_forgotten(patch: Patch) -> None:
+    patch.setattr(Running, "blocks_owed", lambda running: 0)
+
+
+def prefix_is_not_found(patch: Patch) -> None:
+    around(patch, PrefixCache, "look_up", lambda original, cache, root, *_: original(cache, root, b"", 0))
+
+
+def displaces_in_vain(patch: Patch) -> None:
+    def choose(displacement: Displacement, head: Any) -> list[Any]:
+        members = displacement._batch.members
+        return [request for request in members.requests if request.priority > head.priority][:1]
+
+    patch.setattr(Displacement, "choose", choose)
+
+
+# ------------------------------------------------------------- wrong KV: the shadow must notice
+
+
+def salt_is_ignored(patch: Patch) -> None:
+    patch.setattr(kv_cache_module, "Root", lambda cache_salt=None: Root(None))
+
+
+class Parentless(dict[Any, Any]):
+    """The tree's dictionary with the parent left out of every key."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return super().get((Root(None), key[1]), default)
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        return super().setdefault((Root(None), key[1]), default)
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__((Root(None), key[1]))
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__((Root(None), key[1]), value)
+
+    def __delitem__(self, key: Any) -> None:
+        super().pop((Root(None), key[1]), None)
+
+
+def parent_is_ignored(patch: Patch) -> None:
+    def init(original: Any, cache: PrefixCache, *args: Any) -> None:
+        original(cache, *args)
+        cache._block_of = Parentless()
+
+    around(patch, PrefixCache, "__init__", init)
+
+
+def eviction_is_not_told(patch: Patch) -> None:
+    around(patch, PrefixCache, "forget", lambda original, cache, block: None)
+
+
+def shared_block_has_one_reference(patch: Patch) -> None:
+    def acquire(original: Any, pool: BlockPool, blocks: list[int]) -> None:
+        held = [block for block in blocks if pool.num_references[block] > 0]
+        original(pool, blocks)
+        pool.num_references[held] -= 1
+
+    around(patch, BlockPool, "acquire", acquire)
+
+
+def journal_is_not_undone(patch: Patch) -> None:
+    around(patch, KVCacheManager, "undo", lambda original, kv, *args, **kwargs: None)
+
+
+def rewind_is_short_by_one(patch: Patch) -> None:
+    def rewind(record: Any, batch: Batch, *args: Any) -> None:
+        output = record.output
+        real_rewind(record, batch, *args)
+        chunks = (batch.serial[output.rows] == output.serials) & (output.num_scheduled_tokens > 1)
+        batch.num_computed_tokens[output.rows[chunks]] += 1
+
+    patch.setattr("pointsman.core.scheduler.rewind", rewind)
+
+
+def epoch_is_ignored(patch: Patch) -> None:
+    def clear(original: Any, cache: PrefixCache) -> None:
+        epoch = cache.epoch
+        original(cache)
+        cache.epoch = epoch
+
+    around(patch, PrefixCache, "clear", clear)
+
+
+def reset_does_nothing(patch: Patch) -> None:
+    around(patch, KVCacheManager, "reset", lambda original, kv: None)
+
+
+def sharing_within_a_step_is_not_asked(patch: Patch) -> None:
+    def publish(scheduler: Scheduler, request: Any) -> None:
+        scheduler._kv.publish_prompt(scheduler._batch, request)
+
+    patch.setattr(Scheduler, "_publish", publish)
+
+
+def published_too_far(patch: Patch) -> None:
+    def publish(original: Any, kv: KVCacheManager, request: Any, table: Any, end: int, token_bytes: bytes) -> None:
+        further = min(len(table), len(token_bytes) // (4 * kv.block_size))
+        original(kv, request, table, further, token_bytes)
+
+    around(patch, KVCacheManager, "_publish", publish)
+
+
+Fault = tuple[Callable[[Patch], None], dict[str, Any]]  # how to plant it, and knobs under which it shows soon
+
+BOOKKEEPING: tuple[Fault, ...] = (
+    (pool_loses_a_block, {}),
+    (pool_invents_a_block, {}),
+    (one_decrement_is_skipped, CACHING),
+    (row_is_not_left, {}),
+    (row_is_reused_too_early, {"max_steps_in_flight": 3, "max_num_seqs": 5, "max_num_batched_tokens": 12}),
+    (token_limit_is_off_by_one, {}),
+    (budget_is_off_by_one, {}),
+    (queue_forgets_a_removal, {}),
+    (end_is_not_reported, {}),
+    (end_is_not_repeated, {}),
+    (rewind_is_lost, {}),
+    (watermark_is_ignored, {"watermark": 0.35}),
+    (owed_blocks_are_forgotten, {"full_sequence_must_fit": True, "enable_chunked_prefill": True}),
+    (prefix_is_not_found, CACHING),
+    (displaces_in_vain, {"order": "priority", "displace": True}),
+)
+WRONG_CONTENT: tuple[Fault, ...] = (
+    (salt_is_ignored, CACHING),
+    (parent_is_ignored, CACHING),
+    (eviction_is_not_told, CACHING),
+    (shared_block_has_one_reference, CACHING),
+    (journal_is_not_undone, CACHING),
+    (rewind_is_short_by_one, {}),
+    (epoch_is_ignored, SLOW_PREFILL),
+    (reset_does_nothing, CACHING),
+    (sharing_within_a_step_is_not_asked, {**CACHING, "share_within_step": False}),
+    (published_too_far, SLOW_PREFILL),
+)
+
+
+def first_catch(overrides: dict[str, Any], *, shadow_only: bool) -> AssertionError:
+    """What the first check that notices something says. Crashes elsewhere do not count as caught."""
+    for seed in range(MAX_SEEDS):
+        try:
+            drive(seed, RULES_PER_SEED, shadow_only=shadow_only, **overrides)
+        except AssertionError as error:
+            return error
+        except Exception:
+            continue
+    raise LookupError(f"no check noticed anything in {MAX_SEEDS} runs of {RULES_PER_SEED} rules")
+
+
+def names(faults: tuple[Fault, ...]) -> list[str]:
+    return [plant.__name__ for plant, _ in faults]
+
+
+@pytest.mark.parametrize(("plant", "overrides"), BOOKKEEPING, ids=names(BOOKKEEPING))
+def test_spoiled_bookkeeping_is_caught(
+    plant: Callable[[Patch], None], overrides: dict[str, Any], monkeypatch: Patch
+) -> None:
+    plant(monkeypatch)
+    first_catch(overrides, shadow_only=False)
+
+
+@pytest.mark.parametrize(("plant", "overrides"), WRONG_CONTENT, ids=names(WRONG_CONTENT))
+def test_wrong_content_is_caught_by_the_shadow_alone(
+    plant: Callable[[Patch], None], overrides: dict[str, Any], monkeypatch: Patch
+) -> None:
+    plant(monkeypatch)
+    error = first_catch(overrides, shadow_only=True)
+    assert isinstance(error, ShadowFault) and ("reads position" in str(error) or "names a block" in str(error)), error
+
+
+def test_without_a_fault_nothing_is_caught() -> None:
+    """The same seeds are clean when nothing is planted, or catching a fault would mean nothing."""
+    for _, overrides in (*BOOKKEEPING, *WRONG_CONTENT):
+        for seed in range(2):
+            drive(seed, RULES_PER_SEED, **overrides)

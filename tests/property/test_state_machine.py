@@ -1,0 +1,96 @@
+"""Hypothesis tries to break the scheduler with every call of its interface, and shrinks what breaks it.
+
+After every rule the scheduler checks itself and is compared with the ledger; every step is executed over the shadow
+KV; at the end of each run everything must finish. `POINTSMAN_SOAK=1` runs the long form.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from .operations import EXECUTED, OPERATIONS, Operation, drive, run_operation
+from .workload import DrawChooser, make_config
+from .world import World
+
+SOAK = os.environ.get("POINTSMAN_SOAK") == "1"
+LEAST_RULES = 50_000 if SOAK else 5_000
+"""Rules that the state machine must have executed; a run cut short by Hypothesis may not pass for a full one."""
+NUM_SEEDS = 1_000 if SOAK else 60
+RULES_PER_SEED = 60
+
+NEEDS_REQUESTS = {"abort", "finish", "park", "ready", "set_priority", "misuse"}
+NEEDS_STEPS = {"update", "fail", "update_malformed", "update_out_of_order"}
+
+
+def _useful(operation: Operation) -> Callable[[SchedulerMachine], bool]:
+    """Whether an operation has anything to act on, so that rules are not wasted."""
+
+    def check(machine: SchedulerMachine) -> bool:
+        if operation.name in NEEDS_REQUESTS:
+            return bool(machine.world.live)
+        if operation.name in NEEDS_STEPS:
+            return bool(machine.world.host.in_flight)
+        return True
+
+    return check
+
+
+def _as_rule(operation: Operation) -> Any:
+    def act(self: SchedulerMachine, data: st.DataObject) -> None:
+        run_operation(operation, self.world, DrawChooser(data.draw))
+
+    act.__name__ = operation.name
+    return rule(data=st.data())(precondition(_useful(operation))(act))
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """One rule for each operation; the frequent ones have two or three, as Hypothesis picks rules evenly."""
+
+    world: World
+
+    @initialize(data=st.data())
+    def configure(self, data: st.DataObject) -> None:
+        self.world = World(make_config(DrawChooser(data.draw)))
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.drain()
+
+
+for _operation in OPERATIONS:
+    for _copy in range(1 + _operation.weight // 9):
+        setattr(SchedulerMachine, f"{_operation.name}_{_copy}", _as_rule(_operation))
+
+
+def test_state_machine() -> None:
+    """Every call, in any order, with shrinking."""
+    before = EXECUTED.total()
+    run_state_machine_as_test(SchedulerMachine)
+    executed = EXECUTED.total() - before
+    assert executed >= LEAST_RULES, f"only {executed} rules were executed"
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_seeded_runs(part: int) -> None:
+    """The same operations from a seeded generator: reaches longer runs than Hypothesis does in the same time."""
+    for seed in range(part, NUM_SEEDS, 4):
+        try:
+            drive(seed, RULES_PER_SEED)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+
+
+def test_runs_meet_every_limit() -> None:
+    """The runs would prove little if memory never ran out: count what happened in them."""
+    worlds = [drive(seed, RULES_PER_SEED) for seed in range(1_000_000, 1_000_030)]
+    assert sum(world.tally.num_preemptions for world in worlds) >= 50
+    assert sum(world.tally.num_refused for world in worlds) >= 5
+    assert sum(world.calls["fail"] for world in worlds) >= 50
+    assert sum(world.num_capacity_ends for world in worlds) >= 3
+    assert sum(world.num_cached_tokens for world in worlds) >= 100

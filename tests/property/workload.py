@@ -1,0 +1,178 @@
+"""Random configurations, requests and operations: one description for Hypothesis and for a seeded driver.
+
+Everything random goes through a `Chooser`, so the state machine (which shrinks) and the seeded driver (which is
+fast, and the same in every run) try the same things.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from hypothesis import strategies as st
+
+from pointsman.core import Request, SchedulerConfig
+
+from .shadow import EOS
+
+T = TypeVar("T")
+
+MAX_LIVE = 10  # requests alive at once; more makes runs slower and finds nothing new in pools of 12 blocks
+
+
+class Chooser(Protocol):
+    """A source of choices, each of which shrinks towards its first or smallest value."""
+
+    def integer(self, low: int, high: int) -> int:
+        """A whole number from `low` to `high`, both included."""
+
+    def choice(self, options: Sequence[T]) -> T:
+        """One of the options."""
+
+    def chance(self, percent: int) -> bool:
+        """True in about `percent` of cases."""
+
+
+class SeededChooser:
+    """Choices from a seeded generator."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def integer(self, low: int, high: int) -> int:
+        return self._random.randint(low, high)
+
+    def choice(self, options: Sequence[T]) -> T:
+        return options[self._random.randrange(len(options))]
+
+    def chance(self, percent: int) -> bool:
+        return self._random.randrange(100) >= 100 - percent
+
+
+class DrawChooser:
+    """Choices that Hypothesis draws, and shrinks."""
+
+    def __init__(self, draw: Callable[[st.SearchStrategy[Any]], Any]) -> None:
+        self._draw = draw
+
+    def integer(self, low: int, high: int) -> int:
+        value: int = self._draw(st.integers(low, high))
+        return value
+
+    def choice(self, options: Sequence[T]) -> T:
+        return options[self.integer(0, len(options) - 1)]
+
+    def chance(self, percent: int) -> bool:
+        return self.integer(0, 99) >= 100 - percent
+
+
+# ------------------------------------------------------------------------------- configurations
+
+
+def make_config(choose: Chooser, **overrides: Any) -> SchedulerConfig:
+    """A configuration with a pool and budgets so small that every limit is met all the time."""
+    block_size = choose.integer(1, 4)
+    reserved = choose.integer(0, 2)
+    max_num_seqs = choose.integer(1, 5)
+    chunked = not choose.chance(25)
+    caching = not choose.chance(20)
+    order = choose.choice(("fcfs", "priority"))
+    values: dict[str, Any] = {
+        "block_size": block_size,
+        "num_reserved_blocks": reserved,
+        "num_blocks": reserved + choose.integer(1, 12),
+        "max_model_len": choose.integer(4, 48),
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_seqs + choose.integer(0, 14),
+        "max_steps_in_flight": choose.integer(1, 3),
+        "enable_chunked_prefill": chunked,
+        "long_prefill_token_threshold": choose.choice((0, 0, 1, 2, 4)) if chunked else 0,
+        "enable_prefix_caching": caching,
+        "share_within_step": not (caching and choose.chance(25)),
+        "order": order,
+        "victim": choose.choice((None, "latest", "lowest-priority")),
+        "watermark": choose.choice((0.0, 0.0, 0.1, 0.35)),
+        "full_sequence_must_fit": not choose.chance(45),
+        "batching": "static" if choose.chance(12) else "mixed",
+    }
+    values |= overrides
+    if values["order"] == "priority" and values["batching"] == "mixed":  # otherwise it would have no effect
+        values["displace"] = overrides.get("displace", choose.choice((None, False, True)))
+    return SchedulerConfig(**values)
+
+
+# ------------------------------------------------------------------------------------- requests
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpec:
+    """What a request is made of. A prompt is some of a shared document and a tail of its own."""
+
+    document: int = 0
+    shared: int = 0
+    tail: tuple[int, ...] = (1,)
+    continues: int | None = None
+    """Index into the conversations so far, whose tokens then come first (a chat's next turn), or None."""
+    arrival: int = 0
+    max_tokens: int = 1
+    max_total_tokens: int | None = None
+    min_tokens: int = 0
+    priority: int = 0
+    eos: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    stops: tuple[int, ...] = ()
+    salt: str | None = None
+    use_prefix_cache: bool = True
+    reuses_id: bool = False
+    """Whether it takes the id of a request whose end has been reported, if there is one."""
+    park: str | None = None
+    """The reason for which it is parked when it is added, or None."""
+
+    def build(self, request_id: str, conversations: Sequence[Sequence[int]], longest: int) -> Request:
+        """The request, with a prompt of at most `longest` tokens."""
+        prompt = list(document(self.document)[: self.shared])
+        if self.continues is not None and conversations:
+            prompt = list(conversations[self.continues % len(conversations)])
+        prompt = (prompt + list(self.tail))[:longest]
+        return Request(
+            request_id, prompt, arrival_time=float(self.arrival), max_tokens=self.max_tokens,
+            max_total_tokens=self.max_total_tokens, min_tokens=self.min_tokens, priority=self.priority,
+            eos_token_ids=self.eos, ignore_eos=self.ignore_eos, stop_token_ids=self.stops, cache_salt=self.salt,
+            use_prefix_cache=self.use_prefix_cache,
+        )  # fmt: skip
+
+
+def document(index: int) -> tuple[int, ...]:
+    """40 tokens over an alphabet of two; documents share their first five tokens."""
+    return (0, 1, 1, 0, 1, *((position * position + index * (position + 1)) // 2 % 2 for position in range(35)))
+
+
+def make_request_spec(choose: Chooser, config: SchedulerConfig) -> RequestSpec:
+    """A request, most of which fit the pool: what does not is refused, and then that is what is tested."""
+    room = min(config.max_model_len - 1, config.num_usable_tokens)
+    if not config.enable_chunked_prefill:
+        room = min(room, config.max_num_batched_tokens)
+    longest = room + 3 if choose.chance(6) else max(1, room)
+    total = choose.integer(1, min(longest, choose.choice((4, 8, longest))))
+    tail = min(total, choose.choice((1, 1, 2, 3, 6)))
+    max_tokens = choose.integer(1, choose.choice((2, 6, 12, 30)))
+    return RequestSpec(
+        document=choose.integer(0, 2),
+        shared=total - tail,
+        tail=tuple(choose.integer(0, 3) for _ in range(tail)),
+        continues=choose.integer(0, 20) if choose.chance(20) else None,
+        arrival=choose.integer(0, 9),
+        max_tokens=max_tokens,
+        max_total_tokens=choose.integer(1, 30) if choose.chance(20) else None,
+        min_tokens=choose.integer(0, max_tokens) if choose.chance(25) else 0,
+        priority=choose.integer(-1, 2),
+        eos=choose.choice(((), (EOS,), (EOS, 3))),
+        ignore_eos=choose.chance(20),
+        stops=choose.choice(((), (4,), (4, 2))),
+        salt=choose.choice((None, None, None, "a", "b")),
+        use_prefix_cache=not choose.chance(10),
+        reuses_id=choose.chance(15),
+        park=choose.choice(("grammar", "remote_kvs", "streaming_req")) if choose.chance(8) else None,
+    )

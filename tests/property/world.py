@@ -1,0 +1,494 @@
+"""A scheduler, a shadow host and a ledger kept beside them: every call, with what must be true after it.
+
+The ledger knows where each request is (queued, parked or running), how many tokens it has and what is in flight, and
+learns it only from the calls it makes and the outputs it gets. Nothing here looks inside the scheduler. Each operation
+of `World` makes one call, compares the answer with what the ledger expects, and ends with `check`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from functools import partial
+from typing import Any, TextIO
+
+from pointsman.core import (
+    DuplicateRequest,
+    FinishReason,
+    InvalidTransition,
+    ParkReason,
+    Recorder,
+    Request,
+    RequestRefused,
+    RequestStatus,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerOutput,
+    StepOrderError,
+    StepResult,
+    StepResultError,
+    StepUpdate,
+    UnknownRequest,
+)
+
+from .admissions import check_admissions
+from .expectations import Expectations, check_explanations, malformed_results, why_refused
+from .ledger import Entry, Kept, Place, Tally, place_of
+from .shadow import ExecutedStep, ShadowHost, reference_run, require
+from .workload import RequestSpec
+
+
+class World:
+    """One scheduler and everything that happens to it."""
+
+    def __init__(self, config: SchedulerConfig, *, recording: TextIO | None = None, shadow_only: bool = False) -> None:
+        self.config = config
+        self.shadow_only = shadow_only  # only the host checks what it is told, for faults that it alone must see
+        self.scheduler = Scheduler(config, recorder=Recorder(recording) if recording is not None else None)
+        self.host = ShadowHost(self.scheduler)
+        self.now = 0.0
+        self.calls: Counter[str] = Counter()
+        self.live: list[Entry] = []  # in order of adding
+        self.entries: dict[Request, Entry] = {}
+        self.unreported: list[Request] = []  # ended, not yet in an output
+        self.repeated: set[Request] = set()  # their end was in an output that failed: it is told again, the id is free
+        self.unreported_losses: list[Request] = []  # lost their row, not yet in an output
+        self.conversations: list[list[int]] = []  # of requests that ended
+        self.last_done: SchedulerOutput | None = None
+        self.tally = Tally()
+        self.num_requests = 0
+        self.num_admissions = 0
+        self.queried: dict[tuple[int, Request], tuple[int, int]] = {}  # tokens looked up, and to be recomputed
+        self.num_capacity_ends = 0
+        self.last_row_error_step = -1  # the newest step that was scheduled when a row failed on its own
+        self.num_withdrawals = 0  # times that something may have left the prefix cache, other than by eviction
+        self.num_cached_tokens = 0
+        self.resync_due = False
+        self.untold: dict[Entry, int] = {}  # admissions whose full block table is due since a step failed
+
+    # ================================================================ requests
+
+    def add(self, spec: RequestSpec) -> Entry | None:
+        """Add a request; one that can never run must be refused, any other must not."""
+        self._tick("add")
+        room = min(self.config.max_model_len - 1, self.config.num_usable_tokens)
+        longest = max(1, room, spec.shared + len(spec.tail))
+        request = spec.build(self._new_id(spec), self.conversations, longest)
+        park = ParkReason(spec.park) if spec.park else None
+        reason = why_refused(request, self.config)
+        if reason is not None:
+            before = self._snapshot()
+            error = self._expect(RequestRefused, lambda: self.scheduler.add(request, self.now, park=park))
+            require(request.status is RequestStatus.FINISHED_REFUSED, f"refused, but {request.status}")
+            require(any(c.isdigit() for c in str(error)), f"a refusal without numbers: {error}")
+            require(before == self._snapshot(), f"a refused request ({reason}) changed the scheduler")
+            self.tally.num_refused += 1
+            self.check()
+            return None
+        self.scheduler.add(request, self.now, park=park)
+        entry = Entry(
+            request=request,
+            reference=reference_run(request, self.config),
+            place=Place.PARKED if park else Place.QUEUED,
+            number=self.num_requests,
+        )
+        self.tally.num_added += 1
+        self.live.append(entry)
+        self.entries[request] = entry
+        self.host.add(request)
+        self.check()
+        return entry
+
+    def add_duplicate(self, request_id: str) -> None:
+        """An id is in use until an output has reported its end."""
+        self._tick("add_duplicate")
+        request = Request(request_id, [1], arrival_time=0.0, max_tokens=1)
+        before = self._snapshot()
+        self._expect(DuplicateRequest, lambda: self.scheduler.add(request, self.now))
+        require(before == self._snapshot(), "a duplicate changed the scheduler")
+        self.check()
+
+    def abort(self, entry: Entry) -> None:
+        self._tick("abort")
+        answer = self.scheduler.abort(entry.request.request_id, self.now)
+        require(answer is entry.request, f"abort answered {answer}")
+        self._end(entry, RequestStatus.FINISHED_ABORTED)
+        self.check()
+
+    def abort_unknown(self, request_id: str) -> None:
+        """An id that is unknown or has ended: None, and nothing happens."""
+        self._tick("abort_unknown")
+        before = self._snapshot()
+        require(self.scheduler.abort(request_id, self.now) is None, f"{request_id} was aborted after its end")
+        answer = self.scheduler.finish(request_id, FinishReason.STOP, self.now)
+        require(answer is None, f"{request_id} was finished after its end")
+        require(before == self._snapshot(), "aborting an unknown request changed the scheduler")
+        self.check()
+
+    def finish(self, entry: Entry, reason: FinishReason, keep_tokens: int | None) -> None:
+        """The host ends a request, for a stop string for example, and keeps the first `keep_tokens` of its output."""
+        self._tick("finish")
+        request = entry.request
+        answer = self.scheduler.finish(
+            request.request_id, reason, self.now, keep_tokens=keep_tokens, detail="the host", stop_reason="###"
+        )
+        require(answer is request, f"finish answered {answer}")
+        if keep_tokens is not None:
+            entry.num_output = min(keep_tokens, entry.num_output)
+        self._end(entry, reason.status)
+        require(request.finish_detail == "the host", f"detail {request.finish_detail!r}")
+        require(request.stop_reason == "###", f"stop_reason {request.stop_reason!r}")
+        self.check()
+
+    def misuse(self, entry: Entry) -> None:
+        """Calls that make no sense for a live request raise, and change nothing."""
+        self._tick("misuse")
+        name, before = entry.request.request_id, self._snapshot()
+        self._expect(InvalidTransition, partial(self.scheduler.finish, name, FinishReason.REFUSED, self.now))
+        self._expect(ValueError, partial(self.scheduler.finish, name, FinishReason.STOP, self.now, keep_tokens=-1))
+        self._expect(DuplicateRequest, partial(self.scheduler.add, entry.request, self.now))
+        require(before == self._snapshot(), "a call that makes no sense changed the scheduler")
+        self.check()
+
+    def park(self, entry: Entry, reason: ParkReason) -> None:
+        """Park a waiting or running request, or change what a parked one waits for."""
+        self._tick("park")
+        self.scheduler.park(entry.request.request_id, reason, self.now)
+        if entry.place is Place.RUNNING:
+            self._lose_row(entry, self.scheduler.stats().num_evictions)
+        entry.place = Place.PARKED
+        require(entry.request.status is reason.status, f"parked for {reason}, but {entry.request.status}")
+        self.check()
+
+    def ready(self, entry: Entry) -> None:
+        """What a parked request waited for is there; one that is not parked is an error."""
+        self._tick("ready")
+        call = partial(self.scheduler.ready, entry.request.request_id, self.now)
+        if entry.place is Place.PARKED:
+            call()
+            entry.place = Place.QUEUED
+        else:
+            before = self._snapshot()
+            self._expect(InvalidTransition, call)
+            require(before == self._snapshot(), "ready on a request that is not parked changed the scheduler")
+        self.check()
+
+    def set_priority(self, entry: Entry, priority: int) -> None:
+        self._tick("set_priority")
+        self.scheduler.set_priority(entry.request.request_id, priority, self.now)
+        require(entry.request.priority == priority, "the priority was not set")
+        self.check()
+
+    def call_unknown(self, request_id: str) -> None:
+        """Calls about a request that the scheduler does not hold raise, and change nothing."""
+        self._tick("call_unknown")
+        before = self._snapshot()
+        self._expect(UnknownRequest, lambda: self.scheduler.park(request_id, ParkReason.GRAMMAR, self.now))
+        self._expect(UnknownRequest, lambda: self.scheduler.ready(request_id, self.now))
+        self._expect(UnknownRequest, lambda: self.scheduler.set_priority(request_id, 1, self.now))
+        if request_id not in [request.request_id for request in self.unreported]:
+            self._expect(UnknownRequest, lambda: self.scheduler.explain(request_id))
+        require(before == self._snapshot(), "a call about an unknown request changed the scheduler")
+        self.check()
+
+    def reset_prefix_cache(self) -> None:
+        self._tick("reset_prefix_cache")
+        self.scheduler.reset_prefix_cache(self.now)
+        self.host.epoch += 1
+        self.num_withdrawals += 1
+        self.check()
+
+    # ================================================================ steps
+
+    def schedule(self) -> SchedulerOutput | None:
+        """Decide a step and execute it at once; None if as many as allowed are in flight, which must raise."""
+        self._tick("schedule")
+        if len(self.host.in_flight) >= self.config.max_steps_in_flight:
+            snapshot = self._snapshot()
+            self._expect(StepOrderError, lambda: self.scheduler.schedule(self.now))
+            require(snapshot == self._snapshot(), "a refused step changed the scheduler")
+            self.check()
+            return None
+        expected, before = Expectations.of(self), self.scheduler.stats()
+        output = self.scheduler.schedule(self.now)
+        self.host.execute(output)
+        if not self.shadow_only:
+            expected.check(output)
+        victims = [entry for entry in expected.running if entry.request in output.preempted]
+        self._take_over(output, before.num_evictions)
+        if not self.shadow_only:
+            check_admissions(self, output, before, victims)
+        self.check()
+        return output
+
+    def _take_over(self, output: SchedulerOutput, num_evictions: int) -> None:
+        """Move requests to where the output says that they are now; `num_evictions`: before the step."""
+        for request in output.preempted:
+            entry = self.entries[request]
+            if entry.place is Place.RUNNING:
+                self._lose_row(entry, num_evictions)
+                entry.place = Place.QUEUED
+        self.unreported_losses.clear()
+        for index, request in enumerate(output.requests):
+            entry = self.entries[request]
+            if index >= output.num_continued:
+                self.num_admissions += 1
+                entry.place = Place.RUNNING
+                entry.previous_admission, entry.last_admission = entry.last_admission, self.num_admissions
+                entry.admitted_step = output.step_id
+                entry.num_withdrawals = self.num_withdrawals
+                self._count_admission(output, index - output.num_continued, 1)
+            entry.num_computed = int(output.num_computed_tokens[index] + output.num_scheduled_tokens[index])
+        self.unreported.clear()
+        if output.resync:
+            told = [self.entries[request] for request in output.requests]
+            self.untold = {entry: n for entry, n in self.untold.items() if entry.runs_since(n) and entry not in told}
+            self.resync_due = bool(self.untold)
+        self.tally.num_steps += 1
+        self.tally.num_scheduled_tokens += output.total_num_scheduled_tokens
+        self.num_cached_tokens += int(output.num_cached_tokens.sum())
+
+    def _count_admission(self, output: SchedulerOutput, index: int, sign: int) -> None:
+        """Count a look-up in the prefix cache, or with `sign` -1 take it back."""
+        request = output.admitted[index]
+        hit, resumed = int(output.num_cached_tokens[index]), bool(output.is_resumed[index])
+        looks_up = self.config.enable_prefix_caching and request.use_prefix_cache
+        entry = self.entries[request]
+        key = (output.step_id, request)
+        if sign > 0:
+            self.queried[key] = (entry.num_tokens if looks_up else 0, max(0, entry.num_lost - hit))
+        queried, recomputed = self.queried[key]
+        self.tally.admit(resumed=resumed, queried=sign * queried, hit=sign * hit, recomputed=sign * recomputed)
+
+    def update(self, errors: Iterable[int] = (), *, explicit_counts: bool = False) -> StepUpdate | None:
+        """Hand back the oldest step's samples; rows in `errors` (taken modulo the rows) failed on the host."""
+        self._tick("update")
+        if not self.host.in_flight:
+            return None
+        step = self.host.deliver()
+        failed = {index % step.output.num_rows for index in errors} if step.output.num_rows else set()
+        result = self._result(step, failed, explicit_counts)
+        done = self.scheduler.update(step.output, result, self.now)
+        self.last_done = step.output
+        self._check_update(step, failed, done)
+        self.check()
+        return done
+
+    def _result(self, step: ExecutedStep, failed: set[int], explicit_counts: bool) -> StepResult:
+        counts = [int(token is not None and index not in failed) for index, token in enumerate(step.sampled)]
+        tokens = [token for count, token in zip(counts, step.sampled, strict=True) if count and token is not None]
+        messages = {index: f"row {index} broke" for index in sorted(failed)}
+        return StepResult(tokens, counts if explicit_counts else None, messages, step_time=0.01)
+
+    def _check_update(self, step: ExecutedStep, failed: set[int], done: StepUpdate) -> None:
+        tokens: list[int] = []
+        counts: list[int] = []
+        finished: list[Request] = []
+        for index, request in enumerate(step.output.requests):
+            entry = self.entries[request]
+            token = step.sampled[index]
+            counts.append(0)
+            if entry.place is Place.ENDED:
+                continue
+            if index in failed:
+                finished.append(request)
+                self.host.spoil(request, step)
+                self.last_row_error_step = self.tally.num_steps - 1
+                self.num_withdrawals += 1
+                self._end(entry, RequestStatus.FINISHED_ERROR)
+                require(f"row {index} broke" in request.finish_detail, f"detail {request.finish_detail!r}")
+            elif token is not None:
+                counts[-1] = 1
+                tokens.append(token)
+                right = entry.reference.tokens[entry.num_output]
+                require(token == right, f"{request.request_id} got token {token}, alone it gets {right}")
+                entry.num_output += 1
+                self.tally.num_generated_tokens += 1
+                if entry.num_output == len(entry.reference.tokens):
+                    finished.append(request)
+                    self._end_by_itself(entry)
+                else:
+                    self._check_tokens(entry)
+        require(done.counts.tolist() == counts, f"update kept {done.counts.tolist()} tokens, expected {counts}")
+        require(done.token_ids.tolist() == tokens, f"update kept {done.token_ids.tolist()}, expected {tokens}")
+        require(list(done.finished) == finished, f"update ended {done.finished}, expected {finished}")
+
+    def update_out_of_order(self) -> None:
+        """Only the oldest step in flight may be updated, and only a step in flight may fail."""
+        self._tick("update_out_of_order")
+        before = self._snapshot()
+        early = [step.output for step in self.host.in_flight[1:]]
+        late = [self.last_done] if self.last_done is not None else []
+        for output in early + late:
+            result = StepResult([0] * int(output.samples.sum()))
+            self._expect(StepOrderError, partial(self.scheduler.update, output, result, self.now))
+        for output in late:
+            self._expect(StepOrderError, partial(self.scheduler.fail, output, self.now))
+        require(before == self._snapshot(), "a call out of order changed the scheduler")
+        self.check()
+
+    def update_malformed(self, kind: int) -> None:
+        """A result that does not fit its output: `StepResultError`, and nothing of it is applied."""
+        self._tick("update_malformed")
+        if not self.host.in_flight:
+            return
+        step = self.host.in_flight[0]
+        broken = malformed_results(step)
+        result = broken[kind % len(broken)]
+        before = self._snapshot()
+        self._expect(StepResultError, lambda: self.scheduler.update(step.output, result, self.now), note=repr(result))
+        require(before == self._snapshot(), f"a malformed result changed the scheduler: {result}")
+        self.check()
+
+    def fail(self, index: int, *, seen: bool) -> None:
+        """Step `index` (modulo those in flight) failed on the host; `seen`: whether the workers got its tables."""
+        self._tick("fail")
+        if not self.host.in_flight:
+            return
+        index %= len(self.host.in_flight)
+        self.scheduler.fail(self.host.in_flight[index].output, self.now)
+        voided = self.host.void(index, seen=seen)
+        self.last_done = voided[0].output
+        for step in voided:
+            self.unreported_losses += [r for r in step.output.preempted if r not in self.unreported_losses]
+            self.unreported += step.output.finished
+            self.repeated.update(step.output.finished)
+            self.tally.num_failed_steps += 1
+            for position in range(len(step.output.admitted)):
+                self._count_admission(step.output, position, -1)
+        for entry in self.live:
+            if entry.place is Place.RUNNING:
+                self._rewind(entry, [step.output for step in voided])
+        self.resync_due = True
+        self.num_withdrawals += 1
+        self.untold |= {entry: entry.last_admission for entry in self.live if entry.place is Place.RUNNING}
+        self.check()
+
+    def _rewind(self, entry: Entry, voided: list[SchedulerOutput]) -> None:
+        if entry.admitted_step >= voided[0].step_id:
+            entry.place = Place.QUEUED
+            entry.num_computed = 0
+            entry.last_admission = entry.previous_admission
+            return
+        for output in voided:
+            if entry.request in output.requests:
+                entry.num_computed = int(output.num_computed_tokens[list(output.requests).index(entry.request)])
+                return
+
+    def drain(self) -> None:
+        """Let everything finish: nothing may wait for ever, and every block must come back."""
+        for entry in [entry for entry in self.live if entry.place is Place.PARKED]:
+            self.ready(entry)
+        bound = 50 + 4 * sum(entry.request.num_prompt_tokens + len(entry.reference.tokens) for entry in self.live)
+        steps = 0
+        while self.live:
+            require(steps <= bound, f"livelock: {len(self.live)} requests still live after {steps} steps")
+            while self.host.in_flight:
+                self.update()
+            self.schedule()
+            steps += 1
+        while self.host.in_flight:
+            self.update()
+        self.schedule()
+        self.update()
+        require(not self.unreported, f"ends never reported: {self.unreported}")
+        require(not self.scheduler.has_unfinished_requests(), "everything ended, but the scheduler says otherwise")
+
+    # ================================================================ what must be true at any time
+
+    def check(self) -> None:
+        """Compare the scheduler with the ledger."""
+        if self.shadow_only:
+            return
+        self.scheduler.check_invariants()
+        running = 0
+        for entry in self.live:
+            request = entry.request
+            name = request.request_id
+            place = place_of(request.status)
+            require(place is entry.place, f"{name} is {request.status}, the ledger says {entry.place}")
+            require(self.scheduler.get_request(name) is request, f"{name} is lost")
+            seen = (request.num_tokens, request.num_computed_tokens, request.num_pending)
+            expected = (entry.num_tokens, entry.num_computed, self.host.num_pending(request))
+            require(seen == expected, f"{name} has (tokens, computed, pending) {seen}, expected {expected}")
+            require(request.num_preemptions == entry.num_preemptions, f"{name}: {request.num_preemptions} preemptions")
+            running += place is Place.RUNNING
+        require(running <= self.config.max_num_seqs, f"{running} requests run, the limit is {self.config.max_num_seqs}")
+        check_explanations(self)
+        self.tally.check(self.scheduler.stats(), self.live, self.host.blocks_in_use())
+        if self.live:
+            require(self.scheduler.has_unfinished_requests(), "requests are live, but none is unfinished")
+
+    def queue(self) -> list[Entry]:
+        """Who waits for capacity, in the order in which they must be admitted."""
+        by_priority = self.config.order == "priority"
+        queue = [entry for entry in self.live if entry.place is Place.QUEUED]
+        return sorted(queue, key=lambda entry: entry.queue_key(by_priority))
+
+    # ================================================================ helpers
+
+    def _tick(self, call: str) -> None:
+        self.calls[call] += 1
+        self.now += 0.25
+
+    def _new_id(self, spec: RequestSpec) -> str:
+        """A new id, or one that is free again because an output has reported its end."""
+        self.num_requests += 1
+        free = [request.request_id for request, entry in self.entries.items() if entry.place is Place.ENDED]
+        untold = [request for request in self.unreported if request not in self.repeated]
+        in_use = {entry.request.request_id for entry in self.live} | {request.request_id for request in untold}
+        free = [name for name in free if name not in in_use]
+        return free[-1] if spec.reuses_id and free else f"r{self.num_requests}"
+
+    def _end(self, entry: Entry, status: RequestStatus) -> None:
+        request = entry.request
+        require(request.status is status, f"{request.request_id} ended as {request.status}, expected {status}")
+        self._check_tokens(entry)
+        entry.place = Place.ENDED
+        self.live.remove(entry)
+        self.host.forget(request)
+        self.unreported.append(request)
+        self.tally.finished[request.finish_reason.value if request.finish_reason else ""] += 1
+        self.conversations.append(request.all_token_ids.tolist())
+
+    def _end_by_itself(self, entry: Entry) -> None:
+        request, reference = entry.request, entry.reference
+        self._end(entry, reference.status)
+        require(request.finish_detail in reference.details, f"{request.request_id} ended by {request.finish_detail!r}")
+        require(request.stop_reason == reference.stop_reason, f"{request.request_id} stopped by {request.stop_reason}")
+        self.num_capacity_ends += request.finish_detail == "kv_capacity"
+
+    def _check_tokens(self, entry: Entry) -> None:
+        output = entry.request.output_token_ids.tolist()
+        right = list(entry.reference.tokens[: entry.num_output])
+        require(output == right, f"{entry.request.request_id} has generated {output}, alone it generates {right}")
+
+    def _lose_row(self, entry: Entry, num_evictions: int) -> None:
+        """It was preempted or parked; `num_evictions` is how many there had been before."""
+        self.host.lose_row(entry.request)
+        self.unreported_losses.append(entry.request)
+        entry.num_lost = min(entry.num_computed, entry.num_tokens)
+        entry.kept = None
+        caches = self.config.enable_prefix_caching and entry.request.use_prefix_cache
+        if caches and entry.num_withdrawals == self.num_withdrawals:
+            entry.kept = Kept(entry.num_lost, (num_evictions, self.num_withdrawals))
+        entry.num_computed = 0
+        entry.ran_before = True
+        entry.num_preemptions += 1
+        self.tally.num_preemptions += 1
+
+    def _snapshot(self) -> tuple[Any, ...]:
+        """Whatever a refused call must leave as it was."""
+        return (
+            [(r.status, r.num_tokens, r.num_computed_tokens, r.num_pending, r.priority) for r in self.host.sequences],
+            {**asdict(self.scheduler.stats()), "num_refused": 0},  # a refusal counts itself
+            self.scheduler.has_unfinished_requests(),
+        )
+
+    def _expect(self, error: type[Exception], call: Callable[[], object], note: str = "") -> Exception:
+        try:
+            answer = call()
+        except error as raised:
+            return raised
+        raise AssertionError(f"expected {error.__name__}, got {answer!r} {note}")

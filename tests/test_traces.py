@@ -1,0 +1,202 @@
+"""Readers of request traces: every format, every kind of broken line, and the tokens made from hash ids."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pointsman.traces import TraceError, TraceRequest, prompt_token_ids, read_trace
+
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"
+REAL_TRACES = Path(__file__).parents[2] / "shared" / "traces"
+
+
+def write(tmp_path: Path, text: str | bytes) -> Path:
+    path = tmp_path / "trace"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def mooncake(**changes: object) -> str:
+    return json.dumps({"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [3, 4]} | changes)
+
+
+# ---------------------------------------------------------------------- formats
+
+
+def test_azure_has_crlf_and_seven_digits(tmp_path: Path) -> None:
+    lines = [AZURE, "2023-11-16 18:15:46.6805900,374,44", "2023-11-16 18:15:50.9951690,396,109"]
+    first, second = read_trace(write(tmp_path, "\r\n".join(lines)))
+    assert first == TraceRequest(arrival_time=0.0, num_prompt_tokens=374, num_output_tokens=44)
+    assert second.arrival_time == pytest.approx(4.314579, abs=2e-6)
+    assert (second.num_prompt_tokens, second.num_output_tokens) == (396, 109)
+
+
+def test_azure_of_2024_has_an_offset_and_crosses_midnight(tmp_path: Path) -> None:
+    text = f"\ufeff{AZURE}\n2024-05-10 23:59:59.500000+00:00,10,0\n2024-05-11 00:00:01.250000+00:00,20,7\n\n"
+    first, second = read_trace(write(tmp_path, text))
+    assert first.num_output_tokens == 0
+    assert second.arrival_time == pytest.approx(1.75, abs=2e-6)
+
+
+def test_burstgpt(tmp_path: Path) -> None:
+    header = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type"
+    rows = ["5,ChatGPT,472,18,490,Conversation log", "45.5,GPT-4,1087,230,1317,API log"]
+    first, second = read_trace(write(tmp_path, "\n".join([header, *rows])))
+    assert (first.num_prompt_tokens, first.num_output_tokens) == (472, 18)
+    assert second.arrival_time == 40.5
+
+
+def test_mooncake_counts_milliseconds_and_keeps_hash_ids(tmp_path: Path) -> None:
+    lines = [mooncake(timestamp=1500), mooncake(timestamp=4000, input_length=20, hash_ids=[9])]
+    first, second = read_trace(write(tmp_path, "\n".join(lines)))
+    assert first == TraceRequest(0.0, 600, 5, block_hash_ids=(3, 4), hash_block_size=512)
+    assert (second.arrival_time, second.block_hash_ids) == (2.5, (9,))
+
+
+def test_measured_requests_are_sorted_by_arrival(tmp_path: Path) -> None:
+    rows = [
+        {"request_id": f"bench-{i}", "input_toks": 10 + i, "output_toks": 20, "arrival_time": arrival, "queued_ts": 1.0}
+        for i, arrival in enumerate([1777142838.5, 1777142837.0])
+    ]
+    later, first = rows
+    requests = read_trace(write(tmp_path, "\n".join(json.dumps(row) for row in rows)))
+    assert [request.num_prompt_tokens for request in requests] == [first["input_toks"], later["input_toks"]]
+    assert [request.arrival_time for request in requests] == [0.0, 1.5]
+
+
+def test_limit_stops_before_what_follows(tmp_path: Path) -> None:
+    path = write(tmp_path, f"{mooncake()}\n{mooncake()}\nbroken")
+    assert len(read_trace(path, limit=2)) == 2
+    with pytest.raises(ValueError, match="limit is 0"):
+        read_trace(path, limit=0)
+
+
+# ---------------------------------------------------------------------- what is wrong
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "wrong"),
+    [
+        ("hello\n", 1, "no trace format begins like this: 'hello'"),
+        ('{"prompt": "hello"}\n', 1, 'neither "input_length" nor "input_toks"'),
+        (f"{AZURE}\n2023-11-16 18:15:46,374,44\n2023-11-16 18:15:47,374\n", 3, "2 values where the header names 3"),
+        (f"{AZURE}\n2023-11-16 18:15:46,374,many\n", 2, "output tokens is 'many'"),
+        (f"{AZURE}\n2023-11-16 18:15:46,0,44\n", 2, "prompt tokens is 0; it must be between 1 and"),
+        (f"{AZURE}\n2023-11-16 18:15:46,-5,44\n", 2, "prompt tokens is -5"),
+        (f"{AZURE}\n2023-11-16 18:15:46,{2**31},44\n", 2, f"prompt tokens is {2**31}"),
+        (f"{AZURE}\n2023-11-16 25:15:46,374,44\n", 2, "timestamp is '2023-11-16 25:15:46'"),
+        ("Timestamp,Request tokens,Response tokens\nnan,3,4\n", 2, "timestamp is nan"),
+        (mooncake() + "\n" + mooncake()[:-10], 2, "not JSON"),
+        (mooncake() + "\n[1, 2]", 2, "not a JSON object"),
+        (mooncake() + '\n{"input_length": 3}', 2, 'no field "timestamp"'),
+        (mooncake(input_length=1.5), 1, "input_length is 1.5"),
+        (mooncake(input_length=True), 1, "input_length is True"),
+        (mooncake(output_length=-1), 1, "output_length is -1"),
+        (mooncake(timestamp="0"), 1, "timestamp is '0'"),
+        (mooncake(timestamp=float("nan")), 1, "timestamp is nan"),
+        (mooncake(timestamp=10**400), 1, "it must be a finite number"),
+        ('{"input_length": 1' + "0" * 5000 + "}", 1, "not JSON"),
+        (mooncake(hash_ids=[1, -2]), 1, "hash_ids must be a list of integers"),
+        (mooncake(hash_ids=7), 1, "hash_ids must be a list of integers"),
+        (mooncake(hash_ids=[1, 2, 3]), 1, "3 hash_ids for 600 tokens; with 512 tokens a block there are 2"),
+        (AZURE.encode() + b"\n2023-11-16 18:15:46,\xff,44\n", 2, "codec can't decode"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path: Path, text: str | bytes, line: int, wrong: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(TraceError) as caught:
+        read_trace(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}, line {line}: ")
+    assert wrong in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", AZURE])
+def test_a_trace_without_requests(tmp_path: Path, text: str) -> None:
+    with pytest.raises(TraceError, match="no request in it"):
+        read_trace(write(tmp_path, text))
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        read_trace(tmp_path / "absent.csv")
+
+
+# ---------------------------------------------------------------------- tokens
+
+
+def test_equal_hash_ids_at_the_same_place_give_equal_tokens() -> None:
+    a = prompt_token_ids(TraceRequest(0.0, 1300, 1, (7, 8, 9)), 2048, seed=0, index=0)
+    b = prompt_token_ids(TraceRequest(5.0, 1536, 9, (7, 8, 10)), 2048, seed=0, index=1)
+    assert a.dtype == np.int32 and len(a) == 1300 and len(b) == 1536
+    assert np.array_equal(a[:1024], b[:1024])
+    assert np.mean(a[1024:] == b[1024:1300]) < 0.05
+    shifted = prompt_token_ids(TraceRequest(0.0, 1024, 1, (8, 7)), 2048, seed=0, index=0)
+    assert np.mean(shifted[:512] == a[512:1024]) < 0.05
+
+
+def test_without_hash_ids_every_request_has_tokens_of_its_own() -> None:
+    request = TraceRequest(0.0, 1000, 1)
+    a, b = (prompt_token_ids(request, 2048, seed=0, index=index) for index in (0, 1))
+    assert np.mean(a == b) < 0.05
+    assert np.array_equal(a, prompt_token_ids(request, 2048, seed=0, index=0))
+    assert np.mean(a == prompt_token_ids(request, 2048, seed=1, index=0)) < 0.05
+
+
+def test_tokens_past_the_last_hash_id_are_shared_with_nobody() -> None:
+    request = TraceRequest(0.0, 1000, 1, (5,))
+    a, b = (prompt_token_ids(request, 50_000, seed=3, index=index) for index in (0, 1))
+    assert np.array_equal(a[:512], b[:512])
+    assert np.mean(a[512:] == b[512:]) < 0.05
+
+
+def test_tokens_cover_the_vocabulary_evenly() -> None:
+    tokens = prompt_token_ids(TraceRequest(0.0, 160_000, 1), 16, seed=0, index=0)
+    counts = np.bincount(tokens, minlength=16)
+    assert len(counts) == 16
+    assert np.abs(counts - 10_000).max() < 500  # five standard deviations
+    with pytest.raises(ValueError, match="vocab_size is 0"):
+        prompt_token_ids(TraceRequest(0.0, 1, 1), 0, seed=0, index=0)
+
+
+# ---------------------------------------------------------------------- the real files, where they are
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "seconds"),
+    [
+        ("azure_llm_2023_conversation.csv", 19_366, (3400, 3700)),
+        ("mooncake_synthetic.jsonl", 3_993, (950, 1100)),
+        ("vllm_0.19_rtxpro6000_llama31_8b.jsonl", 300, (29, 30)),
+    ],
+)
+def test_published_traces(name: str, count: int, seconds: tuple[int, int]) -> None:
+    path = REAL_TRACES / name
+    if not path.exists():
+        pytest.skip(f"{name} is not in {REAL_TRACES}")
+    requests = read_trace(path)
+    assert len(requests) == count
+    assert requests[0].arrival_time == 0.0
+    assert seconds[0] < requests[-1].arrival_time < seconds[1]
+
+
+def test_most_blocks_of_the_mooncake_trace_were_seen_before() -> None:
+    path = REAL_TRACES / "mooncake_synthetic.jsonl"
+    if not path.exists():
+        pytest.skip(f"{path.name} is not in {REAL_TRACES}")
+    seen: set[bytes] = set()
+    blocks = found = 0
+    for index, request in enumerate(read_trace(path, limit=500)):
+        tokens = prompt_token_ids(request, 128_000, seed=0, index=index)
+        for at in range(0, len(tokens), 512):
+            content = tokens[: at + 512].tobytes()
+            blocks, found = blocks + 1, found + (content in seen)
+            seen.add(content)
+    ids = [i for request in read_trace(path, limit=500) for i in request.block_hash_ids]
+    assert found == blocks - len(set(ids))
+    assert found > 0
