@@ -20,7 +20,7 @@ help:
 	@echo "make demo    run the demo model on built-in prompts"
 	@echo "make test    format check, lint, types, quick benchmarks, all tests"
 	@echo "make soak    the long forms of all tests, and the benchmarks in full"
-	@echo "make bench   the benchmarks in full"
+	@echo "make bench   the benchmarks in full, beside vLLM in an environment of its own"
 	@echo "make format  format the code and repair what the linter can"
 
 install: $(INSTALLED)
@@ -55,6 +55,7 @@ bench-quick: $(INSTALLED)
 	$(BIN)/python benchmarks/static_vs_continuous.py --quick
 
 bench: $(INSTALLED)
+	$(BIN)/python benchmarks/vllm_env.py
 	$(BIN)/python benchmarks/scheduler_step.py --check
 	$(BIN)/python benchmarks/prefix_scaling.py --check
 	$(BIN)/python benchmarks/static_vs_continuous.py --check

@@ -252,17 +252,18 @@ def test_reserved_block_ids_never_appear_in_a_table(num_reserved_blocks: int) ->
 
 
 def test_copies_that_were_computed_in_parallel_serve_until_the_last_one_is_gone() -> None:
-    host = Host(share_within_step=False, num_blocks=4, max_num_batched_tokens=32)
+    host = Host(share_within_step=False, num_blocks=6, max_num_batched_tokens=32)
     prompt = host.prompt(5)
-    host.add("a", prompt, max_tokens=1)
-    host.add("b", prompt, max_tokens=1)
+    for request_id in ("a", "b", "c"):
+        host.add(request_id, prompt, max_tokens=1)
     host.run_to_end()
-    assert host.stats().num_cached_free_blocks == 2, "the same content in two blocks"
-    host.add("filler", 12, max_tokens=1, use_prefix_cache=False)
-    host.run_to_end()
-    assert host.stats().num_evictions == 1
-    host.add("c", prompt, max_tokens=1)
-    assert cached_of(host.step()) == {"c": 4}
+    assert host.stats().num_cached_free_blocks == 3, "the same content in three blocks"
+    for num_evictions, prompt_tokens in [(1, 16), (2, 20)]:
+        host.add(f"filler {num_evictions}", prompt_tokens, max_tokens=1, use_prefix_cache=False)
+        host.run_to_end()
+        assert host.stats().num_evictions == num_evictions
+        host.add(f"reader {num_evictions}", prompt, max_tokens=1)
+        assert cached_of(host.step()) == {f"reader {num_evictions}": 4}
 
 
 def test_a_block_that_is_full_only_with_a_generated_token_is_found_by_prompt_and_output_alike() -> None:
