@@ -68,8 +68,7 @@ class Update:
         num_tokens: Int64Array,
         done: npt.NDArray[np.bool_],
     ) -> Ends:
-        """Who ends after an append to live rows: those that are `done`, and those that have their own conditions and
-        are."""
+        """Who ends after an append to live rows: some of those that are `done`, or have several stop tokens."""
         batch = self._batch
         if batch.num_custom_stops:
             done |= (batch.flags[rows] & CUSTOM_STOP) != 0

@@ -157,7 +157,7 @@ def make_request_spec(choose: Chooser, config: SchedulerConfig) -> RequestSpec:
     longest = room + 3 if choose.chance(6) else max(1, room)
     total = choose.integer(1, min(longest, choose.choice((4, 8, longest))))
     tail = min(total, choose.choice((1, 1, 2, 3, 6)))
-    max_tokens = choose.integer(1, choose.choice((2, 6, 12, 30)))
+    max_tokens = choose.integer(1, choose.choice((3, 10, 25, 40)))
     return RequestSpec(
         document=choose.integer(0, 2),
         shared=total - tail,
@@ -168,9 +168,9 @@ def make_request_spec(choose: Chooser, config: SchedulerConfig) -> RequestSpec:
         max_total_tokens=choose.integer(1, 30) if choose.chance(20) else None,
         min_tokens=choose.integer(0, max_tokens) if choose.chance(25) else 0,
         priority=choose.integer(-1, 2),
-        eos=choose.choice(((), (EOS,), (EOS, 3))),
+        eos=choose.choice(((), (), (EOS,), (EOS, 3))),
         ignore_eos=choose.chance(20),
-        stops=choose.choice(((), (4,), (4, 2))),
+        stops=choose.choice(((), (), (4,), (4, 2))),
         salt=choose.choice((None, None, None, "a", "b")),
         use_prefix_cache=not choose.chance(10),
         reuses_id=choose.chance(15),
