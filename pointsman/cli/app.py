@@ -38,7 +38,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 # The built-in prompts run with few seats and a small pool, so that requests wait and give way while one looks on.
 DEMO_STEP = {"max_num_seqs": 8, "max_num_batched_tokens": 128}
-DEMO_POOL = {"num_blocks": 40}
+DEMO_POOL = {"num_blocks": 40, "max_model_len": 640}
 
 
 @app.callback(invoke_without_command=True)
