@@ -50,7 +50,5 @@ def test_commands_run_in_the_order_of_the_documents(tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("The import statement\nA list is\n")
     for where, line in COMMANDS:
         words = shlex.split(line, comments=True)
-        run = subprocess.run(
-            [sys.executable, "-m", *words], cwd=tmp_path, capture_output=True, text=True, timeout=300
-        )
+        run = subprocess.run([sys.executable, "-m", *words], cwd=tmp_path, capture_output=True, text=True, timeout=300)
         assert run.returncode == 0, f"{where}: {line}\n{run.stderr}"

@@ -44,7 +44,8 @@ class _Remembered:
 
     request: Request
     key: tuple[Any, ...]
-    reason: Reason
+    demand: Demand | None
+    """What it takes from the free blocks; None: it was not that."""
     required_blocks: int
     required_budget: int
 
@@ -79,9 +80,9 @@ class Admission:
         seen = self._remembered
         if seen is not None and seen.request is request and seen.key == key:
             if budget < seen.required_budget:
-                return Blocked(seen.reason, seen.required_budget - budget)
-            if self._kv.num_free < seen.required_blocks:
-                return Blocked(seen.reason, seen.required_blocks - self._kv.num_free)
+                return Blocked(Reason.BUDGET, seen.required_budget - budget)
+            if seen.demand is not None and self._kv.num_free < seen.required_blocks:
+                return self._blocked(request, seen.demand, seen.required_blocks, num_running > 0)
         return self._judge(request, budget, num_running, owed, key)
 
     def required_blocks(self, request: Request, demand: Demand, something_runs: bool) -> int:
@@ -92,10 +93,9 @@ class Admission:
         """Whether all its uncached tokens must fit one step. A resumed request may always be chunked."""
         return not self._chunked and request.status is not RequestStatus.PREEMPTED
 
-    def forget(self, request: Request) -> None:
-        """The request left the queue."""
-        if self._remembered is not None and self._remembered.request is request:
-            self._remembered = None
+    def forget(self) -> None:
+        """A request left the queue. If it was admitted, it may hold blocks that the head then need not pay for."""
+        self._remembered = None
 
     def _key(self, budget: int, num_running: int, owed: int) -> tuple[Any, ...]:
         kv = self._kv
@@ -110,7 +110,7 @@ class Admission:
         known, cached = request.num_tokens, len(match.blocks) * kv.block_size
         want = known - cached
         if self.must_start_whole(request) and want > budget:
-            self._remembered = _Remembered(request, key, Reason.BUDGET, 0, want)
+            self._remembered = _Remembered(request, key, None, 0, want)
             return Blocked(Reason.BUDGET, want - budget)
         for limit in self._limits:
             want, reason = limit.admit(request, want)
@@ -123,15 +123,18 @@ class Admission:
         demand = Demand(table_blocks - held, kv.blocks_for(known) - held, owed)
         required = self.required_blocks(request, demand, num_running > 0)
         if required > kv.num_free:
-            rung = self._rung(request, demand, required, num_running > 0)
-            self._remembered = _Remembered(request, key, rung, required, 0)
-            return Blocked(rung, required - kv.num_free)
+            self._remembered = _Remembered(request, key, demand, required, 0)
+            return self._blocked(request, demand, required, num_running > 0)
         return Grant(match, num_tokens, cached, table_blocks - len(match.blocks))
 
-    def _rung(self, request: Request, demand: Demand, required: int, something_runs: bool) -> Reason:
-        """The first reserve whose removal alone would let the request in; if none would, what stops it first."""
+    def _blocked(self, request: Request, demand: Demand, required: int, something_runs: bool) -> Blocked:
+        """Blocked for want of blocks, by the first reserve whose removal alone would let the request in.
+
+        If none would: by the blocks of its first chunk, or else by the last reserve.
+        """
         free = self._kv.num_free
         for reserve in self._reserves:
             if required - reserve.blocks(request, demand, something_runs) <= free:
-                return reserve.reason
-        return Reason.BLOCKS if demand.first > free or not self._reserves else self._reserves[-1].reason
+                return Blocked(reserve.reason, required - free)
+        last = self._reserves[-1].reason if self._reserves and demand.first <= free else Reason.BLOCKS
+        return Blocked(last, required - free)

@@ -219,9 +219,6 @@ class Batch:
         self.num_custom_stops -= bool(held & CUSTOM_STOP)
         self.flags[row] &= ~np.uint8(mask)
 
-    def is_prefilling(self, row: int) -> bool:
-        return bool(self.flags[row] & PREFILLING)
-
     # ------------------------------------------------------------------ tokens
 
     def append(

@@ -30,6 +30,9 @@ Int64Array = npt.NDArray[np.int64]
 NO_BLOCKS: Int64Array = np.zeros(0, dtype=np.int64)
 
 
+_SKIM = 4096  # entries of a segment that are looked at together when some are to be skipped
+
+
 class BlockPool:
     """`num_blocks` blocks, of which ids 0 to `num_reserved_blocks` - 1 are never handed out."""
 
@@ -163,9 +166,12 @@ class BlockPool:
         missing = count
         while missing:
             number, ids = self._segments[0]
-            head = ids[:missing]
-            waiting = self._segment_of[head] == number
-            taken = head if np.count_nonzero(waiting) == len(head) else head[waiting]
+            head = taken = ids[:missing]
+            if np.count_nonzero(self._segment_of[head] == number) < len(head):
+                # Some entries are to be skipped: look at many at once.
+                waiting = (self._segment_of[ids[:_SKIM]] == number).nonzero()[0][:missing]
+                head = ids[: int(waiting[-1]) + 1] if len(waiting) == missing else ids[:_SKIM]
+                taken = ids[waiting]
             if len(head) < len(ids):
                 self._segments[0] = (number, ids[len(head) :])
             else:

@@ -65,7 +65,8 @@ class SchedulerConfig:
     ones. None: yes under "priority". Under an order without urgency, True is an error."""
 
     watermark: float = 0.0
-    """Share of the pool that an admission must leave free while something runs, as headroom for what runs."""
+    """Share of the pool, rounded down to blocks and at least one, that an admission must leave free while something
+    runs, as headroom for what runs. 0: none."""
     full_sequence_must_fit: bool = True
     """Admit only if the whole known sequence fits, not just its first chunk, beside what partly computed
     prompts are still owed."""
@@ -123,6 +124,9 @@ class SchedulerConfig:
             _check_int(name, getattr(self, name), 1)
         for name in ("num_reserved_blocks", "long_prefill_token_threshold"):
             _check_int(name, getattr(self, name), 0)
+        for name in ("enable_chunked_prefill", "enable_prefix_caching", "share_within_step", "full_sequence_must_fit"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         if not isinstance(self.watermark, (int, float)):
             raise ConfigError(f"watermark is {self.watermark!r}; it must be a number, a share of the pool")
         if not 0.0 <= self.watermark < 1.0:
@@ -145,6 +149,11 @@ class SchedulerConfig:
             raise ConfigError(
                 f"long_prefill_token_threshold is {self.long_prefill_token_threshold} but enable_chunked_prefill is "
                 "off, so it would have no effect; set it to 0 or turn chunked prefill on"
+            )
+        if self.long_prefill_token_threshold >= self.max_num_batched_tokens:
+            raise ConfigError(
+                f"long_prefill_token_threshold is {self.long_prefill_token_threshold} and max_num_batched_tokens "
+                f"{self.max_num_batched_tokens}, so it would have no effect; set it below the budget, or to 0"
             )
         if not self.share_within_step and not self.enable_prefix_caching:
             raise ConfigError("share_within_step=False has no effect without prefix caching; leave it at its default")

@@ -8,7 +8,6 @@ from pointsman.core.batch import Members
 from pointsman.core.kv_cache import Journal
 from pointsman.core.output import SchedulerOutput
 from pointsman.core.request import Request, RequestStatus
-from pointsman.core.stats import Counters, PrefixCounts
 
 
 @dataclass(slots=True)
@@ -19,17 +18,6 @@ class AdmittedRequest:
     serial: int
     previous_status: RequestStatus
     previous_serial: int
-    prefix_counts: PrefixCounts
-    """Where its look-up was counted."""
-    num_queried: int
-    num_cached: int
-    num_recomputed: int
-
-    def count(self, counters: Counters, sign: int) -> None:
-        """Enter the admission into the counters (`sign` 1), or take it out again (-1)."""
-        self.prefix_counts.queries += sign * self.num_queried
-        self.prefix_counts.hits += sign * self.num_cached
-        counters.num_recomputed_tokens += sign * self.num_recomputed
 
 
 @dataclass(slots=True)

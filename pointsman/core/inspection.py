@@ -54,6 +54,7 @@ def snapshot(counters: Counters, batch: Batch, kv: KVCacheManager, life: Lifecyc
         num_running=len(batch),
         num_waiting=len(life.queue),
         num_parked=parked,
+        num_waiting_by_reason=_waiting_by_reason(life),
         num_blocks=pool.num_usable,
         num_free_blocks=pool.num_free,
         num_cached_free_blocks=pool.num_cached_free,
@@ -75,3 +76,14 @@ def snapshot(counters: Counters, batch: Batch, kv: KVCacheManager, life: Lifecyc
         deferrals={reason.value: counters.deferrals[reason.position] for reason in Reason},
         finished={reason.value: count for reason, count in counters.finished.items()},
     )
+
+
+def _waiting_by_reason(life: Lifecycle) -> dict[str, int]:
+    waiting = len(life.queue)
+    if not waiting:
+        return {}
+    deferral: Deferral | None = life.queue.peek().deferral
+    counts = {deferral.reason.value if deferral else "not_tried": 1}
+    if waiting > 1:
+        counts[Reason.BEHIND.value] = waiting - 1
+    return counts

@@ -92,10 +92,10 @@ class Lifecycle:
         else:
             self._park_idle(request, park, now)
 
-    def place(self, request: Request, now: float, num_computed_tokens: int, num_slots: int) -> int:
+    def place(self, request: Request, num_computed_tokens: int, num_slots: int) -> int:
         """From the head of the queue to a row of its own; returns the row."""
         self.queue.pop()
-        self._admission.forget(request)
+        self._admission.forget()
         request.serial = self._next_serial
         self._next_serial += 1
         request.transition(RequestStatus.RUNNING)
@@ -196,7 +196,7 @@ class Lifecycle:
 
     def _leave_queue(self, request: Request) -> None:
         self.queue.remove(request)
-        self._admission.forget(request)
+        self._admission.forget()
 
     def _park_idle(self, request: Request, reason: ParkReason, now: float) -> None:
         request.transition(reason.status)

@@ -57,9 +57,10 @@ class SchedulerOutput:
     """[n + 1] int64: row i's blocks are block_ids[block_offsets[i]:block_offsets[i + 1]]."""
 
     preempted: Sequence[Request]
-    """Requests that lost their row since the last output."""
+    """Requests that lost their row since the last output. A host drops their rows first: one may be resumed here."""
     finished: Sequence[Request]
-    """Requests that ended since the last output, each once; after this their ids are free again."""
+    """Requests that ended since the last output, each once; after this their ids are free again. A host forgets them
+    first: an id may be among the new ones."""
 
     @property
     def num_rows(self) -> int:

@@ -18,8 +18,9 @@ its `duplicates` the others, and the node leaves with the last.
 
     _run_of, _index_of   int64 [B]   for each cached block its run's id (0: not cached) and its place in the run
 
-Children leave before their parents: tables are released from the end, blocks are evicted least recently used first,
-and a failed step takes its blocks out newest first.
+Children leave before their parents. Whoever holds a block of a node holds a block of every node before it, and releases
+its table from the end, so of the free blocks those of a child are always less recently used; a failed step takes its
+blocks out newest first; and `prune` takes a node out with everything behind it.
 """
 
 from __future__ import annotations
@@ -200,7 +201,9 @@ class PrefixCache:
                 for block in blocks[start:end].tolist():
                     self.forget(block)
             else:
-                self._shrink(run, run.length - (end - start))
+                length = run.length - (end - start)
+                assert run.blocks[length] == blocks[end - 1], "a block is evicted before what follows it"
+                self._shrink(run, length)
             start = end
         self._run_of[blocks] = 0
 
@@ -215,15 +218,11 @@ class PrefixCache:
             self._shrink(run, index)
 
     def prune(self, block: int) -> list[int]:
-        """Take one block out and, if its node goes with it, everything behind that node.
+        """Take out the node that a block stands for, whoever else holds its content, and everything behind it.
 
-        Returns the blocks that left the tree.
+        Returns the blocks that left the tree. Requests that go on from what is gone must publish no more.
         """
         run, index = self.place_of(block)
-        if index in run.duplicates:
-            self._run_of[block] = 0
-            self._drop_one(run, index, block)
-            return [block]
         gone = list(self._blocks_behind(run, index))
         self._run_of[gone] = 0
         self._shrink(run, index)
@@ -240,7 +239,7 @@ class PrefixCache:
         self.num_publications += 1
 
     def _drop_one(self, run: Run, index: int, block: int) -> None:
-        """One of several blocks of a node leaves."""
+        """One of several blocks of a node leaves. A look-up may then find one that somebody holds."""
         others = run.duplicates[index]
         if run.blocks[index] == block:
             run.blocks[index] = others.pop(0)
@@ -248,9 +247,13 @@ class PrefixCache:
             others.remove(block)
         if not others:
             del run.duplicates[index]
+        self.num_publications += 1
 
     def _shrink(self, run: Run, length: int) -> None:
         run.length = length
+        if length < len(run.blocks) // 2:  # what is left should not keep a long prompt in memory
+            del run.blocks[length:]
+            run.token_bytes = run.token_bytes[: max(length, 1) * self._block_bytes]
         if length == 0:
             head = run.token_bytes[: self._block_bytes]
             if isinstance(run.parent, Root):
@@ -262,8 +265,8 @@ class PrefixCache:
     def _blocks_behind(self, run: Run, index: int) -> Iterator[int]:
         """All blocks of a run from a node on, and of the runs behind those nodes, which are marked as gone."""
         yield from run.blocks[index : run.length]
-        for place in [place for place in run.duplicates if place >= index]:
-            yield from run.duplicates.pop(place)
+        for at in [at for at in run.duplicates if at >= index]:
+            yield from run.duplicates.pop(at)
         for key in [key for key in run.children if key[0] >= index]:
             child = run.children.pop(key)
             yield from self._blocks_behind(child, 0)

@@ -20,11 +20,11 @@ from pointsman.core.request import Request, RequestStatus
 
 
 class Order(Protocol):
-    """A queue of waiting requests, and who in it is more urgent."""
+    """A queue of waiting requests. An object serves one scheduler."""
 
     name: str
     displaces: bool
-    """Whether a strictly more urgent waiting request may take the room of running ones."""
+    """Whether a waiting request of strictly smaller `priority` may take the room of running ones."""
 
     def push(self, request: Request) -> None:
         """Insert a request; one that ran before goes to the front of its class."""
@@ -40,9 +40,6 @@ class Order(Protocol):
 
     def position(self, request: Request) -> int:
         """How many stand before it. For explanations: may cost O(n)."""
-
-    def more_urgent(self, a: Request, b: Request) -> bool:
-        """Whether `a` is of a strictly more urgent class than `b`."""
 
     def __len__(self) -> int: ...
 
@@ -75,9 +72,6 @@ class FirstComeFirstServed:
     def urgency(self, request: Request) -> int:
         """The class of a request; smaller is more urgent."""
         return 0
-
-    def more_urgent(self, a: Request, b: Request) -> bool:
-        return self.urgency(a) < self.urgency(b)
 
     def push(self, request: Request) -> None:
         resumed = request.status is RequestStatus.PREEMPTED

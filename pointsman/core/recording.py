@@ -138,7 +138,7 @@ class Recorder:
         self._write({"call": "fail", "now": now, "step": output.step_id})
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        self._file.write(json.dumps(line, separators=(",", ":"), default=_plain) + "\n")
 
 
 def replay(file: Iterable[str]) -> ReplayReport:
@@ -250,6 +250,13 @@ class _Replay:
     def _fail(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
         scheduler.fail(self._output(call), call["now"])
         self._outputs = {step: output for step, output in self._outputs.items() if step < call["step"]}
+
+
+def _plain(value: object) -> object:
+    """What JSON knows for a NumPy scalar."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{value!r} cannot be recorded")
 
 
 def _decision(output: SchedulerOutput) -> dict[str, Any]:

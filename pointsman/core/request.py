@@ -181,7 +181,7 @@ class Request:
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids, self._prompt_bytes = _shared_prompt(request_id, prompt_token_ids)
-        self.arrival_time = arrival_time
+        self.arrival_time = self._seconds(arrival_time)
         self.max_tokens = self._integer("max_tokens", max_tokens, 1)
         self.max_total_tokens = (
             None if max_total_tokens is None else self._integer("max_total_tokens", max_total_tokens, 1)
@@ -346,14 +346,22 @@ class Request:
             self._refuse("the prompt is empty; give at least one token")
         if self.min_tokens > self.max_tokens:
             self._refuse(f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}; lower it")
-        if not np.isfinite(self.arrival_time):
-            self._refuse(f"arrival_time is {self.arrival_time}; give seconds on the caller's clock")
+        salt: object = self.cache_salt
+        if salt is not None and not isinstance(salt, str):
+            self._refuse(f"cache_salt is {salt!r}; it must be text")
 
     def _integer(self, name: str, value: object, least: int) -> int:
         try:
             return checked_integer(name, value, least)
         except ValueError as error:
             raise RequestRefused(f"request {self.request_id!r} refused: {error}") from None
+
+    def _seconds(self, value: object) -> float:
+        if isinstance(value, (int, float, np.integer, np.floating)) and np.isfinite(value):
+            return float(value)
+        raise RequestRefused(
+            f"request {self.request_id!r} refused: arrival_time is {value}; give seconds on the caller's clock"
+        )
 
     def _refuse(self, why: str) -> None:
         raise RequestRefused(f"request {self.request_id!r} refused: {why}")
@@ -405,7 +413,7 @@ def _shared_prompt(request_id: str, token_ids: IntArray | Sequence[int]) -> tupl
     """The prompt as a read-only int32 array over a bytes object: one copy serves the model and the prefix tree."""
     if isinstance(token_ids, np.ndarray) and token_ids.dtype == np.int32:
         base: object = token_ids.base
-        if isinstance(base, bytes) and token_ids.nbytes == len(base):
+        if isinstance(base, bytes) and token_ids.nbytes == len(base) and token_ids.min(initial=0) >= 0:
             return cast(Int32Array, token_ids), base
     try:
         wide = np.asarray(token_ids)

@@ -59,7 +59,7 @@ def make_reserves(config: SchedulerConfig) -> list[Reserve]:
     """The reserves that the configuration asks for, cheapest remedy first."""
     reserves: list[Reserve] = []
     if config.watermark > 0.0:
-        reserves.append(Watermark(int(config.watermark * config.num_usable_blocks)))
+        reserves.append(Watermark(max(1, int(config.watermark * config.num_usable_blocks))))
     if config.full_sequence_must_fit:
         reserves.append(FullSequence())
     return reserves

@@ -6,17 +6,15 @@ from pointsman.core.batch import Batch
 from pointsman.core.in_flight import StepRecord
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.lifecycle import Lifecycle
-from pointsman.core.stats import Counters
 
 
-def rewind(record: StepRecord, batch: Batch, kv: KVCacheManager, life: Lifecycle, counters: Counters) -> None:
+def rewind(record: StepRecord, batch: Batch, kv: KVCacheManager, life: Lifecycle) -> None:
     """Take back one void step; later ones have been taken back already."""
     kv.undo(record.journal)
     output = record.output
     assert output is not None
-    for undo in reversed(record.admitted):
-        life.roll_back(undo)
-        undo.count(counters, -1)
+    for admission in reversed(record.admitted):
+        life.roll_back(admission)
     live = batch.serial[output.rows] == output.serials
     rows = output.rows[live]
     batch.num_computed_tokens[rows] -= output.num_scheduled_tokens[live]

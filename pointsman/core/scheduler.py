@@ -80,6 +80,7 @@ class Scheduler:
         self._resync = False
         self._unsynced: set[int] = set()  # admissions whose full block table the host has yet to be told again
         self._unpublished: list[Request] = []
+        self._batch_forms = True  # static: only the token budget kept the last step from admitting more
         self._recorder = recorder
         if recorder is not None:
             recorder.start(config)
@@ -94,6 +95,7 @@ class Scheduler:
             DuplicateRequest: its id is in use.
         """
         self._life.require_free_id(request.request_id)
+        park = None if park is None else ParkReason(park)
         if request.status is not RequestStatus.WAITING or request.sequence_number:
             raise InvalidTransition(f"request {request.request_id!r} was added before; make a new Request")
         why = settle_limits(self.config, request)
@@ -128,6 +130,7 @@ class Scheduler:
         request = self._life.get(request_id)
         if request is None:
             return None
+        reason = FinishReason(reason)
         if reason is FinishReason.REFUSED:
             raise InvalidTransition(f"request {request_id!r} was accepted; end it with another reason than REFUSED")
         if keep_tokens is not None and keep_tokens < 0:
@@ -146,6 +149,7 @@ class Scheduler:
         Raises:
             UnknownRequest: no such request, or it has ended.
         """
+        reason = ParkReason(reason)
         self._life.park(self._life.require(request_id), reason, now)
         if self._recorder is not None:
             self._recorder.parked(request_id, reason, now)
@@ -183,6 +187,8 @@ class Scheduler:
             self._life.queue.push(request)
         if request.row is not None:
             self._batch.priority[request.row] = priority
+        if self._displacement is not None:
+            self._displacement.forget()
         if self._recorder is not None:
             self._recorder.set_priority(request_id, priority, now)
 
@@ -250,7 +256,7 @@ class Scheduler:
         while not void or void[-1].output is not output:
             void.append(in_flight.pop())
         for record in void:
-            rewind(record, self._batch, self._kv, self._life, self._counters)
+            rewind(record, self._batch, self._kv, self._life)
         outputs = [record.output for record in reversed(void) if record.output is not None]
         self._life.repeat_reports(
             [request for o in outputs for request in o.preempted], [request for o in outputs for request in o.finished]
@@ -285,12 +291,17 @@ class Scheduler:
     def input_token_ids(self, output: SchedulerOutput) -> Int32Array:
         """[total_num_scheduled_tokens] int32: the tokens that a step computes, row after row.
 
-        Known only while no earlier step is in flight; with more, the host has the newest tokens itself.
+        Raises:
+            StepOrderError: an earlier step in flight has yet to sample one of them; the host has it itself.
         """
         if output.num_rows == 0:
             return np.zeros(0, dtype=np.int32)
         last = self._batch.last_tokens(output.rows)
         counts = output.num_scheduled_tokens
+        if np.count_nonzero(output.num_computed_tokens + counts > self._batch.num_tokens[output.rows]):
+            raise StepOrderError(
+                f"step {output.step_id} computes tokens that an earlier step in flight has yet to sample"
+            )
         chunks = ((counts > 1) | (output.num_computed_tokens + 1 < self._batch.num_tokens[output.rows])).nonzero()[0]
         if len(chunks) == 0:
             return last
@@ -367,9 +378,10 @@ class Scheduler:
     ) -> list[tuple[Request, Grant, Int64Array]]:
         """Part 4: waiting requests in order, each final, until one must wait."""
         queue, batch = self._life.queue, self._batch
+        closed = self._closed(advance)
+        self._batch_forms = False
         if not len(queue):
             return []
-        closed = self._closed(advance)
         budget = self.config.max_num_batched_tokens - advance.total
         num_running = len(batch)
         owed = self._running.blocks_owed()
@@ -381,8 +393,9 @@ class Scheduler:
             verdict = Blocked(closed, 0) if closed else self._admission.attempt(head, budget, num_running, owed)
             if isinstance(verdict, Blocked):
                 self._defer(head, verdict, now)
+                self._batch_forms = verdict.reason is Reason.BUDGET
                 break
-            table = self._start(record, head, verdict, now)
+            table = self._start(record, head, verdict)
             admitted.append((head, verdict, table))
             budget -= verdict.num_tokens
             num_running += 1
@@ -396,7 +409,7 @@ class Scheduler:
         """Why this step admits nobody, whoever asks."""
         if advance.preempted:
             return Reason.PREEMPTION
-        if self.config.batching == "static" and len(self._batch):
+        if self.config.batching == "static" and len(self._batch) and not self._batch_forms:
             return Reason.STATIC_BATCH
         return None
 
@@ -408,33 +421,33 @@ class Scheduler:
         else:
             head.deferral = Deferral(verdict.reason, verdict.missing, now)
 
-    def _start(self, record: StepRecord, request: Request, grant: Grant, now: float) -> Int64Array:
+    def _start(self, record: StepRecord, request: Request, grant: Grant) -> Int64Array:
         """Admit one request: blocks, a row, its first chunk; returns its block table."""
-        kv, batch, counters = self._kv, self._batch, self._counters
-        resumed = request.status is RequestStatus.PREEMPTED
+        kv, batch = self._kv, self._batch
+        previous = request.status, request.serial
         table = kv.admit(request, grant.match, grant.num_new_blocks)
-        undo = AdmittedRequest(
-            request=request,
-            serial=0,
-            previous_status=request.status,
-            previous_serial=request.serial,
-            prefix_counts=counters.resumed_prefix if resumed else counters.fresh_prefix,
-            num_queried=request.num_tokens if kv.prefix is not None and request.use_prefix_cache else 0,
-            num_cached=grant.num_cached_tokens,
-            num_recomputed=max(0, request.lost_tokens - grant.num_cached_tokens) if resumed else 0,
-        )
-        row = self._life.place(request, now, grant.num_cached_tokens + grant.num_tokens, len(table) * kv.block_size)
-        undo.serial = request.serial
-        record.admitted.append(undo)
+        self._count_admission(request, grant)
+        computed = grant.num_cached_tokens + grant.num_tokens
+        row = self._life.place(request, computed, len(table) * kv.block_size)
+        record.admitted.append(AdmittedRequest(request, request.serial, *previous))
         batch.block_table[row, : len(table)] = table
         request.num_cached_tokens = grant.num_cached_tokens
-        if grant.num_cached_tokens + grant.num_tokens == request.num_tokens:
+        if computed == request.num_tokens:
             batch.num_pending[row] = 1
         else:
             batch.set_prefilling(row)
-        undo.count(counters, 1)
         self._publish(request)
         return table
+
+    def _count_admission(self, request: Request, grant: Grant) -> None:
+        counters = self._counters
+        resumed = request.status is RequestStatus.PREEMPTED
+        if self._kv.prefix is not None and request.use_prefix_cache:
+            prefix = counters.resumed_prefix if resumed else counters.fresh_prefix
+            prefix.queries += request.num_tokens
+            prefix.hits += grant.num_cached_tokens
+        if resumed:
+            counters.num_recomputed_tokens += max(0, request.lost_tokens - grant.num_cached_tokens)
 
     def _emit(
         self, record: StepRecord, advance: Advance, admitted: list[tuple[Request, Grant, Int64Array]]
@@ -507,7 +520,7 @@ class Scheduler:
             preempted=advance.preempted,
             unpublished=(),
         )
-        resumed = np.array([undo.previous_status is RequestStatus.PREEMPTED for undo in record.admitted])
+        resumed = np.array([entry.previous_status is RequestStatus.PREEMPTED for entry in record.admitted])
         return merged, cached, resumed
 
 

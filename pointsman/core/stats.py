@@ -28,7 +28,7 @@ class Counters:
     num_added: int = 0
     num_refused: int = 0
     num_preemptions: int = 0
-    """Running requests that lost their blocks: for memory, or displaced."""
+    """Running requests that lost their blocks: for memory, displaced, or parked."""
     num_displaced: int = 0
     """Of these, those that gave way to a more urgent waiting request."""
     num_recomputed_tokens: int = 0
@@ -48,7 +48,9 @@ class SchedulerStats:
     num_waiting: int
     """Queued requests: they wait for capacity."""
     num_parked: dict[str, int]
-    """By what they wait for."""
+    """Requests that wait for something other than capacity, by what that is."""
+    num_waiting_by_reason: dict[str, int]
+    """Queued requests by why they wait: the head's reason, "behind" it, or "not_tried" in any step yet."""
     num_blocks: int
     """Blocks that requests can hold."""
     num_free_blocks: int

@@ -154,7 +154,7 @@ def _sampled(output: SchedulerOutput, result: StepResult) -> tuple[Int64Array, I
     """Which rows have a token in the result, and the tokens, in row order."""
     expected = output.samples.copy()
     for index in result.errors:
-        if not 0 <= index < output.num_rows:
+        if not isinstance(index, (int, np.integer)) or not 0 <= index < output.num_rows:
             raise StepResultError(f"errors names row {index} and the output has rows 0 to {output.num_rows - 1}")
         expected[index] = False
     if result.counts is not None:

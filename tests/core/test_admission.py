@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pointsman.core import ParkReason, Reason
+from pointsman.core import ParkReason, Reason, Request
 from pointsman.core.prefix_cache import PrefixCache
 from tests.core.helpers import Host, names, tokens_of
 
@@ -206,3 +206,42 @@ def test_a_blocked_head_whose_turn_comes_back_is_judged_again() -> None:
     host.park("large")
     host.ready("large")
     assert names(host.step().admitted) == ["large"]
+
+
+def test_a_head_is_tried_anew_when_somebody_who_overtook_it_holds_its_prefix() -> None:
+    host = Host(
+        num_blocks=20, block_size=2, max_num_seqs=4, max_num_batched_tokens=32, order="priority", displace=False
+    )
+    shared = list(range(100, 116))
+
+    def add(request_id: str, prompt: list[int], priority: int, max_tokens: int) -> None:
+        request = Request(request_id, prompt, arrival_time=0.0, max_tokens=max_tokens, priority=priority)
+        host.scheduler.add(request, host.now)
+
+    add("seed", shared, 0, 1)
+    host.step()
+    host.add("other", 19, max_tokens=4, use_prefix_cache=False)
+    host.step()
+    add("head", [*shared, *range(300, 307)], 5, 2)  # eight cached blocks, free, and four more: twelve of ten
+    assert names(host.step().admitted) == []
+    add("overtakes", [*shared, 1], 1, 10)
+    assert names(host.step().admitted) == ["overtakes"]
+    for _ in range(4):
+        host.step()
+    # "other" has ended; what "overtakes" holds of the prefix costs the head nothing.
+    assert host.scheduler.get_request("head") is None or host.explain("head").status.name == "RUNNING"
+
+
+def test_the_rung_is_the_one_that_holds_now() -> None:
+    host = Host(num_blocks=16, watermark=0.2, max_num_batched_tokens=32)
+    host.add("a", 20, max_tokens=40)
+    host.step()
+    host.add("b", 32)
+    host.step()
+    assert host.explain("b").reason is Reason.WATERMARK
+    for _ in range(16):
+        host.step()
+    assert host.explain("b").reason is Reason.BLOCKS, "without the watermark it would not fit any more"
+    deferrals = host.stats().deferrals
+    assert deferrals["watermark"] > 0
+    assert deferrals["blocks"] > 0

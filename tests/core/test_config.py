@@ -66,6 +66,10 @@ def test_the_watermark_is_a_share_of_the_pool(value: float) -> None:
             {"share_within_step": False, "enable_prefix_caching": False},
             "share_within_step=False has no effect without prefix caching; leave it at its default",
         ),
+        (
+            {"long_prefill_token_threshold": 16, "max_num_batched_tokens": 16},
+            "long_prefill_token_threshold is 16 and max_num_batched_tokens 16, so it would have no effect",
+        ),
         ({"displace": True}, 'displace=True has no effect under order "fcfs"; use order="priority" or leave it unset'),
         ({"displace": True, "order": "priority", "batching": "static"}, "displace=True has no effect .*static"),
     ],
@@ -76,7 +80,11 @@ def test_a_combination_that_cannot_work_or_has_no_effect_is_an_error(overrides: 
         small_config(**overrides)
 
 
-@pytest.mark.parametrize("overrides", [{"watermark": "0.1"}, {"order": None}, {"order": 5}, {"victim": 5}], ids=str)
+@pytest.mark.parametrize(
+    "overrides",
+    [{"watermark": "0.1"}, {"order": None}, {"order": 5}, {"victim": 5}, {"enable_chunked_prefill": "no"}],
+    ids=str,
+)
 def test_a_value_of_the_wrong_type_is_a_config_error(overrides: dict[str, Any]) -> None:
     (name,) = overrides
     with pytest.raises(ConfigError, match=name):

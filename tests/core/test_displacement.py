@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pointsman.core import Reason, RequestStatus
+from pointsman.core import Reason, Request, RequestStatus, SchedulerOutput, StepResult
 from tests.core.helpers import Host, names, reference_output, tokens_of
 
 
@@ -244,3 +244,45 @@ def test_without_chunking_nobody_gives_way_to_a_prompt_that_the_step_could_not_t
     output = host.step()  # without lazy: one token for the equal one, 7 left, and 8 are needed
     assert names(output.preempted) == []
     assert tokens_of(output) == {"equal": 1, "lazy": 1}
+
+
+def test_what_the_displaced_publish_does_not_make_the_displacement_vain() -> None:
+    """The dry run counts the head's whole sequence: what others publish may make its first chunk larger."""
+    host = Host(
+        num_blocks=5,
+        block_size=2,
+        max_num_seqs=4,
+        max_num_batched_tokens=4,
+        order="priority",
+        full_sequence_must_fit=False,
+    )
+
+    def add(request_id: str, prompt: list[int], priority: int) -> None:
+        host.scheduler.add(Request(request_id, prompt, arrival_time=0.0, max_tokens=16, priority=priority), host.now)
+
+    def step() -> SchedulerOutput:
+        output = host.schedule()
+        host.scheduler.update(output, StepResult([7] * int(output.samples.sum())), host.now)
+        return output
+
+    add("low", [1, 2], 5)
+    for _ in range(4):
+        step()
+    add("urgent", [60, 61, 62], -9)
+    step()
+    add("high", [1, 2, 7, 7, 7, 7, 9], -1)
+    for _ in range(8):
+        before = host.stats().num_displaced
+        output = step()
+        if host.stats().num_displaced > before:
+            assert names(output.admitted), "somebody gave way, and nobody was admitted"
+
+
+def test_nobody_is_displaced_for_the_budget_alone() -> None:
+    host = Host(order="priority", max_num_seqs=4, max_num_batched_tokens=4)
+    host.add("low", 20, priority=5)
+    host.step()
+    host.add("high", 2, priority=0)
+    output = host.step()
+    assert names(output.requests) == ["low"]
+    assert host.stats().num_displaced == 0

@@ -372,3 +372,24 @@ def test_a_priority_out_of_range_is_refused_before_anything_changes(priority: ob
         host.scheduler.check_invariants()
     assert (running_one.priority, waiting_one.priority) == (1, 2)
     host.run_to_end()
+
+
+@pytest.mark.parametrize("reason", ["stop", FinishReason.STOP])
+def test_a_reason_may_be_given_by_its_value(reason: FinishReason) -> None:
+    host = Host()
+    request = host.add("a", 4)
+    host.step()
+    host.scheduler.finish("a", reason, host.now)
+    host.scheduler.check_invariants()
+    assert request.finish_reason is FinishReason.STOP
+
+
+def test_an_unknown_reason_changes_nothing() -> None:
+    host = Host()
+    host.add("a", 4)
+    host.step()
+    for call in (host.scheduler.finish, host.scheduler.park):
+        with pytest.raises(ValueError, match="coffee"):
+            call("a", "coffee", host.now)  # type: ignore[operator]
+        host.scheduler.check_invariants()
+    assert host.explain("a").status.name == "RUNNING"

@@ -135,12 +135,6 @@ def test_the_watermark_holds_for_a_preempted_request_too() -> None:
     assert names(host.step().admitted) == ["b"]
 
 
-def test_a_watermark_of_less_than_one_block_keeps_nothing() -> None:
-    host = with_a_running(13, num_blocks=8, watermark=0.1)
-    host.add("b", 16)
-    assert names(host.step().admitted) == ["b"]
-
-
 # ---------------------------------------------------------------------- the rungs
 
 

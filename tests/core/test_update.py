@@ -7,8 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pointsman.core import FinishReason, Reason, RequestStatus, StepOrderError, StepResult, StepResultError
-from tests.core.helpers import EOS, Host, names, reference_output, tokens_of
+from pointsman.core import (
+    FinishReason,
+    Reason,
+    Request,
+    RequestStatus,
+    SchedulerOutput,
+    StepOrderError,
+    StepResult,
+    StepResultError,
+)
+from tests.core.helpers import EOS, Host, cached_of, names, reference_output, tokens_of
 
 
 def run_with(host: Host, request_id: str, tokens: list[int]) -> None:
@@ -441,3 +450,39 @@ def test_an_error_for_a_row_whose_request_was_admitted_again_since_ends_it() -> 
     assert host.stats().num_free_blocks == 16
     host.add("b", request.prompt_token_ids)
     assert host.step().num_cached_tokens.tolist() == [0], "nothing that the failed step wrote is found"
+
+
+# ---------------------------------------------------------------------- a row's error and the prefix cache
+
+
+def three_that_share() -> tuple[Host, SchedulerOutput]:
+    """ "b" publishes two blocks; "d" computes the first one too, "e" reads the first and computes the second too."""
+    host = Host(num_blocks=12, max_num_seqs=6, max_num_batched_tokens=64)
+    first, second = [1, 2, 3, 4], [5, 6, 7, 8]
+    host.scheduler.add(Request("b", first + second, arrival_time=0.0, max_tokens=16), host.now)
+    host.scheduler.add(Request("d", first, arrival_time=0.0, max_tokens=1), host.now)
+    host.scheduler.add(Request("e", first + second, arrival_time=0.0, max_tokens=16), host.now)
+    return host, host.schedule()
+
+
+def test_an_error_takes_out_what_it_published_even_where_others_computed_the_same() -> None:
+    host, output = three_that_share()
+    host.scheduler.update(output, StepResult([7, 7], errors={0: "broken"}), host.now)
+    host.scheduler.check_invariants()
+    host.add("f", 36, max_tokens=4)  # takes every free block
+    host.step()
+    host.scheduler.abort("e", host.now)
+    host.scheduler.check_invariants()
+    host.scheduler.add(Request("g", [1, 2, 3, 4, 9], arrival_time=9.0, max_tokens=2), host.now)
+    while host.scheduler.get_request("g") is not None:
+        output = host.step()
+        if "g" in names(output.admitted):
+            assert cached_of(output)["g"] == 0, "what it would find was computed behind a row that failed"
+
+
+def test_what_was_read_from_a_failed_row_is_published_no_more() -> None:
+    host, output = three_that_share()
+    host.scheduler.update(output, StepResult([7, 7], errors={0: "broken"}), host.now)
+    host.scheduler.abort("e", host.now)  # "e" read a block that "b" wrote
+    host.scheduler.add(Request("g", [1, 2, 3, 4, 5, 6, 7, 8, 9], arrival_time=9.0, max_tokens=2), host.now)
+    assert cached_of(host.step())["g"] == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pointsman.core import Reason, SchedulerOutput, SchedulerStats
+from pointsman.core import Reason, SchedulerConfig, SchedulerOutput, SchedulerStats
 
 from .ledger import Entry, Place
 from .shadow import HostSequence, require
@@ -57,7 +57,10 @@ def _check_missed_displacement(world: World, output: SchedulerOutput, num_free: 
     whole = not config.enable_chunked_prefill and not head.ran_before
     has_budget = unclipped and budget >= (head.num_tokens if whole else 1)
     has_blocks = num_free + num_freed >= _enough_blocks(world, head, stays)
-    missed = len(stays) < min(len(running), config.max_num_seqs) and has_budget and has_blocks
+    # A head that lacks only tokens of budget waits: displacement is for seats and blocks.
+    lacks_budget_alone = world.scheduler.explain(head.request.request_id).reason is Reason.BUDGET
+    has_seat = len(stays) < min(len(running), config.max_num_seqs)
+    missed = has_seat and has_budget and has_blocks and not lacks_budget_alone
     require(not missed, f"{head.request} waits, though it had room without the less urgent of {running}")
 
 
@@ -86,13 +89,18 @@ def _check_deferrals(world: World, output: SchedulerOutput, before: SchedulerSta
         require(free < enough, f"{head.request} waits for blocks: {free} are free, {enough} are always enough")
 
 
+def _watermark(config: SchedulerConfig) -> int:
+    """Blocks that the watermark keeps: rounded down, and at least one."""
+    return max(1, int(config.watermark * config.num_usable_blocks)) if config.watermark else 0
+
+
 def _enough_blocks(world: World, head: Entry, running: list[Entry]) -> int:
     """Free blocks that admit `head` on the worst assumption: nothing cached, every reserve in full."""
     config, size = world.config, world.config.block_size
     enough = -(-head.num_tokens // size)
     for entry in running:
         enough += max(0, -(-entry.num_tokens // size) - len(world.host.table(entry.request)))
-    return enough + (int(config.watermark * config.num_usable_blocks) if running else 0)
+    return enough + (_watermark(config) if running else 0)
 
 
 def _check_need_of_victims(world: World, output: SchedulerOutput, victims: list[Entry], num_free: int) -> None:
@@ -113,7 +121,7 @@ def _check_reserves(world: World, output: SchedulerOutput, num_free: int) -> Non
     config = world.config
     reserved = 0
     if output.num_rows > 1:  # the watermark does not apply to a request that is alone
-        reserved += int(config.watermark * config.num_usable_blocks)
+        reserved += _watermark(config)
     if config.full_sequence_must_fit:
         reserved += sum(_num_owed(world, entry) for entry in world.live if entry.place is Place.RUNNING)
     require(num_free >= reserved, f"{list(output.admitted)} admitted with {num_free} blocks free, {reserved} reserved")

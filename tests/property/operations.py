@@ -50,12 +50,12 @@ def _add(world: World, choose: Chooser) -> None:
 def _step(world: World, choose: Chooser) -> None:
     """Schedule, after making room for the step if need be."""
     if len(world.host.in_flight) >= world.config.max_steps_in_flight:
-        world.update(explicit_counts=choose.chance(30))
+        _update(world, choose)
     world.schedule()
 
 
 def _update(world: World, choose: Chooser) -> None:
-    errors = [choose.integer(0, 4) for _ in range(choose.integer(1, 3))] if choose.chance(8) else []
+    errors = [choose.integer(0, 4) for _ in range(choose.integer(1, 3))] if choose.chance(7) else []
     world.update(errors, explicit_counts=choose.chance(30))
 
 

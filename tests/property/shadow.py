@@ -165,6 +165,7 @@ class ShadowHost:
         self.config: SchedulerConfig = scheduler.config
         self.contents = ContentIds()
         self.slots = [UNWRITTEN] * (self.config.num_blocks * self.config.block_size)
+        self.last_writes = [-1] * len(self.slots)  # the step that wrote each slot last
         self.sequences: dict[Request, HostSequence] = {}
         self.in_flight: list[ExecutedStep] = []
         self.epoch = 0
@@ -227,10 +228,11 @@ class ShadowHost:
         return self.in_flight.pop(0)
 
     def spoil(self, request: Request, step: ExecutedStep) -> None:
-        """A row failed on its own: what it wrote in `step` is garbage, as far as nobody else has read it by now."""
+        """A row failed on its own: what it wrote in `step` is garbage, as far as nobody holds or has rewritten it."""
         held = {b for other, s in self.sequences.items() if other is not request for b in s.table or ()}
         for slot in step.written.get(request, ()):
-            if slot // self.config.block_size not in held:
+            rewritten = self.last_writes[slot] != step.output.step_id
+            if slot // self.config.block_size not in held and not rewritten:
                 self.slots[slot] = GARBAGE
 
     def void(self, index: int, *, seen: bool) -> list[ExecutedStep]:
@@ -353,6 +355,7 @@ class ShadowHost:
             slots = step.written[sequence.request] = [self._slot(sequence, position) for position in range(start, end)]
             for position, slot in zip(range(start, end), slots, strict=True):
                 self.slots[slot] = sequence.contents[position]
+                self.last_writes[slot] = step.output.step_id
         for sequence, _, end in spans:
             self._read(sequence, end)
         for sequence, _, end in spans:

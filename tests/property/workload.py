@@ -98,6 +98,8 @@ def make_config(choose: Chooser, **overrides: Any) -> SchedulerConfig:
         "batching": "static" if choose.chance(12) else "mixed",
     }
     values |= overrides
+    if values["long_prefill_token_threshold"] >= values["max_num_batched_tokens"]:  # it would have no effect
+        values["long_prefill_token_threshold"] = 0
     if values["order"] == "priority" and values["batching"] == "mixed":  # otherwise it would have no effect
         values["displace"] = overrides.get("displace", choose.choice((None, False, True)))
     return SchedulerConfig(**values)

@@ -59,7 +59,7 @@ class World:
         self.tally = Tally()
         self.num_requests = 0
         self.num_admissions = 0
-        self.queried: dict[tuple[int, Request], tuple[int, int]] = {}  # tokens looked up, and to be recomputed
+        self.batch_forms = False  # static: only the token budget kept the last step from admitting more
         self.num_capacity_ends = 0
         self.last_row_error_step = -1  # the newest step that was scheduled when a row failed on its own
         self.num_withdrawals = 0  # times that something may have left the prefix cache, other than by eviction
@@ -217,6 +217,7 @@ class World:
             expected.check(output)
         victims = [entry for entry in expected.running if entry.request in output.preempted]
         self._take_over(output, before.num_evictions)
+        self.batch_forms = self.scheduler.stats().deferrals["budget"] > before.deferrals["budget"]
         if not self.shadow_only:
             check_admissions(self, output, before, victims)
         self.check()
@@ -238,7 +239,7 @@ class World:
                 entry.previous_admission, entry.last_admission = entry.last_admission, self.num_admissions
                 entry.admitted_step = output.step_id
                 entry.num_withdrawals = self.num_withdrawals
-                self._count_admission(output, index - output.num_continued, 1)
+                self._count_admission(output, index - output.num_continued)
             entry.num_computed = int(output.num_computed_tokens[index] + output.num_scheduled_tokens[index])
         self.unreported.clear()
         if output.resync:
@@ -249,17 +250,14 @@ class World:
         self.tally.num_scheduled_tokens += output.total_num_scheduled_tokens
         self.num_cached_tokens += int(output.num_cached_tokens.sum())
 
-    def _count_admission(self, output: SchedulerOutput, index: int, sign: int) -> None:
-        """Count a look-up in the prefix cache, or with `sign` -1 take it back."""
+    def _count_admission(self, output: SchedulerOutput, index: int) -> None:
+        """Count a look-up in the prefix cache. It stays counted if the step fails: counters never fall."""
         request = output.admitted[index]
         hit, resumed = int(output.num_cached_tokens[index]), bool(output.is_resumed[index])
         looks_up = self.config.enable_prefix_caching and request.use_prefix_cache
         entry = self.entries[request]
-        key = (output.step_id, request)
-        if sign > 0:
-            self.queried[key] = (entry.num_tokens if looks_up else 0, max(0, entry.num_lost - hit))
-        queried, recomputed = self.queried[key]
-        self.tally.admit(resumed=resumed, queried=sign * queried, hit=sign * hit, recomputed=sign * recomputed)
+        queried = entry.num_tokens if looks_up else 0
+        self.tally.admit(resumed=resumed, queried=queried, hit=hit, recomputed=max(0, entry.num_lost - hit))
 
     def update(self, errors: Iterable[int] = (), *, explicit_counts: bool = False) -> StepUpdate | None:
         """Hand back the oldest step's samples; rows in `errors` (taken modulo the rows) failed on the host."""
@@ -355,8 +353,6 @@ class World:
             self.unreported += step.output.finished
             self.repeated.update(step.output.finished)
             self.tally.num_failed_steps += 1
-            for position in range(len(step.output.admitted)):
-                self._count_admission(step.output, position, -1)
         for entry in self.live:
             if entry.place is Place.RUNNING:
                 self._rewind(entry, [step.output for step in voided])
