@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.admission import Grant
 from pointsman.core.batch import Members
 from pointsman.core.kv_cache import Journal
 from pointsman.core.output import SchedulerOutput
@@ -12,12 +16,16 @@ from pointsman.core.request import Request, RequestStatus
 
 @dataclass(slots=True)
 class AdmittedRequest:
-    """One admission, and how to undo it."""
+    """One admission: what it got, and how to undo it."""
 
     request: Request
+    row: int
     serial: int
     previous_status: RequestStatus
     previous_serial: int
+    grant: Grant
+    blocks: npt.NDArray[np.int64]
+    """Its block table."""
 
 
 @dataclass(slots=True)

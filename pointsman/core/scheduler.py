@@ -10,7 +10,7 @@
     2. advance    the running requests, under limits, budget and blocks, preempting if need be (`running.py`)
     3. publish    their prompt blocks, so that the requests admitted next can share them (`kv_cache.py`)
     4. admit      waiting requests, one after the other, until one must wait (`admission.py`)
-    5. emit       the output (`output.py`)
+    5. emit       the output (`emission.py`, `output.py`)
 
 There is no prefill phase and no decode phase: each request's `num_computed_tokens` chases its `num_tokens`, and a
 prefill chunk is what the budget does to a long prompt. The scheduler reads no clock and no random number; the same
@@ -26,6 +26,7 @@ from pointsman.core.admission import Admission, Blocked, Grant
 from pointsman.core.batch import Batch
 from pointsman.core.config import MAX_INT, SchedulerConfig
 from pointsman.core.displacement import Displacement
+from pointsman.core.emission import Emission
 from pointsman.core.errors import InvalidTransition, RequestRefused, StepOrderError
 from pointsman.core.in_flight import AdmittedRequest, StepRecord
 from pointsman.core.inspection import explain, snapshot
@@ -77,8 +78,7 @@ class Scheduler:
         self._life = Lifecycle(self._batch, self._kv, queue, self._admission, self._counters)
         self._update = Update(self._batch, self._kv, self._life, self._counters)
         self._next_step_id = 0
-        self._resync = False
-        self._unsynced: set[int] = set()  # admissions whose full block table the host has yet to be told again
+        self._emission = Emission(self._batch, self._kv, self._life)
         self._unpublished: list[Request] = []
         self._batch_forms = True  # static: only the token budget kept the last step from admitting more
         self._recorder = recorder
@@ -211,10 +211,14 @@ class Scheduler:
         advance = self._running.advance(len(self._life.in_flight) > 0, self._life.preempt)
         for request in advance.unpublished:
             self._publish(request)
-        admitted = self._admit(record, advance, displacer, now)
+        self._admit(record, advance, displacer, now)
         if self._unpublished:
             self._publish_late()
-        output = self._emit(record, advance, admitted)
+        output = self._emission.emit(record, advance)
+        self._life.in_flight.append(record)
+        self._next_step_id += 1
+        self._counters.num_steps += 1
+        self._counters.num_scheduled_tokens += output.total_num_scheduled_tokens
         if self._recorder is not None:
             self._recorder.scheduled(output, now)
         return output
@@ -263,8 +267,7 @@ class Scheduler:
         )
         self._kv.journal = in_flight[-1].journal if in_flight else None
         self._batch.lower_fences(in_flight[-1].step_id if in_flight else None)
-        self._resync = True
-        self._unsynced.update(self._batch.members.serials.tolist())
+        self._emission.resync()
         self._counters.num_failed_steps += len(void)
         if self._recorder is not None:
             self._recorder.failed(output, now)
@@ -373,19 +376,16 @@ class Scheduler:
             self._kv.publish_prompt(self._batch, request)
         self._unpublished = []
 
-    def _admit(
-        self, record: StepRecord, advance: Advance, displacer: Request | None, now: float
-    ) -> list[tuple[Request, Grant, Int64Array]]:
+    def _admit(self, record: StepRecord, advance: Advance, displacer: Request | None, now: float) -> None:
         """Part 4: waiting requests in order, each final, until one must wait."""
         queue, batch = self._life.queue, self._batch
         closed = self._closed(advance)
         self._batch_forms = False
         if not len(queue):
-            return []
+            return
         budget = self.config.max_num_batched_tokens - advance.total
         num_running = len(batch)
         owed = self._running.blocks_owed()
-        admitted: list[tuple[Request, Grant, Int64Array]] = []
         while len(queue):
             head = queue.peek()
             if closed is None and displacer is not None and head is not displacer:
@@ -395,15 +395,13 @@ class Scheduler:
                 self._defer(head, verdict, now)
                 self._batch_forms = verdict.reason is Reason.BUDGET
                 break
-            table = self._start(record, head, verdict)
-            admitted.append((head, verdict, table))
+            entry = self._start(head, verdict)
+            record.admitted.append(entry)
             budget -= verdict.num_tokens
             num_running += 1
-            owed += max(0, self._kv.blocks_for(head.num_tokens) - len(table))
-        if admitted:
-            rows = [request.row for request, _, _ in admitted if request.row is not None]
-            batch.join(rows, [request for request, _, _ in admitted])
-        return admitted
+            owed += max(0, self._kv.blocks_for(head.num_tokens) - len(entry.blocks))
+        if record.admitted:
+            batch.join([entry.row for entry in record.admitted], [entry.request for entry in record.admitted])
 
     def _closed(self, advance: Advance) -> Reason | None:
         """Why this step admits nobody, whoever asks."""
@@ -421,23 +419,22 @@ class Scheduler:
         else:
             head.deferral = Deferral(verdict.reason, verdict.missing, now)
 
-    def _start(self, record: StepRecord, request: Request, grant: Grant) -> Int64Array:
-        """Admit one request: blocks, a row, its first chunk; returns its block table."""
+    def _start(self, request: Request, grant: Grant) -> AdmittedRequest:
+        """Admit one request: blocks, a row, its first chunk."""
         kv, batch = self._kv, self._batch
-        previous = request.status, request.serial
-        table = kv.admit(request, grant.match, grant.num_new_blocks)
+        status, serial = request.status, request.serial
+        blocks = kv.admit(request, grant.match, grant.num_new_blocks)
         self._count_admission(request, grant)
         computed = grant.num_cached_tokens + grant.num_tokens
-        row = self._life.place(request, computed, len(table) * kv.block_size)
-        record.admitted.append(AdmittedRequest(request, request.serial, *previous))
-        batch.block_table[row, : len(table)] = table
+        row = self._life.place(request, computed, len(blocks) * kv.block_size)
+        batch.block_table[row, : len(blocks)] = blocks
         request.num_cached_tokens = grant.num_cached_tokens
         if computed == request.num_tokens:
             batch.num_pending[row] = 1
         else:
             batch.set_prefilling(row)
         self._publish(request)
-        return table
+        return AdmittedRequest(request, row, request.serial, status, serial, grant, blocks)
 
     def _count_admission(self, request: Request, grant: Grant) -> None:
         counters = self._counters
@@ -448,81 +445,3 @@ class Scheduler:
             prefix.hits += grant.num_cached_tokens
         if resumed:
             counters.num_recomputed_tokens += max(0, request.lost_tokens - grant.num_cached_tokens)
-
-    def _emit(
-        self, record: StepRecord, advance: Advance, admitted: list[tuple[Request, Grant, Int64Array]]
-    ) -> SchedulerOutput:
-        """Part 5: the output, as arrays of its own."""
-        preempted, finished = self._life.take_reports()
-        num_continued = len(advance.requests)
-        if not admitted:
-            fields = advance
-            cached, resumed = _NO_INTS, _NO_BOOLS
-        else:
-            fields, cached, resumed = self._with_admitted(record, advance, admitted)
-        resync = self._resync
-        if resync:
-            fields.block_ids, fields.block_offsets = self._kv.tables(self._batch, fields.rows)
-            self._unsynced &= set(self._batch.members.serials.tolist())
-            self._unsynced -= set(fields.serials.tolist())
-            self._resync = bool(self._unsynced)
-        output = SchedulerOutput(
-            step_id=record.step_id,
-            total_num_scheduled_tokens=fields.total,
-            num_continued=num_continued,
-            resync=resync,
-            requests=fields.requests,
-            rows=fields.rows,
-            serials=fields.serials,
-            num_computed_tokens=fields.num_computed_tokens,
-            num_scheduled_tokens=fields.num_scheduled_tokens,
-            samples=fields.samples,
-            num_cached_tokens=cached,
-            is_resumed=resumed,
-            block_ids=fields.block_ids.astype(np.int32),
-            block_offsets=fields.block_offsets,
-            preempted=preempted,
-            finished=finished,
-        )
-        self._next_step_id += 1
-        members = self._batch.members
-        if len(fields.requests) == len(members) and (
-            fields.samples is members.trues or np.count_nonzero(fields.samples) == len(members)
-        ):
-            record.members = members
-        record.output = output
-        self._life.in_flight.append(record)
-        self._counters.num_steps += 1
-        self._counters.num_scheduled_tokens += fields.total
-        return output
-
-    def _with_admitted(
-        self, record: StepRecord, advance: Advance, admitted: list[tuple[Request, Grant, Int64Array]]
-    ) -> tuple[Advance, Int64Array, npt.NDArray[np.bool_]]:
-        """The running part and the admitted rows in one, with the admitted rows' cached tokens and who is resumed."""
-        requests = [request for request, _, _ in admitted]
-        grants = [grant for _, grant, _ in admitted]
-        tables = [table for _, _, table in admitted]
-        rows = np.array([request.row for request in requests], dtype=np.int64)
-        cached = np.array([grant.num_cached_tokens for grant in grants], dtype=np.int64)
-        tokens = np.array([grant.num_tokens for grant in grants], dtype=np.int64)
-        ends = np.cumsum([len(table) for table in tables]) + advance.block_offsets[-1]
-        merged = Advance(
-            requests=[*advance.requests, *requests],
-            rows=np.concatenate([advance.rows, rows]),
-            serials=np.concatenate([advance.serials, self._batch.serial[rows]]),
-            num_computed_tokens=np.concatenate([advance.num_computed_tokens, cached]),
-            num_scheduled_tokens=np.concatenate([advance.num_scheduled_tokens, tokens]),
-            samples=np.concatenate([advance.samples, self._batch.num_pending[rows] > 0]),
-            block_ids=np.concatenate([advance.block_ids, *tables]),
-            block_offsets=np.concatenate([advance.block_offsets, ends]),
-            total=advance.total + int(tokens.sum()),
-            preempted=advance.preempted,
-            unpublished=(),
-        )
-        resumed = np.array([entry.previous_status is RequestStatus.PREEMPTED for entry in record.admitted])
-        return merged, cached, resumed
-
-
-_NO_INTS: Int64Array = np.zeros(0, dtype=np.int64)
-_NO_BOOLS = np.zeros(0, dtype=np.bool_)

@@ -1,0 +1,99 @@
+"""The output of a step: the running part and the admitted rows in one, as arrays of its own."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.batch import Batch
+from pointsman.core.in_flight import AdmittedRequest, StepRecord
+from pointsman.core.kv_cache import KVCacheManager
+from pointsman.core.lifecycle import Lifecycle
+from pointsman.core.output import SchedulerOutput
+from pointsman.core.request import RequestStatus
+from pointsman.core.running import Advance
+
+Int64Array = npt.NDArray[np.int64]
+
+_NO_INTS: Int64Array = np.zeros(0, dtype=np.int64)
+_NO_BOOLS = np.zeros(0, dtype=np.bool_)
+
+
+class Emission:
+    """Makes outputs, and remembers which requests must be told their whole block table again."""
+
+    def __init__(self, batch: Batch, kv: KVCacheManager, life: Lifecycle) -> None:
+        self._batch = batch
+        self._kv = kv
+        self._life = life
+        self._resync = False
+        self._unsynced: set[int] = set()  # admissions that the host has yet to be told again
+
+    def resync(self) -> None:
+        """Outputs were void: every request that runs must be told its whole block table again."""
+        self._resync = True
+        self._unsynced.update(self._batch.members.serials.tolist())
+
+    def emit(self, record: StepRecord, advance: Advance) -> SchedulerOutput:
+        """The output of a step that is decided; it is noted in the step's record."""
+        num_continued = len(advance.requests)
+        cached, resumed = _NO_INTS, _NO_BOOLS
+        if record.admitted:
+            advance = self._with_admitted(advance, record.admitted)
+            cached = np.array([entry.grant.num_cached_tokens for entry in record.admitted], dtype=np.int64)
+            resumed = np.array([entry.previous_status is RequestStatus.PREEMPTED for entry in record.admitted])
+        resync = self._resync
+        if resync:
+            advance.block_ids, advance.block_offsets = self._full_tables(advance)
+        preempted, finished = self._life.take_reports()
+        output = SchedulerOutput(
+            step_id=record.step_id,
+            total_num_scheduled_tokens=advance.total,
+            num_continued=num_continued,
+            resync=resync,
+            requests=advance.requests,
+            rows=advance.rows,
+            serials=advance.serials,
+            num_computed_tokens=advance.num_computed_tokens,
+            num_scheduled_tokens=advance.num_scheduled_tokens,
+            samples=advance.samples,
+            num_cached_tokens=cached,
+            is_resumed=resumed,
+            block_ids=advance.block_ids.astype(np.int32),
+            block_offsets=advance.block_offsets,
+            preempted=preempted,
+            finished=finished,
+        )
+        record.output = output
+        members = self._batch.members
+        if len(output.requests) == len(members):
+            samples = output.samples
+            if samples is members.trues or np.count_nonzero(samples) == len(members):
+                record.members = members
+        return output
+
+    def _with_admitted(self, advance: Advance, admitted: list[AdmittedRequest]) -> Advance:
+        rows = np.array([entry.row for entry in admitted], dtype=np.int64)
+        cached = [entry.grant.num_cached_tokens for entry in admitted]
+        tokens = [entry.grant.num_tokens for entry in admitted]
+        ends = np.cumsum([len(entry.blocks) for entry in admitted]) + advance.block_offsets[-1]
+        return Advance(
+            requests=[*advance.requests, *(entry.request for entry in admitted)],
+            rows=np.concatenate([advance.rows, rows]),
+            serials=np.concatenate([advance.serials, self._batch.serial[rows]]),
+            num_computed_tokens=np.concatenate([advance.num_computed_tokens, cached]),
+            num_scheduled_tokens=np.concatenate([advance.num_scheduled_tokens, tokens]),
+            samples=np.concatenate([advance.samples, self._batch.num_pending[rows] > 0]),
+            block_ids=np.concatenate([advance.block_ids, *(entry.blocks for entry in admitted)]),
+            block_offsets=np.concatenate([advance.block_offsets, ends]),
+            total=advance.total + sum(tokens),
+            preempted=advance.preempted,
+            unpublished=(),
+        )
+
+    def _full_tables(self, advance: Advance) -> tuple[Int64Array, Int64Array]:
+        """Whole tables for the rows of this output; whoever is not among them is told later."""
+        self._unsynced &= set(self._batch.members.serials.tolist())
+        self._unsynced -= set(advance.serials.tolist())
+        self._resync = bool(self._unsynced)
+        return self._kv.tables(self._batch, advance.rows)
