@@ -514,8 +514,8 @@ it falls into loops.
 The loss is that of the stored weights with windows of 512 tokens. Held-out documents come from the same sources as the
 others; no paragraph of {repeat} characters or more occurs in both, but the subjects do.
 
-Positions up to {config.max_position_embeddings:,} are legal, so that long prompts can be tried, but training windows had
-at most {longest:,} tokens. Held-out loss by window length: {by_length}.
+Positions up to {config.max_position_embeddings:,} are legal, so that long prompts can be tried, but training windows
+had at most {longest:,} tokens. Held-out loss by window length: {by_length}.
 
 ## Where the text comes from
 
