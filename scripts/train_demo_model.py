@@ -304,17 +304,17 @@ class Recipe:
     """What a run depends on, apart from the corpus."""
 
     seed: int = 20
-    steps: int = 700
+    steps: int = 1000
     minutes: float = 20.0
     threads: int = 2
     tokens_per_step: int = 4096
     warmup: float = 0.03
     matrix_rate: float = 4e-3
     other_rate: float = 1.2e-2
-    weight_decay: float = 1.0  # much, because every text is read several times
-    # Each epoch cuts one half of its text short and the other long. Short windows teach to
-    # go on from a prompt, long ones that a long conversation is no new experience.
-    lengths: tuple[int, ...] = (256, 1024)
+    weight_decay: float = 0.1
+    # Short windows first: they are cheaper, and most of what can be learned is local.
+    # Long ones at the end, so that a long conversation is not a new experience.
+    lengths: tuple[tuple[float, int], ...] = ((0.0, 256), (0.55, 512), (0.85, 1024))
 
     def rate(self, progress: float) -> float:
         """The share of the peak learning rate: a linear rise, then half a cosine."""
@@ -322,6 +322,10 @@ class Recipe:
             return progress / self.warmup
         done = (progress - self.warmup) / (1 - self.warmup)
         return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done))
+
+    def length(self, progress: float) -> int:
+        """The window length at this point of the run."""
+        return [length for start, length in self.lengths if progress >= start][-1]
 
 
 def build_model(end_of_text: int) -> Qwen3ForCausalLM:
@@ -394,21 +398,16 @@ class Run:
     cpu_seconds: float
 
 
-def batches(text: Text, recipe: Recipe) -> Iterator[torch.Tensor]:
-    """Training batches without end, epoch after epoch; the windows of a batch are of one length."""
+def batches(text: Text, recipe: Recipe, clock: Clock) -> Iterator[torch.Tensor]:
+    """Training batches without end; each epoch uses the window length of its time."""
     generator = random.Random(recipe.seed)
     while True:
-        epoch: list[list[np.ndarray]] = []
-        for part, length in zip(
-            np.array_split(text.epoch(generator), len(recipe.lengths)), recipe.lengths, strict=True
-        ):
-            windows = text.windows(part, length)
-            generator.shuffle(windows)
-            size = recipe.tokens_per_step // length
-            epoch += [windows[at : at + size] for at in range(0, len(windows) - size + 1, size)]
-        generator.shuffle(epoch)
-        for batch in epoch:
-            yield torch.from_numpy(np.stack(batch))
+        length = recipe.length(clock.progress())
+        windows = text.windows(text.epoch(generator), length)
+        generator.shuffle(windows)
+        size = recipe.tokens_per_step // length
+        for at in range(0, len(windows) - size + 1, size):
+            yield torch.from_numpy(np.stack(windows[at : at + size]))
 
 
 def train(model: Qwen3ForCausalLM, text: Text, held_out: Text, recipe: Recipe) -> Run:
@@ -418,7 +417,7 @@ def train(model: Qwen3ForCausalLM, text: Text, held_out: Text, recipe: Recipe) -
     steppers = optimizers(model, recipe)
     groups = [group for stepper in steppers for group in stepper.param_groups]
     peaks = [group["lr"] for group in groups]
-    supply = batches(text, recipe)
+    supply = batches(text, recipe, clock)
     model.train()
     while clock.progress() < 1:
         share = recipe.rate(clock.progress())
@@ -509,7 +508,7 @@ it falls into loops.
 | training text | {train} |
 | held-out text | {held_out} |
 | training | {run.steps:,} steps of {recipe.tokens_per_step:,} tokens, which is {epochs:.1f} times the training text |
-| training time | {run.cpu_seconds:.0f} s of processor time with --threads {recipe.threads} |
+| training time | {run.cpu_seconds:.0f} s of processor time on {recipe.threads} threads |
 
 The loss is that of the stored weights with windows of 512 tokens. Held-out documents come from the same sources as the
 others; no paragraph of {repeat} characters or more occurs in both, but the subjects do.
@@ -533,9 +532,9 @@ paragraphs were dropped; a model was fitted to the rest. It repeats some phrases
 
     python scripts/train_demo_model.py --threads {recipe.threads} --out pointsman/engine/demo
 
-The text, and with it the model, depends on the Python version; another number of threads, library or processor rounds
-differently. This one: Python {python}, torch {torch}, transformers {transformers}, seed {recipe.seed},
-SHA-256 of the text {digest}.
+The text, and with it the model, depends on the Python version; another number of threads
+rounds differently. This one: Python {python}, torch {torch},
+transformers {transformers}, seed {recipe.seed}, SHA-256 of the corpus {digest}.
 
 ## Samples at temperature 0.7
 
@@ -579,7 +578,7 @@ def card(path: Path, texts: tuple[Text, Text], recipe: Recipe, run: Run, digest:
         train=train_text.size(),
         held_out=held_out.size(),
         epochs=run.steps * recipe.tokens_per_step / len(train_text.stream(train_text.documents)),
-        longest=max(recipe.lengths),
+        longest=recipe.lengths[-1][1],
         by_length=", ".join(f"{nats:.2f} at {length:,}" for length, nats in lengths),
         copyright=sys.copyright.splitlines()[0].rstrip(".") + "; All Rights Reserved",
         python=platform.python_version(),
