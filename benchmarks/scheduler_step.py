@@ -31,7 +31,10 @@ from vllm_env import VLLM_VERSION, is_complete, python_of
 HERE = Path(__file__).resolve().parent
 SIZES = (1, 16, 64, 256, 1024, 4096)
 TARGET_RATIOS = {1: 1.0, 16: 6.0, 64: 20.0, 256: 70.0, 1024: 200.0, 4096: 350.0}
-STEPS_PER_ROUND = {1: 640, 16: 320, 64: 160, 256: 96, 1024: 48, 4096: 32}
+STEPS_PER_ROUND = {1: 500, 16: 400, 64: 200, 256: 96, 1024: 64, 4096: 40}
+# A round of few rows is over in milliseconds, and a shared machine has slow moments as long: the median needs many.
+ROUNDS = 9
+ROUNDS_PER_SIZE = {1: 25, 16: 25, 64: 25, 256: 25}
 WAITING = (0, 10_000, 100_000)
 WAITING_RUNNING = 256
 WAITING_STEPS = 48
@@ -91,8 +94,9 @@ Side = dict[str, list[float]]  # worker name -> one figure per round
 
 def measure_decode(workers: Sequence[Worker], size: int, rounds: int) -> Side:
     """CPU us per step of steady decode with `size` running requests, per worker and round."""
-    steps = STEPS_PER_ROUND.get(size, 32)
-    blocks_each = -(-(HEADROOM + rounds * steps) // BLOCK_SIZE)
+    steps = STEPS_PER_ROUND.get(size, 40)
+    warm_up = steps // 4  # not timed: the other side has just had the processor
+    blocks_each = -(-(HEADROOM + rounds * (warm_up + steps)) // BLOCK_SIZE)
     settings = {
         "num_blocks": 1 + size * blocks_each,
         "max_model_len": MAX_MODEL_LEN,
@@ -104,6 +108,7 @@ def measure_decode(workers: Sequence[Worker], size: int, rounds: int) -> Side:
     figures: Side = {worker.name: [] for worker in workers}
     for _ in range(rounds):
         for worker in workers:
+            worker.ask("decode", name="decode", steps=warm_up)
             figures[worker.name].append(worker.ask("decode", name="decode", steps=steps)["us"])
     for worker in workers:
         worker.ask("close", name="decode")
@@ -163,7 +168,7 @@ def report_decode(workers: Sequence[Worker], sizes: Sequence[int], rounds: int, 
     theirs: dict[int, float | None] = {}
     rows: list[list[object]] = []
     for size in sizes:
-        figures = measure_decode(workers, size, rounds)
+        figures = measure_decode(workers, size, rounds if rounds < ROUNDS else ROUNDS_PER_SIZE.get(size, rounds))
         ours[size] = median(figures["pointsman"])
         theirs[size] = median(figures["vllm"]) if "vllm" in figures else None
         ratio = _ratio(theirs[size], ours[size])
@@ -248,7 +253,7 @@ def main() -> int:
     parser.add_argument("--trace", type=Path, default=AZURE_TRACE, help="an Azure LLM inference trace, CSV")
     arguments = parser.parse_args()
     sizes = [int(size) for size in arguments.sizes.split(",")] if arguments.sizes else list(SIZES)
-    rounds = 5 if arguments.quick else 9
+    rounds = 5 if arguments.quick else ROUNDS
 
     targets = Targets()
     workers = start_workers(arguments.no_vllm, arguments.quick)
