@@ -31,8 +31,8 @@ Run it from the repository root::
 
     python scripts/train_demo_model.py --out pointsman/engine/demo
 
-It needs ``torch``, ``transformers`` and ``tokenizers``, and some ten minutes on two
-cores.
+It needs ``torch`` (2.9 or later, for the Muon optimizer), ``transformers`` and
+``tokenizers``, and some twenty minutes of one core.
 """
 
 from __future__ import annotations
@@ -530,7 +530,8 @@ paragraphs were dropped; a model was fitted to the rest. It repeats some phrases
 
 ## How to make it again
 
-    python scripts/train_demo_model.py --threads {recipe.threads} --out pointsman/engine/demo
+    python scripts/train_demo_model.py --threads {recipe.threads} --minutes {recipe.minutes:.0f} \\
+        --out pointsman/engine/demo
 
 The text, and with it the model, depends on the Python version; another number of threads
 rounds differently. This one: Python {python}, torch {torch},
