@@ -203,7 +203,12 @@ class Session(ABC):
 
 
 def serve(session_type: type[Session]) -> None:
-    """Answer commands until standard input ends."""
+    """Answer commands until standard input ends, on the processor that the other side uses too.
+
+    The sides take turns, so they do not get in each other's way, and a slow moment of that processor hits both.
+    """
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     sessions: dict[str, Session] = {}
