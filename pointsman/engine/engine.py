@@ -243,13 +243,16 @@ class Engine:
         """The prompt's token ids.
 
         Raises:
-            ValueError: the model has no tokenizer.
+            ValueError: the model has no tokenizer, or the prompt is no text that one could read.
         """
         if self.tokenizer is None:
             raise ValueError(
                 f"the model in {self.loaded.path or 'memory'} has no tokenizer; give the prompt as token ids"
             )
-        token_ids: list[int] = self.tokenizer(prompt)["input_ids"]
+        try:
+            token_ids: list[int] = self.tokenizer(prompt)["input_ids"]
+        except TypeError:  # what tokenizers says of lone surrogates, which UTF-8 has no bytes for
+            raise ValueError("the prompt is not valid Unicode text (a lone surrogate); remove or replace it") from None
         return token_ids
 
     def abort(self, request_id: str) -> RequestOutput | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -69,7 +70,8 @@ class SamplingParams:
 
 
 def _check_number(name: str, value: object, wanted: str) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+    too_large = isinstance(value, int) and abs(value) > sys.float_info.max
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or too_large or not math.isfinite(value):
         raise ValueError(f"{name} is {value!r}; it must be {wanted}")
 
 

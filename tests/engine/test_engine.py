@@ -324,6 +324,13 @@ def test_text_grows_by_whole_characters() -> None:
     assert Detokenizer(tokenizer).text(cut, finished=True) == "na\ufffd"
 
 
+def test_text_that_is_no_text() -> None:
+    engine = Engine("demo", num_blocks=8, max_model_len=64)
+    with pytest.raises(ValueError, match="not valid Unicode text"):
+        engine.add_request("r", "a lone surrogate: \ud800")
+    assert not engine.has_unfinished_requests()
+
+
 def test_no_tokenizer(loaded: LoadedModel) -> None:
     bare = LoadedModel(**{**{name: getattr(loaded, name) for name in LoadedModel.__slots__}, "tokenizer": None})
     engine = Engine(bare, num_blocks=16)

@@ -25,6 +25,7 @@ def test_defaults_are_those_of_vllm() -> None:
         ("temperature", math.nan),
         ("temperature", math.inf),
         ("temperature", "warm"),
+        ("temperature", 10**400),
         ("top_p", 0.0),
         ("top_p", 1.5),
         ("top_p", math.nan),
