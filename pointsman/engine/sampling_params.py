@@ -70,8 +70,9 @@ class SamplingParams:
 
 
 def _check_number(name: str, value: object, wanted: str) -> None:
-    too_large = isinstance(value, int) and abs(value) > sys.float_info.max
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or too_large or not math.isfinite(value):
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        raise ValueError(f"{name} is too large a number; it must be {wanted}")  # which would fill the screen
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
         raise ValueError(f"{name} is {value!r}; it must be {wanted}")
 
 
