@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, Self
 
 from rich.console import Console, Group
@@ -111,10 +110,9 @@ class PlainDisplay:
 class LiveDisplay:
     """A table that is redrawn: what the scheduler is doing now, and every request's text as it grows."""
 
-    def __init__(self, console: Console, *, texts: bool, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, console: Console, *, texts: bool) -> None:
         self._console = console
         self._texts = texts
-        self._clock = clock
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._next = 0.0
 

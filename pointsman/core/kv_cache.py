@@ -143,17 +143,14 @@ class KVCacheManager:
         if prefix is None:
             return
         for request, blocks, spans in reversed(journal):
-            end = len(blocks)
-            for run, first, count in reversed(spans):
-                for index in range(first + count - 1, first - 1, -1):
-                    end -= 1
-                    if not prefix.holds(blocks[end], run, index):
-                        continue
-                    prefix.forget(blocks[end])
-                    self.pool.uncache([blocks[end]])
-                    if request.row is not None:  # it publishes them again when they are computed again
-                        request.num_published_blocks -= 1
-                        request.prefix_node = Place(run, index - 1) if index else run.parent
+            for block, (run, index) in reversed(_nodes(blocks, spans)):
+                if not prefix.holds(block, run, index):
+                    continue
+                prefix.forget(block)
+                self.pool.uncache([block])
+                if request.row is not None:  # it publishes them again when they are computed again
+                    request.num_published_blocks -= 1
+                    request.prefix_node = Place(run, index - 1) if index else run.parent
 
     def retract(self, journals: Iterable[Journal], publisher: Request, running: Iterable[Request]) -> None:
         """Take out what `publisher` published since the oldest of these steps, and all that was published behind it.
@@ -167,8 +164,7 @@ class KVCacheManager:
         for request, blocks, spans in (entry for journal in journals for entry in journal):
             if request is not publisher:
                 continue
-            nodes = (Place(run, first + step) for run, first, count in spans for step in range(count))
-            for block, (run, index) in zip(blocks, nodes, strict=True):
+            for block, (run, index) in _nodes(blocks, spans):
                 if prefix.holds(block, run, index):
                     self.pool.uncache(prefix.prune(block))
         for request in running:
@@ -201,3 +197,9 @@ class KVCacheManager:
             self.prefix.evict(evicted)
             self.num_evictions += len(evicted)
         return blocks
+
+
+def _nodes(blocks: list[int], spans: list[Span]) -> list[tuple[int, Place]]:
+    """The blocks of a journal entry, each with the node that it was published as."""
+    nodes = (Place(run, first + step) for run, first, count in spans for step in range(count))
+    return list(zip(blocks, nodes, strict=True))

@@ -71,7 +71,7 @@ class Scheduler:
         queue = make_order(config.order)
         self._admission = Admission(config, self._kv, limits, make_reserves(config))
         self._running = Running(config, self._batch, self._kv, limits, make_victim(config, queue.name))
-        displaces = queue.displaces and config.displace is not False
+        displaces = queue.displaces and config.displace is not False and config.batching == "mixed"
         self._displacement = (
             Displacement(config, self._batch, self._kv, self._running, self._admission) if displaces else None
         )
@@ -354,8 +354,6 @@ class Scheduler:
     def _displace(self) -> Request | None:
         """Part 1: make room for a more urgent waiting request; returns it if somebody gave way."""
         if self._displacement is None or not len(self._life.queue) or not len(self._batch):
-            return None
-        if self.config.batching == "static":
             return None
         head = self._life.queue.peek()
         displaced = self._displacement.choose(head)
