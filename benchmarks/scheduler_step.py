@@ -15,17 +15,14 @@ vLLM's side needs the environment that `vllm_env.py` makes; without it, or with 
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from _common import AZURE_TRACE, Targets, argument_parser, azure_lengths, finish, note, print_table, run
+from _worker_process import WorkerProcess
 from vllm_env import VLLM_VERSION, is_complete, python_of
 
 HERE = Path(__file__).resolve().parent
@@ -49,50 +46,10 @@ TOKEN_BUDGET = 8_192
 HEADROOM = 256
 
 
-class Worker:
-    """A process that owns schedulers of one kind; see `_scheduler_worker.py`."""
-
-    def __init__(self, name: str, python: Path, script: str) -> None:
-        self.name = name
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process lives
-        self._process = subprocess.Popen(
-            [str(python), str(HERE / script)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-
-    def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
-        """Have the worker do something, and wait for its answer.
-
-        Raises:
-            RuntimeError: the worker died; the message ends with what it printed.
-        """
-        assert self._process.stdin and self._process.stdout
-        try:
-            self._process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
-            self._process.stdin.flush()
-            answer = self._process.stdout.readline()
-        except BrokenPipeError:
-            answer = ""
-        if not answer:
-            self._errors.seek(0)
-            raise RuntimeError(f"the {self.name} worker died at {command!r}:\n{self._errors.read()[-4000:]}")
-        return dict(json.loads(answer))
-
-    def close(self) -> None:
-        """Let the process end."""
-        if self._process.stdin:
-            self._process.stdin.close()
-        self._process.wait()
-
-
 Side = dict[str, list[float]]  # worker name -> one figure per round
 
 
-def measure_decode(workers: Sequence[Worker], size: int, rounds: int) -> Side:
+def measure_decode(workers: Sequence[WorkerProcess], size: int, rounds: int) -> Side:
     """CPU us per step of steady decode with `size` running requests, per worker and round."""
     steps = STEPS_PER_ROUND.get(size, 40)
     warm_up = steps // 4  # not timed: the other side has just had the processor
@@ -116,7 +73,7 @@ def measure_decode(workers: Sequence[Worker], size: int, rounds: int) -> Side:
 
 
 def measure_waiting(
-    workers: Sequence[Worker], lengths: Sequence[int], rounds: int
+    workers: Sequence[WorkerProcess], lengths: Sequence[int], rounds: int
 ) -> tuple[dict[int, Side], dict[int, Side]]:
     """CPU us per step, and per abort of a waiting request, with so many waiting behind a blocked head."""
     blocks_each = -(-(HEADROOM + rounds * (WAITING_STEPS + 1)) // BLOCK_SIZE)
@@ -144,7 +101,7 @@ def measure_waiting(
 
 
 def measure_backlog(
-    workers: Sequence[Worker], lengths: list[tuple[int, int]], num_blocks: int, rounds: int
+    workers: Sequence[WorkerProcess], lengths: list[tuple[int, int]], num_blocks: int, rounds: int
 ) -> dict[str, dict[str, float]]:
     """What serving the backlog cost each worker: the round of median CPU time, and seconds per million tokens."""
     settings = {
@@ -162,7 +119,9 @@ def measure_backlog(
     return {name: {**result, "per_million": result["seconds"] / generated * 1e6} for name, result in middle.items()}
 
 
-def report_decode(workers: Sequence[Worker], sizes: Sequence[int], rounds: int, targets: Targets) -> dict[str, Any]:
+def report_decode(
+    workers: Sequence[WorkerProcess], sizes: Sequence[int], rounds: int, targets: Targets
+) -> dict[str, Any]:
     """Steady decode at each size: table, figures, targets."""
     ours: dict[int, float] = {}
     theirs: dict[int, float | None] = {}
@@ -191,7 +150,7 @@ def report_decode(workers: Sequence[Worker], sizes: Sequence[int], rounds: int, 
     }
 
 
-def report_waiting(workers: Sequence[Worker], rounds: int, targets: Targets) -> dict[str, Any]:
+def report_waiting(workers: Sequence[WorkerProcess], rounds: int, targets: Targets) -> dict[str, Any]:
     """Requests behind a blocked head: table, figures, targets."""
     steps, aborts = measure_waiting(workers, WAITING, rounds)
     names = [worker.name for worker in workers]
@@ -208,7 +167,7 @@ def report_waiting(workers: Sequence[Worker], rounds: int, targets: Targets) -> 
     return figures
 
 
-def report_backlog(workers: Sequence[Worker], trace: Path, rounds: int, targets: Targets) -> dict[str, Any]:
+def report_backlog(workers: Sequence[WorkerProcess], trace: Path, rounds: int, targets: Targets) -> dict[str, Any]:
     """The trace as a closed backlog: table, figures, targets."""
     lengths = azure_lengths(trace, BACKLOG_REQUESTS)
     if lengths is None:
@@ -234,15 +193,15 @@ def report_backlog(workers: Sequence[Worker], trace: Path, rounds: int, targets:
     return {"backlog": figures}
 
 
-def start_workers(without_vllm: bool, quick: bool) -> list[Worker]:
+def start_workers(without_vllm: bool, quick: bool) -> list[WorkerProcess]:
     """Both sides, or only ours, saying why."""
-    workers = [Worker("pointsman", Path(sys.executable), "_pointsman_worker.py")]
+    workers = [_worker("pointsman", Path(sys.executable), "_pointsman_worker.py")]
     if quick or without_vllm:
         note(f"skipped: vLLM's side ({'--quick' if quick else '--no-vllm'})")
     elif not is_complete():
         note("skipped: vLLM's side, there is no environment for it; python benchmarks/vllm_env.py makes it")
     else:
-        workers.append(Worker("vllm", python_of(), "_vllm_worker.py"))
+        workers.append(_worker("vllm", python_of(), "_vllm_worker.py"))
     return workers
 
 
@@ -266,6 +225,11 @@ def main() -> int:
             worker.close()
     compared = [worker.name for worker in workers]
     return finish("scheduler_step", {"quick": arguments.quick, "sides": compared, **figures}, targets, arguments.check)
+
+
+def _worker(name: str, python: Path, script: str) -> WorkerProcess:
+    """A process that owns schedulers of one kind; see `_scheduler_worker.py`."""
+    return WorkerProcess(name, [python, HERE / script], {"OMP_NUM_THREADS": "1"})
 
 
 def _ratio(theirs: float | None, ours: float) -> float | None:

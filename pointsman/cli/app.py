@@ -38,7 +38,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 # The built-in prompts run with few seats and a small pool, so that requests wait and give way while one looks on.
 DEMO_STEP = {"max_num_seqs": 8, "max_num_batched_tokens": 128}
-DEMO_POOL = {"num_blocks": 40, "max_model_len": 640}
+DEMO_POOL = {"num_blocks": 40, "block_size": 16, "max_model_len": 640}
 
 
 @app.callback(invoke_without_command=True)
@@ -69,6 +69,7 @@ def generate(
     top_k: options.TopK = 0,
     seed: options.Seed = 0,
     ignore_eos: options.IgnoreEos = False,
+    stop: options.Stop = None,
     num_blocks: options.NumBlocks = None,
     kv_cache_bytes: options.KvCacheBytes = None,
     block_size: options.BlockSize = None,
@@ -108,7 +109,9 @@ def generate(
         long_prefill_token_threshold=long_prefill_token_threshold,
         full_sequence_must_fit=full_sequence_must_fit,
     )
-    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, ignore_eos=ignore_eos)
+    sampling = Sampling(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, ignore_eos=ignore_eos, stop=stop or ()
+    )
     if threads is not None and threads < 1:
         raise CommandError(f"--threads is {threads}; it must be at least 1")
     try:
@@ -239,16 +242,10 @@ def _load_engine(threads: int | None, *, model: str, **arguments: Any) -> Engine
     # A thread that has no work must sleep, not spin: on a machine with other work, spinning costs a factor of twenty.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        import torch
-
         from pointsman.engine import Engine
     except ModuleNotFoundError as error:
         raise CommandError(f"generate needs {error.name}; install it with: pip install 'pointsman[engine]'") from None
-    if threads is None and model == "demo":
-        threads = 1  # its matrices are too small to share out
-    if threads is not None:
-        torch.set_num_threads(threads)
     try:
-        return Engine(model, **arguments)
+        return Engine(model, num_threads=threads, **arguments)
     except ValueError as error:  # the model, or a knob that depends on it
         raise CommandError(str(error)) from None

@@ -49,6 +49,7 @@ Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens; 1: from all.")]
 TopK = Annotated[int, typer.Option(help="Sample from so many tokens; 0: from all.")]
 Seed = Annotated[int, typer.Option(help="Fixes what is sampled and a trace's prompts.")]
+Stop = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End before this text; may be repeated.")]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end of text.")]
 
 # ---------------------------------------------------------------------- the scheduler's knobs

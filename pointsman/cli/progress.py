@@ -37,19 +37,25 @@ class Entry:
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.output.token_ids) if self.output is not None else 0
+        return self.output.num_output_tokens if self.output is not None else 0
 
     @property
     def end(self) -> str:
         """Why it ended: stop, length, abort, refused or error; empty while it has not."""
         if self.request is None:
             return "refused"
+        if self.output is not None and self.output.finish_reason is not None:
+            return self.output.finish_reason  # which knows of stop strings
         return self.request.finish_reason.value if self.request.finish_reason is not None else ""
 
     @property
     def detail(self) -> str:
         """What exactly ended it."""
-        return self.error if self.request is None else self.request.finish_detail
+        if self.request is None:
+            return self.error
+        if self.output is not None and self.output.finished:
+            return self.output.finish_detail
+        return self.request.finish_detail
 
     @property
     def first_token_time(self) -> float | None:
@@ -80,7 +86,7 @@ class Entry:
             return line | {"error": self.error}
         return line | {
             "finish_detail": self.detail,
-            "stop_reason": self.request.stop_reason,
+            "stop_reason": self.output.stop_reason if self.output is not None else self.request.stop_reason,
             "prompt": self.prompt,
             "text": self.text,
             "token_ids": self.output.token_ids if self.output is not None else [],
@@ -207,7 +213,7 @@ class Progress:
 
     def _take(self, output: RequestOutput) -> Entry:
         entry = self.entries[output.request_id]
-        self.num_generated += len(output.token_ids) - entry.num_output_tokens
+        self.num_generated += output.num_output_tokens - entry.num_output_tokens
         entry.output = output
         if output.finished:
             self.ends[entry.end] += 1

@@ -22,7 +22,17 @@ if TYPE_CHECKING:
 
 Prompt: TypeAlias = str | Sequence[int]
 
-SAMPLING_FIELDS = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "seed", "ignore_eos", "stop_token_ids")
+SAMPLING_FIELDS = (
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "ignore_eos",
+    "stop_token_ids",
+    "stop",
+)
 PROMPT_FIELDS = ("prompt", "prompt_token_ids", "request_id", "priority", *SAMPLING_FIELDS)
 
 
@@ -69,6 +79,7 @@ class Sampling:
     top_p: float
     top_k: int
     ignore_eos: bool
+    stop: Sequence[str] = ()
 
     def params(self, length: int | None = None, **own: Any) -> SamplingParams:
         """Sampling parameters of one request.
@@ -89,6 +100,7 @@ class Sampling:
             "top_p": self.top_p,
             "top_k": self.top_k,
             "ignore_eos": self.ignore_eos,
+            "stop": self.stop,
         }
         return SamplingParams(**(values | own))
 
@@ -164,7 +176,7 @@ def trace_workload(path: str, speed: float, limit: int | None, seed: int, sampli
             Job(
                 request_id=request_id,
                 prompt=_made_up(request, seed, index),
-                params=sampling.params(request.num_output_tokens, ignore_eos=True),
+                params=sampling.params(request.num_output_tokens, ignore_eos=True, stop=()),
                 place=f"{path}, request {index}",
                 arrival_time=request.arrival_time / speed if speed else 0.0,
             )
@@ -256,4 +268,7 @@ def _job(request_id: str, fields: dict[str, Any], place: str, sampling: Sampling
         raise ValueError(f'"ignore_eos" is {own["ignore_eos"]!r}; it must be true or false')
     if not isinstance(own.get("stop_token_ids", []), list):
         raise ValueError(f'"stop_token_ids" is {own["stop_token_ids"]!r}; it must be a list of token ids')
+    stop = own.get("stop", [])
+    if not isinstance(stop, (str, list)):
+        raise ValueError(f'"stop" is {stop!r}; it must be a string or a list of strings')
     return Job(request_id, _given(prompt), sampling.params(**own), place, priority=priority)

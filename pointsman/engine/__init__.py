@@ -11,16 +11,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pointsman.engine.async_engine import AsyncEngine, RequestStream
     from pointsman.engine.engine import Engine
-    from pointsman.engine.errors import EngineStepError, ModelLoadError, UnsupportedModel
+    from pointsman.engine.errors import EngineDeadError, EngineStepError, ModelLoadError, UnsupportedModel
     from pointsman.engine.llm import LLM
-    from pointsman.engine.output import CompletionOutput, RequestOutput
-    from pointsman.engine.sampling_params import SamplingParams
+    from pointsman.engine.output import CompletionOutput, Logprob, RequestOutput
+    from pointsman.engine.sampling_params import RequestOutputKind, SamplingParams
+    from pointsman.engine.stats_log import EngineStats
 
 _HOMES = {
     "LLM": "llm",
     "Engine": "engine",
+    "AsyncEngine": "async_engine",
+    "RequestStream": "async_engine",
+    "EngineStats": "stats_log",
+    "EngineDeadError": "errors",
     "SamplingParams": "sampling_params",
+    "RequestOutputKind": "sampling_params",
+    "Logprob": "output",
     "RequestOutput": "output",
     "CompletionOutput": "output",
     "EngineStepError": "errors",
@@ -30,11 +38,17 @@ _HOMES = {
 
 __all__ = [
     "LLM",
+    "AsyncEngine",
     "CompletionOutput",
     "Engine",
+    "EngineDeadError",
+    "EngineStats",
     "EngineStepError",
+    "Logprob",
     "ModelLoadError",
     "RequestOutput",
+    "RequestOutputKind",
+    "RequestStream",
     "SamplingParams",
     "UnsupportedModel",
 ]

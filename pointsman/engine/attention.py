@@ -10,25 +10,26 @@ and values of ALL rows are written to the pool before any row attends, so reques
 
     model(input_ids [1, T]) -> layer i -> paged_attention_forward(module, q, k, v)
                                              -> handler of that module: PagedLayer
-                                                  -> write_kv(batch, k, v) into pool.keys[i], pool.values[i]
+                                                  -> backend.write(plan, k, v) into pool.keys[i], pool.values[i]
                                                   -> backend.attend(plan, q, ...)
 
-A backend is an object with `plan` (once per step, on the host) and `attend` (once per layer). The plain one is in
-`torch_attention.py`; faster ones replace it without touching anything else.
+A backend is an object with `plan` (once per step, on the host), `write` and `attend` (once per layer each). The plain
+one is in `torch_attention.py`, the fast one for CPUs in `numba_attention.py`; a backend for another device (Triton
+kernels over the same pool, say) has its place behind the same three methods.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from pointsman.engine.kv_pool import KVPool
+from pointsman.engine.kv_pool import KVPool, LayerShape
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 
@@ -54,12 +55,12 @@ class PagedBatch:
     """[n] tokens of each row whose KV exists once this step has written its own."""
     block_tables: Int64Array
     """[n, width] block ids; entries past ceil(kv_lens / block_size) mean nothing."""
-    slot_blocks: Tensor
-    """[T] int64: the block into which each token's KV goes,"""
-    slot_offsets: Tensor
-    """[T] int64: and its place within the block."""
-    fresh_blocks: Tensor
-    """[f] int64: blocks that this step begins and does not fill."""
+    slot_blocks: Int64Array
+    """[T] the block into which each token's KV goes,"""
+    slot_offsets: Int64Array
+    """[T] and its place within the block."""
+    tails: Int64Array
+    """[T] slots behind the token that are to be zeroed: the rest of a block that its row begins and does not fill."""
 
     @classmethod
     def build(
@@ -68,7 +69,6 @@ class PagedBatch:
         num_computed_tokens: npt.NDArray[np.integer],
         block_tables: npt.NDArray[np.integer],
         block_size: int,
-        device: torch.device | str = "cpu",
     ) -> PagedBatch:
         """From per-row arrays: tokens in this step [n], tokens before it [n], block ids [n, width]."""
         counts: Int64Array = query_lens.astype(np.int64)
@@ -79,13 +79,16 @@ class PagedBatch:
         width = -(-int(kv_lens.max(initial=0)) // block_size)
         tables = block_tables[:, :width].astype(np.int64)
 
-        row_of_token = np.repeat(np.arange(len(counts)), counts)
-        positions = np.arange(query_starts[-1]) + (computed - query_starts[:-1])[row_of_token]
-        slot_blocks = tables[row_of_token, positions // block_size]
-
+        if len(counts) == query_starts[-1]:  # decodes only: one token a row
+            row_of_token = np.arange(len(counts))
+            positions = computed
+        else:
+            row_of_token = np.repeat(np.arange(len(counts)), counts)
+            positions = np.arange(query_starts[-1]) + (computed - query_starts[:-1])[row_of_token]
+        slot_offsets = positions % block_size
         last_block_start = (kv_lens - 1) // block_size * block_size
-        begun = (last_block_start >= computed) & (kv_lens % block_size != 0)
-        fresh_blocks = tables[begun, last_block_start[begun] // block_size]
+        tails = np.zeros_like(positions)
+        tails[query_starts[1:] - 1] = np.where(last_block_start >= computed, -kv_lens % block_size, 0)
         return cls(
             block_size=block_size,
             positions=positions,
@@ -93,9 +96,9 @@ class PagedBatch:
             query_lens=counts,
             kv_lens=kv_lens,
             block_tables=tables,
-            slot_blocks=torch.from_numpy(slot_blocks).to(device),
-            slot_offsets=torch.from_numpy(positions % block_size).to(device),
-            fresh_blocks=torch.from_numpy(fresh_blocks).to(device),
+            slot_blocks=tables[row_of_token, positions // block_size],
+            slot_offsets=slot_offsets,
+            tails=tails,
         )
 
     @property
@@ -111,6 +114,14 @@ class AttentionBackend(Protocol):
 
     def plan(self, batch: PagedBatch) -> Any:
         """What all layers of the step share; called once per step."""
+
+    def write(self, plan: Any, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Write `key` [T, kv_heads, k_dim] and `value` [T, kv_heads, v_dim] to the slots of the batch.
+
+        Afterwards the slots behind each row's last token, in a block that the step began, are zero: they are masked
+        when attended to, but a mask is arithmetic and 0 * NaN is NaN, so what another request once left there could
+        reach this one.
+        """
 
     def attend(
         self,
@@ -154,44 +165,41 @@ class AttentionContext:
 class PagedLayer:
     """The handler of one attention module: writes the step's KV, then attends."""
 
-    __slots__ = ("context", "index")
+    __slots__ = ("context", "index", "shape")
 
-    def __init__(self, context: AttentionContext, index: int) -> None:
+    def __init__(self, context: AttentionContext, index: int, shape: LayerShape) -> None:
         self.context = context
         self.index = index
+        self.shape = shape
 
     def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
         """[1, heads, T, dim] each -> [1, T, num_heads, v_dim]."""
+        backend, plan, keys, values = self.step()
+        backend.write(plan, key[0].transpose(0, 1), value[0].transpose(0, 1), keys, values)
+        query = query[0].transpose(0, 1)
+        return backend.attend(plan, query, keys, values, **attention_options(query.shape[-1], options))[None]
+
+    def step(self) -> tuple[AttentionBackend, Any, Tensor, Tensor]:
+        """The backend, its plan of the current step, and this layer's keys and values.
+
+        Raises:
+            RuntimeError: there is no current step.
+        """
         context = self.context
         if context.batch is None or context.pool is None or context.backend is None:
             raise RuntimeError("a model in paged mode ran outside ModelRunner.execute; use the runner")
-        keys, values = context.pool.keys[self.index], context.pool.values[self.index]
-        write_kv(context.batch, key[0].transpose(0, 1), value[0].transpose(0, 1), keys, values)
-        scale = options.get("scaling")
-        output = context.backend.attend(
-            context.plan,
-            query[0].transpose(0, 1),
-            keys,
-            values,
-            scale=query.shape[-1] ** -0.5 if scale is None else scale,
-            window=options.get("sliding_window"),
-            softcap=options.get("softcap"),
-            sinks=options.get("s_aux"),
-        )
-        return output[None]
+        return context.backend, context.plan, context.pool.keys[self.index], context.pool.values[self.index]
 
 
-def write_kv(batch: PagedBatch, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Write `key` [T, kv_heads, k_dim] and `value` [T, kv_heads, v_dim] to the slots of the batch.
-
-    Blocks begun here are zeroed first. The slots past a sequence's end are masked, but a mask is arithmetic and
-    0 * NaN is NaN: without this, what another request once left there could reach this one.
-    """
-    if len(batch.fresh_blocks):
-        keys.index_fill_(0, batch.fresh_blocks, 0)
-        values.index_fill_(0, batch.fresh_blocks, 0)
-    keys[batch.slot_blocks, :, batch.slot_offsets] = key
-    values[batch.slot_blocks, :, batch.slot_offsets] = value
+def attention_options(k_dim: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of `AttentionBackend.attend` from those that transformers hands to an attention function."""
+    scale = options.get("scaling")
+    return {
+        "scale": k_dim**-0.5 if scale is None else scale,
+        "window": options.get("sliding_window"),
+        "softcap": options.get("softcap"),
+        "sinks": options.get("s_aux"),
+    }
 
 
 def paged_attention_forward(
@@ -205,12 +213,17 @@ def paged_attention_forward(
         attention_mask: always None, because no mask function is registered for this implementation.
         options: `scaling`, and where the model has them `sliding_window`, `softcap`, `s_aux` (sinks).
     """
-    handler = module.__dict__.get(_HANDLER)
+    handler = get_handler(module)
     if handler is None:
         raise RuntimeError(f"attention module {type(module).__name__} was not seen when the model was probed")
     if attention_mask is not None:
         options["attention_mask"] = attention_mask
     return handler(module, query, key, value, options), None
+
+
+def get_handler(module: nn.Module) -> Any:
+    """What answers the module's attention calls; None: nobody."""
+    return module.__dict__.get(_HANDLER)
 
 
 def set_handler(module: nn.Module, handler: Any) -> None:

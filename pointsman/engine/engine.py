@@ -7,7 +7,7 @@
             print(output.request_id, output.text)
 
 One thread owns an engine. `step` is the scheduler's `schedule`, the runner's `execute` and the scheduler's `update`;
-everything else here is bookkeeping for the caller: prompts into requests, tokens into text.
+everything else here makes requests of prompts; tokens become text in the `OutputProcessor`.
 """
 
 from __future__ import annotations
@@ -20,31 +20,41 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from pointsman.core import Request, Scheduler, SchedulerConfig, SchedulerOutput, StepUpdate
+from pointsman.core import FinishReason, Request, Scheduler, SchedulerConfig, SchedulerOutput
+from pointsman.engine.backends import choose_attention
 from pointsman.engine.errors import EngineStepError
-from pointsman.engine.kv_pool import KVPool, choose_num_blocks
+from pointsman.engine.kv_pool import KVPool, choose_kv_dtype, choose_num_blocks
 from pointsman.engine.model_loader import LoadedModel, load_model
 from pointsman.engine.model_runner import ModelRunner
-from pointsman.engine.output import CompletionOutput, Detokenizer, RequestMetrics, RequestOutput
+from pointsman.engine.output import RequestOutput
+from pointsman.engine.output_processor import OutputProcessor
 from pointsman.engine.sampling_params import SamplingParams
+from pointsman.engine.threads import set_num_threads
 
 if TYPE_CHECKING:
+    from pointsman.core.output import IntArray
     from pointsman.core.preemption import Victim
     from pointsman.core.queue import Order
     from pointsman.core.recording import Recorder
     from pointsman.engine.attention import AttentionBackend
+    from pointsman.engine.backends import AttentionChoice
+    from pointsman.engine.model_runner import StepExecution
 
 
 @dataclass(slots=True)
-class _Live:
-    """What the engine keeps of a request until it ends."""
+class EngineCounters:
+    """What the engine has done since it was made; every field only grows. Two readings make rates."""
 
-    request: Request
-    prompt: str | None
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    metrics: RequestMetrics
-    detokenizer: Detokenizer
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    """Prompt tokens of requests that reached their first token, with those found in the prefix cache."""
+    num_cached_tokens: int = 0
+    """How many of `num_prompt_tokens` were found in the prefix cache, and so were not computed."""
+    num_generated_tokens: int = 0
+    scheduler_time: float = 0.0
+    """Seconds in the scheduler's `schedule` and `update`."""
+    execute_time: float = 0.0
+    """Seconds in which the model ran, or the host waited for it."""
 
 
 class Engine:
@@ -58,7 +68,12 @@ class Engine:
         seed: of the requests that give none.
         recorder: records every call and decision of the scheduler.
         clock: seconds; the core itself never reads one.
-        attention: a backend in place of plain PyTorch.
+        kv_cache_dtype: "float32" or "bfloat16"; "auto": the model's.
+        device: "cpu", "cuda", ...; "auto": a GPU if PyTorch sees one. For a model that is not loaded yet.
+        attention: "torch", "numba", a class of backends, or "auto": the fastest; for a model that is loaded already
+            also a backend object.
+        fuse: whether parts of the model may be replaced by faster ones that compute the same.
+        num_threads: of PyTorch and the kernels; None: see `threads.py`.
 
     All other arguments are fields of `SchedulerConfig` and mean what they say there.
 
@@ -74,7 +89,9 @@ class Engine:
         num_blocks: int | None = None,
         kv_cache_bytes: int | None = None,
         dtype: str = "float32",
-        block_size: int = 16,
+        kv_cache_dtype: str = "auto",
+        device: str = "auto",
+        block_size: int = 32,
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 512,
@@ -90,20 +107,30 @@ class Engine:
         seed: int = 0,
         recorder: Recorder | None = None,
         clock: Callable[[], float] = time.monotonic,
-        attention: AttentionBackend | None = None,
+        attention: AttentionChoice | AttentionBackend = "auto",
+        fuse: bool = True,
+        num_threads: int | None = None,
     ) -> None:
-        self.loaded = model if isinstance(model, LoadedModel) else load_model(model, dtype)
+        if not isinstance(model, LoadedModel):
+            if not (isinstance(attention, str) or callable(attention)):
+                raise ValueError("attention is a backend object, which fits one model; load that with load_model first")
+            model = load_model(model, dtype, device=device, max_model_len=max_model_len, attention=attention, fuse=fuse)
+            attention = "auto"
+        self.loaded = model
+        set_num_threads(num_threads, model.num_parameters)
+        self.attention = _attention_of(model, attention)
         self.max_model_len = _choose_max_model_len(self.loaded, max_model_len)
         # The pool's size depends on these two, and SchedulerConfig checks them only together with the pool's size.
         for name, value in (("block_size", block_size), ("max_num_seqs", max_num_seqs)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
+        kv_dtype = choose_kv_dtype(kv_cache_dtype, self.loaded.dtype)
         num_blocks = choose_num_blocks(
             self.loaded.layers,
             num_blocks=num_blocks,
             kv_cache_bytes=kv_cache_bytes,
             block_size=block_size,
-            dtype=self.loaded.dtype,
+            dtype=kv_dtype,
             max_model_len=self.max_model_len,
             max_num_seqs=max_num_seqs,
         )
@@ -128,15 +155,16 @@ class Engine:
             self.loaded.layers,
             num_blocks=num_blocks,
             block_size=block_size,
-            dtype=self.loaded.dtype,
+            dtype=kv_dtype,
             device=self.loaded.model.device,
         )
         self.kv_pool.log_capacity(self.max_model_len)
-        self.runner = ModelRunner(self.loaded, self.kv_pool, self.scheduler, seed=seed, backend=attention)
+        self.runner = ModelRunner(self.loaded, self.kv_pool, self.scheduler, seed=seed, backend=self.attention)
         self.clock = clock
         self.last_output: SchedulerOutput | None = None
         """The last step's decisions, for displays."""
-        self._live: dict[str, _Live] = {}
+        self.counters = EngineCounters()
+        self.outputs = OutputProcessor(self.loaded.tokenizer, self.counters)
 
     @property
     def tokenizer(self) -> Any | None:
@@ -163,6 +191,8 @@ class Engine:
         arrival_time: float | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        prompt_text: str | None = None,
+        eager_text: bool = False,
     ) -> Request:
         """Queue a prompt.
 
@@ -173,12 +203,15 @@ class Engine:
             arrival_time: seconds on the engine's clock; None: now.
             priority: smaller is more urgent; read under order "priority".
             cache_salt: only requests with an equal salt share cached prefixes.
+            prompt_text: what outputs show as the prompt if it is given as token ids.
+            eager_text: make the text in `update`, in the engine's thread, and not when an output's text is read; for
+                outputs that other threads read.
 
         Raises:
             RequestRefused, DuplicateRequest, ValueError: it can never run, with the reason; nothing else is disturbed.
         """
         now = self.clock()
-        request, text = self.make_request(
+        request = self.make_request(
             request_id,
             prompt,
             params or SamplingParams(),
@@ -187,14 +220,9 @@ class Engine:
             cache_salt=cache_salt,
         )
         self.scheduler.add(request, now)
-        self._live[request_id] = _Live(
-            request=request,
-            prompt=text,
-            prompt_token_ids=request.prompt_token_ids.tolist(),
-            token_ids=[],
-            metrics=RequestMetrics(arrival_time=request.arrival_time),
-            detokenizer=Detokenizer(self.tokenizer),
-        )
+        if prompt_text is None and isinstance(prompt, str):
+            prompt_text = prompt
+        self.outputs.add(request, prompt_text, request.metadata, eager_text=eager_text)
         return request
 
     def make_request(
@@ -206,21 +234,15 @@ class Engine:
         arrival_time: float,
         priority: int = 0,
         cache_salt: str | None = None,
-    ) -> tuple[Request, str | None]:
-        """The request for a prompt, not added yet, and the prompt's text if it was given as text.
+    ) -> Request:
+        """The request for a prompt, not added yet.
 
         Raises:
             RequestRefused, ValueError: the prompt cannot be a request of this model.
         """
-        text = prompt if isinstance(prompt, str) else None
-        token_ids = self.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
-        vocab_size = self.loaded.vocab_size
-        for token_id in token_ids:
-            if isinstance(token_id, (int, np.integer)) and not 0 <= token_id < vocab_size:
-                raise ValueError(
-                    f"request {request_id!r}: token id {token_id} is outside the model's vocabulary of {vocab_size}; "
-                    "tokenize with the model's own tokenizer"
-                )
+        token_ids = self._prompt_token_ids(request_id, prompt)
+        self.outputs.check(request_id, params)
+        self.runner.sampler.check(params)
         max_tokens = params.max_tokens
         if max_tokens is None:
             max_tokens = max(1, self.max_model_len - len(token_ids))
@@ -235,12 +257,34 @@ class Engine:
             ignore_eos=params.ignore_eos,
             stop_token_ids=tuple(params.stop_token_ids),
             cache_salt=cache_salt,
+            # The logprobs of a prompt token need the logits before it, which a cached prefix does not compute.
+            use_prefix_cache=params.prompt_logprobs is None,
             metadata=params,
         )
-        return request, text
+        return request
 
-    def tokenize(self, prompt: str) -> list[int]:
-        """The prompt's token ids.
+    def _prompt_token_ids(self, request_id: str, prompt: str | Sequence[int]) -> IntArray | Sequence[int]:
+        """The prompt's tokens; those that are integers are in the vocabulary, and `Request` refuses all others."""
+        token_ids = self.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+        try:
+            array = np.asarray(token_ids)
+        except ValueError:  # ragged
+            return token_ids
+        vocab_size = self.loaded.vocab_size
+        bad: Sequence[int] = ()
+        if array.dtype.kind in "iu":
+            bad = array[(array < 0) | (array >= vocab_size)].ravel()[:1].tolist()
+        elif array.dtype == object:  # some are beyond 64 bits
+            bad = [one for one in token_ids if isinstance(one, (int, np.integer)) and not 0 <= one < vocab_size]
+        if bad:
+            raise ValueError(
+                f"request {request_id!r}: token id {bad[0]} is outside the model's vocabulary of {vocab_size}; "
+                "tokenize with the model's own tokenizer"
+            )
+        return array if array.dtype.kind in "iu" else token_ids
+
+    def tokenize(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The prompt's token ids, with BOS and the like where the tokenizer adds them.
 
         Raises:
             ValueError: the model has no tokenizer, or the prompt is no text that one could read.
@@ -250,7 +294,7 @@ class Engine:
                 f"the model in {self.loaded.path or 'memory'} has no tokenizer; give the prompt as token ids"
             )
         try:
-            token_ids: list[int] = self.tokenizer(prompt)["input_ids"]
+            token_ids: list[int] = self.tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"]
         except TypeError:  # what tokenizers says of lone surrogates, which UTF-8 has no bytes for
             raise ValueError("the prompt is not valid Unicode text (a lone surrogate); remove or replace it") from None
         return token_ids
@@ -258,9 +302,8 @@ class Engine:
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now; its last output, or None if it is unknown or has ended."""
         now = self.clock()
-        if self.scheduler.abort(request_id, now) is None:
-            return None
-        return self._output_of(self._live[request_id], now)
+        request = self.scheduler.abort(request_id, now)
+        return None if request is None else self.outputs.abort(request, now)
 
     def has_unfinished_requests(self) -> bool:
         """Whether any request waits or runs."""
@@ -269,64 +312,76 @@ class Engine:
     # -------------------------------------------------------------------------------------------------- steps
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; the requests that got a token or ended in it.
+        """Run one step: `schedule`, `execute`, `update`.
+
+        Returns:
+            The requests that got a token or ended in it.
 
         Raises:
             EngineStepError: the model failed. Its cause is the failure; the scheduler is as it was before the step,
                 so stepping again tries again.
         """
+        output = self.schedule()
+        return self.update(output, self.execute(output))
+
+    def schedule(self) -> SchedulerOutput:
+        """Decide what runs in the next step. Every output must reach `execute` and `update`, in order."""
+        started = time.perf_counter()
         output = self.scheduler.schedule(self.clock())
         self.last_output = output
+        self.counters.num_steps += 1
+        self.counters.scheduler_time += time.perf_counter() - started
+        return output
+
+    def execute(self, output: SchedulerOutput) -> StepExecution:
+        """Run the model on a scheduled step.
+
+        Raises:
+            EngineStepError: the model failed. The step, and any scheduled after it, is void: the scheduler is as it
+                was before it, and `schedule` decides anew.
+        """
+        started = time.perf_counter()
         try:
-            result = self.runner.execute(output)
+            execution = self.runner.execute(output)
         except BaseException as error:  # also KeyboardInterrupt: whatever happens, the decision must not stand
             self.scheduler.fail(output, self.clock())
             if not isinstance(error, Exception):
                 raise
             raise EngineStepError(f"step {output.step_id} failed: {type(error).__name__}: {error}") from error
+        self.counters.execute_time += time.perf_counter() - started
+        return execution
+
+    def update(self, output: SchedulerOutput, execution: StepExecution) -> list[RequestOutput]:
+        """Take in what came back from the model for the oldest step in flight.
+
+        Returns:
+            The requests that got a token or ended by it.
+        """
+        started = time.perf_counter()
         now = self.clock()
-        return self._outputs(output, self.scheduler.update(output, result, now), now)
+        update = self.scheduler.update(output, execution.result, now)
+        self.counters.scheduler_time += time.perf_counter() - started
+        self.counters.num_generated_tokens += len(update.token_ids)
+        outputs, stops = self.outputs.process(output, update, execution, now)
+        for request_id, num_tokens, stop in stops:
+            self.scheduler.finish(request_id, FinishReason.STOP, now, keep_tokens=num_tokens, stop_reason=stop)
+        return outputs
 
-    def _outputs(self, output: SchedulerOutput, update: StepUpdate, now: float) -> list[RequestOutput]:
-        """Append the step's tokens and report whoever got some, or ended."""
-        touched: dict[str, _Live] = {}
-        ends = np.cumsum(update.counts)
-        for row in np.nonzero(update.counts)[0].tolist():
-            live = self._live[output.requests[row].request_id]
-            live.token_ids.extend(update.token_ids[ends[row] - update.counts[row] : ends[row]].tolist())
-            if live.metrics.first_token_time is None:
-                live.metrics.first_token_time = now
-                live.metrics.num_cached_tokens = live.request.num_cached_tokens
-            touched[live.request.request_id] = live
-        for request in update.finished:  # a row that ended by an error got no token
-            touched[request.request_id] = self._live[request.request_id]
-        return [self._output_of(live, now) for live in touched.values()]
 
-    def _output_of(self, live: _Live, now: float) -> RequestOutput:
-        """A snapshot for the caller; the last one also ends the engine's own bookkeeping."""
-        request, metrics = live.request, live.metrics
-        metrics.num_preemptions = request.num_preemptions
-        if request.is_finished:
-            metrics.finished_time = now
-            self._forget(request)
-        completion = CompletionOutput(
-            live.detokenizer,
-            list(live.token_ids),
-            request.finish_reason.value if request.finish_reason is not None else None,
-            request.finish_detail,
-            request.stop_reason,
+def _attention_of(loaded: LoadedModel, attention: AttentionChoice | AttentionBackend) -> AttentionBackend:
+    """The attention of a model that is loaded: what it was checked with, or another that its layers can use."""
+    if attention == "auto":
+        return loaded.attention
+    if not (isinstance(attention, str) or callable(attention)):
+        backend = attention
+    else:
+        backend = choose_attention(attention, loaded.layers, loaded.model.device, loaded.dtype)
+    if loaded.fused and not hasattr(backend, "write_heads"):
+        raise ValueError(
+            f"the model was loaded with fused layers, which need its own attention ({loaded.attention.name}) and not "
+            f"{backend.name}; load it with fuse=False"
         )
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=live.prompt,
-            prompt_token_ids=live.prompt_token_ids,
-            outputs=[completion],
-            finished=request.is_finished,
-            metrics=metrics,
-        )
-
-    def _forget(self, request: Request) -> None:
-        self._live.pop(request.request_id, None)
+    return backend
 
 
 def _choose_max_model_len(loaded: LoadedModel, max_model_len: int | None) -> int:

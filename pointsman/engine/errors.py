@@ -15,3 +15,10 @@ class UnsupportedModel(ModelLoadError):
 
 class EngineStepError(PointsmanError, RuntimeError):
     """A step failed on the host. The scheduler has been rewound to before it; the engine may go on stepping."""
+
+
+class EngineDeadError(PointsmanError, RuntimeError):
+    """The engine's thread has ended, because a step failed for good or because it was shut down.
+
+    Its `__cause__` is the failure, or None after a shutdown.
+    """

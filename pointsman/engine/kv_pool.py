@@ -6,8 +6,9 @@ Layout, per layer:
     values [num_blocks, num_kv_heads, block_size, v_dim]
 
 Heads come before the slots of a block, so one head's keys of one block lie together: a decode kernel reads
-them as one run, and a gather of a request's blocks is a copy of whole runs. Layers may differ in their shapes
-(multi-head latent attention expands keys and values to different widths).
+them as one run, and a gather of a request's blocks is a copy of whole runs. The pool may be of another type than the
+model: bfloat16 under a float32 model halves its memory, and costs the rounding of keys and values. Layers may differ
+in their shapes (multi-head latent attention expands keys and values to different widths).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
+KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEFAULT_KV_CACHE_BYTES = 1 << 30
 """What the pool may take when neither a byte budget nor a block count is given."""
 
@@ -98,6 +100,19 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
         return torch.zeros(shape, dtype=dtype, device=device)
     raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(raw).view(dtype).view(shape)
+
+
+def choose_kv_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
+    """The element type of the pool; "auto" is the model's own.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if name == "auto":
+        return model_dtype
+    if name not in KV_DTYPES:
+        raise ValueError(f"kv_cache_dtype is {name!r}; choose one of auto, {', '.join(KV_DTYPES)}")
+    return KV_DTYPES[name]
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:

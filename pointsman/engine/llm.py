@@ -7,6 +7,7 @@ for output in llm.generate(["The import statement", "A class is"], SamplingParam
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
@@ -17,10 +18,14 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from pointsman.engine.engine import Engine
 from pointsman.engine.model_loader import LoadedModel
 from pointsman.engine.output import RequestOutput
-from pointsman.engine.sampling_params import SamplingParams
+from pointsman.engine.sampling_params import RequestOutputKind, SamplingParams
 
 Prompt: TypeAlias = str | Mapping[str, Any]
-"""Text, or {"prompt": text}, or {"prompt_token_ids": [...]}; a mapping may also have a "cache_salt"."""
+"""Text, or {"prompt": text}, or {"prompt_token_ids": [...]} (with both, the tokens are run and the text is shown); a
+mapping may also have a "cache_salt"."""
+
+Conversation: TypeAlias = Sequence[Mapping[str, Any]]
+"""Messages in order, each {"role": ..., "content": ...} and what else the chat template reads."""
 
 
 class LLM:
@@ -52,11 +57,11 @@ class LLM:
 
         Args:
             prompts: one or many.
-            sampling_params: one for all, or one per prompt; None: the defaults.
+            sampling_params: one for all, or one per prompt; None: the defaults. Their `output_kind` is not read.
             use_tqdm: whether to show progress on stderr.
 
         Returns:
-            One output per prompt, in the order of the prompts.
+            One finished output per prompt, in the order of the prompts.
 
         Raises:
             ValueError: a prompt can never run, or the numbers of prompts and parameters differ; nothing has run then.
@@ -78,14 +83,73 @@ class LLM:
             raise
         return [finished[request_id] for request_id in ids]
 
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer conversations: the tokenizer's chat template makes a prompt of each, and `generate` completes them.
+
+        Args:
+            messages: one conversation or many.
+            sampling_params: as for `generate`.
+            use_tqdm: whether to show progress on stderr.
+            chat_template: a Jinja template in place of the tokenizer's own.
+            add_generation_prompt: end the prompt with the beginning of an answer.
+            continue_final_message: leave the last message open, to be continued; in place of a generation prompt.
+            tools: descriptions of functions, for templates that show them to the model.
+            chat_template_kwargs: whatever else the template reads.
+
+        Returns:
+            One finished output per conversation; `prompt` is what the template made.
+
+        Raises:
+            ValueError: there is no tokenizer or no template, or the template refuses a conversation; nothing has run.
+            EngineStepError: the model failed; nothing is left in the engine.
+        """
+        many = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        options = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            **(chat_template_kwargs or {}),
+        }
+        prompts = [self._chat_prompt(place, one, options) for place, one in enumerate(many)]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def _chat_prompt(self, place: int, conversation: Any, options: dict[str, Any]) -> Prompt:
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None:
+            raise ValueError("the model has no tokenizer, so no chat template; use generate with prompt_token_ids")
+        if options["chat_template"] is None and not tokenizer.chat_template:
+            raise ValueError("the model's tokenizer has no chat template; give chat_template, or use generate")
+        try:
+            text = tokenizer.apply_chat_template([dict(one) for one in conversation], tokenize=False, **options)
+        except Exception as error:  # templates raise what they like
+            raise ValueError(f"conversation {place}: the chat template failed: {error}") from error
+        # The template has written special tokens such as BOS itself.
+        return {"prompt": text, "prompt_token_ids": self.engine.tokenize(text, add_special_tokens=False)}
+
     def _add_all(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[str]:
         """Add every prompt, or none."""
         ids: list[str] = []
+        distinct = {id(one): one for one in params}
+        final = {
+            key: dataclasses.replace(one, output_kind=RequestOutputKind.FINAL_ONLY) for key, one in distinct.items()
+        }
         try:
             for prompt, one in zip(prompts, params, strict=True):
-                content, cache_salt = _content(prompt)
+                content, text, cache_salt = _content(prompt)
                 request_id = str(next(self._ids))
-                self.engine.add_request(request_id, content, one, cache_salt=cache_salt)
+                self.engine.add_request(request_id, content, final[id(one)], cache_salt=cache_salt, prompt_text=text)
                 ids.append(request_id)
         except ValueError as error:
             self._abort_all(ids)
@@ -109,13 +173,13 @@ def _params_per_prompt(
     return params
 
 
-def _content(prompt: Prompt) -> tuple[str | Sequence[int], str | None]:
-    """What to run, and the cache salt."""
+def _content(prompt: Prompt) -> tuple[str | Sequence[int], str | None, str | None]:
+    """What to run, its text if there is one, and the cache salt."""
     if isinstance(prompt, str):
-        return prompt, None
+        return prompt, prompt, None
     if not isinstance(prompt, Mapping):
         raise ValueError(f'a prompt is {type(prompt).__name__}; give text or {{"prompt_token_ids": [...]}}')
     content = prompt.get("prompt_token_ids", prompt.get("prompt"))
     if content is None:
         raise ValueError(f'a prompt has the keys {sorted(prompt)}; give "prompt" or "prompt_token_ids"')
-    return content, prompt.get("cache_salt")
+    return content, prompt.get("prompt"), prompt.get("cache_salt")

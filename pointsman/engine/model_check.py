@@ -4,38 +4,41 @@ A wrong answer from a model that was let in would look like a bad model, so a mo
 
 1. `check_config` refuses what cannot work by construction: encoder-decoders, recurrent or hybrid layers, layers that
    share KV, and rotary embeddings whose frequencies depend on the length of the batch (transformers reads the
-   largest position of the WHOLE batch, so one request would change another's).
+   largest position of the WHOLE batch, so one request would change another's). One such kind, "longrope", only
+   chooses between two sets of frequencies; `fix_longrope` chooses once, so that no batch can.
 2. `probe_layers` runs a few tokens with an attention function that only records. Every layer must ask for attention
    exactly once; a model that computes attention on its own (ALiBi models do) never calls it. What it records,
    KV heads and widths per layer, also sizes the pool.
-3. `self_check` runs a ragged batch of chunks and decodes over a small pool of shuffled blocks and compares every
-   logit with a plain forward pass of transformers. Whatever the first two overlooked shows here.
+3. `SelfCheck` (in `self_check.py`) runs a ragged batch of chunks and decodes over a small pool of shuffled blocks and
+   compares every logit with a plain forward pass of transformers. Whatever the first two overlooked shows there.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from pointsman.engine.attention import ATTENTION_NAME, AttentionContext, PagedBatch, PagedLayer, set_handler
+from pointsman.engine.attention import (
+    AttentionContext,
+    PagedLayer,
+    set_handler,
+)
 from pointsman.engine.errors import UnsupportedModel
-from pointsman.engine.kv_pool import KVPool, LayerShape, blocks_for
-from pointsman.engine.torch_attention import TorchAttention
+from pointsman.engine.kv_pool import LayerShape
+
+logger = logging.getLogger(__name__)
 
 ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 """Rotary embeddings whose frequencies are fixed when the model is built."""
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 LENGTH_DEPENDENT = "its frequencies depend on the longest sequence in the batch, so requests would change each other"
-
-TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-"""Largest allowed error of logits in the self-check, relative to their spread over the vocabulary."""
 
 
 # ------------------------------------------------------------------------------------------------ 1. configuration
@@ -54,7 +57,8 @@ def check_config(config: Any) -> None:
     if getattr(config, "quantization_config", None):
         raise UnsupportedModel(f"{name} has quantized weights; use the unquantized model")
     for rope_type in rope_types(text):
-        check_rope_type(name, rope_type)
+        if rope_type != "longrope":  # `fix_longrope` looks at it when there is a model
+            check_rope_type(name, rope_type)
     other = sorted(set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES)
     if other:
         raise UnsupportedModel(
@@ -86,6 +90,66 @@ def check_rope_type(name: str, rope_type: str) -> None:
     raise UnsupportedModel(
         f"{name} uses the rotary embedding {rope_type!r}: {why}; supported are {', '.join(sorted(ROPE_TYPES))}"
     )
+
+
+def fix_longrope(model: Any, max_model_len: int | None) -> int | None:
+    """Choose between the two sets of frequencies of a "longrope" model for good, and return its longest sequence.
+
+    Such a model has frequencies for sequences up to its original length and others for longer ones, and transformers
+    chooses anew in every forward pass. Up to the original length the short set is what transformers uses for every
+    request. Beyond it, all requests get the long set: right from the first token for a prompt above the original
+    length, while transformers would run a shorter one with the short set until it has grown past that length, and
+    then compute all of it again.
+
+    Args:
+        max_model_len: longest sequence that will be asked for; None: the original length.
+
+    Returns:
+        Most tokens that a sequence may have with the chosen set; None where the model has no such embedding.
+
+    Raises:
+        UnsupportedModel: the model chooses in a way of its own.
+    """
+    config = model.config.get_text_config(decoder=True)
+    name = model.config.model_type
+    modules = [module for module in model.modules() if getattr(module, "rope_type", None) == "longrope"]
+    if not modules:
+        return None
+    original = int(config.rope_parameters["original_max_position_embeddings"])
+    longest = int(config.max_position_embeddings)
+    is_long = max_model_len is not None and max_model_len > original
+    for module in modules:
+        short = getattr(module, "original_inv_freq", None)
+        if not isinstance(short, Tensor):
+            check_rope_type(name, "longrope")
+        frequencies = short
+        if is_long:
+            frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](config, model.device, seq_len=original + 1)
+        module.inv_freq.copy_(frequencies)
+        module.rope_type = "default"  # what transformers asks to know whether to choose
+        _check_fixed(name, module, original, config)
+    if is_long:
+        logger.warning(
+            "%s: the rotary embedding is fixed to its frequencies for more than %d tokens, for requests below that "
+            "too; transformers gives those the short ones. Set max_model_len to %d or less for the short ones",
+            name,
+            original,
+            original,
+        )
+        return longest
+    return min(original, longest)
+
+
+def _check_fixed(name: str, module: nn.Module, original: int, config: Any) -> None:
+    """Refuse a rotary module whose angles of one position still depend on the largest position."""
+    frequencies = module.get_buffer("inv_freq")
+    hidden = frequencies.new_zeros(1, 1, config.hidden_size)
+    positions = torch.tensor([[0, 1, 2, original + 1]], device=frequencies.device)
+    with torch.inference_mode():
+        alone = module(hidden, positions[:, :3])
+        beside = module(hidden, positions)
+    if any(not torch.equal(one, other[:, :3]) for one, other in zip(alone, beside, strict=True)):
+        check_rope_type(name, "longrope")
 
 
 # ------------------------------------------------------------------------------------------------------- 2. probe
@@ -130,13 +194,19 @@ def probe_layers(model: Any) -> list[ProbedLayer]:
     recorder = _Recorder()
     for module in model.modules():
         set_handler(module, recorder)
+    expected = config.num_hidden_layers
+    seen = recorder.layers
     try:
         run_model(model, torch.tensor([1, 2, 3]), torch.arange(3), keep=None)
+    except Exception as error:
+        raise UnsupportedModel(
+            f"{name}: a forward pass with replaced attention failed ({type(error).__name__}: {first_line(error)}), "
+            f"after {len(seen)} of {expected} layers asked transformers' attention interface for attention; only "
+            "models that leave masks and attention to that interface can run here"
+        ) from error
     finally:
         for module in model.modules():
             set_handler(module, None)
-    expected = config.num_hidden_layers
-    seen = recorder.layers
     if len(seen) != expected or len({id(layer.module) for layer in seen}) != expected:
         raise UnsupportedModel(
             f"{name}: {len({id(layer.module) for layer in seen})} of {expected} layers asked transformers' attention "
@@ -167,88 +237,6 @@ def _check_windows(name: str, config: Any, layers: list[ProbedLayer]) -> None:
             )
 
 
-# -------------------------------------------------------------------------------------------------- 3. self-check
-
-
-def self_check(model: Any, layers: list[ProbedLayer], context: AttentionContext) -> None:
-    """Compare the paged path with a plain forward pass.
-
-    Three sequences share four steps over a pool of shuffled blocks, so that steps mix first chunks, later chunks and
-    single tokens.
-
-    Raises:
-        UnsupportedModel: the logits differ by more than rounding.
-    """
-    sequences, steps = _check_plan(model)
-    plain = [_plain_logits(model, sequence) for sequence in sequences]
-    paged = _paged_logits(model, layers, context, sequences, steps)
-    errors = torch.cat([relative_error(got, want) for got, want in zip(paged, plain, strict=True)])
-    dtype = model.dtype
-    # In float32 every position must agree. In a narrow type, rounding may tip an expert's choice: the median must.
-    error = float(errors.max() if dtype == torch.float32 else errors.median())
-    if not error <= TOLERANCE[dtype]:
-        raise UnsupportedModel(
-            f"{model.config.model_type}: logits of the paged path differ from transformers' own by {error:.2g} of "
-            f"their spread (at most {TOLERANCE[dtype]} is rounding); some part of this model is not computed per token"
-        )
-
-
-def relative_error(got: Tensor, want: Tensor) -> Tensor:
-    """[t] largest difference of each row of logits [t, vocab_size], relative to the row's standard deviation."""
-    difference = (got.float() - want.float()).abs().amax(dim=-1)
-    return difference / want.float().std(dim=-1).clamp(min=1e-6)
-
-
-def _check_plan(model: Any) -> tuple[list[Tensor], list[tuple[int, ...]]]:
-    """Token sequences, and per step how many tokens of each are computed."""
-    config = model.config.get_text_config(decoder=True)
-    longest = getattr(config, "max_position_embeddings", None) or 64
-    steps: list[tuple[int, ...]] = [(13, 21, 0), (19, 1, 6), (1, 1, 3), (4, 1, 1)]
-    if longest < sum(step[0] for step in steps):
-        steps = [(2, 1, 0), (1, 1, 1), (1, 1, 1)]
-    lengths = [sum(step[row] for step in steps) for row in range(3)]
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(0, config.vocab_size, (n,), generator=generator) for n in lengths], steps
-
-
-def _plain_logits(model: Any, token_ids: Tensor) -> Tensor:
-    with plain_attention(model):
-        return run_model(model, token_ids, torch.arange(len(token_ids)), keep=None)
-
-
-def _paged_logits(
-    model: Any,
-    layers: list[ProbedLayer],
-    context: AttentionContext,
-    sequences: list[Tensor],
-    steps: list[tuple[int, ...]],
-) -> list[Tensor]:
-    """Logits of every position of every sequence, computed step by step over a small pool."""
-    block_size = 4
-    per_row = blocks_for(max(len(sequence) for sequence in sequences), block_size)
-    shapes = [layer.shape for layer in layers]
-    pool = KVPool(shapes, num_blocks=3 * per_row, block_size=block_size, dtype=model.dtype, device=model.device)
-    # Shuffled by a stride that has no factor in common with the count, so that a row's blocks lie apart.
-    tables = (np.arange(3 * per_row) * (3 * per_row - 1) % (3 * per_row)).reshape(per_row, 3).T
-    backend = TorchAttention(shapes, model.device)
-    computed = np.zeros(3, dtype=np.int64)
-    collected: list[list[Tensor]] = [[], [], []]
-    for step in steps:
-        counts = np.array(step)
-        rows = np.nonzero(counts)[0]
-        batch = PagedBatch.build(counts[rows], computed[rows], tables[rows], block_size, model.device)
-        token_ids = torch.cat([sequences[row][computed[row] : computed[row] + counts[row]] for row in rows])
-        context.begin(batch, pool, backend)
-        try:
-            logits = run_model(model, token_ids, torch.from_numpy(batch.positions), keep=None)
-        finally:
-            context.end()
-        for row, part in zip(rows.tolist(), torch.split(logits, counts[rows].tolist()), strict=True):
-            collected[row].append(part)
-        computed += counts
-    return [torch.cat(parts) for parts in collected]
-
-
 # --------------------------------------------------------------------------------------------------- shared parts
 
 
@@ -256,7 +244,7 @@ def attach(layers: list[ProbedLayer]) -> AttentionContext:
     """Give every attention module its paged handler; the context says what they attend over."""
     context = AttentionContext()
     for index, layer in enumerate(layers):
-        set_handler(layer.module, PagedLayer(context, index))
+        set_handler(layer.module, PagedLayer(context, index, layer.shape))
     return context
 
 
@@ -290,11 +278,7 @@ def takes_logits_to_keep(model: Any) -> bool:
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
-@contextmanager
-def plain_attention(model: Any) -> Iterator[None]:
-    """Run the model with transformers' own eager attention meanwhile."""
-    model.config._attn_implementation = "eager"
-    try:
-        yield
-    finally:
-        model.config._attn_implementation = ATTENTION_NAME
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, at most 200 characters."""
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__)[:200]

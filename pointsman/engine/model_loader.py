@@ -14,10 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from pointsman.engine.attention import ATTENTION_NAME, AttentionContext
+from pointsman.engine.attention import ATTENTION_NAME, AttentionBackend, AttentionContext
+from pointsman.engine.backends import AttentionChoice, choose_attention, choose_device, fuse_for
 from pointsman.engine.errors import ModelLoadError, UnsupportedModel
 from pointsman.engine.kv_pool import LayerShape
-from pointsman.engine.model_check import attach, check_config, probe_layers, self_check
+from pointsman.engine.model_check import attach, check_config, first_line, fix_longrope, probe_layers
+from pointsman.engine.self_check import SelfCheck
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +43,12 @@ class LoadedModel:
     context: AttentionContext
     eos_token_ids: tuple[int, ...]
     max_position_embeddings: int | None
-    """Longest sequence the model was made for; None where the configuration does not say."""
+    """Longest sequence the model can run as it was loaded; None where the configuration does not say."""
+    attention: AttentionBackend
+    """The attention that it was checked with."""
+    fused: dict[str, int]
+    """How many parts of each kind were replaced by faster ones; they need the backend above."""
+    num_parameters: int
 
     @property
     def dtype(self) -> torch.dtype:
@@ -54,59 +61,111 @@ class LoadedModel:
         return int(self.model.get_input_embeddings().num_embeddings)
 
 
-def load_model(model: str | Path | None = "demo", dtype: str = "float32") -> LoadedModel:
+def load_model(
+    model: str | Path | None = "demo",
+    dtype: str = "float32",
+    *,
+    device: str = "auto",
+    max_model_len: int | None = None,
+    attention: AttentionChoice = "auto",
+    fuse: bool = True,
+) -> LoadedModel:
     """Load and check the model in a directory; "demo" or None is the packaged one.
 
     Args:
         model: a directory with config.json, *.safetensors and, for text prompts, a tokenizer.
         dtype: "float32" or "bfloat16".
+        device: "cpu", "cuda", "cuda:1", ...; "auto" is a GPU if PyTorch sees one.
+        max_model_len, attention, fuse: see `wrap_model`.
 
     Raises:
         ModelLoadError: the directory cannot be read; one line says what is missing or broken.
         UnsupportedModel: it was read, but the paged path would not compute it correctly.
-        ValueError: an unknown dtype.
+        ValueError: an unknown dtype, device or attention.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
     path = DEMO_MODEL if model is None or str(model) == "demo" else Path(model)
+    place = choose_device(device)
     config = _read_config(path)
     check_config(config)
     _check_weights(path)
     return wrap_model(
-        _read_weights(path, config, DTYPES[dtype]),
+        _read_weights(path, config, DTYPES[dtype]).to(place),
         tokenizer=_read_tokenizer(path),
         path=str(path),
+        max_model_len=max_model_len,
+        attention=attention,
+        fuse=fuse,
     )
 
 
-def wrap_model(model: Any, *, tokenizer: Any | None = None, path: str = "") -> LoadedModel:
+def wrap_model(
+    model: Any,
+    *,
+    tokenizer: Any | None = None,
+    path: str = "",
+    max_model_len: int | None = None,
+    attention: AttentionChoice = "auto",
+    fuse: bool = True,
+) -> LoadedModel:
     """Check a transformers model that is already in memory and connect it to paged attention.
+
+    Args:
+        model: changed in place: its attention is answered by the returned object's `context` from now on.
+        tokenizer, path: kept for the caller.
+        max_model_len: longest sequence that will be asked for; None: what the model was made for. Only a model with
+            a "longrope" embedding needs to know it when it is loaded (see `fix_longrope`).
+        attention: "torch", "numba" (compiled, for CPUs), a class of backends, or "auto": the fastest there is.
+        fuse: replace parts of the model by faster ones that were seen to compute the same (see `fusion.py`), where the
+            attention is "numba". The model is then good for this only.
 
     Raises:
         UnsupportedModel: the paged path would not compute it correctly.
     """
     check_config(model.config)
     model.eval().requires_grad_(False)
+    longest = fix_longrope(model, max_model_len)
     model.config._attn_implementation = ATTENTION_NAME
-    try:
-        layers = probe_layers(model)
-    except KeyError as error:
-        raise UnsupportedModel(
-            f"{model.config.model_type} has no attention that can be replaced (it looked for {error})"
-        ) from error
-    context = attach(layers)
-    self_check(model, layers, context)
+    probed = probe_layers(model)
+    layers = tuple(layer.shape for layer in probed)
+    context = attach(probed)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    backend = choose_attention(attention, layers, model.device, model.dtype)
+    check = SelfCheck(model, layers, context, backend)
+    check.run()
+    fused = fuse_for(model, check) if fuse else {}
+    if fused:
+        _check_fused(check)
     config = model.config.get_text_config(decoder=True)
     return LoadedModel(
         path=path,
         model=model,
         config=config,
         tokenizer=tokenizer,
-        layers=tuple(layer.shape for layer in layers),
+        layers=layers,
         context=context,
         eos_token_ids=_eos_token_ids(model),
-        max_position_embeddings=getattr(config, "max_position_embeddings", None),
+        max_position_embeddings=longest or getattr(config, "max_position_embeddings", None),
+        attention=backend,
+        fused=fused,
+        num_parameters=num_parameters,
     )
+
+
+def _check_fused(check: SelfCheck) -> None:
+    """The self-check once more, with the parts that were replaced.
+
+    Raises:
+        UnsupportedModel: each part computes the same alone, and the whole does not.
+    """
+    try:
+        check.run()
+    except Exception as error:
+        raise UnsupportedModel(
+            f"{check.model.config.model_type}: with fused layers the model fails its check ({first_line(error)}); load "
+            "it with fuse=False"
+        ) from error
 
 
 def _read_config(path: Path) -> Any:
@@ -117,7 +176,7 @@ def _read_config(path: Path) -> Any:
     try:
         content = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{path / 'config.json'} cannot be read: {_one_line(error)}") from error
+        raise ModelLoadError(f"{path / 'config.json'} cannot be read: {first_line(error)}") from error
     model_type = content.get("model_type") if isinstance(content, dict) else None
     if not isinstance(model_type, str):
         raise ModelLoadError(f"{path / 'config.json'} names no model_type; copy the model's own config.json")
@@ -126,7 +185,9 @@ def _read_config(path: Path) -> Any:
     except KeyError as error:
         raise UnsupportedModel(f"{path}: transformers does not know {error}") from error
     except Exception as error:
-        raise UnsupportedModel(f"{path}: model type {model_type!r} cannot be configured: {_one_line(error)}") from error
+        raise UnsupportedModel(
+            f"{path}: model type {model_type!r} cannot be configured: {first_line(error)}"
+        ) from error
     if not config.is_encoder_decoder and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModel(f"{path}: {model_type} is no causal language model; only those can run here")
     return config
@@ -143,14 +204,14 @@ def _check_weights(path: Path) -> None:
                 tensors.keys()
         except (SafetensorError, OSError, ValueError) as error:
             raise ModelLoadError(
-                f"{file} is truncated or corrupt ({file.stat().st_size} bytes; {_one_line(error)}); copy it again"
+                f"{file} is truncated or corrupt ({file.stat().st_size} bytes; {first_line(error)}); copy it again"
             ) from error
     index = path / "model.safetensors.index.json"
     if index.is_file():
         try:
             named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise ModelLoadError(f"{index} cannot be read: {_one_line(error)}") from error
+            raise ModelLoadError(f"{index} cannot be read: {first_line(error)}") from error
         absent = sorted(named - {file.name for file in files})
         if absent:
             raise ModelLoadError(f"{path} lacks {len(absent)} of {len(named)} weight files, first {absent[0]}")
@@ -173,9 +234,12 @@ def _read_weights(path: Path, config: Any, dtype: torch.dtype) -> Any:
             ignore_mismatched_sizes=True,  # reported below, with names
         )
     except KeyError as error:
-        raise UnsupportedModel(f"{config.model_type} has no attention that can be replaced ({error})") from error
+        raise UnsupportedModel(
+            f"{config.model_type} computes attention in classes of its own, none of them named {error}; only models "
+            "that leave attention to transformers' attention interface can run here"
+        ) from error
     except Exception as error:
-        raise ModelLoadError(f"{path}: the weights cannot be loaded: {_one_line(error)}") from error
+        raise ModelLoadError(f"{path}: the weights cannot be loaded: {first_line(error)}") from error
     finally:
         transformers_logging.set_verbosity(verbosity)
         if was_showing:
@@ -199,7 +263,7 @@ def _read_tokenizer(path: Path) -> Any | None:
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:
-        raise ModelLoadError(f"{path}: the tokenizer cannot be loaded: {_one_line(error)}") from error
+        raise ModelLoadError(f"{path}: the tokenizer cannot be loaded: {first_line(error)}") from error
 
 
 def _eos_token_ids(model: Any) -> tuple[int, ...]:
@@ -211,9 +275,3 @@ def _eos_token_ids(model: Any) -> tuple[int, ...]:
     if eos is None:
         return ()
     return tuple(int(one) for one in eos) if isinstance(eos, (list, tuple)) else (int(eos),)
-
-
-def _one_line(error: BaseException) -> str:
-    """The first line of an error's message, at most 200 characters."""
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:200]

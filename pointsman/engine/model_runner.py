@@ -1,8 +1,16 @@
-"""ModelRunner: execute one `SchedulerOutput` on the model, one forward pass for all rows."""
+"""ModelRunner: execute one `SchedulerOutput` on the model, one forward pass for all rows.
+
+    prepared  = runner.prepare(output)     reads the scheduler and the requests: block tables, input tokens, sampling
+    execution = runner.run(prepared)       reads only what was prepared: forward pass, sampling, log probabilities
+
+so the scheduler may be asked for the next step while `run` executes; `execute` is one after the other.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,18 +18,61 @@ import torch
 from torch import Tensor
 
 from pointsman.core.output import SchedulerOutput, StepResult
-from pointsman.core.request import Request
 from pointsman.engine.attention import AttentionBackend, PagedBatch
 from pointsman.engine.kv_pool import KVPool
+from pointsman.engine.logprobs import PromptLogprobs, TokenLogprobs, token_logprobs
 from pointsman.engine.model_check import run_model
 from pointsman.engine.model_loader import LoadedModel
-from pointsman.engine.sampler import SamplingRow, derive_seed, sample
-from pointsman.engine.torch_attention import TorchAttention
+from pointsman.engine.race import Int64Array
+from pointsman.engine.sampler import Sampled, Sampler
+from pointsman.engine.sampling_batch import SamplingBatch
 
 if TYPE_CHECKING:
     from pointsman.core import Scheduler
 
 NOT_FINITE = "the model's logits are not finite (NaN or infinity); check the weights, or use dtype float32"
+NOTHING_LEFT = "allowed_token_ids, bad_words and min_tokens together leave no token to sample; loosen one of them"
+
+
+@dataclass(slots=True)
+class PromptChunk:
+    """The part of a prompt whose log probabilities are wanted from a step."""
+
+    row_index: int
+    start: int
+    """Position in the prompt of the first token of `token_ids`."""
+    token_ids: Int64Array
+    """[m] the tokens whose log probabilities are wanted."""
+    num_logprobs: int
+
+
+@dataclass(slots=True)
+class PreparedStep:
+    """All that executing one step needs, beside the model and the pool. n rows, T tokens, s of the rows sample."""
+
+    num_rows: int
+    batch: PagedBatch
+    token_ids: Tensor
+    """[T] int64."""
+    positions: Tensor
+    """[T] int64."""
+    sampling: Int64Array
+    """[s] row indices that sample."""
+    sampling_batch: SamplingBatch
+    logits_at: Int64Array
+    """Flat positions whose logits are wanted: first the s that are sampled from, then those of `prompt_chunks`."""
+    prompt_chunks: Sequence[PromptChunk] = ()
+
+
+@dataclass(slots=True)
+class StepExecution:
+    """What a step gave: for the scheduler, and for the callers of its requests."""
+
+    result: StepResult
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    """Row index of the output -> those of the sampled token, where they were asked for."""
+    prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
+    """Row index of the output -> those of the prompt tokens that this step reached, where they were asked for."""
 
 
 class ModelRunner:
@@ -32,7 +83,7 @@ class ModelRunner:
         pool: its KV pool, with the block count and size of the scheduler's configuration.
         scheduler: read for block tables and input tokens, never changed.
         seed: requests that give no seed derive theirs from it and their id.
-        backend: how attention is computed; None: plain PyTorch.
+        backend: how attention is computed; None: as the model was checked.
     """
 
     def __init__(
@@ -47,68 +98,122 @@ class ModelRunner:
         self.loaded = loaded
         self.pool = pool
         self.scheduler = scheduler
-        self.seed = seed
-        self.backend = backend or TorchAttention(loaded.layers, loaded.model.device)
+        self.sampler = Sampler(loaded.vocab_size, seed, loaded.tokenizer, loaded.model.device)
+        self.backend = backend or loaded.attention
 
-    def execute(self, output: SchedulerOutput) -> StepResult:
+    def execute(self, output: SchedulerOutput) -> StepExecution:
         """Compute the step: KV of every scheduled token, one sampled token per row with `samples`.
 
-        A row whose logits are not finite is answered with an error, so that only its request ends. An empty output
-        is answered without a forward pass.
+        A row whose logits are not finite, or which has no token left to sample, is answered with an error, so that only
+        its request ends. An empty output is answered without a forward pass.
 
         Raises:
             Exception: whatever the model raises; nothing is then known about the pool's slots of this step.
         """
-        if output.total_num_scheduled_tokens == 0:
-            return StepResult(token_ids=np.empty(0, dtype=np.int64))
-        started = time.perf_counter()
-        batch = self._batch(output)
-        sampling = np.nonzero(output.samples)[0]
-        logits = self._forward(output, batch, batch.query_starts[sampling + 1] - 1)
-        token_ids, errors = self._sample(output, batch, sampling, logits)
-        return StepResult(token_ids=token_ids, errors=errors, step_time=time.perf_counter() - started)
+        return self.run(self.prepare(output))
 
-    def _batch(self, output: SchedulerOutput) -> PagedBatch:
-        return PagedBatch.build(
+    # ------------------------------------------------------------------------------------------------------ before
+
+    def prepare(self, output: SchedulerOutput) -> PreparedStep:
+        """Read what the step needs from the scheduler; call it before the scheduler is called again.
+
+        Raises:
+            StepOrderError: a token of the step has yet to be sampled by one before it.
+        """
+        batch = PagedBatch.build(
             output.num_scheduled_tokens,
             output.num_computed_tokens,
             self.scheduler.block_table[output.rows],
             self.pool.block_size,
-            self.loaded.model.device,
         )
+        sampling = output.samples.nonzero()[0]
+        sampling_batch = self.sampler.prepare(output, sampling, batch.kv_lens[sampling])
+        prepared = PreparedStep(
+            num_rows=output.num_rows,
+            batch=batch,
+            token_ids=torch.from_numpy(self.scheduler.input_token_ids(output).astype(np.int64)),
+            positions=torch.from_numpy(batch.positions),
+            sampling=sampling,
+            sampling_batch=sampling_batch,
+            logits_at=batch.query_starts[sampling + 1] - 1,
+        )
+        if sampling_batch.prompt_logprobs:
+            self._prepare_prompt_logprobs(output, prepared)
+        return prepared
 
-    def _forward(self, output: SchedulerOutput, batch: PagedBatch, last_tokens: np.ndarray) -> Tensor:
-        """Logits [len(last_tokens), vocab_size] at the flat positions `last_tokens`."""
-        token_ids = torch.from_numpy(self.scheduler.input_token_ids(output).astype(np.int64))
+    @staticmethod
+    def _prepare_prompt_logprobs(output: SchedulerOutput, prepared: PreparedStep) -> None:
+        """The logits at position p say how likely token p + 1 was, so a chunk covers the tokens one further on."""
+        chunks: list[PromptChunk] = []
+        logits_at = [prepared.logits_at]
+        for index, num_logprobs in prepared.sampling_batch.prompt_logprobs:
+            prompt = output.requests[index].prompt_token_ids
+            start = int(output.num_computed_tokens[index]) + 1
+            end = min(start + int(output.num_scheduled_tokens[index]), len(prompt))
+            if start < end:
+                token_ids = prompt[start:end].astype(np.int64)
+                chunks.append(PromptChunk(index, start, token_ids, num_logprobs))
+                logits_at.append(prepared.batch.query_starts[index] + np.arange(end - start))
+        prepared.prompt_chunks = chunks
+        prepared.logits_at = np.concatenate(logits_at)
+
+    # ----------------------------------------------------------------------------------------------------- execute
+
+    def run(self, prepared: PreparedStep) -> StepExecution:
+        """Execute a prepared step; steps must run in the order in which they were prepared.
+
+        Raises:
+            Exception: see `execute`.
+        """
+        if prepared.num_rows == 0:
+            return StepExecution(StepResult(token_ids=np.empty(0, dtype=np.int64)))
+        started = time.perf_counter()
+        logits = self._forward(prepared)
+        execution = self._sample(prepared, logits[: len(prepared.sampling)])
+        if prepared.prompt_chunks:
+            execution.prompt_logprobs = _prompt_logprobs(prepared, logits[len(prepared.sampling) :])
+        execution.result.step_time = time.perf_counter() - started
+        return execution
+
+    def _forward(self, prepared: PreparedStep) -> Tensor:
+        """Logits [len(logits_at), vocab_size]."""
         context = self.loaded.context
-        context.begin(batch, self.pool, self.backend)
+        context.begin(prepared.batch, self.pool, self.backend)
         try:
             return run_model(
-                self.loaded.model, token_ids, torch.from_numpy(batch.positions), keep=torch.from_numpy(last_tokens)
+                self.loaded.model, prepared.token_ids, prepared.positions, keep=torch.from_numpy(prepared.logits_at)
             )
         finally:
             context.end()
 
-    def _sample(
-        self, output: SchedulerOutput, batch: PagedBatch, sampling: np.ndarray, logits: Tensor
-    ) -> tuple[np.ndarray, dict[int, str]]:
+    def _sample(self, prepared: PreparedStep, logits: Tensor) -> StepExecution:
+        sampling = prepared.sampling
         if not len(sampling):
-            return np.empty(0, dtype=np.int64), {}
-        rows = [
-            self._sampling_row(output.requests[row], position)
-            for row, position in zip(sampling.tolist(), batch.kv_lens[sampling].tolist(), strict=True)
-        ]
-        with torch.inference_mode():
-            tokens, ok = sample(logits, rows)
-        token_ids, good = tokens.cpu().numpy(), ok.cpu().numpy()
-        return token_ids[good], dict.fromkeys(sampling[~good].tolist(), NOT_FINITE)
+            return StepExecution(StepResult(token_ids=np.empty(0, dtype=np.int64)))
+        sampled = self.sampler.run(logits, prepared.sampling_batch)
+        if sampled.ok.all():
+            return StepExecution(StepResult(token_ids=sampled.token_ids), sampled.logprobs)
+        result = StepResult(token_ids=sampled.token_ids[sampled.ok], errors=_errors(prepared, logits, sampled))
+        return StepExecution(result, sampled.logprobs)
 
-    def _sampling_row(self, request: Request, position: int) -> SamplingRow:
-        """How to draw the token at `position`; the request's metadata are its SamplingParams."""
-        params = request.metadata
-        seed = params.seed
-        if seed is None and not params.is_greedy:
-            seed = derive_seed(self.seed, request.request_id)
-        early = position - request.num_prompt_tokens < request.min_tokens
-        banned = tuple(request.stop_set) if early else ()
-        return SamplingRow(params, seed or 0, position, banned)
+
+def _errors(prepared: PreparedStep, logits: Tensor, sampled: Sampled) -> dict[int, str]:
+    """Row index -> why it could not be sampled: the model's fault, or that of the request's own parameters."""
+    bad = (~sampled.ok).nonzero()[0]
+    had_choice = torch.isfinite(logits[torch.from_numpy(bad).to(logits.device)].amax(dim=-1)).tolist()
+    errors = prepared.sampling_batch.errors
+    return {
+        int(prepared.sampling[at]): errors.get(int(at), NOTHING_LEFT if finite else NOT_FINITE)
+        for at, finite in zip(bad, had_choice, strict=True)
+    }
+
+
+def _prompt_logprobs(prepared: PreparedStep, logits: Tensor) -> dict[int, PromptLogprobs]:
+    """Args: logits: [tokens of all chunks, vocab_size], chunk after chunk."""
+    found: dict[int, PromptLogprobs] = {}
+    parts = torch.split(logits, [len(chunk.token_ids) for chunk in prepared.prompt_chunks])
+    with torch.inference_mode():
+        for chunk, part in zip(prepared.prompt_chunks, parts, strict=True):
+            entries = token_logprobs(part, chunk.token_ids, chunk.num_logprobs)
+            found[chunk.row_index] = PromptLogprobs(chunk.start, entries)
+    return found

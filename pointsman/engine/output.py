@@ -1,49 +1,25 @@
-"""What a caller gets back for a request: its text and tokens so far, and once it ended, why."""
+"""What a caller gets back for a request: its text and tokens so far, and once it ended, why.
+
+A request's tokens, the text of each and their log probabilities are kept once, in its `Transcript`, which only ever
+grows. A `RequestOutput` is a view of a stretch of it: making one costs the same however long the output is, and lists
+and texts are put together when they are read. So an engine can hand out one per token and request, and a caller who
+looks at the last one only pays for that.
+
+    earlier.token_ids, earlier.text      # stay what they were when more tokens come
+    later.since(earlier).text            # what came between the two
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import TYPE_CHECKING
 
-LOOK_BACK = 6
-"""Tokens decoded again before each new part of a text, because a token's text may depend on those before it."""
+from pointsman.core import FinishReason, Request
 
-
-class Detokenizer:
-    """The growing text of one request. Each token is decoded a bounded number of times, however long the text is.
-
-    Text that ends inside a character (a byte-level token with part of its bytes) is held back until the rest comes.
-    """
-
-    __slots__ = ("_num_settled", "_text", "_tokenizer")
-
-    def __init__(self, tokenizer: Any | None) -> None:
-        self._tokenizer = tokenizer
-        self._text = ""
-        self._num_settled = 0  # tokens whose text is in _text
-
-    def text(self, token_ids: Sequence[int], *, finished: bool) -> str:
-        """The text of `token_ids`, which extend those of the last call; "" without a tokenizer.
-
-        When `finished`, all tokens are decoded at once and nothing is held back.
-        """
-        if self._tokenizer is None or not token_ids:
-            return ""
-        if finished or len(token_ids) < self._num_settled:
-            return self._decode(token_ids)
-        start = max(0, self._num_settled - LOOK_BACK)
-        before = self._decode(token_ids[start : self._num_settled])
-        whole = self._decode(token_ids[start:])
-        if whole.endswith("\ufffd"):
-            return self._text + whole[len(before) :].rstrip("\ufffd")
-        self._text += whole[len(before) :]
-        self._num_settled = len(token_ids)
-        return self._text
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)  # type: ignore[union-attr]
-        return text
+if TYPE_CHECKING:
+    from pointsman.engine.detokenizer import Detokenizer, TextDecoder
+    from pointsman.engine.logprobs import TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -58,40 +34,186 @@ class RequestMetrics:
     num_preemptions: int = 0
 
 
-class CompletionOutput:
-    """One sample of a prompt. `text` is decoded when it is first read."""
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """How likely a token was in its place."""
 
-    __slots__ = ("_detokenizer", "_text", "finish_detail", "finish_reason", "index", "stop_reason", "token_ids")
+    logprob: float
+    """Natural logarithm of its probability."""
+    rank: int | None
+    """1 is the most likely token of the vocabulary."""
+    decoded_token: str | None
+    """Its text behind other text; None if the request makes no text."""
+
+
+class Transcript:
+    """What a request has generated. The lists only grow, and a token's text never changes once it is there.
+
+    Args:
+        prompt: the prompt as text, if it is known.
+        decoder: of the model's tokenizer; None: no text is made.
+        detokenizer: for this request's text; None with `decoder`.
+        is_eager: text is made by `make_text` alone, in the engine's thread; otherwise also when it is read.
+        keeps_logprobs: whether the caller asked for log probabilities of the output.
+        keeps_prompt_logprobs: and for those of the prompt.
+    """
+
+    __slots__ = ("_final_text", "_prompt_token_ids", "_rest", "decoder", "detokenizer", "finish_detail",
+                 "finish_reason", "has_hidden_end", "is_eager", "logprobs", "metrics", "mode", "prompt",
+                 "prompt_logprobs", "request", "skips_special_tokens", "stop_reason", "texts", "token_ids")  # fmt: skip
 
     def __init__(
         self,
-        detokenizer: Detokenizer,
-        token_ids: list[int],
-        finish_reason: str | None,
-        finish_detail: str,
-        stop_reason: int | str | None,
+        request: Request,
+        prompt: str | None = None,
+        *,
+        decoder: TextDecoder | None = None,
+        detokenizer: Detokenizer | None = None,
+        skips_special_tokens: bool = True,
+        is_eager: bool = False,
+        keeps_logprobs: bool = False,
+        keeps_prompt_logprobs: bool = False,
     ) -> None:
-        self.index = 0
-        self.token_ids = token_ids
+        self.request = request
+        self.prompt = prompt
+        self.decoder = decoder
+        self.detokenizer = detokenizer
+        self.skips_special_tokens = skips_special_tokens
+        self.is_eager = is_eager
+        self.mode = 0  # the output processor's own note on how to treat it
+        self.token_ids: list[int] = []
+        self.texts: list[str] = []
+        """Text that each of the first tokens settled; as long as `token_ids` if eager, otherwise as far as was read."""
+        self.logprobs: list[TokenLogprobs] | None = [] if keeps_logprobs else None
+        """One per token."""
+        self.prompt_logprobs: list[TokenLogprobs] | None = [] if keeps_prompt_logprobs else None
+        """One per prompt token from the second on."""
+        self.metrics = RequestMetrics(arrival_time=request.arrival_time)
+        self.finish_reason: str | None = None
+        self.finish_detail = ""
+        self.stop_reason: int | str | None = None
+        self.has_hidden_end = False
+        """Whether the last token, which stopped the request, is not part of the text."""
+        self._rest: str | None = None  # text that the end of the tokens settled
+        self._final_text: str | None = None
+        self._prompt_token_ids: list[int] | None = None
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        if self._prompt_token_ids is None:
+            self._prompt_token_ids = self.request.prompt_token_ids.tolist()
+        return self._prompt_token_ids
+
+    def make_text(self, num_tokens: int) -> None:
+        """Settle the text of the first `num_tokens` tokens."""
+        if self.detokenizer is None:
+            return
+        texts = self.texts
+        last = len(self.token_ids) - 1 if self.has_hidden_end else -1
+        for index in range(len(texts), num_tokens):
+            texts.append("" if index == last else self.detokenizer.feed(self.token_ids[index]))
+
+    def make_rest(self) -> str:
+        """The text that only the end of the tokens settles; all tokens' text has been made."""
+        if self._rest is None:
+            self._rest = self.detokenizer.finish() if self.detokenizer is not None else ""
+        return self._rest
+
+    def text(self, start: int, end: int, *, to_the_end: bool) -> str:
+        """The text of tokens `start` to `end` - 1; with what follows the last one if `to_the_end`."""
+        if self.detokenizer is None or self.decoder is None:
+            return ""
+        if to_the_end and start == 0 and not self.is_eager and not self.texts:
+            if self._final_text is None:  # nobody has read any of it: decoding all at once is the fastest
+                shown = self.token_ids[:-1] if self.has_hidden_end else self.token_ids
+                self._final_text = self.decoder.decode(shown, self.skips_special_tokens)
+            return self._final_text
+        self.make_text(end)
+        text = "".join(self.texts[start:end])
+        return text + self.make_rest() if to_the_end else text
+
+    def finish(self, finish_reason: str, finish_detail: str, stop_reason: int | str | None) -> None:
+        """No token will follow."""
         self.finish_reason = finish_reason
-        """"stop", "length", "abort" or "error"; None while it runs."""
         self.finish_detail = finish_detail
-        """What exactly ended it: which limit, or the error."""
         self.stop_reason = stop_reason
-        """The stop token that ended it, if one did; None for EOS."""
-        self._detokenizer = detokenizer
+
+    def describe(self, entry: TokenLogprobs) -> dict[int, Logprob]:
+        """Log probabilities of one position as callers get them; the token itself comes first."""
+        text = self.decoder.token_text if self.decoder is not None else lambda token_id: None
+        ids, values = entry.token_ids.tolist(), entry.logprobs.tolist()
+        ranks = chain((entry.rank,), range(1, len(ids)))
+        return {
+            token_id: Logprob(value, rank, text(token_id))
+            for token_id, value, rank in zip(ids, values, ranks, strict=True)
+        }
+
+
+class CompletionOutput:
+    """One sample of a prompt, or a stretch of it."""
+
+    __slots__ = ("_end", "_finished", "_logprobs", "_start", "_text", "_token_ids", "_transcript", "index")
+
+    def __init__(self, transcript: Transcript, start: int, end: int, finished: bool) -> None:
+        self.index = 0
+        self._transcript = transcript
+        self._start = start
+        self._end = end
+        self._finished = finished
         self._text: str | None = None
+        self._token_ids: list[int] | None = None
+        self._logprobs: list[dict[int, Logprob]] | None = None
 
     @property
     def text(self) -> str:
-        """The text of `token_ids`; "" if the model has no tokenizer."""
+        """The text of `token_ids`, as far as it is settled; "" if the model has no tokenizer.
+
+        Text that a later token may change, or that may be the beginning of a stop string, comes with a later output.
+        Neither a stop string nor a stop token is in it, unless `include_stop_str_in_output`.
+        """
         if self._text is None:
-            self._text = self._detokenizer.text(self.token_ids, finished=self.finished)
+            self._text = self._transcript.text(self._start, self._end, to_the_end=self._finished)
         return self._text
 
     @property
+    def token_ids(self) -> list[int]:
+        """Generated tokens, the one that ended the request included."""
+        if self._token_ids is None:
+            self._token_ids = self._transcript.token_ids[self._start : self._end]
+        return self._token_ids
+
+    @property
+    def logprobs(self) -> list[dict[int, Logprob]] | None:
+        """For each of `token_ids` its log probability and those of the most likely tokens; None if not asked for."""
+        if self._logprobs is None and self._transcript.logprobs is not None:
+            entries = self._transcript.logprobs[self._start : self._end]
+            self._logprobs = [self._transcript.describe(entry) for entry in entries]
+        return self._logprobs
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The log probability of everything generated so far; None if log probabilities were not asked for."""
+        entries = self._transcript.logprobs
+        return None if entries is None else float(sum(float(entry.logprobs[0]) for entry in entries[: self._end]))
+
+    @property
+    def finish_reason(self) -> str | None:
+        """ "stop", "length", "abort" or "error"; None while it runs."""
+        return self._transcript.finish_reason if self._finished else None
+
+    @property
+    def finish_detail(self) -> str:
+        """What exactly ended it: which limit, or the error."""
+        return self._transcript.finish_detail if self._finished else ""
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """The stop token or stop string that ended it, if one did; None for EOS."""
+        return self._transcript.stop_reason if self._finished else None
+
+    @property
     def finished(self) -> bool:
-        return self.finish_reason is not None
+        return self._finished
 
     def __repr__(self) -> str:
         return (
@@ -99,41 +221,109 @@ class CompletionOutput:
         )
 
 
-@dataclass(slots=True)
 class RequestOutput:
-    """A request after a step in which it got tokens or ended."""
+    """A request after a step in which it got tokens or ended: a view, made in constant time."""
 
-    request_id: str
-    prompt: str | None
-    """The prompt as text; None if it was given as token ids."""
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    """One entry: the sample."""
-    finished: bool
-    metrics: RequestMetrics
+    __slots__ = ("_completion", "_end", "_start", "_transcript", "finished")
+
+    def __init__(self, transcript: Transcript, start: int, end: int, finished: bool = False) -> None:
+        self._transcript = transcript
+        self._start = start
+        self._end = end
+        self.finished = finished
+        self._completion: CompletionOutput | None = None
+
+    def since(self, previous: RequestOutput | None) -> RequestOutput:
+        """What is in this output and was not in an earlier one of the request: new tokens, text and log probabilities.
+
+        Args:
+            previous: an output of the same request; None: everything so far, also if this output is itself only a part.
+
+        Raises:
+            ValueError: `previous` is another request's, or newer than this one.
+        """
+        start = 0
+        if previous is not None:
+            if previous._transcript is not self._transcript:
+                raise ValueError(f"an output of {previous.request_id!r} precedes none of {self.request_id!r}")
+            start = previous._end
+            if start > self._end:
+                raise ValueError(f"the output given has {start} tokens, and this one only {self._end}; swap the two")
+        return RequestOutput(self._transcript, start, self._end, self.finished)
+
+    @property
+    def request_id(self) -> str:
+        return self._transcript.request.request_id
+
+    @property
+    def prompt(self) -> str | None:
+        """The prompt as text; None if it was given as token ids."""
+        return self._transcript.prompt
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self._transcript.prompt_token_ids
+
+    @property
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """One entry per prompt token, None for the first; None if not asked for, or if an earlier output had them."""
+        entries = self._transcript.prompt_logprobs
+        if entries is None or self._start:
+            return None
+        return [None, *(self._transcript.describe(entry) for entry in entries)]
+
+    @property
+    def outputs(self) -> list[CompletionOutput]:
+        """One entry: the sample."""
+        return [self._sample]
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """Shared by all outputs of the request, so it is always up to date."""
+        metrics = self._transcript.metrics
+        metrics.num_preemptions = self._transcript.request.num_preemptions
+        return metrics
 
     @property
     def text(self) -> str:
-        return self.outputs[0].text
+        return self._sample.text
 
     @property
     def token_ids(self) -> list[int]:
-        """All tokens generated so far."""
-        return self.outputs[0].token_ids
+        return self._sample.token_ids
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far, whatever part of them this output shows."""
+        return self._end
 
     @property
     def finish_reason(self) -> str | None:
-        return self.outputs[0].finish_reason
+        return self._sample.finish_reason
 
     @property
     def finish_detail(self) -> str:
-        return self.outputs[0].finish_detail
+        return self._sample.finish_detail
 
     @property
     def stop_reason(self) -> int | str | None:
-        return self.outputs[0].stop_reason
+        return self._sample.stop_reason
 
     @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens that were found in the prefix cache."""
-        return self.metrics.num_cached_tokens
+        return self._transcript.metrics.num_cached_tokens
+
+    @property
+    def _sample(self) -> CompletionOutput:
+        if self._completion is None:
+            self._completion = CompletionOutput(self._transcript, self._start, self._end, self.finished)
+        return self._completion
+
+    def __repr__(self) -> str:
+        return f"RequestOutput({self.request_id!r}, {self._sample!r})"
+
+
+def ended_by_token(request: Request) -> bool:
+    """Whether its last token stopped the request: EOS or a stop token."""
+    return request.finish_reason is FinishReason.STOP

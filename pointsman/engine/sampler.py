@@ -1,180 +1,210 @@
 """The sampler: from logits to tokens, for all rows of a step at once.
 
-Randomness is counter-based. The draw for token t at position p of a request with seed s is a pure function of
-(s, p, t), so a seeded request gets the same tokens alone or in a batch, chunked or not, preempted or not, and no
-generator has to be stored, restored or rewound.
+A step has two halves, so that the scheduler may go on while the model runs:
 
-    key      = mix(mix(s) + p * POSITION_STEP)                  one 64-bit number per row
-    bits     = mix(key + (t + 1) * TOKEN_STEP)                  SplitMix64: a counter through a mixing function
-    uniform  = (top 52 bits + 1/2) / 2**52                      strictly between 0 and 1, exact in float64
-    clock    = -log(uniform)                                    exponentially distributed
-    token    = argmax over t of probability[t] / clock          the clock that rings first
+    batch   = sampler.prepare(output, sampling, positions)    reads requests and columns; no logits yet
+    sampled = sampler.run(logits, batch)                      reads nothing else
 
-The race of exponential clocks draws t with exactly its probability (it is the Gumbel-max trick with one logarithm).
-Compared with a walk through the cumulative distribution it needs a draw per token, but a rounding difference of 1e-7
-in one logit then moves one boundary and not all of them, so tokens survive a change of batch composition.
+The order is that of vLLM's V1 sampler:
+
+    1. log probabilities are taken of the logits as they come (its "raw_logprobs", the default there)
+    2. allowed tokens, bad words, `min_tokens`, biases, penalties                      `logit_edits.py`
+    3. greedy rows take the most likely token; the others go through
+       temperature, min-p, top-k, top-p, and the race of exponential clocks            `race.py`, `race_kernels.py`
+
+What is random is a function of (seed, position, token) alone, see `race.py`. Parameters live in columns, see
+`sampling_batch.py`: a step over rows that only use temperature, top-k, top-p and min-p runs no Python per row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from hashlib import blake2b
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pointsman.engine.logit_edits import EditedRow, LogitEdits, bad_word_sequences
+from pointsman.engine.logprobs import TokenLogprobs, token_logprobs
+from pointsman.engine.race import Int64Array, draw, probabilities
+from pointsman.engine.sampling_batch import Float32Array, SamplingBatch, SamplingColumns
 from pointsman.engine.sampling_params import SamplingParams
 
-MASK_64 = (1 << 64) - 1
-TOKEN_STEP = 0x9E3779B97F4A7C15
-POSITION_STEP = 0xD1B54A32D192ED03
-MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # SplitMix64's
-SHIFTS = (30, 27, 31)
-RACE_ELEMENTS = 1 << 16
-"""Clocks drawn at once, so that the passes over them stay in cache."""
+if TYPE_CHECKING:
+    from pointsman.core.output import SchedulerOutput
+
+logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingRow:
-    """What one row needs: `position` is the place in the sequence of the token to be drawn."""
+@dataclass(slots=True)
+class Sampled:
+    """The tokens of one step, one per row of the logits."""
 
-    params: SamplingParams
-    seed: int
-    position: int
-    banned: tuple[int, ...] = ()
-    """Tokens that must not be drawn (EOS and stop tokens before `min_tokens`)."""
-
-
-def derive_seed(engine_seed: int, request_id: str) -> int:
-    """The seed of a request that gave none: 64 bits from the engine's seed and the request's id."""
-    digest = blake2b(f"{engine_seed}:{request_id}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
+    token_ids: Int64Array
+    """[n]."""
+    ok: npt.NDArray[np.bool_]
+    """[n] False: the edited logits had no finite maximum, or the batch has an error; the token means nothing."""
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    """By row index of the output, for rows that asked and are ok."""
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, Tensor]:
-    """Draw one token per row.
+class Sampler:
+    """Samples for one engine.
 
     Args:
-        logits: [n, vocab_size], any floating dtype.
-        rows: n of them.
-
-    Returns:
-        tokens [n] int64, and ok [n] bool: False where the logits had no finite maximum, so the token means nothing.
+        vocab_size: how many logits the model gives.
+        seed: requests that give no seed derive theirs from it and their id.
+        tokenizer: makes tokens of bad words; None: requests with bad words are refused by `check`.
+        device: where logits are.
     """
-    logits = ban(logits.float(), rows)
+
+    def __init__(
+        self, vocab_size: int, seed: int = 0, tokenizer: Any | None = None, device: torch.device | str = "cpu"
+    ) -> None:
+        self.vocab_size = vocab_size
+        self._tokenizer = tokenizer
+        self._draw_rows = compiled_draw() if torch.device(device).type == "cpu" else None
+        self._columns = SamplingColumns(seed)
+        self._edited: dict[str, EditedRow] = {}  # by request id, while it has a row
+
+    def check(self, params: SamplingParams) -> None:
+        """What a host calls before it adds a request.
+
+        Raises:
+            ValueError: the parameters name tokens that the model lacks, or bad words and there is no tokenizer.
+        """
+        params.check_token_ids(self.vocab_size)
+        if params.bad_words:
+            bad_word_sequences(self._tokenizer, params.bad_words)
+
+    def sample(self, logits: Tensor, output: SchedulerOutput, sampling: Int64Array, positions: Int64Array) -> Sampled:
+        """`prepare` and `run` in one."""
+        return self.run(logits, self.prepare(output, sampling, positions))
+
+    # ------------------------------------------------------------------------------------- before the model has run
+
+    def prepare(self, output: SchedulerOutput, sampling: Int64Array, positions: Int64Array) -> SamplingBatch:
+        """All that sampling needs from the requests.
+
+        Args:
+            output: the step; the metadata of its requests are SamplingParams.
+            sampling: [n] row indices of the output that sample, in ascending order.
+            positions: [n] place in its sequence of each token to be drawn.
+        """
+        if self._edited:
+            self._forget(output)
+        for index in self._columns.admit(output):
+            self._edited.pop(output.requests[index].request_id, None)
+        batch = self._columns.gather(output, sampling, positions)
+        edited = self._columns.edited(output, sampling)
+        if edited:
+            edits = LogitEdits()
+            for at in edited:
+                try:
+                    row = self._edited_row(output, int(sampling[at]))
+                except ValueError as error:  # what `check` refuses; a step that fails would fail again for ever
+                    batch.errors[at] = str(error)
+                else:
+                    row.edit(at, int(positions[at]), edits)
+            batch.edits = edits if edits else None
+        return batch
+
+    def _edited_row(self, output: SchedulerOutput, index: int) -> EditedRow:
+        """The edits of a request in this admission, made when they are first needed; errors as of `check`."""
+        request, serial = output.requests[index], int(output.serials[index])
+        row = self._edited.get(request.request_id)
+        if row is None or row.serial != serial:
+            bad_words = bad_word_sequences(self._tokenizer, request.metadata.bad_words)
+            row = self._edited[request.request_id] = EditedRow(request, serial, self.vocab_size, bad_words)
+        return row
+
+    def _forget(self, output: SchedulerOutput) -> None:
+        for request in (*output.preempted, *output.finished):
+            self._edited.pop(request.request_id, None)
+
+    # -------------------------------------------------------------------------------------- after the model has run
+
+    def run(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
+        """Draw.
+
+        Args:
+            logits: [n, vocab_size], any floating dtype; not changed.
+            batch: of the same n rows.
+        """
+        with torch.inference_mode():
+            edited = logits.float() if batch.edits is None else batch.edits.apply(logits)
+            if self._draw_rows is not None:
+                sampled = Sampled(*choose_on_cpu(edited, batch, self._draw_rows))
+            else:
+                sampled = Sampled(*choose_anywhere(edited, batch))
+            if batch.errors:
+                sampled.ok[list(batch.errors)] = False
+            if batch.logprobs:
+                sampled.logprobs = self._logprobs(logits, batch, sampled)
+        return sampled
+
+    @staticmethod
+    def _logprobs(logits: Tensor, batch: SamplingBatch, sampled: Sampled) -> dict[int, TokenLogprobs]:
+        """Rows that want equally many go together."""
+        groups: dict[int, list[tuple[int, int]]] = {}
+        for at, index, k in batch.logprobs:
+            if sampled.ok[at]:
+                groups.setdefault(k, []).append((at, index))
+        found: dict[int, TokenLogprobs] = {}
+        for k, members in groups.items():
+            rows = np.array([at for at, _ in members])
+            some = logits if len(rows) == len(logits) else logits[torch.from_numpy(rows).to(logits.device)]
+            entries = token_logprobs(some, sampled.token_ids[rows], k)
+            found.update(zip((index for _, index in members), entries, strict=True))
+        return found
+
+
+@cache
+def compiled_draw() -> Callable[..., None] | None:
+    """`race_kernels.draw_rows`; None without Numba, or where Numba finds no folder to keep what it compiles."""
+    try:
+        from pointsman.engine.race_kernels import draw_rows
+    except (ImportError, RuntimeError) as error:
+        logger.info("tokens are drawn without compiled code, which is slower: %s", error)
+        return None
+    compiled: Callable[..., None] = draw_rows
+    return compiled
+
+
+def choose_on_cpu(
+    logits: Tensor, batch: SamplingBatch, draw_rows: Callable[..., None]
+) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
+    """Tokens [n] and whether each row has a finite maximum [n], for logits [n, vocab_size] float32 on the CPU."""
+    values: Float32Array = logits.numpy()
+    tokens: Int64Array = np.argmax(values, axis=-1)  # an order of magnitude faster than PyTorch's; NaN comes first
+    top = values[np.arange(len(values)), tokens]
+    if len(batch.random):
+        random = slice(None) if len(batch.random) == len(values) else batch.random
+        some = values[random]
+        scaled = torch.from_numpy(some) - torch.from_numpy(top[random])[:, None]
+        probs = torch.softmax(scaled.div_(torch.from_numpy(batch.temperature)[:, None]), dim=-1).numpy()
+        drawn = np.empty(len(some), dtype=np.int64)
+        draw_rows(some, probs, batch.top_k, batch.top_p, batch.min_p, batch.keys, drawn)
+        tokens[random] = drawn
+    return tokens, np.isfinite(top)
+
+
+def choose_anywhere(logits: Tensor, batch: SamplingBatch) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
+    """The same on any device, in PyTorch.
+
+    Args:
+        logits: [n, vocab_size] float32.
+        batch: of the same rows.
+    """
     top, tokens = logits.max(dim=-1)
-    random_rows = [i for i, row in enumerate(rows) if not row.params.is_greedy]
-    if random_rows:
-        some = len(random_rows) < len(rows)
-        index = torch.tensor(random_rows, device=logits.device)
-        chosen = [rows[i] for i in random_rows] if some else rows
-        drawn = draw(probabilities(logits[index] if some else logits, chosen), row_keys(chosen))
-        tokens = tokens.index_copy(0, index, drawn)
-    return tokens, torch.isfinite(top)
-
-
-def ban(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Logits with each row's banned tokens at minus infinity; the input itself if there are none."""
-    pairs = [(i, token) for i, row in enumerate(rows) for token in row.banned if token < logits.shape[-1]]
-    if not pairs:
-        return logits
-    index = torch.tensor(pairs, device=logits.device)
-    banned = logits.clone()
-    banned[index[:, 0], index[:, 1]] = float("-inf")
-    return banned
-
-
-def probabilities(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """[n, vocab_size] float32 probabilities after temperature, then top-k, then top-p; 0 for what is cut.
-
-    They need not sum to 1 after top-p: the race does not care. Tokens that tie with the last one kept are kept.
-    """
-    temperature = torch.tensor([row.params.temperature for row in rows], dtype=torch.float32, device=logits.device)
-    # The maximum is taken off first, so that a very small temperature cannot overflow.
-    scaled = (logits - logits.max(dim=-1, keepdim=True).values) / temperature[:, None]
-    scaled = cut_top_k(scaled, [row.params.top_k for row in rows])
-    return cut_top_p(torch.softmax(scaled, dim=-1), [row.params.top_p for row in rows])
-
-
-def cut_top_k(logits: Tensor, top_k: Sequence[int]) -> Tensor:
-    """Minus infinity below each row's k-th largest logit; 0, -1 and the whole vocabulary turn it off."""
-    vocab_size = logits.shape[-1]
-    limits = [k if 0 < k < vocab_size else 0 for k in top_k]
-    most = max(limits)
-    if not most:
-        return logits
-    k = torch.tensor(limits, device=logits.device)
-    largest = logits.topk(most, dim=-1).values
-    threshold = largest.gather(1, (k - 1).clamp(min=0)[:, None])
-    return logits.masked_fill((logits < threshold) & (k > 0)[:, None], float("-inf"))
-
-
-def cut_top_p(probs: Tensor, top_p: Sequence[float]) -> Tensor:
-    """0 outside each row's smallest set of most likely tokens that sums to its top_p (one token at least)."""
-    cut = [i for i, p in enumerate(top_p) if p < 1.0]
-    if not cut:
-        return probs
-    index = torch.tensor(cut, device=probs.device)
-    limit = torch.tensor([top_p[i] for i in cut], dtype=torch.float64, device=probs.device)
-    some = probs[index]
-    ordered = some.sort(dim=-1, descending=True).values
-    before = ordered.double().cumsum(dim=-1) - ordered  # probability of everything more likely
-    num_kept = (before < limit[:, None]).sum(dim=-1).clamp(min=1)
-    threshold = ordered.gather(1, (num_kept - 1)[:, None])
-    return probs.index_copy(0, index, some.masked_fill(some < threshold, 0.0))
-
-
-def draw(probs: Tensor, keys: Tensor) -> Tensor:
-    """One token per row, drawn by its probability.
-
-    Args:
-        probs: [n, vocab_size], at least one positive per row.
-        keys: [n] int64, see `row_keys`.
-
-    Returns:
-        [n] int64.
-    """
-    num_rows, vocab_size = probs.shape
-    counters = torch.arange(1, vocab_size + 1, device=probs.device) * _signed(TOKEN_STEP)
-    tokens = torch.empty(num_rows, dtype=torch.int64, device=probs.device)
-    at_once = max(1, RACE_ELEMENTS // vocab_size)
-    for start in range(0, num_rows, at_once):
-        part = slice(start, start + at_once)
-        bits = mix_tensor(keys[part, None] + counters)
-        uniform = _shift(bits, 12).double().add_(0.5).mul_(2.0**-52)
-        tokens[part] = (probs[part].double() / uniform.log_().neg_()).argmax(dim=-1)
-    return tokens
-
-
-def row_keys(rows: Sequence[SamplingRow]) -> Tensor:
-    """[n] int64: the state from which each row's clocks are drawn."""
-    seeds = np.array([row.seed & MASK_64 for row in rows], dtype=np.uint64)
-    positions = np.array([row.position for row in rows], dtype=np.uint64)
-    return torch.from_numpy(mix_array(mix_array(seeds) + positions * np.uint64(POSITION_STEP)).view(np.int64))
-
-
-def mix_array(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """SplitMix64's mixing function on uint64; arithmetic wraps."""
-    for shift, multiplier in zip(SHIFTS, MULTIPLIERS, strict=False):
-        x = (x ^ (x >> np.uint64(shift))) * np.uint64(multiplier)
-    return x ^ (x >> np.uint64(SHIFTS[2]))
-
-
-def mix_tensor(x: Tensor) -> Tensor:
-    """The same on int64 tensors, whose products wrap alike; changes its argument."""
-    for shift, multiplier in zip(SHIFTS, MULTIPLIERS, strict=False):
-        x.bitwise_xor_(_shift(x, shift)).mul_(_signed(multiplier))
-    return x.bitwise_xor_(_shift(x, SHIFTS[2]))
-
-
-def _shift(x: Tensor, by: int) -> Tensor:
-    """Logical right shift: torch's shift of signed integers copies the sign, so its bits are masked off."""
-    return (x >> by).bitwise_and_((1 << (64 - by)) - 1)
-
-
-def _signed(value: int) -> int:
-    """The int64 with the bits of an unsigned 64-bit number."""
-    return value - (1 << 64) if value >> 63 else value
+    if len(batch.random):
+        index = torch.from_numpy(batch.random).to(logits.device)
+        some = logits if len(index) == len(logits) else logits[index]
+        probs = probabilities(some, batch.temperature, batch.top_k, batch.top_p, batch.min_p)
+        tokens = tokens.index_copy(0, index, draw(probs, batch.keys))
+    return tokens.cpu().numpy(), torch.isfinite(top).cpu().numpy()

@@ -1,16 +1,36 @@
-"""SamplingParams: how the next token is chosen and when a request ends, under the names vLLM's users know."""
+"""SamplingParams: how the next token is chosen and when a request ends, under the names vLLM's users know.
+
+Names, defaults and ranges are those of vLLM's class of this name. Every value is checked when the object is built, so
+whoever reads one later needs no checks; only what depends on the model (whether a token id exists) is checked by
+`check_token_ids`, which needs the vocabulary's size.
+"""
 
 from __future__ import annotations
 
+import enum
 import math
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 GREEDY_BELOW = 1e-5
 """A temperature below this means greedy: dividing logits by it would overflow to no useful distribution."""
 
 MAX_TOKEN_ID = 2**31 - 1
+
+LOGIT_BIAS_LIMIT = 100.0
+"""The largest bias either way, as in OpenAI's API."""
+
+
+class RequestOutputKind(enum.Enum):
+    """What an output of a streamed request holds; names and values are vLLM's."""
+
+    CUMULATIVE = 0
+    """All of the output so far, in every output."""
+    DELTA = 1
+    """What is new since the last output."""
+    FINAL_ONLY = 2
+    """Everything, in one output at the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +59,46 @@ class SamplingParams:
     """Further tokens that end the request, beside the model's EOS."""
     ignore_eos: bool = False
     """Whether generation goes on past EOS."""
+    min_p: float = 0.0
+    """Sample only from tokens at least this fraction as likely as the most likely one; 0: from all."""
+    repetition_penalty: float = 1.0
+    """Above 1, tokens of the prompt and the output so far become less likely; positive logits are divided by it,
+    negative ones multiplied."""
+    presence_penalty: float = 0.0
+    """Taken off the logit of every token that is in the output so far; -2 to 2."""
+    frequency_penalty: float = 0.0
+    """Taken off the logit of a token once for each time it is in the output so far; -2 to 2."""
+    logprobs: int | None = None
+    """Log probabilities of this many most likely tokens beside the sampled one's; 0: only its own; -1: of the whole
+    vocabulary; None: none."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt (from the second on)."""
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    """Token id -> what is added to its logit, -100 to 100."""
+    bad_words: Sequence[str] = ()
+    """Texts that must not be generated: the last token that would complete one cannot be sampled. Needs a tokenizer."""
+    allowed_token_ids: Sequence[int] | None = None
+    """Only these tokens can be sampled; None: all."""
+    stop: str | Sequence[str] | None = ()
+    """Texts that end the request; kept as a tuple. The text ends before them, see `include_stop_str_in_output`."""
+    include_stop_str_in_output: bool = False
+    """Whether the text keeps the stop string that ended it."""
+    detokenize: bool = True
+    """Whether tokens are made into text at all."""
+    skip_special_tokens: bool = True
+    """Whether the text leaves out special tokens such as EOS."""
+    spaces_between_special_tokens: bool = True
+    """Whether special tokens that are in the text are set apart by spaces."""
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """What each output of a stream holds."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        self._check_numbers()
+        self._check_tokens()
+        self._check_logprobs()
+        self._check_text()
+
+    def _check_numbers(self) -> None:
         if self.n != 1:
             raise ValueError(f"n is {self.n}; only 1 is supported: add the prompt n times instead")
         _check_number("temperature", self.temperature, "a number of 0 (greedy) or more")
@@ -51,6 +108,12 @@ class SamplingParams:
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1 (1 turns it off)")
         _check_int("top_k", self.top_k, -1, "use 0 or -1 to turn it off")
+        _check_range("min_p", self.min_p, 0.0, 1.0, 0)
+        _check_number("repetition_penalty", self.repetition_penalty, "a number above 0 (1 turns it off)")
+        if self.repetition_penalty <= 0:
+            raise ValueError(f"repetition_penalty is {self.repetition_penalty}; it must be above 0 (1 turns it off)")
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0, 0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0, 0)
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 1, "ask for one token or more")
         _check_int("min_tokens", self.min_tokens, 0, "use 0 for no minimum")
@@ -58,10 +121,58 @@ class SamplingParams:
             raise ValueError(f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}; lower it")
         if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):
             raise ValueError(f"seed is {self.seed!r}; it must be an integer, or None for one derived by the engine")
-        for token_id in self.stop_token_ids:
-            _check_int("a stop token id", token_id, 0, "give ids of the model's vocabulary")
-            if token_id > MAX_TOKEN_ID:
-                raise ValueError(f"a stop token id is {token_id}; it must be at most {MAX_TOKEN_ID}")
+
+    def _check_tokens(self) -> None:
+        """Sequences of token ids become tuples, the biases a dict of their own."""
+        self._set("stop_token_ids", _token_ids("a stop token id", self.stop_token_ids or ()))
+        if self.allowed_token_ids is not None:
+            self._set("allowed_token_ids", _token_ids("an id in allowed_token_ids", self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                raise ValueError("allowed_token_ids is empty; name one token or more, or leave it None for all")
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, Mapping):
+                raise ValueError(f"logit_bias is {self.logit_bias!r}; it must map token ids to numbers")
+            _token_ids("an id in logit_bias", self.logit_bias)
+            for token_id, bias in self.logit_bias.items():
+                _check_range(f"logit_bias of token {token_id}", bias, -LOGIT_BIAS_LIMIT, LOGIT_BIAS_LIMIT, 0)
+            self._set("logit_bias", dict(self.logit_bias) or None)
+
+    def _check_logprobs(self) -> None:
+        for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if value is not None:
+                _check_int(name, value, -1, "-1 is the whole vocabulary, None turns it off")
+
+    def _check_text(self) -> None:
+        """`stop` and `bad_words` become tuples of non-empty strings."""
+        self._set("stop", _strings("stop", self.stop))
+        self._set("bad_words", _strings("bad_words", self.bad_words))
+        for name in (
+            "ignore_eos",
+            "include_stop_str_in_output",
+            "detokenize",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+        ):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+        if self.stop and not self.detokenize:
+            raise ValueError(f"stop is {self.stop[0]!r} and detokenize is False; stop strings need text: leave it True")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise ValueError(f"output_kind is {self.output_kind!r}; it must be a RequestOutputKind")
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)  # the object is frozen for everyone else
+
+    def check_token_ids(self, vocab_size: int) -> None:
+        """Check what depends on the model.
+
+        Raises:
+            ValueError: `logit_bias` or `allowed_token_ids` names a token that a vocabulary of this size lacks.
+        """
+        for name, token_ids in (("logit_bias", self.logit_bias), ("allowed_token_ids", self.allowed_token_ids)):
+            worst = max(token_ids or (), default=0)
+            if worst >= vocab_size:
+                raise ValueError(f"{name} names token {worst}, and the model's vocabulary has {vocab_size}; remove it")
 
     @property
     def is_greedy(self) -> bool:
@@ -81,3 +192,27 @@ def _check_int(name: str, value: object, least: int, remedy: str) -> None:
         raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}")
     if value < least:
         raise ValueError(f"{name} is {value}; it must be at least {least}: {remedy}")
+
+
+def _check_range(name: str, value: object, least: float, most: float, off: float) -> None:
+    wanted = f"between {least:g} and {most:g} ({off:g} turns it off)"
+    _check_number(name, value, wanted)
+    if not least <= value <= most:  # type: ignore[operator]
+        raise ValueError(f"{name} is {value}; it must be {wanted}")
+
+
+def _token_ids(name: str, token_ids: Iterable[int]) -> tuple[int, ...]:
+    ids = tuple(token_ids)
+    for token_id in ids:
+        _check_int(name, token_id, 0, "give ids of the model's vocabulary")
+        if token_id > MAX_TOKEN_ID:
+            raise ValueError(f"{name} is {token_id}; it must be at most {MAX_TOKEN_ID}")
+    return ids
+
+
+def _strings(name: str, value: str | Sequence[str] | None) -> tuple[str, ...]:
+    strings = (value,) if isinstance(value, str) else tuple(value or ())
+    for one in strings:
+        if not isinstance(one, str) or not one:
+            raise ValueError(f"{name} holds {one!r}; it must hold strings of one character or more")
+    return strings

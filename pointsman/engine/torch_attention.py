@@ -61,12 +61,19 @@ class Group:
 
 
 class TorchPlan:
-    """The groups of one step, by window: layers with different windows gather different blocks."""
+    """Where the step's tokens go, and its groups by window: layers with different windows gather different blocks."""
 
     def __init__(self, batch: PagedBatch, shape: LayerShape, device: torch.device | str) -> None:
         self.batch = batch
         self.shape = shape
         self.device = device
+        self.slot_blocks = torch.from_numpy(batch.slot_blocks).to(device)
+        self.slot_offsets = torch.from_numpy(batch.slot_offsets).to(device)
+        ends = batch.tails.nonzero()[0]
+        tails = batch.tails[ends]
+        first = np.repeat(batch.slot_offsets[ends] + 1 - (np.cumsum(tails) - tails), tails)
+        self.tail_blocks = torch.from_numpy(np.repeat(batch.slot_blocks[ends], tails)).to(device)
+        self.tail_offsets = torch.from_numpy(first + np.arange(len(first))).to(device)
         self._groups: dict[int | None, list[Group]] = {}
 
     def groups(self, window: int | None) -> list[Group]:
@@ -93,6 +100,13 @@ class TorchAttention:
         """Groups are made lazily, once per window."""
         return TorchPlan(batch, self.shape, self.device)
 
+    def write(self, plan: TorchPlan, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> None:
+        """See `AttentionBackend.write`."""
+        for new, cache in ((key, keys), (value, values)):
+            cache[plan.slot_blocks, :, plan.slot_offsets] = new.to(cache.dtype)
+            if len(plan.tail_blocks):
+                cache[plan.tail_blocks, :, plan.tail_offsets] = 0
+
     def attend(
         self,
         plan: TorchPlan,
@@ -110,7 +124,7 @@ class TorchAttention:
         for group in plan.groups(window):
             rows, _, queries, _ = group.masked.shape
             q = query.index_select(0, group.tokens).view(rows, queries, *query.shape[1:]).transpose(1, 2)
-            k, v = group.gather(keys), group.gather(values)
+            k, v = group.gather(keys).to(query.dtype), group.gather(values).to(query.dtype)
             if queries > 1 and softcap is None and sinks is None:
                 out = F.scaled_dot_product_attention(q, k, v, attn_mask=~group.masked, scale=scale, enable_gqa=True)
             else:

@@ -47,3 +47,32 @@ def test_static_vs_continuous() -> None:
     assert 0.10 <= figures["static"]["utilisation"] <= 0.18
     assert figures["continuous"]["utilisation_while_queued"] >= 0.95
     assert figures["steps_ratio"] >= 6
+
+
+@pytest.mark.e2e
+def test_engine_throughput() -> None:
+    pytest.importorskip("torch")
+    figures = run_quick("engine_throughput.py", "--rounds", "1", "--requests", "6")
+    both = figures["float32"]
+    assert set(both) == {"transformers-static", "pointsman"}
+    assert both["pointsman"]["agreement"] == 1.0  # the same model, the same tokens
+    assert both["transformers-static"]["ratio"] > 0.1
+    assert all(side["output_tokens_per_second"] > 1 for side in both.values())
+
+
+@pytest.mark.e2e
+def test_time_to_first_token() -> None:
+    pytest.importorskip("torch")
+    figures = run_quick("time_to_first_token.py", "--chats", "2")
+    assert figures["cache_on"]["ratio"] > 2  # 12 times fewer tokens to compute
+    assert figures["cache_off"]["ratio"] < figures["cache_on"]["ratio"]
+
+
+@pytest.mark.e2e
+def test_step_overhead() -> None:
+    pytest.importorskip("torch")
+    figures = run_quick("step_overhead.py", "--blocks", "1")["threads"]["1"]
+    assert 0 < figures["scheduler_ms"] < figures["step_ms"]
+    assert 0 < figures["operators_ms"] < figures["profiled_step_ms"]
+    least, most = figures["overhead_bounds"]
+    assert least <= figures["overhead"] <= most < 1

@@ -145,9 +145,9 @@ def test_a_prompt_longer_than_the_model(pointsman: Run, model: str) -> None:
 
 
 def test_a_pool_of_one_block_says_how_many_are_needed(pointsman: Run, model: str) -> None:
-    prompt = "x" * 100  # 7 blocks of 16 with the first token to generate
+    prompt = "x" * 100  # 4 blocks of 32 with the first token to generate
     finished = pointsman("generate", "--model", model, "--num-blocks", 1, "--prompt", prompt, "--prompt", prompt)
-    check_refused(finished, "all 2 requests were refused", "at least 7 blocks", "needs 32 blocks of 16; the pool has 1")
+    check_refused(finished, "all 2 requests were refused", "at least 4 blocks", "needs 16 blocks of 32; the pool has 1")
 
 
 def test_a_pool_of_one_block_is_legal_where_it_suffices(pointsman: Run, model: str) -> None:
@@ -156,7 +156,7 @@ def test_a_pool_of_one_block_is_legal_where_it_suffices(pointsman: Run, model: s
     assert finished.code == 0
     request = finished.requests["prompt-0"]
     assert (request["finish_reason"], request["finish_detail"]) == ("length", "kv_capacity")
-    assert request["num_prompt_tokens"] + request["num_output_tokens"] in (16, 17)
+    assert request["num_prompt_tokens"] + request["num_output_tokens"] in (32, 33)
 
 
 def test_one_bad_prompt_does_not_stop_the_others(pointsman: Run, model: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The plain attention backend over a shuffled pool, against attention written out per row."""
+"""Every attention backend over a shuffled pool, against attention written out per row."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from pointsman.engine import torch_attention
-from pointsman.engine.attention import PagedBatch, write_kv
+from pointsman.engine.attention import AttentionBackend, PagedBatch
 from pointsman.engine.kv_pool import KVPool, LayerShape, blocks_for, bytes_per_block, choose_num_blocks
+from pointsman.engine.numba_attention import NumbaAttention
 from pointsman.engine.torch_attention import TorchAttention, cut_pieces
+
+BACKENDS = {"torch": TorchAttention, "numba": NumbaAttention}
 
 MIXED = ([1, 1, 17, 1, 5, 1, 40, 3], [31, 0, 0, 200, 11, 64, 90, 15])  # tokens of this step, tokens before it
 DECODES = ([1] * 24, [3, 500, 60, 61, 62, 63, 64, 65, 7, 120, 121, 5, 9, 33, 2, 1, 0, 250, 16, 15, 17, 31, 32, 48])
@@ -20,7 +23,16 @@ DECODES = ([1] * 24, [3, 500, 60, 61, 62, 63, 64, 65, 7, 120, 121, 5, 9, 33, 2, 
 class Setting:
     """A pool whose free slots hold NaN, rows with known keys and values, and their queries."""
 
-    def __init__(self, query_lens: list[int], computed: list[int], shape: LayerShape, block_size: int) -> None:
+    def __init__(
+        self,
+        query_lens: list[int],
+        computed: list[int],
+        shape: LayerShape,
+        block_size: int,
+        backend: str = "torch",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.backend: AttentionBackend = BACKENDS[backend]([shape])
         self.query_lens, self.computed = np.array(query_lens), np.array(computed)
         self.shape = shape
         rng = np.random.default_rng(5)
@@ -29,7 +41,7 @@ class Setting:
         tables = np.full((len(needs), max(needs) + 2), 10**6)  # what lies past a row's blocks must not be read
         for row, (end, need) in enumerate(zip(np.cumsum(needs), needs, strict=True)):
             tables[row, :need] = ids[end - need : end]
-        self.pool = KVPool([shape], num_blocks=len(ids), block_size=block_size, dtype=torch.float32)
+        self.pool = KVPool([shape], num_blocks=len(ids), block_size=block_size, dtype=dtype)
         self.pool.keys[0].fill_(math.nan)
         self.pool.values[0].fill_(math.nan)
         generator = torch.Generator().manual_seed(1)
@@ -44,15 +56,15 @@ class Setting:
         batch = PagedBatch.build(counts[rows], first[rows], self.tables[rows], self.block_size)
         key = torch.cat([self.keys[r][first[r] : first[r] + counts[r]] for r in rows])
         value = torch.cat([self.values[r][first[r] : first[r] + counts[r]] for r in rows])
-        write_kv(batch, key, value, self.pool.keys[0], self.pool.values[0])
+        self.backend.write(self.backend.plan(batch), key, value, self.pool.keys[0], self.pool.values[0])
         return batch
 
     def run(self, **options: object) -> torch.Tensor:
         """What the steps before this one computed, then this step."""
         self.write(np.zeros_like(self.computed), self.computed)
         batch = self.write(self.computed, self.query_lens)
-        backend = TorchAttention([self.shape])
-        return backend.attend(backend.plan(batch), self.query, self.pool.keys[0], self.pool.values[0], **options)
+        plan = self.backend.plan(batch)
+        return self.backend.attend(plan, self.query, self.pool.keys[0], self.pool.values[0], **options)
 
     def expected(
         self, scale: float, window: int | None, softcap: float | None, sinks: torch.Tensor | None
@@ -76,21 +88,78 @@ class Setting:
         return torch.stack(out)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rows", [MIXED, DECODES], ids=["mixed", "decodes"])
 @pytest.mark.parametrize(
     ("window", "softcap", "with_sinks"),
     [(None, None, False), (24, None, False), (1, None, False), (None, 2.0, False), (None, None, True), (24, 2.0, True)],
 )
-@pytest.mark.parametrize("shape", [LayerShape(2, 8, 8, 6), LayerShape(3, 12, 8, 3)], ids=["grouped", "unequal-dims"])
+@pytest.mark.parametrize("shape", [LayerShape(2, 8, 8, 6), LayerShape(3, 12, 7, 3)], ids=["grouped", "unequal-dims"])
 def test_equals_attention_written_out(
-    rows: tuple[list[int], list[int]], window: int | None, softcap: float | None, with_sinks: bool, shape: LayerShape
+    rows: tuple[list[int], list[int]],
+    window: int | None,
+    softcap: float | None,
+    with_sinks: bool,
+    shape: LayerShape,
+    backend: str,
 ) -> None:
-    setting = Setting(*rows, shape, block_size=8)
+    setting = Setting(*rows, shape, block_size=8, backend=backend)
     sinks = torch.linspace(-1, 2, shape.num_heads) if with_sinks else None
     got = setting.run(scale=0.3, window=window, softcap=softcap, sinks=sinks)
     want = setting.expected(0.3, window, softcap, sinks)
     assert got.shape == (sum(rows[0]), shape.num_heads, shape.v_dim)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("block_size", [1, 4, 12, 32, 256])
+def test_any_block_size_gives_the_same(backend: str, block_size: int) -> None:
+    setting = Setting(*MIXED, LayerShape(1, 20, 20, 5), block_size=block_size, backend=backend)
+    got = setting.run(scale=0.3, window=40, softcap=None, sinks=None)
+    torch.testing.assert_close(got, setting.expected(0.3, 40, None, None), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_pool_in_bfloat16_loses_what_rounding_loses(backend: str, dtype: torch.dtype) -> None:
+    """Queries in either type: the error is that of rounding keys, values and outputs, and no more."""
+    setting = Setting(*MIXED, LayerShape(2, 16, 16, 4), block_size=8, backend=backend, dtype=torch.bfloat16)
+    setting.query = setting.query.to(dtype).float()
+    for rows in (setting.keys, setting.values):
+        rows[:] = [one.bfloat16().float() for one in rows]
+    want = setting.expected(0.3, None, None, None)
+    setting.query = setting.query.to(dtype)
+    got = setting.run(scale=0.3, window=None, softcap=None, sinks=None)
+    assert got.dtype == dtype
+    exact = {"rtol": 1e-5, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(got.float(), want, **exact)
+
+
+def test_threads_share_the_work_without_a_difference() -> None:
+    """The same outputs, to the bit, on one thread and on several: a tile is computed by one thread, in one order."""
+    before = torch.get_num_threads()
+    outputs = []
+    try:
+        for num_threads in (1, 2, 5):
+            torch.set_num_threads(num_threads)
+            setting = Setting(*MIXED, LayerShape(2, 8, 8, 6), block_size=8, backend="numba")
+            outputs.append(setting.run(scale=0.3, window=None, softcap=None, sinks=None))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_row_with_nan_leaves_the_others_alone(backend: str) -> None:
+    setting = Setting([1, 3, 1], [20, 0, 40], LayerShape(1, 8, 8, 2), block_size=8, backend=backend)
+    setting.query[1] = math.nan
+    got = setting.run(scale=0.3, window=None, softcap=None, sinks=None)
+    assert got[1].isnan().all() and got[[0, 2, 3, 4]].isfinite().all()
+
+
+def test_the_compiled_backend_is_for_cpus() -> None:
+    with pytest.raises(ValueError, match="runs on a CPU, not on cuda"):
+        NumbaAttention([LayerShape(1, 8, 8, 2)], "cuda")
 
 
 @pytest.mark.parametrize("limits", [(0, 1, 1), (1 << 40, 1 << 40, 1 << 40), (3000, 4000, 300)])
@@ -122,7 +191,7 @@ def test_slots_follow_the_block_table() -> None:
     assert batch.positions.tolist() == [6, 7, 8, 4]
     assert batch.slot_blocks.tolist() == [5, 5, 9, 8]
     assert batch.slot_offsets.tolist() == [2, 3, 0, 0]
-    assert batch.fresh_blocks.tolist() == [9, 8]
+    assert batch.tails.tolist() == [0, 0, 3, 3]
     assert batch.kv_lens.tolist() == [9, 5]
 
 

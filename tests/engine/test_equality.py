@@ -1,86 +1,145 @@
 """The tokens of real models equal transformers' own `generate`, whatever the scheduler does to the requests.
 
-The reference is `generate` in float32 with eager attention, one request at a time. The engine then gets the same
-requests alone, in mixed batches of chunks and decodes, with shared prefixes, and with a pool so small that more than
-half of them are preempted; greedy tokens must be equal each time.
+The reference is `generate` in float32 with eager attention, one request at a time. Every family in `FAMILIES` gets the
+same requests in one run that has everything in it: mixed steps of chunks and decodes, shared prefixes, and a pool so
+small that requests are preempted. The families in `THOROUGH` also run alone, with each of these by itself, and with
+static batching. Greedy tokens must be equal each time, with every attention backend.
+
+Controls at the end run an engine whose attention lacks a feature: had these tests no eye for it, they would pass.
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tiny_models import FAMILIES, VOCAB_SIZE, build
+from tiny_models import FAMILIES, THOROUGH, VOCAB_SIZE, build
 
 from pointsman.engine import Engine, RequestOutput, SamplingParams
+from pointsman.engine.attention import AttentionBackend
 from pointsman.engine.model_loader import LoadedModel, wrap_model
 
 pytestmark = pytest.mark.e2e
 
-OUTPUT_TOKENS = 24
-PROMPT_LENS = (1, 3, 9, 16, 17, 30, 41, 45, 5, 12, 24)
 SHARED_PREFIX = 29
+SUFFIXES = (2, 8, 21)
+LONG = ((1, 9, 17, 30, 38, 41, 45, 24), 20)
+"""Prompt lengths and output tokens of the thorough families; three prompts with a shared prefix come on top."""
+SHORT = ((1, 17, 45), 12)
+"""And of the others."""
 TIGHT: dict[str, Any] = {
-    "num_blocks": 19,
+    "num_blocks": 18,
     "block_size": 4,
     "max_num_seqs": 10,
     "max_num_batched_tokens": 40,
     "full_sequence_must_fit": False,
 }
 """A pool that holds the longest request and little more."""
+EVERYTHING: dict[str, Any] = {**TIGHT, "num_blocks": 18, "max_num_seqs": 6, "max_num_batched_tokens": 14}
+"""The same with a budget that cuts nearly every prompt into chunks."""
+
+
+BACKENDS = {"torch": "torch", "fast": "auto"}
+"""Plain PyTorch on the model's own layers, and what is the default: compiled attention and whatever layers fuse."""
 
 
 @dataclass
-class Family:
-    """A model twice, transformers' own and ours, and the reference outputs."""
+class Case:
+    """A model as each backend runs it, and the outputs of transformers' own."""
 
-    loaded: LoadedModel
+    loaded: dict[str, LoadedModel]
+    features: str
     prompts: list[list[int]]
+    output_tokens: int
     expected: list[list[int]]
 
+    def engine(self, backend: str, **knobs: Any) -> Engine:
+        return Engine(self.loaded[backend], **knobs)
 
-def make_prompts() -> list[list[int]]:
+
+@dataclass
+class Seen:
+    """What the steps of a run consisted of."""
+
+    mixed: int = 0
+    """Steps with decodes and chunks of prompts."""
+    chunks: int = 0
+    """Rows that computed a part of a prompt and not its end."""
+    preempted: list[str] = field(default_factory=list)
+
+    def note(self, engine: Engine) -> None:
+        output = engine.last_output
+        assert output is not None
+        counts = output.num_scheduled_tokens
+        self.mixed += bool((counts > 1).any() and (counts == 1).any())
+        self.chunks += int((np.asarray(output.samples) == 0).sum())
+
+
+def make_prompts(lengths: tuple[int, ...], shortest: int) -> list[list[int]]:
     """Prompts of mixed lengths; the last three share a prefix with the longest."""
     rng = np.random.default_rng(11)
-    prompts = [rng.integers(3, VOCAB_SIZE, n).tolist() for n in PROMPT_LENS]
+    prompts = [rng.integers(3, VOCAB_SIZE, max(n, shortest)).tolist() for n in lengths]
     longest = max(prompts, key=len)
-    return [*prompts, *(longest[:SHARED_PREFIX] + rng.integers(3, VOCAB_SIZE, n).tolist() for n in (2, 8, 21))]
+    return [*prompts, *(longest[:SHARED_PREFIX] + rng.integers(3, VOCAB_SIZE, n).tolist() for n in SUFFIXES)]
 
 
-def reference(model: Any, prompt: list[int]) -> list[int]:
+def reference(model: Any, prompt: list[int], output_tokens: int) -> list[int]:
     ids = torch.tensor([prompt])
     tokens = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=OUTPUT_TOKENS, do_sample=False, pad_token_id=0
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=output_tokens, do_sample=False, pad_token_id=0
     )
     return tokens[0, len(prompt) :].tolist()
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def family(request: pytest.FixtureRequest) -> Family:
-    model = build(FAMILIES[request.param](), seed=1)
-    prompts = make_prompts()
-    expected = [reference(model, prompt) for prompt in prompts]
+@pytest.fixture(params=FAMILIES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return make_case(request.param)
+
+
+@cache
+def make_case(name: str) -> Case:
+    family = FAMILIES[name]
+    model = build(family(), seed=1)
+    lengths, output_tokens = LONG if name in THOROUGH else SHORT
+    prompts = make_prompts(lengths, family.min_prompt)
+    loaded = {
+        name: wrap_model(copy.deepcopy(model), max_model_len=family.max_model_len, attention=attention)
+        for name, attention in BACKENDS.items()
+    }
+    expected = [reference(model, prompt, output_tokens) for prompt in prompts]
     distinct = len({token for tokens in expected for token in tokens})
-    assert distinct > 60, f"{distinct} distinct tokens are too uniform to be a test"
-    return Family(wrap_model(copy.deepcopy(model)), prompts, expected)
+    assert distinct > output_tokens * len(prompts) / 6, f"{distinct} distinct tokens are no test"
+    return Case(loaded, family.features, prompts, output_tokens, expected)
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
 
 
 def run(
-    engine: Engine, prompts: list[list[int]], params: SamplingParams | list[SamplingParams] | None = None
+    engine: Engine, prompts: list[list[int]], params: SamplingParams | list[SamplingParams], seen: Seen | None = None
 ) -> list[RequestOutput]:
     """All prompts at once, outputs in their order."""
-    params = params or SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS)
     for index, prompt in enumerate(prompts):
         engine.add_request(str(index), prompt, params[index] if isinstance(params, list) else params)
     done: dict[str, RequestOutput] = {}
     while engine.has_unfinished_requests():
         done.update((output.request_id, output) for output in engine.step() if output.finished)
         engine.scheduler.check_invariants()
+        if seen is not None:
+            seen.note(engine)
     return [done[str(index)] for index in range(len(prompts))]
+
+
+def greedy(case: Case) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=case.output_tokens)
 
 
 def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
@@ -92,69 +151,144 @@ def assert_most_were_preempted(outputs: list[RequestOutput]) -> None:
     assert preempted > len(outputs) / 2, f"only {preempted} of {len(outputs)} were preempted"
 
 
-def test_alone(family: Family) -> None:
-    for prompt, expected in zip(family.prompts, family.expected, strict=True):
-        engine = Engine(family.loaded, num_blocks=32, block_size=4)
-        assert tokens(run(engine, [prompt])) == [expected]
+# ------------------------------------------------------------------------------------------------- every family
 
 
+class Watched:
+    """A backend that notes which features its layers ask for."""
+
+    name = "watched"
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        self.backend = backend
+        self.features: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
+
+    def attend(self, *arguments: Any, **features: Any) -> torch.Tensor:
+        self.features |= {name for name, value in features.items() if value is not None and name != "scale"}
+        return self.backend.attend(*arguments, **features)
+
+
+def test_chunks_prefixes_and_preemption_at_once(case: Case, backend: str) -> None:
+    seen = Seen()
+    watched = Watched(case.loaded[backend].attention)
+    outputs = run(case.engine(backend, attention=watched, **EVERYTHING), case.prompts, greedy(case), seen)
+    assert tokens(outputs) == case.expected
+    assert watched.features == {word for word in ("window", "softcap", "sinks") if word in case.features}
+    assert seen.mixed > 3 and seen.chunks > 3, f"{seen} is no mixed batch"
+    assert sum(output.metrics.num_preemptions > 0 for output in outputs) > 1
+    assert sum(output.num_cached_tokens >= SHARED_PREFIX // 4 * 4 for output in outputs) > 1
+
+
+# ------------------------------------------------------------------------------------------ the thorough families
+
+thorough = pytest.mark.parametrize("case", THOROUGH, indirect=True)
+
+
+@thorough
+def test_alone(case: Case, backend: str) -> None:
+    for prompt, expected in zip(case.prompts[::2], case.expected[::2], strict=True):
+        engine = case.engine(backend, num_blocks=32, block_size=4)
+        assert tokens(run(engine, [prompt], greedy(case))) == [expected]
+
+
+@thorough
 @pytest.mark.parametrize("caching", [True, False])
-def test_mixed_batches_with_chunks(family: Family, caching: bool) -> None:
-    engine = Engine(
-        family.loaded,
-        num_blocks=400,
-        block_size=4,
-        max_num_seqs=8,
-        max_num_batched_tokens=12,
-        enable_prefix_caching=caching,
+def test_mixed_batches_with_chunks(case: Case, backend: str, caching: bool) -> None:
+    engine = case.engine(
+        backend, num_blocks=400, block_size=4, max_num_seqs=8, max_num_batched_tokens=12, enable_prefix_caching=caching
     )
-    outputs = run(engine, family.prompts)
-    assert tokens(outputs) == family.expected
+    outputs = run(engine, case.prompts, greedy(case))
+    assert tokens(outputs) == case.expected
     cached = [output.num_cached_tokens for output in outputs]
     assert all(count >= SHARED_PREFIX // 4 * 4 for count in cached[-3:]) if caching else not any(cached)
 
 
-def test_prefixes_of_earlier_requests(family: Family) -> None:
+@thorough
+def test_prefixes_of_earlier_requests(case: Case, backend: str) -> None:
     """Run everything twice: the second time, whole blocks of each prompt come from the cache."""
-    engine = Engine(family.loaded, num_blocks=400, block_size=4)
-    run(engine, family.prompts)
+    engine = case.engine(backend, num_blocks=400, block_size=4)
+    run(engine, case.prompts, greedy(case))
     engine.step()  # reports the ends, which frees the ids
-    outputs = run(engine, family.prompts)
-    assert tokens(outputs) == family.expected
-    assert [o.num_cached_tokens for o in outputs] == [(len(p) - 1) // 4 * 4 for p in family.prompts]
+    outputs = run(engine, case.prompts, greedy(case))
+    assert tokens(outputs) == case.expected
+    assert [o.num_cached_tokens for o in outputs] == [(len(p) - 1) // 4 * 4 for p in case.prompts]
 
 
-@pytest.mark.parametrize("knobs", [{}, {"enable_prefix_caching": False}, {"order": "priority"}], ids=str)
-def test_under_memory_pressure(family: Family, knobs: dict[str, Any]) -> None:
-    outputs = run(Engine(family.loaded, **TIGHT, **knobs), family.prompts)
-    assert tokens(outputs) == family.expected
+@thorough
+@pytest.mark.parametrize("knobs", [{"enable_prefix_caching": False}, {"order": "priority"}], ids=str)
+def test_under_memory_pressure(case: Case, backend: str, knobs: dict[str, Any]) -> None:
+    outputs = run(case.engine(backend, **TIGHT, **knobs), case.prompts, greedy(case))
+    assert tokens(outputs) == case.expected
     assert_most_were_preempted(outputs)
 
 
-def test_static_batching_and_whole_prompts(family: Family) -> None:
-    engine = Engine(
-        family.loaded, num_blocks=400, block_size=4, max_num_seqs=4, max_num_batched_tokens=70, batching="static",
+@thorough
+def test_static_batching_and_whole_prompts(case: Case, backend: str) -> None:
+    engine = case.engine(
+        backend, num_blocks=400, block_size=4, max_num_seqs=4, max_num_batched_tokens=70, batching="static",
         enable_chunked_prefill=False,
     )  # fmt: skip
-    assert tokens(run(engine, family.prompts)) == family.expected
+    assert tokens(run(engine, case.prompts, greedy(case))) == case.expected
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt2"], indirect=True)
-def test_seeded_sampling_does_not_see_its_neighbours(family: Family) -> None:
+@pytest.mark.parametrize("case", ["qwen3", "gpt2"], indirect=True)
+def test_seeded_sampling_does_not_see_its_neighbours(case: Case, backend: str) -> None:
     """Alone, batched and chunked, and preempted: a seeded request's tokens are its own."""
     params = [
         SamplingParams(
-            temperature=0.8 + 0.1 * (i % 3), top_k=(0, 40)[i % 2], top_p=(1.0, 0.9)[i % 2], seed=i, max_tokens=24
+            temperature=0.8 + 0.1 * (i % 3), top_k=(0, 40)[i % 2], top_p=(1.0, 0.9)[i % 2], seed=i, max_tokens=20
         )
-        for i in range(len(family.prompts))
+        for i in range(len(case.prompts))
     ]
     alone = [
-        run(Engine(family.loaded, num_blocks=32, block_size=4), [prompt], one)[0].token_ids
-        for prompt, one in zip(family.prompts, params, strict=True)
+        run(case.engine(backend, num_blocks=32, block_size=4), [prompt], one)[0].token_ids
+        for prompt, one in zip(case.prompts, params, strict=True)
     ]
-    assert len({tuple(one) for one in alone}) == len(alone) and alone != family.expected
-    roomy = Engine(family.loaded, num_blocks=400, block_size=4, max_num_seqs=8, max_num_batched_tokens=12)
-    assert tokens(run(roomy, family.prompts, params)) == alone
-    outputs = run(Engine(family.loaded, **TIGHT), family.prompts, params)
+    assert len({tuple(one) for one in alone}) == len(alone) and alone != case.expected
+    roomy = case.engine(backend, num_blocks=400, block_size=4, max_num_seqs=8, max_num_batched_tokens=12)
+    assert tokens(run(roomy, case.prompts, params)) == alone
+    outputs = run(case.engine(backend, **TIGHT), case.prompts, params)
     assert tokens(outputs) == alone
     assert_most_were_preempted(outputs)
+
+
+# ------------------------------------------------------------------------------------------------------- controls
+
+
+class Without(Watched):
+    """A backend that ignores one feature of attention."""
+
+    def __init__(self, backend: AttentionBackend, feature: str) -> None:
+        super().__init__(backend)
+        self.feature = feature
+
+    def attend(self, *arguments: Any, **features: Any) -> torch.Tensor:
+        return super().attend(*arguments, **{**features, self.feature: NEUTRAL.get(self.feature)})
+
+
+NEUTRAL = {"scale": 1.0}
+"""What stands for a feature that is off, where it is not None."""
+
+
+@pytest.mark.parametrize(
+    ("case", "feature"),
+    [
+        ("mistral", "window"),
+        ("gemma2", "window"),
+        ("gemma2", "softcap"),
+        ("gemma3", "window"),
+        ("gpt-oss", "window"),
+        ("gpt-oss", "sinks"),
+        ("granite", "scale"),
+        ("vaultgemma", "window"),
+    ],
+    indirect=["case"],
+)
+def test_a_dropped_feature_changes_tokens(case: Case, backend: str, feature: str) -> None:
+    faulty = Without(case.loaded[backend].attention, feature)
+    outputs = run(case.engine(backend, num_blocks=400, block_size=4, attention=faulty), case.prompts, greedy(case))
+    wrong = sum(one != other for one, other in zip(tokens(outputs), case.expected, strict=True))
+    assert wrong > len(case.prompts) / 4, f"without {feature} only {wrong} of {len(case.prompts)} outputs change"

@@ -1,4 +1,4 @@
-"""What a model directory may be, what is refused, and whether the checks of a model can fail at all."""
+"""What a model directory may be, and what is refused when it is read."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import ACCEPTED, COMMON, FAMILIES, REFUSED, build
+from tiny_models import COMMON, FAMILIES, ORIGINAL_LONGROPE, REFUSED, build
 from transformers import GenerationConfig, LlamaConfig, T5Config
 
-from pointsman.engine import attention
 from pointsman.engine.errors import ModelLoadError, UnsupportedModel
-from pointsman.engine.model_loader import load_model, wrap_model
+from pointsman.engine.model_loader import load_model
 
 
 @pytest.fixture(scope="module")
@@ -124,71 +123,14 @@ def test_encoder_decoder_and_quantized_are_refused(copy: Path) -> None:
     assert "quantized" in error_of(copy, UnsupportedModel)
 
 
-# ------------------------------------------------------------------------------------- models that would be wrong
-
-
 @pytest.mark.parametrize("name", REFUSED)
 def test_models_that_would_compute_wrongly_are_refused(name: str, tmp_path: Path) -> None:
-    make_config, why = REFUSED[name]
-    build(make_config()).save_pretrained(tmp_path)
-    assert why in error_of(tmp_path, UnsupportedModel)
+    refusal = REFUSED[name]
+    build(refusal.family()).save_pretrained(tmp_path)
+    assert refusal.error in error_of(tmp_path, UnsupportedModel)
 
 
-def drop(monkeypatch: pytest.MonkeyPatch, option: str) -> None:
-    """Plant a fault: the paged path ignores an option of the attention call."""
-    original = attention.PagedLayer.__call__
-
-    def without(self: Any, module: Any, query: Any, key: Any, value: Any, options: dict[str, Any]) -> Any:
-        return original(self, module, query, key, value, {**options, option: None})
-
-    monkeypatch.setattr(attention.PagedLayer, "__call__", without)
-
-
-@pytest.mark.parametrize(
-    ("family", "option"),
-    [("mistral", "sliding_window"), ("gemma2", "softcap"), ("gemma3", "sliding_window"), ("gemma2", "scaling")],
-)
-def test_the_self_check_sees_a_dropped_feature(monkeypatch: pytest.MonkeyPatch, family: str, option: str) -> None:
-    drop(monkeypatch, option)
-    with pytest.raises(UnsupportedModel, match="logits of the paged path differ"):
-        wrap_model(build(FAMILIES[family]()))
-
-
-def test_the_self_check_sees_a_wrong_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = attention.PagedBatch.build.__func__
-
-    def shifted(cls: Any, *arguments: Any) -> Any:
-        batch = original(cls, *arguments)
-        batch.slot_offsets = (batch.slot_offsets + 1) % batch.block_size
-        return batch
-
-    monkeypatch.setattr(attention.PagedBatch, "build", classmethod(shifted))
-    with pytest.raises(UnsupportedModel, match="logits of the paged path differ"):
-        wrap_model(build(FAMILIES["qwen3"]()))
-
-
-def test_the_probe_sees_a_layer_that_attends_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build(FAMILIES["llama"]())
-    attend = model.model.layers[1].self_attn
-    original = attend.forward
-    monkeypatch.setattr(attend, "forward", lambda *a, **k: (original(*a, **k), original(*a, **k))[1])
-    with pytest.raises(UnsupportedModel, match=r"2 of 2 layers asked .* in 3 calls"):
-        wrap_model(model)
-
-
-@pytest.mark.parametrize("name", ACCEPTED)
-def test_further_kinds_of_models_are_accepted(name: str) -> None:
-    """Learned positions with an offset, sinks, latent attention, experts; other tests run the main families."""
-    assert len(wrap_model(build(ACCEPTED[name]())).layers) == 2
-
-
-def test_the_self_check_sees_dropped_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
-    drop(monkeypatch, "s_aux")
-    with pytest.raises(UnsupportedModel, match="logits of the paged path differ"):
-        wrap_model(build(ACCEPTED["gpt-oss"]()))
-
-
-def test_a_paged_model_does_not_run_by_itself() -> None:
-    model = wrap_model(build(FAMILIES["qwen2"]())).model
-    with pytest.raises(RuntimeError, match="outside ModelRunner"):
-        model(input_ids=torch.tensor([[1, 2]]))
+def test_longrope_is_loaded_for_the_length_that_is_asked_for(tmp_path: Path) -> None:
+    build(FAMILIES["phi3-longrope-short"]()).save_pretrained(tmp_path)
+    assert load_model(tmp_path).max_position_embeddings == ORIGINAL_LONGROPE
+    assert load_model(tmp_path, max_model_len=ORIGINAL_LONGROPE + 1).max_position_embeddings == 256

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from pointsman.engine.sampling_params import SamplingParams
+from pointsman.engine.sampling_params import RequestOutputKind, SamplingParams
 
 
 def test_defaults_are_those_of_vllm() -> None:
@@ -14,6 +14,16 @@ def test_defaults_are_those_of_vllm() -> None:
     assert (params.n, params.temperature, params.top_p, params.top_k) == (1, 1.0, 1.0, 0)
     assert (params.max_tokens, params.min_tokens, params.seed) == (16, 0, None)
     assert (params.stop_token_ids, params.ignore_eos) == ((), False)
+    assert (params.min_p, params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (0, 1, 0, 0)
+    assert (params.logprobs, params.prompt_logprobs, params.logit_bias, params.allowed_token_ids) == (None,) * 4
+    assert (params.bad_words, params.stop, params.include_stop_str_in_output, params.detokenize) == (
+        (),
+        (),
+        False,
+        True,
+    )
+    assert params.skip_special_tokens and params.spaces_between_special_tokens
+    assert params.output_kind is RequestOutputKind.CUMULATIVE
     assert not params.is_greedy and SamplingParams(temperature=0).is_greedy
 
 
@@ -40,6 +50,30 @@ def test_defaults_are_those_of_vllm() -> None:
         ("stop_token_ids", [3, -1]),
         ("stop_token_ids", [2**31]),
         ("stop_token_ids", ["a"]),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("min_p", None),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", math.inf),
+        ("presence_penalty", 2.1),
+        ("presence_penalty", math.nan),
+        ("frequency_penalty", -2.5),
+        ("logprobs", -2),
+        ("logprobs", True),
+        ("prompt_logprobs", 1.5),
+        ("logit_bias", {5: 100.5}),
+        ("logit_bias", {5: math.nan}),
+        ("logit_bias", {-5: 1.0}),
+        ("logit_bias", {"5": 1.0}),
+        ("logit_bias", [5]),
+        ("allowed_token_ids", [3, -4]),
+        ("bad_words", ["ok", ""]),
+        ("bad_words", [7]),
+        ("stop", ""),
+        ("stop", ["a", 5]),
+        ("ignore_eos", "yes"),
+        ("detokenize", None),
+        ("output_kind", "delta"),
     ],
 )
 def test_an_impossible_value_is_named_in_one_line(field: str, value: object) -> None:
@@ -48,7 +82,8 @@ def test_an_impossible_value_is_named_in_one_line(field: str, value: object) -> 
     message = str(error.value)
     assert "\n" not in message
     bad = value[-1] if isinstance(value, list) else value
-    assert str(bad) in message
+    numbers = [*bad, *bad.values()] if isinstance(bad, dict) else [bad]
+    assert any(str(number) in message for number in numbers)
     assert field.split("_token_ids")[0].replace("_", " ").split()[0] in message
 
 
@@ -65,3 +100,32 @@ def test_both_ways_to_turn_top_k_off(top_k: int) -> None:
 
 def test_no_limit_of_its_own() -> None:
     assert SamplingParams(max_tokens=None, min_tokens=500).max_tokens is None
+
+
+def test_sequences_are_kept_as_tuples_of_their_own() -> None:
+    words, biases = ["a", "b"], {3: -1.5}
+    params = SamplingParams(stop="end", bad_words=words, allowed_token_ids=[4, 5], logit_bias=biases)
+    words.append("c")
+    biases[4] = 1.0
+    assert (params.stop, params.bad_words, params.allowed_token_ids) == (("end",), ("a", "b"), (4, 5))
+    assert params.logit_bias == {3: -1.5}
+    assert SamplingParams(stop=["x", "y"]).stop == ("x", "y") and SamplingParams(stop=None).stop == ()
+    assert hash(params) == hash(SamplingParams(stop="end", bad_words=["a", "b"], allowed_token_ids=[4, 5]))
+
+
+def test_stop_strings_need_text() -> None:
+    with pytest.raises(ValueError, match="stop is 'x' and detokenize is False"):
+        SamplingParams(stop="x", detokenize=False)
+
+
+def test_allowing_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="allowed_token_ids is empty"):
+        SamplingParams(allowed_token_ids=[])
+
+
+@pytest.mark.parametrize(("field", "value"), [("logit_bias", {3: 1, 50: 2}), ("allowed_token_ids", [50, 49])])
+def test_tokens_beyond_a_vocabulary_are_found(field: str, value: object) -> None:
+    params = SamplingParams(**{field: value})
+    params.check_token_ids(51)
+    with pytest.raises(ValueError, match=f"{field} names token 50, and the model's vocabulary has 50"):
+        params.check_token_ids(50)

@@ -1,0 +1,87 @@
+"""One contender of `engine_throughput.py`: a process that owns one engine and is told, line by line, what to serve.
+
+The driver starts each contender in the environment of its engine and lets them take turns. A worker reads JSON
+commands from its standard input and answers each with one JSON line; whatever a library prints by itself goes to
+standard error. A contender only says how its engine is made and called (`Session`); what is timed is written here.
+
+    {"command": "open", "settings": {...}}                      -> {"about": {...}}
+    {"command": "run", "prompts": [[...]], "outputs": [...]}    -> {"seconds": ..., "tokens": [[...]]}
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+FIRST_TOKENS = 8
+"""Tokens of each request that a worker reports, for the comparison between contenders."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all contenders are told alike."""
+
+    model: str
+    dtype: str
+    threads: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_cache_bytes: int
+    kv_cache_tokens: int
+    """What fits in `kv_cache_bytes`, for engines that count tokens or blocks."""
+    options: dict[str, Any]
+    """What only this contender understands."""
+
+
+class Session(ABC):
+    """A loaded engine."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    @abstractmethod
+    def about(self) -> dict[str, Any]:
+        """Version, threads and knobs, for the record."""
+
+    @abstractmethod
+    def generate(self, prompts: Sequence[list[int]], outputs: Sequence[int]) -> list[list[int]]:
+        """Serve all prompts greedily, request i for exactly `outputs[i]` tokens; their tokens, in the same order."""
+
+
+def serve(session_type: type[Session]) -> None:
+    """Answer commands until standard input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    session: Session | None = None
+    for line in sys.stdin:
+        command = json.loads(line)
+        if command["command"] == "open":
+            session = session_type(Settings(**command["settings"]))
+            answer: dict[str, Any] = {"about": session.about()}
+            gc.collect()
+        elif command["command"] == "run":
+            assert session is not None
+            answer = _run(session, command["prompts"], command["outputs"])
+        else:
+            raise ValueError(f"no command is called {command['command']!r}")
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def _run(session: Session, prompts: list[list[int]], outputs: list[int]) -> dict[str, Any]:
+    start = perf_counter()
+    tokens = session.generate(prompts, outputs)
+    seconds = perf_counter() - start
+    lengths = [len(some) for some in tokens]
+    if lengths != outputs:
+        i = next((i for i, pair in enumerate(zip(lengths, outputs, strict=False)) if pair[0] != pair[1]), len(lengths))
+        raise RuntimeError(f"{len(lengths)} of {len(outputs)} requests answered, or request {i} has a wrong length")
+    return {"seconds": seconds, "tokens": [[int(token) for token in some[:FIRST_TOKENS]] for some in tokens]}

@@ -1,0 +1,129 @@
+"""What the benchmarks read of the bundled engine, in one place, and a stopwatch for its parts.
+
+Everything that depends on how the engine names its insides is here, so that a change of names is an edit of this file.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from pointsman.engine import Engine, SamplingParams
+
+
+@dataclass(frozen=True)
+class Part:
+    """A function that a stopwatch can be put around: `owner` is "module" or "module:Class"."""
+
+    label: str
+    owner: str
+    function: str
+
+
+PARTS = (
+    Part("schedule", "pointsman.engine.engine:Engine", "schedule"),
+    Part("execute", "pointsman.engine.engine:Engine", "execute"),
+    Part("execute: prepare inputs", "pointsman.engine.model_runner:ModelRunner", "prepare"),
+    Part("execute: model", "pointsman.engine.model_runner", "run_model"),
+    Part("execute: sampling", "pointsman.engine.sampler:Sampler", "run"),
+    Part("update", "pointsman.engine.engine:Engine", "update"),
+    Part("update: scheduler", "pointsman.core.scheduler:Scheduler", "update"),
+)
+"""Where a step's time goes, as calls that nest as their labels do."""
+
+KERNELS = (Part("compiled kernels", "pointsman.engine.kernels.runtime:Kernel", "__call__"),)
+"""Compiled functions that do the model's arithmetic outside PyTorch, which its profiler therefore cannot see. None that
+it sees as well (a registered operator), and none that calls PyTorch: either would be counted twice."""
+
+
+@dataclass
+class Stopwatch:
+    """Seconds and calls of parts, by label."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    @contextmanager
+    def around(self, parts: Sequence[Part]) -> Iterator[None]:
+        """Time every call of the parts while this lasts (some 0.3 us a call); parts that do not exist are left out."""
+        replaced: list[tuple[Any, str, Any]] = []
+        try:
+            for part in parts:
+                owner = _owner(part)
+                if owner is not None and part.function in vars(owner):
+                    original = vars(owner)[part.function]
+                    replaced.append((owner, part.function, original))
+                    setattr(owner, part.function, self._timed(part.label, original))
+            yield
+        finally:
+            for owner, name, original in replaced:
+                setattr(owner, name, original)
+
+    def _timed(self, label: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        seconds, calls = self.seconds, self.calls
+
+        def timed(*arguments: Any, **options: Any) -> Any:
+            start = perf_counter()
+            try:
+                return function(*arguments, **options)
+            finally:
+                seconds[label] += perf_counter() - start
+                calls[label] += 1
+
+        return timed
+
+
+def set_threads(threads: int) -> None:
+    """Threads of PyTorch, and of numba where it is in use."""
+    torch.set_num_threads(threads)
+    numba = sys.modules.get("numba")
+    if numba is not None:
+        numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+
+
+def open_engine(model: str, **knobs: Any) -> Engine:
+    """An engine over a model directory; knobs that are not named keep their defaults."""
+    return Engine(model, **knobs)
+
+
+def exactly(num_tokens: int) -> SamplingParams:
+    """Greedy, ended by the length alone."""
+    return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+
+
+def last_step(engine: Engine) -> tuple[int, int]:
+    """(rows, tokens) of the step that ran last."""
+    output = engine.last_output
+    return (0, 0) if output is None else (output.num_rows, output.total_num_scheduled_tokens)
+
+
+def scheduler_seconds(engine: Engine) -> float:
+    """Seconds in the scheduler since the engine was made, by its own count."""
+    return float(engine.counters.scheduler_time)
+
+
+def kernel_seconds(stopwatch: Stopwatch) -> float:
+    """Seconds in compiled functions outside PyTorch, as `stopwatch` has seen them."""
+    return sum(stopwatch.seconds.get(part.label, 0.0) for part in KERNELS)
+
+
+def vocabulary_size(engine: Engine) -> int:
+    return int(engine.model_config.vocab_size)
+
+
+def _owner(part: Part) -> Any | None:
+    """The module or class of a part; None if this engine has none of that name."""
+    module_name, _, class_name = part.owner.partition(":")
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError:
+        return None
+    return getattr(module, class_name, None) if class_name else module

@@ -1,0 +1,383 @@
+"""AsyncEngine: many requests at once from asyncio, each a stream of outputs.
+
+    engine = AsyncEngine("demo")
+    async for output in engine.generate("The import statement", SamplingParams(max_tokens=32)):
+        print(output.text)
+    await engine.shutdown()
+
+The engine and its scheduler run in a thread of their own (`engine_thread.py`); outputs come back through a mailbox per
+request (`mailbox.py`). Nothing here blocks an event loop. Text prompts are tokenized in one further thread: a long one
+takes milliseconds per thousand tokens, which in the event loop would stall every stream, and in the engine's thread
+every step; one thread and not several, so that requests are queued in the order in which they were sent.
+
+A stream is ended by whoever reads it, in any way that Python has: a cancelled task, `aclose()`, `async with`, or simply
+letting go of it. Each aborts the request, and its blocks are free at the next step boundary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pointsman.core import Explanation
+from pointsman.engine.engine import Engine
+from pointsman.engine.engine_thread import Add, Call, EngineThread, Stop
+from pointsman.engine.errors import EngineDeadError
+from pointsman.engine.mailbox import Mailbox, Port
+from pointsman.engine.output import RequestOutput
+from pointsman.engine.sampling_params import RequestOutputKind, SamplingParams
+from pointsman.engine.stats_log import DEFAULT_INTERVAL, EngineStats, read_stats
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from pointsman.engine.model_loader import LoadedModel
+
+Answer = TypeVar("Answer")
+
+
+class AsyncEngine:
+    """An engine for asyncio. Usable from any number of event loops and threads at once.
+
+    Args:
+        model: as for `Engine`; loaded here, before the first request.
+        max_step_retries: how often in a row a failed step is tried again. The scheduler is rewound each time, so
+            nothing is lost; after that, the engine is dead.
+        log_stats_interval: seconds between lines of statistics (see `stats_log`); None: none.
+        **knobs: as for `Engine`.
+
+    Raises:
+        ModelLoadError, ConfigError, ValueError: see `Engine`.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | LoadedModel | None = "demo",
+        *,
+        max_step_retries: int = 0,
+        log_stats_interval: float | None = DEFAULT_INTERVAL,
+        **knobs: Any,
+    ) -> None:
+        self._own(Engine(model, **knobs), max_step_retries, log_stats_interval)
+
+    @classmethod
+    def from_engine(
+        cls, engine: Engine, *, max_step_retries: int = 0, log_stats_interval: float | None = DEFAULT_INTERVAL
+    ) -> AsyncEngine:
+        """Take over an engine. Nobody else may use it from now on, except through `call`."""
+        self = cls.__new__(cls)
+        self._own(engine, max_step_retries, log_stats_interval)
+        return self
+
+    def _own(self, engine: Engine, max_step_retries: int, log_stats_interval: float | None) -> None:
+        if not isinstance(max_step_retries, int) or max_step_retries < 0:
+            raise ValueError(f"max_step_retries is {max_step_retries!r}; it must be an integer of at least 0")
+        self._engine = engine
+        self._ids = count()
+        self._ports: dict[asyncio.AbstractEventLoop, Port] = {}
+        self._ports_lock = threading.Lock()
+        self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pointsman-tokenizer")
+        self._thread = EngineThread(engine, max_step_retries=max_step_retries, log_stats_interval=log_stats_interval)
+        self._thread.start()
+        # One that is dropped without a shutdown takes its thread along. (At the interpreter's exit: see engine_thread.)
+        weakref.finalize(self, self._thread.ask_to_stop).atexit = False
+
+    # ------------------------------------------------------------------ facts that never change
+
+    @property
+    def tokenizer(self) -> Any | None:
+        """The model's tokenizer, if it has one."""
+        return self._engine.tokenizer
+
+    @property
+    def model_config(self) -> Any:
+        """The model's (text) configuration, as transformers has it."""
+        return self._engine.model_config
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest sequence, prompt and output together."""
+        return self._engine.max_model_len
+
+    # ------------------------------------------------------------------ requests
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        arrival_time: float | None = None,
+    ) -> RequestStream:
+        """A stream of a request's outputs. It is queued when the stream is first read, or by `await stream.start()`.
+
+        Args:
+            prompt: text, or token ids.
+            params: None: the defaults of `SamplingParams`. Its `output_kind` says what the stream yields: all so far
+                (CUMULATIVE), what is new (DELTA), or the end (FINAL_ONLY). Steps whose outputs were not read in time
+                come together in one.
+            request_id: unique among requests that have not ended; None: "request-0", "request-1", ...
+            priority: smaller is more urgent; read under order "priority".
+            cache_salt: only requests with an equal salt share cached prefixes.
+            arrival_time: seconds on the engine's clock; None: the moment it is queued, before it is tokenized.
+
+        The first reading raises:
+            RequestRefused, DuplicateRequest, ValueError: it can never run, with the reason.
+            EngineDeadError: the engine has died or is shutting down; any later reading may, too.
+        """
+        return RequestStream(
+            self,
+            f"request-{next(self._ids)}" if request_id is None else request_id,
+            prompt,
+            params or SamplingParams(),
+            {"priority": priority, "cache_salt": cache_salt, "arrival_time": arrival_time},
+        )
+
+    async def abort(self, request_id: str) -> bool:
+        """End a request now; its stream ends with finish_reason "abort". False: it is unknown or has ended.
+
+        Raises:
+            EngineDeadError: there is no engine to ask.
+        """
+        return await self._call(lambda _: self._thread.abort(request_id))
+
+    async def tokenize(self, prompt: str) -> list[int]:
+        """The prompt's token ids.
+
+        Raises:
+            ValueError: the model has no tokenizer, or the prompt is no text that one could read.
+            EngineDeadError: the engine has been shut down.
+        """
+        try:
+            future = self._tokenizing.submit(self._engine.tokenize, prompt)
+        except RuntimeError:  # the thread is gone
+            raise self._thread.dead_error() from None
+        return await asyncio.wrap_future(future)
+
+    # ------------------------------------------------------------------ questions
+
+    async def call(self, function: Callable[[Engine], Answer]) -> Answer:
+        """What `function(engine)` returns, called between two steps in the engine's thread. It should be quick: every
+        request waits for it.
+
+        Raises:
+            What it raises; EngineDeadError: there is no engine to ask.
+        """
+        return await self._call(function)
+
+    async def explain(self, request_id: str) -> Explanation:
+        """Where a request stands, why it waits, for whom and since when.
+
+        Raises:
+            UnknownRequest: no such request, or its end has been reported.
+        """
+        return await self._call(lambda engine: engine.scheduler.explain(request_id))
+
+    async def stats(self) -> EngineStats:
+        """Counters and gauges of engine and scheduler at one moment on the engine's clock."""
+        return await self._call(lambda engine: read_stats(engine, engine.clock()))
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix. What runs goes on."""
+        await self._call(lambda engine: engine.scheduler.reset_prefix_cache(engine.clock()))
+
+    async def _call(self, function: Callable[[Engine], Answer]) -> Answer:
+        future: Future[Answer] = Future()
+        self._thread.send(Call(function, future))
+        return await asyncio.wrap_future(future)
+
+    # ------------------------------------------------------------------ health and end
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests will be answered: it has neither died nor been shut down."""
+        return self._thread.is_running
+
+    @property
+    def errored(self) -> bool:
+        """Whether it died of a failure."""
+        return self._thread.cause is not None
+
+    @property
+    def dead_error(self) -> EngineDeadError | None:
+        """What every call raises now, if it raises; None while the engine runs."""
+        return None if self._thread.is_running else self._thread.dead_error()
+
+    def check_health(self) -> None:
+        """Nothing, if the engine runs.
+
+        Raises:
+            EngineDeadError: it has died, of its `__cause__`, or has been shut down.
+        """
+        if not self._thread.is_running:
+            raise self._thread.dead_error()
+
+    async def shutdown(self, drain: bool = False, timeout: float | None = None) -> None:
+        """End the engine and its thread. May be called again, also while it is under way, in any state.
+
+        Args:
+            drain: let requests that were sent before finish, and refuse new ones; False: abort them, so that their
+                streams end with finish_reason "abort".
+            timeout: seconds that draining may take, after which the rest is aborted; None: as long as it takes. A step
+                in progress is always waited for.
+        """
+        ended = asyncio.wrap_future(self._thread.ended)
+        self._send_stop(drain)
+        if drain and timeout is not None:
+            await asyncio.wait([ended], timeout=timeout)
+            self._send_stop(drain=False)
+        await ended
+        self._thread.join()
+        self._tokenizing.shutdown(wait=False)
+
+    def _send_stop(self, drain: bool) -> None:
+        # An engine that has ended needs no asking.
+        if self._thread.is_running:
+            try:
+                self._thread.send(Stop(drain))
+            except EngineDeadError:
+                return
+
+    async def __aenter__(self) -> AsyncEngine:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.shutdown()
+
+    # ------------------------------------------------------------------ for streams
+
+    def _port(self) -> Port:
+        """The running loop's port."""
+        loop = asyncio.get_running_loop()
+        with self._ports_lock:
+            port = self._ports.get(loop)
+            if port is None:
+                self._ports = {known: port for known, port in self._ports.items() if not known.is_closed()}
+                port = self._ports[loop] = Port(loop)
+            return port
+
+    def _send_request(
+        self, request_id: str, prompt: Sequence[int], params: SamplingParams, options: dict[str, Any]
+    ) -> Mailbox:
+        finished_only = params.output_kind is RequestOutputKind.FINAL_ONLY
+        if params.output_kind is RequestOutputKind.DELTA:  # made by the stream, which knows what its reader has seen
+            params = dataclasses.replace(params, output_kind=RequestOutputKind.CUMULATIVE)
+        mailbox = Mailbox(self._port(), finished_only=finished_only)
+
+        def add(engine: Engine) -> None:
+            engine.add_request(request_id, prompt, params, eager_text=True, **options)
+
+        self._thread.send(Add(request_id, mailbox, add))
+        return mailbox
+
+
+class RequestStream(AsyncIterator[RequestOutput]):
+    """The outputs of one request, for one reader. Made by `AsyncEngine.generate`.
+
+    Letting go of it before its end aborts the request; `async with stream:` or `aclose()` do so at a certain moment. So
+    does a reading that is cancelled, by a timeout too. `aclose()` may come from another task than the reader's, for
+    which the stream then simply ends.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        options: dict[str, Any],
+    ) -> None:
+        self.request_id = request_id
+        self._engine = engine
+        self._prompt = prompt
+        self._params = params
+        self._options = options
+        self._mailbox: Mailbox | None = None
+        self._seen: RequestOutput | None = None
+        self._is_over = False
+        self._is_reading = False
+
+    async def start(self) -> None:
+        """Queue the request now, and return when it is queued: for a server that must know of a refusal before it sends
+        the first byte. Reading does it otherwise.
+
+        Raises:
+            RequestRefused, DuplicateRequest, ValueError: it can never run, with the reason.
+            EngineDeadError: the engine has died or is shutting down.
+        """
+        if self._mailbox is None and not self._is_over:
+            try:
+                await self._queue()
+            except BaseException:
+                self._abandon()
+                raise
+
+    async def _queue(self) -> None:
+        if self._options["arrival_time"] is None:
+            self._options["arrival_time"] = self._engine._engine.clock()
+        prompt = self._prompt
+        token_ids = await self._engine.tokenize(prompt) if isinstance(prompt, str) else prompt
+        if self._is_over:  # closed meanwhile
+            return
+        options = {**self._options, "prompt_text": prompt if isinstance(prompt, str) else None}
+        self._mailbox = self._engine._send_request(self.request_id, token_ids, self._params, options)
+        await self._mailbox.wait_accepted()
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._is_over:
+            raise StopAsyncIteration
+        if self._is_reading:
+            raise RuntimeError(f"two tasks read the stream of {self.request_id!r} at once; let one do it")
+        self._is_reading = True
+        try:
+            await self.start()
+            output = None if self._mailbox is None else await self._mailbox.newer_than(self._seen)
+        except BaseException:  # also when the reading task is cancelled
+            self._abandon()
+            raise
+        finally:
+            self._is_reading = False
+        if output is None:  # closed meanwhile
+            raise StopAsyncIteration
+        seen, self._seen = self._seen, output
+        self._is_over = output.finished
+        if self._params.output_kind is RequestOutputKind.DELTA:
+            output = output.since(seen)
+        return output
+
+    async def aclose(self) -> None:
+        """End the stream. Its request is aborted if it has not ended; its blocks are free at the next step boundary."""
+        self._abandon()
+        if self._mailbox is not None:
+            self._mailbox.wake()
+
+    async def __aenter__(self) -> RequestStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        if not self._is_over:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        if not self._is_over and self._mailbox is not None:
+            self._engine._thread.abandon(self.request_id, self._mailbox)
+        self._is_over = True

@@ -1,0 +1,317 @@
+"""Attention over the paged pool, for decodes and prompt chunks alike.
+
+The work is cut into tiles: some consecutive queries of one row, with the query heads that share one KV head. A tile
+walks over the row's blocks in chunks and keeps, per query and head, the running maximum of the scores, the sum of their
+exponentials and the weighted sum of values, rescaled when the maximum rises (the online softmax of FlashAttention, Dao
+et al. 2022, https://arxiv.org/abs/2205.14135). So a tile needs the same small scratch memory whatever the context.
+
+    scores   S [queries, chunk]   few queries (a decode): dot products with the keys as they lie in the pool
+                                  many (a prompt): the block transposed once, then eight rank-one updates at a time
+    values   O [queries, v_dim]   eight rank-one updates at a time
+
+Both forms are plain loops whose innermost one runs over neighbouring floats, which the compiler turns into vector
+instructions of whatever width the processor has.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray, njit
+
+from pointsman.engine.kernels.runtime import (
+    FAST,
+    STORAGE,
+    Kernel,
+    exponential,
+    hyperbolic_tangent,
+    largest,
+    load,
+    next_item,
+    pointer,
+    prefetch,
+    round_to,
+)
+
+CHUNK = 128
+"""Keys whose scores are kept at a time, at least; a block if that is more."""
+FEW_ROWS = 8
+"""Up to so many queries (times heads), a block's keys are not worth transposing."""
+TILE_ROWS = 48
+"""Queries times heads of a tile, at most; one query's heads at least."""
+NONE = -1.0e30
+"""The score of what must not be seen."""
+
+# Places of the kernel's arguments; 0 is the counter.
+(
+    QUERY,
+    KEYS,
+    VALUES,
+    OUTPUT,
+    TABLES,
+    TILES,
+    SINKS,
+    SCALARS,
+    NUM_TOKENS,
+    NUM_HEADS,
+    NUM_KV_HEADS,
+    K_DIM,
+    V_DIM,
+    NUM_BLOCKS,
+    BLOCK_SIZE,
+    NUM_ROWS,
+    TABLE_WIDTH,
+    NUM_TILES,
+    WINDOW,
+    MOST_ROWS,
+) = range(1, 21)
+NUM_ARGUMENTS = 21
+
+
+@njit(fastmath=FAST)  # type: ignore[untyped-decorator]
+def _scores_few(Q: Any, block: Any, S: Any, at: int, rows: int, size: int, k_dim: int) -> None:
+    """Dot products of each query with each key of a block."""
+    for r in range(rows):
+        query, scores = Q[r], S[r]
+        for t in range(size):
+            key = block[t]
+            total = np.float32(0)
+            for d in range(k_dim):
+                total += query[d] * load(key[d])
+            scores[at + t] = total
+
+
+@njit(fastmath=FAST)  # type: ignore[untyped-decorator]
+def _transpose(block: Any, T: Any, at: int, size: int, k_dim: int) -> None:
+    """A block's keys [size, k_dim] into columns [at, at + size) of T."""
+    for t in range(size):
+        for d in range(k_dim):
+            T[d, at + t] = load(block[t, d])
+
+
+@njit(fastmath=FAST)  # type: ignore[untyped-decorator]
+def _scores_many(Q: Any, T: Any, S: Any, rows: int, width: int, k_dim: int) -> None:
+    """Scores of each query with a chunk's keys by rank-one updates, from the keys transposed: T [k_dim, width]."""
+    whole = k_dim // 4 * 4
+    for r in range(0, rows, 4):  # four queries at a time, so that each key that is loaded is used four times
+        a, b, c, e = Q[r], Q[min(r + 1, rows - 1)], Q[min(r + 2, rows - 1)], Q[min(r + 3, rows - 1)]
+        sa, sb, sc, se = S[r], S[r + 1], S[r + 2], S[r + 3]
+        for t in range(width):
+            sa[t] = np.float32(0)
+            sb[t] = np.float32(0)
+            sc[t] = np.float32(0)
+            se[t] = np.float32(0)
+        for d in range(0, whole, 4):
+            a0, a1, a2, a3 = a[d], a[d + 1], a[d + 2], a[d + 3]
+            b0, b1, b2, b3 = b[d], b[d + 1], b[d + 2], b[d + 3]
+            c0, c1, c2, c3 = c[d], c[d + 1], c[d + 2], c[d + 3]
+            e0, e1, e2, e3 = e[d], e[d + 1], e[d + 2], e[d + 3]
+            for t in range(width):
+                k0, k1, k2, k3 = T[d, t], T[d + 1, t], T[d + 2, t], T[d + 3, t]
+                sa[t] += (a0 * k0 + a1 * k1) + (a2 * k2 + a3 * k3)
+                sb[t] += (b0 * k0 + b1 * k1) + (b2 * k2 + b3 * k3)
+                sc[t] += (c0 * k0 + c1 * k1) + (c2 * k2 + c3 * k3)
+                se[t] += (e0 * k0 + e1 * k1) + (e2 * k2 + e3 * k3)
+        for d in range(whole, k_dim):
+            for t in range(width):
+                sa[t] += a[d] * T[d, t]
+                sb[t] += b[d] * T[d, t]
+                sc[t] += c[d] * T[d, t]
+                se[t] += e[d] * T[d, t]
+
+
+@njit(fastmath=FAST)  # type: ignore[untyped-decorator]
+def _softmax_step(
+    scores: Any, width: int, low: int, high: int, softcap: Any, highest: Any
+) -> tuple[Any, Any]:  # (the new maximum, the sum of this chunk's exponentials)
+    """Turn a chunk's scores [width] into weights; only [low, high) may be seen."""
+    if softcap > np.float32(0):
+        for t in range(width):
+            scores[t] = softcap * hyperbolic_tangent(scores[t] / softcap)
+    # Overwritten, not added to: a slot past the row's end may hold anything, NaN included.
+    for t in range(low):
+        scores[t] = np.float32(NONE)
+    for t in range(high, width):
+        scores[t] = np.float32(NONE)
+    highest = largest(scores, width, highest)
+    total = np.float32(0)
+    for t in range(width):
+        weight = exponential(scores[t] - highest)
+        scores[t] = weight
+        total += weight
+    return highest, total
+
+
+@njit(fastmath=FAST)  # type: ignore[untyped-decorator]
+def _add_values(S: Any, block: Any, O: Any, at: int, rows: int, size: int, v_dim: int) -> None:  # noqa: E741
+    """O += weights of a block's slots times their values."""
+    whole = size // 8 * 8
+    for r in range(rows):
+        weights, out = S[r], O[r]
+        for t in range(0, whole, 8):
+            w0, w1, w2, w3 = weights[at + t], weights[at + t + 1], weights[at + t + 2], weights[at + t + 3]
+            w4, w5, w6, w7 = weights[at + t + 4], weights[at + t + 5], weights[at + t + 6], weights[at + t + 7]
+            for d in range(v_dim):
+                out[d] += (
+                    (w0 * load(block[t, d]) + w1 * load(block[t + 1, d]))
+                    + (w2 * load(block[t + 2, d]) + w3 * load(block[t + 3, d]))
+                    + (w4 * load(block[t + 4, d]) + w5 * load(block[t + 5, d]))
+                    + (w6 * load(block[t + 6, d]) + w7 * load(block[t + 7, d]))
+                )
+        for t in range(whole, size):
+            w0 = weights[at + t]
+            for d in range(v_dim):
+                out[d] += w0 * load(block[t, d])
+
+
+@njit(fastmath=FAST)  # type: ignore[untyped-decorator]
+def _add_values_many(S: Any, block: Any, O: Any, at: int, rows: int, size: int, v_dim: int) -> None:  # noqa: E741
+    """The same for many queries, four at a time, so that each value that is loaded is used four times."""
+    whole = size // 4 * 4
+    for r in range(0, rows, 4):
+        a, b, c, e = S[r], S[r + 1], S[r + 2], S[r + 3]
+        oa, ob, oc, oe = O[r], O[r + 1], O[r + 2], O[r + 3]
+        for t in range(at, at + whole, 4):
+            a0, a1, a2, a3 = a[t], a[t + 1], a[t + 2], a[t + 3]
+            b0, b1, b2, b3 = b[t], b[t + 1], b[t + 2], b[t + 3]
+            c0, c1, c2, c3 = c[t], c[t + 1], c[t + 2], c[t + 3]
+            e0, e1, e2, e3 = e[t], e[t + 1], e[t + 2], e[t + 3]
+            for d in range(v_dim):
+                v0, v1 = load(block[t - at, d]), load(block[t - at + 1, d])
+                v2, v3 = load(block[t - at + 2, d]), load(block[t - at + 3, d])
+                oa[d] += (a0 * v0 + a1 * v1) + (a2 * v2 + a3 * v3)
+                ob[d] += (b0 * v0 + b1 * v1) + (b2 * v2 + b3 * v3)
+                oc[d] += (c0 * v0 + c1 * v1) + (c2 * v2 + c3 * v3)
+                oe[d] += (e0 * v0 + e1 * v1) + (e2 * v2 + e3 * v3)
+        for t in range(at + whole, at + size):
+            for d in range(v_dim):
+                value = load(block[t - at, d])
+                oa[d] += a[t] * value
+                ob[d] += b[t] * value
+                oc[d] += c[t] * value
+                oe[d] += e[t] * value
+
+
+@njit(fastmath=FAST)  # type: ignore[untyped-decorator]
+def _prefetch_block(address: int, num_bytes: int) -> None:
+    for offset in range(0, num_bytes, 64):
+        prefetch(address + offset)
+
+
+@cache
+def attention_kernel(activations: torch.dtype, cache_dtype: torch.dtype) -> Kernel:
+    """The kernel for queries and outputs of one type over a pool of another."""
+    activation_type, cache_type = STORAGE[activations], STORAGE[cache_dtype]
+    element_bytes = cache_dtype.itemsize
+
+    def paged_attention(arguments: Any) -> None:
+        a = carray(arguments, (NUM_ARGUMENTS,), np.int64)
+        num_heads, num_kv_heads, k_dim, v_dim = a[NUM_HEADS], a[NUM_KV_HEADS], a[K_DIM], a[V_DIM]
+        size, num_tiles, window, most_rows = a[BLOCK_SIZE], a[NUM_TILES], a[WINDOW], a[MOST_ROWS]
+        query = carray(pointer(a[QUERY]), (a[NUM_TOKENS], num_heads, k_dim), activation_type)
+        keys = carray(pointer(a[KEYS]), (a[NUM_BLOCKS], num_kv_heads, size, k_dim), cache_type)
+        values = carray(pointer(a[VALUES]), (a[NUM_BLOCKS], num_kv_heads, size, v_dim), cache_type)
+        output = carray(pointer(a[OUTPUT]), (a[NUM_TOKENS], num_heads, v_dim), activation_type)
+        tables = carray(pointer(a[TABLES]), (a[NUM_ROWS], a[TABLE_WIDTH]), np.int64)
+        tiles = carray(pointer(a[TILES]), (num_tiles, 4), np.int64)
+        sinks = carray(pointer(a[SINKS]), (num_heads,), np.float32)  # read only where there are any
+        scalars = carray(pointer(a[SCALARS]), (2,), np.float32)
+        scale, softcap = scalars[0], scalars[1]
+        group = num_heads // num_kv_heads
+        blocks_per_chunk = max(1, CHUNK // size)
+        key_bytes, value_bytes = size * k_dim * element_bytes, size * v_dim * element_bytes
+
+        Q = np.empty((most_rows, k_dim), np.float32)
+        S = np.empty((most_rows + 3, blocks_per_chunk * size), np.float32)
+        O = np.empty((most_rows + 3, v_dim), np.float32)  # noqa: E741
+        highest = np.empty(most_rows, np.float32)
+        total = np.empty(most_rows, np.float32)
+        T = np.empty((k_dim, blocks_per_chunk * size), np.float32)
+
+        while True:
+            item = next_item(arguments)
+            if item >= num_tiles * num_kv_heads:
+                break
+            tile, head = item // num_kv_heads, item % num_kv_heads
+            row, first_token, num_queries, position = tiles[tile, 0], tiles[tile, 1], tiles[tile, 2], tiles[tile, 3]
+            table = tables[row]
+            rows = num_queries * group
+            few = rows <= FEW_ROWS
+            for r in range(rows):
+                one = query[first_token + r // group, head * group + r % group]
+                for d in range(k_dim):
+                    Q[r, d] = load(one[d]) * scale
+                for d in range(v_dim):
+                    O[r, d] = np.float32(0)
+                if a[SINKS] != 0:  # a sink is a score without a value
+                    highest[r], total[r] = sinks[head * group + r % group], np.float32(1)
+                else:
+                    highest[r], total[r] = np.float32(NONE), np.float32(0)
+
+            end = position + num_queries
+            start = 0
+            if window > 0:
+                start = max(0, position - window + 1) // size * size
+            for chunk in range(start, end, blocks_per_chunk * size):
+                first_block = chunk // size
+                num_blocks = min(blocks_per_chunk, (end - chunk + size - 1) // size)
+                for b in range(num_blocks):
+                    block = table[first_block + b]
+                    if few:  # such tiles wait for memory: ask for what comes next
+                        if b + 1 < num_blocks:
+                            following = table[first_block + b + 1]
+                            _prefetch_block(a[KEYS] + (following * num_kv_heads + head) * key_bytes, key_bytes)
+                        else:
+                            following = table[first_block]
+                            _prefetch_block(a[VALUES] + (following * num_kv_heads + head) * value_bytes, value_bytes)
+                        _scores_few(Q, keys[block, head], S, b * size, rows, size, k_dim)
+                    else:
+                        _transpose(keys[block, head], T, b * size, size, k_dim)
+                width = num_blocks * size
+                if not few:
+                    _scores_many(Q, T, S, rows, width, k_dim)
+                for r in range(rows):
+                    at = position + r // group
+                    high = max(0, min(width, at + 1 - chunk))
+                    low = 0
+                    if window > 0:
+                        low = min(width, max(0, at - window + 1 - chunk))
+                    before = highest[r]
+                    if high <= low:  # nothing of this chunk is for this query
+                        for t in range(width):
+                            S[r, t] = np.float32(0)
+                        continue
+                    now, added = _softmax_step(S[r], width, low, high, softcap, before)
+                    # Exactly 0, which exponential(NONE - now) is not quite.
+                    for t in range(low):
+                        S[r, t] = np.float32(0)
+                    for t in range(high, width):
+                        S[r, t] = np.float32(0)
+                    shrink = exponential(before - now)
+                    highest[r] = now
+                    total[r] = total[r] * shrink + added
+                    for d in range(v_dim):
+                        O[r, d] *= shrink
+                for b in range(num_blocks):
+                    block = table[first_block + b]
+                    if few and b + 1 < num_blocks:
+                        following = table[first_block + b + 1]
+                        _prefetch_block(a[VALUES] + (following * num_kv_heads + head) * value_bytes, value_bytes)
+                    elif few and chunk + width < end:
+                        following = table[first_block + num_blocks]
+                        _prefetch_block(a[KEYS] + (following * num_kv_heads + head) * key_bytes, key_bytes)
+                    if few:
+                        _add_values(S, values[block, head], O, b * size, rows, size, v_dim)
+                    else:
+                        _add_values_many(S, values[block, head], O, b * size, rows, size, v_dim)
+
+            for r in range(rows):
+                inverse = np.float32(1) / total[r]
+                out = output[first_token + r // group, head * group + r % group]
+                for d in range(v_dim):
+                    out[d] = round_to(output, O[r, d] * inverse)
+
+    return Kernel(paged_attention)

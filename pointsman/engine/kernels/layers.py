@@ -1,0 +1,236 @@
+"""What a transformer layer does beside its matrix products and its attention, each in one pass over memory.
+
+PyTorch does these as chains of small operations, six for a norm and ten for a rotary embedding, each reading and
+writing everything. For a step of a few dozen tokens most of their time is the calls themselves.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray, njit
+
+from pointsman.engine.kernels.runtime import (
+    FAST,
+    STORAGE,
+    Kernel,
+    exponential,
+    hyperbolic_tangent,
+    load,
+    next_item,
+    pointer,
+    round_to,
+)
+
+ROWS_PER_ITEM = 8
+"""Tokens that a thread takes at a time."""
+
+ROWS_PER_THREAD = 16
+"""Fewer rows than this are not worth another thread."""
+
+NORM_ARGUMENTS = 8
+GATE_ARGUMENTS = 6
+HEADS_ARGUMENTS = 29
+ACTIVATIONS = ("silu", "gelu_tanh")
+"""What a gate may be passed through; the kernel's argument is the index."""
+
+
+def threads_for(num_rows: int) -> int:
+    """Threads for work on so many rows."""
+    return min(torch.get_num_threads(), -(-num_rows // ROWS_PER_THREAD))
+
+
+@cache
+def norm_kernel(activations: torch.dtype) -> Kernel:
+    """out = x / sqrt(mean(x**2) + epsilon) * (weight + offset), per row.
+
+    Arguments: counter, x [n, width], weight [width], out [n, width], scalars (epsilon, offset), n, width, row stride
+    of x.
+    """
+    element_type = STORAGE[activations]
+
+    def rms_norm(arguments: Any) -> None:
+        a = carray(arguments, (NORM_ARGUMENTS,), np.int64)
+        num_rows, width, stride = a[5], a[6], a[7]
+        x = carray(pointer(a[1]), (num_rows * stride,), element_type)
+        weight = carray(pointer(a[2]), (width,), element_type)
+        out = carray(pointer(a[3]), (num_rows, width), element_type)
+        scalars = carray(pointer(a[4]), (2,), np.float32)
+        epsilon, offset = scalars[0], scalars[1]
+        while True:
+            first = next_item(arguments) * ROWS_PER_ITEM
+            if first >= num_rows:
+                break
+            for row in range(first, min(first + ROWS_PER_ITEM, num_rows)):
+                values = x[row * stride : row * stride + width]
+                target = out[row]
+                squares = np.float32(0)
+                for i in range(width):
+                    value = load(values[i])
+                    squares += value * value
+                factor = np.float32(1) / np.sqrt(squares / np.float32(width) + epsilon)
+                for i in range(width):
+                    target[i] = round_to(out, load(values[i]) * factor * (load(weight[i]) + offset))
+
+    return Kernel(rms_norm)
+
+
+@cache
+def gate_kernel(activations: torch.dtype) -> Kernel:
+    """out = activation(x[:, :width]) * x[:, width:], the gate of a gated MLP.
+
+    Arguments: counter, x [n, 2 * width], out [n, width], n, width, index of the activation.
+    """
+    element_type = STORAGE[activations]
+
+    def gate(arguments: Any) -> None:
+        a = carray(arguments, (GATE_ARGUMENTS,), np.int64)
+        num_rows, width = a[3], a[4]
+        x = carray(pointer(a[1]), (num_rows, 2 * width), element_type)
+        out = carray(pointer(a[2]), (num_rows, width), element_type)
+        while True:
+            row = next_item(arguments)
+            if row >= num_rows:
+                break
+            opening, up, target = x[row, :width], x[row, width:], out[row]
+            if a[5] == 0:
+                for i in range(width):
+                    value = load(opening[i])
+                    target[i] = round_to(out, value / (np.float32(1) + exponential(-value)) * load(up[i]))
+            else:  # Hendrycks and Gimpel 2016, with the tangent
+                for i in range(width):
+                    value = load(opening[i])
+                    inner = np.float32(0.7978845608028654) * (value + np.float32(0.044715) * value * value * value)
+                    bend = np.float32(0.5) * value * (np.float32(1) + hyperbolic_tangent(inner))
+                    target[i] = round_to(out, bend * load(up[i]))
+
+    return Kernel(gate)
+
+
+# Places of the arguments of `heads_kernel`; 0 is the counter.
+(
+    QUERY,
+    KEY,
+    VALUE,
+    QUERY_OUT,
+    KEYS,
+    VALUES,
+    COS,
+    SIN,
+    QUERY_NORM,
+    KEY_NORM,
+    SCALARS,
+    SLOT_BLOCKS,
+    SLOT_OFFSETS,
+    TAILS,
+    NUM_TOKENS,
+    NUM_HEADS,
+    NUM_KV_HEADS,
+    K_DIM,
+    V_DIM,
+    NUM_BLOCKS,
+    BLOCK_SIZE,
+    ROTARY_DIM,
+    QUERY_STRIDE,
+    QUERY_HEAD_STRIDE,
+    KEY_STRIDE,
+    KEY_HEAD_STRIDE,
+    VALUE_STRIDE,
+    VALUE_HEAD_STRIDE,
+) = range(1, 29)
+
+
+@njit(fastmath=FAST)  # type: ignore[untyped-decorator]
+def _norm_head(head: Any, weight: Any, width: int, epsilon: Any, offset: Any) -> None:
+    """RMS norm of one head [width] in place."""
+    squares = np.float32(0)
+    for i in range(width):
+        squares += head[i] * head[i]
+    factor = np.float32(1) / np.sqrt(squares / np.float32(width) + epsilon)
+    for i in range(width):
+        head[i] = head[i] * factor * (load(weight[i]) + offset)
+
+
+@njit(fastmath=FAST)  # type: ignore[untyped-decorator]
+def _rotate(head: Any, cos: Any, sin: Any, rotary_dim: int) -> None:
+    """Rotary embedding of one head in place: element i turns with element i + rotary_dim / 2 (Su et al. 2021)."""
+    half = rotary_dim // 2
+    for i in range(half):
+        low, high = head[i], head[i + half]
+        head[i] = low * load(cos[i]) - high * load(sin[i])
+        head[i + half] = high * load(cos[i + half]) + low * load(sin[i + half])
+
+
+@cache
+def heads_kernel(activations: torch.dtype, cache_dtype: torch.dtype) -> Kernel:
+    """From projections to attention: norm and rotate queries and keys, write keys and values to their slots.
+
+    Each part is optional, by an address of 0 (queries, norms) or a `rotary_dim` of 0. A block's slots behind the last
+    token of a row are zeroed when the block is begun: weights of 0 do not hide a NaN that another request left there.
+    """
+    activation_type, cache_type = STORAGE[activations], STORAGE[cache_dtype]
+
+    def heads_to_pool(arguments: Any) -> None:
+        a = carray(arguments, (HEADS_ARGUMENTS,), np.int64)
+        num_tokens, num_heads, num_kv_heads = a[NUM_TOKENS], a[NUM_HEADS], a[NUM_KV_HEADS]
+        k_dim, v_dim, size, rotary_dim = a[K_DIM], a[V_DIM], a[BLOCK_SIZE], a[ROTARY_DIM]
+        query = carray(pointer(a[QUERY]), (num_tokens * a[QUERY_STRIDE],), activation_type)
+        key = carray(pointer(a[KEY]), (num_tokens * a[KEY_STRIDE],), activation_type)
+        value = carray(pointer(a[VALUE]), (num_tokens * a[VALUE_STRIDE],), activation_type)
+        query_out = carray(pointer(a[QUERY_OUT]), (num_tokens, num_heads, k_dim), activation_type)
+        keys = carray(pointer(a[KEYS]), (a[NUM_BLOCKS], num_kv_heads, size, k_dim), cache_type)
+        values = carray(pointer(a[VALUES]), (a[NUM_BLOCKS], num_kv_heads, size, v_dim), cache_type)
+        cos = carray(pointer(a[COS]), (num_tokens, rotary_dim), activation_type)
+        sin = carray(pointer(a[SIN]), (num_tokens, rotary_dim), activation_type)
+        query_norm = carray(pointer(a[QUERY_NORM]), (k_dim,), activation_type)
+        key_norm = carray(pointer(a[KEY_NORM]), (k_dim,), activation_type)
+        scalars = carray(pointer(a[SCALARS]), (2,), np.float32)
+        blocks = carray(pointer(a[SLOT_BLOCKS]), (num_tokens,), np.int64)
+        offsets = carray(pointer(a[SLOT_OFFSETS]), (num_tokens,), np.int64)
+        tails = carray(pointer(a[TAILS]), (num_tokens,), np.int64)
+        epsilon, offset = scalars[0], scalars[1]
+        head = np.empty(max(k_dim, v_dim), np.float32)
+
+        while True:
+            first = next_item(arguments) * ROWS_PER_ITEM
+            if first >= num_tokens:
+                break
+            for t in range(first, min(first + ROWS_PER_ITEM, num_tokens)):
+                if a[QUERY] != 0:
+                    for h in range(num_heads):
+                        at = t * a[QUERY_STRIDE] + h * a[QUERY_HEAD_STRIDE]
+                        for d in range(k_dim):
+                            head[d] = load(query[at + d])
+                        if a[QUERY_NORM] != 0:
+                            _norm_head(head, query_norm, k_dim, epsilon, offset)
+                        if rotary_dim > 0:
+                            _rotate(head, cos[t], sin[t], rotary_dim)
+                        target = query_out[t, h]
+                        for d in range(k_dim):
+                            target[d] = round_to(query_out, head[d])
+                block, slot, tail = blocks[t], offsets[t], tails[t]
+                for h in range(num_kv_heads):
+                    at = t * a[KEY_STRIDE] + h * a[KEY_HEAD_STRIDE]
+                    for d in range(k_dim):
+                        head[d] = load(key[at + d])
+                    if a[KEY_NORM] != 0:
+                        _norm_head(head, key_norm, k_dim, epsilon, offset)
+                    if rotary_dim > 0:
+                        _rotate(head, cos[t], sin[t], rotary_dim)
+                    place = keys[block, h]
+                    for d in range(k_dim):
+                        place[slot, d] = round_to(keys, head[d])
+                    at = t * a[VALUE_STRIDE] + h * a[VALUE_HEAD_STRIDE]
+                    other = values[block, h]
+                    for d in range(v_dim):
+                        other[slot, d] = round_to(values, load(value[at + d]))
+                    for after in range(slot + 1, slot + 1 + tail):
+                        for d in range(k_dim):
+                            place[after, d] = round_to(keys, np.float32(0))
+                        for d in range(v_dim):
+                            other[after, d] = round_to(values, np.float32(0))
+
+    return Kernel(heads_to_pool)

@@ -1,0 +1,220 @@
+"""How a compiled kernel is called: raw pointers in, one team of threads with PyTorch, no Python inside.
+
+A kernel is a C function `void kernel(int64_t *arguments)`. The arguments are sizes and addresses in one NumPy array, so
+that a call costs two microseconds, and so that the same function can be the body of an OpenMP parallel region:
+
+    GOMP_parallel(kernel, arguments, num_threads)
+
+is what `#pragma omp parallel` compiles to, and calling it in the OpenMP library that PyTorch has loaded puts our work
+on the threads that PyTorch computes with. A thread pool of numba's own would contend with them: PyTorch's threads spin
+for a while after each operation, and on a machine with two cores that doubles the time of everything.
+
+The threads of a team share the work by an atomic counter, `arguments[0]`: each takes the next item until none is left.
+That balances rows of very different length without knowing how many threads there are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from llvmlite import ir
+from numba import cfunc, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic, overload
+
+logger = logging.getLogger(__name__)
+
+Int64Array: TypeAlias = npt.NDArray[np.int64]
+
+SIGNATURE = types.void(types.CPointer(types.int64))
+FAST: set[str] = {"reassoc", "contract", "nsz", "arcp"}
+"""Liberties for sums and products. Not among them: that there are no NaNs, which a broken model does produce."""
+STORAGE = {torch.float32: np.float32, torch.bfloat16: np.uint16}
+"""NumPy's type for the elements of a tensor; bfloat16 travels as its 16 bits."""
+
+
+# ------------------------------------------------------------------------------------------- parts for kernels
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def pointer(typing_context: Any, address: Any) -> Any:
+    """An address as a pointer that `carray` takes."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def next_item(typing_context: Any, counter: Any) -> Any:
+    """Take the next item: the counter's value, which is then one higher."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.atomic_rmw("add", arguments[0], ir.Constant(ir.IntType(64), 1), "monotonic")
+
+    return types.int64(types.CPointer(types.int64)), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch(typing_context: Any, address: Any) -> Any:
+    """Ask for the cache line at an address, into the second-level cache."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        word = ir.IntType(32)
+        function_type = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, word, word, word])
+        function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
+        place = builder.inttoptr(arguments[0], cgutils.voidptr_t)
+        read, locality, data = (ir.Constant(word, value) for value in (0, 2, 1))
+        builder.call(function, [place, read, locality, data])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def bits_as_float(typing_context: Any, bits: Any) -> Any:
+    """The float32 with these 32 bits."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.int32), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def float_as_bits(typing_context: Any, value: Any) -> Any:
+    """The 32 bits of a float32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.IntType(32))
+
+    return types.int32(types.float32), codegen
+
+
+def load(element):  # type: ignore[no-untyped-def]  # numba compares this signature with the one below
+    """An element of a tensor as float32, in a kernel: the element itself, or bfloat16 widened."""
+    raise NotImplementedError("for kernels only")
+
+
+@overload(load, inline="always")  # type: ignore[untyped-decorator]
+def _load(element):  # type: ignore[no-untyped-def]
+    if element == types.uint16:
+        return lambda element: bits_as_float(np.int32(element) << np.int32(16))
+    return lambda element: element
+
+
+def round_to(array, value):  # type: ignore[no-untyped-def]
+    """A float32 as an element of `array`, in a kernel: itself, or the nearest bfloat16, ties to even."""
+    raise NotImplementedError("for kernels only")
+
+
+@overload(round_to, inline="always")  # type: ignore[untyped-decorator]
+def _round_to(array, value):  # type: ignore[no-untyped-def]
+    if array.dtype == types.uint16:
+        return lambda array, value: nearest_bfloat16(value)
+    return lambda array, value: value
+
+
+@njit  # type: ignore[untyped-decorator]
+def nearest_bfloat16(value: Any) -> Any:
+    """The bits of the bfloat16 nearest to a float32."""
+    bits = float_as_bits(value)
+    rounded = (bits + np.int32(0x7FFF) + ((bits >> np.int32(16)) & np.int32(1))) >> np.int32(16)
+    return np.uint16(rounded if value == value else np.int32(0x7FC0))  # adding to a NaN's bits could make it a number
+
+
+@njit(fastmath=FAST)  # type: ignore[untyped-decorator]
+def exponential(x: Any) -> Any:
+    """e**x for float32, within 2 units in the last place where x is in [-87, 88], and clamped beyond.
+
+    x = n ln 2 + r with |r| <= ln(2) / 2: a polynomial in r (the coefficients of Cephes' expf) times 2**n, which is n
+    in a float's exponent bits. Unlike a call of the C library it can be computed for sixteen numbers at once.
+    """
+    clamped = min(max(x, np.float32(-87.0)), np.float32(88.0))
+    clamped = clamped if x == x else x
+    n = np.floor(clamped * np.float32(1.4426950408889634) + np.float32(0.5))
+    r = (clamped - n * np.float32(0.693359375)) + n * np.float32(2.12194440e-4)  # ln 2 in two parts
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    power = bits_as_float((np.int32(n) + np.int32(127)) << np.int32(23))
+    return (p * r * r + r + np.float32(1.0)) * power
+
+
+@njit(fastmath=FAST)  # type: ignore[untyped-decorator]
+def hyperbolic_tangent(x: Any) -> Any:
+    """tanh for float32: its series near 0, where the closed form would cancel, and (e**2x - 1) / (e**2x + 1) beyond."""
+    square = x * x
+    series = np.float32(21844.0 / 6081075.0) * square + np.float32(-1382.0 / 155925.0)
+    series = series * square + np.float32(62.0 / 2835.0)
+    series = series * square + np.float32(-17.0 / 315.0)
+    series = series * square + np.float32(2.0 / 15.0)
+    series = series * square + np.float32(-1.0 / 3.0)
+    series = x + x * square * series
+    bounded = min(max(x, np.float32(-15.0)), np.float32(15.0))
+    bounded = bounded if x == x else x
+    closed = np.float32(1.0) - np.float32(2.0) / (exponential(bounded + bounded) + np.float32(1.0))
+    return series if square < np.float32(0.2) else closed
+
+
+@njit(fastmath=True)  # type: ignore[untyped-decorator]
+def largest(values: Any, count: int, start: Any) -> Any:
+    """The largest of `start` and the first `count` values. NaNs may be overlooked, so that it runs sixteen at once."""
+    for i in range(count):
+        start = max(start, values[i])
+    return start
+
+
+# --------------------------------------------------------------------------------------------------- calling them
+
+
+class Kernel:
+    """A compiled kernel.
+
+    Args:
+        body: the function, of one pointer to int64.
+    """
+
+    __slots__ = ("_call", "_compiled", "address", "name")
+
+    def __init__(self, body: Callable[[Any], None]) -> None:
+        self._compiled = cfunc(SIGNATURE, cache=True, error_model="numpy", fastmath=FAST)(body)
+        self.name = body.__name__
+        self.address: int = self._compiled.address
+        self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
+
+    def __call__(self, arguments: Int64Array, num_threads: int = 1) -> None:
+        """Run on `num_threads` threads, this one included. The interpreter's lock is free meanwhile."""
+        arguments[0] = 0
+        parallel = openmp_parallel()
+        if num_threads > 1 and parallel is not None:
+            parallel(self.address, arguments.ctypes.data, num_threads, 0)
+        else:
+            self._call(arguments.ctypes.data)
+
+
+@cache
+def openmp_parallel() -> Callable[[int, int, int, int], None] | None:
+    """`GOMP_parallel` of the OpenMP library that PyTorch computes with; None where it is another kind of library."""
+    for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
+        try:
+            function = ctypes.CDLL(str(path)).GOMP_parallel
+        except (OSError, AttributeError):
+            continue
+        function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        function.restype = None
+        return function  # type: ignore[no-any-return]
+    logger.info("PyTorch's OpenMP library was not found; compiled kernels use one thread")
+    return None

@@ -1,0 +1,220 @@
+"""OutputProcessor: from a step's tokens to what callers see.
+
+It keeps a `Transcript` per request until its end. In the common case a row costs a look-up, an append and one small
+object; only rows with something to do beyond that (the first token, text to make, an end) take the longer way:
+
+| mode | what a step does with the row's token |
+| --- | --- |
+| CAREFUL | everything: first token, text, stop strings, end |
+| CUMULATIVE, DELTA | appends it and hands out a view |
+| SILENT | appends it; the caller wants the final output only |
+| EAGER, with one of these three | makes its text first, and looks whether a stop string is complete |
+
+Text is made here, in the engine's thread, for requests with stop strings and for those whose outputs other threads
+read; for all others when somebody reads it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pointsman.core import Request, SchedulerOutput, StepUpdate
+from pointsman.engine.detokenizer import Detokenizer, TextDecoder
+from pointsman.engine.output import RequestOutput, Transcript, ended_by_token
+from pointsman.engine.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from pointsman.engine.engine import EngineCounters
+    from pointsman.engine.model_runner import StepExecution
+
+CAREFUL, CUMULATIVE, DELTA, SILENT, EAGER = range(5)
+
+_MODES = {
+    RequestOutputKind.CUMULATIVE: CUMULATIVE,
+    RequestOutputKind.DELTA: DELTA,
+    RequestOutputKind.FINAL_ONLY: SILENT,
+}
+
+
+class StopFound(NamedTuple):
+    """A request that its text ended; the scheduler has to be told."""
+
+    request_id: str
+    num_tokens: int
+    """How many of its tokens count."""
+    stop: str
+
+
+class OutputProcessor:
+    """The outputs of one engine's requests.
+
+    Args:
+        tokenizer: of the model; None: there is no text.
+        counters: of the engine; counts prompts here.
+    """
+
+    def __init__(self, tokenizer: Any | None, counters: EngineCounters) -> None:
+        self.decoder = TextDecoder(tokenizer) if tokenizer is not None else None
+        self._counters = counters
+        self._live: dict[Request, Transcript] = {}
+
+    def __len__(self) -> int:
+        """Requests that have not ended."""
+        return len(self._live)
+
+    def check(self, request_id: str, params: SamplingParams) -> None:
+        """Raises ValueError: the parameters ask for text that cannot be made."""
+        if params.stop and self.decoder is None:
+            raise ValueError(
+                f"request {request_id!r}: stop is {params.stop[0]!r} and the model has no tokenizer; "
+                "use stop_token_ids, or give the model a tokenizer"
+            )
+
+    def add(self, request: Request, prompt: str | None, params: SamplingParams, *, eager_text: bool) -> None:
+        """Follow a request.
+
+        Args:
+            prompt: its text, if it is known.
+            eager_text: its outputs may be read in other threads.
+        """
+        decoder = self.decoder if params.detokenize else None
+        detokenizer = None
+        if decoder is not None:
+            detokenizer = Detokenizer(
+                decoder.stream(params.skip_special_tokens),
+                tuple(params.stop or ()),
+                include_stop=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+            )
+        self._live[request] = Transcript(
+            request,
+            prompt,
+            decoder=decoder,
+            detokenizer=detokenizer,
+            skips_special_tokens=params.skip_special_tokens,
+            is_eager=decoder is not None and (eager_text or bool(params.stop)),
+            keeps_logprobs=params.logprobs is not None,
+            keeps_prompt_logprobs=params.prompt_logprobs is not None,
+        )
+
+    def process(
+        self, output: SchedulerOutput, update: StepUpdate, execution: StepExecution, now: float
+    ) -> tuple[list[RequestOutput], list[StopFound]]:
+        """Take in a step.
+
+        Returns:
+            Outputs of the requests that got a token or ended, in row order, without those that their callers do not
+            want; and the requests among them that have to be ended in the scheduler.
+        """
+        live = self._live
+        if execution.logprobs or execution.prompt_logprobs:
+            self._take_logprobs(output, update, execution)
+        for request in update.finished:
+            live[request].mode = CAREFUL
+        outputs: list[RequestOutput] = []
+        stops: list[StopFound] = []
+        for request, token_id in _tokens_by_request(output, update):
+            transcript = live[request]
+            token_ids = transcript.token_ids
+            token_ids.append(token_id)
+            mode = transcript.mode
+            if mode > EAGER:
+                mode -= EAGER
+                detokenizer: Detokenizer = transcript.detokenizer  # type: ignore[assignment]  # eager ones have it
+                transcript.texts.append(detokenizer.feed(token_id))
+                if detokenizer.stop_reason is not None:
+                    outputs.append(self._stop(transcript, now, stops))
+                    continue
+            if mode == CUMULATIVE:
+                outputs.append(RequestOutput(transcript, 0, len(token_ids)))
+            elif mode == DELTA:
+                outputs.append(RequestOutput(transcript, len(token_ids) - 1, len(token_ids)))
+            elif mode == CAREFUL and (one := self._advance(transcript, now, stops)) is not None:
+                outputs.append(one)
+        without_token = [live[request] for request in update.finished if request in live]  # their rows had errors
+        outputs += [self._finish(failed, len(failed.token_ids), now) for failed in without_token]
+        return outputs, stops
+
+    def abort(self, request: Request, now: float) -> RequestOutput | None:
+        """The last output of a request that was ended from outside; None if it is not followed."""
+        transcript = self._live.get(request)
+        if transcript is None:
+            return None
+        return self._finish(transcript, len(transcript.token_ids), now)
+
+    def _advance(self, transcript: Transcript, now: float, stops: list[StopFound]) -> RequestOutput | None:
+        """Do whatever a new token may call for."""
+        request, num_tokens = transcript.request, len(transcript.token_ids)
+        params: SamplingParams = request.metadata
+        if transcript.metrics.first_token_time is None:
+            self._note_first_token(transcript, now)
+        if request.is_finished:
+            return self._finish(transcript, num_tokens - 1, now)
+        kind = params.output_kind
+        transcript.mode = _MODES[kind]
+        if transcript.is_eager:
+            transcript.mode += EAGER
+            transcript.make_text(num_tokens)
+            if transcript.detokenizer is not None and transcript.detokenizer.stop_reason is not None:
+                return self._stop(transcript, now, stops)
+        if kind is RequestOutputKind.FINAL_ONLY:
+            return None
+        return RequestOutput(transcript, num_tokens - 1 if kind is RequestOutputKind.DELTA else 0, num_tokens)
+
+    def _stop(self, transcript: Transcript, now: float, stops: list[StopFound]) -> RequestOutput:
+        """End a running request whose newest token completed a stop string."""
+        num_tokens = len(transcript.token_ids)
+        output = self._finish(transcript, num_tokens - 1, now)
+        stops.append(StopFound(output.request_id, num_tokens, str(output.stop_reason)))
+        return output
+
+    def _note_first_token(self, transcript: Transcript, now: float) -> None:
+        request = transcript.request
+        transcript.metrics.first_token_time = now
+        transcript.metrics.num_cached_tokens = request.num_cached_tokens
+        self._counters.num_prompt_tokens += request.num_prompt_tokens
+        self._counters.num_cached_tokens += request.num_cached_tokens
+
+    def _finish(self, transcript: Transcript, num_reported: int, now: float) -> RequestOutput:
+        """The last output; the request is forgotten here. `num_reported` tokens were in an output before."""
+        request, params = transcript.request, transcript.request.metadata
+        del self._live[request]
+        transcript.metrics.finished_time = now
+        transcript.has_hidden_end = ended_by_token(request) and not params.include_stop_str_in_output
+        stop = None
+        if transcript.is_eager and transcript.detokenizer is not None:
+            transcript.make_text(len(transcript.token_ids))
+            transcript.make_rest()
+            stop = transcript.detokenizer.stop_reason
+        if stop is not None and not _was_cut_short(request):
+            transcript.finish("stop", "", stop)  # also if the token would have ended it for another reason
+        elif request.finish_reason is not None:
+            transcript.finish(request.finish_reason.value, request.finish_detail, request.stop_reason)
+        start = num_reported if params.output_kind is RequestOutputKind.DELTA else 0
+        return RequestOutput(transcript, start, len(transcript.token_ids), finished=True)
+
+    def _take_logprobs(self, output: SchedulerOutput, update: StepUpdate, execution: StepExecution) -> None:
+        for row, entry in execution.logprobs.items():
+            if update.counts[row]:
+                kept = self._live[output.requests[row]].logprobs
+                if kept is not None:
+                    kept.append(entry)
+        for row, chunk in execution.prompt_logprobs.items():
+            transcript = self._live.get(output.requests[row])
+            if transcript is not None and transcript.prompt_logprobs is not None:
+                first = chunk.start - 1  # the first token of a prompt has none
+                transcript.prompt_logprobs[first : first + len(chunk.entries)] = chunk.entries
+
+
+def _tokens_by_request(output: SchedulerOutput, update: StepUpdate) -> zip[tuple[Request, int]]:
+    """The step's tokens, each with its request, in row order."""
+    counts, requests = update.counts, output.requests
+    token_ids = update.token_ids.tolist()
+    if len(token_ids) != len(requests) or not counts.all():
+        requests = [requests[row] for row in counts.nonzero()[0].tolist()]
+    return zip(requests, token_ids, strict=True)
+
+
+def _was_cut_short(request: Request) -> bool:
+    """Whether a request ended for a reason that its text does not outweigh."""
+    return request.finish_reason is not None and request.finish_reason.value in ("abort", "error")

@@ -1,0 +1,68 @@
+"""The number of threads: what is set stays, quotas are obeyed, small models get one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from pointsman.engine import threads
+
+LARGE = threads.SMALL_MODEL
+
+
+@pytest.fixture(autouse=True)
+def eight_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A machine on which PyTorch began with eight threads, without a quota."""
+    before = torch.get_num_threads()
+    for name in threads.ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(threads, "_at_start", 8)
+    monkeypatch.setattr(threads, "_last_set", 8)
+    monkeypatch.setattr(threads, "CGROUP", tmp_path)
+    torch.set_num_threads(8)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_large_model_takes_all_and_a_small_one_takes_one() -> None:
+    assert threads.set_num_threads(None, LARGE) == 8
+    assert threads.set_num_threads(None, LARGE - 1) == torch.get_num_threads() == 1
+    assert threads.set_num_threads(None, LARGE) == torch.get_num_threads() == 8, "a small model binds no later one"
+
+
+def test_a_number_is_obeyed() -> None:
+    assert threads.set_num_threads(3, 10) == torch.get_num_threads() == 3
+    for bad in (0, -1, "2"):
+        with pytest.raises(ValueError, match=r"num_threads is .* at least 1"):
+            threads.set_num_threads(bad, 10)  # type: ignore[arg-type]
+
+
+def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(5)
+    assert threads.set_num_threads(None, 10) == torch.get_num_threads() == 5
+    monkeypatch.setattr(threads, "_last_set", 5)
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert threads.set_num_threads(None, 10) == torch.get_num_threads() == 5
+
+
+@pytest.mark.parametrize(("content", "quota"), [("150000 100000\n", 1.5), ("max 100000\n", math.inf), ("", math.inf)])
+def test_quota(tmp_path: Path, content: str, quota: float) -> None:
+    (tmp_path / "cpu.max").write_text(content)
+    assert threads.cpu_quota(tmp_path) == quota
+    assert threads.set_num_threads(None, LARGE) == (2 if quota == 1.5 else 8)
+
+
+@pytest.mark.parametrize(("microseconds", "quota"), [("300000", 3.0), ("-1", math.inf)])
+def test_quota_of_the_older_interface(tmp_path: Path, microseconds: str, quota: float) -> None:
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(microseconds)
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000")
+    assert threads.cpu_quota(tmp_path) == quota
+
+
+def test_no_control_group_is_no_quota(tmp_path: Path) -> None:
+    assert threads.cpu_quota(tmp_path / "absent") == math.inf

@@ -1,0 +1,127 @@
+"""Small real tokenizers, one per way of decoding, with vocabularies full of what makes decoding hard.
+
+Built with the tokenizers library: nothing is downloaded or trained, so every token is there for a reason.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+
+HARD_TEXTS = ("é", "€", "日本", "\U0001f40d", "e\u0301", "\u200d")
+
+
+def _finished(tokenizer: Tokenizer, **options: Any) -> PreTrainedTokenizerFast:
+    """With special tokens, which texts leave out, and added ones, which they keep; one has a character of two bytes."""
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+    tokenizer.add_tokens([AddedToken("éx"), AddedToken("<tool>")])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", **options)
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """Every byte, and tokens that end inside a character or begin inside one."""
+    vocab = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    for token in ("Ġthe", "Ã©", "âĤ", "ĠÃ", "the", "ab", "aÃ", "©b"):
+        vocab[token] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return _finished(tokenizer)
+
+
+def metaspace(prepend_scheme: str = "always") -> PreTrainedTokenizerFast:
+    """The first token of a text loses its space; one token is nothing but a space, one nothing at all."""
+    pieces = ["▁", "▁a", "b", "▁the", "é", "日", "▁▁", "\U0001f40d", ".", "▁'", "'", "s", ""]
+    tokenizer = Tokenizer(models.Unigram([("<unk>", 0.0), *((piece, -1.0) for piece in pieces)], 0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend_scheme)
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme=prepend_scheme)
+    return _finished(tokenizer)
+
+
+def wordpiece(*, cleanup: bool, clean_up_tokenization_spaces: bool) -> PreTrainedTokenizerFast:
+    """Contractions and punctuation, which either the decoder or transformers pulls together."""
+    pieces = "a ##b the ##é ' s n ##' ##t n't 's 've t . , 日 ##本 do not ve re m ? !"
+    vocab = {piece: i for i, piece in enumerate(["[UNK]", *pieces.split()])}
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece(cleanup=cleanup)
+    return _finished(tokenizer, clean_up_tokenization_spaces=clean_up_tokenization_spaces)
+
+
+def byte_fallback() -> PreTrainedTokenizerFast:
+    """Llama 2's decoder: byte tokens stand for what the vocabulary lacks, and one leading space is stripped."""
+    vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
+    for piece in ("▁", "▁a", "b", "▁the", "é", "日", "▁▁", ".", ""):
+        vocab[piece] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return _finished(tokenizer)
+
+
+def bpe_with_suffix() -> PreTrainedTokenizerFast:
+    """A word's last token is marked, and becomes a space unless the text ends there."""
+    vocab = {piece: i for i, piece in enumerate(["a", "b</w>", "the</w>", "é", "é</w>"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.decoder = decoders.BPEDecoder()
+    return _finished(tokenizer)
+
+
+def words_without_decoder() -> PreTrainedTokenizerFast:
+    """Tokens are joined by spaces."""
+    return _finished(Tokenizer(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]")))
+
+
+class ReplacingByT5Tokenizer(ByT5Tokenizer):
+    """As most tokenizers written in Python: bytes that are no text become replacement characters, not nothing."""
+
+    def convert_tokens_to_string(self, tokens: list[str]) -> str:
+        """Tokens of one character are bytes, the others stand for themselves."""
+        parts = [bytes([ord(token)]) if len(token) == 1 else token.encode() for token in tokens]
+        return b"".join(parts).decode("utf-8", "replace")
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "byte-level": byte_level,
+    "metaspace": metaspace,
+    "metaspace-first": lambda: metaspace("first"),
+    "wordpiece": lambda: wordpiece(cleanup=False, clean_up_tokenization_spaces=False),
+    "wordpiece-cleanup": lambda: wordpiece(cleanup=True, clean_up_tokenization_spaces=False),
+    "wordpiece-transformers-cleanup": lambda: wordpiece(cleanup=False, clean_up_tokenization_spaces=True),
+    "byte-fallback": byte_fallback,
+    "suffix": bpe_with_suffix,
+    "no-decoder": words_without_decoder,
+    "python": ByT5Tokenizer,
+    "python-replacing": ReplacingByT5Tokenizer,
+}
+
+
+def byte_token(kind: str, tokenizer: Any, byte: int) -> int | None:
+    """The token of one byte, if the vocabulary has such tokens."""
+    if kind == "byte-fallback":
+        return int(tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>"))
+    if kind == "byte-level":  # an ASCII byte is its own character, the others follow GPT-2's alphabet
+        return int(tokenizer.backend_tokenizer.token_to_id(_gpt2_character(byte)))
+    return byte + 3 if kind.startswith("python") else None
+
+
+def _gpt2_character(byte: int) -> str:
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    return chr(byte) if byte in printable else chr(256 + sum(other not in printable for other in range(byte)))
+
+
+def random_tokens(kind: str, tokenizer: Any, rng: random.Random, most: int = 12) -> list[int]:
+    """Random tokens: ids that the vocabulary lacks, specials, stray bytes, and characters in bytes, whole or not."""
+    size = len(tokenizer) + (0 if kind.startswith("python") else 2)
+    pieces_from = 257 if kind == "byte-fallback" else 0  # half of the tokens, or bytes would drown them
+    token_ids = [rng.randrange(rng.choice([0, pieces_from]), size) for _ in range(rng.randrange(most + 1))]
+    for _ in range(rng.randrange(3)):
+        text = rng.choice(HARD_TEXTS).encode()
+        spelled = [byte_token(kind, tokenizer, byte) for byte in text[: rng.randrange(1, len(text) + 1)]]
+        at = rng.randrange(len(token_ids) + 1)
+        token_ids[at:at] = [token_id for token_id in spelled if token_id is not None]
+    return token_ids
