@@ -57,18 +57,28 @@ class FusedNorm(nn.Module):
         self._arguments = np.zeros(kernels.NORM_ARGUMENTS, dtype=np.int64)
         self._arguments[2] = weight.data_ptr()
         self._arguments[4] = self.scalars.ctypes.data
-        self._arguments[6] = self._arguments[7] = width
+        self._arguments[6] = width
         self._kernel = kernels.norm_kernel(weight.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> the same shape."""
         x = x.contiguous()
         out = torch.empty_like(x)
+        self._run(x, out, 0, 0)
+        return out
+
+    def add_and_norm(self, x: Tensor, addend: Tensor) -> tuple[Tensor, Tensor]:
+        """x + addend, and its norm; both arguments contiguous, of one shape."""
+        total, out = torch.empty_like(x), torch.empty_like(x)
+        self._run(x, out, addend.data_ptr(), total.data_ptr())
+        return total, out
+
+    def _run(self, x: Tensor, out: Tensor, addend: int, total: int) -> None:
         arguments = self._arguments
         num_rows = x.numel() // x.shape[-1]
         arguments[1], arguments[3], arguments[5] = x.data_ptr(), out.data_ptr(), num_rows
+        arguments[7], arguments[8] = addend, total
         self._kernel(arguments, kernels.threads_for(num_rows))
-        return out
 
 
 class FusedMLP(nn.Module):
@@ -166,6 +176,26 @@ class FusedAttention(nn.Module):
         return self.output(attended.view(1, num_tokens, -1)), None
 
 
+class FusedLayer(nn.Module):
+    """A decoder layer of fused parts: x + attention(norm(x)), then the same with the MLP."""
+
+    def __init__(self, first_norm: FusedNorm, attention: FusedAttention, second_norm: FusedNorm, mlp: FusedMLP) -> None:
+        super().__init__()
+        self.first_norm = first_norm
+        self.attention = attention
+        self.second_norm = second_norm
+        self.mlp = mlp
+
+    def forward(self, hidden_states: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
+        """[1, T, hidden] -> [1, T, hidden]; further arguments are those of the attention."""
+        position_embeddings = keywords.get("position_embeddings")
+        # The parts' own methods, not their calls: a step has hundreds, and nobody hooks them.
+        x = hidden_states.contiguous()
+        attended, _ = self.attention.forward(self.first_norm.forward(x), position_embeddings)
+        x, normed = self.second_norm.add_and_norm(x, attended)
+        return x.add_(self.mlp.forward(normed))
+
+
 # ------------------------------------------------------------------------------------------ what may be replaced
 
 
@@ -198,7 +228,17 @@ def find_parts(model: nn.Module, options: dict[nn.Module, dict[str, Any]]) -> It
     for parent in model.modules():
         for name, module in parent.named_children():
             candidates: list[Callable[[], nn.Module]] = []
-            if module in options:
+            if is_fused_layer(module):
+                candidates = [
+                    partial(
+                        FusedLayer,
+                        module.input_layernorm,
+                        module.self_attn,
+                        module.post_attention_layernorm,
+                        module.mlp,
+                    )
+                ]
+            elif module in options:
                 candidates = attention_candidates(module, options[module])
             elif all(can_pack(getattr(module, one, None)) for one in ("gate_proj", "up_proj", "down_proj")):
                 candidates = mlp_candidates(module)
@@ -206,6 +246,16 @@ def find_parts(model: nn.Module, options: dict[nn.Module, dict[str, Any]]) -> It
                 candidates = [partial(FusedNorm, module.weight, norm_epsilon(module), offset) for offset in (0.0, 1.0)]
             if candidates:
                 yield Part(parent, name, module, candidates)
+
+
+def is_fused_layer(module: nn.Module) -> bool:
+    """Whether a module has the four parts of a usual decoder layer and no others, all of them fused already."""
+    return {name: type(child) for name, child in module.named_children()} == {
+        "self_attn": FusedAttention,
+        "mlp": FusedMLP,
+        "input_layernorm": FusedNorm,
+        "post_attention_layernorm": FusedNorm,
+    }
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -273,19 +323,22 @@ def fuse(model: nn.Module, run: Callable[[], Any]) -> Counter[str]:
         How many parts of each kind were replaced.
     """
     options = _attention_calls(model, run)
-    parts = list(find_parts(model, options))
-    calls, linear = _record(model, parts, run)
     done: Counter[str] = Counter()
-    replaced: set[nn.Module] = set()
-    for part in parts:
-        if part.parent in replaced or part.module not in calls:
-            continue
-        replacement = _first_equal(part, calls[part.module])
-        if replacement is not None:
-            setattr(part.parent, part.name, replacement)
-            replaced.update(part.module.modules())
-            done[type(replacement).__name__] += 1
-    done["PackedLinear"] = pack_linear_layers(model, linear)
+    called: set[nn.Module] = set()
+    for _ in range(2):  # parts, then layers that consist of fused parts
+        parts = list(find_parts(model, options))
+        calls, linear = _record(model, parts, run)
+        called |= linear
+        replaced: set[nn.Module] = set()
+        for part in parts:
+            if part.parent in replaced or part.module not in calls:
+                continue
+            replacement = _first_equal(part, calls[part.module])
+            if replacement is not None:
+                setattr(part.parent, part.name, replacement)
+                replaced.update(part.module.modules())
+                done[type(replacement).__name__] += 1
+    done["PackedLinear"] = pack_linear_layers(model, called)
     logger.info("fused: %s", ", ".join(f"{count} {kind}" for kind, count in done.items()))
     return done
 

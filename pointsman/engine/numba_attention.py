@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,8 +19,9 @@ from pointsman.engine.attention import Int64Array, PagedBatch
 from pointsman.engine.kernels import attention as kernel
 from pointsman.engine.kernels import layers
 from pointsman.engine.kernels.attention import attention_kernel
-from pointsman.engine.kernels.runtime import STORAGE
 from pointsman.engine.kv_pool import LayerShape
+
+Float32Array: TypeAlias = npt.NDArray[np.float32]
 
 _NO_SCALARS = np.zeros(2, dtype=np.float32)
 
@@ -32,15 +35,40 @@ class NumbaPlan:
     """[n, width] block ids, contiguous."""
     slots: Int64Array
     """Addresses of the batch's slot arrays, and how many tokens they are for, as `heads_kernel` takes them."""
+    scalars: Float32Array
+    """[2] scale and softcap of the layer at hand."""
+    arguments: dict[tuple[int, ...], Int64Array] = field(default_factory=dict)
+    """By layer shape: the kernel's arguments, of which a layer changes a few."""
     tiles: dict[int, Int64Array] = field(default_factory=dict)
     """By queries per KV head: [m, 4] row, first token, queries, position of the first query."""
 
-    def tiles_for(self, group: int) -> Int64Array:
-        """The tiles of layers with `group` query heads a KV head."""
-        tiles = self.tiles.get(group)
-        if tiles is None:
-            tiles = self.tiles[group] = cut_tiles(self.batch, max(1, kernel.TILE_ROWS // group))
-        return tiles
+    def arguments_for(self, num_heads: int, k_dim: int, values_shape: tuple[int, ...]) -> Int64Array:
+        """The arguments of `attention_kernel` for layers of a shape, values [num_blocks, kv_heads, size, v_dim]."""
+        key = (num_heads, k_dim, *values_shape)
+        arguments = self.arguments.get(key)
+        if arguments is None:
+            num_blocks, num_kv_heads, block_size, v_dim = values_shape
+            group = num_heads // num_kv_heads
+            tiles = self.tiles.get(group)
+            if tiles is None:
+                tiles = self.tiles[group] = cut_tiles(self.batch, max(1, kernel.TILE_ROWS // group))
+            arguments = self.arguments[key] = np.zeros(kernel.NUM_ARGUMENTS, dtype=np.int64)
+            arguments[kernel.TABLES], arguments[kernel.TILES] = self.tables.ctypes.data, tiles.ctypes.data
+            arguments[kernel.SCALARS] = self.scalars.ctypes.data
+            arguments[kernel.NUM_TOKENS :] = (
+                self.batch.num_tokens,
+                num_heads,
+                num_kv_heads,
+                k_dim,
+                v_dim,
+                num_blocks,
+                block_size,
+                *self.tables.shape,
+                len(tiles),
+                0,
+                max(kernel.TILE_ROWS, group),
+            )
+        return arguments
 
 
 def cut_tiles(batch: PagedBatch, most_queries: int) -> Int64Array:
@@ -78,7 +106,8 @@ class NumbaAttention:
         """Tiles are cut when the first layer asks."""
         places = (batch.slot_blocks, batch.slot_offsets, batch.tails)
         slots = np.array([*(one.ctypes.data for one in places), batch.num_tokens], dtype=np.int64)
-        return NumbaPlan(batch, np.ascontiguousarray(batch.block_tables), slots)
+        scalars = np.zeros(2, dtype=np.float32)
+        return NumbaPlan(batch, np.ascontiguousarray(batch.block_tables), slots, scalars)
 
     def write(self, plan: NumbaPlan, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> None:
         """See `AttentionBackend.write`."""
@@ -115,42 +144,18 @@ class NumbaAttention:
         sinks: Tensor | None,
     ) -> Tensor:
         """See `AttentionBackend.attend`."""
-        if query.dtype not in STORAGE:
-            query = query.float()
         query = query.contiguous()
         num_tokens, num_heads, k_dim = query.shape
-        num_blocks, num_kv_heads, block_size, v_dim = values.shape
-        group = num_heads // num_kv_heads
-        tiles = plan.tiles_for(group)
-        output = query.new_empty(num_tokens, num_heads, v_dim)
+        output = query.new_empty(num_tokens, num_heads, values.shape[-1])
+        arguments = plan.arguments_for(num_heads, k_dim, values.shape)
+        arguments[kernel.QUERY], arguments[kernel.OUTPUT] = query.data_ptr(), output.data_ptr()
+        arguments[kernel.KEYS], arguments[kernel.VALUES] = keys.data_ptr(), values.data_ptr()
+        arguments[kernel.WINDOW] = window or 0
+        plan.scalars[:] = scale, softcap or 0.0
         if sinks is not None:
-            sinks = sinks.detach().float().contiguous()
-        scalars = np.array([scale, softcap or 0.0], dtype=np.float32)
-        arguments = np.array(
-            [
-                0,
-                query.data_ptr(),
-                keys.data_ptr(),
-                values.data_ptr(),
-                output.data_ptr(),
-                plan.tables.ctypes.data,
-                tiles.ctypes.data,
-                0 if sinks is None else sinks.data_ptr(),
-                scalars.ctypes.data,
-                num_tokens,
-                num_heads,
-                num_kv_heads,
-                k_dim,
-                v_dim,
-                num_blocks,
-                block_size,
-                len(plan.tables),
-                plan.tables.shape[1],
-                len(tiles),
-                window or 0,
-                max(kernel.TILE_ROWS, group),
-            ],
-            dtype=np.int64,
-        )
+            sinks = sinks.detach().float().contiguous()  # kept until the kernel has run
+            arguments[kernel.SINKS] = sinks.data_ptr()
+        else:
+            arguments[kernel.SINKS] = 0
         attention_kernel(query.dtype, keys.dtype)(arguments, torch.get_num_threads())
         return output

@@ -89,7 +89,13 @@ def test_concurrent_streams_equal_llm_token_for_token(make: Callable[..., AsyncE
         SamplingParams(temperature=(i % 2) * 0.8, seed=i, max_tokens=4 + 3 * (i % 7), ignore_eos=True)
         for i in range(20)
     ]
-    knobs = {"num_blocks": 24, "block_size": 16, "max_num_seqs": 16, "max_model_len": 256, "full_sequence_must_fit": False}
+    knobs = {
+        "num_blocks": 24,
+        "block_size": 16,
+        "max_num_seqs": 16,
+        "max_model_len": 256,
+        "full_sequence_must_fit": False,
+    }
     expected = LLM(loaded, **knobs).generate(prompts, params, use_tqdm=False)
     engine = make(**knobs)
 

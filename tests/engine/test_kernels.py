@@ -215,6 +215,6 @@ def test_kernels_are_plain_c_functions() -> None:
     kernel = layers.norm_kernel(torch.float32)
     x, weight, out = torch.randn(2, 8), torch.randn(8), torch.empty(2, 8)
     scalars = np.array([1e-6, 0.0], dtype=np.float32)
-    arguments = np.array([0, x.data_ptr(), weight.data_ptr(), out.data_ptr(), scalars.ctypes.data, 2, 8, 8])
+    arguments = np.array([0, x.data_ptr(), weight.data_ptr(), out.data_ptr(), scalars.ctypes.data, 2, 8, 0, 0])
     ctypes.CFUNCTYPE(None, ctypes.c_void_p)(kernel.address)(arguments.ctypes.data)
     torch.testing.assert_close(out, F.rms_norm(x, (8,), weight, 1e-6))

@@ -7,7 +7,7 @@ et al. 2022, https://arxiv.org/abs/2205.14135). So a tile needs the same small s
 
     scores   S [queries, chunk]   few queries (a decode): dot products with the keys as they lie in the pool
                                   many (a prompt): the block transposed once, then eight rank-one updates at a time
-    values   O [queries, v_dim]   eight rank-one updates at a time
+    values   A [queries, v_dim]   eight rank-one updates at a time
 
 Both forms are plain loops whose innermost one runs over neighbouring floats, which the compiler turns into vector
 instructions of whatever width the processor has.
@@ -72,16 +72,27 @@ NUM_ARGUMENTS = 21
 
 
 @njit(fastmath=FAST)  # type: ignore[untyped-decorator]
-def _scores_few(Q: Any, block: Any, S: Any, at: int, rows: int, size: int, k_dim: int) -> None:
-    """Dot products of each query with each key of a block."""
-    for r in range(rows):
-        query, scores = Q[r], S[r]
-        for t in range(size):
-            key = block[t]
-            total = np.float32(0)
+def _scores_few(
+    Q: Any, block: Any, S: Any, at: int, rows: int, size: int, k_dim: int, ahead: int, row_bytes: int
+) -> None:
+    """Dot products of each query with each key of a block, four queries at a time.
+
+    Such tiles wait for memory, so for each key the row at the same place of what is read next is asked for, at `ahead`.
+    """
+    for t in range(size):
+        key = block[t]
+        for offset in range(0, row_bytes, 64):
+            prefetch(ahead + t * row_bytes + offset)
+        for r in range(0, rows, 4):
+            a, b, c, e = Q[r], Q[r + 1], Q[r + 2], Q[r + 3]
+            sa, sb, sc, se = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
             for d in range(k_dim):
-                total += query[d] * load(key[d])
-            scores[at + t] = total
+                k = load(key[d])
+                sa += a[d] * k
+                sb += b[d] * k
+                sc += c[d] * k
+                se += e[d] * k
+            S[r, at + t], S[r + 1, at + t], S[r + 2, at + t], S[r + 3, at + t] = sa, sb, sc, se
 
 
 @njit(fastmath=FAST)  # type: ignore[untyped-decorator]
@@ -97,7 +108,7 @@ def _scores_many(Q: Any, T: Any, S: Any, rows: int, width: int, k_dim: int) -> N
     """Scores of each query with a chunk's keys by rank-one updates, from the keys transposed: T [k_dim, width]."""
     whole = k_dim // 4 * 4
     for r in range(0, rows, 4):  # four queries at a time, so that each key that is loaded is used four times
-        a, b, c, e = Q[r], Q[min(r + 1, rows - 1)], Q[min(r + 2, rows - 1)], Q[min(r + 3, rows - 1)]
+        a, b, c, e = Q[r], Q[r + 1], Q[r + 2], Q[r + 3]
         sa, sb, sc, se = S[r], S[r + 1], S[r + 2], S[r + 3]
         for t in range(width):
             sa[t] = np.float32(0)
@@ -146,35 +157,23 @@ def _softmax_step(
 
 
 @njit(fastmath=FAST)  # type: ignore[untyped-decorator]
-def _add_values(S: Any, block: Any, O: Any, at: int, rows: int, size: int, v_dim: int) -> None:  # noqa: E741
-    """O += weights of a block's slots times their values."""
-    whole = size // 8 * 8
-    for r in range(rows):
-        weights, out = S[r], O[r]
-        for t in range(0, whole, 8):
-            w0, w1, w2, w3 = weights[at + t], weights[at + t + 1], weights[at + t + 2], weights[at + t + 3]
-            w4, w5, w6, w7 = weights[at + t + 4], weights[at + t + 5], weights[at + t + 6], weights[at + t + 7]
-            for d in range(v_dim):
-                out[d] += (
-                    (w0 * load(block[t, d]) + w1 * load(block[t + 1, d]))
-                    + (w2 * load(block[t + 2, d]) + w3 * load(block[t + 3, d]))
-                    + (w4 * load(block[t + 4, d]) + w5 * load(block[t + 5, d]))
-                    + (w6 * load(block[t + 6, d]) + w7 * load(block[t + 7, d]))
-                )
-        for t in range(whole, size):
-            w0 = weights[at + t]
-            for d in range(v_dim):
-                out[d] += w0 * load(block[t, d])
+def _add_values(
+    S: Any, block: Any, A: Any, at: int, rows: int, size: int, v_dim: int, ahead: int, block_bytes: int
+) -> None:
+    """A += weights of a block's slots times their values, four queries at a time: each value is used four times.
 
-
-@njit(fastmath=FAST)  # type: ignore[untyped-decorator]
-def _add_values_many(S: Any, block: Any, O: Any, at: int, rows: int, size: int, v_dim: int) -> None:  # noqa: E741
-    """The same for many queries, four at a time, so that each value that is loaded is used four times."""
+    What is read next, at `ahead`, is asked for meanwhile, unless `block_bytes` is 0.
+    """
     whole = size // 4 * 4
+    step = max(1, whole // 4)
     for r in range(0, rows, 4):
         a, b, c, e = S[r], S[r + 1], S[r + 2], S[r + 3]
-        oa, ob, oc, oe = O[r], O[r + 1], O[r + 2], O[r + 3]
+        oa, ob, oc, oe = A[r], A[r + 1], A[r + 2], A[r + 3]
         for t in range(at, at + whole, 4):
+            if r == 0:
+                part = (t - at) // 4
+                for offset in range(block_bytes * part // step // 64 * 64, block_bytes * (part + 1) // step, 64):
+                    prefetch(ahead + offset)
             a0, a1, a2, a3 = a[t], a[t + 1], a[t + 2], a[t + 3]
             b0, b1, b2, b3 = b[t], b[t + 1], b[t + 2], b[t + 3]
             c0, c1, c2, c3 = c[t], c[t + 1], c[t + 2], c[t + 3]
@@ -193,12 +192,6 @@ def _add_values_many(S: Any, block: Any, O: Any, at: int, rows: int, size: int, 
                 ob[d] += b[t] * value
                 oc[d] += c[t] * value
                 oe[d] += e[t] * value
-
-
-@njit(fastmath=FAST)  # type: ignore[untyped-decorator]
-def _prefetch_block(address: int, num_bytes: int) -> None:
-    for offset in range(0, num_bytes, 64):
-        prefetch(address + offset)
 
 
 @cache
@@ -224,9 +217,9 @@ def attention_kernel(activations: torch.dtype, cache_dtype: torch.dtype) -> Kern
         blocks_per_chunk = max(1, CHUNK // size)
         key_bytes, value_bytes = size * k_dim * element_bytes, size * v_dim * element_bytes
 
-        Q = np.empty((most_rows, k_dim), np.float32)
+        Q = np.zeros((most_rows + 3, k_dim), np.float32)  # three more than there are: rows are taken in fours
         S = np.empty((most_rows + 3, blocks_per_chunk * size), np.float32)
-        O = np.empty((most_rows + 3, v_dim), np.float32)  # noqa: E741
+        A = np.empty((most_rows + 3, v_dim), np.float32)
         highest = np.empty(most_rows, np.float32)
         total = np.empty(most_rows, np.float32)
         T = np.empty((k_dim, blocks_per_chunk * size), np.float32)
@@ -245,7 +238,7 @@ def attention_kernel(activations: torch.dtype, cache_dtype: torch.dtype) -> Kern
                 for d in range(k_dim):
                     Q[r, d] = load(one[d]) * scale
                 for d in range(v_dim):
-                    O[r, d] = np.float32(0)
+                    A[r, d] = np.float32(0)
                 if a[SINKS] != 0:  # a sink is a score without a value
                     highest[r], total[r] = sinks[head * group + r % group], np.float32(1)
                 else:
@@ -260,14 +253,11 @@ def attention_kernel(activations: torch.dtype, cache_dtype: torch.dtype) -> Kern
                 num_blocks = min(blocks_per_chunk, (end - chunk + size - 1) // size)
                 for b in range(num_blocks):
                     block = table[first_block + b]
-                    if few:  # such tiles wait for memory: ask for what comes next
-                        if b + 1 < num_blocks:
-                            following = table[first_block + b + 1]
-                            _prefetch_block(a[KEYS] + (following * num_kv_heads + head) * key_bytes, key_bytes)
-                        else:
-                            following = table[first_block]
-                            _prefetch_block(a[VALUES] + (following * num_kv_heads + head) * value_bytes, value_bytes)
-                        _scores_few(Q, keys[block, head], S, b * size, rows, size, k_dim)
+                    if few:
+                        last = b + 1 == num_blocks
+                        base, one, then = (a[VALUES], value_bytes, 0) if last else (a[KEYS], key_bytes, b + 1)
+                        ahead = base + (table[first_block + then] * num_kv_heads + head) * one
+                        _scores_few(Q, keys[block, head], S, b * size, rows, size, k_dim, ahead, key_bytes // size)
                     else:
                         _transpose(keys[block, head], T, b * size, size, k_dim)
                 width = num_blocks * size
@@ -294,24 +284,22 @@ def attention_kernel(activations: torch.dtype, cache_dtype: torch.dtype) -> Kern
                     highest[r] = now
                     total[r] = total[r] * shrink + added
                     for d in range(v_dim):
-                        O[r, d] *= shrink
+                        A[r, d] *= shrink
                 for b in range(num_blocks):
                     block = table[first_block + b]
-                    if few and b + 1 < num_blocks:
-                        following = table[first_block + b + 1]
-                        _prefetch_block(a[VALUES] + (following * num_kv_heads + head) * value_bytes, value_bytes)
-                    elif few and chunk + width < end:
-                        following = table[first_block + num_blocks]
-                        _prefetch_block(a[KEYS] + (following * num_kv_heads + head) * key_bytes, key_bytes)
-                    if few:
-                        _add_values(S, values[block, head], O, b * size, rows, size, v_dim)
-                    else:
-                        _add_values_many(S, values[block, head], O, b * size, rows, size, v_dim)
+                    base, one, then = a[VALUES], value_bytes, b + 1
+                    if then == num_blocks and chunk + width < end:
+                        base, one = a[KEYS], key_bytes
+                    ahead, num_bytes = 0, 0
+                    if few and (then < num_blocks or chunk + width < end):
+                        ahead = base + (table[first_block + then] * num_kv_heads + head) * one
+                        num_bytes = one
+                    _add_values(S, values[block, head], A, b * size, rows, size, v_dim, ahead, num_bytes)
 
             for r in range(rows):
                 inverse = np.float32(1) / total[r]
                 out = output[first_token + r // group, head * group + r % group]
                 for d in range(v_dim):
-                    out[d] = round_to(output, O[r, d] * inverse)
+                    out[d] = round_to(output, A[r, d] * inverse)
 
     return Kernel(paged_attention)

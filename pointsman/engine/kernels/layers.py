@@ -31,7 +31,7 @@ ROWS_PER_ITEM = 8
 ROWS_PER_THREAD = 16
 """Fewer rows than this are not worth another thread."""
 
-NORM_ARGUMENTS = 8
+NORM_ARGUMENTS = 9
 GATE_ARGUMENTS = 6
 HEADS_ARGUMENTS = 29
 ACTIVATIONS = ("silu", "gelu_tanh")
@@ -45,28 +45,34 @@ def threads_for(num_rows: int) -> int:
 
 @cache
 def norm_kernel(activations: torch.dtype) -> Kernel:
-    """out = x / sqrt(mean(x**2) + epsilon) * (weight + offset), per row.
+    """out = y / sqrt(mean(y**2) + epsilon) * (weight + offset), per row, where y = x or x + addend.
 
-    Arguments: counter, x [n, width], weight [width], out [n, width], scalars (epsilon, offset), n, width, row stride
-    of x.
+    Arguments: counter, x [n, width], weight [width], out [n, width], scalars (epsilon, offset), n, width, addend
+    [n, width] or 0, and where y goes if there is an addend.
     """
     element_type = STORAGE[activations]
 
     def rms_norm(arguments: Any) -> None:
         a = carray(arguments, (NORM_ARGUMENTS,), np.int64)
-        num_rows, width, stride = a[5], a[6], a[7]
-        x = carray(pointer(a[1]), (num_rows * stride,), element_type)
+        num_rows, width = a[5], a[6]
+        x = carray(pointer(a[1]), (num_rows, width), element_type)
         weight = carray(pointer(a[2]), (width,), element_type)
         out = carray(pointer(a[3]), (num_rows, width), element_type)
         scalars = carray(pointer(a[4]), (2,), np.float32)
+        addend = carray(pointer(a[7]), (num_rows, width), element_type)
+        total = carray(pointer(a[8]), (num_rows, width), element_type)
         epsilon, offset = scalars[0], scalars[1]
         while True:
             first = next_item(arguments) * ROWS_PER_ITEM
             if first >= num_rows:
                 break
             for row in range(first, min(first + ROWS_PER_ITEM, num_rows)):
-                values = x[row * stride : row * stride + width]
-                target = out[row]
+                values, target = x[row], out[row]
+                if a[7] != 0:
+                    more, both = addend[row], total[row]
+                    for i in range(width):
+                        both[i] = round_to(total, load(values[i]) + load(more[i]))
+                    values = both
                 squares = np.float32(0)
                 for i in range(width):
                     value = load(values[i])
