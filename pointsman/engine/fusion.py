@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from pointsman.engine.attention import PagedLayer, attention_options, get_handler, set_handler
 from pointsman.engine.kernels import layers as kernels
 from pointsman.engine.kernels.runtime import STORAGE
-from pointsman.engine.linear import PackedLinear, can_pack, pack_linear_layers
+from pointsman.engine.linear import JoinedLinear, can_join, pack_linear_layers
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +86,8 @@ class FusedMLP(nn.Module):
 
     def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear, activation: str) -> None:
         super().__init__()
-        self.gate_up = PackedLinear([gate, up])
-        self.down = PackedLinear([down])
+        self.gate_up = JoinedLinear([gate, up])
+        self.down = JoinedLinear([down])
         self._arguments = np.zeros(kernels.GATE_ARGUMENTS, dtype=np.int64)
         self._arguments[4] = gate.out_features
         self._arguments[5] = kernels.ACTIVATIONS.index(activation)
@@ -131,8 +131,8 @@ class FusedAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.layer = layer
-        self.qkv = PackedLinear(projections)
-        self.output = PackedLinear([output])
+        self.qkv = JoinedLinear(projections)
+        self.output = JoinedLinear([output])
         self.rotary = rotary
         self.options = options
         shape = layer.shape
@@ -240,7 +240,7 @@ def find_parts(model: nn.Module, options: dict[nn.Module, dict[str, Any]]) -> It
                 ]
             elif module in options:
                 candidates = attention_candidates(module, options[module])
-            elif all(can_pack(getattr(module, one, None)) for one in ("gate_proj", "up_proj", "down_proj")):
+            elif all(can_join(getattr(module, one, None)) for one in ("gate_proj", "up_proj", "down_proj")):
                 candidates = mlp_candidates(module)
             elif is_norm(module):
                 candidates = [partial(FusedNorm, module.weight, norm_epsilon(module), offset) for offset in (0.0, 1.0)]
@@ -292,7 +292,7 @@ def attention_candidates(module: nn.Module, options: dict[str, Any]) -> list[Cal
     output = getattr(module, "o_proj", None)
     shape = layer.shape
     sizes = [shape.num_heads * shape.k_dim, shape.num_kv_heads * shape.k_dim, shape.num_kv_heads * shape.v_dim]
-    if not all(can_pack(one) for one in [*projections, output]):
+    if not all(can_join(one) for one in [*projections, output]):
         return []
     if [one.out_features for one in projections] != sizes or len({one.bias is None for one in projections}) > 1:
         return []
@@ -338,7 +338,8 @@ def fuse(model: nn.Module, run: Callable[[], Any]) -> Counter[str]:
                 setattr(part.parent, part.name, replacement)
                 replaced.update(part.module.modules())
                 done[type(replacement).__name__] += 1
-    done["PackedLinear"] = pack_linear_layers(model, called)
+    if packed := pack_linear_layers(model, called):
+        done[JoinedLinear.__name__] = packed
     logger.info("fused: %s", ", ".join(f"{count} {kind}" for kind, count in done.items()))
     return done
 
@@ -382,7 +383,7 @@ def _record(
             )
 
     hooks = [part.module.register_forward_hook(note, with_kwargs=True) for part in parts]
-    hooks += [module.register_forward_hook(note_linear) for module in model.modules() if can_pack(module)]
+    hooks += [module.register_forward_hook(note_linear) for module in model.modules() if can_join(module)]
     try:
         run()
     finally:
