@@ -34,6 +34,9 @@ _URGENCY = {"decoding": 0, "prefill": 0, "preempted": 1, "waiting": 2}
 class Display(Protocol):
     """Shows a run while it goes on. A context, because a terminal must be left as it was found."""
 
+    shows_progress: bool
+    """Whether one sees how far the run is; if not, lines of statistics in the log say it."""
+
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *exc_info: object) -> None: ...
@@ -59,6 +62,8 @@ def choose_display(*, as_json: bool, texts: bool) -> Display:
 class JsonDisplay:
     """One JSON line for each request that ended and one for the summary."""
 
+    shows_progress = False
+
     def __enter__(self) -> Self:
         return self
 
@@ -80,6 +85,8 @@ class JsonDisplay:
 
 class PlainDisplay:
     """A status line a second and a line for each request that ended."""
+
+    shows_progress = True
 
     def __init__(self, *, texts: bool) -> None:
         self._texts = texts
@@ -109,6 +116,8 @@ class PlainDisplay:
 
 class LiveDisplay:
     """A table that is redrawn: what the scheduler is doing now, and every request's text as it grows."""
+
+    shows_progress = True
 
     def __init__(self, console: Console, *, texts: bool) -> None:
         self._console = console

@@ -122,7 +122,9 @@ class _Run:
     def loop(self, interruption: _Interruption) -> None:
         """Step until everything has ended, Ctrl-C was pressed or a step failed."""
         from pointsman.engine import EngineStepError
+        from pointsman.engine.stats_log import StatsLogger
 
+        statistics = None if self.display.shows_progress else StatsLogger(self.engine)
         while not interruption.requested and (self.pending or self.engine.has_unfinished_requests()):
             self.admit_arrived(interruption)
             if self.engine.has_unfinished_requests():
@@ -137,6 +139,8 @@ class _Run:
                 wait = self.progress.start + self.pending[0].arrival_time - time.monotonic()
                 time.sleep(min(max(wait, 0.0), IDLE_SECONDS))
             self.display.refresh(self.progress, time.monotonic())
+            if statistics is not None:
+                statistics.tick()
 
     def abort_rest(self) -> None:
         """End what still runs; nothing does after a run that came to its end."""

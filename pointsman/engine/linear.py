@@ -46,8 +46,8 @@ class JoinedLinear(nn.Module):
         self.weight = weight
         if weight.numel() >= PACKED_FROM:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS)
-            # Without data: some models ask for the type of a layer's weight. To compute with it is an error.
-            self.weight = torch.empty_like(weight, device="meta")
+            # Some models ask for the type of a layer's weight. One that computed with it would get NaN, and be refused.
+            self.weight = weight.new_full((1, 1), torch.nan).expand_as(weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""

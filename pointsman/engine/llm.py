@@ -19,6 +19,7 @@ from pointsman.engine.engine import Engine
 from pointsman.engine.model_loader import LoadedModel
 from pointsman.engine.output import RequestOutput
 from pointsman.engine.sampling_params import RequestOutputKind, SamplingParams
+from pointsman.engine.stats_log import DEFAULT_INTERVAL, StatsLogger
 
 Prompt: TypeAlias = str | Mapping[str, Any]
 """Text, or {"prompt": text}, or {"prompt_token_ids": [...]} (with both, the tokens are run and the text is shown); a
@@ -33,14 +34,23 @@ class LLM:
 
     Args:
         model: a directory, "demo" for the packaged model, or a model that is loaded already.
+        log_stats_interval: seconds between lines of statistics in the log (`stats_log.py`) while no progress bar is
+            shown; None: no lines.
         **knobs: as for `Engine`.
 
     Raises:
         ModelLoadError, ConfigError, ValueError: see `Engine`.
     """
 
-    def __init__(self, model: str | Path | LoadedModel | None = "demo", **knobs: Any) -> None:
+    def __init__(
+        self,
+        model: str | Path | LoadedModel | None = "demo",
+        *,
+        log_stats_interval: float | None = DEFAULT_INTERVAL,
+        **knobs: Any,
+    ) -> None:
         self.engine = Engine(model, **knobs)
+        self._log_stats_interval = log_stats_interval
         self._ids = count()
 
     def get_tokenizer(self) -> Any | None:
@@ -70,6 +80,8 @@ class LLM:
         many: Sequence[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
         each = _params_per_prompt(sampling_params, len(many))
         ids = self._add_all(many, each)
+        interval = None if use_tqdm else self._log_stats_interval  # a line would tear the bar
+        statistics = StatsLogger(self.engine, interval) if interval is not None else None
         finished: dict[str, RequestOutput] = {}
         try:
             with tqdm(total=len(ids), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
@@ -78,6 +90,8 @@ class LLM:
                         if output.finished:
                             finished[output.request_id] = output
                             bar.update()
+                    if statistics is not None:
+                        statistics.tick()
         except BaseException:
             self._abort_all(ids)
             raise

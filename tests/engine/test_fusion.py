@@ -1,0 +1,139 @@
+"""Which parts of a model are replaced by faster ones, and that what only looks alike is left alone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import COMMON, FAMILIES, build
+from torch import Tensor, nn
+from transformers import GraniteConfig
+
+from pointsman.engine import Engine, SamplingParams
+from pointsman.engine.errors import UnsupportedModel
+from pointsman.engine.fusion import FusedAttention, FusedLayer, FusedMLP, FusedNorm
+from pointsman.engine.model_loader import wrap_model
+from pointsman.engine.torch_attention import TorchAttention
+
+WHOLE = {"FusedNorm": 5, "FusedAttention": 2, "FusedMLP": 2, "FusedLayer": 2}
+
+
+def fused(model: Any, **options: Any) -> dict[str, int]:
+    return wrap_model(model, **options).fused
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("qwen2", WHOLE),  # biases
+        ("llama-yarn", WHOLE),
+        ("mistral", WHOLE),  # a window
+        ("qwen3", WHOLE),  # the norms of heads are part of the attention
+        ("gemma2", {"FusedNorm": 9, "FusedAttention": 2, "FusedMLP": 2}),  # four norms a layer; gates by GELU
+        ("granite", WHOLE),  # a scale of its own
+        ("gpt2", {}),  # another kind of everything
+    ],
+)
+def test_what_is_fused(family: str, expected: dict[str, int]) -> None:
+    assert fused(build(FAMILIES[family]())) == expected
+
+
+def test_scaled_residuals_are_not_a_usual_layer() -> None:
+    config = GraniteConfig(**COMMON, residual_multiplier=0.5)
+    assert fused(build(config)) == {name: count for name, count in WHOLE.items() if name != "FusedLayer"}
+
+
+@pytest.mark.parametrize("options", [{"fuse": False}, {"attention": "torch"}], ids=str)
+def test_fusing_can_be_turned_off(options: dict[str, Any]) -> None:
+    assert fused(build(FAMILIES["qwen3"]()), **options) == {}
+
+
+def test_in_bfloat16_too() -> None:
+    assert fused(build(FAMILIES["qwen3"]()).to(torch.bfloat16)) == WHOLE
+
+
+def change_first(model: Any, kind: str, change: Any) -> None:
+    """Let the first module of a kind do something else with its output."""
+    module = next(one for one in model.modules() if type(one).__name__ == kind)
+    forward = module.forward
+    module.forward = lambda *arguments, **keywords: change(forward(*arguments, **keywords))
+
+
+@pytest.mark.parametrize(
+    ("kind", "replacement"),
+    [("Qwen2RMSNorm", FusedNorm), ("Qwen2MLP", FusedMLP), ("Qwen2Attention", FusedAttention)],
+)
+def test_a_part_that_only_looks_alike_keeps_its_code(kind: str, replacement: type[nn.Module]) -> None:
+    """One norm, MLP or attention gives 1.001 times as much: it is found out, and the others are replaced."""
+
+    def change(output: Any) -> Any:
+        return (output[0] * 1.001, *output[1:]) if isinstance(output, tuple) else output * 1.001
+
+    model = build(FAMILIES["qwen2"]())
+    change_first(model, kind, change)
+    loaded = wrap_model(model)
+    assert loaded.fused[replacement.__name__] == WHOLE[replacement.__name__] - 1
+    assert loaded.fused["FusedLayer"] == 1
+    assert any(type(one).__name__ == kind for one in loaded.model.modules())
+
+
+def test_a_layer_that_only_looks_alike_keeps_its_code() -> None:
+    """All four parts are as usual, and the layer does one more thing with them."""
+    model = build(FAMILIES["qwen2"]())
+    change_first(model, "Qwen2DecoderLayer", lambda output: output * 1.001)
+    found = fused(model)
+    assert found == {**WHOLE, "FusedLayer": 1}
+
+
+def test_parts_that_raise_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: FusedMLP, x: Tensor) -> Tensor:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(FusedMLP, "forward", broken)
+    found = fused(build(FAMILIES["qwen2"]()))
+    assert found == {"FusedNorm": 5, "FusedAttention": 2}
+
+
+def test_a_fault_that_only_the_whole_shows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = FusedLayer.forward
+    calls = 0
+
+    def right_at_first(self: FusedLayer, hidden_states: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return original(self, hidden_states, *arguments, **keywords) * (1.0 if calls <= 2 else 1.5)
+
+    monkeypatch.setattr(FusedLayer, "forward", right_at_first)
+    with pytest.raises(UnsupportedModel, match=r"with fused layers the model fails its check .* fuse=False"):
+        wrap_model(build(FAMILIES["qwen2"]()))
+
+
+def test_a_fused_model_needs_its_own_attention() -> None:
+    loaded = wrap_model(build(FAMILIES["qwen2"]()))
+    for attention in ("torch", TorchAttention, TorchAttention(loaded.layers)):
+        with pytest.raises(ValueError, match=r"fused layers, which need its own attention \(numba\) and not torch"):
+            Engine(loaded, attention=attention, num_blocks=8)
+    plain = wrap_model(build(FAMILIES["qwen2"]()), fuse=False)
+    assert Engine(plain, attention="torch", num_blocks=8).attention.name == "torch"
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("kv_cache_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_any_pool_under_any_model(dtype: torch.dtype, kv_cache_dtype: str) -> None:
+    """A pool in bfloat16 halves its bytes; the fused and the plain path round alike, so their tokens mostly agree."""
+    tokens = []
+    for options in ({}, {"attention": "torch"}):
+        loaded = wrap_model(copy.deepcopy(build(FAMILIES["qwen3"](), seed=1)).to(dtype), **options)
+        engine = Engine(loaded, num_blocks=64, block_size=4, kv_cache_dtype=kv_cache_dtype)
+        assert str(engine.kv_pool.dtype) == f"torch.{kv_cache_dtype}"
+        for i in range(12):
+            engine.add_request(str(i), [5 + i] * (3 + i), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+        done = {}
+        while engine.has_unfinished_requests():
+            done.update((one.request_id, one.token_ids) for one in engine.step() if one.finished)
+        tokens.append([done[str(i)] for i in range(12)])
+    same = sum(one[0] == other[0] for one, other in zip(*tokens, strict=True))
+    assert same == 12 if dtype == torch.float32 and kv_cache_dtype == "float32" else same >= 9
