@@ -18,7 +18,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 help:
 	@echo "make demo    run the demo model on built-in prompts"
-	@echo "make test    format check, lint, types, quick benchmarks, all tests"
+	@echo "make test    format check, lint, types, all tests (quick benchmarks among them)"
 	@echo "make soak    the long forms of all tests, and the benchmarks in full"
 	@echo "make bench   the benchmarks in full, beside vLLM in an environment of its own"
 	@echo "make format  format the code and repair what the linter can"
@@ -42,7 +42,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict pointsman/core
 
-test: lint bench-quick
+test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
 
 format: $(INSTALLED)
@@ -53,12 +53,18 @@ bench-quick: $(INSTALLED)
 	$(BIN)/python benchmarks/scheduler_step.py --quick
 	$(BIN)/python benchmarks/prefix_scaling.py --quick
 	$(BIN)/python benchmarks/static_vs_continuous.py --quick
+	$(BIN)/python benchmarks/engine_throughput.py --quick
+	$(BIN)/python benchmarks/time_to_first_token.py --quick
+	$(BIN)/python benchmarks/step_overhead.py --quick
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/vllm_env.py
 	$(BIN)/python benchmarks/scheduler_step.py --check
 	$(BIN)/python benchmarks/prefix_scaling.py --check
 	$(BIN)/python benchmarks/static_vs_continuous.py --check
+	$(BIN)/python benchmarks/engine_throughput.py --check
+	$(BIN)/python benchmarks/time_to_first_token.py --check
+	$(BIN)/python benchmarks/step_overhead.py --check
 
 soak: lint bench
 	POINTSMAN_SOAK=1 $(BIN)/python -m pytest -q

@@ -62,6 +62,8 @@ def generate(
     speed: options.Speed = None,
     limit: options.Limit = None,
     dtype: options.Dtype = "float32",
+    kv_cache_dtype: options.KvCacheDtype = "auto",
+    device: options.Device = "auto",
     threads: options.Threads = None,
     max_tokens: options.MaxTokens = None,
     temperature: options.Temperature = 0.7,
@@ -126,7 +128,16 @@ def generate(
     workload = _workload(prompt, prompts, trace, speed, limit, seed, sampling)
     _warn_of_unread_priorities(workload, order)
     with _recorder(record) as recorder:
-        engine = _load_engine(threads, model=model, dtype=dtype, seed=seed, recorder=recorder, **knobs)
+        engine = _load_engine(
+            threads,
+            model=model,
+            dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
+            device=device,
+            seed=seed,
+            recorder=recorder,
+            **knobs,
+        )
         display = choose_display(as_json=as_json, texts=not workload.is_trace)
         return run_workload(engine, workload, display)
 

@@ -34,7 +34,9 @@ Speed = Annotated[
     typer.Option(help="With a trace: arrivals so many times as fast [default: 1]; 0: all at once."),
 ]
 Limit = Annotated[int | None, typer.Option(help="With a trace: only so many requests from its start.")]
-Dtype = Annotated[str, typer.Option(help="Of weights and KV: float32 or bfloat16.", metavar="NAME")]
+Dtype = Annotated[str, typer.Option(help="Of the weights: float32 or bfloat16.", metavar="NAME")]
+KvCacheDtype = Annotated[str, typer.Option(help="Of the KV cache: float32, bfloat16, or auto.", metavar="NAME")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.", metavar="NAME")]
 Threads = Annotated[int | None, typer.Option(help="Threads that PyTorch uses; its own choice otherwise.")]
 
 # ---------------------------------------------------------------------- sampling

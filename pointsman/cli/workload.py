@@ -28,11 +28,22 @@ SAMPLING_FIELDS = (
     "temperature",
     "top_p",
     "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "bad_words",
+    "allowed_token_ids",
     "seed",
     "ignore_eos",
     "stop_token_ids",
     "stop",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
 )
+BOOLEAN_FIELDS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
+LIST_FIELDS = ("stop_token_ids", "bad_words", "allowed_token_ids")
 PROMPT_FIELDS = ("prompt", "prompt_token_ids", "request_id", "priority", *SAMPLING_FIELDS)
 
 
@@ -264,11 +275,23 @@ def _job(request_id: str, fields: dict[str, Any], place: str, sampling: Sampling
     if not isinstance(priority, int) or isinstance(priority, bool):
         raise ValueError(f'"priority" is {priority!r}; it must be a whole number, smaller being more urgent')
     own = {name: fields[name] for name in SAMPLING_FIELDS if name in fields}
-    if not isinstance(own.get("ignore_eos", False), bool):
-        raise ValueError(f'"ignore_eos" is {own["ignore_eos"]!r}; it must be true or false')
-    if not isinstance(own.get("stop_token_ids", []), list):
-        raise ValueError(f'"stop_token_ids" is {own["stop_token_ids"]!r}; it must be a list of token ids')
+    for name in BOOLEAN_FIELDS:
+        if not isinstance(own.get(name, False), bool):
+            raise ValueError(f'"{name}" is {own[name]!r}; it must be true or false')
+    for name in LIST_FIELDS:
+        if not isinstance(own.get(name, []), list):
+            raise ValueError(f'"{name}" is {own[name]!r}; it must be a list')
+    if "logit_bias" in own:
+        own["logit_bias"] = _token_ids_as_keys(own["logit_bias"])
     stop = own.get("stop", [])
     if not isinstance(stop, (str, list)):
         raise ValueError(f'"stop" is {stop!r}; it must be a string or a list of strings')
     return Job(request_id, _given(prompt), sampling.params(**own), place, priority=priority)
+
+
+def _token_ids_as_keys(bias: Any) -> dict[int, Any]:
+    """JSON has only strings as keys."""
+    try:
+        return {int(token_id): value for token_id, value in bias.items()}
+    except (AttributeError, ValueError):
+        raise ValueError(f'"logit_bias" is {bias!r}; it must be an object from token ids to numbers') from None

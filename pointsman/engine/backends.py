@@ -79,7 +79,10 @@ def choose_attention(
 
 
 def fuse_for(model: Any, check: SelfCheck) -> dict[str, int]:
-    """Replace parts of the model by faster ones where the backend has them; how many of each kind."""
+    """Replace parts of the model by faster ones where the backend has them; how many of each kind.
+
+    Their weights are still as they were; `linear.store_weights` puts them into their final form.
+    """
     if check.backend.name != "numba":
         return {}
     from pointsman.engine.fusion import fuse

@@ -73,6 +73,7 @@ class Engine:
         attention: "torch", "numba", a class of backends, or "auto": the fastest; for a model that is loaded already
             also a backend object.
         fuse: whether parts of the model may be replaced by faster ones that compute the same.
+        quantization: "int8" for linear layers in 8 bits: faster, and other answers (see `linear.py`).
         num_threads: of PyTorch and the kernels; None: see `threads.py`.
 
     All other arguments are fields of `SchedulerConfig` and mean what they say there.
@@ -109,12 +110,24 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         attention: AttentionChoice | AttentionBackend = "auto",
         fuse: bool = True,
+        quantization: str | None = None,
         num_threads: int | None = None,
     ) -> None:
-        if not isinstance(model, LoadedModel):
+        if isinstance(model, LoadedModel):
+            if (device, fuse, quantization) != ("auto", True, None):
+                raise ValueError("the model is loaded already; give device, fuse and quantization to load_model")
+        else:
             if not (isinstance(attention, str) or callable(attention)):
                 raise ValueError("attention is a backend object, which fits one model; load that with load_model first")
-            model = load_model(model, dtype, device=device, max_model_len=max_model_len, attention=attention, fuse=fuse)
+            model = load_model(
+                model,
+                dtype,
+                device=device,
+                max_model_len=max_model_len,
+                attention=attention,
+                fuse=fuse,
+                quantization=quantization,
+            )
             attention = "auto"
         self.loaded = model
         set_num_threads(num_threads, model.num_parameters)

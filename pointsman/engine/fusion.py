@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from pointsman.engine.attention import PagedLayer, attention_options, get_handler, set_handler
 from pointsman.engine.kernels import layers as kernels
 from pointsman.engine.kernels.runtime import STORAGE
-from pointsman.engine.linear import JoinedLinear, can_join, pack_linear_layers
+from pointsman.engine.linear import JoinedLinear, can_join, join_linear_layers
 
 logger = logging.getLogger(__name__)
 
@@ -338,8 +338,8 @@ def fuse(model: nn.Module, run: Callable[[], Any]) -> Counter[str]:
                 setattr(part.parent, part.name, replacement)
                 replaced.update(part.module.modules())
                 done[type(replacement).__name__] += 1
-    if packed := pack_linear_layers(model, called):
-        done[JoinedLinear.__name__] = packed
+    if joined := join_linear_layers(model, called):
+        done[JoinedLinear.__name__] = joined
     logger.info("fused: %s", ", ".join(f"{count} {kind}" for kind, count in done.items()))
     return done
 

@@ -18,6 +18,7 @@ from pointsman.engine.attention import ATTENTION_NAME, AttentionBackend, Attenti
 from pointsman.engine.backends import AttentionChoice, choose_attention, choose_device, fuse_for
 from pointsman.engine.errors import ModelLoadError, UnsupportedModel
 from pointsman.engine.kv_pool import LayerShape
+from pointsman.engine.linear import check_quantization, store_weights
 from pointsman.engine.model_check import attach, check_config, first_line, fix_longrope, probe_layers
 from pointsman.engine.self_check import SelfCheck
 
@@ -69,6 +70,7 @@ def load_model(
     max_model_len: int | None = None,
     attention: AttentionChoice = "auto",
     fuse: bool = True,
+    quantization: str | None = None,
 ) -> LoadedModel:
     """Load and check the model in a directory; "demo" or None is the packaged one.
 
@@ -76,7 +78,7 @@ def load_model(
         model: a directory with config.json, *.safetensors and, for text prompts, a tokenizer.
         dtype: "float32" or "bfloat16".
         device: "cpu", "cuda", "cuda:1", ...; "auto" is a GPU if PyTorch sees one.
-        max_model_len, attention, fuse: see `wrap_model`.
+        max_model_len, attention, fuse, quantization: see `wrap_model`.
 
     Raises:
         ModelLoadError: the directory cannot be read; one line says what is missing or broken.
@@ -97,6 +99,7 @@ def load_model(
         max_model_len=max_model_len,
         attention=attention,
         fuse=fuse,
+        quantization=quantization,
     )
 
 
@@ -108,6 +111,7 @@ def wrap_model(
     max_model_len: int | None = None,
     attention: AttentionChoice = "auto",
     fuse: bool = True,
+    quantization: str | None = None,
 ) -> LoadedModel:
     """Check a transformers model that is already in memory and connect it to paged attention.
 
@@ -119,9 +123,11 @@ def wrap_model(
         attention: "torch", "numba" (compiled, for CPUs), a class of backends, or "auto": the fastest there is.
         fuse: replace parts of the model by faster ones that were seen to compute the same (see `fusion.py`), where the
             attention is "numba". The model is then good for this only.
+        quantization: "int8": linear layers in 8 bits (see `linear.py`), for fused models in float32. Answers differ.
 
     Raises:
         UnsupportedModel: the paged path would not compute it correctly.
+        ValueError: an attention or a quantization that cannot be had here.
     """
     check_config(model.config)
     model.eval().requires_grad_(False)
@@ -131,11 +137,15 @@ def wrap_model(
     layers = tuple(layer.shape for layer in probed)
     context = attach(probed)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    check_quantization(quantization, model.device, model.dtype)
     backend = choose_attention(attention, layers, model.device, model.dtype)
     check = SelfCheck(model, layers, context, backend)
     check.run()
     fused = fuse_for(model, check) if fuse else {}
-    if fused:
+    if fused and quantization is not None:
+        _check_fused(check)  # while it is exact
+    store_weights(model, quantization)
+    if fused and quantization is None:
         _check_fused(check)
     config = model.config.get_text_config(decoder=True)
     return LoadedModel(

@@ -129,6 +129,12 @@ def test_an_unknown_dtype(pointsman: Run, model: str) -> None:
     check_refused(pointsman("generate", "--model", model, "--dtype", "float8"), "float8", "bfloat16")
 
 
+def test_an_unknown_kv_dtype_or_device(pointsman: Run, model: str) -> None:
+    command = ("generate", "--model", model, "--prompt", "a")
+    check_refused(pointsman(*command, "--kv-cache-dtype", "fp8"), "fp8", "auto, float32, bfloat16")
+    check_refused(pointsman(*command, "--device", "abacus"), "abacus", "use cpu or auto")
+
+
 # ---------------------------------------------------------------------- prompts
 
 
@@ -177,6 +183,13 @@ def test_one_bad_prompt_does_not_stop_the_others(pointsman: Run, model: str, tmp
         (json.dumps({"prompt": "a", "temperature": -1}), "temperature is -1"),
         (json.dumps({"prompt": "a", "max_tokens": 3, "min_tokens": 4}), "min_tokens is 4"),
         (json.dumps({"prompt": "a", "stop_token_ids": 3}), "stop_token_ids"),
+        (json.dumps({"prompt": "a", "min_p": 2}), "min_p is 2"),
+        (json.dumps({"prompt": "a", "repetition_penalty": 0}), "repetition_penalty is 0"),
+        (json.dumps({"prompt": "a", "logit_bias": {"x": 1}}), "from token ids to numbers"),
+        (json.dumps({"prompt": "a", "logit_bias": {"5": 101}}), "101"),
+        (json.dumps({"prompt": "a", "bad_words": "no"}), "\"bad_words\" is 'no'; it must be a list"),
+        (json.dumps({"prompt": "a", "skip_special_tokens": 1}), "true or false"),
+        (json.dumps({"prompt": "a", "stop": 5}), '"stop" is 5'),
         (json.dumps({"prompt": "a", "priority": "high"}), "priority"),
         (json.dumps({"prompt": "a", "max_token": 3}), "unknown field 'max_token'"),
         (json.dumps({"prompt": "a", "prompt_token_ids": [1]}), 'either "prompt" or "prompt_token_ids"'),

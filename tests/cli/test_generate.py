@@ -113,6 +113,14 @@ def test_what_a_prompt_sets_goes_before_the_options(pointsman: Run, model: str, 
     assert "priorities are read only under --order priority" in finished.err
 
 
+def test_a_stop_string_ends_the_text_before_it(pointsman: Run, model: str) -> None:
+    command = ("generate", "--model", model, "--prompt", "abc", "--temperature", 0, "--max-tokens", 30, "--json")
+    whole = pointsman(*command, "--ignore-eos").requests["prompt-0"]["text"]
+    stop = whole[6:8]
+    cut = pointsman(*command, "--ignore-eos", "--stop", stop, "--stop", "never seen").requests["prompt-0"]
+    assert cut["finish_reason"] == "stop" and cut["text"] == whole[: whole.index(stop)]
+
+
 def test_priority_decides_who_starts(pointsman: Run, model: str, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     lines = [{"prompt": "abc", "request_id": f"p{priority}", "priority": priority} for priority in (2, 0, 1)]

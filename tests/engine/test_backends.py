@@ -60,3 +60,6 @@ def test_what_cannot_be_is_said() -> None:
         Engine(loaded, kv_cache_dtype="fp8")
     with pytest.raises(ValueError, match="attention is a backend object, which fits one model"):
         Engine("demo", attention=loaded.attention)
+    for options in ({"device": "cpu"}, {"fuse": False}, {"quantization": "int8"}):
+        with pytest.raises(ValueError, match="the model is loaded already"):
+            Engine(loaded, **options)

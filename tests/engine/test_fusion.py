@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,6 +109,31 @@ def test_a_fault_that_only_the_whole_shows_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr(FusedLayer, "forward", right_at_first)
     with pytest.raises(UnsupportedModel, match=r"with fused layers the model fails its check .* fuse=False"):
         wrap_model(build(FAMILIES["qwen2"]()))
+
+
+def test_quantization_without_an_effect_is_an_error() -> None:
+    for options in ({"fuse": False}, {"attention": "torch"}):
+        with pytest.raises(ValueError, match="no linear layer of this model was fused"):
+            wrap_model(build(FAMILIES["qwen2"]()), quantization="int8", **options)
+    with pytest.raises(ValueError, match="no linear layer of this model was fused"):
+        wrap_model(build(FAMILIES["gpt2"]()), quantization="int8")
+
+
+@pytest.mark.e2e
+def test_int8_costs_the_demo_model_little() -> None:
+    """The negative log likelihood of a text rises by less than a hundredth, as the guide says."""
+    text = (Path(__file__).parents[2] / "docs" / "design.md").read_text(encoding="utf-8")[:6000]
+    losses = []
+    for options in ({}, {"quantization": "int8"}):
+        engine = Engine("demo", num_blocks=256, max_model_len=4096, **options)
+        engine.add_request("a", text, SamplingParams(max_tokens=1, prompt_logprobs=0))
+        outputs = []
+        while engine.has_unfinished_requests():
+            outputs += engine.step()
+        entries = outputs[-1].prompt_logprobs[1:]
+        losses.append(-sum(next(iter(entry.values())).logprob for entry in entries) / len(entries))
+    exact, rounded = losses
+    assert exact != rounded and abs(rounded / exact - 1) < 0.01, losses
 
 
 def test_a_fused_model_needs_its_own_attention() -> None:

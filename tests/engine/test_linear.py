@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pointsman.engine import linear
-from pointsman.engine.linear import JoinedLinear, can_join, pack_linear_layers
+from pointsman.engine.linear import JoinedLinear, check_quantization, join_linear_layers, packing_works, store_weights
 
 SMALL, LARGE = 40, 1024  # in_features: the products with 512 and 300 rows lie on both sides of PACKED_FROM
 
@@ -24,12 +23,42 @@ def layers(in_features: int, *sizes: int, bias: bool, dtype: torch.dtype = torch
 def test_outputs_lie_behind_each_other(dtype: torch.dtype, bias: bool, in_features: int, num_rows: int) -> None:
     parts = layers(in_features, 512, 300, bias=bias, dtype=dtype)
     joined = JoinedLinear(parts)
-    assert (joined.packed is not None) == (in_features == LARGE)
     x = torch.randn(1, num_rows, in_features).to(dtype)
+    tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+    with torch.inference_mode():
+        want = torch.cat([part(x) for part in parts], dim=-1)
+        torch.testing.assert_close(joined(x), want, rtol=tolerance, atol=tolerance)
+        joined.store()
+        assert joined.form == ("packed" if in_features == LARGE else "plain")
+        torch.testing.assert_close(joined(x), want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 64])
+def test_int8_is_off_by_its_rounding(bias: bool, num_rows: int) -> None:
+    parts = layers(LARGE, 512, 300, bias=bias)
+    joined = JoinedLinear(parts)
+    joined.store("int8")
+    assert joined.form == "int8" and joined.weight.untyped_storage().nbytes() == 4
+    x = torch.randn(1, num_rows, LARGE)
     with torch.inference_mode():
         got, want = joined(x), torch.cat([part(x) for part in parts], dim=-1)
-    tolerance = 1e-4 if dtype == torch.float32 else 3e-2
-    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    error = float((got - want).norm() / want.norm())
+    assert 1e-4 < error < 0.03, "two roundings of about half a 127th each"
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "dtype", "message"),
+    [
+        ("int3", "cpu", torch.float32, "quantization is 'int3'; choose int8, or None"),
+        ("int8", "cpu", torch.bfloat16, "needs float32 on a CPU"),
+        ("int8", "cuda", torch.float32, "needs float32 on a CPU"),
+    ],
+)
+def test_quantization_that_cannot_be(name: str, device: str, dtype: torch.dtype, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_quantization(name, torch.device(device), dtype)
+    check_quantization(None, torch.device(device), dtype)
 
 
 def test_a_bias_on_some_layers_only_is_an_error() -> None:
@@ -41,12 +70,13 @@ def test_a_bias_on_some_layers_only_is_an_error() -> None:
 def test_a_packed_weight_has_a_type_and_no_numbers() -> None:
     """Whoever computes with it sees at once that it is not there; it takes no memory."""
     joined = JoinedLinear(layers(LARGE, 512, bias=False))
+    store_weights(joined)
     assert joined.weight.dtype == torch.float32 and joined.weight.shape == (512, LARGE)
     assert torch.nn.functional.linear(torch.randn(1, LARGE), joined.weight).isnan().all()
     assert joined.weight.untyped_storage().nbytes() == 4
 
 
-def test_only_large_layers_that_are_called_are_packed() -> None:
+def test_only_large_layers_that_are_called_are_replaced() -> None:
     class Subclass(nn.Linear):
         pass
 
@@ -59,24 +89,31 @@ def test_only_large_layers_that_are_called_are_packed() -> None:
         }
     )
     called = {model["called"], model["small"], model["own"]}
-    assert pack_linear_layers(model, called) == 1
+    assert join_linear_layers(model, called) == 1
     kinds = {name: type(child).__name__ for name, child in model.items()}
     assert kinds == {"called": "JoinedLinear", "uncalled": "Linear", "small": "Linear", "own": "Subclass"}
 
 
-def test_where_packing_is_missing_layers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("broken", ["missing", "wrong"])
+def test_where_packing_does_not_work_weights_stay(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     """As on a PyTorch without these operators, or with ones that answer wrongly."""
-    for broken in (None, lambda weight, rows: weight * 2):
-        linear.packing_works.cache_clear()
-        with monkeypatch.context() as patch:
-            if broken is None:
-                patch.setattr(JoinedLinear, "__init__", _without_operators)
-            else:
-                patch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", broken)
-            assert not can_join(layers(LARGE, 512, bias=False)[0])
-    linear.packing_works.cache_clear()
-    assert can_join(layers(LARGE, 512, bias=False)[0])
 
+    class Operators:
+        if broken == "wrong":
 
-def _without_operators(self: JoinedLinear, parts: list[nn.Linear]) -> None:
-    raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_reorder_linear_weight'")
+            @staticmethod
+            def _reorder_linear_weight(weight: torch.Tensor, rows: int) -> torch.Tensor:
+                return weight * 2
+
+            @staticmethod
+            def _linear_pointwise(x: torch.Tensor, weight: torch.Tensor, *rest: object) -> torch.Tensor:
+                return x @ weight.T
+
+    packing_works.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.ops, "mkldnn", Operators())
+        joined = JoinedLinear(layers(LARGE, 512, bias=False))
+        joined.store()
+        assert joined.form == "plain"
+    packing_works.cache_clear()
+    assert packing_works(torch.float32)
