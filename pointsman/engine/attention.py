@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -143,23 +144,30 @@ class AttentionBackend(Protocol):
 
 
 class AttentionContext:
-    """What the layers of one model attend with in the current step. `ModelRunner` fills it before each forward."""
+    """What the layers of one model attend with in the current step. `ModelRunner` fills it before each forward.
 
-    __slots__ = ("backend", "batch", "plan", "pool")
+    Engines may share a loaded model, also from several threads: a step holds the context from `begin` to `end`.
+    """
+
+    __slots__ = ("_busy", "backend", "batch", "plan", "pool")
 
     def __init__(self) -> None:
+        self._busy = Lock()
         self.backend: AttentionBackend | None = None
         self.batch: PagedBatch | None = None
         self.plan: Any = None
         self.pool: KVPool | None = None
 
     def begin(self, batch: PagedBatch, pool: KVPool, backend: AttentionBackend) -> None:
-        """Everything that the next forward of the model needs."""
-        self.batch, self.pool, self.backend, self.plan = batch, pool, backend, backend.plan(batch)
+        """Everything that the next forward of the model needs. Waits while another thread's step is under way."""
+        plan = backend.plan(batch)
+        self._busy.acquire()
+        self.batch, self.pool, self.backend, self.plan = batch, pool, backend, plan
 
     def end(self) -> None:
         """Drop the step, so that a forward without `begin` fails instead of writing to yesterday's slots."""
         self.batch = self.plan = None
+        self._busy.release()
 
 
 class PagedLayer:

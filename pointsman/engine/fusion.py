@@ -74,6 +74,8 @@ class FusedNorm(nn.Module):
         return total, out
 
     def _run(self, x: Tensor, out: Tensor, addend: int, total: int) -> None:
+        if x.dtype != self.weight.dtype:  # the kernel reads both as the same type
+            raise TypeError(f"the norm's weight is {self.weight.dtype} and its input {x.dtype}")
         arguments = self._arguments
         num_rows = x.numel() // x.shape[-1]
         arguments[1], arguments[3], arguments[5] = x.data_ptr(), out.data_ptr(), num_rows
@@ -168,7 +170,7 @@ class FusedAttention(nn.Module):
         arguments[kernels.VALUE] = address + size * self._value_at
         arguments[kernels.QUERY_OUT] = query.data_ptr()
         if self.rotary:
-            cos, sin = position_embeddings  # type: ignore[misc]
+            cos, sin = (one.to(qkv.dtype).contiguous() for one in position_embeddings)  # type: ignore[union-attr]
             arguments[kernels.COS], arguments[kernels.SIN] = cos.data_ptr(), sin.data_ptr()
             arguments[kernels.ROTARY_DIM] = cos.shape[-1]
         backend.write_heads(plan, arguments, qkv.dtype, keys, values)

@@ -111,7 +111,7 @@ class NumbaAttention:
 
     def write(self, plan: NumbaPlan, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> None:
         """See `AttentionBackend.write`."""
-        key, value = (one if one.stride(-1) == 1 else one.contiguous() for one in (key, value))
+        key, value = (one if one.stride(-1) == 1 else one.contiguous() for one in (key, value.to(key.dtype)))
         arguments = np.zeros(layers.HEADS_ARGUMENTS, dtype=np.int64)
         arguments[layers.KEY], arguments[layers.VALUE] = key.data_ptr(), value.data_ptr()
         _, arguments[layers.NUM_KV_HEADS], arguments[layers.K_DIM] = key.shape

@@ -180,6 +180,20 @@ def test_two_event_loops_at_once(make: Callable[..., AsyncEngine]) -> None:
     run(settled(engine))
 
 
+def test_two_engines_share_a_loaded_model(make: Callable[..., AsyncEngine]) -> None:
+    """Each in its own thread, over its own KV pool: their steps take turns on the model."""
+    left, right = make(max_num_seqs=3), make(max_num_seqs=5, block_size=8)
+
+    async def answers(*engines: AsyncEngine) -> list[list[RequestOutput]]:
+        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+        streams = [[engine.generate(prompt_of(i), params) for i in range(8)] for engine in engines]
+        return await asyncio.gather(*(asyncio.gather(*map(last_of, some)) for some in streams))
+
+    (alone,) = run(answers(left))
+    for outputs in run(answers(left, right)):
+        assert [output.token_ids for output in outputs] == [output.token_ids for output in alone]
+
+
 # ------------------------------------------------------------------------------------------------------- refusals
 
 
