@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -32,6 +32,8 @@ from pointsman.engine.kernels.runtime import STORAGE
 from pointsman.engine.linear import JoinedLinear, can_join, join_linear_layers
 
 logger = logging.getLogger(__name__)
+
+Builder: TypeAlias = Callable[[], nn.Module]
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 """Largest difference between a part and its replacement, relative to the outputs' largest magnitude."""
@@ -208,7 +210,7 @@ class Part:
     parent: nn.Module
     name: str
     module: nn.Module
-    candidates: list[Callable[[], nn.Module]]
+    candidates: list[Builder]
     """Builders of replacements, the likeliest first."""
 
 
@@ -229,25 +231,22 @@ def find_parts(model: nn.Module, options: dict[nn.Module, dict[str, Any]]) -> It
     """
     for parent in model.modules():
         for name, module in parent.named_children():
-            candidates: list[Callable[[], nn.Module]] = []
-            if is_fused_layer(module):
-                candidates = [
-                    partial(
-                        FusedLayer,
-                        module.input_layernorm,
-                        module.self_attn,
-                        module.post_attention_layernorm,
-                        module.mlp,
-                    )
-                ]
-            elif module in options:
-                candidates = attention_candidates(module, options[module])
-            elif all(can_join(getattr(module, one, None)) for one in ("gate_proj", "up_proj", "down_proj")):
-                candidates = mlp_candidates(module)
-            elif is_norm(module):
-                candidates = [partial(FusedNorm, module.weight, norm_epsilon(module), offset) for offset in (0.0, 1.0)]
-            if candidates:
+            if candidates := candidates_for(module, options.get(module)):
                 yield Part(parent, name, module, candidates)
+
+
+def candidates_for(module: Any, options: dict[str, Any] | None) -> list[Builder]:
+    """Builders of what might replace a module; `options`: how it calls the attention function, if it does."""
+    if is_fused_layer(module):
+        norms = module.input_layernorm, module.post_attention_layernorm
+        return [partial(FusedLayer, norms[0], module.self_attn, norms[1], module.mlp)]
+    if options is not None:
+        return attention_candidates(module, options)
+    if all(can_join(getattr(module, one, None)) for one in ("gate_proj", "up_proj", "down_proj")):
+        return mlp_candidates(module)
+    if is_norm(module):
+        return [partial(FusedNorm, module.weight, norm_epsilon(module), offset) for offset in (0.0, 1.0)]
+    return []
 
 
 def is_fused_layer(module: nn.Module) -> bool:
@@ -282,23 +281,23 @@ def norm_epsilon(module: nn.Module) -> float | None:
     return None
 
 
-def mlp_candidates(module: nn.Module) -> list[Callable[[], nn.Module]]:
+def mlp_candidates(module: Any) -> list[Builder]:
     """A gated MLP, by the names of its layers."""
     return [partial(FusedMLP, module.gate_proj, module.up_proj, module.down_proj, kind) for kind in kernels.ACTIVATIONS]
 
 
-def attention_candidates(module: nn.Module, options: dict[str, Any]) -> list[Callable[[], nn.Module]]:
+def attention_candidates(module: Any, options: dict[str, Any]) -> list[Builder]:
     """Attention with separate projections, by the names of its layers."""
     layer: PagedLayer = get_handler(module)
-    projections = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj")]
-    output = getattr(module, "o_proj", None)
+    projections: list[Any] = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj")]
+    output: Any = getattr(module, "o_proj", None)
     shape = layer.shape
     sizes = [shape.num_heads * shape.k_dim, shape.num_kv_heads * shape.k_dim, shape.num_kv_heads * shape.v_dim]
     if not all(can_join(one) for one in [*projections, output]):
         return []
     if [one.out_features for one in projections] != sizes or len({one.bias is None for one in projections}) > 1:
         return []
-    norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
+    norms: list[Any] = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
     build = partial(FusedAttention, projections, output, layer, attention_options(shape.k_dim, options))
     if all(one is None for one in norms):
         return [partial(build, None, rotary) for rotary in (True, False)]
