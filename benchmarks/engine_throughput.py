@@ -1,4 +1,4 @@
-"""Tokens per second of the bundled engine, beside transformers and vLLM.
+"""Tokens per second of the bundled engine, beside transformers, vLLM and OpenVINO GenAI.
 
 The workload: 64 requests that are all there from the start, prompts of 32 to 512 random tokens, answers of 16 to 256,
 greedy, ended by their length alone; a Qwen3 of 121 million random parameters; two threads. Every contender serves
@@ -8,16 +8,18 @@ peer's seconds divided by Pointsman's in the same round; reported is the median.
 
 What each may use: 1 GiB of KV cache, 64 sequences at once and 1,024 tokens a step (room for the longest prompt beside
 the decodes), for all that have such knobs; everything else at its default, which for vLLM means prefix caching,
-asynchronous scheduling and its engine in processes of its own. transformers gets batches of 16 in order of arrival,
+asynchronous scheduling and its engine in processes of its own, and for OpenVINO no prefix caching. OpenVINO's cache
+is told to have the model's dtype, as the others' have. transformers gets batches of 16 in order of arrival,
 padded on the left, each running until its longest answer is there. Its own continuous batching is slow on a CPU, so it
-runs in the first round only, in a box of time.
+runs once, after the others, in a box of time.
 
 In float32 all contenders should agree on what the model says; the share of requests whose first 8 tokens are those of
 the first contender is reported and checked. (Near ties fall either way with the order of additions.)
 
-vLLM needs the environment that `vllm_env.py` makes; without it, or with `--quick`, it is skipped. OpenVINO GenAI is
-not here: without a conversion of the model it reads GGUF files only, and its releases 2025.4.1 and 2026.4.1 could not
-compile the one written for this shape of model (a Qwen3 in 16-bit floats): "Node ReadValue ... contains dead weak ptr".
+vLLM and OpenVINO need the environments that `vllm_env.py` and `openvino_env.py` make; without them, or with `--quick`,
+they are skipped. OpenVINO has no target yet: it is here for comparison. It gets the model from Optimum's converter,
+because releases 2025.4.1 and 2026.4.1 could not compile a GGUF file of this shape of model ("Node ReadValue ...
+contains dead weak ptr").
 
     python benchmarks/engine_throughput.py --check
 """
@@ -26,18 +28,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import openvino_env
+import vllm_env
 from _common import Targets, argument_parser, finish, note, print_table, run
 from _engine_model import FULL, QUICK, Job, Shape, make_jobs, make_prompts, model_directory
 from _engine_worker import FIRST_TOKENS, Settings
 from _worker_process import WorkerFailed, WorkerProcess
-from vllm_env import is_complete, python_of
 
 HERE = Path(__file__).resolve().parent
 OURS = "pointsman"
@@ -86,18 +89,24 @@ class Contender:
 
     script: str
     options: dict[str, Any] = field(default_factory=dict)
-    python: Callable[[], Path] = lambda: Path(sys.executable)
-    needs_vllm: bool = False
-    first_round_only: bool = False
+    needs: str | None = None
+    """Whose environment of `ENVIRONMENTS` it runs in; None is the driver's own."""
+    runs_last: bool = False
+    """Once, when all rounds are over: it takes so long that engines which stand still meanwhile give themselves up."""
 
+    def python(self) -> Path:
+        """The interpreter to start it with."""
+        return ENVIRONMENTS[self.needs].python_of() if self.needs else Path(sys.executable)
+
+
+ENVIRONMENTS = {"vLLM": vllm_env, "OpenVINO": openvino_env}
 
 CONTENDERS = {
     "transformers-static": Contender("_engine_worker_transformers.py", {"mode": "static", "batch_size": STATIC_BATCH}),
-    "transformers-continuous": Contender(
-        "_engine_worker_transformers.py", {"mode": "continuous"}, first_round_only=True
-    ),
-    "vllm-eager": Contender("_engine_worker_vllm.py", {"eager": True}, python_of, needs_vllm=True),
-    "vllm-compiled": Contender("_engine_worker_vllm.py", {"eager": False}, python_of, needs_vllm=True),
+    "transformers-continuous": Contender("_engine_worker_transformers.py", {"mode": "continuous"}, runs_last=True),
+    "vllm-eager": Contender("_engine_worker_vllm.py", {"eager": True}, needs="vLLM"),
+    "vllm-compiled": Contender("_engine_worker_vllm.py", {"eager": False}, needs="vLLM"),
+    "openvino": Contender("_engine_worker_openvino.py", needs="OpenVINO"),
     OURS: Contender("_engine_worker_pointsman.py"),
 }
 QUICK_CONTENDERS = ("transformers-static", OURS)
@@ -108,7 +117,7 @@ class Contestant:
 
     def __init__(self, name: str, contender: Contender, settings: Settings) -> None:
         self.name = name
-        self.first_round_only = contender.first_round_only
+        self.runs_last = contender.runs_last
         self.seconds: dict[int, float] = {}  # by round
         self.cpu_seconds: dict[int, float | None] = {}
         self.tokens: list[list[int]] = []  # the first of each request, in the first round
@@ -132,7 +141,7 @@ class Contestant:
     def take_turn(self, workload: Workload, round_number: int) -> None:
         """Serve all requests once."""
         before = self._worker.cpu_seconds()
-        timeout = BOX_SECONDS if self.first_round_only else SECONDS_TO_RUN
+        timeout = BOX_SECONDS if self.runs_last else SECONDS_TO_RUN
         answer = self._worker.ask("run", timeout, **workload.as_command(round_number))
         after = self._worker.cpu_seconds()
         self.seconds[round_number] = answer["seconds"]
@@ -153,9 +162,11 @@ def environment_of(contender: Contender, threads: int) -> dict[str, str | None]:
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    if contender.needs_vllm:
+    if contender.needs == "vLLM":
         variables["VLLM_CPU_KVCACHE_SPACE"] = str(KV_CACHE_BYTES >> 30)
         variables["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{threads - 1}" if threads > 1 else "0"
+    if contender.needs == "OpenVINO":
+        variables |= openvino_env.NO_TELEMETRY
     return variables
 
 
@@ -191,9 +202,13 @@ def compete(names: Sequence[str], workload: Workload, dtype: str, threads: int, 
         for round_number in range(rounds):
             first = round_number % len(contestants)  # nobody always has the processor that has just been at rest
             for contestant in contestants[first:] + contestants[:first]:
-                if contestant.in_play and (round_number == 0 or not contestant.first_round_only):
+                if contestant.in_play and not contestant.runs_last:
                     with peers_may_fail(contestant.name):
                         contestant.take_turn(workload, round_number)
+        for contestant in contestants:
+            if contestant.in_play and contestant.runs_last:
+                with peers_may_fail(contestant.name):
+                    contestant.take_turn(workload, rounds - 1)
     finally:
         for contestant in contestants:
             contestant.close()
@@ -277,9 +292,11 @@ def choose(arguments: argparse.Namespace) -> list[str]:
     else:
         wanted = list(QUICK_CONTENDERS if arguments.quick else CONTENDERS)
     chosen = [name for name in CONTENDERS if name in wanted]
-    if any(CONTENDERS[name].needs_vllm for name in chosen) and not is_complete():
-        note("skipped: vLLM, there is no environment for it; python benchmarks/vllm_env.py makes it")
-        chosen = [name for name in chosen if not CONTENDERS[name].needs_vllm]
+    for peer, environment in ENVIRONMENTS.items():
+        if any(CONTENDERS[name].needs == peer for name in chosen) and not environment.is_complete():
+            maker = f"benchmarks/{environment.__name__}.py"
+            note(f"skipped: {peer}, there is no environment for it; python {maker} makes it")
+            chosen = [name for name in chosen if CONTENDERS[name].needs != peer]
     if not chosen:
         raise SystemExit("no contender is left; choose others with --contenders")
     return chosen

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from benchmarks import openvino_env
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -58,6 +61,30 @@ def test_engine_throughput() -> None:
     assert both["pointsman"]["agreement"] == 1.0  # the same model, the same tokens
     assert both["transformers-static"]["ratio"] > 0.1
     assert all(side["output_tokens_per_second"] > 1 for side in both.values())
+
+
+@pytest.mark.e2e
+def test_engine_throughput_beside_openvino() -> None:
+    if not openvino_env.is_complete():
+        pytest.skip("no environment for OpenVINO; python benchmarks/openvino_env.py makes it")
+    options = ["--contenders", "openvino,pointsman", "--rounds", "1", "--requests", "6"]
+    both = run_quick("engine_throughput.py", *options)["float32"]
+    assert set(both) == {"openvino", "pointsman"}
+    assert both["pointsman"]["agreement"] == 1.0
+
+
+@pytest.mark.e2e
+def test_engine_throughput_names_the_environment_that_is_not_there(tmp_path: Path) -> None:
+    """Environments lie beside the benchmarks, so a copy of the benchmarks alone has none."""
+    for source in BENCHMARKS.glob("*.py"):
+        shutil.copy(source, tmp_path)
+    command = [sys.executable, str(tmp_path / "engine_throughput.py"), "--quick", "--contenders", "openvino,vllm-eager"]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert finished.returncode == 1
+    printed = finished.stdout + finished.stderr
+    assert "skipped: OpenVINO" in printed and "openvino_env.py" in printed
+    assert "skipped: vLLM" in printed and "vllm_env.py" in printed
+    assert "no contender is left" in printed
 
 
 @pytest.mark.e2e
