@@ -78,14 +78,15 @@ def choose_attention(
     return NumbaAttention(layers, device)
 
 
-def fuse_for(model: Any, check: SelfCheck) -> dict[str, int]:
+def fuse_for(model: Any, check: SelfCheck, *, store: bool) -> dict[str, int]:
     """Replace parts of the model by faster ones where the backend has them; how many of each kind.
 
-    Their weights are still as they were; `linear.store_weights` puts them into their final form.
+    Args:
+        store: put their weights into their final form; else `linear.store_weights` is to do so.
     """
     if check.backend.name != "numba":
         return {}
     from pointsman.engine.fusion import fuse
 
-    with check.first_step() as forward:
-        return dict(fuse(model, forward))
+    with check.first_step() as step:
+        return dict(fuse(model, step, store=store))

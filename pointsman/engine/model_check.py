@@ -19,6 +19,7 @@ import inspect
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -259,7 +260,7 @@ def run_model(model: Any, token_ids: Tensor, positions: Tensor, keep: Tensor | N
         [r or t, vocab_size] logits.
     """
     options: dict[str, Any] = {}
-    selects = keep is not None and takes_logits_to_keep(model)
+    selects = keep is not None and takes_logits_to_keep(type(model))
     if selects:
         options["logits_to_keep"] = keep
     with torch.inference_mode():
@@ -273,9 +274,10 @@ def run_model(model: Any, token_ids: Tensor, positions: Tensor, keep: Tensor | N
     return logits if keep is None or selects else logits[keep]
 
 
-def takes_logits_to_keep(model: Any) -> bool:
-    """Whether the model can be asked for some rows' logits only; nearly all can."""
-    return "logits_to_keep" in inspect.signature(model.forward).parameters
+@cache
+def takes_logits_to_keep(kind: type) -> bool:
+    """Whether models of a class can be asked for some rows' logits only; nearly all can."""
+    return "logits_to_keep" in inspect.signature(kind.forward).parameters  # type: ignore[attr-defined]
 
 
 def first_line(error: BaseException) -> str:

@@ -92,15 +92,18 @@ def load_model(
     config = _read_config(path)
     check_config(config)
     _check_weights(path)
-    return wrap_model(
-        _read_weights(path, config, DTYPES[dtype]).to(place),
-        tokenizer=_read_tokenizer(path),
-        path=str(path),
-        max_model_len=max_model_len,
-        attention=attention,
-        fuse=fuse,
-        quantization=quantization,
-    )
+    options: dict[str, Any] = {
+        "tokenizer": _read_tokenizer(path),
+        "path": str(path),
+        "max_model_len": max_model_len,
+        "attention": attention,
+        "quantization": quantization,
+    }
+    try:
+        return wrap_model(_read_weights(path, config, DTYPES[dtype]).to(place), fuse=fuse, **options)
+    except FusionFailed as error:
+        logger.warning("%s; loading it again with its own layers, which are slower", error)
+    return wrap_model(_read_weights(path, config, DTYPES[dtype]).to(place), fuse=False, **options)
 
 
 def wrap_model(
@@ -136,17 +139,17 @@ def wrap_model(
     probed = probe_layers(model)
     layers = tuple(layer.shape for layer in probed)
     context = attach(probed)
+    del probed  # it would keep the attention layers that are replaced below
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     check_quantization(quantization, model.device, model.dtype)
     backend = choose_attention(attention, layers, model.device, model.dtype)
     check = SelfCheck(model, layers, context, backend)
     check.run()
-    fused = fuse_for(model, check) if fuse else {}
-    if fused and quantization is not None:
-        _check_fused(check)  # while it is exact
-    store_weights(model, quantization)
-    if fused and quantization is None:
+    fused = fuse_for(model, check, store=quantization is None) if fuse else {}
+    if fused:
         _check_fused(check)
+    if quantization is not None:
+        store_weights(model, quantization)
     config = model.config.get_text_config(decoder=True)
     return LoadedModel(
         path=path,
@@ -163,16 +166,20 @@ def wrap_model(
     )
 
 
+class FusionFailed(UnsupportedModel):
+    """Each part that was replaced computes the same alone, and the whole does not."""
+
+
 def _check_fused(check: SelfCheck) -> None:
     """The self-check once more, with the parts that were replaced.
 
     Raises:
-        UnsupportedModel: each part computes the same alone, and the whole does not.
+        FusionFailed: the model's own layers must be loaded again.
     """
     try:
         check.run()
     except Exception as error:
-        raise UnsupportedModel(
+        raise FusionFailed(
             f"{check.model.config.model_type}: with fused layers the model fails its check ({first_line(error)}); load "
             "it with fuse=False"
         ) from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,26 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 In bfloat16 rounding alone makes 0.01 in two layers and 0.015 to 0.03 in 14; a lost window or lost sinks make 0.17 and
 more.
 """
+
+
+@dataclass(slots=True)
+class FirstStep:
+    """A step that is under way: the attention context says what its layers attend to."""
+
+    forward: Callable[[], Tensor]
+    """Computes the whole model."""
+    context: AttentionContext
+    exact_pool: KVPool
+
+    @contextmanager
+    def exact(self) -> Iterator[None]:
+        """Meanwhile layers attend to a pool in float32, so that keys and values are not rounded."""
+        pool = self.context.pool
+        self.context.pool = self.exact_pool
+        try:
+            yield
+        finally:
+            self.context.pool = pool
 
 
 class SelfCheck:
@@ -75,16 +96,19 @@ class SelfCheck:
             )
 
     @contextmanager
-    def first_step(self) -> Iterator[Callable[[], Tensor]]:
-        """While it is open, a function that computes the first step, with two chunks, as often as it is called."""
+    def first_step(self) -> Iterator[FirstStep]:
+        """The first step, with two chunks, to be computed as often as one likes while this is open."""
         counts = np.array(self.steps[0])
         with self._step(self._pool(), counts, np.zeros_like(counts)) as forward:
-            yield forward
+            yield FirstStep(forward, self.context, self._pool(torch.float32))
 
-    def _pool(self) -> KVPool:
-        model = self.model
+    def _pool(self, dtype: torch.dtype | None = None) -> KVPool:
         return KVPool(
-            self.layers, num_blocks=self.tables.size, block_size=BLOCK_SIZE, dtype=model.dtype, device=model.device
+            self.layers,
+            num_blocks=self.tables.size,
+            block_size=BLOCK_SIZE,
+            dtype=dtype or self.model.dtype,
+            device=self.model.device,
         )
 
     @contextmanager

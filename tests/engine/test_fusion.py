@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import COMMON, FAMILIES, build
+from tiny_models import COMMON, FAMILIES, HEAD16, SCALED_BY_POSITION, WINDOW, build
 from torch import Tensor, nn
-from transformers import GraniteConfig
+from transformers import GraniteConfig, LlamaConfig, OlmoConfig
 
 from pointsman.engine import Engine, SamplingParams
 from pointsman.engine.errors import UnsupportedModel
-from pointsman.engine.fusion import FusedAttention, FusedLayer, FusedMLP, FusedNorm
-from pointsman.engine.model_loader import wrap_model
+from pointsman.engine.fused_layers import FusedAttention, FusedLayer, FusedMLP, FusedNorm
+from pointsman.engine.model_loader import load_model, wrap_model
 from pointsman.engine.torch_attention import TorchAttention
 
 WHOLE = {"FusedNorm": 5, "FusedAttention": 2, "FusedMLP": 2, "FusedLayer": 2}
@@ -109,6 +111,61 @@ def test_a_fault_that_only_the_whole_shows_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr(FusedLayer, "forward", right_at_first)
     with pytest.raises(UnsupportedModel, match=r"with fused layers the model fails its check .* fuse=False"):
         wrap_model(build(FAMILIES["qwen2"]()))
+
+
+def test_a_model_that_cannot_be_fused_after_all_is_loaded_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    build(FAMILIES["qwen2"]()).save_pretrained(tmp_path)
+    original = FusedAttention.forward
+
+    def right_alone(self: FusedAttention, hidden_states: Tensor, *arguments: Any, **keywords: Any) -> Any:
+        output, weights = original(self, hidden_states, *arguments, **keywords)
+        return output * (1.0 if hidden_states.shape[1] == 34 else 1.5), weights  # 34 tokens: the step of the trials
+
+    monkeypatch.setattr(FusedAttention, "forward", right_alone)
+    loaded = load_model(tmp_path)
+    assert loaded.fused == {} and loaded.attention.name == "numba"
+    assert "loading it again with its own layers" in caplog.text
+
+
+def test_what_depends_on_positions_is_not_fused() -> None:
+    """Queries are scaled from position 16 on: the rotary angles do not tell, the self-check's 37 tokens do."""
+    loaded = wrap_model(build(FAMILIES["ministral3"]()))
+    assert "FusedAttention" not in loaded.fused and loaded.fused["FusedMLP"] == 2
+    far = {**SCALED_BY_POSITION, "original_max_position_embeddings": 4096}  # beyond anything that a check would run
+    config = type(FAMILIES["ministral3"]())(**{**COMMON, **HEAD16}, sliding_window=WINDOW, rope_parameters=far)
+    assert "FusedAttention" not in fused(build(config))
+
+
+@pytest.mark.parametrize("clip", [0.5, 4.0, 50.0])
+def test_a_clamp_is_not_fused(clip: float) -> None:
+    """Whether or not the tokens of a check reach it."""
+    config = OlmoConfig(**COMMON, clip_qkv=clip)
+    assert "FusedAttention" not in fused(build(config))
+    assert fused(build(OlmoConfig(**COMMON)))["FusedAttention"] == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_likeness_is_judged_in_float32(dtype: torch.dtype) -> None:
+    """What bfloat16 could not tell apart: a norm that subtracts the mean, gates by other curves."""
+    cohere = build(FAMILIES["cohere"]()).to(dtype)
+    assert "FusedNorm" not in fused(cohere)
+    for activation, count in (("silu", 2), ("gelu_pytorch_tanh", 2), ("gelu", 0), ("quick_gelu", 0), ("relu", 0)):
+        model = build(LlamaConfig(**COMMON, hidden_act=activation)).to(dtype)
+        for name, weight in model.named_parameters():
+            if "gate_proj" in name:
+                weight.data.mul_(0.1)  # where the curves lie close together
+        assert fused(model).get("FusedMLP", 0) == count, activation
+
+
+def test_what_is_replaced_is_let_go() -> None:
+    model = build(FAMILIES["qwen2"]())
+    old = [weakref.ref(one) for one in model.modules() if type(one) is nn.Linear and one is not model.lm_head]
+    loaded = wrap_model(model)
+    gc.collect()
+    assert loaded.fused == WHOLE and len(old) == 14
+    assert not any(one() is not None for one in old)
 
 
 def test_quantization_without_an_effect_is_an_error() -> None:

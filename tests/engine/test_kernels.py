@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +15,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from numba import carray, njit
+from numba.core import caching
 from torch import Tensor
 
-from pointsman.engine.fusion import FusedNorm
+from pointsman.engine.fused_layers import FusedNorm
 from pointsman.engine.kernels import layers, runtime
 from pointsman.engine.kernels.runtime import Kernel, exponential, hyperbolic_tangent, nearest_bfloat16, next_item
 
@@ -218,3 +223,45 @@ def test_kernels_are_plain_c_functions() -> None:
     arguments = np.array([0, x.data_ptr(), weight.data_ptr(), out.data_ptr(), scalars.ctypes.data, 2, 8, 0, 0])
     ctypes.CFUNCTYPE(None, ctypes.c_void_p)(kernel.address)(arguments.ctypes.data)
     torch.testing.assert_close(out, F.rms_norm(x, (8,), weight, 1e-6))
+
+
+def test_without_a_folder_to_keep_them_in_kernels_are_compiled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for kind in (caching.CacheImpl, caching.CompileResultCacheImpl):
+        monkeypatch.setattr(kind, "_locator_classes", [])
+    called = np.zeros(1, dtype=np.int64)
+
+    def nothing(arguments: Any) -> None:
+        arguments[0] = 5
+
+    Kernel(nothing)(called)
+    assert called[0] == 5 and "NUMBA_CACHE_DIR" in caplog.text
+
+
+SILU_OF_ONE = """
+import numpy as np, torch
+from pointsman.engine.kernels import layers
+x, out = torch.ones(1, 2), torch.empty(1, 1)
+layers.gate_kernel(torch.float32)(np.array([0, x.data_ptr(), out.data_ptr(), 1, 1, 0]))
+print(round(out.item(), 4))
+"""
+
+
+@pytest.mark.e2e
+def test_a_changed_kernel_is_compiled_again(tmp_path: Path) -> None:
+    """Also where only a function changed that kernels call from another file."""
+    package = Path(runtime.__file__).parents[2]
+    shutil.copytree(package, tmp_path / "pointsman", ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
+    changed = tmp_path / "pointsman" / "engine" / "kernels" / "runtime.py"
+
+    def silu_of_one() -> float:
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        command = [sys.executable, "-c", SILU_OF_ONE]
+        run = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+        return float(run.stdout)
+
+    assert silu_of_one() == silu_of_one() == 0.7311
+    source = changed.read_text()
+    changed.write_text(source.replace("return (p * r * r + r + np.float32(1.0)) * power", "return np.float32(3.0)"))
+    assert changed.read_text() != source and silu_of_one() == 0.25

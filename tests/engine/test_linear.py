@@ -47,6 +47,23 @@ def test_int8_is_off_by_its_rounding(bias: bool, num_rows: int) -> None:
     assert 1e-4 < error < 0.03, "two roundings of about half a 127th each"
 
 
+@pytest.mark.parametrize("place", [0, 3, 6])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_that_is_not_finite_spoils_no_other_in_int8(place: int, value: float) -> None:
+    """Rows share a scale; what has none of its own is kept out of it."""
+    (part,) = layers(64, 32, bias=True)
+    joined = JoinedLinear([part])
+    joined.store("int8")
+    x = torch.randn(1, 7, 64)
+    broken = x.clone()
+    broken[0, place, 5] = value
+    x[0, place] = 0  # what the others are then computed beside
+    with torch.inference_mode():
+        got, want = joined(broken), joined(x)
+    others = [row for row in range(7) if row != place]
+    assert got[0, place].isnan().all() and torch.equal(got[0, others], want[0, others])
+
+
 @pytest.mark.parametrize(
     ("name", "device", "dtype", "message"),
     [

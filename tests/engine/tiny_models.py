@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Ministral3Config
 
 VOCAB_SIZE = 199
 COMMON: dict[str, Any] = {
@@ -81,6 +81,13 @@ def longrope(original: int) -> dict[str, Any]:
             "original_max_position_embeddings": original,
         },
     }
+
+
+SCALED_BY_POSITION: dict[str, Any] = {
+    **Ministral3Config().rope_parameters,
+    "original_max_position_embeddings": 16,  # so that positions beyond it, where queries are scaled, are tested
+    "llama_4_scaling_beta": 0.5,
+}
 
 
 @dataclass(frozen=True)
@@ -188,7 +195,11 @@ FAMILIES: dict[str, Family] = {
     "minicpm3": Family("minicpm3", "latent attention", LATENT),
     "minimax-m2": Family("minimax_m2", "experts", {**HEAD16, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "ministral": Family("ministral", "sliding window on part of the layers", {**HEAD16, **SOME_SLIDE}),
-    "ministral3": Family("ministral3", "queries scaled by position, sliding window", {**HEAD16, **SLIDES}),
+    "ministral3": Family(
+        "ministral3",
+        "queries scaled by position, sliding window, yarn",
+        {**HEAD16, **SLIDES, "rope_parameters": SCALED_BY_POSITION},
+    ),
     "mixtral": Family("mixtral", "sliding window, experts", {**SLIDES, "num_local_experts": 4}),
     "modernbert-decoder": Family(
         "modernbert-decoder",

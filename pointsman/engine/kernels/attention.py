@@ -34,6 +34,7 @@ from pointsman.engine.kernels.runtime import (
     pointer,
     prefetch,
     round_to,
+    source_version,
 )
 
 CHUNK = 128
@@ -200,8 +201,12 @@ def attention_kernel(activations: torch.dtype, cache_dtype: torch.dtype) -> Kern
     activation_type, cache_type = STORAGE[activations], STORAGE[cache_dtype]
     element_bytes = cache_dtype.itemsize
 
+    version = source_version()
+
     def paged_attention(arguments: Any) -> None:
         a = carray(arguments, (NUM_ARGUMENTS,), np.int64)
+        if version == 0:  # never; so that the version is part of what the kernel is kept under on disk
+            return
         num_heads, num_kv_heads, k_dim, v_dim = a[NUM_HEADS], a[NUM_KV_HEADS], a[K_DIM], a[V_DIM]
         size, num_tiles, window, most_rows = a[BLOCK_SIZE], a[NUM_TILES], a[WINDOW], a[MOST_ROWS]
         query = carray(pointer(a[QUERY]), (a[NUM_TOKENS], num_heads, k_dim), activation_type)

@@ -23,6 +23,7 @@ from pointsman.engine.kernels.runtime import (
     next_item,
     pointer,
     round_to,
+    source_version,
 )
 
 ROWS_PER_ITEM = 8
@@ -52,8 +53,12 @@ def norm_kernel(activations: torch.dtype) -> Kernel:
     """
     element_type = STORAGE[activations]
 
+    version = source_version()
+
     def rms_norm(arguments: Any) -> None:
         a = carray(arguments, (NORM_ARGUMENTS,), np.int64)
+        if version == 0:  # never; so that the version is part of what the kernel is kept under on disk
+            return
         num_rows, width = a[5], a[6]
         x = carray(pointer(a[1]), (num_rows, width), element_type)
         weight = carray(pointer(a[2]), (width,), element_type)
@@ -92,8 +97,12 @@ def gate_kernel(activations: torch.dtype) -> Kernel:
     """
     element_type = STORAGE[activations]
 
+    version = source_version()
+
     def gate(arguments: Any) -> None:
         a = carray(arguments, (GATE_ARGUMENTS,), np.int64)
+        if version == 0:  # never; so that the version is part of what the kernel is kept under on disk
+            return
         num_rows, width = a[3], a[4]
         x = carray(pointer(a[1]), (num_rows, 2 * width), element_type)
         out = carray(pointer(a[2]), (num_rows, width), element_type)
@@ -179,8 +188,12 @@ def heads_kernel(activations: torch.dtype, cache_dtype: torch.dtype) -> Kernel:
     """
     activation_type, cache_type = STORAGE[activations], STORAGE[cache_dtype]
 
+    version = source_version()
+
     def heads_to_pool(arguments: Any) -> None:
         a = carray(arguments, (HEADS_ARGUMENTS,), np.int64)
+        if version == 0:  # never; so that the version is part of what the kernel is kept under on disk
+            return
         num_tokens, num_heads, num_kv_heads = a[NUM_TOKENS], a[NUM_HEADS], a[NUM_KV_HEADS]
         k_dim, v_dim, size, rotary_dim = a[K_DIM], a[V_DIM], a[BLOCK_SIZE], a[ROTARY_DIM]
         query = carray(pointer(a[QUERY]), (num_tokens * a[QUERY_STRIDE],), activation_type)

@@ -19,6 +19,7 @@ import ctypes
 import logging
 from collections.abc import Callable
 from functools import cache
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -190,7 +191,7 @@ class Kernel:
     __slots__ = ("_call", "_compiled", "address", "name")
 
     def __init__(self, body: Callable[[Any], None]) -> None:
-        self._compiled = cfunc(SIGNATURE, cache=True, error_model="numpy", fastmath=FAST)(body)
+        self._compiled = _compile(body)
         self.name = body.__name__
         self.address: int = self._compiled.address
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
@@ -203,6 +204,31 @@ class Kernel:
             parallel(self.address, arguments.ctypes.data, num_threads, 0)
         else:
             self._call(arguments.ctypes.data)
+
+
+def _compile(body: Callable[[Any], None]) -> Any:
+    """Compile, or take what was compiled before from disk; without a place on disk, compile."""
+    options = {"error_model": "numpy", "fastmath": FAST}
+    try:
+        return cfunc(SIGNATURE, cache=True, **options)(body)
+    except RuntimeError as error:
+        if "cannot cache" not in str(error):
+            raise
+        logger.warning("compiled kernels are not kept: no folder can be written; NUMBA_CACHE_DIR can name one")
+        return cfunc(SIGNATURE, **options)(body)
+
+
+@cache
+def source_version() -> int:
+    """A number that changes with the source of any kernel.
+
+    What numba keeps on disk is found by the file of a kernel's body and by the values that the body takes from around
+    it. Kernels call functions of other files, so each takes this number, too.
+    """
+    digest = blake2b(digest_size=7)
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return int.from_bytes(digest.digest(), "little")
 
 
 @cache
