@@ -219,6 +219,8 @@ def _workload(
             raise CommandError(f"--speed is {speed:g}; it must be 0 (all at once) or more")
         if limit is not None and limit < 1:
             raise CommandError(f"--limit is {limit}; it must be at least 1")
+        if sampling.stop:
+            raise CommandError("--stop has no effect on a trace, which says how long its outputs are; leave it out")
         return trace_workload(trace, speed, limit, seed, sampling)
     if prompts is not None:
         return prompts_workload(prompts, sampling)

@@ -108,7 +108,7 @@ class PlainDisplay:
         if entry.end == "refused":
             return  # the caller says why, on stderr, or counts it
         answer = f": {one_line(entry.prompt)} ▸ {one_line(entry.text)}" if self._texts else ""
-        print(f"{entry.request_id} {_end(entry)}{answer}", flush=True)
+        print(f"{one_line(entry.request_id)} {_end(entry)}{answer}", flush=True)
 
     def summary(self, summary: dict[str, Any]) -> None:
         print("\n".join(summary_lines(summary)), flush=True)
@@ -142,7 +142,9 @@ class LiveDisplay:
             return
         # Printed above the table, so that what is complete stays in the terminal's history.
         answer = Text.assemble(
-            (f"{entry.request_id} ({_end(entry)})\n", "dim"), (printable(entry.prompt), "bold"), printable(entry.text)
+            (f"{one_line(entry.request_id)} ({_end(entry)})\n", "dim"),
+            (printable(entry.prompt), "bold"),
+            printable(entry.text),
         )
         self._live.console.print(answer, end="\n\n", soft_wrap=True)
 
@@ -159,11 +161,11 @@ class LiveDisplay:
         width = max(self._console.width - 50, 10)
         for entry in self._shown(progress):
             state = entry.state()
-            table.add_row(
-                entry.request_id,
+            table.add_row(  # Text throughout: in a plain string, rich would take "[...]" for markup
+                Text(one_line(entry.request_id)),
                 Text(_why(progress, entry, state), style=_STYLES.get(state, "")),
-                _advance(entry),
-                tail(entry.prompt + entry.text, width) if self._texts else "",
+                Text(_advance(entry)),
+                Text(tail(entry.prompt + entry.text, width) if self._texts else ""),
             )
         return [figures, _bar(status, self._console.width), table]
 
@@ -248,5 +250,5 @@ def _advance(entry: Entry) -> str:
 
 
 def _end(entry: Entry) -> str:
-    detail = f" ({entry.detail})" if entry.detail else ""
+    detail = f" ({one_line(entry.detail)})" if entry.detail else ""
     return f"{entry.end}{detail}, {entry.num_output_tokens} tokens"

@@ -7,20 +7,16 @@ whole; a second one does not wait.
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from pointsman.cli.display import Display
 from pointsman.cli.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, CommandError
 from pointsman.cli.progress import Progress
 from pointsman.cli.workload import Job, Workload
+from pointsman.engine.interruption import Interruption, noted_interrupts
 
 if TYPE_CHECKING:
     from pointsman.engine import Engine
@@ -38,7 +34,7 @@ def run_workload(engine: Engine, workload: Workload, display: Display) -> int:
         CommandError: nothing could run at all.
     """
     run = _Run(engine, workload, display)
-    with _interruption() as interruption:
+    with noted_interrupts() as interruption:
         run.report_problems()
         run.admit_arrived(interruption)
         run.report_refusals()
@@ -53,28 +49,6 @@ def run_workload(engine: Engine, workload: Workload, display: Display) -> int:
     if run.failure or run.progress.ends["error"]:
         return EXIT_FAILED
     return EXIT_BAD_INPUT if run.had_bad_prompt else EXIT_OK
-
-
-@dataclass(slots=True)
-class _Interruption:
-    requested: bool = False
-
-
-@contextmanager
-def _interruption() -> Iterator[_Interruption]:
-    """Turns the first Ctrl-C into a note. A plain flag: a signal handler must not wait for a lock."""
-    state = _Interruption()
-
-    def note(signal_number: int, frame: FrameType | None) -> None:
-        if state.requested:
-            raise KeyboardInterrupt
-        state.requested = True
-
-    previous = signal.signal(signal.SIGINT, note)
-    try:
-        yield state
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 class _Run:
@@ -99,7 +73,7 @@ class _Run:
                 self.had_bad_prompt = True
                 _print_error(problem.message)
 
-    def admit_arrived(self, interruption: _Interruption) -> None:
+    def admit_arrived(self, interruption: Interruption) -> None:
         """Add the requests whose time has come."""
         elapsed = time.monotonic() - self.progress.start
         while self.pending and self.pending[0].arrival_time <= elapsed and not interruption.requested:
@@ -119,7 +93,7 @@ class _Run:
                 self.had_bad_prompt = True
                 _print_error(refusal)
 
-    def loop(self, interruption: _Interruption) -> None:
+    def loop(self, interruption: Interruption) -> None:
         """Step until everything has ended, Ctrl-C was pressed or a step failed."""
         from pointsman.engine import EngineStepError
         from pointsman.engine.stats_log import StatsLogger
@@ -141,6 +115,8 @@ class _Run:
             self.display.refresh(self.progress, time.monotonic())
             if statistics is not None:
                 statistics.tick()
+        if statistics is not None:
+            statistics.finish()
 
     def abort_rest(self) -> None:
         """End what still runs; nothing does after a run that came to its end."""

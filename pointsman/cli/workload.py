@@ -166,7 +166,7 @@ def trace_workload(path: str, speed: float, limit: int | None, seed: int, sampli
         speed: how many times as fast as recorded the requests arrive; 0: all at once.
         limit: only so many requests from the start; None: all.
         seed: of the made-up tokens.
-        sampling: its `max_tokens` shortens the traced outputs; they are never ended by an EOS.
+        sampling: its `max_tokens` shortens the traced outputs; they are never ended by an EOS, nor by stop strings.
 
     Raises:
         CommandError: the trace cannot be read.
@@ -216,10 +216,14 @@ def _texts(prompts: Sequence[tuple[str, int | None, str]], sampling: Sampling) -
 def _check_text(text: str) -> None:
     if not text:
         raise ValueError("the prompt is empty; write at least one character")
+    _check_unicode("the prompt", text)
+
+
+def _check_unicode(name: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:  # half a surrogate pair in JSON, or bytes of another encoding as an argument
-        raise ValueError(f"the prompt is no Unicode text at character {error.start}; write it in UTF-8") from None
+        raise ValueError(f"{name} is no Unicode text at character {error.start}; write it in UTF-8") from None
 
 
 def _given(prompt: Prompt) -> Callable[[int], Prompt]:
@@ -254,6 +258,7 @@ def _prompt_fields(text: str) -> dict[str, Any]:
     request_id = fields.get("request_id", "")
     if not isinstance(request_id, str) or ("request_id" in fields and not request_id):
         raise ValueError(f"request_id is {request_id!r}; it must be a string that is not empty")
+    _check_unicode("the request_id", request_id)
     return fields
 
 

@@ -26,9 +26,9 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pointsman.core import Explanation
-from pointsman.engine.engine import Engine
-from pointsman.engine.engine_thread import Add, Call, EngineThread, Stop
+from pointsman.core import Explanation, Request
+from pointsman.engine.engine import Engine, check_request_id
+from pointsman.engine.engine_thread import Add, Call, EngineThread, Expect, Stop
 from pointsman.engine.errors import EngineDeadError
 from pointsman.engine.mailbox import Mailbox, Port
 from pointsman.engine.output import RequestOutput
@@ -145,6 +145,8 @@ class AsyncEngine:
     async def abort(self, request_id: str) -> bool:
         """End a request now; its stream ends with finish_reason "abort". False: it is unknown or has ended.
 
+        One whose prompt is still being tokenized ends in the same way, once that is done.
+
         Raises:
             EngineDeadError: there is no engine to ask.
         """
@@ -155,8 +157,9 @@ class AsyncEngine:
 
         Raises:
             ValueError: the model has no tokenizer, or the prompt is no text that one could read.
-            EngineDeadError: the engine has been shut down.
+            EngineDeadError: the engine has died or been shut down.
         """
+        self.check_health()
         try:
             future = self._tokenizing.submit(self._engine.tokenize, prompt)
         except RuntimeError:  # the thread is gone
@@ -225,11 +228,14 @@ class AsyncEngine:
         """End the engine and its thread. May be called again, also while it is under way, in any state.
 
         Args:
-            drain: let requests that were sent before finish, and refuse new ones; False: abort them, so that their
-                streams end with finish_reason "abort".
+            drain: let requests that were sent before finish, also those whose prompts are still being tokenized, and
+                refuse new ones; False: abort them, so that their streams end with finish_reason "abort", or raise
+                `EngineDeadError` if they were not queued yet.
             timeout: seconds that draining may take, after which the rest is aborted; None: as long as it takes. A step
                 in progress is always waited for.
         """
+        if not self._thread.will_end:
+            return  # this process is a fork, and the engine is its parent's
         ended = asyncio.wrap_future(self._thread.ended)
         self._send_stop(drain)
         if drain and timeout is not None:
@@ -267,19 +273,24 @@ class AsyncEngine:
                 port = self._ports[loop] = Port(loop)
             return port
 
+    def _mailbox(self, params: SamplingParams) -> Mailbox:
+        return Mailbox(self._port(), finished_only=params.output_kind is RequestOutputKind.FINAL_ONLY)
+
     def _send_request(
-        self, request_id: str, prompt: Sequence[int], params: SamplingParams, options: dict[str, Any]
-    ) -> Mailbox:
-        finished_only = params.output_kind is RequestOutputKind.FINAL_ONLY
+        self,
+        request_id: str,
+        mailbox: Mailbox,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        options: dict[str, Any],
+    ) -> None:
         if params.output_kind is RequestOutputKind.DELTA:  # made by the stream, which knows what its reader has seen
             params = dataclasses.replace(params, output_kind=RequestOutputKind.CUMULATIVE)
-        mailbox = Mailbox(self._port(), finished_only=finished_only)
 
-        def add(engine: Engine) -> None:
-            engine.add_request(request_id, prompt, params, eager_text=True, **options)
+        def add(engine: Engine) -> Request:
+            return engine.add_request(request_id, prompt, params, eager_text=True, **options)
 
         self._thread.send(Add(request_id, mailbox, add))
-        return mailbox
 
 
 class RequestStream(AsyncIterator[RequestOutput]):
@@ -304,35 +315,49 @@ class RequestStream(AsyncIterator[RequestOutput]):
         self._params = params
         self._options = options
         self._mailbox: Mailbox | None = None
+        self._starting = asyncio.Lock()
+        self._is_started = False
+        self._refusal: Exception | None = None
         self._seen: RequestOutput | None = None
         self._is_over = False
         self._is_reading = False
 
     async def start(self) -> None:
         """Queue the request now, and return when it is queued: for a server that must know of a refusal before it sends
-        the first byte. Reading does it otherwise.
+        the first byte. Reading does it otherwise. Several tasks may start it, or one start and another read it.
 
         Raises:
             RequestRefused, DuplicateRequest, ValueError: it can never run, with the reason.
             EngineDeadError: the engine has died or is shutting down.
         """
-        if self._mailbox is None and not self._is_over:
+        async with self._starting:
+            if self._refusal is not None:
+                raise self._refusal
+            if self._is_started or self._is_over:
+                return
             try:
                 await self._queue()
-            except BaseException:
-                self._abandon()
+            except BaseException as error:
+                if isinstance(error, Exception):
+                    self._refusal = error
+                self._let_go()
                 raise
+            self._is_started = True
 
     async def _queue(self) -> None:
+        check_request_id(self.request_id)
+        engine, prompt = self._engine, self._prompt
         if self._options["arrival_time"] is None:
-            self._options["arrival_time"] = self._engine._engine.clock()
-        prompt = self._prompt
-        token_ids = await self._engine.tokenize(prompt) if isinstance(prompt, str) else prompt
+            self._options["arrival_time"] = engine._engine.clock()
+        self._mailbox = mailbox = engine._mailbox(self._params)
+        text: str | None = None
+        if isinstance(prompt, str):
+            engine._thread.send(Expect(self.request_id, mailbox))
+            text, prompt = prompt, await engine.tokenize(prompt)
         if self._is_over:  # closed meanwhile
             return
-        options = {**self._options, "prompt_text": prompt if isinstance(prompt, str) else None}
-        self._mailbox = self._engine._send_request(self.request_id, token_ids, self._params, options)
-        await self._mailbox.wait_accepted()
+        engine._send_request(self.request_id, mailbox, prompt, self._params, {**self._options, "prompt_text": text})
+        await mailbox.wait_accepted()
 
     def __aiter__(self) -> RequestStream:
         return self
@@ -344,10 +369,11 @@ class RequestStream(AsyncIterator[RequestOutput]):
             raise RuntimeError(f"two tasks read the stream of {self.request_id!r} at once; let one do it")
         self._is_reading = True
         try:
-            await self.start()
+            if not self._is_started:
+                await self.start()
             output = None if self._mailbox is None else await self._mailbox.newer_than(self._seen)
         except BaseException:  # also when the reading task is cancelled
-            self._abandon()
+            self._let_go()
             raise
         finally:
             self._is_reading = False
@@ -361,9 +387,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
 
     async def aclose(self) -> None:
         """End the stream. Its request is aborted if it has not ended; its blocks are free at the next step boundary."""
-        self._abandon()
-        if self._mailbox is not None:
-            self._mailbox.wake()
+        self._let_go()
 
     async def __aenter__(self) -> RequestStream:
         return self
@@ -376,6 +400,12 @@ class RequestStream(AsyncIterator[RequestOutput]):
     def __del__(self) -> None:
         if not self._is_over:
             self._abandon()
+
+    def _let_go(self) -> None:
+        """End the stream in its own event loop, where other tasks may wait for it."""
+        self._abandon()
+        if self._mailbox is not None:
+            self._mailbox.wake()
 
     def _abandon(self) -> None:
         if not self._is_over and self._mailbox is not None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from threading import Lock
+from threading import RLock
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -147,12 +147,16 @@ class AttentionContext:
     """What the layers of one model attend with in the current step. `ModelRunner` fills it before each forward.
 
     Engines may share a loaded model, also from several threads: a step holds the context from `begin` to `end`.
+
+    A step can be broken off at any point by an exception that Python raises from a signal handler, between `begin` and
+    the first line of the caller's `try` or within `end` itself. So the lock is one that its thread can take again, and
+    `end` releases it as often as it was taken: what a broken step left is gone with the next `end` of its thread.
     """
 
     __slots__ = ("_busy", "backend", "batch", "plan", "pool")
 
     def __init__(self) -> None:
-        self._busy = Lock()
+        self._busy = RLock()
         self.backend: AttentionBackend | None = None
         self.batch: PagedBatch | None = None
         self.plan: Any = None
@@ -165,9 +169,17 @@ class AttentionContext:
         self.batch, self.pool, self.backend, self.plan = batch, pool, backend, plan
 
     def end(self) -> None:
-        """Drop the step, so that a forward without `begin` fails instead of writing to yesterday's slots."""
+        """Drop this thread's step, so that a forward without `begin` fails instead of writing to yesterday's slots. It
+        may be called again, and does nothing while another thread's step is under way.
+        """
+        if not self._busy.acquire(blocking=False):
+            return
         self.batch = self.plan = None
-        self._busy.release()
+        while True:
+            try:
+                self._busy.release()
+            except RuntimeError:  # released as often as taken
+                return
 
 
 class PagedLayer:

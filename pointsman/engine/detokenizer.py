@@ -18,13 +18,19 @@ Byte fallback decides over a whole run of byte tokens: if its bytes are not all 
 replacement character, also those that looked like a character before. The `DecodeStream` of the tokenizers library is
 not used: it raises on some invalid bytes, holds back everything behind others, and does not clean up spaces.
 
-`Detokenizer` adds stop strings: it holds back text that may be the beginning of one.
+A token that the tokenizer cannot decode (models often have more logits than their tokenizer has tokens, and tokenizers
+written in Python may raise then) has no text.
+
+`Detokenizer` adds stop strings: it holds back text that may be the beginning of one. It also looks for them in text
+that has to wait for the end of a run of byte tokens, as if no token followed: a request ends with the token that
+completes its stop string, also if that is the byte of a newline.
 """
 
 from __future__ import annotations
 
 import codecs
 import json
+import logging
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -33,6 +39,11 @@ MAX_HELD = 16
 """Tokens that a stream of a tokenizer written in Python may hold back. An unfinished character has at most 3 bytes."""
 SLOW_CONTEXT = 4
 """Settled tokens before new ones when a tokenizer written in Python decodes them."""
+MAX_PEEKED = 256
+"""Held tokens up to which a stream decodes them all for each `pending`; beyond, only so often that the cost per token
+stays that of some such decodings."""
+
+logger = logging.getLogger(__name__)
 
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -47,6 +58,13 @@ class TokenStream(Protocol):
 
     def flush(self) -> str:
         """No token will follow: the rest of the text."""
+        ...
+
+    def pending(self) -> str:
+        """Text behind the settled one that is there if no token follows, and stays unless invalid bytes follow.
+
+        Replacement characters at its end are left out: they may be unfinished characters. Changes nothing.
+        """
         ...
 
 
@@ -70,11 +88,17 @@ class TextDecoder:
         self._token_bytes: dict[int, bytes] = {}
         self._is_byte_token: dict[int, bool] = {}
         self._token_texts: dict[int, str] = {}
+        self._unreadable: frozenset[int] = frozenset()
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of all tokens at once."""
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-        return text
+        """The text of all tokens at once.
+
+        Raises:
+            Exception: the tokenizer's own, although it decodes each of the tokens alone.
+        """
+        return self._decode_readable(
+            lambda ids: self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens), list(token_ids)
+        )
 
     def stream(self, skip_special_tokens: bool = True) -> TokenStream:
         """A stream for a new text."""
@@ -100,13 +124,30 @@ class TextDecoder:
         return text
 
     def _decode_raw(self, token_ids: list[int]) -> str:
-        """The text of tokens, none of them skipped, with all its spaces."""
+        """The text of tokens, none of them skipped, with all its spaces; errors as of `decode`."""
+        return self._decode_readable(self._decode_with_spaces, token_ids)
+
+    def _decode_with_spaces(self, token_ids: list[int]) -> str:
         text: str
         if self._backend is not None:
             text = self._backend.decode(token_ids, skip_special_tokens=False)
         else:
             text = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
+
+    def _decode_readable(self, decode: Callable[[list[int]], str], token_ids: list[int]) -> str:
+        """`decode` without the tokens that the tokenizer raises on, which are found out when it first does."""
+        if self._unreadable:
+            token_ids = [token_id for token_id in token_ids if token_id not in self._unreadable]
+        try:
+            return decode(token_ids)
+        except Exception as error:
+            unreadable = {token_id for token_id in token_ids if not _can_decode(decode, token_id)}
+            if not unreadable:
+                raise
+            logger.warning("the tokenizer cannot decode token %d, which has no text then: %s", min(unreadable), error)
+            self._unreadable |= unreadable
+            return decode([token_id for token_id in token_ids if token_id not in unreadable])
 
     def _token(self, token_id: int) -> str | None:
         """A token as the vocabulary writes it; None if the vocabulary lacks it."""
@@ -136,7 +177,8 @@ class Detokenizer:
     """The text of one request, cut at a stop string.
 
     The stop string whose last character comes first in the text ends it, and of several that end there the longest: a
-    rule that does not depend on how the text was cut into tokens.
+    rule that does not depend on how the text was cut into tokens. What is searched after each token is the settled text
+    and the stream's `pending`, without waiting to see whether that is settled.
 
     Args:
         stream: for the tokens' text.
@@ -169,11 +211,13 @@ class Detokenizer:
 
     def _search(self, token_id: int) -> str:
         """`feed`, with stop strings."""
-        piece = self._stream.feed(token_id)
+        text = self._stream.feed(token_id)
         self._num_tokens += 1
-        if not self._buffer and self._initials.isdisjoint(piece):
-            return piece
-        return self._take(piece) if piece else ""
+        if text and (self._buffer or self._floor or not self._initials.isdisjoint(text)):
+            text = self._take(text)
+        if self.stop_reason is None and (pending := self._stream.pending()):
+            text += self._peek(pending)
+        return text
 
     def finish(self) -> str:
         """No token follows: the rest of the text. It, too, may complete a stop string."""
@@ -205,6 +249,17 @@ class Detokenizer:
         self._num_released = release - keep
         self._floor = max(0, self._floor - keep)
         return released
+
+    def _peek(self, pending: str) -> str:
+        """Search the buffer with text behind it that has to wait; what ends the text if that has a stop string."""
+        text = self._buffer + pending
+        if self._num_tokens <= self._min_tokens:
+            self._floor = len(text)
+        elif (found := self._find(text)) is not None:
+            start, end, self.stop_reason = found
+            self._buffer = ""
+            return text[self._num_released : end if self._include_stop else start]
+        return ""
 
     def _find(self, text: str) -> tuple[int, int, str] | None:
         """(start, end, stop string) of the match that ends first."""
@@ -247,6 +302,9 @@ class _ByteStream:
     def flush(self) -> str:
         return self._decoder.decode(b"", True)
 
+    def pending(self) -> str:
+        return ""  # only an unfinished character ever waits
+
 
 class _WindowStream:
     """New tokens are decoded behind a context of settled ones, whose own text is then cut off.
@@ -278,6 +336,12 @@ class _WindowStream:
 
     def flush(self) -> str:
         return self._settle() if self._held else ""
+
+    def pending(self) -> str:
+        num_held = len(self._held)
+        if not num_held or (num_held > MAX_PEEKED and num_held % (num_held // MAX_PEEKED)):
+            return ""
+        return self._decode(self._context + self._held)[len(self._context_text) :].rstrip(_REPLACEMENT)
 
     def _settle(self) -> str:
         window = self._context + self._held
@@ -326,6 +390,9 @@ class _CautiousWindowStream:
     def flush(self) -> str:
         return self._decode(self._context + self._held)[self._num_released :] if self._held else ""
 
+    def pending(self) -> str:
+        return ""  # all but a replacement character at the end is released at once
+
     def _slide(self) -> None:
         window = self._context + self._held
         self._held = []
@@ -337,44 +404,60 @@ class _CautiousWindowStream:
         self._num_released = len(context_text)
 
 
+_SETTLED_MARK = re.compile(r" ' (?:(?= )|[^ .?!,mrstv])|n(?= +n)|( ' )(?=[mrstv])")
+"""Where a text may be cut between spaces that may yet go: behind a " ' " (found from the left, as `str.replace` does)
+with a character that cannot make a contraction of it, and behind an "n" whose next word begins with another; not behind
+a match with the group."""
+
+
 class _CleanUpStream:
     """What transformers calls `clean_up_tokenization_spaces`, for a text that grows: " n't" becomes "n't", and so on.
 
     Every replacement starts with a space and reaches at most three characters beyond it, none of them a space, except
     " ' ", which ends with one and may make an " n't" of " n ' t". So text is settled once three characters follow its
-    last space, and otherwise up to a run of spaces, unless a " '" or " n" is before it.
+    last space, or one that no replacement goes on from; and otherwise up to a run of spaces, unless a " '" or " n" is
+    before it. Of a chain of these, only the end has to wait.
     """
 
     __slots__ = ("_clean", "_raw", "_stream")
 
     REACH = 3
+    INSIDE = " 'nvr"
+    """What all beginnings of replacements end with."""
 
     def __init__(self, stream: TokenStream, clean: Callable[[str], str]) -> None:
         self._stream = stream
         self._clean = clean
-        self._raw = ""  # text that is not settled; begins with a space unless it is empty
+        self._raw = ""  # text that is not settled
 
     def feed(self, token_id: int) -> str:
         self._raw += self._stream.feed(token_id)
-        return self._take(self._settled_end())
+        return self._take(self._settled_end(self._raw))
 
     def flush(self) -> str:
         self._raw += self._stream.flush()
         return self._take(len(self._raw))
 
+    def pending(self) -> str:
+        pending = self._stream.pending()
+        held = self._raw + pending
+        return self._clean(held[: self._settled_end(held)]) if pending else ""
+
     def _take(self, end: int) -> str:
         settled, self._raw = self._raw[:end], self._raw[end:]
         return self._clean(settled) if settled else ""
 
-    def _settled_end(self) -> int:
-        raw = self._raw
+    def _settled_end(self, raw: str) -> int:
         last_space = raw.rfind(" ")
-        if last_space < 0 or len(raw) - last_space > self.REACH:
+        if last_space < 0 or len(raw) - last_space > self.REACH or raw[-1] not in self.INSIDE:
             return len(raw)
         end = len(raw[: last_space + 1].rstrip(" "))
-        while raw[:end].endswith((" '", " n")):
+        if not raw.endswith((" '", " n"), 0, end):
+            return end
+        while raw.endswith((" '", " n"), 0, end):
             end = len(raw[: end - 1].rstrip(" "))
-        return end
+        marks = (mark.end() for mark in _SETTLED_MARK.finditer(raw) if mark[1] is None)
+        return max(end, max(marks, default=0))
 
 
 # ------------------------------------------------------------------------------------------- how a tokenizer decodes
@@ -399,6 +482,14 @@ def _decoder_kinds(decoder: Any | None) -> list[str]:
         return []
     state = json.loads(decoder.__getstate__())
     return [state["type"]] if state["type"] != "Sequence" else [one["type"] for one in state["decoders"]]
+
+
+def _can_decode(decode: Callable[[list[int]], str], token_id: int) -> bool:
+    try:
+        decode([token_id])
+    except Exception:
+        return False
+    return True
 
 
 def _special_ids(tokenizer: Any) -> frozenset[int]:

@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from pointsman.core import FinishReason, Request, Scheduler, SchedulerConfig, SchedulerOutput
+from pointsman.core import Request, Scheduler, SchedulerConfig, SchedulerOutput
+from pointsman.core.errors import StepOrderError
 from pointsman.engine.backends import choose_attention
 from pointsman.engine.errors import EngineStepError
 from pointsman.engine.kv_pool import KVPool, choose_kv_dtype, choose_num_blocks
@@ -178,6 +180,9 @@ class Engine:
         """The last step's decisions, for displays."""
         self.counters = EngineCounters()
         self.outputs = OutputProcessor(self.loaded.tokenizer, self.counters)
+        self.on_output: Callable[[RequestOutput], None] | None = None
+        """Gets every output that `update` and `abort` return, whoever calls them: how an `AsyncEngine` sees to its
+        readers."""
 
     @property
     def tokenizer(self) -> Any | None:
@@ -210,7 +215,7 @@ class Engine:
         """Queue a prompt.
 
         Args:
-            request_id: unique among requests that have not ended; free again with the step after its end.
+            request_id: text, unique among requests that have not ended; free again with the step after its end.
             prompt: text, or token ids.
             params: None: the defaults of `SamplingParams`.
             arrival_time: seconds on the engine's clock; None: now.
@@ -251,8 +256,9 @@ class Engine:
         """The request for a prompt, not added yet.
 
         Raises:
-            RequestRefused, ValueError: the prompt cannot be a request of this model.
+            RequestRefused, ValueError: the prompt cannot be a request of this model, or the id cannot name one.
         """
+        check_request_id(request_id)
         token_ids = self._prompt_token_ids(request_id, prompt)
         self.outputs.check(request_id, params)
         self.runner.sampler.check(params)
@@ -278,7 +284,12 @@ class Engine:
 
     def _prompt_token_ids(self, request_id: str, prompt: str | Sequence[int]) -> IntArray | Sequence[int]:
         """The prompt's tokens; those that are integers are in the vocabulary, and `Request` refuses all others."""
-        token_ids = self.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+        try:
+            token_ids = self.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+        except TypeError:  # not iterable
+            raise ValueError(
+                f"request {request_id!r}: the prompt is of type {type(prompt).__name__}; give text or token ids"
+            ) from None
         try:
             array = np.asarray(token_ids)
         except ValueError:  # ragged
@@ -316,7 +327,10 @@ class Engine:
         """End a request now; its last output, or None if it is unknown or has ended."""
         now = self.clock()
         request = self.scheduler.abort(request_id, now)
-        return None if request is None else self.outputs.abort(request, now)
+        output = None if request is None else self.outputs.abort(request, now)
+        if output is not None and self.on_output is not None:
+            self.on_output(output)
+        return output
 
     def has_unfinished_requests(self) -> bool:
         """Whether any request waits or runs."""
@@ -332,16 +346,23 @@ class Engine:
 
         Raises:
             EngineStepError: the model failed. Its cause is the failure; the scheduler is as it was before the step,
-                so stepping again tries again.
+                so stepping again tries again. So it is after a KeyboardInterrupt that came before `update`.
         """
-        output = self.schedule()
-        return self.update(output, self.execute(output))
+        num_in_flight = self.scheduler.num_steps_in_flight
+        try:
+            output = self.schedule()
+            return self.update(output, self.execute(output))
+        except BaseException:
+            self.loaded.context.end()
+            if self.scheduler.num_steps_in_flight > num_in_flight and self.last_output is not None:
+                with suppress(StepOrderError):  # the step is not the last output: `schedule` itself was broken off
+                    self.scheduler.fail(self.last_output, self.clock())
+            raise
 
     def schedule(self) -> SchedulerOutput:
         """Decide what runs in the next step. Every output must reach `execute` and `update`, in order."""
         started = time.perf_counter()
-        output = self.scheduler.schedule(self.clock())
-        self.last_output = output
+        self.last_output = output = self.scheduler.schedule(self.clock())
         self.counters.num_steps += 1
         self.counters.scheduler_time += time.perf_counter() - started
         return output
@@ -376,9 +397,25 @@ class Engine:
         self.counters.scheduler_time += time.perf_counter() - started
         self.counters.num_generated_tokens += len(update.token_ids)
         outputs, stops = self.outputs.process(output, update, execution, now)
-        for request_id, num_tokens, stop in stops:
-            self.scheduler.finish(request_id, FinishReason.STOP, now, keep_tokens=num_tokens, stop_reason=stop)
+        for request_id, num_tokens, stop, reason, detail in stops:
+            self.scheduler.finish(request_id, reason, now, keep_tokens=num_tokens, detail=detail, stop_reason=stop)
+        if self.on_output is not None:
+            for one in outputs:
+                self.on_output(one)
         return outputs
+
+
+def check_request_id(request_id: object) -> None:
+    """Raises ValueError: requests are looked up by their id and derive their seeds from it, and this one allows no such
+    thing.
+    """
+    if not isinstance(request_id, str) or not request_id:
+        what = "empty" if request_id == "" else f"of type {type(request_id).__name__}"
+        raise ValueError(f"the request id is {what}; give text of at least one character")
+    try:
+        request_id.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"request id {request_id!r} is not valid Unicode (a lone surrogate); remove it") from None
 
 
 def _attention_of(loaded: LoadedModel, attention: AttentionChoice | AttentionBackend) -> AttentionBackend:

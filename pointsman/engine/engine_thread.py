@@ -15,11 +15,12 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import WeakSet
 
 from pointsman.core.errors import DuplicateRequest
@@ -29,12 +30,24 @@ from pointsman.engine.output import RequestOutput
 from pointsman.engine.stats_log import StatsLogger
 
 if TYPE_CHECKING:
+    from pointsman.core import Request
     from pointsman.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
 EXIT_PATIENCE = 10.0
 """Seconds that the interpreter's exit waits for a step in progress."""
+
+LOOP_CHECK_INTERVAL = 0.5
+"""Seconds between looks for event loops that were closed without a word, while there is anything to do for them."""
+
+
+@dataclass(slots=True, eq=False)
+class Expect:
+    """Message: an `Add` with this mailbox will follow, or an `Abandon`; its prompt is being tokenized."""
+
+    request_id: str
+    mailbox: Mailbox
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +56,7 @@ class Add:
 
     request_id: str
     mailbox: Mailbox
-    add: Callable[[Engine], None]
+    add: Callable[[Engine], Request]
     """Adds it to the engine, or raises why not."""
 
 
@@ -78,7 +91,14 @@ class Stop:
     drain: bool
 
 
-Message: TypeAlias = Add | Call | Abandon | Stop
+Message: TypeAlias = Expect | Add | Call | Abandon | Stop
+
+
+class Reader(NamedTuple):
+    """A request of the engine, and where its outputs go."""
+
+    request: Request
+    mailbox: Mailbox
 
 
 class EngineThread:
@@ -92,11 +112,15 @@ class EngineThread:
 
     def __init__(self, engine: Engine, *, max_step_retries: int, log_stats_interval: float | None) -> None:
         self._engine = engine
+        engine.on_output = self._deliver
         self._max_step_retries = max_step_retries
         self._stats_log = None if log_stats_interval is None else StatsLogger(engine, log_stats_interval)
         self._inbox: SimpleQueue[Message] = SimpleQueue()
-        self._mailboxes: dict[str, Mailbox] = {}
+        self._readers: dict[str, Reader] = {}  # of requests that have not ended
+        self._expected: dict[Mailbox, str] = {}  # request ids, by mailbox: two with one id may be on their way
+        self._adding: Mailbox | None = None
         self._ports_to_ring: dict[Port, None] = {}
+        self._loops_checked = 0.0
         self._num_failures = 0  # in a row
         self._has_unreported_ends = False  # ids of requests that ended are free only with the next step
         self._stop: Stop | None = None
@@ -141,11 +165,22 @@ class EngineThread:
             EngineDeadError: it would never be handled, or it is a request and the engine only finishes what it has.
         """
         with self._gate:
-            if not self.is_running or (self._is_draining and isinstance(message, Add)):
+            if not self.is_running or (self._is_draining and self._is_new_request(message)):
                 raise self.dead_error()
             if isinstance(message, Stop):
                 self._is_draining = True
+            elif isinstance(message, Expect):
+                message.mailbox.is_expected = True
             self._inbox.put(message)
+
+    @staticmethod
+    def _is_new_request(message: Message) -> bool:
+        return isinstance(message, Expect) or (isinstance(message, Add) and not message.mailbox.is_expected)
+
+    @property
+    def will_end(self) -> bool:
+        """Whether `ended` is or will be done. After a fork the thread exists in the other process only."""
+        return self._thread.is_alive() or self.ended.done()
 
     def abandon(self, request_id: str, mailbox: Mailbox) -> None:
         """Abort a request that nobody reads. Safe in finalizers, at any moment, also when the thread has ended."""
@@ -181,10 +216,14 @@ class EngineThread:
         return self._has_unreported_ends or self._engine.has_unfinished_requests()
 
     def _is_over(self) -> bool:
-        return self._stop is not None and not (self._stop.drain and self._engine.has_unfinished_requests())
+        if self._stop is None:
+            return False
+        return not (self._stop.drain and (self._expected or self._engine.has_unfinished_requests()))
 
-    def _step(self) -> None:
-        """One step of the engine. A failed one is tried again by the next call, unless there were too many."""
+    def _step(self) -> bool:
+        """One step of the engine; whether it worked. A failed one is tried again by the next call, unless there were
+        too many.
+        """
         engine = self._engine
         try:
             output = engine.schedule()
@@ -194,14 +233,16 @@ class EngineThread:
             if self._num_failures > self._max_step_retries:
                 raise
             logger.warning("%s; retry %d of %d", error, self._num_failures, self._max_step_retries)
-            return
+            return False
         self._num_failures = 0
         self._has_unreported_ends = False  # this output told of them
-        for snapshot in engine.update(output, execution):
-            self._deliver(snapshot)
+        engine.update(output, execution)  # delivers
+        if time.monotonic() - self._loops_checked >= LOOP_CHECK_INTERVAL:
+            self._check_loops()
         self._ring()
         if self._stats_log is not None:
             self._stats_log.tick()
+        return True
 
     # ------------------------------------------------------------------ messages
 
@@ -220,18 +261,23 @@ class EngineThread:
     def _next_message(self) -> Message | None:
         if self._has_work():
             return self._poll()
-        while True:
+        message: Message | None = None
+        while message is None and not self._is_over():
             try:
-                message = self._inbox.get(timeout=None if self._stats_log is None else self._stats_log.wait())
+                message = self._inbox.get(timeout=self._patience())
             except Empty:
-                pass
-            else:
-                break
+                self._check_loops()
             if self._stats_log is not None:
-                self._stats_log.tick()  # the last line before silence
-        if self._stats_log is not None:
-            self._stats_log.tick()  # silence ends: it is no part of the next interval
+                # The last line before silence; or silence ends, and it is no part of the next interval.
+                self._stats_log.tick()
         return message
+
+    def _patience(self) -> float | None:
+        """Seconds to wait for a message; None: without end."""
+        wait = None if self._stats_log is None else self._stats_log.wait()
+        if self._expected:
+            wait = LOOP_CHECK_INTERVAL if wait is None else min(wait, LOOP_CHECK_INTERVAL)
+        return None if wait is None else min(wait, threading.TIMEOUT_MAX)
 
     def _poll(self) -> Message | None:
         try:
@@ -241,62 +287,81 @@ class EngineThread:
 
     def _handle(self, message: Message) -> None:
         match message:
+            case Expect(request_id, mailbox):
+                self._expected[mailbox] = request_id
             case Add():
                 self._add(message)
             case Call():
                 message.run(self._engine)
+                self._end_those_that_ended()
             case Abandon(request_id, mailbox):
-                if self._mailboxes.get(request_id) is mailbox:
-                    self.abort(request_id)
+                self._expected.pop(mailbox, None)
+                reader = self._readers.get(request_id)
+                if reader is not None and reader.mailbox is mailbox:
+                    self._engine.abort(request_id)
             case Stop(drain):
                 if self._stop is None or not drain:
                     self._stop = message
 
     def _add(self, message: Add) -> None:
         request_id, mailbox = message.request_id, message.mailbox
+        self._expected.pop(mailbox, None)
         if mailbox.is_abandoned:
             return
-        is_ours = request_id not in self._mailboxes
-        if is_ours:
-            self._mailboxes[request_id] = mailbox  # now, so that whatever happens below reaches it
-        error = self._try_to_add(message)
-        if isinstance(error, DuplicateRequest) and is_ours and self._has_unreported_ends:
-            self._step()  # for its consumer the id's last request is over: let the scheduler's next output tell of it
-            error = self._try_to_add(message)
-        if error is None:
-            mailbox.accept()
+        self._adding = mailbox  # whatever happens below reaches it
+        request = self._try_to_add(message)
+        if isinstance(request, DuplicateRequest) and self._has_unreported_ends and request_id not in self._readers:
+            while not self._step():  # for its consumer the id's last request is over: let the next output tell of it
+                pass
+            request = self._try_to_add(message)
+        if isinstance(request, BaseException):
+            mailbox.fail(request)
         else:
-            mailbox.fail(error)
-            if is_ours:
-                del self._mailboxes[request_id]
+            self._readers[request_id] = Reader(request, mailbox)
+            mailbox.accept()
+            if mailbox.is_aborted:
+                self._engine.abort(request_id)
+        self._adding = None
         self._ports_to_ring[mailbox.port] = None
 
-    def _try_to_add(self, message: Add) -> BaseException | None:
-        """What was wrong with it: the caller's problem, whatever it is, and not the engine's."""
+    def _try_to_add(self, message: Add) -> Request | BaseException:
+        """The request, or what was wrong with it: the caller's problem, whatever it is, and not the engine's."""
         try:
-            message.add(self._engine)
+            return message.add(self._engine)
         except BaseException as error:
             return error
-        return None
 
     def abort(self, request_id: str) -> bool:
-        """This thread only: end a request; its mailbox gets the last snapshot. Whether there was one to end."""
-        output = self._engine.abort(request_id)
-        if output is None:
-            return False
-        self._deliver(output)
-        return True
+        """This thread only: end a request; its mailbox gets the last snapshot. Whether there was one to end.
+
+        One whose prompt is still being tokenized ends as soon as it is queued.
+        """
+        if self._engine.abort(request_id) is not None:  # delivers
+            return True
+        expected = [mailbox for mailbox, name in self._expected.items() if name == request_id]
+        for mailbox in expected:
+            mailbox.is_aborted = True
+        return bool(expected)
+
+    def _end_those_that_ended(self) -> None:
+        """A `Call` may do anything with the engine; also end requests in the scheduler, behind the engine's back."""
+        now = self._engine.clock()
+        for reader in [one for one in self._readers.values() if one.request.is_finished]:
+            output = self._engine.outputs.abort(reader.request, now)
+            if output is not None:
+                self._deliver(output)
 
     # ------------------------------------------------------------------ outputs
 
     def _deliver(self, output: RequestOutput) -> None:
         if output.finished:
             self._has_unreported_ends = True
-            mailbox = self._mailboxes.pop(output.request_id, None)
+            reader = self._readers.pop(output.request_id, None)
         else:
-            mailbox = self._mailboxes.get(output.request_id)
-        if mailbox is None or mailbox.is_abandoned:
+            reader = self._readers.get(output.request_id)
+        if reader is None or reader.mailbox.is_abandoned:
             return
+        mailbox = reader.mailbox
         if output.finished or not mailbox.finished_only:
             mailbox.put(output)
             self._ports_to_ring[mailbox.port] = None
@@ -306,15 +371,29 @@ class EngineThread:
         while self._ports_to_ring:
             port, _ = self._ports_to_ring.popitem()
             if not port.ring():
-                for request_id in [key for key, mailbox in self._mailboxes.items() if mailbox.port is port]:
-                    del self._mailboxes[request_id]
-                    self.abort(request_id)
+                self._forget(port)
+
+    def _check_loops(self) -> None:
+        """Loops without news are not rung, so that one of them may have been closed unnoticed."""
+        self._loops_checked = time.monotonic()
+        ports = {reader.mailbox.port for reader in self._readers.values()} | {one.port for one in self._expected}
+        for port in ports:
+            if port.loop.is_closed():
+                self._forget(port)
+
+    def _forget(self, port: Port) -> None:
+        """End what was for a loop that is closed."""
+        for mailbox in [one for one in self._expected if one.port is port]:
+            del self._expected[mailbox]
+        for request_id in [key for key, reader in self._readers.items() if reader.mailbox.port is port]:
+            del self._readers[request_id]
+            self._engine.abort(request_id)
 
     # ------------------------------------------------------------------ the end
 
     def _abort_all(self) -> None:
-        for request_id in list(self._mailboxes):
-            self.abort(request_id)
+        for request_id in list(self._readers):
+            self._engine.abort(request_id)
         self._ring()
         if self._stats_log is not None:
             self._stats_log.flush()
@@ -323,9 +402,12 @@ class EngineThread:
         """Close the inbox and tell everybody who still waits."""
         with self._gate:
             self._is_closed = True
-        for mailbox in self._mailboxes.values():
+        self._engine.on_output = None
+        waiting = [reader.mailbox for reader in self._readers.values()]
+        for mailbox in waiting if self._adding is None else [*waiting, self._adding]:
             self._fail(mailbox)
-        self._mailboxes.clear()
+        self._readers.clear()
+        self._expected.clear()
         while (message := self._poll()) is not None:
             if isinstance(message, Add):
                 self._fail(message.mailbox)

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from pointsman.engine.engine import Engine
+from pointsman.engine.interruption import Interruption, noted_interrupts
 from pointsman.engine.model_loader import LoadedModel
 from pointsman.engine.output import RequestOutput
 from pointsman.engine.sampling_params import RequestOutputKind, SamplingParams
@@ -76,26 +77,40 @@ class LLM:
         Raises:
             ValueError: a prompt can never run, or the numbers of prompts and parameters differ; nothing has run then.
             EngineStepError: the model failed; nothing is left in the engine.
+            KeyboardInterrupt: Ctrl-C, obeyed once the step in progress is done; nothing is left in the engine.
         """
-        many: Sequence[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
+        try:
+            many: list[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
+        except TypeError:
+            raise ValueError(f"prompts is of type {type(prompts).__name__}; give a prompt, or a list of them") from None
         each = _params_per_prompt(sampling_params, len(many))
-        ids = self._add_all(many, each)
+        with noted_interrupts() as interruption:
+            ids = self._add_all(many, each, interruption)
+            try:
+                finished = self._run(len(ids), use_tqdm, interruption)
+            except BaseException:
+                self._abort_all(ids)
+                raise
+        interruption.obey()  # if it came after the last step
+        return [finished[request_id] for request_id in ids]
+
+    def _run(self, num_requests: int, use_tqdm: bool, interruption: Interruption) -> dict[str, RequestOutput]:
+        """Step until every request has ended; their last outputs, by id."""
         interval = None if use_tqdm else self._log_stats_interval  # a line would tear the bar
         statistics = StatsLogger(self.engine, interval) if interval is not None else None
         finished: dict[str, RequestOutput] = {}
-        try:
-            with tqdm(total=len(ids), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
-                while self.engine.has_unfinished_requests():
-                    for output in self.engine.step():
-                        if output.finished:
-                            finished[output.request_id] = output
-                            bar.update()
-                    if statistics is not None:
-                        statistics.tick()
-        except BaseException:
-            self._abort_all(ids)
-            raise
-        return [finished[request_id] for request_id in ids]
+        with tqdm(total=num_requests, desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            while self.engine.has_unfinished_requests():
+                for output in self.engine.step():
+                    if output.finished:
+                        finished[output.request_id] = output
+                        bar.update()
+                if statistics is not None:
+                    statistics.tick()
+                interruption.obey()
+        if statistics is not None:
+            statistics.finish()
+        return finished
 
     def chat(
         self,
@@ -152,7 +167,9 @@ class LLM:
         # The template has written special tokens such as BOS itself.
         return {"prompt": text, "prompt_token_ids": self.engine.tokenize(text, add_special_tokens=False)}
 
-    def _add_all(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[str]:
+    def _add_all(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], interruption: Interruption
+    ) -> list[str]:
         """Add every prompt, or none."""
         ids: list[str] = []
         distinct = {id(one): one for one in params}
@@ -161,13 +178,15 @@ class LLM:
         }
         try:
             for prompt, one in zip(prompts, params, strict=True):
+                ids.append(str(next(self._ids)))
                 content, text, cache_salt = _content(prompt)
-                request_id = str(next(self._ids))
-                self.engine.add_request(request_id, content, final[id(one)], cache_salt=cache_salt, prompt_text=text)
-                ids.append(request_id)
-        except ValueError as error:
+                self.engine.add_request(ids[-1], content, final[id(one)], cache_salt=cache_salt, prompt_text=text)
+                interruption.obey()
+        except BaseException as error:
             self._abort_all(ids)
-            raise ValueError(f"prompt {len(ids)}: {error}") from error
+            if isinstance(error, ValueError):
+                raise ValueError(f"prompt {len(ids) - 1}: {error}") from error
+            raise
         return ids
 
     def _abort_all(self, ids: Sequence[str]) -> None:

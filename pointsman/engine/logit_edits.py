@@ -80,6 +80,7 @@ class EditedRow:
         "_bias_values",
         "_counts",
         "_num_counted",
+        "_num_starting",
         "_params",
         "_request",
         "_stop_ids",
@@ -94,6 +95,7 @@ class EditedRow:
         self._params = params
         self._vocab_size = vocab_size
         self._bad_words = bad_words
+        self._num_starting = max((len(word) - 1 for word in bad_words), default=0)  # of the longest, before its last
         self._allowed = None if params.allowed_token_ids is None else _unique(params.allowed_token_ids, vocab_size)
         self._stop_ids = _unique(sorted(request.stop_set), vocab_size)
         biases = {token: bias for token, bias in (params.logit_bias or {}).items() if token < vocab_size}
@@ -108,32 +110,34 @@ class EditedRow:
         if self._allowed is not None:
             edits.allow(row, self._allowed)
         if self._bad_words:
-            edits.mask(row, self._completing(self._request.output_token_ids[:num_output].tolist()))
+            start = max(0, num_output - self._num_starting)
+            edits.mask(row, self._completing(output_since(self._request, start)[: num_output - start].tolist()))
         if num_output < self._request.min_tokens:
             edits.mask(row, self._stop_ids)
         if len(self._bias_ids):
             edits.bias(row, self._bias_ids, self._bias_values)
         if has_penalties(self._params):
-            self._penalize(row, self._request.output_token_ids[:num_output], edits)
+            self._penalize(row, num_output, edits)
 
     def _completing(self, output: list[int]) -> Int64Array:
-        """The last tokens of bad words whose other tokens end the output."""
+        """The last tokens of bad words whose other tokens end the output, of which the end suffices."""
         found = []
         for *start, last in self._bad_words:
             if last < self._vocab_size and (not start or output[-len(start) :] == start):
                 found.append(last)
         return _unique(found, self._vocab_size)
 
-    def _penalize(self, row: int, output: npt.NDArray[np.int32], edits: LogitEdits) -> None:
+    def _penalize(self, row: int, num_output: int, edits: LogitEdits) -> None:
         params = self._params
-        if self._counts is None or self._num_counted > len(output):
+        if self._counts is None or self._num_counted > num_output:
             self._counts = TokenCounts(self._vocab_size)
             self._num_counted = 0
             if params.repetition_penalty != 1:
                 self._counts.note(self._request.prompt_token_ids)
-        if self._num_counted < len(output):
-            self._counts.add(output[self._num_counted :])
-            self._num_counted = len(output)
+        if self._num_counted < num_output:
+            new = output_since(self._request, self._num_counted)[: num_output - self._num_counted]
+            self._counts.add(new)
+            self._num_counted += len(new)
         token_ids = self._counts.known.copy()
         counts = self._counts.counts[token_ids]
         subtracted = counts * params.frequency_penalty + (counts > 0) * params.presence_penalty
@@ -212,6 +216,16 @@ class _Places:
         place = torch.from_numpy(rows).to(device), torch.from_numpy(np.concatenate(self._token_ids)).to(device)
         columns = zip(*self._values, strict=True)
         return place, [torch.from_numpy(np.concatenate(column)).to(device) for column in columns]
+
+
+def output_since(request: Request, start: int) -> npt.NDArray[np.int32]:
+    """The request's output tokens from the one numbered `start` on.
+
+    In all but a few steps they are in the scheduler's ring, and the whole output need not be copied for them.
+    """
+    if request.batch is not None and request.row is not None and start >= request.num_own_output_tokens:
+        return request.batch.recent(request.row, request.num_prompt_tokens + start)
+    return request.output_token_ids[start:]
 
 
 def bad_word_sequences(tokenizer: Any, bad_words: Sequence[str]) -> list[tuple[int, ...]]:

@@ -58,7 +58,18 @@ class Port:
 class Mailbox:
     """The newest snapshot of one request, and whoever waits for the next."""
 
-    __slots__ = ("_accepted", "_error", "_latest", "_waiter", "finished_only", "is_abandoned", "is_marked", "port")
+    __slots__ = (
+        "_accepted",
+        "_error",
+        "_latest",
+        "_waiter",
+        "finished_only",
+        "is_abandoned",
+        "is_aborted",
+        "is_expected",
+        "is_marked",
+        "port",
+    )
 
     def __init__(self, port: Port, *, finished_only: bool = False) -> None:
         self.port = port
@@ -66,6 +77,10 @@ class Mailbox:
         """Whether the consumer wants nothing but the last snapshot."""
         self.is_abandoned = False
         """Set by the consumer: it will not read again."""
+        self.is_expected = False
+        """Set by the sender: the engine's thread knows of the request since before its prompt was tokenized."""
+        self.is_aborted = False
+        """Set by the engine's thread: the request is to end as soon as it is queued."""
         self.is_marked = False
         self._accepted = False
         self._latest: RequestOutput | None = None

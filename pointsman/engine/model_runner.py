@@ -178,8 +178,8 @@ class ModelRunner:
     def _forward(self, prepared: PreparedStep) -> Tensor:
         """Logits [len(logits_at), vocab_size]."""
         context = self.loaded.context
-        context.begin(prepared.batch, self.pool, self.backend)
         try:
+            context.begin(prepared.batch, self.pool, self.backend)
             return run_model(
                 self.loaded.model, prepared.token_ids, prepared.positions, keep=torch.from_numpy(prepared.logits_at)
             )

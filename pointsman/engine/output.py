@@ -59,7 +59,7 @@ class Transcript:
     """
 
     __slots__ = ("_final_text", "_prompt_token_ids", "_rest", "decoder", "detokenizer", "finish_detail",
-                 "finish_reason", "has_hidden_end", "is_eager", "logprobs", "metrics", "mode", "prompt",
+                 "finish_reason", "has_hidden_end", "is_eager", "logprob_sums", "logprobs", "metrics", "mode", "prompt",
                  "prompt_logprobs", "request", "skips_special_tokens", "stop_reason", "texts", "token_ids")  # fmt: skip
 
     def __init__(
@@ -85,7 +85,9 @@ class Transcript:
         self.texts: list[str] = []
         """Text that each of the first tokens settled; as long as `token_ids` if eager, otherwise as far as was read."""
         self.logprobs: list[TokenLogprobs] | None = [] if keeps_logprobs else None
-        """One per token."""
+        """One per token, see `add_logprobs`."""
+        self.logprob_sums: list[float] = []
+        """The log probability of the tokens up to each of those."""
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if keeps_prompt_logprobs else None
         """One per prompt token from the second on."""
         self.metrics = RequestMetrics(arrival_time=request.arrival_time)
@@ -104,8 +106,15 @@ class Transcript:
             self._prompt_token_ids = self.request.prompt_token_ids.tolist()
         return self._prompt_token_ids
 
+    def add_logprobs(self, entry: TokenLogprobs) -> None:
+        """Keep those of the next token, if the caller asked for them."""
+        if self.logprobs is not None:
+            before = self.logprob_sums[-1] if self.logprob_sums else 0.0
+            self.logprob_sums.append(before + float(entry.logprobs[0]))
+            self.logprobs.append(entry)
+
     def make_text(self, num_tokens: int) -> None:
-        """Settle the text of the first `num_tokens` tokens."""
+        """Settle the text of the first `num_tokens` tokens; errors are the tokenizer's."""
         if self.detokenizer is None:
             return
         texts = self.texts
@@ -118,6 +127,11 @@ class Transcript:
         if self._rest is None:
             self._rest = self.detokenizer.finish() if self.detokenizer is not None else ""
         return self._rest
+
+    def give_up_text(self) -> None:
+        """Nobody is to call the tokenizer for this text again: what was not made of it stays empty."""
+        self.texts += [""] * (len(self.token_ids) - len(self.texts))
+        self._rest = self._rest or ""
 
     def text(self, start: int, end: int, *, to_the_end: bool) -> str:
         """The text of tokens `start` to `end` - 1; with what follows the last one if `to_the_end`."""
@@ -193,8 +207,9 @@ class CompletionOutput:
     @property
     def cumulative_logprob(self) -> float | None:
         """The log probability of everything generated so far; None if log probabilities were not asked for."""
-        entries = self._transcript.logprobs
-        return None if entries is None else float(sum(float(entry.logprobs[0]) for entry in entries[: self._end]))
+        if self._transcript.logprobs is None:
+            return None
+        return self._transcript.logprob_sums[self._end - 1] if self._end else 0.0
 
     @property
     def finish_reason(self) -> str | None:

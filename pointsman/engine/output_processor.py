@@ -11,14 +11,16 @@ object; only rows with something to do beyond that (the first token, text to mak
 | EAGER, with one of these three | makes its text first, and looks whether a stop string is complete |
 
 Text is made here, in the engine's thread, for requests with stop strings and for those whose outputs other threads
-read; for all others when somebody reads it.
+read; for all others when somebody reads it. If the tokenizer fails on one of them, that request ends with an error and
+the others go on.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pointsman.core import Request, SchedulerOutput, StepUpdate
+from pointsman.core import FinishReason, Request, SchedulerOutput, StepUpdate
 from pointsman.engine.detokenizer import Detokenizer, TextDecoder
 from pointsman.engine.output import RequestOutput, Transcript, ended_by_token
 from pointsman.engine.sampling_params import RequestOutputKind, SamplingParams
@@ -26,6 +28,8 @@ from pointsman.engine.sampling_params import RequestOutputKind, SamplingParams
 if TYPE_CHECKING:
     from pointsman.engine.engine import EngineCounters
     from pointsman.engine.model_runner import StepExecution
+
+logger = logging.getLogger(__name__)
 
 CAREFUL, CUMULATIVE, DELTA, SILENT, EAGER = range(5)
 
@@ -42,7 +46,10 @@ class StopFound(NamedTuple):
     request_id: str
     num_tokens: int
     """How many of its tokens count."""
-    stop: str
+    stop: str | None
+    """The stop string; None if the text could not be made."""
+    reason: FinishReason = FinishReason.STOP
+    detail: str = ""
 
 
 class OutputProcessor:
@@ -118,19 +125,22 @@ class OutputProcessor:
             token_ids = transcript.token_ids
             token_ids.append(token_id)
             mode = transcript.mode
-            if mode > EAGER:
-                mode -= EAGER
-                detokenizer: Detokenizer = transcript.detokenizer  # type: ignore[assignment]  # eager ones have it
-                transcript.texts.append(detokenizer.feed(token_id))
-                if detokenizer.stop_reason is not None:
-                    outputs.append(self._stop(transcript, now, stops))
-                    continue
-            if mode == CUMULATIVE:
-                outputs.append(RequestOutput(transcript, 0, len(token_ids)))
-            elif mode == DELTA:
-                outputs.append(RequestOutput(transcript, len(token_ids) - 1, len(token_ids)))
-            elif mode == CAREFUL and (one := self._advance(transcript, now, stops)) is not None:
-                outputs.append(one)
+            try:
+                if mode > EAGER:
+                    mode -= EAGER
+                    detokenizer: Detokenizer = transcript.detokenizer  # type: ignore[assignment]  # eager ones have it
+                    transcript.texts.append(detokenizer.feed(token_id))
+                    if detokenizer.stop_reason is not None:
+                        outputs.append(self._stop(transcript, now, stops))
+                        continue
+                if mode == CUMULATIVE:
+                    outputs.append(RequestOutput(transcript, 0, len(token_ids)))
+                elif mode == DELTA:
+                    outputs.append(RequestOutput(transcript, len(token_ids) - 1, len(token_ids)))
+                elif mode == CAREFUL and (one := self._advance(transcript, now, stops)) is not None:
+                    outputs.append(one)
+            except Exception as error:  # of the tokenizer, which is not ours
+                outputs.append(self._fail(transcript, error, now, stops))
         without_token = [live[request] for request in update.finished if request in live]  # their rows had errors
         outputs += [self._finish(failed, len(failed.token_ids), now) for failed in without_token]
         return outputs, stops
@@ -168,6 +178,15 @@ class OutputProcessor:
         stops.append(StopFound(output.request_id, num_tokens, str(output.stop_reason)))
         return output
 
+    def _fail(self, transcript: Transcript, error: Exception, now: float, stops: list[StopFound]) -> RequestOutput:
+        """End a running request whose text the tokenizer failed to make."""
+        num_tokens = len(transcript.token_ids)
+        detail = _give_up_text(transcript, error)
+        output = self._finish(transcript, num_tokens - 1, now)
+        transcript.finish("error", detail, None)
+        stops.append(StopFound(output.request_id, num_tokens, None, FinishReason.ERROR, detail))
+        return output
+
     def _note_first_token(self, transcript: Transcript, now: float) -> None:
         request = transcript.request
         transcript.metrics.first_token_time = now
@@ -181,12 +200,17 @@ class OutputProcessor:
         del self._live[request]
         transcript.metrics.finished_time = now
         transcript.has_hidden_end = ended_by_token(request) and not params.include_stop_str_in_output
-        stop = None
+        stop, failure = None, ""
         if transcript.is_eager and transcript.detokenizer is not None:
-            transcript.make_text(len(transcript.token_ids))
-            transcript.make_rest()
+            try:
+                transcript.make_text(len(transcript.token_ids))
+                transcript.make_rest()
+            except Exception as error:
+                failure = _give_up_text(transcript, error)
             stop = transcript.detokenizer.stop_reason
-        if stop is not None and not _was_cut_short(request):
+        if failure and not _was_cut_short(request):
+            transcript.finish("error", failure, None)
+        elif stop is not None and not _was_cut_short(request):
             transcript.finish("stop", "", stop)  # also if the token would have ended it for another reason
         elif request.finish_reason is not None:
             transcript.finish(request.finish_reason.value, request.finish_detail, request.stop_reason)
@@ -196,9 +220,7 @@ class OutputProcessor:
     def _take_logprobs(self, output: SchedulerOutput, update: StepUpdate, execution: StepExecution) -> None:
         for row, entry in execution.logprobs.items():
             if update.counts[row]:
-                kept = self._live[output.requests[row]].logprobs
-                if kept is not None:
-                    kept.append(entry)
+                self._live[output.requests[row]].add_logprobs(entry)
         for row, chunk in execution.prompt_logprobs.items():
             transcript = self._live.get(output.requests[row])
             if transcript is not None and transcript.prompt_logprobs is not None:
@@ -213,6 +235,14 @@ def _tokens_by_request(output: SchedulerOutput, update: StepUpdate) -> zip[tuple
     if len(token_ids) != len(requests) or not counts.all():
         requests = [requests[row] for row in counts.nonzero()[0].tolist()]
     return zip(requests, token_ids, strict=True)
+
+
+def _give_up_text(transcript: Transcript, error: Exception) -> str:
+    """Leave the rest of a text that the tokenizer failed on empty; why, in a line."""
+    transcript.give_up_text()
+    detail = " ".join(f"the tokenizer failed: {type(error).__name__}: {error}".split())
+    logger.error("request %r: %s", transcript.request.request_id, detail)
+    return detail
 
 
 def _was_cut_short(request: Request) -> bool:

@@ -1,8 +1,9 @@
 """SamplingParams: how the next token is chosen and when a request ends, under the names vLLM's users know.
 
-Names, defaults and ranges are those of vLLM's class of this name. Every value is checked when the object is built, so
-whoever reads one later needs no checks; only what depends on the model (whether a token id exists) is checked by
-`check_token_ids`, which needs the vocabulary's size.
+Names, defaults and ranges are those of vLLM's class of this name, with two exceptions: a bias beyond 100 is refused
+here and not brought into range silently, and a repetition penalty has a least and a most. Every value is checked when
+the object is built, so whoever reads one later needs no checks; only what depends on the model (whether a token id
+exists) is checked by `check_token_ids`, which needs the vocabulary's size.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 GREEDY_BELOW = 1e-5
 """A temperature below this means greedy: dividing logits by it would overflow to no useful distribution."""
@@ -20,6 +22,8 @@ MAX_TOKEN_ID = 2**31 - 1
 
 LOGIT_BIAS_LIMIT = 100.0
 """The largest bias either way, as in OpenAI's API."""
+REPETITION_PENALTIES = (0.01, 100.0)
+"""The least and the most; beyond, logits would become infinite rather than less likely."""
 
 
 class RequestOutputKind(enum.Enum):
@@ -54,7 +58,8 @@ class SamplingParams:
     min_tokens: int = 0
     """Before this many tokens neither EOS nor a stop token can be sampled."""
     seed: int | None = None
-    """Fixes the request's tokens whatever runs beside it; None: derived from the engine's seed and the request's id."""
+    """Fixes the request's tokens whatever runs beside it; None: derived from the engine's seed and the request's id.
+    -1 is kept as None."""
     stop_token_ids: Sequence[int] = ()
     """Further tokens that end the request, beside the model's EOS."""
     ignore_eos: bool = False
@@ -63,7 +68,7 @@ class SamplingParams:
     """Sample only from tokens at least this fraction as likely as the most likely one; 0: from all."""
     repetition_penalty: float = 1.0
     """Above 1, tokens of the prompt and the output so far become less likely; positive logits are divided by it,
-    negative ones multiplied."""
+    negative ones multiplied. 0.01 to 100."""
     presence_penalty: float = 0.0
     """Taken off the logit of every token that is in the output so far; -2 to 2."""
     frequency_penalty: float = 0.0
@@ -74,7 +79,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt (from the second on)."""
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
-    """Token id -> what is added to its logit, -100 to 100."""
+    """Token id -> what is added to its logit, -100 to 100; more is refused."""
     bad_words: Sequence[str] = ()
     """Texts that must not be generated: the last token that would complete one cannot be sampled. Needs a tokenizer."""
     allowed_token_ids: Sequence[int] | None = None
@@ -88,7 +93,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     """Whether the text leaves out special tokens such as EOS."""
     spaces_between_special_tokens: bool = True
-    """Whether special tokens that are in the text are set apart by spaces."""
+    """Accepted for compatibility, without effect: tokenizers of transformers 5 have no such choice."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """What each output of a stream holds."""
 
@@ -109,9 +114,7 @@ class SamplingParams:
             raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1 (1 turns it off)")
         _check_int("top_k", self.top_k, -1, "use 0 or -1 to turn it off")
         _check_range("min_p", self.min_p, 0.0, 1.0, 0)
-        _check_number("repetition_penalty", self.repetition_penalty, "a number above 0 (1 turns it off)")
-        if self.repetition_penalty <= 0:
-            raise ValueError(f"repetition_penalty is {self.repetition_penalty}; it must be above 0 (1 turns it off)")
+        _check_range("repetition_penalty", self.repetition_penalty, *REPETITION_PENALTIES, 1)
         _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0, 0)
         _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0, 0)
         if self.max_tokens is not None:
@@ -121,12 +124,16 @@ class SamplingParams:
             raise ValueError(f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}; lower it")
         if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):
             raise ValueError(f"seed is {self.seed!r}; it must be an integer, or None for one derived by the engine")
+        if self.seed == -1:
+            self._set("seed", None)
 
     def _check_tokens(self) -> None:
         """Sequences of token ids become tuples, the biases a dict of their own."""
-        self._set("stop_token_ids", _token_ids("a stop token id", self.stop_token_ids or ()))
+        stop_ids = _items("stop_token_ids", self.stop_token_ids, "a list of token ids")
+        self._set("stop_token_ids", _token_ids("a stop token id", stop_ids))
         if self.allowed_token_ids is not None:
-            self._set("allowed_token_ids", _token_ids("an id in allowed_token_ids", self.allowed_token_ids))
+            allowed = _items("allowed_token_ids", self.allowed_token_ids, "a list of token ids, or None for all")
+            self._set("allowed_token_ids", _token_ids("an id in allowed_token_ids", allowed))
             if not self.allowed_token_ids:
                 raise ValueError("allowed_token_ids is empty; name one token or more, or leave it None for all")
         if self.logit_bias is not None:
@@ -141,6 +148,8 @@ class SamplingParams:
         for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if value is not None:
                 _check_int(name, value, -1, "-1 is the whole vocabulary, None turns it off")
+                if value > MAX_TOKEN_ID:
+                    raise ValueError(f"{name} is above {MAX_TOKEN_ID}; use -1 for the whole vocabulary")
 
     def _check_text(self) -> None:
         """`stop` and `bad_words` become tuples of non-empty strings."""
@@ -210,8 +219,15 @@ def _token_ids(name: str, token_ids: Iterable[int]) -> tuple[int, ...]:
     return ids
 
 
+def _items(name: str, values: Iterable[Any] | None, wanted: str) -> tuple[Any, ...]:
+    try:
+        return () if values is None else tuple(values)
+    except TypeError:  # not iterable
+        raise ValueError(f"{name} is {values!r}; it must be {wanted}") from None
+
+
 def _strings(name: str, value: str | Sequence[str] | None) -> tuple[str, ...]:
-    strings = (value,) if isinstance(value, str) else tuple(value or ())
+    strings = (value,) if isinstance(value, str) else _items(name, value, "a list of strings")
     for one in strings:
         if not isinstance(one, str) or not one:
             raise ValueError(f"{name} holds {one!r}; it must hold strings of one character or more")

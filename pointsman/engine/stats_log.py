@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 DEFAULT_INTERVAL = 10.0
 """Seconds from one line to the next."""
 
+SHORT_RUN = 1.0
+"""A run of fewer seconds ends without a line: its rates would say little, and scripts make many of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
@@ -105,6 +108,7 @@ class StatsLogger:
         self._clock = clock
         self._emit = emit or logger.info
         self._before = read_stats(engine, clock())
+        self._started = self._before.time
 
     def tick(self) -> bool:
         """Log a line if one is due and something happened since the last; whether it did."""
@@ -115,6 +119,10 @@ class StatsLogger:
         """Log what happened since the last line, however recent that is; for an engine that stops."""
         now = self._clock()
         return now > self._before.time and self._report(now)
+
+    def finish(self) -> bool:
+        """`flush` at the end of a run that was not short; whether it logged a line."""
+        return self._clock() - self._started >= SHORT_RUN and self.flush()
 
     def wait(self) -> float | None:
         """Seconds until a line will be due, if the engine does nothing more; None: no line is owed."""

@@ -72,6 +72,12 @@ def test_a_trace_with_a_broken_line(pointsman: Run, tmp_path: Path) -> None:
     check_refused(pointsman("generate", "--trace", trace), f"{trace}, line 3: ", "'five'")
 
 
+def test_stop_strings_do_not_belong_to_a_trace(pointsman: Run, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,5,5\n")
+    check_refused(pointsman("generate", "--trace", trace, "--stop", "x"), "--stop has no effect on a trace", "leave it")
+
+
 @pytest.mark.parametrize("speed", ["-1", "nan", "inf"])
 def test_a_speed_that_is_none(pointsman: Run, tmp_path: Path, speed: str) -> None:
     trace = tmp_path / "trace.csv"
@@ -195,6 +201,7 @@ def test_one_bad_prompt_does_not_stop_the_others(pointsman: Run, model: str, tmp
         (json.dumps({"prompt": "a", "prompt_token_ids": [1]}), 'either "prompt" or "prompt_token_ids"'),
         (json.dumps({"prompt": "a", "request_id": "first"}), "request_id 'first' is taken"),
         (json.dumps({"prompt": "a", "request_id": 3}), "request_id is 3"),
+        (json.dumps({"prompt": "a", "request_id": "b\ud800"}), "the request_id is no Unicode text at character 1"),
         ("[1, 2]", "a JSON list"),
         ('{"prompt": "a"', "not JSON"),
         (json.dumps({"prompt_token_ids": [5, 6], "request_id": "last", "max_tokens": 3, "ignore_eos": True}), ""),

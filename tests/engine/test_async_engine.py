@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -205,7 +207,8 @@ def test_two_engines_share_a_loaded_model(make: Callable[..., AsyncEngine]) -> N
         ("", ValueError, "the prompt is empty"),
         ("\ud800", ValueError, "not valid Unicode"),
         ([5, 10**6], ValueError, "outside the model's vocabulary"),
-        (None, TypeError, "iterable"),
+        (None, ValueError, "the prompt is of type NoneType; give text or token ids"),
+        (5, ValueError, "the prompt is of type int"),
     ],
 )
 def test_bad_values_raise_in_the_caller_and_nowhere_else(
@@ -222,6 +225,24 @@ def test_bad_values_raise_in_the_caller_and_nowhere_else(
         assert [output async for output in stream] == []
         with pytest.raises(kind, match=message):
             await engine.generate(prompt).start()
+        assert len((await last_of(good)).token_ids) == 8
+        await settled(engine)
+
+    run(beside_a_good_one())
+
+
+@pytest.mark.parametrize("request_id", ["\ud800", "", 5, ["x"]])
+@pytest.mark.parametrize("prompt", [[5, 6], "A class is"])
+def test_an_id_that_names_nothing_raises_in_the_caller_and_nowhere_else(
+    make: Callable[..., AsyncEngine], request_id: Any, prompt: Any
+) -> None:
+    engine = make()
+
+    async def beside_a_good_one() -> None:
+        good = engine.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+        await good.start()
+        with pytest.raises(ValueError, match="request id"):
+            await anext(engine.generate(prompt, LONG, request_id))
         assert len((await last_of(good)).token_ids) == 8
         await settled(engine)
 
@@ -246,6 +267,42 @@ def test_an_id_in_use_is_refused_and_one_that_ended_is_free_at_once(make: Callab
     run(reuse())
 
 
+@pytest.mark.parametrize("prompt", [[5, 6, 7], "The import statement"])
+def test_starting_and_reading_at_once(make: Callable[..., AsyncEngine], prompt: Any) -> None:
+    engine = make()
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+    async def together() -> None:
+        for order in ([0, 0, 1], [1, 0, 0]):
+            stream = engine.generate(prompt, params)
+            tasks = [asyncio.create_task((last_of if reads else RequestStream.start)(stream)) for reads in order]
+            results = await asyncio.gather(*tasks)
+            (output,) = [result for result in results if result is not None]
+            assert len(output.token_ids) == 6
+        refused = engine.generate([5] * 600)
+        results = await asyncio.gather(refused.start(), refused.start(), return_exceptions=True)
+        assert [type(result) for result in results] == [RequestRefused] * 2
+        await settled(engine)
+
+    run(together())
+
+
+def test_a_reader_that_is_cancelled_while_another_task_starts_the_stream(make: Callable[..., AsyncEngine]) -> None:
+    engine = make()
+
+    async def cancelled() -> None:
+        stream = engine.generate("The import statement", LONG)
+        starting = asyncio.create_task(stream.start())
+        reading = asyncio.create_task(last_of(stream))
+        await asyncio.sleep(0)
+        reading.cancel()
+        await asyncio.gather(starting, reading, return_exceptions=True)
+        assert [output async for output in stream] == []
+        await settled(engine)
+
+    run(cancelled())
+
+
 # -------------------------------------------------------------------------------------------------- letting go of it
 
 
@@ -265,6 +322,61 @@ def test_abort_ends_the_stream(make: Callable[..., AsyncEngine]) -> None:
         assert not await engine.abort("running") and not await engine.abort("nobody")
         with pytest.raises(UnknownRequest):
             await engine.explain("nobody")
+        await settled(engine)
+
+    run(abort())
+
+
+def _abort_in_the_scheduler(engine: Engine) -> None:
+    engine.scheduler.abort("a", engine.clock())
+
+
+def _step_to_the_end(engine: Engine) -> None:
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (lambda engine: engine.abort("a"), "abort"),
+        (_abort_in_the_scheduler, "abort"),
+        (_step_to_the_end, "length"),
+    ],
+)
+def test_an_end_by_a_call_reaches_the_reader(
+    make: Callable[..., AsyncEngine], end: Callable[[Engine], object], reason: str
+) -> None:
+    engine = make()
+
+    async def ended() -> None:
+        first = engine.generate("The import statement", LONG, "a")
+        await first.start()
+        await engine.call(end)
+        second = engine.generate([6], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), "a")
+        new, old = await asyncio.gather(last_of(second), last_of(first))
+        assert (old.prompt, old.finish_reason) == ("The import statement", reason)
+        assert (new.prompt_token_ids, len(new.token_ids), new.finish_reason) == ([6], 4, "length")
+        await settled(engine)
+
+    run(ended())
+
+
+def test_abort_while_the_prompt_is_tokenized(make: Callable[..., AsyncEngine]) -> None:
+    engine = make()
+
+    async def abort() -> None:
+        stream = engine.generate(prompt_of(19), LONG, "a")
+        starting = asyncio.create_task(stream.start())
+        await asyncio.sleep(0)
+        assert await engine.abort("a")
+        await starting
+        output = await last_of(stream)
+        assert (output.finish_reason, output.prompt) == ("abort", prompt_of(19))
+        refused = asyncio.create_task(engine.generate("\ud800", LONG, "b").start())
+        await asyncio.sleep(0)
+        await asyncio.gather(refused, return_exceptions=True)
+        assert not await engine.abort("b"), "it is still expected"
         await settled(engine)
 
     run(abort())
@@ -369,6 +481,19 @@ def test_a_loop_that_is_closed_takes_its_requests_along(make: Callable[..., Asyn
     loop.close()
     run(settled(engine))  # the stream object still exists, but nobody can read it
     assert run(engine.stats()).scheduler.finished["abort"] == 1
+    del stream
+
+
+def test_a_loop_that_is_closed_is_noticed_without_news_for_it(make: Callable[..., AsyncEngine]) -> None:
+    engine = make(num_blocks=512, max_model_len=8192)
+    params = SamplingParams(max_tokens=8000, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
+    loop = asyncio.new_event_loop()
+    stream = engine.generate([5, 6], params)
+    loop.run_until_complete(stream.start())
+    loop.close()
+    run(settled(engine))
+    stats = run(engine.stats())
+    assert stats.scheduler.finished["abort"] == 1 and stats.counters.num_generated_tokens < 8000
     del stream
 
 
@@ -610,6 +735,54 @@ def test_shutdown_aborts_or_drains(make: Callable[..., AsyncEngine], drain: bool
     assert not any(thread.name == "pointsman-engine" for thread in threading.enumerate())
 
 
+def test_a_drain_lets_what_is_being_tokenized_finish(make: Callable[..., AsyncEngine]) -> None:
+    engine = make()
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+    async def stop() -> None:
+        reading = asyncio.gather(*(last_of(engine.generate(prompt_of(19), params)) for _ in range(3)))
+        dropped = asyncio.create_task(engine.generate(prompt_of(19), params).start())
+        refused = asyncio.create_task(engine.generate("\ud800", params).start())
+        await asyncio.sleep(0)
+        dropped.cancel()
+        await engine.shutdown(drain=True)
+        assert [len(output.token_ids) for output in await reading] == [4, 4, 4]
+        await asyncio.gather(dropped, refused, return_exceptions=True)
+
+    run(stop())
+
+
+def test_a_drain_does_not_wait_for_a_loop_that_is_closed(make: Callable[..., AsyncEngine]) -> None:
+    engine = make()
+    loop = asyncio.new_event_loop()
+    stream = engine.generate(" ".join(WORDS * 2000), LONG)
+    starting = loop.create_task(stream.start())
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    run(engine.shutdown(drain=True))
+    with contextlib.suppress(RuntimeError, GeneratorExit):
+        starting.get_coro().close()
+    del stream
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_shutdown_in_a_fork_returns(make: Callable[..., AsyncEngine]) -> None:
+    engine = make()
+    run(last_of(engine.generate([5], SamplingParams(max_tokens=2))))
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            signal.alarm(20)  # if it hangs
+            asyncio.run(engine.shutdown())
+            code = 0
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    run(last_of(engine.generate([5], SamplingParams(max_tokens=2))))
+
+
 def test_a_drain_that_takes_too_long_aborts_the_rest(make: Callable[..., AsyncEngine]) -> None:
     engine = make()
 
@@ -687,6 +860,19 @@ def test_an_idle_engine_neither_spins_nor_sleeps_through_a_call(make: Callable[.
     busy, wait = run(idle())
     assert busy < 0.1, "the idle engine used CPU time"
     assert wait < 0.02, "a call waited for something"
+
+
+@pytest.mark.parametrize("interval", [float("inf"), 1e10])
+def test_an_interval_of_ages(make: Callable[..., AsyncEngine], interval: float) -> None:
+    engine = make(log_stats_interval=interval)
+
+    async def idle() -> None:
+        for _ in range(2):
+            await last_of(engine.generate([5], SamplingParams(max_tokens=2)))
+            await asyncio.sleep(0.05)
+        engine.check_health()
+
+    run(idle())
 
 
 def test_an_engine_made_elsewhere_and_its_prefix_cache(loaded: LoadedModel) -> None:

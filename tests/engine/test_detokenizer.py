@@ -128,9 +128,13 @@ class _Parts:
     def flush(self) -> str:
         return ""
 
+    def pending(self) -> str:
+        return ""
+
 
 @given(st.lists(st.sampled_from(WORDS), max_size=12))
 @example([" n", " ' ", "t"])  # pulled together twice
+@example([" '", " '", " '", " n", " '", "t", " '", " '", "s"])
 def test_cleaned_up_spaces(words: list[str]) -> None:
     """Against transformers' own clean-up of the whole text."""
     from pointsman.engine.detokenizer import _CleanUpStream
@@ -139,6 +143,48 @@ def test_cleaned_up_spaces(words: list[str]) -> None:
     stream = _CleanUpStream(_Parts(words), clean)
     pieces = [*(stream.feed(index) for index in range(len(words))), stream.flush()]
     assert "".join(pieces) == clean("".join(words))
+
+
+@pytest.mark.parametrize("chain", ["'", "n", "n '", "' ' n"])
+def test_a_chain_of_spaces_that_may_go_does_not_pile_up(chain: str) -> None:
+    """Quotes of which each might belong to the next word: text comes all the same, and at a constant cost."""
+    from pointsman.engine.detokenizer import _CleanUpStream
+
+    clean = metaspace().clean_up_tokenization
+    words = [" " + word for word in chain.split()] * 8000
+    stream = _CleanUpStream(_Parts(words), clean)
+    started = time.process_time()
+    pieces = [stream.feed(index) for index in range(len(words))]
+    assert time.process_time() - started < 5
+    settled = "".join(pieces)
+    assert settled + stream.flush() == clean("".join(words))
+    assert len(settled) > len(words) - 20
+
+
+class PickyTokenizer:
+    """Decodes as another does, but raises on some ids, and where two certain ones meet."""
+
+    def __init__(self, tokenizer: Any, unknown: frozenset[int], clash: tuple[int, int] = (-1, -1)) -> None:
+        self.inner, self.unknown, self.clash = tokenizer, unknown, clash
+        self.all_special_ids = tokenizer.all_special_ids
+
+    def decode(self, token_ids: list[int], **options: Any) -> str:
+        if not self.unknown.isdisjoint(token_ids):
+            raise IndexError("piece id is out of range.")
+        if self.clash in itertools.pairwise(token_ids):
+            raise TypeError("can only join\nstrings")
+        return str(self.inner.decode(token_ids, **options))
+
+
+def test_a_token_that_the_tokenizer_cannot_decode_has_no_text() -> None:
+    inner = KINDS["python-replacing"]()
+    good = [byte_token("python", inner, byte) for byte in "aé b".encode()]
+    decoder = TextDecoder(PickyTokenizer(inner, frozenset({300, 301})))
+    token_ids = [300, good[0], 301, *good[1:3], 300, *good[3:], 301]
+    assert "".join(pieces_of(decoder, token_ids)) == decoder.decode(token_ids) == "aé b"  # type: ignore[arg-type]
+    assert decoder.token_text(301) == ""
+    with pytest.raises(TypeError, match="can only join"):  # each of the two alone can be decoded
+        TextDecoder(PickyTokenizer(inner, frozenset(), (70, 71))).decode([69, 70, 71])
 
 
 def test_a_tokens_own_text() -> None:
@@ -197,14 +243,22 @@ def test_random_stop_strings_against_find(kind: str, tokenizer: Any) -> None:
         detokenizer = Detokenizer(decoder.stream(), stop, include_stop=include)
         text, num_strings = "", num_strings + 1
         settled, plain = "", decoder.stream()
-        for token_id in token_ids:
+        found = None
+        for num_fed, token_id in enumerate(token_ids, start=1):
             text += detokenizer.feed(token_id)
             settled += plain.feed(token_id)
-            if detokenizer.stop_reason is not None:
+            seen = settled
+            if kind == "byte-fallback":  # a byte counts before it is known what follows it
+                now = tokenizer.decode(token_ids[:num_fed], skip_special_tokens=True)
+                seen += now[len(settled) :].rstrip("\ufffd")
+            found = first_stop(seen, stop)
+            assert (found is None) == (detokenizer.stop_reason is None)
+            if found is not None:
+                whole = seen
                 break
             assert text == (settled if include else without_half_a_stop(settled, stop))
         text += detokenizer.finish()
-        found = first_stop(whole, stop)
+        found = found or first_stop(whole, stop)
         if found is None:
             assert (text, detokenizer.stop_reason) == (whole, None)
         else:
@@ -252,6 +306,51 @@ def test_stop_strings_after_min_tokens(parts: list[str], stop: list[str], min_to
     assert len("".join(parts[: num_fed - 1])) < end <= len("".join(parts[:num_fed])), (
         "found with the token that ends it"
     )
+
+
+@pytest.mark.parametrize(("stop", "num_tokens"), [("\n", 3), ("\n\n", 4), (" a\n", 3), ("日", 7), ("\ufffd", 9)])
+def test_a_stop_string_in_byte_tokens_ends_the_text_at_once(stop: str, num_tokens: int) -> None:
+    """And not with the token after the bytes, of which there may be many; half a character is no replacement yet."""
+    tokenizer = KINDS["byte-fallback"]()
+    tokens = ["b", "▁a", "<0x0A>", "<0x0A>", "<0xE6>", "<0x97>", "<0xA5>", "<0xFF>", "▁a"]
+    token_ids = [tokenizer.convert_tokens_to_ids(token) for token in tokens]
+    for include in (False, True):
+        detokenizer = Detokenizer(TextDecoder(tokenizer).stream(), [stop], include_stop=include)
+        text, num_fed = "", 0
+        while detokenizer.stop_reason is None:
+            text += detokenizer.feed(token_ids[num_fed])
+            num_fed += 1
+        assert (num_fed, detokenizer.stop_reason, detokenizer.finish()) == (num_tokens, stop, "")
+        whole = tokenizer.decode(token_ids[:num_tokens])
+        assert text == whole[: whole.index(stop) + (len(stop) if include else 0)]
+
+
+def test_min_tokens_counts_bytes_that_wait() -> None:
+    tokenizer = KINDS["byte-fallback"]()
+    newline, b = (tokenizer.convert_tokens_to_ids(token) for token in ("<0x0A>", "b"))
+    detokenizer = Detokenizer(TextDecoder(tokenizer).stream(), ["\n"], min_tokens=2)
+    assert [detokenizer.feed(token_id) for token_id in (newline, newline, b)] == ["", "", "\n\nb"]
+    assert (detokenizer.feed(newline), detokenizer.stop_reason) == ("", "\n")
+    detokenizer = Detokenizer(TextDecoder(tokenizer).stream(), ["\n"], min_tokens=1)
+    assert [detokenizer.feed(newline), detokenizer.stop_reason] == ["", None]
+    assert [detokenizer.feed(newline), detokenizer.stop_reason] == ["\n", "\n"]
+
+
+def test_looking_into_a_long_run_of_bytes_costs_no_more_per_token() -> None:
+    tokenizer = KINDS["byte-fallback"]()
+    decoder = TextDecoder(tokenizer)
+    byte = byte_token("byte-fallback", tokenizer, 0x41)
+    assert byte is not None
+
+    def seconds(num_tokens: int) -> float:
+        detokenizer = Detokenizer(decoder.stream(), ["zz"])
+        started = time.process_time()
+        for _ in range(num_tokens):
+            detokenizer.feed(byte)
+        return time.process_time() - started
+
+    short, long = min(seconds(1000) for _ in range(3)), seconds(16_000)
+    assert long < 16 * 4 * short + 0.01
 
 
 def test_the_end_may_complete_a_stop_string() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import itertools
+import signal
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import numpy as np
@@ -92,6 +94,8 @@ def test_a_request_from_start_to_end(engine: Engine) -> None:
         ([5, -1], GREEDY, "token id -1 is outside"),
         ([5, 2**40], GREEDY, "outside the model's vocabulary"),
         ([5, 1.5], GREEDY, "flat sequence of integers"),
+        (5, GREEDY, "the prompt is of type int; give text or token ids"),
+        (None, GREEDY, "the prompt is of type NoneType"),
     ],
 )
 def test_what_can_never_run_is_refused_in_one_line(
@@ -116,6 +120,23 @@ def test_an_id_in_use_is_refused(engine: Engine) -> None:
     with pytest.raises(DuplicateRequest):
         engine.add_request("a", [4], GREEDY)
     assert len(drain(engine)["a"].token_ids) == 8
+
+
+@pytest.mark.parametrize(
+    ("request_id", "message"),
+    [
+        ("", "the request id is empty"),
+        (5, "the request id is of type int"),
+        (None, "of type NoneType"),
+        (["x"], "of type list"),
+        ("\ud800", "not valid Unicode"),
+    ],
+)
+def test_what_cannot_name_a_request_is_refused(engine: Engine, request_id: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine.add_request(request_id, [3], GREEDY)
+    engine.add_request("a name with é and spaces", [3], GREEDY)
+    assert len(drain(engine)) == 1
 
 
 def test_ends(engine: Engine, loaded: LoadedModel) -> None:
@@ -214,6 +235,57 @@ def test_an_interrupt_leaves_the_engine_usable(engine: Engine, monkeypatch: pyte
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     assert len(drain(engine)["a"].token_ids) == 8
+
+
+@pytest.mark.parametrize("where", ["schedule", "begin", "end", "update"])
+def test_an_interrupt_in_a_gap_of_the_step_leaves_the_engine_usable(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Right after the decision, after the model was taken, before it is given back, before the scheduler hears of it:
+    the engine can be stepped again, and another thread's engine on the same model is not locked out.
+    """
+    engine.add_request("a", [3, 4], GREEDY)
+    engine.step()
+    context = type(engine.loaded.context)
+    place: tuple[Any, str] = {
+        "schedule": (engine.scheduler, "schedule"),
+        "begin": (context, "begin"),
+        "end": (context, "end"),
+        "update": (engine.scheduler, "update"),
+    }[where]
+    original, interrupts = getattr(*place), itertools.count()
+
+    def interrupted(*arguments: Any) -> Any:
+        if where in ("update", "end") and next(interrupts) == 0:
+            raise KeyboardInterrupt
+        returned = original(*arguments)
+        if where == "begin" and next(interrupts) == 0:
+            raise KeyboardInterrupt
+        return returned
+
+    def note_time() -> float:
+        if where == "schedule" and engine.scheduler.num_steps_in_flight and next(interrupts) == 0:
+            raise KeyboardInterrupt
+        return 0.0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*place, interrupted)
+        patch.setattr("pointsman.engine.engine.time.perf_counter", note_time)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    done: dict[str, RequestOutput] = {}
+
+    def other_engine() -> None:
+        other = Engine(engine.loaded, num_blocks=64, block_size=4)
+        other.add_request("other", [3, 4], GREEDY)
+        done.update(drain(other))
+
+    thread = threading.Thread(target=other_engine, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive(), "the model is still taken"
+    done.update(drain(engine))
+    assert done["a"].token_ids == done["other"].token_ids and len(done["a"].token_ids) == 8
 
 
 def test_only_the_row_with_nan_ends(engine: Engine) -> None:
@@ -347,9 +419,94 @@ def test_llm_runs_nothing_if_a_prompt_is_bad(loaded: LoadedModel) -> None:
         with pytest.raises(ValueError, match=r"^prompt 1: "):
             llm.generate(["good", *bad], GREEDY, use_tqdm=False)
         assert not llm.engine.has_unfinished_requests()
+    for odd in ({"prompt_token_ids": 5}, {"prompt": 7}, 5, None):
+        with pytest.raises(ValueError, match=r"^prompt 1: .* (int|NoneType)"):
+            llm.generate(["good", odd], GREEDY, use_tqdm=False)
+        assert not llm.engine.has_unfinished_requests()
+    with pytest.raises(ValueError, match="prompts is of type int; give a prompt, or a list of them"):
+        llm.generate(5, GREEDY, use_tqdm=False)
     with pytest.raises(ValueError, match="2 sampling parameters for 1 prompts"):
         llm.generate("x", [GREEDY, GREEDY], use_tqdm=False)
     assert len(llm.generate("still works", GREEDY, use_tqdm=False)[0].token_ids) == 8
+
+
+def test_llm_runs_nothing_if_it_is_interrupted_while_it_adds(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(loaded, num_blocks=16)
+    original = llm.engine.outputs.add
+
+    def interrupted(*arguments: Any, **options: Any) -> None:
+        if len(llm.engine.outputs) == 2:
+            raise KeyboardInterrupt
+        original(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.outputs, "add", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["a", "b", "c"], GREEDY, use_tqdm=False)
+    assert not llm.engine.has_unfinished_requests() and len(llm.engine.outputs) == 0
+    assert len(llm.generate("still works", GREEDY, use_tqdm=False)[0].token_ids) == 8
+
+
+class Presses:
+    """Presses Ctrl-C a number of times during a model's next forward, and notes whether that came to its end."""
+
+    def __init__(self, model: Any, times: int = 1) -> None:
+        self.times = times
+        self.forward_ended = False
+        self._handles = [
+            model.model.layers[1].register_forward_pre_hook(self._press),
+            model.register_forward_hook(self._note_end),
+        ]
+
+    def _press(self, *_: Any) -> None:
+        while self.times:
+            self.times -= 1
+            signal.raise_signal(signal.SIGINT)
+
+    def _note_end(self, *_: Any) -> None:
+        self.forward_ended = True
+
+    def __enter__(self) -> Presses:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_ends_llm_after_the_step_and_twice_at_once(loaded: LoadedModel, times: int) -> None:
+    llm = LLM(loaded, num_blocks=64, block_size=4)
+    handler = signal.getsignal(signal.SIGINT)
+    with Presses(loaded.model, times) as presses, pytest.raises(KeyboardInterrupt):
+        llm.generate(["one", "two"], GREEDY, use_tqdm=False)
+    assert presses.forward_ended == (times == 1)
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert not llm.engine.has_unfinished_requests() and len(llm.engine.outputs) == 0
+    assert len(llm.generate("still works", GREEDY, use_tqdm=False)[0].token_ids) == 8
+
+
+def test_a_callers_own_handler_of_ctrl_c_is_called_once_the_step_is_done(loaded: LoadedModel) -> None:
+    llm = LLM(loaded, num_blocks=64, block_size=4)
+    calls: list[bool] = []
+    with Presses(loaded.model) as presses:
+        previous = signal.signal(signal.SIGINT, lambda *_: calls.append(presses.forward_ended))
+        try:
+            outputs = llm.generate("one", GREEDY, use_tqdm=False)
+        finally:
+            signal.signal(signal.SIGINT, previous)
+    assert calls == [True] and len(outputs[0].token_ids) == 8
+
+
+def test_llm_runs_in_any_thread(loaded: LoadedModel) -> None:
+    outputs: list[RequestOutput] = []
+    llm = LLM(loaded, num_blocks=64, block_size=4)
+    thread = threading.Thread(target=lambda: outputs.extend(llm.generate("one", GREEDY, use_tqdm=False)))
+    thread.start()
+    thread.join()
+    assert len(outputs[0].token_ids) == 8
 
 
 def test_importing_the_package_is_cheap() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,10 @@ from hypothesis import strategies as st
 from test_engine import byte_tokenizer
 from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
+from pointsman.core import Scheduler, SchedulerConfig
+from pointsman.core.output import StepResult
 from pointsman.core.request import Request
-from pointsman.engine.logit_edits import EditedRow, LogitEdits, TokenCounts, bad_word_sequences
+from pointsman.engine.logit_edits import EditedRow, LogitEdits, TokenCounts, bad_word_sequences, output_since
 from pointsman.engine.race import probabilities
 from pointsman.engine.sampling_params import SamplingParams
 
@@ -149,6 +152,39 @@ def test_counts_grow_with_many_different_tokens() -> None:
     inside = tokens[tokens < 2000]
     assert np.array_equal(counts.counts, np.bincount(inside, minlength=2000))
     assert np.array_equal(np.sort(counts.known), np.unique(inside))
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_bad_words_look_at_no_more_than_the_end_of_the_output(length: int) -> None:
+    """Words of one token, two and five, in the right place and after a quarter of a million tokens."""
+    word = tuple(range(3, 3 + length))
+    request = request_of(SamplingParams(bad_words=["x"]), [1], [1, 2] * 128_000 + list(word[:-1]))
+    row = EditedRow(request, 1, V, [word])
+    seconds = []
+    for _ in range(5):
+        started = time.process_time()
+        edits = LogitEdits()
+        row.edit(0, request.num_tokens, edits)
+        seconds.append(time.process_time() - started)
+    assert torch.isinf(edits.apply(torch.zeros(1, V)))[0].nonzero().tolist() == [[word[-1]]]
+    assert min(seconds) < 1e-3, "milliseconds if the whole output became Python integers"
+
+
+def test_the_output_of_a_running_request_from_any_token_on() -> None:
+    """While it moves from the scheduler's ring, 256 tokens long, to the request's own array."""
+    config = SchedulerConfig(num_blocks=50, block_size=16, max_model_len=700, max_num_seqs=2, max_num_batched_tokens=32)
+    scheduler = Scheduler(config)
+    request = Request("r", [1, 2, 3], arrival_time=0.0, max_tokens=600)
+    scheduler.add(request, 0.0)
+    kinds = set()
+    for step in range(600):
+        output = scheduler.schedule(0.0)
+        scheduler.update(output, StepResult(token_ids=np.array([step % 97])), 0.0)
+        whole = [token % 97 for token in range(step + 1)]
+        for start in {0, max(0, step - 3), step, step + 1, request.num_own_output_tokens}:
+            assert output_since(request, start).tolist() == whole[start:]
+        kinds.add(request.num_own_output_tokens)
+    assert len(kinds) > 2 and request.is_finished
 
 
 def test_rows_are_edited_at_their_own_place_and_the_callers_logits_stay() -> None:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+import time
 from typing import Any
 
+import numpy as np
 import pytest
+from test_detokenizer import PickyTokenizer
 from text_tokenizers import KINDS, byte_level, random_tokens
 from tiny_models import FAMILIES, build
 
 from pointsman.core import FinishReason, ParkReason, Request
 from pointsman.engine import Engine, RequestOutput, RequestOutputKind, SamplingParams
 from pointsman.engine.detokenizer import Detokenizer, TextDecoder
+from pointsman.engine.logprobs import TokenLogprobs
 from pointsman.engine.model_loader import LoadedModel, wrap_model
 from pointsman.engine.output import Transcript
 
@@ -231,7 +235,69 @@ def test_stop_strings_need_a_tokenizer(loaded: LoadedModel) -> None:
         Engine(bare, num_blocks=16).add_request("a", [4], SamplingParams(stop="x"))
 
 
+# ------------------------------------------------------------------------------------- a tokenizer that raises
+
+
+def picky_engine(loaded: LoadedModel, clash: tuple[int, int]) -> Engine:
+    tokenizer = PickyTokenizer(KINDS["python-replacing"](), frozenset(), clash)
+    picky = LoadedModel(**{**{name: getattr(loaded, name) for name in LoadedModel.__slots__}, "tokenizer": tokenizer})
+    return Engine(picky, num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=32)
+
+
+def only(token_id: int, **more: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, allowed_token_ids=[token_id], max_tokens=6, ignore_eos=True, **more)
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+def test_a_text_that_fails_ends_its_own_request_only(loaded: LoadedModel, kind: RequestOutputKind) -> None:
+    engine = picky_engine(loaded, (70, 70))
+    bad = engine.add_request("bad", PROMPT[-1:], only(70, stop="zz", output_kind=kind))
+    engine.add_request("good", PROMPT, only(71, stop="zz"))
+    outputs: list[RequestOutput] = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+        engine.scheduler.check_invariants()
+    last = {output.request_id: output for output in outputs}
+    assert (last["good"].finish_reason, last["good"].text) == ("length", "D" * 6)
+    failed = last["bad"].since(None)
+    detail = "the tokenizer failed: TypeError: can only join strings"
+    assert (failed.finish_reason, failed.finish_detail, failed.stop_reason) == ("error", detail, None)
+    assert (failed.token_ids, failed.text) == ([70, 70], "C"), "what there was of it"
+    assert (bad.finish_reason, bad.finish_detail) == (FinishReason.ERROR, detail)
+    assert bad.output_token_ids.tolist() == [70, 70]
+    engine.step()
+    assert engine.scheduler.stats().num_free_blocks == engine.scheduler.config.num_blocks
+
+
+def test_a_text_that_fails_with_its_last_token(loaded: LoadedModel) -> None:
+    engine = picky_engine(loaded, (70, 70))
+    engine.add_request("bad", PROMPT, dataclasses.replace(only(70, stop="zz"), max_tokens=2))
+    engine.add_request("good", PROMPT, dataclasses.replace(only(71, stop="zz"), max_tokens=2))
+    last = [output for _ in range(2) for output in engine.step() if output.finished]
+    assert [(one.request_id, one.finish_reason, one.text) for one in last] == [
+        ("bad", "error", "C"),
+        ("good", "length", "DD"),
+    ]
+    assert len(engine.outputs) == 0 and not engine.has_unfinished_requests()
+
+
 # ------------------------------------------------------------------------------------------------------- logprobs
+
+
+def test_the_cumulative_logprob_is_not_summed_anew() -> None:
+    """Reading it after each of many tokens: 50 million additions if each reading summed."""
+    request = Request("r", [1], arrival_time=0.0, max_tokens=20_000)
+    transcript = Transcript(request, keeps_logprobs=True)
+    entry = TokenLogprobs(np.array([5]), np.array([-0.5], dtype=np.float32), 1)
+    started = time.process_time()
+    for count in range(1, 10_001):
+        transcript.token_ids.append(5)
+        transcript.add_logprobs(entry)
+        found = RequestOutput(transcript, 0, count).outputs[0].cumulative_logprob
+        assert found == -0.5 * count
+    assert time.process_time() - started < 1
+    assert RequestOutput(transcript, 0, 0).outputs[0].cumulative_logprob == 0
+    assert RequestOutput(transcript, 10, 20).outputs[0].cumulative_logprob == -10, "of everything so far"
 
 
 def test_logprobs(engine: Engine) -> None:

@@ -50,11 +50,15 @@ def test_defaults_are_those_of_vllm() -> None:
         ("stop_token_ids", [3, -1]),
         ("stop_token_ids", [2**31]),
         ("stop_token_ids", ["a"]),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", 0),
         ("min_p", -0.1),
         ("min_p", 1.1),
         ("min_p", None),
         ("repetition_penalty", 0.0),
         ("repetition_penalty", math.inf),
+        ("repetition_penalty", 1e-40),
+        ("repetition_penalty", 1e300),
         ("presence_penalty", 2.1),
         ("presence_penalty", math.nan),
         ("frequency_penalty", -2.5),
@@ -67,10 +71,14 @@ def test_defaults_are_those_of_vllm() -> None:
         ("logit_bias", {"5": 1.0}),
         ("logit_bias", [5]),
         ("allowed_token_ids", [3, -4]),
+        ("allowed_token_ids", 5),
         ("bad_words", ["ok", ""]),
         ("bad_words", [7]),
+        ("bad_words", 3),
         ("stop", ""),
         ("stop", ["a", 5]),
+        ("stop", 5),
+        ("stop", 0),
         ("ignore_eos", "yes"),
         ("detokenize", None),
         ("output_kind", "delta"),
@@ -91,6 +99,24 @@ def test_a_number_of_hundreds_of_digits_is_not_repeated() -> None:
     with pytest.raises(ValueError, match="temperature is too large a number; it must be") as error:
         SamplingParams(temperature=10**400)
     assert len(str(error.value)) < 120
+
+
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
+@pytest.mark.parametrize("value", [2**31, 2**63, 10**30, 10**5000], ids=["2^31", "2^63", "10^30", "10^5000"])
+def test_more_log_probabilities_than_any_vocabulary_has(field: str, value: int) -> None:
+    with pytest.raises(ValueError, match=f"^{field} is above 2147483647; use -1 for the whole vocabulary$"):
+        SamplingParams(**{field: value})
+    assert getattr(SamplingParams(**{field: 2**31 - 1}), field) == 2**31 - 1
+
+
+@pytest.mark.parametrize("field", ["stop", "stop_token_ids", "bad_words", "allowed_token_ids"])
+def test_none_is_none_of_them(field: str) -> None:
+    assert not getattr(SamplingParams(**{field: None}), field)
+
+
+def test_a_seed_of_minus_one_is_no_seed() -> None:
+    assert SamplingParams(seed=-1) == SamplingParams(seed=None)
+    assert SamplingParams(seed=-2).seed == -2
 
 
 @pytest.mark.parametrize("top_k", [0, -1])

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from tiny_models import FAMILIES, build
 
-from pointsman.engine import Engine, SamplingParams
+from pointsman.engine import LLM, Engine, SamplingParams
 from pointsman.engine.engine import EngineCounters
 from pointsman.engine.model_loader import wrap_model
 from pointsman.engine.stats_log import EngineStats, StatsLogger, read_stats, stats_line
@@ -145,6 +145,29 @@ def test_flush_tells_a_part_of_an_interval(engine: Engine, clock: Clock, lines: 
     clock.now += 2.0
     assert log.flush() and not log.flush()
     assert number_in(told[0], "Avg generation throughput") == 8.0
+
+
+@pytest.mark.parametrize(("seconds", "lines"), [(0.9, 0), (1.1, 1)])
+def test_a_run_ends_with_a_line_unless_it_was_short(engine: Engine, clock: Clock, lines: int, seconds: float) -> None:
+    told: list[str] = []
+    log = StatsLogger(engine, 10.0, clock=clock, emit=told.append)
+    engine.add_request("a", [5] * 8, SIXTEEN)
+    steps(engine)
+    clock.now += seconds
+    assert log.finish() == bool(lines) and len(told) == lines
+
+
+def test_llm_tells_of_a_run_that_was_shorter_than_the_interval(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(wrap_model(build(FAMILIES["qwen3"](), seed=1)), num_blocks=64, block_size=4, log_stats_interval=1000.0)
+    prompt = {"prompt_token_ids": [5] * 8}
+    with caplog.at_level(logging.INFO, logger="pointsman.engine.stats_log"):
+        llm.generate(prompt, SIXTEEN, use_tqdm=False)
+        assert "throughput" not in caplog.text, "a short run was told"
+        monkeypatch.setattr("pointsman.engine.stats_log.SHORT_RUN", 0.0)
+        llm.generate(prompt, SIXTEEN, use_tqdm=False)
+    assert caplog.text.count("throughput: ") == 2  # of prompts and of generation, in one line
 
 
 def test_lines_go_to_the_log(engine: Engine, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
