@@ -31,6 +31,7 @@ from pointsman.engine import Engine, SamplingParams
 SLOTS = 8
 REPETITIONS = 40
 LARGE_THREADS = 2
+LARGE_DTYPE = "bfloat16"  # half the time of float32, for the same comparison
 LONG, SHORT = 500, 10
 PROMPT_TOKENS = 8
 AZURE_REQUESTS, AZURE_REQUESTS_QUICK = 96, 32
@@ -57,7 +58,7 @@ WARM_UP = Job(PROMPT_TOKENS, 8)
 class Contestant:
     """An engine with a backlog, and what happened in it."""
 
-    def __init__(self, model: str, batching: Batching, jobs: Sequence[Job]) -> None:
+    def __init__(self, model: str, dtype: str, batching: Batching, jobs: Sequence[Job]) -> None:
         self.batching = batching
         self.num_jobs = len(jobs)
         self.seconds = 0.0
@@ -70,6 +71,8 @@ class Contestant:
         longest = max(WARM_UP.prompt + WARM_UP.output, *(job.prompt + job.output for job in jobs))
         self.engine = Engine(
             model,
+            dtype=dtype,
+            num_threads=torch.get_num_threads(),
             max_model_len=longest,
             num_blocks=SLOTS * (longest // 16 + 2),
             max_num_seqs=SLOTS,
@@ -140,9 +143,9 @@ def _exactly(num_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
 
 
-def compete(model: str, jobs: Sequence[Job]) -> dict[str, Contestant]:
+def compete(model: str, dtype: str, jobs: Sequence[Job]) -> dict[str, Contestant]:
     """Serve the same backlog with both, in turns."""
-    contestants = [Contestant(model, batching, jobs) for batching in BATCHINGS]
+    contestants = [Contestant(model, dtype, batching, jobs) for batching in BATCHINGS]
     while left := [contestant for contestant in contestants if not contestant.done]:
         min(left, key=lambda contestant: contestant.progress).take_turn()
     for contestant in contestants:
@@ -151,9 +154,11 @@ def compete(model: str, jobs: Sequence[Job]) -> dict[str, Contestant]:
     return {contestant.batching: contestant for contestant in contestants}
 
 
-def report(model: str, title: str, jobs: Sequence[Job], short: int) -> tuple[dict[str, Contestant], dict[str, Any]]:
+def report(
+    model: str, title: str, jobs: Sequence[Job], short: int, dtype: str = "float32"
+) -> tuple[dict[str, Contestant], dict[str, Any]]:
     """Run, print the table, return the contestants and the figures; `short`: most tokens of a short request."""
-    contestants = compete(model, jobs)
+    contestants = compete(model, dtype, jobs)
     rows = []
     figures: dict[str, Any] = {"requests": len(jobs)}
     short_ids = [f"r{i}" for i, job in enumerate(jobs) if job.output <= short]
@@ -285,7 +290,7 @@ def main() -> int:
     if not arguments.quick:
         torch.set_num_threads(LARGE_THREADS)
         title = f"{FULL.name} parameters, one request of {long} tokens and seven of {short}, {REPETITIONS} times"
-        _, large = report(str(model_directory(FULL)), title, experiment(long, short), short)
+        _, large = report(str(model_directory(FULL)), title, experiment(long, short), short, LARGE_DTYPE)
         name = "requests per second on the large model, continuous / static"
         targets.at_least(name, large["requests_per_second_ratio"], 5.0)
     result = {

@@ -56,7 +56,9 @@ class JoinedLinear(nn.Module):
         self._stored: Any = None
 
     def store(self, quantization: str | None = None) -> None:
-        """Put the weights into their final form: "int8" if so asked, else packed, if there are enough of them."""
+        """Put the weights into their final form: "int8" if so asked, else packed, if there are enough of them; once."""
+        if self.form != "plain":
+            return
         weight = self.weight
         if quantization == "int8":
             self._stored = quantize(weight, self.bias)

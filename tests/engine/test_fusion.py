@@ -12,11 +12,12 @@ import pytest
 import torch
 from tiny_models import COMMON, FAMILIES, HEAD16, SCALED_BY_POSITION, WINDOW, build
 from torch import Tensor, nn
-from transformers import GraniteConfig, LlamaConfig, OlmoConfig
+from transformers import GraniteConfig, LlamaConfig, OlmoConfig, Qwen2Config
 
 from pointsman.engine import Engine, SamplingParams
 from pointsman.engine.errors import UnsupportedModel
 from pointsman.engine.fused_layers import FusedAttention, FusedLayer, FusedMLP, FusedNorm
+from pointsman.engine.linear import JoinedLinear
 from pointsman.engine.model_loader import load_model, wrap_model
 from pointsman.engine.torch_attention import TorchAttention
 
@@ -51,6 +52,16 @@ def test_scaled_residuals_are_not_a_usual_layer() -> None:
 @pytest.mark.parametrize("options", [{"fuse": False}, {"attention": "torch"}], ids=str)
 def test_fusing_can_be_turned_off(options: dict[str, Any]) -> None:
     assert fused(build(FAMILIES["qwen3"]()), **options) == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_model_that_is_large_enough_is_packed(dtype: torch.dtype) -> None:
+    """Its products are 512 x 512 and more, so all weights change their form, once; the self-check sees the result."""
+    size = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 8}
+    loaded = wrap_model(build(Qwen2Config(**{**COMMON, **size})).to(dtype))
+    assert loaded.fused == WHOLE
+    forms = [module.form for module in loaded.model.modules() if isinstance(module, JoinedLinear)]
+    assert forms == ["packed"] * 8
 
 
 def test_in_bfloat16_too() -> None:
