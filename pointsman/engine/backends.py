@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from pointsman.engine.attention import AttentionBackend
+from pointsman.engine.errors import first_line
 from pointsman.engine.kv_pool import LayerShape
 from pointsman.engine.torch_attention import TorchAttention
 
@@ -44,8 +45,9 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, ValueError) as error:
-        first = (str(error).splitlines() or [""])[0]
-        raise ValueError(f"device is {name!r}, which cannot be used here ({first[:150]}); use cpu or auto") from None
+        raise ValueError(
+            f"device is {name!r}, which cannot be used here ({first_line(error)}); use cpu or auto"
+        ) from None
     return device
 
 

@@ -118,22 +118,15 @@ class Engine:
         if isinstance(model, LoadedModel):
             if (device, fuse, quantization) != ("auto", True, None):
                 raise ValueError("the model is loaded already; give device, fuse and quantization to load_model")
+            self.loaded = model
+            self.attention = _attention_of(model, attention)
+        elif isinstance(attention, str) or callable(attention):
+            options: dict[str, Any] = {"device": device, "fuse": fuse, "quantization": quantization}
+            self.loaded = load_model(model, dtype, max_model_len=max_model_len, attention=attention, **options)
+            self.attention = self.loaded.attention
         else:
-            if not (isinstance(attention, str) or callable(attention)):
-                raise ValueError("attention is a backend object, which fits one model; load that with load_model first")
-            model = load_model(
-                model,
-                dtype,
-                device=device,
-                max_model_len=max_model_len,
-                attention=attention,
-                fuse=fuse,
-                quantization=quantization,
-            )
-            attention = "auto"
-        self.loaded = model
-        set_num_threads(num_threads, model.num_parameters)
-        self.attention = _attention_of(model, attention)
+            raise ValueError("attention is a backend object, which fits one model; load that with load_model first")
+        set_num_threads(num_threads, self.loaded.num_parameters)
         self.max_model_len = _choose_max_model_len(self.loaded, max_model_len)
         # The pool's size depends on these two, and SchedulerConfig checks them only together with the pool's size.
         for name, value in (("block_size", block_size), ("max_num_seqs", max_num_seqs)):

@@ -22,3 +22,9 @@ class EngineDeadError(PointsmanError, RuntimeError):
 
     Its `__cause__` is the failure, or None after a shutdown.
     """
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, at most 200 characters."""
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__)[:200]

@@ -278,19 +278,31 @@ def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 def replacement_for(part: Part, call: Call) -> nn.Module | None:
     """The first replacement that answers every question as the part does; None: the part stays."""
-    try:
-        with torch.inference_mode():
-            if is_fused_layer(part.module):  # only the way its parts are put together is new: no rounding between
-                (build,) = candidates_for(part.module, None)
-                return build() if answers_alike(part.module, build(), [call]) else None
-            exact = exact_copy(part.module)
-            questions = list(variations(Call(*each_tensor((call.arguments, call.keywords), _as_float32))))
-            for index, build in enumerate(candidates_for(exact, part.options)):
-                if answers_alike(exact, build, questions):
-                    return candidates_for(part.module, part.options)[index]()
-    except Exception as error:  # the part may be anything, and its own code is there to stay
-        logger.debug("%s is not replaced: %s: %s", part.name, type(error).__name__, error)
+    module = part.module
+    with torch.inference_mode():
+        if is_fused_layer(module):  # only the way its parts are put together is new: no rounding between
+            exact, questions = module, [call]
+        else:
+            try:
+                exact = exact_copy(module)
+                questions = list(variations(Call(*each_tensor((call.arguments, call.keywords), _as_float32))))
+            except Exception as error:  # the part may be anything, and its own code is there to stay
+                logger.debug("%s is not replaced: %s: %s", part.name, type(error).__name__, error)
+                return None
+        for index, build in enumerate(candidates_for(exact, part.options)):
+            if (replacement := _tried(build, exact, questions)) is not None:
+                return replacement if exact is module else candidates_for(module, part.options)[index]()
     return None
+
+
+def _tried(build: Builder, exact: nn.Module, questions: list[Call]) -> nn.Module | None:
+    """What `build` makes, if it answers as `exact` does. Where either raises, it does not."""
+    try:
+        replacement = build()
+        return replacement if answers_alike(exact, replacement, questions) else None
+    except Exception as error:
+        logger.debug("%s is not replaced: %s: %s", type(exact).__name__, type(error).__name__, error)
+        return None
 
 
 def exact_copy(module: nn.Module) -> nn.Module:
@@ -337,14 +349,13 @@ def _with_input(call: Call, change: Callable[[Tensor], Tensor], tolerance: float
     return Call((), {**call.keywords, "hidden_states": change(call.keywords["hidden_states"])}, tolerance)
 
 
-def answers_alike(part: nn.Module, replacement: nn.Module | Builder, calls: Iterable[Call]) -> bool:
+def answers_alike(part: nn.Module, replacement: nn.Module, calls: Iterable[Call]) -> bool:
     """Whether two modules give the same outputs but for rounding."""
-    other = replacement if isinstance(replacement, nn.Module) else replacement()
     for call in calls:
         # Each gets its own copy of what goes in, as either may change it in place.
         want, got = (
             one(*each_tensor(call.arguments, Tensor.clone), **each_tensor(call.keywords, Tensor.clone))
-            for one in (part, other)
+            for one in (part, replacement)
         )
         if isinstance(want, tuple) != isinstance(got, tuple):
             return False

@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pointsman.engine.errors import first_line
+
 logger = logging.getLogger(__name__)
 
 JOINED_DTYPES = (torch.float32, torch.bfloat16)
@@ -139,7 +141,7 @@ def packing_works(dtype: torch.dtype) -> bool:
         tolerance = 1e-4 if dtype == torch.float32 else 2e-2
         right = got.shape == want.shape and torch.allclose(got.float(), want.float(), rtol=tolerance, atol=tolerance)
     except (AttributeError, RuntimeError) as error:
-        logger.info("linear layers are not packed in %s: %s", dtype, str(error).splitlines()[0])
+        logger.info("linear layers are not packed in %s: %s", dtype, first_line(error))
         return False
     return right
 
@@ -159,8 +161,9 @@ def check_quantization(name: str | None, device: torch.device, dtype: torch.dtyp
     try:
         quantize(torch.ones(8, 8), None)
     except (AttributeError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"quantization is {name!r}, which this PyTorch cannot do ({reason}); leave it out") from error
+        raise ValueError(
+            f"quantization is {name!r}, which this PyTorch cannot do ({first_line(error)}); leave it out"
+        ) from error
 
 
 def quantize(weight: Tensor, bias: Tensor | None) -> Any:

@@ -31,7 +31,7 @@ from pointsman.engine.attention import (
     PagedLayer,
     set_handler,
 )
-from pointsman.engine.errors import UnsupportedModel
+from pointsman.engine.errors import UnsupportedModel, first_line
 from pointsman.engine.kv_pool import LayerShape
 
 logger = logging.getLogger(__name__)
@@ -278,9 +278,3 @@ def run_model(model: Any, token_ids: Tensor, positions: Tensor, keep: Tensor | N
 def takes_logits_to_keep(kind: type) -> bool:
     """Whether models of a class can be asked for some rows' logits only; nearly all can."""
     return "logits_to_keep" in inspect.signature(kind.forward).parameters  # type: ignore[attr-defined]
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, at most 200 characters."""
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:200]

@@ -16,10 +16,10 @@ from transformers.utils import logging as transformers_logging
 
 from pointsman.engine.attention import ATTENTION_NAME, AttentionBackend, AttentionContext
 from pointsman.engine.backends import AttentionChoice, choose_attention, choose_device, fuse_for
-from pointsman.engine.errors import ModelLoadError, UnsupportedModel
+from pointsman.engine.errors import ModelLoadError, UnsupportedModel, first_line
 from pointsman.engine.kv_pool import LayerShape
 from pointsman.engine.linear import check_quantization, store_weights
-from pointsman.engine.model_check import attach, check_config, first_line, fix_longrope, probe_layers
+from pointsman.engine.model_check import attach, check_config, fix_longrope, probe_layers
 from pointsman.engine.self_check import SelfCheck
 
 logger = logging.getLogger(__name__)

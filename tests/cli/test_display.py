@@ -43,7 +43,7 @@ def test_ids_and_prompts_on_a_terminal(model: str, tmp_path: Path, monkeypatch: 
 def test_ids_and_prompts_in_a_log(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     show(model, tmp_path, PlainDisplay(texts=True))
     shown = capsys.readouterr().out
-    ends = [line for line in shown.splitlines() if "3 tokens" in line]
+    ends = [line for line in shown.splitlines() if ", 3 tokens" in line]
     assert [line.split(" length")[0] for line in ends] == [
         "[/foo]", "[bold]b", "\ufffd]0;title\ufffd", "line break", "\ufffd31m"
     ]  # fmt: skip

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from text_tokenizers import HARD_TEXTS, KINDS, byte_level, byte_token, metaspace, random_tokens
 
 from pointsman.engine.detokenizer import Detokenizer, TextDecoder
+from pointsman.engine.token_streams import CleanUpStream
 
 NUM_STRINGS = 10_000 if os.environ.get("POINTSMAN_SOAK") == "1" else 1_000  # per kind of tokenizer
 
@@ -137,10 +138,8 @@ class _Parts:
 @example([" '", " '", " '", " n", " '", "t", " '", " '", "s"])
 def test_cleaned_up_spaces(words: list[str]) -> None:
     """Against transformers' own clean-up of the whole text."""
-    from pointsman.engine.detokenizer import _CleanUpStream
-
     clean = metaspace().clean_up_tokenization
-    stream = _CleanUpStream(_Parts(words), clean)
+    stream = CleanUpStream(_Parts(words), clean)
     pieces = [*(stream.feed(index) for index in range(len(words))), stream.flush()]
     assert "".join(pieces) == clean("".join(words))
 
@@ -148,11 +147,9 @@ def test_cleaned_up_spaces(words: list[str]) -> None:
 @pytest.mark.parametrize("chain", ["'", "n", "n '", "' ' n"])
 def test_a_chain_of_spaces_that_may_go_does_not_pile_up(chain: str) -> None:
     """Quotes of which each might belong to the next word: text comes all the same, and at a constant cost."""
-    from pointsman.engine.detokenizer import _CleanUpStream
-
     clean = metaspace().clean_up_tokenization
     words = [" " + word for word in chain.split()] * 8000
-    stream = _CleanUpStream(_Parts(words), clean)
+    stream = CleanUpStream(_Parts(words), clean)
     started = time.process_time()
     pieces = [stream.feed(index) for index in range(len(words))]
     assert time.process_time() - started < 5

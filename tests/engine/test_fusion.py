@@ -110,6 +110,18 @@ def test_parts_that_raise_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found == {"FusedNorm": 5, "FusedAttention": 2}
 
 
+def test_a_replacement_that_raises_leaves_the_next_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = FusedMLP.__init__
+
+    def no_silu(self: FusedMLP, gate: nn.Linear, up: nn.Linear, down: nn.Linear, activation: str) -> None:
+        if activation == "silu":
+            raise RuntimeError("no such kernel")
+        original(self, gate, up, down, activation)
+
+    monkeypatch.setattr(FusedMLP, "__init__", no_silu)
+    assert fused(build(LlamaConfig(**COMMON, hidden_act="gelu_pytorch_tanh"))) == WHOLE
+
+
 def test_a_fault_that_only_the_whole_shows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     original = FusedLayer.forward
     calls = 0

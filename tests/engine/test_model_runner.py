@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from plain_requests import request_for
 from test_engine import byte_tokenizer
 from test_sampling_batch import FEATURES
 from tiny_models import FAMILIES, VOCAB_SIZE, build
@@ -47,18 +48,7 @@ class Host:
         self.prompt_logprobs: dict[str, dict[int, TokenLogprobs]] = {}
 
     def add(self, name: str, prompt: list[int], params: SamplingParams) -> None:
-        self.requests[name] = Request(
-            name,
-            prompt,
-            arrival_time=0.0,
-            max_tokens=params.max_tokens or 1,
-            min_tokens=params.min_tokens,
-            eos_token_ids=(2,),
-            ignore_eos=params.ignore_eos,
-            stop_token_ids=tuple(params.stop_token_ids),
-            use_prefix_cache=params.prompt_logprobs is None,
-            metadata=params,
-        )
+        self.requests[name] = request_for(name, prompt, params)
         self.scheduler.add(self.requests[name], 0.0)
 
     def take(self, output: SchedulerOutput, execution: StepExecution) -> None:

@@ -14,9 +14,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_requests import request_for
 from test_engine import byte_tokenizer
 
-from pointsman.core import Request, Scheduler, SchedulerConfig, SchedulerOutput
+from pointsman.core import Scheduler, SchedulerConfig, SchedulerOutput
 from pointsman.core.output import StepResult
 from pointsman.engine.logit_edits import EditedRow
 from pointsman.engine.logprobs import TokenLogprobs
@@ -54,17 +55,7 @@ class Host:
     def run(self, requests: dict[str, tuple[list[int], SamplingParams]]) -> dict[str, list[int]]:
         added = {}
         for name, (prompt, params) in requests.items():
-            added[name] = Request(
-                name,
-                prompt,
-                arrival_time=0.0,
-                max_tokens=params.max_tokens or 1,
-                min_tokens=params.min_tokens,
-                eos_token_ids=(2,),
-                ignore_eos=params.ignore_eos,
-                stop_token_ids=tuple(params.stop_token_ids),
-                metadata=params,
-            )
+            added[name] = request_for(name, prompt, params)
             self.scheduler.add(added[name], 0.0)
         step = 0
         while self.scheduler.has_unfinished_requests():

@@ -195,6 +195,54 @@ def _add_values(
                 oe[d] += e[t] * value
 
 
+@njit(fastmath=FAST)  # type: ignore[untyped-decorator]
+def _begin_rows(
+    Q: Any, A: Any, highest: Any, total: Any, query: Any, sinks: Any, with_sinks: bool,
+    first_token: int, first_head: int, group: int, rows: int, scale: Any,
+) -> None:  # fmt: skip
+    """Load a tile's queries, scaled, and start their softmax and their sums."""
+    for r in range(rows):
+        one = query[first_token + r // group, first_head + r % group]
+        for d in range(Q.shape[1]):
+            Q[r, d] = load(one[d]) * scale
+        for d in range(A.shape[1]):
+            A[r, d] = np.float32(0)
+        if with_sinks:  # a sink is a score without a value
+            highest[r], total[r] = sinks[first_head + r % group], np.float32(1)
+        else:
+            highest[r], total[r] = np.float32(NONE), np.float32(0)
+
+
+@njit(fastmath=FAST)  # type: ignore[untyped-decorator]
+def _weigh_rows(
+    S: Any, A: Any, highest: Any, total: Any,
+    rows: int, group: int, position: int, chunk: int, width: int, window: int, softcap: Any,
+) -> None:  # fmt: skip
+    """Turn the scores of the chunk that begins at `chunk` into weights, row by row; rescale what was summed before."""
+    for r in range(rows):
+        at = position + r // group
+        high = max(0, min(width, at + 1 - chunk))
+        low = 0
+        if window > 0:
+            low = min(width, max(0, at - window + 1 - chunk))
+        before = highest[r]
+        if high <= low:  # nothing of this chunk is for this query
+            for t in range(width):
+                S[r, t] = np.float32(0)
+            continue
+        now, added = _softmax_step(S[r], width, low, high, softcap, before)
+        # Exactly 0, which exponential(NONE - now) is not quite.
+        for t in range(low):
+            S[r, t] = np.float32(0)
+        for t in range(high, width):
+            S[r, t] = np.float32(0)
+        shrink = exponential(before - now)
+        highest[r] = now
+        total[r] = total[r] * shrink + added
+        for d in range(A.shape[1]):
+            A[r, d] *= shrink
+
+
 @cache
 def attention_kernel(activations: torch.dtype, cache_dtype: torch.dtype) -> Kernel:
     """The kernel for queries and outputs of one type over a pool of another."""
@@ -235,20 +283,10 @@ def attention_kernel(activations: torch.dtype, cache_dtype: torch.dtype) -> Kern
                 break
             tile, head = item // num_kv_heads, item % num_kv_heads
             row, first_token, num_queries, position = tiles[tile, 0], tiles[tile, 1], tiles[tile, 2], tiles[tile, 3]
-            table = tables[row]
+            table, first_head = tables[row], head * group
             rows = num_queries * group
             few = rows <= FEW_ROWS
-            for r in range(rows):
-                one = query[first_token + r // group, head * group + r % group]
-                for d in range(k_dim):
-                    Q[r, d] = load(one[d]) * scale
-                for d in range(v_dim):
-                    A[r, d] = np.float32(0)
-                if a[SINKS] != 0:  # a sink is a score without a value
-                    highest[r], total[r] = sinks[head * group + r % group], np.float32(1)
-                else:
-                    highest[r], total[r] = np.float32(NONE), np.float32(0)
-
+            _begin_rows(Q, A, highest, total, query, sinks, a[SINKS] != 0, first_token, first_head, group, rows, scale)
             end = position + num_queries
             start = 0
             if window > 0:
@@ -268,28 +306,7 @@ def attention_kernel(activations: torch.dtype, cache_dtype: torch.dtype) -> Kern
                 width = num_blocks * size
                 if not few:
                     _scores_many(Q, T, S, rows, width, k_dim)
-                for r in range(rows):
-                    at = position + r // group
-                    high = max(0, min(width, at + 1 - chunk))
-                    low = 0
-                    if window > 0:
-                        low = min(width, max(0, at - window + 1 - chunk))
-                    before = highest[r]
-                    if high <= low:  # nothing of this chunk is for this query
-                        for t in range(width):
-                            S[r, t] = np.float32(0)
-                        continue
-                    now, added = _softmax_step(S[r], width, low, high, softcap, before)
-                    # Exactly 0, which exponential(NONE - now) is not quite.
-                    for t in range(low):
-                        S[r, t] = np.float32(0)
-                    for t in range(high, width):
-                        S[r, t] = np.float32(0)
-                    shrink = exponential(before - now)
-                    highest[r] = now
-                    total[r] = total[r] * shrink + added
-                    for d in range(v_dim):
-                        A[r, d] *= shrink
+                _weigh_rows(S, A, highest, total, rows, group, position, chunk, width, window, softcap)
                 for b in range(num_blocks):
                     block = table[first_block + b]
                     base, one, then = a[VALUES], value_bytes, b + 1
@@ -303,7 +320,7 @@ def attention_kernel(activations: torch.dtype, cache_dtype: torch.dtype) -> Kern
 
             for r in range(rows):
                 inverse = np.float32(1) / total[r]
-                out = output[first_token + r // group, head * group + r % group]
+                out = output[first_token + r // group, first_head + r % group]
                 for d in range(v_dim):
                     out[d] = round_to(output, A[r, d] * inverse)
 

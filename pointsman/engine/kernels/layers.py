@@ -179,6 +179,19 @@ def _rotate(head: Any, cos: Any, sin: Any, rotary_dim: int) -> None:
         head[i + half] = high * load(cos[i + half]) + low * load(sin[i + half])
 
 
+@njit(fastmath=FAST)  # type: ignore[untyped-decorator]
+def _prepare_head(
+    head: Any, source: Any, at: int, width: int, normed: bool, norm: Any, epsilon: Any, offset: Any, cos: Any, sin: Any
+) -> None:
+    """Load one head [width] from `source` at `at`; norm it if so asked, rotate it by cos and sin [rotary_dim]."""
+    for d in range(width):
+        head[d] = load(source[at + d])
+    if normed:
+        _norm_head(head, norm, width, epsilon, offset)
+    if len(cos) > 0:
+        _rotate(head, cos, sin, len(cos))
+
+
 @cache
 def heads_kernel(activations: torch.dtype, cache_dtype: torch.dtype) -> Kernel:
     """From projections to attention: norm and rotate queries and keys, write keys and values to their slots.
@@ -221,24 +234,16 @@ def heads_kernel(activations: torch.dtype, cache_dtype: torch.dtype) -> Kernel:
                 if a[QUERY] != 0:
                     for h in range(num_heads):
                         at = t * a[QUERY_STRIDE] + h * a[QUERY_HEAD_STRIDE]
-                        for d in range(k_dim):
-                            head[d] = load(query[at + d])
-                        if a[QUERY_NORM] != 0:
-                            _norm_head(head, query_norm, k_dim, epsilon, offset)
-                        if rotary_dim > 0:
-                            _rotate(head, cos[t], sin[t], rotary_dim)
+                        normed = a[QUERY_NORM] != 0
+                        _prepare_head(head, query, at, k_dim, normed, query_norm, epsilon, offset, cos[t], sin[t])
                         target = query_out[t, h]
                         for d in range(k_dim):
                             target[d] = round_to(query_out, head[d])
                 block, slot, tail = blocks[t], offsets[t], tails[t]
                 for h in range(num_kv_heads):
                     at = t * a[KEY_STRIDE] + h * a[KEY_HEAD_STRIDE]
-                    for d in range(k_dim):
-                        head[d] = load(key[at + d])
-                    if a[KEY_NORM] != 0:
-                        _norm_head(head, key_norm, k_dim, epsilon, offset)
-                    if rotary_dim > 0:
-                        _rotate(head, cos[t], sin[t], rotary_dim)
+                    normed = a[KEY_NORM] != 0
+                    _prepare_head(head, key, at, k_dim, normed, key_norm, epsilon, offset, cos[t], sin[t])
                     place = keys[block, h]
                     for d in range(k_dim):
                         place[slot, d] = round_to(keys, head[d])
