@@ -1,7 +1,7 @@
-# What a newcomer runs: `make demo` and `make test`. Everything is installed into $(VENV) the first time.
+# What a newcomer runs: `make serve` and `make test`. Everything is installed into $(VENV) the first time.
 #
 # Where PyTorch comes from: PyPI, whose build for Linux on x86-64 carries GPU libraries. A smaller download is
-#     make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
+#     make serve TORCH_INDEX=https://download.pytorch.org/whl/cpu
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -14,9 +14,10 @@ INSTALLED := $(VENV)/.installed
 # A thread of PyTorch's that has no work sleeps instead of spinning: CI machines and laptops have other work to do.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help install demo test lint format bench bench-quick soak clean
+.PHONY: help install serve demo test lint format bench bench-quick soak clean
 
 help:
+	@echo "make serve   serve the demo model on port 8000, and print a curl that works"
 	@echo "make demo    run the demo model on built-in prompts"
 	@echo "make test    format check, lint, types, all tests (quick benchmarks among them)"
 	@echo "make soak    the long forms of all tests, and the benchmarks in full"
@@ -31,8 +32,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	@if [ -n "$(TORCH_INDEX)" ]; then $(BIN)/python -m pip install -q -c constraints.txt --index-url $(TORCH_INDEX) torch; fi
 	@echo "installing into $(VENV) (once; PyTorch is the large part)"
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[engine,dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[server,dev]'
 	@touch $@
+
+serve: $(INSTALLED)
+	$(BIN)/pointsman serve
 
 demo: $(INSTALLED)
 	$(BIN)/pointsman generate
@@ -56,6 +60,10 @@ bench-quick: $(INSTALLED)
 	$(BIN)/python benchmarks/engine_throughput.py --quick
 	$(BIN)/python benchmarks/time_to_first_token.py --quick
 	$(BIN)/python benchmarks/step_overhead.py --quick
+	$(BIN)/python benchmarks/server_throughput.py --quick
+	$(BIN)/python benchmarks/server_overhead.py --quick
+	$(BIN)/python benchmarks/server_load.py --quick --check
+	$(BIN)/python benchmarks/server_faults.py --quick --check
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/vllm_env.py
@@ -65,8 +73,12 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/engine_throughput.py --check
 	$(BIN)/python benchmarks/time_to_first_token.py --check
 	$(BIN)/python benchmarks/step_overhead.py --check
+	$(BIN)/python benchmarks/server_throughput.py --check
+	$(BIN)/python benchmarks/server_overhead.py --check
 
 soak: lint bench
+	$(BIN)/python benchmarks/server_load.py --check
+	$(BIN)/python benchmarks/server_faults.py --check
 	POINTSMAN_SOAK=1 $(BIN)/python -m pytest -q
 
 clean:

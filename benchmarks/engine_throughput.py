@@ -208,7 +208,7 @@ def compete(names: Sequence[str], workload: Workload, dtype: str, threads: int, 
         for contestant in contestants:
             if contestant.in_play and contestant.runs_last:
                 with peers_may_fail(contestant.name):
-                    contestant.take_turn(workload, rounds - 1)
+                    contestant.take_turn(workload, 0)  # whose tokens are compared
     finally:
         for contestant in contestants:
             contestant.close()

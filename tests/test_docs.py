@@ -1,40 +1,97 @@
-"""Every command and every example in the documentation is executed here."""
+"""Every command and every example in the documentation is executed here.
+
+A document that has a line `pointsman serve ...` or `make serve` in a block of shell commands starts a session: the
+server is started with these options on a free port, the commands and the Python examples below it talk to it, and
+SIGTERM ends it. Files that a document shows, whose first line is a comment with their name, are there for its commands.
+"""
 
 from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from _server_process import ServerProcess, start_server
+
+from pointsman.cli.options import KNOBS, SERVER
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+ADDRESS = "http://127.0.0.1:8000"
+"""Of the server, in the documents."""
+OPERATING = ROOT / "docs" / "operating.md"
 
 
-def fenced(language: str) -> list[tuple[str, str]]:
-    """(where it stands, text) of every fenced block of a language."""
-    found = []
+def blocks(path: Path) -> Iterator[tuple[str, str, str]]:
+    """(where it stands, language, text) of every fenced block."""
+    for index, (language, text) in enumerate(re.findall(r"```(\w+)\n(.*?)```", path.read_text(), re.DOTALL)):
+        yield f"{path.name}:{index}", language, text
+
+
+def commands(text: str) -> list[str]:
+    return [line for line in text.replace("\\\n", " ").splitlines() if line and not line.startswith("#")]
+
+
+@dataclass
+class Session:
+    """A server of a document, and what talks to it."""
+
+    where: str
+    options: list[str]
+    talk: list[tuple[str, str, str]] = field(default_factory=list)
+    """(where it stands, language, a command or a program)."""
+    files: dict[str, str] = field(default_factory=dict)
+
+
+def sessions() -> list[Session]:
+    found: list[Session] = []
     for path in DOCUMENTS:
-        for index, text in enumerate(re.findall(rf"```{language}\n(.*?)```", path.read_text(), re.DOTALL)):
-            found.append((f"{path.name}:{index}", text))
+        session: Session | None = None
+        files: dict[str, str] = {}
+        for where, language, text in blocks(path):
+            if (name := re.match(r"# ([\w.-]+)\n", text)) is not None:
+                files[name[1]] = text
+            if language == "python" and ADDRESS in text:
+                assert session is not None, f"{where} talks to a server before one is started"
+                session.talk.append((where, language, text))
+            for line in commands(text) if language == "sh" else ():
+                if line.startswith(("pointsman serve", "make serve")):
+                    session = Session(where, shlex.split(line, comments=True)[2:], files=files)
+                    found.append(session)
+                elif ADDRESS in line or "pointsman chat" in line:
+                    assert session is not None, f"{where} talks to a server before one is started"
+                    session.talk.append((where, language, line))
     return found
 
 
-PYTHON = fenced("python")
+PYTHON = [
+    (where, text)
+    for path in DOCUMENTS
+    for where, language, text in blocks(path)
+    if language == "python" and ADDRESS not in text
+]
 COMMANDS = [
     (where, line)
-    for where, text in fenced("sh")
-    for line in text.replace("\\\n", " ").splitlines()
-    if line.startswith("pointsman ")
+    for path in DOCUMENTS
+    for where, language, text in blocks(path)
+    if language == "sh"
+    for line in commands(text)
+    if re.match(r"pointsman (?!serve|chat)", line)
 ]
+SESSIONS = sessions()
 
 
 def test_the_documents_have_examples_and_commands() -> None:
     assert len(PYTHON) >= 3
     assert len(COMMANDS) >= 4
+    assert len(SESSIONS) >= 3
+    assert sum(len(session.talk) for session in SESSIONS) >= 8
 
 
 @pytest.mark.e2e
@@ -52,3 +109,69 @@ def test_commands_run_in_the_order_of_the_documents(tmp_path: Path) -> None:
         words = shlex.split(line, comments=True)
         run = subprocess.run([sys.executable, "-m", *words], cwd=tmp_path, capture_output=True, text=True, timeout=300)
         assert run.returncode == 0, f"{where}: {line}\n{run.stderr}"
+
+
+# ---------------------------------------------------------------------- the server
+
+
+def talk(server: ServerProcess, language: str, text: str, cwd: Path) -> str:
+    """Run a command or a program of a document against a server; what it printed."""
+    text = text.replace(ADDRESS, server.url)
+    if language == "python":
+        words = [sys.executable, "-c", text]
+    else:
+        chat = f"{shlex.quote(sys.executable)} -m pointsman chat --url {server.url}"
+        text = text.replace("pointsman chat", chat)
+        words = ["bash", "-o", "pipefail", "-c", text]
+    run = subprocess.run(words, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, f"{text}\n{run.stdout}\n{run.stderr}"
+    return run.stdout
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("session", SESSIONS, ids=[session.where for session in SESSIONS])
+def test_server_sessions_run(session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    for name, text in session.files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("POINTSMAN_API_KEY", raising=False)
+    with start_server(*session.options, "--port", "0") as server:
+        for where, language, text in session.talk:
+            printed = talk(server, language, text, tmp_path)
+            assert '{"error"' not in printed, f"{where}: {text}\n{printed}"
+            assert printed or "-f" in text, f"{where}: {text} printed nothing"
+        listening = next(line for line in server.log().splitlines() if "try it: " in line)
+        assert '"text"' in talk(server, "sh", listening.partition("try it: ")[2], tmp_path)
+        metrics = talk(server, "sh", f"curl -sf {server.url}/metrics", tmp_path)
+        assert server.stop() == 0
+    for name in set(re.findall(r"\b(?:vllm|pointsman):[a-z0-9_]+", OPERATING.read_text())):
+        assert re.search(rf"^(# TYPE )?{name}\b", metrics, re.MULTILINE), f"operating.md names {name}, no metric"
+
+
+def test_make_serve_is_the_first_command_of_the_readme() -> None:
+    first = next(text for _, language, text in blocks(ROOT / "README.md") if language == "sh")
+    words = shlex.split(commands(first)[0], comments=True)
+    assert words == ["make", "serve"]
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    dry = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert dry.returncode == 0, dry.stderr
+    assert dry.stdout.rstrip().endswith("pointsman serve")
+
+
+def test_the_operators_page_has_every_option() -> None:
+    page = OPERATING.read_text()
+    for name in KNOBS | SERVER:
+        assert f"--{name.replace('_', '-')}`" in page, name
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="Prometheus is not installed")
+def test_prometheus_takes_the_alerts(tmp_path: Path) -> None:
+    (rules,) = (text for _, _, text in blocks(OPERATING) if text.startswith("# alerts.yaml"))
+    path = tmp_path / "alerts.yaml"
+    path.write_text(rules)
+    run = subprocess.run(["promtool", "check", "rules", path], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert f"SUCCESS: {rules.count('- alert:')} rules" in run.stdout

@@ -1,4 +1,6 @@
-"""The commands. Their options are in `options.py`; what they do, in `generate.py` and in the core's `replay`."""
+"""The commands. Their options are in `options.py`; what they do, in `generate.py`, in the core's `replay`, in
+`pointsman.server.serve` and in `chat.py`.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,11 @@ import typer
 
 import pointsman
 from pointsman.cli import options
-from pointsman.cli.display import choose_display
+from pointsman.cli.display import choose_display, one_line
 from pointsman.cli.errors import EXIT_FAILED, EXIT_OK, CommandError
 from pointsman.cli.generate import run_workload
-from pointsman.cli.units import parse_size
+from pointsman.cli.knobs import engine_arguments
+from pointsman.cli.serve import API_KEY_VARIABLE, serve_settings
 from pointsman.cli.workload import (
     Sampling,
     Workload,
@@ -26,7 +29,6 @@ from pointsman.cli.workload import (
     text_workload,
     trace_workload,
 )
-from pointsman.core import Scheduler, SchedulerConfig
 from pointsman.core import replay as core_replay
 from pointsman.core.recording import Recorder, RecordingError, ReplayDifference
 
@@ -54,6 +56,7 @@ def root(
 
 
 @app.command()
+@options.takes(options.KNOBS)
 def generate(
     model: options.Model = "demo",
     prompt: options.PromptTexts = None,
@@ -61,10 +64,6 @@ def generate(
     trace: options.TraceFile = None,
     speed: options.Speed = None,
     limit: options.Limit = None,
-    dtype: options.Dtype = "float32",
-    kv_cache_dtype: options.KvCacheDtype = "auto",
-    device: options.Device = "auto",
-    threads: options.Threads = None,
     max_tokens: options.MaxTokens = None,
     temperature: options.Temperature = 0.7,
     top_p: options.TopP = 1.0,
@@ -72,74 +71,78 @@ def generate(
     seed: options.Seed = 0,
     ignore_eos: options.IgnoreEos = False,
     stop: options.Stop = None,
-    num_blocks: options.NumBlocks = None,
-    kv_cache_bytes: options.KvCacheBytes = None,
-    block_size: options.BlockSize = None,
-    max_model_len: options.MaxModelLen = None,
-    max_num_seqs: options.MaxNumSeqs = None,
-    max_num_batched_tokens: options.MaxNumBatchedTokens = None,
-    order: options.OrderName = None,
-    victim: options.VictimName = None,
-    displace: options.Displace = None,
-    watermark: options.Watermark = None,
-    batching: options.Batching = None,
-    enable_prefix_caching: options.EnablePrefixCaching = None,
-    enable_chunked_prefill: options.EnableChunkedPrefill = None,
-    long_prefill_token_threshold: options.LongPrefillTokenThreshold = None,
-    full_sequence_must_fit: options.FullSequenceMustFit = None,
     as_json: options.AsJson = False,
     record: options.RecordFile = None,
+    preset: options.Preset = None,
+    **knobs: Any,
 ) -> int:
     """Run a model on many prompts at once and watch the scheduler at work.
 
     Without options the demo model continues built-in prompts, in a pool so small that requests wait and give way.
     """
-    knobs = _given(
-        num_blocks=num_blocks,
-        kv_cache_bytes=kv_cache_bytes,
-        block_size=block_size,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        order=order,
-        victim=victim,
-        displace=displace,
-        watermark=watermark,
-        batching=batching,
-        enable_prefix_caching=enable_prefix_caching,
-        enable_chunked_prefill=enable_chunked_prefill,
-        long_prefill_token_threshold=long_prefill_token_threshold,
-        full_sequence_must_fit=full_sequence_must_fit,
-    )
     sampling = Sampling(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, ignore_eos=ignore_eos, stop=stop or ()
     )
-    if threads is not None and threads < 1:
-        raise CommandError(f"--threads is {threads}; it must be at least 1")
     try:
         sampling.params()  # the options themselves, before anything is read or loaded
-        if kv_cache_bytes is not None:
-            knobs["kv_cache_bytes"] = parse_size(kv_cache_bytes)
+        arguments = engine_arguments(options.given(knobs), preset)
         if not (prompt or prompts or trace):
-            knobs = _demo_knobs(knobs) | knobs
-        _check_knobs(knobs)
+            arguments = _demo_knobs(arguments) | arguments
     except ValueError as error:
         raise CommandError(str(error)) from None
     workload = _workload(prompt, prompts, trace, speed, limit, seed, sampling)
-    _warn_of_unread_priorities(workload, order)
+    _warn_of_unread_priorities(workload, knobs["order"])
     with _recorder(record) as recorder:
-        engine = _load_engine(
-            threads,
-            model=model,
-            dtype=dtype,
-            kv_cache_dtype=kv_cache_dtype,
-            device=device,
-            seed=seed,
-            recorder=recorder,
-            **knobs,
-        )
+        engine = _load_engine(model=model, seed=seed, recorder=recorder, **arguments)
         display = choose_display(as_json=as_json, texts=not workload.is_trace)
         return run_workload(engine, workload, display)
+
+
+@app.command()
+@options.takes(options.SERVER, options.KNOBS)
+def serve(config: options.ConfigFile = None, preset: options.Preset = None, **values: Any) -> int:
+    """Serve a model over HTTP, to every client that speaks OpenAI's API.
+
+    Without options the demo model is served at http://127.0.0.1:8000, without API keys. SIGTERM or Ctrl-C lets running
+    requests finish.
+
+    Exit code 0: ended by a signal; 1: the engine died, so start it anew; 2: an option, a file or the model is wrong.
+    """
+    settings = serve_settings({"preset": preset, **values}, config, os.environ)
+    _log_to_stderr()
+    _sleep_when_idle()
+    try:
+        import fastapi  # noqa: F401  (what `run` imports when it needs it)
+
+        from pointsman.server.serve import run
+    except ModuleNotFoundError as error:
+        raise _not_installed("serve", error, "server") from None
+    logging.getLogger("pointsman").info("loading the model %s", one_line(settings.engine["model"]))
+    try:
+        return run(settings.engine, settings.server, **settings.options)
+    except ValueError as error:  # the model, the address, or a knob that depends on the model
+        raise CommandError(str(error)) from None
+
+
+@app.command()
+def chat(
+    url: options.Url = "http://127.0.0.1:8000",
+    model: options.ChatModel = None,
+    api_key: options.ChatApiKey = None,
+    system: options.System = None,
+    temperature: options.ChatTemperature = None,
+    max_tokens: options.ChatMaxTokens = None,
+) -> int:
+    """Talk to a running server from the terminal.
+
+    Ctrl-C stops an answer, Ctrl-D ends the conversation. From a pipe, each line is a question.
+    """
+    try:
+        from pointsman.cli.chat import run_chat
+    except ModuleNotFoundError as error:
+        raise _not_installed("chat", error, "server") from None
+    key = api_key or os.environ.get(API_KEY_VARIABLE, "").strip() or None
+    return run_chat(url, model=model, api_key=key, system=system, temperature=temperature, max_tokens=max_tokens)
 
 
 @app.command()
@@ -175,29 +178,11 @@ def _shorten(value: object, length: int = 400) -> str:
     return text if len(text) <= length else f"{text[:length]}... ({len(text)} characters)"
 
 
-def _given(**values: Any) -> dict[str, Any]:
-    """The options that were given."""
-    return {name: value for name, value in values.items() if value is not None}
-
-
 def _demo_knobs(given: dict[str, Any]) -> dict[str, int]:
     """The knobs of the built-in prompts, as far as the user has not chosen others or what depends on them."""
     step = {} if given.keys() & DEMO_STEP.keys() else DEMO_STEP
     pool = {} if given.keys() & {"num_blocks", "kv_cache_bytes", "block_size"} else DEMO_POOL
     return step | pool
-
-
-def _check_knobs(knobs: dict[str, Any]) -> None:
-    """Complain of the scheduler's knobs at once, rather than after a model has been loaded for seconds.
-
-    Raises:
-        ValueError: a value is out of range, or two knobs contradict each other.
-    """
-    if knobs.get("num_blocks") is not None and "kv_cache_bytes" in knobs:
-        raise ValueError("--num-blocks and --kv-cache-bytes both set the size of the pool; give one of them")
-    stand_ins = {"num_blocks": 1, "max_model_len": 1, "max_num_seqs": 1}
-    given = {name: value for name, value in knobs.items() if name != "kv_cache_bytes"}
-    Scheduler(SchedulerConfig(**(stand_ins | given)))
 
 
 def _workload(
@@ -247,18 +232,35 @@ def _recorder(path: str | None) -> Iterator[Recorder | None]:
         raise CommandError(f"cannot write the recording {path}: {error.strerror}") from None
 
 
-def _load_engine(threads: int | None, *, model: str, **arguments: Any) -> Engine:
-    logging.basicConfig(stream=sys.stderr, format="pointsman: %(message)s")
-    logger = logging.getLogger("pointsman")
-    logger.setLevel(logging.INFO)
-    logger.info("loading the model %s", model)
-    # A thread that has no work must sleep, not spin: on a machine with other work, spinning costs a factor of twenty.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+def _load_engine(*, model: str, **arguments: Any) -> Engine:
+    _log_to_stderr()
+    logging.getLogger("pointsman").info("loading the model %s", one_line(model))
+    _sleep_when_idle()
     try:
         from pointsman.engine import Engine
     except ModuleNotFoundError as error:
-        raise CommandError(f"generate needs {error.name}; install it with: pip install 'pointsman[engine]'") from None
+        raise _not_installed("generate", error, "engine") from None
     try:
-        return Engine(model, num_threads=threads, **arguments)
+        return Engine(model, **arguments)
     except ValueError as error:  # the model, or a knob that depends on it
         raise CommandError(str(error)) from None
+
+
+def _log_to_stderr() -> None:
+    logging.basicConfig(stream=sys.stderr, format="pointsman: %(message)s")
+    logging.getLogger("pointsman").setLevel(logging.INFO)
+
+
+def _not_installed(command: str, error: ModuleNotFoundError, extra: str) -> Exception:
+    """What to raise where a command's library is absent; a module of our own that is absent is a mistake of ours."""
+    if (error.name or "").startswith("pointsman"):
+        return error
+    return CommandError(f"{command} needs {error.name}; install it with: pip install 'pointsman[{extra}]'")
+
+
+def _sleep_when_idle() -> None:
+    """A thread that has no work must sleep, not spin: on a machine with other work, spinning costs a factor of twenty.
+
+    To be called before PyTorch is imported; processes that are started inherit it.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -15,8 +15,18 @@ MAX_INT = 2**31 - 1  # token and block counts travel as int32
 
 PRESETS: dict[str, dict[str, Any]] = {
     "default": {},
+    # For comparison.
     "static": {"batching": "static"},
+    # Short steps: few requests share one, and a prompt's chunk delays the others' next token little.
+    "low-latency": {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "enable_chunked_prefill": True},
+    # Full steps: weights are read once for many tokens, and each request waits longer for its next one.
+    "high-throughput": {"max_num_seqs": 256, "max_num_batched_tokens": 16384, "enable_chunked_prefill": True},
+    # Few enough seats that long sequences fit the pool together, and chunks large enough to get through a prompt.
+    "long-context": {"max_num_seqs": 128, "max_num_batched_tokens": 8192, "enable_chunked_prefill": True},
+    # Many small requests: each prompt is computed at once or waits, so that none is left half done.
+    "short-requests": {"max_num_seqs": 512, "max_num_batched_tokens": 4096, "enable_chunked_prefill": False},
 }
+"""Named settings to start from; what is not named keeps its default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +90,7 @@ class SchedulerConfig:
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> Self:
-        """The configuration called `name` ("default" or "static"), with `overrides` on top.
+        """The configuration called `name`, a key of `PRESETS`, with `overrides` on top.
 
         Raises:
             ConfigError: no preset has that name.

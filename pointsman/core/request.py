@@ -45,6 +45,7 @@ class RequestStatus(enum.Enum):
     FINISHED_ABORTED = "finished_aborted"
     FINISHED_REFUSED = "finished_refused"
     FINISHED_ERROR = "finished_error"
+    FINISHED_DEADLINE = "finished_deadline"
 
     @property
     def is_finished(self) -> bool:
@@ -75,6 +76,8 @@ class FinishReason(enum.Enum):
     ABORT = "abort"
     REFUSED = "refused"
     ERROR = "error"
+    DEADLINE = "deadline"
+    """The host's: its caller's time was up, whether it waited or ran."""
 
     @property
     def status(self) -> RequestStatus:
@@ -87,6 +90,7 @@ _STATUS_OF_REASON = {
     FinishReason.ABORT: RequestStatus.FINISHED_ABORTED,
     FinishReason.REFUSED: RequestStatus.FINISHED_REFUSED,
     FinishReason.ERROR: RequestStatus.FINISHED_ERROR,
+    FinishReason.DEADLINE: RequestStatus.FINISHED_DEADLINE,
 }
 _FINISHED = frozenset(_STATUS_OF_REASON.values())
 _PARKED = frozenset(reason.status for reason in ParkReason)

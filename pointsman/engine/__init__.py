@@ -13,11 +13,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pointsman.engine.async_engine import AsyncEngine, RequestStream
     from pointsman.engine.engine import Engine
-    from pointsman.engine.errors import EngineDeadError, EngineStepError, ModelLoadError, UnsupportedModel
+    from pointsman.engine.errors import (
+        EngineDeadError,
+        EngineStepError,
+        GrammarError,
+        ModelLoadError,
+        UnsupportedModel,
+    )
     from pointsman.engine.llm import LLM
     from pointsman.engine.output import CompletionOutput, Logprob, RequestOutput
     from pointsman.engine.sampling_params import RequestOutputKind, SamplingParams
     from pointsman.engine.stats_log import EngineStats
+    from pointsman.engine.structured_outputs import StructuredOutputsParams
 
 _HOMES = {
     "LLM": "llm",
@@ -28,10 +35,12 @@ _HOMES = {
     "EngineDeadError": "errors",
     "SamplingParams": "sampling_params",
     "RequestOutputKind": "sampling_params",
+    "StructuredOutputsParams": "structured_outputs",
     "Logprob": "output",
     "RequestOutput": "output",
     "CompletionOutput": "output",
     "EngineStepError": "errors",
+    "GrammarError": "errors",
     "ModelLoadError": "errors",
     "UnsupportedModel": "errors",
 }
@@ -44,12 +53,14 @@ __all__ = [
     "EngineDeadError",
     "EngineStats",
     "EngineStepError",
+    "GrammarError",
     "Logprob",
     "ModelLoadError",
     "RequestOutput",
     "RequestOutputKind",
     "RequestStream",
     "SamplingParams",
+    "StructuredOutputsParams",
     "UnsupportedModel",
 ]
 

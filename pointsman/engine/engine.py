@@ -21,10 +21,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from pointsman.core import Request, Scheduler, SchedulerConfig, SchedulerOutput
+from pointsman.core import FinishReason, ParkReason, Request, Scheduler, SchedulerConfig, SchedulerOutput
 from pointsman.core.errors import StepOrderError
+from pointsman.engine import deadlines
 from pointsman.engine.backends import choose_attention
-from pointsman.engine.errors import EngineStepError
+from pointsman.engine.errors import EngineStepError, GrammarError
+from pointsman.engine.grammar_compiler import GrammarCompiler
+from pointsman.engine.grammar_process import DEFAULT_TIMEOUT, GrammarLimits
 from pointsman.engine.kv_pool import KVPool, choose_kv_dtype, choose_num_blocks
 from pointsman.engine.model_loader import LoadedModel, load_model
 from pointsman.engine.model_runner import ModelRunner
@@ -32,6 +35,7 @@ from pointsman.engine.output import RequestOutput
 from pointsman.engine.output_processor import OutputProcessor
 from pointsman.engine.sampling_params import SamplingParams
 from pointsman.engine.threads import set_num_threads
+from pointsman.engine.tokenizing import encode
 
 if TYPE_CHECKING:
     from pointsman.core.output import IntArray
@@ -41,6 +45,10 @@ if TYPE_CHECKING:
     from pointsman.engine.attention import AttentionBackend
     from pointsman.engine.backends import AttentionChoice
     from pointsman.engine.model_runner import StepExecution
+
+
+GRAMMAR_PATIENCE = 0.1
+"""Seconds that a step without anything to run waits for a grammar; then it is an empty step."""
 
 
 @dataclass(slots=True)
@@ -77,6 +85,7 @@ class Engine:
         fuse: whether parts of the model may be replaced by faster ones that compute the same.
         quantization: "int8" for linear layers in 8 bits: faster, and other answers (see `linear.py`).
         num_threads: of PyTorch and the kernels; None: see `threads.py`.
+        grammar_timeout: seconds that compiling the grammar of a request with structured output may take.
 
     All other arguments are fields of `SchedulerConfig` and mean what they say there.
 
@@ -114,6 +123,7 @@ class Engine:
         fuse: bool = True,
         quantization: str | None = None,
         num_threads: int | None = None,
+        grammar_timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
         if isinstance(model, LoadedModel):
             if (device, fuse, quantization) != ("auto", True, None):
@@ -173,6 +183,16 @@ class Engine:
         """The last step's decisions, for displays."""
         self.counters = EngineCounters()
         self.outputs = OutputProcessor(self.loaded.tokenizer, self.counters)
+        self.grammars = GrammarCompiler(
+            self.loaded.tokenizer,
+            self.loaded.vocab_size,
+            self.eos_token_ids,
+            limits=GrammarLimits(timeout=grammar_timeout),
+        )
+        self.on_ready: Callable[[Request], None] | None = None
+        """Gets every request that was parked for its grammar when it has it."""
+        self.deadlines = deadlines.Deadlines()
+        self._unreported: list[RequestOutput] = []  # of requests that ended between two steps
         self.on_output: Callable[[RequestOutput], None] | None = None
         """Gets every output that `update` and `abort` return, whoever calls them: how an `AsyncEngine` sees to its
         readers."""
@@ -202,10 +222,11 @@ class Engine:
         arrival_time: float | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        deadline: float | None = None,
         prompt_text: str | None = None,
         eager_text: bool = False,
     ) -> Request:
-        """Queue a prompt.
+        """Queue a prompt; if its grammar is still to be compiled, park it until that is done.
 
         Args:
             request_id: text, unique among requests that have not ended; free again with the step after its end.
@@ -214,6 +235,8 @@ class Engine:
             arrival_time: seconds on the engine's clock; None: now.
             priority: smaller is more urgent; read under order "priority".
             cache_salt: only requests with an equal salt share cached prefixes.
+            deadline: when the request ends with finish_reason "deadline" if it has not ended, waiting or running, in
+                seconds on the engine's clock; None: never.
             prompt_text: what outputs show as the prompt if it is given as token ids.
             eager_text: make the text in `update`, in the engine's thread, and not when an output's text is read; for
                 outputs that other threads read.
@@ -222,6 +245,7 @@ class Engine:
             RequestRefused, DuplicateRequest, ValueError: it can never run, with the reason; nothing else is disturbed.
         """
         now = self.clock()
+        deadlines.check(request_id, deadline)
         request = self.make_request(
             request_id,
             prompt,
@@ -230,10 +254,18 @@ class Engine:
             priority=priority,
             cache_salt=cache_salt,
         )
-        self.scheduler.add(request, now)
+        grammar = self.grammars.find(request.metadata)
+        needs_grammar = grammar is None and request.metadata.structured_outputs is not None
+        self.scheduler.add(request, now, park=ParkReason.GRAMMAR if needs_grammar else None)
+        if grammar is not None:
+            self.runner.sampler.use_grammar(request, grammar)
+        elif needs_grammar:
+            self.grammars.add(request)
         if prompt_text is None and isinstance(prompt, str):
             prompt_text = prompt
         self.outputs.add(request, prompt_text, request.metadata, eager_text=eager_text)
+        if deadline is not None:
+            self.deadlines.add(request, deadline)
         return request
 
     def make_request(
@@ -255,6 +287,10 @@ class Engine:
         token_ids = self._prompt_token_ids(request_id, prompt)
         self.outputs.check(request_id, params)
         self.runner.sampler.check(params)
+        self.grammars.check(params)
+        # The text of a structured request ends where its grammar does, even before `min_tokens` and with `ignore_eos`:
+        # as long as the text may go on, it is the sampler that keeps it from ending.
+        is_structured = params.structured_outputs is not None
         max_tokens = params.max_tokens
         if max_tokens is None:
             max_tokens = max(1, self.max_model_len - len(token_ids))
@@ -263,10 +299,10 @@ class Engine:
             token_ids,
             arrival_time=arrival_time,
             max_tokens=max_tokens,
-            min_tokens=params.min_tokens,
+            min_tokens=0 if is_structured else params.min_tokens,
             priority=priority,
             eos_token_ids=self.eos_token_ids,
-            ignore_eos=params.ignore_eos,
+            ignore_eos=params.ignore_eos and not is_structured,
             stop_token_ids=tuple(params.stop_token_ids),
             cache_salt=cache_salt,
             # The logprobs of a prompt token need the logits before it, which a cached prefix does not compute.
@@ -310,17 +346,46 @@ class Engine:
             raise ValueError(
                 f"the model in {self.loaded.path or 'memory'} has no tokenizer; give the prompt as token ids"
             )
-        try:
-            token_ids: list[int] = self.tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"]
-        except TypeError:  # what tokenizers says of lone surrogates, which UTF-8 has no bytes for
-            raise ValueError("the prompt is not valid Unicode text (a lone surrogate); remove or replace it") from None
-        return token_ids
+        return encode(self.tokenizer, prompt, add_special_tokens=add_special_tokens)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now; its last output, or None if it is unknown or has ended."""
+        return self._end(request_id, FinishReason.ABORT, self.clock())
+
+    def end_overdue(self) -> list[RequestOutput]:
+        """End the requests whose deadlines have passed; their last outputs. `schedule` does so too."""
         now = self.clock()
-        request = self.scheduler.abort(request_id, now)
-        output = None if request is None else self.outputs.abort(request, now)
+        ended = []
+        for request in self.deadlines.take_overdue(now):
+            detail = f"its deadline passed, {now - request.arrival_time:.3f} s after its arrival"
+            output = self._end(request.request_id, FinishReason.DEADLINE, now, detail)
+            if output is not None:
+                ended.append(output)
+        return ended
+
+    def take_grammars(self) -> list[RequestOutput]:
+        """Requests whose grammar has been compiled return to their places in the queue; those whose grammar failed
+        end, and these are their last outputs. `schedule` does so too.
+        """
+        now = self.clock()
+        ended = []
+        for request, grammar in self.grammars.take():
+            if isinstance(grammar, GrammarError):
+                output = self._end(request.request_id, FinishReason.ERROR, now, str(grammar))
+                if output is not None:
+                    ended.append(output)
+            elif request.status.is_parked:
+                self.runner.sampler.use_grammar(request, grammar)
+                self.scheduler.ready(request.request_id, now)
+                if self.on_ready is not None:
+                    self.on_ready(request)
+        return ended
+
+    def _end(self, request_id: str, reason: FinishReason, now: float, detail: str = "") -> RequestOutput | None:
+        request = self.scheduler.finish(request_id, reason, now, detail=detail)
+        if request is not None:
+            self.grammars.forget(request)
+        output = None if request is None else self.outputs.end(request, now)
         if output is not None and self.on_output is not None:
             self.on_output(output)
         return output
@@ -328,6 +393,13 @@ class Engine:
     def has_unfinished_requests(self) -> bool:
         """Whether any request waits or runs."""
         return self.scheduler.has_unfinished_requests()
+
+    def has_runnable_requests(self) -> bool:
+        """Whether any of them could run: whether there are others than those parked for their grammars."""
+        if not self.grammars.num_waiting:
+            return self.scheduler.has_unfinished_requests()
+        stats = self.scheduler.stats()
+        return bool(stats.num_running or stats.num_waiting)
 
     # -------------------------------------------------------------------------------------------------- steps
 
@@ -341,6 +413,8 @@ class Engine:
             EngineStepError: the model failed. Its cause is the failure; the scheduler is as it was before the step,
                 so stepping again tries again. So it is after a KeyboardInterrupt that came before `update`.
         """
+        if self.grammars.num_waiting and not self.has_runnable_requests():
+            self.grammars.wait(GRAMMAR_PATIENCE)
         num_in_flight = self.scheduler.num_steps_in_flight
         try:
             output = self.schedule()
@@ -355,7 +429,13 @@ class Engine:
     def schedule(self) -> SchedulerOutput:
         """Decide what runs in the next step. Every output must reach `execute` and `update`, in order."""
         started = time.perf_counter()
-        self.last_output = output = self.scheduler.schedule(self.clock())
+        self._unreported += self.end_overdue()  # before they cost anything
+        if self.grammars.num_waiting:
+            self._unreported += self.take_grammars()
+        now = self.clock()
+        self.last_output = output = self.scheduler.schedule(now)
+        for request in output.admitted:
+            self.outputs.note_scheduled(request, now)
         self.counters.num_steps += 1
         self.counters.scheduler_time += time.perf_counter() - started
         return output
@@ -395,6 +475,8 @@ class Engine:
         if self.on_output is not None:
             for one in outputs:
                 self.on_output(one)
+        if self._unreported:
+            outputs, self._unreported = self._unreported + outputs, []
         return outputs
 
 

@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import WeakSet
 
 from pointsman.core.errors import DuplicateRequest
-from pointsman.engine.errors import EngineDeadError, EngineStepError
+from pointsman.engine.errors import EngineDeadError, EngineStepError, GrammarError
 from pointsman.engine.mailbox import Mailbox, Port
 from pointsman.engine.output import RequestOutput
 from pointsman.engine.stats_log import StatsLogger
 
 if TYPE_CHECKING:
-    from pointsman.core import Request
+    from pointsman.core import Request, SchedulerOutput
     from pointsman.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,12 @@ class Stop:
     drain: bool
 
 
-Message: TypeAlias = Expect | Add | Call | Abandon | Stop
+@dataclass(slots=True, eq=False)
+class GrammarDone:
+    """Message: a grammar has been compiled, or has failed."""
+
+
+Message: TypeAlias = Expect | Add | Call | Abandon | Stop | GrammarDone
 
 
 class Reader(NamedTuple):
@@ -108,15 +113,27 @@ class EngineThread:
         engine: nobody else may use it from now on.
         max_step_retries: how often in a row a failed step is tried again.
         log_stats_interval: seconds between lines of statistics; None: none.
+        on_step: called in the thread after every step, with what ran in it.
     """
 
-    def __init__(self, engine: Engine, *, max_step_retries: int, log_stats_interval: float | None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        max_step_retries: int,
+        log_stats_interval: float | None,
+        on_step: Callable[[SchedulerOutput], None] | None = None,
+    ) -> None:
         self._engine = engine
         engine.on_output = self._deliver
+        engine.on_ready = self._accept
+        engine.grammars.notify = self._note_grammar
         self._max_step_retries = max_step_retries
+        self._on_step = on_step
         self._stats_log = None if log_stats_interval is None else StatsLogger(engine, log_stats_interval)
         self._inbox: SimpleQueue[Message] = SimpleQueue()
         self._readers: dict[str, Reader] = {}  # of requests that have not ended
+        self._parked: set[Mailbox] = set()  # of readers whose requests are accepted once their grammars are there
         self._expected: dict[Mailbox, str] = {}  # request ids, by mailbox: two with one id may be on their way
         self._adding: Mailbox | None = None
         self._ports_to_ring: dict[Port, None] = {}
@@ -191,6 +208,9 @@ class EngineThread:
         """Stop at the end of the step in progress, whatever the state."""
         self._inbox.put(Stop(drain=False))
 
+    def _note_grammar(self) -> None:
+        self._inbox.put(GrammarDone())
+
     def join(self, timeout: float | None = None) -> None:
         """Wait for the thread's end."""
         if self._thread is not threading.current_thread():
@@ -213,7 +233,7 @@ class EngineThread:
             self.ended.set_result(None)
 
     def _has_work(self) -> bool:
-        return self._has_unreported_ends or self._engine.has_unfinished_requests()
+        return self._has_unreported_ends or self._engine.has_runnable_requests()
 
     def _is_over(self) -> bool:
         if self._stop is None:
@@ -237,6 +257,8 @@ class EngineThread:
         self._num_failures = 0
         self._has_unreported_ends = False  # this output told of them
         engine.update(output, execution)  # delivers
+        if self._on_step is not None:
+            self._on_step(output)
         if time.monotonic() - self._loops_checked >= LOOP_CHECK_INTERVAL:
             self._check_loops()
         self._ring()
@@ -262,11 +284,12 @@ class EngineThread:
         if self._has_work():
             return self._poll()
         message: Message | None = None
-        while message is None and not self._is_over():
+        while message is None and not self._is_over() and not self._has_work():
             try:
                 message = self._inbox.get(timeout=self._patience())
             except Empty:
                 self._check_loops()
+                self._engine.end_overdue()  # of those that wait for their grammars
             if self._stats_log is not None:
                 # The last line before silence; or silence ends, and it is no part of the next interval.
                 self._stats_log.tick()
@@ -275,8 +298,11 @@ class EngineThread:
     def _patience(self) -> float | None:
         """Seconds to wait for a message; None: without end."""
         wait = None if self._stats_log is None else self._stats_log.wait()
-        if self._expected:
+        if self._expected or self._parked:
             wait = LOOP_CHECK_INTERVAL if wait is None else min(wait, LOOP_CHECK_INTERVAL)
+        if self._parked and (deadline := self._engine.deadlines.next()) is not None:
+            left = max(0.0, deadline - self._engine.clock())
+            wait = left if wait is None else min(wait, left)
         return None if wait is None else min(wait, threading.TIMEOUT_MAX)
 
     def _poll(self) -> Message | None:
@@ -302,6 +328,8 @@ class EngineThread:
             case Stop(drain):
                 if self._stop is None or not drain:
                     self._stop = message
+            case GrammarDone():
+                self._engine.take_grammars()  # accepts, or delivers ends
 
     def _add(self, message: Add) -> None:
         request_id, mailbox = message.request_id, message.mailbox
@@ -318,11 +346,22 @@ class EngineThread:
             mailbox.fail(request)
         else:
             self._readers[request_id] = Reader(request, mailbox)
-            mailbox.accept()
+            if request.status.is_parked:
+                self._parked.add(mailbox)
+            else:
+                mailbox.accept()
             if mailbox.is_aborted:
                 self._engine.abort(request_id)
         self._adding = None
         self._ports_to_ring[mailbox.port] = None
+
+    def _accept(self, request: Request) -> None:
+        """A request that was parked has its grammar."""
+        reader = self._readers.get(request.request_id)
+        if reader is not None and reader.mailbox in self._parked:
+            self._parked.discard(reader.mailbox)
+            reader.mailbox.accept()
+            self._ports_to_ring[reader.mailbox.port] = None
 
     def _try_to_add(self, message: Add) -> Request | BaseException:
         """The request, or what was wrong with it: the caller's problem, whatever it is, and not the engine's."""
@@ -347,7 +386,7 @@ class EngineThread:
         """A `Call` may do anything with the engine; also end requests in the scheduler, behind the engine's back."""
         now = self._engine.clock()
         for reader in [one for one in self._readers.values() if one.request.is_finished]:
-            output = self._engine.outputs.abort(reader.request, now)
+            output = self._engine.outputs.end(reader.request, now)
             if output is not None:
                 self._deliver(output)
 
@@ -359,9 +398,18 @@ class EngineThread:
             reader = self._readers.pop(output.request_id, None)
         else:
             reader = self._readers.get(output.request_id)
-        if reader is None or reader.mailbox.is_abandoned:
+        if reader is None:
             return
         mailbox = reader.mailbox
+        if self._parked and mailbox in self._parked:  # it has ended before it was accepted
+            self._parked.discard(mailbox)
+            self._ports_to_ring[mailbox.port] = None
+            if output.finish_reason == "error":
+                mailbox.fail(GrammarError(output.finish_detail))
+                return
+            mailbox.accept()
+        if mailbox.is_abandoned:
+            return
         if output.finished or not mailbox.finished_only:
             mailbox.put(output)
             self._ports_to_ring[mailbox.port] = None
@@ -378,13 +426,14 @@ class EngineThread:
         self._loops_checked = time.monotonic()
         ports = {reader.mailbox.port for reader in self._readers.values()} | {one.port for one in self._expected}
         for port in ports:
-            if port.loop.is_closed():
+            if port.is_closed:
                 self._forget(port)
 
     def _forget(self, port: Port) -> None:
         """End what was for a loop that is closed."""
         for mailbox in [one for one in self._expected if one.port is port]:
             del self._expected[mailbox]
+        self._parked = {mailbox for mailbox in self._parked if mailbox.port is not port}
         for request_id in [key for key, reader in self._readers.items() if reader.mailbox.port is port]:
             del self._readers[request_id]
             self._engine.abort(request_id)
@@ -402,7 +451,9 @@ class EngineThread:
         """Close the inbox and tell everybody who still waits."""
         with self._gate:
             self._is_closed = True
-        self._engine.on_output = None
+        self._engine.on_output = self._engine.on_ready = None
+        self._engine.grammars.notify = None
+        self._engine.grammars.close()
         waiting = [reader.mailbox for reader in self._readers.values()]
         for mailbox in waiting if self._adding is None else [*waiting, self._adding]:
             self._fail(mailbox)

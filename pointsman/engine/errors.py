@@ -24,6 +24,11 @@ class EngineDeadError(PointsmanError, RuntimeError):
     """
 
 
+class GrammarError(PointsmanError, ValueError):
+    """A grammar that cannot be compiled or used: malformed, beyond a limit, or not for this model. Only the requests
+    that ask for it are concerned."""
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, at most 200 characters."""
     lines = str(error).strip().splitlines()

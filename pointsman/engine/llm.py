@@ -21,6 +21,7 @@ from pointsman.engine.model_loader import LoadedModel
 from pointsman.engine.output import RequestOutput
 from pointsman.engine.sampling_params import RequestOutputKind, SamplingParams
 from pointsman.engine.stats_log import DEFAULT_INTERVAL, StatsLogger
+from pointsman.engine.tokenizing import render_chat
 
 Prompt: TypeAlias = str | Mapping[str, Any]
 """Text, or {"prompt": text}, or {"prompt_token_ids": [...]} (with both, the tokens are run and the text is shown); a
@@ -158,12 +159,10 @@ class LLM:
         tokenizer = self.engine.tokenizer
         if tokenizer is None:
             raise ValueError("the model has no tokenizer, so no chat template; use generate with prompt_token_ids")
-        if options["chat_template"] is None and not tokenizer.chat_template:
-            raise ValueError("the model's tokenizer has no chat template; give chat_template, or use generate")
         try:
-            text = tokenizer.apply_chat_template([dict(one) for one in conversation], tokenize=False, **options)
-        except Exception as error:  # templates raise what they like
-            raise ValueError(f"conversation {place}: the chat template failed: {error}") from error
+            text = render_chat(tokenizer, conversation, options)
+        except ValueError as error:
+            raise ValueError(f"conversation {place}: {error}") from error
         # The template has written special tokens such as BOS itself.
         return {"prompt": text, "prompt_token_ids": self.engine.tokenize(text, add_special_tokens=False)}
 

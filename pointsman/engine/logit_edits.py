@@ -1,9 +1,10 @@
-"""Changes to logits that some requests ask for: allowed tokens, bad words, `min_tokens`, biases and penalties.
+"""Changes to logits that some requests ask for: allowed tokens, bad words, `min_tokens`, biases, penalties, grammars.
 
 They are collected per row on the host (`EditedRow.edit`), from the request's tokens, and applied to the logits of all
 rows at once (`LogitEdits.apply`), in this order, which is vLLM's: tokens that are not allowed become minus infinity,
 then those that would complete a bad word, then EOS and stop tokens before `min_tokens`; then biases are added; then
-penalties are taken.
+penalties are taken; last, what a grammar does not allow becomes minus infinity. Where a grammar allows nothing but the
+text's end, nothing else is asked.
 
 Nothing here depends on the history of the engine: what has been counted is brought up to the tokens that the request
 has now, and if an admission is new (after a preemption, say), counted anew. So a request samples the same tokens alone,
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from pointsman.core.request import Request
+from pointsman.engine.grammar_matcher import RequestGrammar, TokenMasks
 from pointsman.engine.race import Int64Array
 from pointsman.engine.sampling_batch import Float32Array, has_penalties
 from pointsman.engine.sampling_params import SamplingParams
@@ -71,6 +73,7 @@ class EditedRow:
         serial: of its admission.
         vocab_size: how many logits there are; tokens beyond them are left out.
         bad_words: token sequences, see `bad_word_sequences`.
+        grammar: what its text must look like.
     """
 
     __slots__ = (
@@ -79,6 +82,8 @@ class EditedRow:
         "_bias_ids",
         "_bias_values",
         "_counts",
+        "_eos_ids",
+        "_grammar",
         "_num_counted",
         "_num_starting",
         "_params",
@@ -88,7 +93,14 @@ class EditedRow:
         "serial",
     )
 
-    def __init__(self, request: Request, serial: int, vocab_size: int, bad_words: Sequence[tuple[int, ...]]) -> None:
+    def __init__(
+        self,
+        request: Request,
+        serial: int,
+        vocab_size: int,
+        bad_words: Sequence[tuple[int, ...]],
+        grammar: RequestGrammar | None = None,
+    ) -> None:
         params: SamplingParams = request.metadata
         self.serial = serial
         self._request = request
@@ -98,6 +110,8 @@ class EditedRow:
         self._num_starting = max((len(word) - 1 for word in bad_words), default=0)  # of the longest, before its last
         self._allowed = None if params.allowed_token_ids is None else _unique(params.allowed_token_ids, vocab_size)
         self._stop_ids = _unique(sorted(request.stop_set), vocab_size)
+        self._eos_ids = _unique(request.eos_token_ids, vocab_size)
+        self._grammar = grammar
         biases = {token: bias for token, bias in (params.logit_bias or {}).items() if token < vocab_size}
         self._bias_ids = np.array(list(biases), dtype=np.int64)
         self._bias_values = np.array(list(biases.values()), dtype=np.float32)
@@ -105,19 +119,36 @@ class EditedRow:
         self._num_counted = 0  # output tokens in `_counts`
 
     def edit(self, row: int, position: int, edits: LogitEdits) -> None:
-        """Add to `edits` what the logits of `row` need when the token at `position` is drawn."""
+        """Add to `edits` what the logits of `row` need when the token at `position` is drawn.
+
+        Raises:
+            GrammarError: there is a grammar, and it cannot say what may follow.
+        """
         num_output = position - self._request.num_prompt_tokens
+        if self._grammar is not None:
+            if self._constrain(self._grammar, row, num_output, edits):
+                return
+            if self._params.ignore_eos:
+                edits.mask(row, self._eos_ids)
         if self._allowed is not None:
             edits.allow(row, self._allowed)
         if self._bad_words:
             start = max(0, num_output - self._num_starting)
             edits.mask(row, self._completing(output_since(self._request, start)[: num_output - start].tolist()))
-        if num_output < self._request.min_tokens:
+        if num_output < self._params.min_tokens:
             edits.mask(row, self._stop_ids)
         if len(self._bias_ids):
             edits.bias(row, self._bias_ids, self._bias_values)
         if has_penalties(self._params):
             self._penalize(row, num_output, edits)
+
+    def _constrain(self, grammar: RequestGrammar, row: int, num_output: int, edits: LogitEdits) -> bool:
+        """Let the grammar say what may follow the output; whether that is nothing but the end."""
+        if grammar.num_accepted > num_output:
+            grammar.rewind(num_output)
+        known = grammar.num_accepted
+        new = output_since(self._request, known)[: num_output - known].tolist() if known < num_output else ()
+        return grammar.mask(new, row, edits.token_masks(self._vocab_size))
 
     def _completing(self, output: list[int]) -> Int64Array:
         """The last tokens of bad words whose other tokens end the output, of which the end suffices."""
@@ -145,16 +176,28 @@ class EditedRow:
 
 
 class LogitEdits:
-    """The edits of one step, by row of its logits."""
+    """The edits of one step, by row of its logits.
 
-    def __init__(self) -> None:
+    Args:
+        num_rows: of the logits.
+    """
+
+    def __init__(self, num_rows: int = 1) -> None:
+        self._num_rows = num_rows
+        self._token_masks: TokenMasks | None = None
         self._allowed: list[tuple[int, Int64Array]] = []
         self._masks = _Places()
         self._biases = _Places()
         self._penalties = _Places()
 
     def __bool__(self) -> bool:
-        return bool(self._allowed or self._masks or self._biases or self._penalties)
+        return bool(self._allowed or self._masks or self._biases or self._penalties or self._token_masks)
+
+    def token_masks(self, vocab_size: int) -> TokenMasks:
+        """Where grammars put the tokens that they allow."""
+        if self._token_masks is None:
+            self._token_masks = TokenMasks(self._num_rows, vocab_size)
+        return self._token_masks
 
     def allow(self, row: int, token_ids: Int64Array) -> None:
         """Only these tokens."""
@@ -190,6 +233,8 @@ class LogitEdits:
             place, (repetition, subtracted) = self._penalties.tensors(logits.device)
             before = logits[place]
             logits[place] = torch.where(before > 0, before / repetition, before * repetition) - subtracted
+        if self._token_masks:
+            self._token_masks.apply(logits)
         return logits
 
 

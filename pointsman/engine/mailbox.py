@@ -29,6 +29,11 @@ class Port:
         self._marked: deque[Mailbox] = deque()  # its append and popleft are atomic
         self._is_scheduled = False
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether nobody can read any more."""
+        return self.loop.is_closed()
+
     def mark(self, mailbox: Mailbox) -> None:
         """Engine's thread: this mailbox has news, to be told with the next `ring`."""
         if not mailbox.is_marked:

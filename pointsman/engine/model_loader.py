@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
@@ -21,12 +21,11 @@ from pointsman.engine.kv_pool import LayerShape
 from pointsman.engine.linear import check_quantization, store_weights
 from pointsman.engine.model_check import attach, check_config, fix_longrope, probe_layers
 from pointsman.engine.self_check import SelfCheck
+from pointsman.engine.tokenizing import model_directory, read_tokenizer
 
 logger = logging.getLogger(__name__)
 
-DEMO_MODEL = Path(__file__).parent / "demo"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
 @dataclass(slots=True)
@@ -87,13 +86,13 @@ def load_model(
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
-    path = DEMO_MODEL if model is None or str(model) == "demo" else Path(model)
+    path = model_directory(model)
     place = choose_device(device)
     config = _read_config(path)
     check_config(config)
     _check_weights(path)
     options: dict[str, Any] = {
-        "tokenizer": _read_tokenizer(path),
+        "tokenizer": read_tokenizer(path),
         "path": str(path),
         "max_model_len": max_model_len,
         "attention": attention,
@@ -271,16 +270,6 @@ def _read_weights(path: Path, config: Any, dtype: torch.dtype) -> Any:
             f"{path}: the weights {what}, first {(missing or mismatched)[0]}; they do not belong to this config.json"
         )
     return model
-
-
-def _read_tokenizer(path: Path) -> Any | None:
-    if not any((path / name).is_file() for name in TOKENIZER_FILES):
-        logger.warning("%s has no tokenizer; prompts must be token ids", path)
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except Exception as error:
-        raise ModelLoadError(f"{path}: the tokenizer cannot be loaded: {first_line(error)}") from error
 
 
 def _eos_token_ids(model: Any) -> tuple[int, ...]:

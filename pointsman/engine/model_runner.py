@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from pointsman.core import Scheduler
 
 NOT_FINITE = "the model's logits are not finite (NaN or infinity); check the weights, or use dtype float32"
-NOTHING_LEFT = "allowed_token_ids, bad_words and min_tokens together leave no token to sample; loosen one of them"
+NOTHING_LEFT = (
+    "allowed_token_ids, bad_words, min_tokens and structured_outputs together leave no token to sample; loosen one"
+)
 
 
 @dataclass(slots=True)

@@ -27,6 +27,8 @@ class RequestMetrics:
     """When things happened to a request, in seconds on the engine's clock, and what it cost."""
 
     arrival_time: float
+    first_scheduled_time: float | None = None
+    """When it was first admitted: until then it waited in the queue."""
     first_token_time: float | None = None
     finished_time: float | None = None
     num_cached_tokens: int = 0
@@ -213,7 +215,7 @@ class CompletionOutput:
 
     @property
     def finish_reason(self) -> str | None:
-        """ "stop", "length", "abort" or "error"; None while it runs."""
+        """ "stop", "length", "abort", "deadline" or "error"; None while it runs."""
         return self._transcript.finish_reason if self._finished else None
 
     @property

@@ -145,7 +145,13 @@ class OutputProcessor:
         outputs += [self._finish(failed, len(failed.token_ids), now) for failed in without_token]
         return outputs, stops
 
-    def abort(self, request: Request, now: float) -> RequestOutput | None:
+    def note_scheduled(self, request: Request, now: float) -> None:
+        """A request was admitted; the first time counts."""
+        transcript = self._live.get(request)
+        if transcript is not None and transcript.metrics.first_scheduled_time is None:
+            transcript.metrics.first_scheduled_time = now
+
+    def end(self, request: Request, now: float) -> RequestOutput | None:
         """The last output of a request that was ended from outside; None if it is not followed."""
         transcript = self._live.get(request)
         if transcript is None:
@@ -247,4 +253,4 @@ def _give_up_text(transcript: Transcript, error: Exception) -> str:
 
 def _was_cut_short(request: Request) -> bool:
     """Whether a request ended for a reason that its text does not outweigh."""
-    return request.finish_reason is not None and request.finish_reason.value in ("abort", "error")
+    return request.finish_reason is not None and request.finish_reason.value in ("abort", "error", "deadline")

@@ -8,7 +8,7 @@ A step has two halves, so that the scheduler may go on while the model runs:
 The order is that of vLLM's V1 sampler:
 
     1. log probabilities are taken of the logits as they come (its "raw_logprobs", the default there)
-    2. allowed tokens, bad words, `min_tokens`, biases, penalties                      `logit_edits.py`
+    2. allowed tokens, bad words, `min_tokens`, biases, penalties, grammars            `logit_edits.py`
     3. greedy rows take the most likely token; the others go through
        temperature, min-p, top-k, top-p, and the race of exponential clocks            `race.py`, `race_kernels.py`
 
@@ -29,6 +29,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pointsman.core.request import Request
+from pointsman.engine.errors import GrammarError
+from pointsman.engine.grammar_matcher import RequestGrammar
 from pointsman.engine.logit_edits import EditedRow, LogitEdits, bad_word_sequences
 from pointsman.engine.logprobs import TokenLogprobs, token_logprobs
 from pointsman.engine.race import Int64Array, draw, probabilities
@@ -37,6 +40,7 @@ from pointsman.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from pointsman.core.output import SchedulerOutput
+    from pointsman.engine.grammar_process import CompiledGrammar
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +75,7 @@ class Sampler:
         self._draw_rows = compiled_draw() if torch.device(device).type == "cpu" else None
         self._columns = SamplingColumns(seed)
         self._edited: dict[str, EditedRow] = {}  # by request id, while it has a row
+        self._grammars: dict[Request, RequestGrammar] = {}  # until the request's end is reported
 
     def check(self, params: SamplingParams) -> None:
         """What a host calls before it adds a request.
@@ -81,6 +86,10 @@ class Sampler:
         params.check_token_ids(self.vocab_size)
         if params.bad_words:
             bad_word_sequences(self._tokenizer, params.bad_words)
+
+    def use_grammar(self, request: Request, grammar: CompiledGrammar) -> None:
+        """What the request's text must look like. Call it before the request is scheduled."""
+        self._grammars[request] = RequestGrammar(request, grammar)
 
     def sample(self, logits: Tensor, output: SchedulerOutput, sampling: Int64Array, positions: Int64Array) -> Sampled:
         """`prepare` and `run` in one."""
@@ -96,21 +105,19 @@ class Sampler:
             sampling: [n] row indices of the output that sample, in ascending order.
             positions: [n] place in its sequence of each token to be drawn.
         """
-        if self._edited:
+        if self._edited or self._grammars:
             self._forget(output)
         for index in self._columns.admit(output):
             self._edited.pop(output.requests[index].request_id, None)
         batch = self._columns.gather(output, sampling, positions)
         edited = self._columns.edited(output, sampling)
         if edited:
-            edits = LogitEdits()
+            edits = LogitEdits(len(sampling))
             for at in edited:
                 try:
-                    row = self._edited_row(output, int(sampling[at]))
-                except ValueError as error:  # what `check` refuses; a step that fails would fail again for ever
+                    self._edited_row(output, int(sampling[at])).edit(at, int(positions[at]), edits)
+                except ValueError as error:  # of `check`, or a grammar's; a step that fails would fail again for ever
                     batch.errors[at] = str(error)
-                else:
-                    row.edit(at, int(positions[at]), edits)
             batch.edits = edits if edits else None
         return batch
 
@@ -120,12 +127,17 @@ class Sampler:
         row = self._edited.get(request.request_id)
         if row is None or row.serial != serial:
             bad_words = bad_word_sequences(self._tokenizer, request.metadata.bad_words)
-            row = self._edited[request.request_id] = EditedRow(request, serial, self.vocab_size, bad_words)
+            grammar = self._grammars.get(request)
+            if grammar is None and request.metadata.structured_outputs is not None:
+                raise GrammarError("its grammar was not compiled; add the request through Engine.add_request")
+            row = self._edited[request.request_id] = EditedRow(request, serial, self.vocab_size, bad_words, grammar)
         return row
 
     def _forget(self, output: SchedulerOutput) -> None:
         for request in (*output.preempted, *output.finished):
             self._edited.pop(request.request_id, None)
+        for request in output.finished:
+            self._grammars.pop(request, None)
 
     # -------------------------------------------------------------------------------------- after the model has run
 

@@ -7,8 +7,8 @@ A request's parameters are written once, when it is admitted, into the columns a
     serial[row]       the admission that the columns describe; another serial in an output means another request
     temperature, top_k, top_p, min_p, mixed_seed (of `race.py`), logprobs, prompt_logprobs
 
-Requests with a feature of flag EDITED (penalties, biases, masks) have an `EditedRow` besides, in `logit_edits.py`; only
-they cost Python in a step.
+Requests with a feature of flag EDITED (penalties, biases, masks, grammars) have an `EditedRow` besides, in
+`logit_edits.py`; only they cost Python in a step.
 """
 
 from __future__ import annotations
@@ -173,4 +173,5 @@ def is_edited(params: SamplingParams) -> bool:
         or params.logit_bias
         or params.bad_words
         or params.allowed_token_ids is not None
+        or params.structured_outputs is not None
     )

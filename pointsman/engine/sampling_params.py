@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pointsman.engine.structured_outputs import StructuredOutputsParams
+
 GREEDY_BELOW = 1e-5
 """A temperature below this means greedy: dividing logits by it would overflow to no useful distribution."""
 
@@ -56,14 +58,15 @@ class SamplingParams:
     max_tokens: int | None = 16
     """Most tokens to generate; None: as many as the model's length allows."""
     min_tokens: int = 0
-    """Before this many tokens neither EOS nor a stop token can be sampled."""
+    """Before this many tokens neither EOS nor a stop token can be sampled; with `structured_outputs`, unless nothing
+    else may follow."""
     seed: int | None = None
     """Fixes the request's tokens whatever runs beside it; None: derived from the engine's seed and the request's id.
     -1 is kept as None."""
     stop_token_ids: Sequence[int] = ()
     """Further tokens that end the request, beside the model's EOS."""
     ignore_eos: bool = False
-    """Whether generation goes on past EOS."""
+    """Whether generation goes on past EOS; with `structured_outputs`, whether it goes on while the text may."""
     min_p: float = 0.0
     """Sample only from tokens at least this fraction as likely as the most likely one; 0: from all."""
     repetition_penalty: float = 1.0
@@ -94,6 +97,8 @@ class SamplingParams:
     """Whether the text leaves out special tokens such as EOS."""
     spaces_between_special_tokens: bool = True
     """Accepted for compatibility, without effect: tokenizers of transformers 5 have no such choice."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """What the text must look like; None: anything. Needs a tokenizer."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """What each output of a stream holds."""
 
@@ -166,6 +171,10 @@ class SamplingParams:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         if self.stop and not self.detokenize:
             raise ValueError(f"stop is {self.stop[0]!r} and detokenize is False; stop strings need text: leave it True")
+        structured: object = self.structured_outputs
+        if structured is not None and not isinstance(structured, StructuredOutputsParams):
+            what = type(structured).__name__
+            raise ValueError(f"structured_outputs is of type {what}; it must be StructuredOutputsParams, or None")
         if not isinstance(self.output_kind, RequestOutputKind):
             raise ValueError(f"output_kind is {self.output_kind!r}; it must be a RequestOutputKind")
 

@@ -103,3 +103,48 @@ def test_step_overhead() -> None:
     assert 0 < figures["operators_ms"] < figures["profiled_step_ms"]
     least, most = figures["overhead_bounds"]
     assert least <= figures["overhead"] <= most < 1
+
+
+@pytest.mark.e2e
+def test_server_throughput() -> None:
+    pytest.importorskip("uvicorn")
+    figures = run_quick("server_throughput.py")
+    assert set(figures["rates"]) == {"inf", "20"}
+    for rate in figures["rates"].values():
+        ours = rate["pointsman"]
+        assert ours["completed"] == figures["requests"]
+        assert 0 < ours["median_itl_ms"] <= ours["p99_itl_ms"] < 10_000
+        assert ours["output_throughput"] > 1
+
+
+@pytest.mark.e2e
+def test_server_load() -> None:
+    """`--check`: every request is answered once and completely, and nothing is left over."""
+    pytest.importorskip("uvicorn")
+    figures = run_quick("server_load.py", "--check")
+    assert len(figures["rounds"]) == 3
+    for each in figures["rounds"]:
+        assert each["faults"] == 0 and each["blocks_returned"] and each["preemptions"] > 0
+        assert each["counts"]["malformed"] == each["counts"]["late"] == figures["requests"] // 20
+        assert each["counts"]["hung up"] > 0
+
+
+@pytest.mark.e2e
+def test_server_faults() -> None:
+    """`--check`: clients are told, exit codes are right, nothing that was accepted is lost."""
+    pytest.importorskip("uvicorn")
+    figures = run_quick("server_faults.py", "--check")
+    assert figures["engine-killed"]["with_error"] == figures["engine-killed"]["requests"]
+    assert figures["drain"]["complete"] == figures["drain"]["requests"]
+    assert figures["short-drain"]["aborted"] > 0
+    assert figures["api-killed"]["seconds"] < 10
+    assert figures["slow-readers"]["complete"] == figures["slow-readers"]["readers"]
+
+
+@pytest.mark.e2e
+def test_server_overhead() -> None:
+    pytest.importorskip("uvicorn")
+    figures = run_quick("server_overhead.py", "--rounds", "1", "--requests", "48", "--streams", "16")
+    assert figures["complete"] == 48
+    assert figures["loss"] < 0.6  # beside other tests, on the same cores, it says little
+    assert all(seconds > 0 for seconds in figures["cpu_seconds_per_1000_tokens"].values())

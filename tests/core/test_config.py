@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pointsman.core import ConfigError, Scheduler, SchedulerConfig
-from pointsman.core.config import MAX_INT
+from pointsman.core.config import MAX_INT, PRESETS
 from tests.core.helpers import small_config
 
 POSITIVE = [
@@ -140,6 +140,34 @@ def test_a_preset_is_a_set_of_values_with_overrides_on_top() -> None:
     assert SchedulerConfig.preset("static", num_blocks=8, max_model_len=32, batching="mixed").batching == "mixed"
     with pytest.raises(ConfigError, match="no preset is called 'fast'; choose one of default, static"):
         SchedulerConfig.preset("fast", num_blocks=8, max_model_len=32)
+
+
+@pytest.mark.parametrize(
+    ("name", "max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill"),
+    [
+        ("low-latency", 64, 2048, True),
+        ("high-throughput", 256, 16384, True),
+        ("long-context", 128, 8192, True),
+        ("short-requests", 512, 4096, False),
+    ],
+)
+def test_the_presets_to_start_from(
+    name: str, max_num_seqs: int, max_num_batched_tokens: int, enable_chunked_prefill: bool
+) -> None:
+    config = SchedulerConfig.preset(name, num_blocks=100, max_model_len=1024)
+    assert config == SchedulerConfig(
+        num_blocks=100,
+        max_model_len=1024,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        enable_chunked_prefill=enable_chunked_prefill,
+    )
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_makes_a_scheduler(name: str) -> None:
+    config = Scheduler(SchedulerConfig.preset(name, num_blocks=100, max_model_len=1024)).config
+    assert SchedulerConfig.preset("default", **config.to_dict()) == config
 
 
 def test_reserved_blocks_are_not_usable() -> None:

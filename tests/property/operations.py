@@ -60,7 +60,7 @@ def _update(world: World, choose: Chooser) -> None:
 
 
 def _finish(world: World, entry: Entry, choose: Chooser) -> None:
-    reason = choose.choice((FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR))
+    reason = choose.choice((FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR, FinishReason.DEADLINE))
     world.finish(entry, reason, choose.integer(0, entry.num_output + 1) if choose.chance(60) else None)
 
 

@@ -1,0 +1,64 @@
+"""What the server says about itself, on its pages: metrics, open requests."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from _server_client import Address, get, send
+
+MIB = 1024 * 1024
+
+
+def run_async(main: Coroutine[Any, Any, Any]) -> Any:
+    """`asyncio.run` on uvloop where it is installed: the client's share of the processor should be small."""
+    try:
+        import uvloop
+    except ModuleNotFoundError:
+        return asyncio.run(main)
+    return uvloop.run(main)
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, and not only what is left for its parent to read."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+async def read_metrics(address: Address) -> dict[str, float]:
+    """Every sample of /metrics by name, added up over its labels; by name/reason too where a finished_reason is one."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    answer = (await send(address, get("/metrics"))).answer()
+    totals: dict[str, float] = {}
+    for family in text_string_to_metric_families(answer.body.decode()):
+        for sample in family.samples:
+            totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+            if "finished_reason" in sample.labels:
+                totals[f"{sample.name}/{sample.labels['finished_reason']}"] = sample.value
+    return totals
+
+
+async def open_requests(address: Address) -> list[dict[str, Any]]:
+    """What /v1/requests lists."""
+    listing = (await send(address, get("/v1/requests"))).answer().json()
+    return list(listing["data"])
+
+
+async def wait_until_idle(address: Address, seconds: float = 10.0) -> dict[str, float] | None:
+    """Metrics as soon as no request is open and no block in use; None if that did not come in time."""
+    limit = time.monotonic() + seconds
+    while True:
+        metrics = await read_metrics(address)
+        busy = metrics["vllm:num_requests_running"] or metrics["vllm:num_requests_waiting"]
+        if not busy and metrics["vllm:kv_cache_usage_perc"] == 0 and not await open_requests(address):
+            return metrics
+        if time.monotonic() > limit:
+            return None
+        await asyncio.sleep(0.05)

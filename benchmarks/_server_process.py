@@ -1,0 +1,166 @@
+"""A real `pointsman serve` process, for benchmarks and tests: started, watched and ended."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_URL = re.compile(r"http://[^\s'\"/]+:\d+")
+
+
+class ServerFailed(RuntimeError):
+    """The server did not come up; the message ends with its log."""
+
+
+class ServerProcess:
+    """A server. Made by `start_server`."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self._lines: list[str] = []
+        self._has_url = threading.Event()
+        self.url = ""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self._lines.append(line)
+            if not self.url and (found := _URL.search(line)):
+                self.url = found[0]
+                self._has_url.set()
+        self._has_url.set()
+
+    def wait_ready(self, timeout: float) -> None:
+        """Until it has said where it serves.
+
+        Raises:
+            ServerFailed: it ended, or took too long.
+        """
+        self._has_url.wait(timeout)
+        if not self.url:
+            self.kill()
+            raise ServerFailed(f"the server did not start within {timeout:g} s; its log:\n{self.log()}")
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
+    @property
+    def pid(self) -> int:
+        """Of the API process."""
+        return self._process.pid
+
+    @property
+    def engine_pid(self) -> int:
+        """Of the engine process.
+
+        Raises:
+            ProcessLookupError: it has ended.
+        """
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        for child in children:
+            if b"pointsman.server.engine_process" in Path(f"/proc/{child}/cmdline").read_bytes():
+                return int(child)
+        raise ProcessLookupError("the server has no engine process")
+
+    def log(self) -> str:
+        """What it has printed."""
+        return "".join(self._lines)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the API process."""
+        self._process.send_signal(number)
+
+    def wait(self, timeout: float) -> int:
+        """Its exit code, once it has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not.
+        """
+        return self._process.wait(timeout)
+
+    def stop(self, timeout: float = 60) -> int:
+        """End it as a supervisor would, with SIGTERM; its exit code."""
+        if self._process.poll() is None:
+            self.signal(signal.SIGTERM)
+            try:
+                self._process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                self.kill()
+                raise
+        self._reader.join(5)
+        return self._process.returncode
+
+    def kill(self) -> None:
+        """End it at once; its engine process follows."""
+        self._process.kill()
+        self._process.wait(30)
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._process.poll() is None:
+            self.stop()
+
+
+def start_server(
+    *arguments: str, environment: Mapping[str, str | None] | None = None, timeout: float = 120
+) -> ServerProcess:
+    """Start a server on a free port of 127.0.0.1, and wait until it serves.
+
+    Args:
+        arguments: options of `pointsman serve`.
+        environment: variables beside or in place of this process's; None removes one.
+        timeout: seconds to come up.
+
+    Raises:
+        ServerFailed: it did not.
+    """
+    merged: dict[str, Any] = {**os.environ, **(environment or {})}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pointsman", "serve", "--port", "0", *arguments],
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env={name: value for name, value in merged.items() if value is not None},
+    )
+    server = ServerProcess(process)
+    server.wait_ready(timeout)
+    return server
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory that a process holds, in bytes."""
+    fields = Path(f"/proc/{pid}/statm").read_text().split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def processor_seconds(pid: int) -> float:
+    """Processor time that a process has used, all threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def wait_until(condition: Any, timeout: float, what: str) -> None:
+    """Poll until `condition()` is true.
+
+    Raises:
+        TimeoutError: it was not within `timeout` seconds.
+    """
+    end = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError(f"not within {timeout:g} s: {what}")
+        time.sleep(0.05)

@@ -1,0 +1,293 @@
+"""`pointsman chat`: a conversation with a running server, in the terminal or through a pipe.
+
+The answer is shown as it is generated. On a terminal Ctrl-C stops an answer (the server aborts the request, because its
+client is gone), and the conversation goes on; Ctrl-D ends it. From a pipe every line is a question, and every answer
+ends with a line break. A turn that failed is reported on stderr and leaves no trace in the history.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager, suppress
+from typing import Any
+
+import httpx2
+
+from pointsman.cli.display import one_line, printable
+from pointsman.cli.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, CommandError
+
+PROMPT = "> "
+TIMEOUT = httpx2.Timeout(600.0, connect=10.0)
+"""Seconds. A first token may have to wait for others' requests, so reading gets long; Ctrl-C is always there."""
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+ENDS = {
+    "length": "the answer reached the most tokens that it may have",
+    "deadline": "the server's deadline has passed",
+    "abort": "the server ended the request",
+}
+"""Ends of an answer that the reader should know of."""
+
+
+class TurnError(Exception):
+    """A question without a whole answer.
+
+    Args:
+        message: one line.
+        exit_code: 2 where the question, the key or the model's name was wrong, 1 where the server failed.
+    """
+
+    def __init__(self, message: str, exit_code: int = EXIT_FAILED) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def run_chat(
+    url: str,
+    *,
+    model: str | None,
+    api_key: str | None,
+    system: str | None,
+    temperature: float | None,
+    max_tokens: int | None,
+) -> int:
+    """Read questions from standard input and show the answers, until it ends.
+
+    Returns:
+        The exit code: 0; from a pipe also 2 if the server refused a question and 1 if it failed at one.
+
+    Raises:
+        CommandError: the server cannot be reached, or does not let this client in, or has no such model.
+    """
+    sampling = {"temperature": temperature, "max_completion_tokens": max_tokens}
+    with _client(url, api_key) as client:
+        try:
+            model = choose_model(client, model)
+        except TurnError as error:
+            raise CommandError(str(error), error.exit_code) from None
+        parameters = {"model": model} | {name: value for name, value in sampling.items() if value is not None}
+        chat = Chat(client, parameters, system)
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="replace")  # a byte that is no text is asked about as such
+        if sys.stdin.isatty() and sys.stdout.isatty():
+            return _talk(chat)
+        return _answer_lines(chat)
+
+
+class Chat:
+    """A conversation: its history, and a turn at a time.
+
+    Args:
+        client: with the server's address.
+        parameters: of every request: the model, and how it samples.
+        system: the first message, if any.
+    """
+
+    def __init__(self, client: httpx2.Client, parameters: dict[str, Any], system: str | None = None) -> None:
+        self.messages = [_message_of("system", system)] if system else []
+        self.end: str | None = None
+        """Why the last answer ended, as the server says; None: it was stopped from here."""
+        self._client = client
+        self._parameters = parameters
+
+    def ask(self, question: str) -> Generator[str]:
+        """The pieces of the answer, as they come.
+
+        The turn joins the history when the generator ends; if it is closed before, with what was read of the answer.
+
+        Raises:
+            TurnError: there is no answer, or it broke off; the history is as before.
+        """
+        messages = [*self.messages, _message_of("user", question)]
+        pieces: list[str] = []
+        failed = True
+        self.end = None
+        try:
+            for piece in self._answer(messages):
+                pieces.append(piece)
+                yield piece
+            failed = False
+        except (GeneratorExit, KeyboardInterrupt):
+            failed = not pieces
+            raise
+        finally:
+            if not failed:
+                self.messages = [*messages, _message_of("assistant", "".join(pieces))]
+
+    def _answer(self, messages: list[dict[str, str]]) -> Iterator[str]:
+        body = {**self._parameters, "messages": messages, "stream": True}
+        done = False
+        with _told(), self._client.sse("/v1/chat/completions", method="POST", json=body) as source:
+            _check(source.response)
+            for event in source:
+                if event.data == "[DONE]":
+                    done = True
+                elif event.data and not done:
+                    yield from self._piece(event.data)
+        if not done:
+            raise TurnError("the connection ended before the answer did; the server's log says why")
+
+    def _piece(self, data: str) -> Iterator[str]:
+        """The text in an event, if there is any."""
+        try:
+            chunk = json.loads(data)
+            if "error" in chunk:
+                raise TurnError(f"the server broke off: {_error_text(chunk)}")
+            for choice in chunk["choices"]:
+                self.end = choice.get("finish_reason") or self.end
+                if text := choice["delta"].get("content"):
+                    yield str(text)
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise TurnError(f"the server sent what is no chunk of an answer: {one_line(data)[:80]}") from None
+
+
+def choose_model(client: httpx2.Client, model: str | None) -> str:
+    """The model to talk to: as given, if the server has it, or else the server's first.
+
+    Raises:
+        TurnError: the server cannot be reached, does not let this client in, or has no such model.
+    """
+    place = _place(client.base_url)
+    with _told():
+        response = client.get("/v1/models")
+        _check(response)
+    try:
+        names = [str(each["id"]) for each in response.json()["data"]]
+    except (ValueError, LookupError, TypeError):
+        raise TurnError(f"{place} does not answer as an OpenAI-compatible server", EXIT_BAD_INPUT) from None
+    if not names:
+        raise TurnError(f"{place} serves no model")
+    if model is None:
+        return names[0]
+    if model not in names:
+        known = ", ".join(map(one_line, names))
+        raise TurnError(f"{place} has no model {one_line(model)!r}; it has: {known}", EXIT_BAD_INPUT)
+    return model
+
+
+def _talk(chat: Chat) -> int:
+    """A conversation on a terminal."""
+    with suppress(ImportError):
+        import readline  # noqa: F401  (lets `input` edit and recall lines)
+    print("Ctrl-C stops an answer, Ctrl-D ends the conversation.", file=sys.stderr)
+    while True:
+        try:
+            question = input(PROMPT)
+        except KeyboardInterrupt:
+            print()
+            continue
+        except EOFError:
+            print()
+            return EXIT_OK
+        if not question.strip():
+            continue
+        try:
+            _show(chat, question)
+        except KeyboardInterrupt:
+            print("\n(stopped)", file=sys.stderr)
+        except TurnError as error:
+            print()
+            _print_error(error)
+
+
+def _answer_lines(chat: Chat) -> int:
+    """A question a line; goes on after one that failed, unless nobody is there to answer the others."""
+    worst = EXIT_OK
+    for line in sys.stdin:
+        if not line.strip():
+            continue
+        try:
+            _show(chat, line.rstrip("\r\n"))
+        except TurnError as error:
+            if isinstance(error.__cause__, httpx2.TransportError):
+                raise CommandError(str(error), EXIT_FAILED) from None
+            print(flush=True)
+            _print_error(error)
+            worst = max(worst, error.exit_code)
+    return worst
+
+
+def _show(chat: Chat, question: str) -> None:
+    with closing(chat.ask(question)) as pieces:  # closed at once when interrupted, which tells the server
+        for piece in pieces:
+            # A model may generate any character; a terminal would obey some of them.
+            print(printable(piece), end="", flush=True)
+    print(flush=True)
+    if chat.end in ENDS:
+        print(f"({ENDS[chat.end]})", file=sys.stderr, flush=True)
+
+
+def _client(url: str, api_key: str | None) -> httpx2.Client:
+    """A client of the server at `url`.
+
+    Raises:
+        CommandError: the address or the key cannot be used.
+    """
+    try:
+        base = httpx2.URL(url.rstrip("/").removesuffix("/v1"))
+    except httpx2.InvalidURL as error:
+        raise CommandError(f"--url is {url!r}: {error}; write for example http://127.0.0.1:8000") from None
+    if base.scheme not in ("http", "https") or not base.host:
+        raise CommandError(f"--url is {url!r}; write for example http://127.0.0.1:8000")
+    headers = {}
+    if api_key:
+        if not (api_key.isascii() and api_key.isprintable()):
+            raise CommandError("the API key holds characters other than printable ASCII; check --api-key")
+        headers["Authorization"] = f"Bearer {api_key}"
+    # A proxy from the environment could not reach a server on this machine.
+    return httpx2.Client(base_url=base, headers=headers, timeout=TIMEOUT, trust_env=base.host not in LOOPBACK)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Failures of the connection, as errors of this module."""
+    try:
+        yield
+    except httpx2.ConnectError as error:
+        where = _place(error.request.url)
+        reason = one_line(str(error)) or "no connection"
+        raise TurnError(f"cannot reach {where} ({reason}); start it with pointsman serve, or give --url") from error
+    except httpx2.TransportError as error:
+        raise TurnError(f"the connection failed: {one_line(str(error)) or type(error).__name__}") from error
+
+
+def _check(response: httpx2.Response) -> None:
+    """Raises TurnError: the status is not one of success."""
+    if response.is_success:
+        return
+    response.read()
+    status = response.status_code
+    try:
+        message = _error_text(response.json())
+    except ValueError:
+        message = one_line(response.text)[:200] or response.reason_phrase
+    if status == 401:
+        message = "the server wants an API key; give --api-key, or set POINTSMAN_API_KEY"
+    elif "retry-after" in response.headers:
+        message += f" (try again in {one_line(response.headers['retry-after'])} s)"
+    refused = 400 <= status < 500 and status not in (408, 429)
+    raise TurnError(f"{message} (HTTP {status})", EXIT_BAD_INPUT if refused else EXIT_FAILED)
+
+
+def _error_text(body: Any) -> str:
+    """What an error's body says, on one line."""
+    error = body.get("error", body) if isinstance(body, dict) else body
+    message = error.get("message", error) if isinstance(error, dict) else error
+    return one_line(str(message))[:400]
+
+
+def _message_of(role: str, content: str) -> dict[str, str]:
+    """A message of the history. Lone surrogates, which arguments and models may hold, have no bytes to be sent as."""
+    return {"role": role, "content": content.encode("utf-8", "replace").decode("utf-8")}
+
+
+def _place(url: httpx2.URL) -> str:
+    """The server's address without what may be secret in a URL."""
+    host = f"[{url.host}]" if ":" in url.host else url.host
+    return f"{url.scheme}://{host}" if url.port is None else f"{url.scheme}://{host}:{url.port}"
+
+
+def _print_error(error: TurnError) -> None:
+    print(f"pointsman: error: {error}", file=sys.stderr, flush=True)

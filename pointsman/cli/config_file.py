@@ -1,0 +1,127 @@
+"""The configuration file of `pointsman serve`: YAML, one option a line, under the names that the command line has.
+
+    model: /models/qwen3-0.6b
+    preset: low-latency
+    max-num-seqs: 48
+    served_model_name: [qwen3, default]
+
+Hyphens and underscores mean the same. A key that is no option is an error and not ignored, because a misspelt limit is
+a limit that is not there. Values have the types of the options; null leaves an option at its default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+from pointsman.cli.errors import CommandError
+from pointsman.cli.options import SIZES
+
+KINDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    list[str]: "text, or a list of texts",
+}
+SECRETS = {"api_key": "api_key_file (keys in a file of their own, one a line) or the variable POINTSMAN_API_KEY"}
+"""Options that would make a secret of the file, and what to use in their place."""
+
+
+def read_config(path: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What the file sets, by option.
+
+    Args:
+        path: the file, UTF-8.
+        options: the options that it may set: name -> annotation, as in `pointsman.cli.options`.
+
+    Raises:
+        CommandError: it cannot be read, is no YAML, or a key or a value is not one of an option; with the line.
+    """
+    try:
+        import yaml
+    except ModuleNotFoundError:
+        raise CommandError("--config needs PyYAML; install it with: pip install 'pointsman[server]'") from None
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"cannot read the configuration {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise CommandError(f"{path} is not UTF-8 text; save it as UTF-8") from None
+    try:
+        entries = _entries(yaml, text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{path}, line {mark.line + 1}" if mark is not None else path
+        raise CommandError(f"{place}: not YAML: {getattr(error, 'problem', None) or error}") from None
+    if entries is None:
+        raise CommandError(f'{path} is not a mapping; write one option a line, like "max_num_seqs: 64"')
+    return _checked(path, entries, options)
+
+
+def _entries(yaml: Any, text: str) -> list[tuple[int, object, Any]] | None:
+    """(line, key, value) of each entry; None: the document is not a mapping. Only plain types are made, as by
+    `safe_load`, which would say neither the line nor that a key is there twice.
+    """
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return []
+        if not isinstance(node, yaml.MappingNode):
+            return None
+        build = partial(loader.construct_object, deep=True)
+        return [(key.start_mark.line + 1, build(key), build(value)) for key, value in node.value]
+    finally:
+        loader.dispose()
+
+
+def _checked(path: str, entries: list[tuple[int, object, Any]], options: Mapping[str, Any]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    lines: dict[str, int] = {}
+    for line, key, value in entries:
+        place = f"{path}, line {line}"
+        name = str(key).replace("-", "_")
+        if name in SECRETS:
+            raise CommandError(f"{place}: {key} is a secret; use {SECRETS[name]}")
+        if name not in options:
+            raise CommandError(f"{place}: {key!r} is no option{_nearest(name, options)}")
+        if name in lines:
+            raise CommandError(f"{place}: {key} was set in line {lines[name]} already; leave one out")
+        lines[name] = line
+        if value is not None:
+            values[name] = _typed(place, name, value, options[name])
+    return values
+
+
+def _nearest(name: str, options: Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(name, options, n=1)
+    return f"; did you mean {close[0]}?" if close else "; pointsman serve --help lists them all"
+
+
+def _typed(place: str, name: str, value: Any, annotation: Any) -> Any:
+    """`value` as the option wants it: text as a list where the option may be repeated, whole numbers as numbers."""
+    kind = option_type(annotation)
+    if name in SIZES and isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if kind == list[str]:
+        many = [value] if isinstance(value, str) else value
+        if isinstance(many, list) and all(isinstance(one, str) for one in many):
+            return many
+    elif isinstance(value, bool) == (kind is bool) and isinstance(value, (int, float) if kind is float else kind):
+        return value
+    wanted = "a size like 64MiB" if name in SIZES else KINDS[kind]
+    raise CommandError(f"{place}: {name} is {value!r}; it must be {wanted}")
+
+
+def option_type(annotation: Any) -> Any:
+    """The type of an option's value: `int` of `Annotated[int | None, ...]`."""
+    optional = get_args(annotation)[0]
+    if get_origin(optional) is types.UnionType:
+        (kind,) = (each for each in get_args(optional) if each is not types.NoneType)
+        return kind
+    return optional

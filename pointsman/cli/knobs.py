@@ -1,0 +1,49 @@
+"""From knobs as the user gave them to arguments of `Engine`: a preset underneath, sizes in bytes, checked at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from pointsman.cli.units import parse_size
+from pointsman.core import Scheduler, SchedulerConfig
+from pointsman.core.config import PRESETS
+
+ENGINE_DEFAULTS = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
+"""Defaults of `Engine` that differ from those of `SchedulerConfig`, so that checks need not import PyTorch."""
+
+
+def engine_arguments(knobs: Mapping[str, Any], preset: str | None = None) -> dict[str, Any]:
+    """Arguments of `Engine` for the knobs that were given, on top of those of a preset.
+
+    The scheduler's knobs are checked here, rather than after a model has been loaded for seconds.
+
+    Raises:
+        ValueError: a value is out of range, two knobs contradict each other, or no preset has that name.
+    """
+    arguments = dict(knobs)
+    if (num_threads := arguments.pop("threads", None)) is not None:
+        if num_threads < 1:
+            raise ValueError(f"--threads is {num_threads}; it must be at least 1")
+        arguments["num_threads"] = num_threads
+    if "kv_cache_bytes" in arguments:
+        arguments["kv_cache_bytes"] = size(arguments["kv_cache_bytes"])
+        if "num_blocks" in arguments:
+            raise ValueError("--num-blocks and --kv-cache-bytes both set the size of the pool; give one of them")
+    names = {field.name for field in fields(SchedulerConfig)}
+    own = {name: value for name, value in arguments.items() if name in names}
+    preset = "default" if preset is None else preset
+    defaults = {name: value for name, value in ENGINE_DEFAULTS.items() if name not in PRESETS.get(preset, {})}
+    stand_ins = {"num_blocks": 1, "max_model_len": 1}  # which the model decides
+    Scheduler(SchedulerConfig.preset(preset, **(stand_ins | defaults | own)))
+    return PRESETS[preset] | arguments
+
+
+def size(value: int | str) -> int:
+    """Bytes, of a number or of text like 64MiB.
+
+    Raises:
+        ValueError: it means none, or less than one byte.
+    """
+    return parse_size(str(value))

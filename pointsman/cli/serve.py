@@ -1,0 +1,129 @@
+"""From the options of `pointsman serve` to what the server is started with.
+
+A value comes from the command line, or else from the configuration file, or else from the preset, or else it is the
+default of the engine or the server. Secrets come from the command line, from a file of their own, or from the
+environment, and from nowhere else; nothing but secrets comes from the environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pointsman.cli import options
+from pointsman.cli.config_file import read_config
+from pointsman.cli.errors import CommandError
+from pointsman.cli.knobs import engine_arguments, size
+from pointsman.server.config import ServerConfig
+
+API_KEY_VARIABLE = "POINTSMAN_API_KEY"
+FILE_OPTIONS = {"preset": options.Preset, **options.SERVER, **options.KNOBS}
+"""What a configuration file may set, apart from secrets."""
+RUN_OPTIONS = ("log_stats_interval", "max_step_retries", "record")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeSettings:
+    """What the server is started with."""
+
+    engine: dict[str, Any]
+    """Arguments of `Engine`, the model among them."""
+    server: ServerConfig
+    options: dict[str, Any]
+    """The other arguments of `pointsman.server.serve.run`."""
+
+
+def serve_settings(values: Mapping[str, Any], config_path: str | None, environment: Mapping[str, str]) -> ServeSettings:
+    """Everything that `pointsman serve` was told, checked as far as that needs no model.
+
+    Args:
+        values: options of the command line by name; None, or an empty list, where not given.
+        config_path: the configuration file, if there is one.
+        environment: where secrets may be.
+
+    Raises:
+        CommandError: a value or a file cannot be used.
+    """
+    settings = read_config(config_path, FILE_OPTIONS) if config_path is not None else {}
+    settings |= options.given(values)
+    preset = settings.pop("preset", None)
+    knobs = {name: settings.pop(name) for name in options.KNOBS if name in settings}
+    model = settings.pop("model", "demo")
+    settings.setdefault("served_model_name", [model])
+    others = {name: settings.pop(name) for name in RUN_OPTIONS if name in settings}
+    try:
+        engine = {"model": model, **engine_arguments(knobs, preset)}
+        if "seed" in settings:
+            engine["seed"] = settings.pop("seed")
+        _check_run_options(others)
+        server = _server_config(settings, environment)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    return ServeSettings(engine=engine, server=server, options=others)
+
+
+def _check_run_options(values: dict[str, Any]) -> None:
+    """Check what is neither the engine's nor in `ServerConfig`; 0 seconds between lines become None, no lines.
+
+    Raises:
+        CommandError, ValueError: one is out of range, or the recording cannot be written.
+    """
+    interval, retries, record = (values.get(name) for name in RUN_OPTIONS)
+    if interval is not None:
+        if not 0 <= interval < float("inf"):
+            raise ValueError(f"--log-stats-interval is {interval:g}; it must be 0 (no lines) or more seconds")
+        values["log_stats_interval"] = interval or None
+    if retries is not None and retries < 0:
+        raise ValueError(f"--max-step-retries is {retries}; it must be 0 (the engine dies at once) or more")
+    if record is not None:
+        _check_writable(record)
+
+
+def _server_config(settings: dict[str, Any], environment: Mapping[str, str]) -> ServerConfig:
+    settings = dict(settings)
+    keys = _api_keys(settings.pop("api_key", []), settings.pop("api_key_file", None), environment)
+    if "max_request_bytes" in settings:
+        settings["max_request_bytes"] = size(settings["max_request_bytes"])
+    if "chat_template" in settings:
+        settings["chat_template"] = _read("chat template", settings["chat_template"])
+    settings["served_model_name"] = tuple(settings["served_model_name"])
+    return ServerConfig(api_keys=keys, **settings)
+
+
+def _api_keys(given: list[str], path: str | None, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """The keys: those of the command line, or else those of the file, or else the variable's.
+
+    A file or a variable that holds none is an error: whoever sets it means the server to be closed.
+    """
+    if given:
+        return tuple(given)
+    if path is not None:
+        keys = tuple(line.strip() for line in _read("API keys", path).splitlines() if line.strip())
+        if not keys:
+            raise CommandError(f"{path} holds no API key; write one a line, or leave --api-key-file out")
+        return keys
+    if (key := environment.get(API_KEY_VARIABLE)) is not None:
+        if not key.strip():
+            raise CommandError(f"the variable {API_KEY_VARIABLE} is empty; put a key into it, or unset it")
+        return (key.strip(),)
+    return ()
+
+
+def _read(what: str, path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"cannot read the {what} in {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise CommandError(f"the {what} in {path} is not UTF-8 text; save it as UTF-8") from None
+
+
+def _check_writable(path: str) -> None:
+    """Complain of a recording that cannot be written before a model is loaded. What is in the file stays, for now."""
+    try:
+        with Path(path).open("a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise CommandError(f"cannot write the recording {path}: {error.strerror}") from None

@@ -1,0 +1,155 @@
+"""POST /v1/chat/completions: a conversation goes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pointsman.server.generation import Result, Sample
+from pointsman.server.logprobs import LogprobWriter, prompt_logprobs
+from pointsman.server.prompts import Prompt
+from pointsman.server.protocol import ChatCompletionRequest
+from pointsman.server.sampling import check_limits, choose_max_tokens, sampling_params
+from pointsman.server.service import Job, Service
+from pointsman.server.streaming import event, quote
+
+if TYPE_CHECKING:
+    from pointsman.engine.sampling_params import SamplingParams
+    from pointsman.server.wire import Delta
+
+PLAIN_TAIL = '},"logprobs":null,"finish_reason":null}]}\n\n'
+"""The end of a chunk that has nothing but text."""
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What has been told of a choice."""
+
+    head: str
+    """The beginning of every chunk, up to the text."""
+    has_begun: bool = False
+
+
+class ChatJob(Job):
+    """One chat completion request."""
+
+    id_prefix = "chatcmpl"
+    object_name = "chat.completion.chunk"
+    body: ChatCompletionRequest
+
+    def __init__(
+        self,
+        service: Service,
+        body: ChatCompletionRequest,
+        request_id: str | None = None,
+        deadline: float | None = None,
+    ) -> None:
+        super().__init__(service, body, request_id, deadline)
+        last = body.messages[-1]
+        self._role = service.config.response_role if body.add_generation_prompt else last.role
+        is_continued = body.echo and last.role == self._role
+        self._echo: str = last.as_template_input()["content"] if is_continued else ""
+        self._writer = LogprobWriter(body.top_logprobs, as_token_ids=bool(body.return_tokens_as_token_ids))
+        # Then a chunk between the first and the last differs from the one before it in its text alone.
+        self._is_plain = not body.logprobs and not body.return_token_ids and not self.continuous_usage
+
+    # ------------------------------------------------------------------ what is asked for
+
+    @property
+    def num_samples_per_prompt(self) -> int:
+        return self.body.n
+
+    @property
+    def _num_logprobs(self) -> int | None:
+        return self.body.top_logprobs if self.body.logprobs else None
+
+    def count_samples(self) -> int:
+        check_limits(self.body, self.body.n, self._num_logprobs, self.service.config)
+        return self.body.n
+
+    async def read_prompts(self) -> list[Prompt]:
+        return [await self.service.prompts.of_chat(self.body, reasoning_effort=self.body.reasoning_effort)]
+
+    def sampling_params(self, prompt: Prompt, number: int) -> SamplingParams:
+        body = self.body
+        asked, name = body.max_completion_tokens, "max_completion_tokens"
+        if asked is None:
+            asked, name = body.max_tokens, "max_tokens"
+        info = self.service.client.info
+        max_tokens = choose_max_tokens(asked, len(prompt.token_ids), None, name, info, self.service.config)
+        return sampling_params(
+            body,
+            max_tokens=max_tokens,
+            sample=number,
+            logprobs=self._num_logprobs,
+            prompt_logprobs=body.prompt_logprobs,
+            defaults=info.generation_defaults,
+        )
+
+    # ------------------------------------------------------------------ what is answered
+
+    async def whole(self, results: list[Result]) -> dict[str, Any]:
+        choices = []
+        for result in results:
+            choice = {
+                "index": result.sample.index,
+                "message": {"role": self._role, "content": self._echo + result.text},
+                "logprobs": self._logprobs(result),
+                "finish_reason": result.finish_reason,
+                "stop_reason": result.stop_reason,
+            }
+            if self.body.return_token_ids:
+                choice["token_ids"] = result.token_ids
+            choices.append(choice)
+        samples = [result.sample for result in results]
+        answer = {**self.envelope("chat.completion"), "choices": choices, "usage": self.usage(samples)}
+        if self.body.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = prompt_logprobs(results[0].prompt_logprobs)
+        if self.body.return_token_ids:
+            answer["prompt_token_ids"] = samples[0].prompt.token_ids
+        return answer
+
+    async def prepare(self, samples: list[Sample]) -> None:
+        start = event({**self.envelope(self.object_name), "choices": []}).decode("ascii").removesuffix("]}\n\n")
+        for sample in samples:
+            sample.extra = _Progress(f'{start}{{"index":{sample.index},"delta":{{"content":')
+
+    def chunk(self, sample: Sample, delta: Delta) -> bytes:
+        progress: _Progress = sample.extra
+        if self._is_plain and progress.has_begun and delta.finish_reason is None:
+            return f"{progress.head}{quote(delta.text)}{PLAIN_TAIL}".encode("ascii")
+        if not delta.token_ids and not delta.text and delta.finish_reason is None:
+            return b""
+        opening = b"" if progress.has_begun else self._opening(sample)
+        progress.has_begun = True
+        choice: dict[str, Any] = {
+            "index": sample.index,
+            "delta": {"content": delta.text},
+            "logprobs": self._logprobs(delta),
+            "finish_reason": delta.finish_reason,
+        }
+        if delta.finish_reason is not None:
+            choice["stop_reason"] = delta.stop_reason
+        if self.body.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+        return opening + self._event(choice, sample)
+
+    def _opening(self, sample: Sample) -> bytes:
+        """Who speaks, before the first text; and the text that is echoed."""
+        role = {"role": self._role, "content": ""}
+        choice = {"index": sample.index, "delta": role, "logprobs": None, "finish_reason": None}
+        prompt = {"prompt_token_ids": sample.prompt.token_ids} if self.body.return_token_ids else {}
+        opening = self._event(choice, None, prompt)
+        if self._echo:
+            echo = {"index": sample.index, "delta": {"content": self._echo}, "logprobs": None, "finish_reason": None}
+            opening += self._event(echo, None)
+        return opening
+
+    def _event(self, choice: dict[str, Any], sample: Sample | None, more: dict[str, Any] | None = None) -> bytes:
+        data = {**self.envelope(self.object_name), "choices": [choice], **(more or {})}
+        if self.continuous_usage and sample is not None:
+            data["usage"] = self.usage([sample])
+        return event(data)
+
+    def _logprobs(self, new: Delta | Result) -> dict[str, Any] | None:
+        return self._writer.chat(new.token_ids, new.logprobs or []) if self.body.logprobs else None

@@ -1,0 +1,79 @@
+"""What an operator can set about the server itself; the engine's and the scheduler's knobs are the engine's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """How the server behaves towards its clients. Immutable, checked when built.
+
+    Raises:
+        ValueError: a value is out of range; one line with the value, the limit and the remedy.
+    """
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 is every network the machine is in."""
+    port: int = 8000
+    """0: any free one."""
+    api_keys: tuple[str, ...] = ()
+    """Keys of which a client must send one; none: everybody may call."""
+    served_model_name: tuple[str, ...] = ()
+    """What clients call the model, the first being what answers say; none: as it was given to the engine."""
+    max_waiting_requests: int = 1024
+    """Requests that may be open beyond those that can run at once; more are answered with 429."""
+    max_waiting_prompt_tokens: int | None = None
+    """Prompt tokens of requests without a first token, over all; None: no limit. One request alone is always let in."""
+    max_request_bytes: int = 16 * MIB
+    """Size of a request's body; larger ones are answered with 413."""
+    max_tokens_limit: int | None = None
+    """Most tokens that one request may ask for; None: as many as the model's length allows."""
+    max_n: int = 16
+    """Most samples per prompt."""
+    max_logprobs: int = 20
+    """Most log probabilities per position."""
+    max_deadline: float | None = None
+    """Seconds after which any request is ended; None: as many as it takes."""
+    drain_timeout: float = 30.0
+    """Seconds that running requests get to finish after SIGTERM."""
+    chat_template: str | None = None
+    """A chat template (Jinja) in place of the tokenizer's own."""
+    response_role: str = "assistant"
+    """The role of chat answers."""
+    log_requests: bool = False
+    """Whether prompts appear in the log."""
+
+    def __post_init__(self) -> None:
+        if not self.host:
+            raise ValueError("host is empty; give an address such as 127.0.0.1, or 0.0.0.0 for every network")
+        _check_int("port", self.port, 0, 65535)
+        for key in self.api_keys:
+            if not key or key != key.strip() or not key.isascii() or not key.isprintable():
+                raise ValueError("an API key is empty, or holds spaces at its ends or characters other than ASCII")
+        if any(not name for name in self.served_model_name):
+            raise ValueError("a served model name is empty; give one character or more")
+        _check_int("max_waiting_requests", self.max_waiting_requests, 0)
+        if self.max_waiting_prompt_tokens is not None:
+            _check_int("max_waiting_prompt_tokens", self.max_waiting_prompt_tokens, 1)
+        _check_int("max_request_bytes", self.max_request_bytes, 1024)
+        if self.max_tokens_limit is not None:
+            _check_int("max_tokens_limit", self.max_tokens_limit, 1)
+        _check_int("max_n", self.max_n, 1)
+        _check_int("max_logprobs", self.max_logprobs, 0)
+        if self.max_deadline is not None and not self.max_deadline > 0:
+            raise ValueError(f"max_deadline is {self.max_deadline}; it must be above 0 seconds, or left out for none")
+        if not 0 <= self.drain_timeout < float("inf"):
+            raise ValueError(f"drain_timeout is {self.drain_timeout}; it must be 0 seconds or more")
+        if not self.response_role:
+            raise ValueError("response_role is empty; give a role such as assistant")
+
+
+def _check_int(name: str, value: object, least: int, most: int | None = None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}")
+    if value < least or (most is not None and value > most):
+        limit = f"at least {least}" if most is None else f"between {least} and {most}"
+        raise ValueError(f"{name} is {value}; it must be {limit}")

@@ -1,0 +1,290 @@
+"""The engine process: what `EngineClient` starts. It lives as long as the API process, and no longer.
+
+    main thread       reads what the API process asks for
+    engine's thread   steps; see `engine_thread.py`
+    writer's thread   writes while the socket is full; see `outbox.py`
+
+It ends when the socket does, when it is told to, or when the engine dies. Signals that are meant for the server as a
+whole (Ctrl-C, a supervisor's SIGTERM to all processes) are the API process's to answer, so they are ignored here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from concurrent.futures import Future
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pointsman.core import SchedulerOutput
+from pointsman.core.errors import UnknownRequest
+from pointsman.core.recording import Recorder
+from pointsman.engine.engine import Engine
+from pointsman.engine.engine_thread import Add as ThreadAdd
+from pointsman.engine.engine_thread import Call, EngineThread
+from pointsman.engine.engine_thread import Stop as ThreadStop
+from pointsman.engine.errors import EngineDeadError, first_line
+from pointsman.engine.stats_log import read_stats
+from pointsman.server.outbox import RemoteMailbox, RemotePort
+from pointsman.server.wire import (
+    Abandon,
+    Add,
+    Answer,
+    Ask,
+    EngineInfo,
+    Failed,
+    RequestExplanation,
+    Start,
+    StepNote,
+    Stop,
+    Unpacker,
+    pack,
+    portable,
+)
+
+if TYPE_CHECKING:
+    from pointsman.core import Request
+
+logger = logging.getLogger(__name__)
+
+LAST_WORDS = 5.0
+"""Seconds that the last outputs have to reach the API process."""
+RECEIVE_BYTES = 1 << 18
+
+GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class EngineProcess:
+    """Answers what the API process asks of an engine.
+
+    Args:
+        engine: with its model; this process's only one.
+        sock: to the API process.
+        start: what the API process wanted.
+    """
+
+    def __init__(self, engine: Engine, sock: socket.socket, start: Start) -> None:
+        self._engine = engine
+        self._sock = sock
+        self._info = describe(engine, str(start.options.get("model") or "demo"))
+        self._port = RemotePort(sock)
+        self._scheduler_time = 0.0
+        self._num_generated_tokens = 0
+        self._thread = EngineThread(
+            engine,
+            max_step_retries=start.max_step_retries,
+            log_stats_interval=start.log_stats_interval,
+            on_step=self._note_step,
+        )
+
+    def run(self, unpacker: Unpacker) -> int:
+        """Serve until the end; the exit code."""
+        self._thread.start()
+        self._thread.ended.add_done_callback(self._wake_up)
+        self._port.outbox.put(self._info)
+        while data := self._receive():
+            for message in unpacker.feed(data):
+                self._handle(message)
+        self._thread.ask_to_stop()
+        self._thread.join()
+        self._port.ring()
+        self._port.outbox.wait_until_clear(LAST_WORDS)
+        return 0 if self._thread.cause is None else 1
+
+    def _receive(self) -> bytes:
+        try:
+            return self._sock.recv(RECEIVE_BYTES)
+        except OSError:  # the API process was killed
+            return b""
+
+    def _wake_up(self, _: Future[None]) -> None:
+        """The engine's thread has ended: so shall the main thread, which waits for messages."""
+        try:
+            self._sock.shutdown(socket.SHUT_RD)
+        except OSError:
+            return
+
+    # ------------------------------------------------------------------ messages
+
+    def _handle(self, message: object) -> None:
+        match message:
+            case Add(key, _):
+                self._add(message)
+            case Abandon(key):
+                mailbox = self._port.mailboxes.pop(key, None)
+                if mailbox is not None:
+                    self._thread.abandon(mailbox.request.request_id, mailbox)
+            case Ask():
+                self._ask(message)
+            case Stop(drain):
+                try:
+                    self._thread.send(ThreadStop(drain))
+                except EngineDeadError:
+                    return
+
+    def _add(self, message: Add) -> None:
+        wanted = message.request
+        mailbox = RemoteMailbox(self._port, message.key, wanted)
+
+        def add(engine: Engine) -> Request:
+            return engine.add_request(
+                wanted.request_id,
+                wanted.prompt_token_ids,
+                wanted.params,
+                arrival_time=wanted.arrival_time,
+                priority=wanted.priority,
+                cache_salt=wanted.cache_salt,
+                deadline=wanted.deadline,
+                eager_text=True,
+            )
+
+        self._port.mailboxes[message.key] = mailbox
+        try:
+            self._thread.send(ThreadAdd(wanted.request_id, mailbox, add))
+        except EngineDeadError as error:
+            mailbox.fail(error)
+            self._port.ring()
+
+    def _ask(self, message: Ask) -> None:
+        future: Future[Any] = Future()
+        future.add_done_callback(partial(self._answer, message.key))
+        try:
+            self._thread.send(Call(partial(getattr(self, f"_{message.question}"), message.argument), future))
+        except EngineDeadError as error:
+            future.set_exception(error)
+
+    def _answer(self, key: int, future: Future[Any]) -> None:
+        error = future.exception()
+        if error is not None:
+            self._port.outbox.put(Answer(key, error=portable(error)))
+        else:
+            self._port.outbox.put(Answer(key, future.result()))
+
+    # ------------------------------------------------------------------ questions; in the engine's thread
+
+    @staticmethod
+    def _stats(_: None, engine: Engine) -> Any:
+        return read_stats(engine, engine.clock())
+
+    @staticmethod
+    def _reset_prefix_cache(_: None, engine: Engine) -> None:
+        engine.scheduler.reset_prefix_cache(engine.clock())
+
+    def _explain(self, request_id: str, engine: Engine) -> RequestExplanation:
+        for mailbox in list(self._port.mailboxes.values()):
+            if mailbox.request.request_id == request_id:
+                return explain(engine, mailbox)
+        raise UnknownRequest(f"no request {request_id!r} is waiting, parked or running; it may have ended")
+
+    def _explain_all(self, _: None, engine: Engine) -> list[RequestExplanation]:
+        return [
+            explain(engine, mailbox)
+            for mailbox in list(self._port.mailboxes.values())
+            if engine.scheduler.get_request(mailbox.request.request_id) is not None
+        ]
+
+    def _note_step(self, output: SchedulerOutput) -> None:
+        counters = self._engine.counters
+        generated = counters.num_generated_tokens - self._num_generated_tokens
+        seconds = counters.scheduler_time - self._scheduler_time
+        self._num_generated_tokens, self._scheduler_time = counters.num_generated_tokens, counters.scheduler_time
+        if output.num_rows:
+            self._port.note_step(StepNote(output.total_num_scheduled_tokens, generated, seconds))
+
+
+def explain(engine: Engine, mailbox: RemoteMailbox) -> RequestExplanation:
+    """Where a request stands.
+
+    Raises:
+        UnknownRequest: it has ended.
+    """
+    wanted, now = mailbox.request, engine.clock()
+    explanation = engine.scheduler.explain(wanted.request_id)
+    request = engine.scheduler.get_request(wanted.request_id)
+    if request is None:
+        raise UnknownRequest(f"request {wanted.request_id!r} has ended")
+    return RequestExplanation(
+        explanation=explanation,
+        arrival_time=request.arrival_time,
+        age=now - request.arrival_time,
+        user=wanted.user,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_output_tokens=request.num_tokens - request.num_prompt_tokens,
+        max_tokens=request.max_tokens,
+        priority=request.priority,
+        deadline_in=None if wanted.deadline is None else wanted.deadline - now,
+        waiting_for=None if explanation.since is None else now - explanation.since,
+    )
+
+
+def describe(engine: Engine, model: str) -> EngineInfo:
+    """What the API process and its start-up log want to know; `model` as the operator named it."""
+    config, pool = engine.scheduler.config, engine.kv_pool
+    generation = getattr(engine.loaded.model, "generation_config", None)
+    defaults = {}
+    if generation is not None and getattr(generation, "do_sample", False):
+        defaults = {name: getattr(generation, name, None) for name in GENERATION_DEFAULTS}
+    return EngineInfo(
+        pid=os.getpid(),
+        model=model,
+        max_model_len=engine.max_model_len,
+        vocab_size=engine.loaded.vocab_size,
+        num_parameters=engine.loaded.num_parameters,
+        dtype=str(engine.loaded.dtype).removeprefix("torch."),
+        kv_cache_dtype=str(pool.dtype).removeprefix("torch."),
+        device=str(engine.loaded.model.device),
+        attention=engine.attention.name,
+        num_blocks=config.num_blocks,
+        block_size=config.block_size,
+        kv_cache_bytes=pool.num_bytes,
+        scheduler=config.to_dict(),
+        generation_defaults={name: value for name, value in defaults.items() if value is not None},
+    )
+
+
+def main(descriptor: int) -> int:
+    """Serve the API process at the other end of a socket; the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(stream=sys.stderr, format="pointsman: %(message)s")
+    logging.getLogger("pointsman").setLevel(logging.INFO)
+    with socket.socket(fileno=descriptor) as sock, ExitStack() as files:
+        unpacker = Unpacker()
+        start = _first_message(sock, unpacker)
+        if start is None:
+            return 0
+        try:
+            recorder = None
+            if start.record is not None:
+                recorder = Recorder(files.enter_context(Path(start.record).open("w", encoding="utf-8")))
+            engine = Engine(recorder=recorder, clock=time.monotonic, **start.options)
+        except (ValueError, OSError) as error:  # the model, a knob, or the recording's file
+            sock.sendall(pack(Failed(str(error), is_usage_error=True)))
+            return 2
+        except Exception as error:
+            logger.exception("the engine could not be made")
+            sock.sendall(pack(Failed(f"{type(error).__name__}: {first_line(error)}", is_usage_error=False)))
+            return 1
+        return EngineProcess(engine, sock, start).run(unpacker)
+
+
+def _first_message(sock: socket.socket, unpacker: Unpacker) -> Start | None:
+    while data := sock.recv(RECEIVE_BYTES):
+        for message in unpacker.feed(data):
+            if not isinstance(message, Start):
+                raise TypeError(f"the first message is a {type(message).__name__}, not a Start")
+            return message  # nothing is sent before the answer to it
+    return None
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    code = main(int(sys.argv[1]))
+    sys.stderr.flush()
+    os._exit(code)  # threads of libraries have nothing left to do

@@ -1,0 +1,467 @@
+"""Every metric of the server, as a table: name, type, unit, meaning, labels, buckets, and where its figures come from.
+
+Where vLLM has a metric, this one has its name (prefix "vllm:"), its type, its labels and its bucket edges, so that
+dashboards and alerts written for vLLM go on working. What vLLM does not have is called "pointsman:". Three sources:
+
+    SCRAPED   read from one `EngineStats` at every scrape: the engine's totals and what it holds at that moment
+    KEPT      counted in the API process while requests run (`observations.py`): histograms, refusals, streams
+    STATED    about the server itself: is the engine up, how is it configured
+
+Every metric carries the labels of `BASE_LABELS`; a metric that has one label more tells it in `label`. All values of
+such a label are exposed from the first scrape on, at 0, because a rate over a series that appears with its first
+event misses that event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from pointsman.core.reason import Reason
+from pointsman.core.request import ParkReason
+from pointsman.server.metric_buckets import (
+    INTER_TOKEN_BUCKETS,
+    ITERATION_TOKENS_BUCKETS,
+    NUM_PREEMPTIONS_BUCKETS,
+    PARAMS_N_BUCKETS,
+    REQUEST_LATENCY_BUCKETS,
+    SCHEDULER_STEP_BUCKETS,
+    TIME_TO_FIRST_TOKEN_BUCKETS,
+)
+
+if TYPE_CHECKING:
+    from pointsman.engine.stats_log import EngineStats
+
+BASE_LABELS = ("model_name", "engine")
+"""`engine` numbers the replicas behind one API process; there is one, "0"."""
+
+FINISH_REASONS = ("stop", "length", "abort", "error", "deadline")
+"""Of requests that were added; the last is ours, the others are vLLM's."""
+
+REFUSALS = (
+    "invalid",  # 400: the request is malformed, or can never run
+    "unauthorized",  # 401
+    "not_found",  # 404: an unknown model, request or path
+    "deadline",  # 408: its deadline passed before its first token
+    "too_large",  # 413: its body is longer than allowed
+    "queue_requests",  # 429: too many requests are open
+    "queue_tokens",  # 429: too many prompt tokens wait
+    "draining",  # 503: the server is ending
+    "engine_dead",  # 500 or 503: the engine's process has ended
+    "other",
+)
+"""Why a request got an error in place of an answer. A closed list: labels must not grow with what clients send."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Definition:
+    """What is fixed about a metric. Compared by identity: the constants below are keys."""
+
+    name: str
+    """As Prometheus shows it; a histogram's also get the suffixes _bucket, _sum and _count."""
+    kind: Literal["counter", "gauge", "histogram"]
+    unit: str
+    meaning: str
+    label: str | None = None
+    """The label that it has beyond `BASE_LABELS`."""
+    buckets: tuple[float, ...] | None = None
+    """Upper bounds of a histogram, inclusive; None: those of `token_buckets`."""
+
+
+Reading = float | Mapping[str, float]
+"""A value, or one for each value of the definition's label."""
+
+
+# ---------------------------------------------------------------------- SCRAPED
+
+
+def _num_parked(stats: EngineStats) -> int:
+    return sum(stats.scheduler.num_parked.values())
+
+
+def _parked(stats: EngineStats) -> Reading:
+    return {park.value: stats.scheduler.num_parked.get(park.status.value, 0) for park in ParkReason}
+
+
+def _waiting(stats: EngineStats) -> Reading:
+    reasons = [reason.value for reason in Reason if reason is not Reason.PARKED]
+    return {**dict.fromkeys((*reasons, "not_tried"), 0), **stats.scheduler.num_waiting_by_reason}
+
+
+def _blocks(stats: EngineStats) -> Reading:
+    scheduler = stats.scheduler
+    return {
+        "held": scheduler.num_blocks - scheduler.num_free_blocks,
+        "cached": scheduler.num_cached_free_blocks,
+        "blank": scheduler.num_free_blocks - scheduler.num_cached_free_blocks,
+    }
+
+
+SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
+    (
+        Definition("vllm:num_requests_running", "gauge", "requests", "Requests that hold a place in the batch."),
+        lambda stats: stats.scheduler.num_running,
+    ),
+    (
+        Definition("vllm:num_requests_waiting", "gauge", "requests", "Requests that wait, for whatever reason."),
+        lambda stats: stats.scheduler.num_waiting + _num_parked(stats),
+    ),
+    (
+        Definition(
+            "vllm:num_requests_waiting_by_reason",
+            "gauge",
+            "requests",
+            "The same in two parts: capacity (they stand in the queue) and deferred (parked until something other "
+            "than capacity is there, such as a compiled grammar).",
+            "reason",
+        ),
+        lambda stats: {"capacity": stats.scheduler.num_waiting, "deferred": _num_parked(stats)},
+    ),
+    (
+        Definition(
+            "pointsman:requests_waiting",
+            "gauge",
+            "requests",
+            "Queued requests by why they wait: the head by what it lacks, the others as behind it, or not_tried if no "
+            "step has been scheduled since the head arrived.",
+            "reason",
+        ),
+        _waiting,
+    ),
+    (
+        Definition("pointsman:parked", "gauge", "requests", "Parked requests by what they wait for.", "reason"),
+        _parked,
+    ),
+    (
+        Definition(
+            "vllm:kv_cache_usage_perc",
+            "gauge",
+            "ratio, 0 to 1",
+            "Share of the KV blocks that requests hold. Free blocks whose content can still be found do not count.",
+        ),
+        lambda stats: stats.scheduler.kv_cache_usage,
+    ),
+    (
+        Definition(
+            "pointsman:kv_blocks",
+            "gauge",
+            "blocks",
+            "KV blocks by state: held by requests, cached (free, with content that can still be found) or blank.",
+            "state",
+        ),
+        _blocks,
+    ),
+    (
+        Definition(
+            "vllm:prompt_tokens_total",
+            "counter",
+            "tokens",
+            "Prompt tokens of requests that reached their first token, those found in the prefix cache included.",
+        ),
+        lambda stats: stats.counters.num_prompt_tokens,
+    ),
+    (
+        Definition(
+            "vllm:prompt_tokens_by_source_total",
+            "counter",
+            "tokens",
+            "The same by where their KV came from: computed here (local_compute), found in the prefix cache "
+            "(local_cache_hit) or fetched from elsewhere (external_kv_transfer, never so far).",
+            "source",
+        ),
+        lambda stats: {
+            "local_compute": stats.counters.num_prompt_tokens - stats.counters.num_cached_tokens,
+            "local_cache_hit": stats.counters.num_cached_tokens,
+            "external_kv_transfer": 0,
+        },
+    ),
+    (
+        Definition("vllm:prompt_tokens_cached_total", "counter", "tokens", "Prompt tokens that were not computed."),
+        lambda stats: stats.counters.num_cached_tokens,
+    ),
+    (
+        Definition("vllm:generation_tokens_total", "counter", "tokens", "Tokens generated."),
+        lambda stats: stats.counters.num_generated_tokens,
+    ),
+    (
+        Definition(
+            "vllm:request_success_total",
+            "counter",
+            "requests",
+            "Requests that ended, by why; each of n samples is one. Those that a client went away from (abort), that "
+            "failed (error) or whose time ran out (deadline) count, too.",
+            "finished_reason",
+        ),
+        lambda stats: {reason: stats.scheduler.finished[reason] for reason in FINISH_REASONS},
+    ),
+    (
+        Definition(
+            "vllm:num_preemptions_total",
+            "counter",
+            "preemptions",
+            "Running requests that lost their blocks. A rising count means that more was admitted than the KV cache "
+            "holds.",
+        ),
+        lambda stats: stats.scheduler.num_preemptions,
+    ),
+    (
+        Definition(
+            "pointsman:displaced_total",
+            "counter",
+            "preemptions",
+            "Those of the preemptions in which the request gave way to a more urgent waiting one.",
+        ),
+        lambda stats: stats.scheduler.num_displaced,
+    ),
+    (
+        Definition(
+            "pointsman:recomputed_tokens_total",
+            "counter",
+            "tokens",
+            "Tokens that had been computed, were lost to a preemption and scheduled again: the price of preempting.",
+        ),
+        lambda stats: stats.scheduler.num_recomputed_tokens,
+    ),
+    (
+        Definition(
+            "vllm:prefix_cache_queries_total",
+            "counter",
+            "tokens",
+            "Tokens of newly admitted requests that were looked up in the prefix cache.",
+        ),
+        lambda stats: stats.scheduler.prefix_queries,
+    ),
+    (
+        Definition("vllm:prefix_cache_hits_total", "counter", "tokens", "Those of them that were found there."),
+        lambda stats: stats.scheduler.prefix_hits,
+    ),
+    (
+        Definition(
+            "pointsman:resumed_prefix_cache_queries_total",
+            "counter",
+            "tokens",
+            "As vllm:prefix_cache_queries_total, of requests that came back after a preemption.",
+        ),
+        lambda stats: stats.scheduler.resumed_prefix_queries,
+    ),
+    (
+        Definition(
+            "pointsman:resumed_prefix_cache_hits_total",
+            "counter",
+            "tokens",
+            "Those of them that were found there, and so not recomputed.",
+        ),
+        lambda stats: stats.scheduler.resumed_prefix_hits,
+    ),
+    (
+        Definition(
+            "pointsman:evictions_total",
+            "counter",
+            "blocks",
+            "Cached blocks whose content was given up for new content.",
+        ),
+        lambda stats: stats.scheduler.num_evictions,
+    ),
+    (
+        Definition(
+            "pointsman:deferrals_total",
+            "counter",
+            "steps",
+            "Steps in which the head of the queue was not admitted, by reason: the rung (watermark, full_sequence, "
+            "blocks, sequence_limit, budget) without which it would have been, or what else stood in its way.",
+            "reason",
+        ),
+        lambda stats: stats.scheduler.deferrals,
+    ),
+    (
+        Definition("pointsman:steps_total", "counter", "steps", "Steps of the engine, empty ones included."),
+        lambda stats: stats.counters.num_steps,
+    ),
+    (
+        Definition("pointsman:failed_steps_total", "counter", "steps", "Steps that failed and were taken back."),
+        lambda stats: stats.scheduler.num_failed_steps,
+    ),
+    (
+        Definition(
+            "pointsman:scheduler_seconds_total", "counter", "seconds", "Time that the scheduler's decisions took."
+        ),
+        lambda stats: stats.counters.scheduler_time,
+    ),
+    (
+        Definition(
+            "pointsman:execute_seconds_total",
+            "counter",
+            "seconds",
+            "Time in which the model ran, or the engine waited for it.",
+        ),
+        lambda stats: stats.counters.execute_time,
+    ),
+)
+
+# ------------------------------------------------------------------------- KEPT
+
+TIME_TO_FIRST_TOKEN = Definition(
+    "vllm:time_to_first_token_seconds",
+    "histogram",
+    "seconds",
+    "From a request's arrival to its first token, as the API process sees them.",
+    buckets=TIME_TO_FIRST_TOKEN_BUCKETS,
+)
+INTER_TOKEN_LATENCY = Definition(
+    "vllm:inter_token_latency_seconds",
+    "histogram",
+    "seconds",
+    "From one token of a request to its next, as the API process sees them. Tokens that come together share the time.",
+    buckets=INTER_TOKEN_BUCKETS,
+)
+TIME_PER_OUTPUT_TOKEN = Definition(
+    "vllm:request_time_per_output_token_seconds",
+    "histogram",
+    "seconds",
+    "A request's mean time per token after its first; only of requests with at least two.",
+    buckets=INTER_TOKEN_BUCKETS,
+)
+E2E_LATENCY = Definition(
+    "vllm:e2e_request_latency_seconds",
+    "histogram",
+    "seconds",
+    "From a request's arrival to its end.",
+    buckets=REQUEST_LATENCY_BUCKETS,
+)
+QUEUE_TIME = Definition(
+    "vllm:request_queue_time_seconds",
+    "histogram",
+    "seconds",
+    "From a request's arrival to the first step it was part of, or to its end if it never was.",
+    buckets=REQUEST_LATENCY_BUCKETS,
+)
+PREFILL_TIME = Definition(
+    "vllm:request_prefill_time_seconds",
+    "histogram",
+    "seconds",
+    "From the first step a request was part of to its first token.",
+    buckets=REQUEST_LATENCY_BUCKETS,
+)
+DECODE_TIME = Definition(
+    "vllm:request_decode_time_seconds",
+    "histogram",
+    "seconds",
+    "From a request's first token to its end.",
+    buckets=REQUEST_LATENCY_BUCKETS,
+)
+INFERENCE_TIME = Definition(
+    "vllm:request_inference_time_seconds",
+    "histogram",
+    "seconds",
+    "From the first step a request was part of to its end: prefill and decode, preemptions in between included.",
+    buckets=REQUEST_LATENCY_BUCKETS,
+)
+PROMPT_TOKENS = Definition(
+    "vllm:request_prompt_tokens", "histogram", "tokens", "Prompt tokens of a request that has ended."
+)
+GENERATION_TOKENS = Definition(
+    "vllm:request_generation_tokens", "histogram", "tokens", "Tokens that a request had generated when it ended."
+)
+PREFILL_COMPUTED_TOKENS = Definition(
+    "vllm:request_prefill_kv_computed_tokens",
+    "histogram",
+    "tokens",
+    "Prompt tokens of a request that has ended which were not found in the prefix cache.",
+)
+MAX_GENERATION_TOKENS = Definition(
+    "vllm:request_max_num_generation_tokens",
+    "histogram",
+    "tokens",
+    "Tokens of the longest of a client's n samples.",
+)
+PARAMS_N = Definition(
+    "vllm:request_params_n",
+    "histogram",
+    "samples",
+    "The field n of a client's request.",
+    buckets=PARAMS_N_BUCKETS,
+)
+PARAMS_MAX_TOKENS = Definition(
+    "vllm:request_params_max_tokens", "histogram", "tokens", "Most tokens that a request may generate."
+)
+NUM_PREEMPTIONS = Definition(
+    "vllm:request_num_preemptions",
+    "histogram",
+    "preemptions",
+    "How often a request was preempted in its life. The first bucket holds those that never were, too.",
+    buckets=NUM_PREEMPTIONS_BUCKETS,
+)
+ITERATION_TOKENS = Definition(
+    "vllm:iteration_tokens_total",
+    "histogram",
+    "tokens",
+    "Tokens that a step computed, of prompts and of outputs.",
+    buckets=ITERATION_TOKENS_BUCKETS,
+)
+SCHEDULER_STEP = Definition(
+    "pointsman:scheduler_step_seconds",
+    "histogram",
+    "seconds",
+    "Time that the scheduler took for a step.",
+    buckets=SCHEDULER_STEP_BUCKETS,
+)
+
+HISTOGRAMS = (
+    TIME_TO_FIRST_TOKEN,
+    INTER_TOKEN_LATENCY,
+    TIME_PER_OUTPUT_TOKEN,
+    E2E_LATENCY,
+    QUEUE_TIME,
+    PREFILL_TIME,
+    DECODE_TIME,
+    INFERENCE_TIME,
+    PROMPT_TOKENS,
+    GENERATION_TOKENS,
+    PREFILL_COMPUTED_TOKENS,
+    MAX_GENERATION_TOKENS,
+    PARAMS_N,
+    PARAMS_MAX_TOKENS,
+    NUM_PREEMPTIONS,
+    ITERATION_TOKENS,
+    SCHEDULER_STEP,
+)
+
+REQUESTS_REFUSED = Definition(
+    "pointsman:requests_refused_total",
+    "counter",
+    "requests",
+    "Requests that got an error in place of an answer, by why.",
+    "reason",
+)
+ADMISSION_REJECTIONS = Definition(
+    "vllm:admission_rejections_total",
+    "counter",
+    "requests",
+    "Those that were refused because too many requests, or too many prompt tokens, were waiting.",
+    "reason",
+)
+OPEN_STREAMS = Definition(
+    "pointsman:http_open_streams", "gauge", "streams", "Answers that are being streamed to clients."
+)
+
+# ----------------------------------------------------------------------- STATED
+
+ENGINE_UP = Definition(
+    "pointsman:engine_up",
+    "gauge",
+    "0 or 1",
+    "Whether the engine's process is alive. If it is not, the engine's other figures are the last that were read.",
+)
+STATS_AGE = Definition(
+    "pointsman:stats_age_seconds",
+    "gauge",
+    "seconds",
+    "How old the engine's figures are. More than a step's time means that it is dead or stuck in a step.",
+)
+CACHE_CONFIG_INFO = Definition(
+    "vllm:cache_config_info", "gauge", "always 1", "How the KV cache is set up; the facts are its labels."
+)
+ENGINE_INFO = Definition(
+    "pointsman:engine_info", "gauge", "always 1", "What is served, and the knobs in force; the facts are its labels."
+)

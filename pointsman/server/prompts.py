@@ -1,0 +1,143 @@
+"""From what clients call a prompt to token ids: text, token ids, lists of either, conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pointsman.server.errors import ApiError
+from pointsman.server.protocol import MAX_PROMPTS
+
+if TYPE_CHECKING:
+    from pointsman.server.engine_client import EngineClient
+    from pointsman.server.protocol import ChatFields, CompletionRequest
+
+RESERVED_TEMPLATE_NAMES = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "documents",
+        "messages",
+        "padding",
+        "processor_kwargs",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+        "max_length",
+    }
+)
+"""What the function that runs templates takes for itself, so that chat_template_kwargs cannot be called so."""
+
+
+@dataclass(slots=True)
+class Prompt:
+    """A prompt, ready for the engine."""
+
+    token_ids: list[int]
+    text: str | None = None
+    """As the client wrote it; None if it sent token ids, or a conversation."""
+
+
+def count_prompts(prompt: str | Sequence[Any]) -> int:
+    """How many prompts a request has, before any is looked at.
+
+    Raises:
+        ApiError: 400, too many.
+    """
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        return 1
+    if len(prompt) > MAX_PROMPTS:
+        raise ApiError(
+            400,
+            f"prompt: a list of {len(prompt)}; at most {MAX_PROMPTS} fit in one request: send several",
+            param="prompt",
+        )
+    return len(prompt)
+
+
+class PromptReader:
+    """Makes prompts for one model.
+
+    Args:
+        client: tokenizes, in a thread of its own.
+    """
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        vocabulary = {} if client.tokenizer is None else client.tokenizer.get_vocab()
+        self._longest_token = max(map(len, vocabulary), default=0)
+        """Characters. No text is more characters than so many per token: in vocabularies of bytes, these are bytes."""
+
+    async def of_completion(self, body: CompletionRequest) -> list[Prompt]:
+        """The prompts of a completion request, in order.
+
+        Raises:
+            ValueError, ApiError: one of them is none.
+        """
+        prompt: Any = body.prompt
+        if isinstance(prompt, str) or isinstance(prompt[0], int):
+            prompt = [prompt]
+        return [await self._of_part(part, body.add_special_tokens) for part in prompt]
+
+    async def _of_part(self, part: str | list[int], add_special_tokens: bool) -> Prompt:
+        if isinstance(part, str):
+            self.check_length(part)
+            return Prompt(await self._client.encode(part, add_special_tokens), part)
+        if not part:
+            raise ApiError(400, "prompt: one of them is empty; give one token or more", param="prompt")
+        return Prompt(part)
+
+    async def of_chat(self, body: ChatFields, **template_input: Any) -> Prompt:
+        """The prompt that the chat template makes of a conversation.
+
+        Args:
+            body: the conversation.
+            template_input: what the template may read beside what `body` says.
+
+        Raises:
+            ValueError, ApiError: the template refuses it, or the request what is not its to set.
+        """
+        kwargs = body.chat_template_kwargs or {}
+        taken = RESERVED_TEMPLATE_NAMES.intersection(kwargs)
+        if taken:
+            name = min(taken)
+            raise ApiError(400, f"chat_template_kwargs: {name} is not for templates; leave it out", param=name)
+        messages = [message.as_template_input() for message in body.messages]
+        self.check_length(*(message["content"] for message in messages))
+        options: dict[str, Any] = {
+            "add_generation_prompt": body.add_generation_prompt,
+            "continue_final_message": body.continue_final_message,
+            **{name: value for name, value in template_input.items() if value is not None},
+            **kwargs,
+        }
+        for name in ("tools", "documents"):
+            if (value := getattr(body, name)) is not None:
+                options[name] = value
+        return Prompt(await self._client.render_chat(messages, **options))
+
+    async def text_of(self, prompt: Prompt) -> str:
+        """The prompt as text, to be echoed."""
+        return await self._client.decode(prompt.token_ids) if prompt.text is None else prompt.text
+
+    def check_length(self, *texts: str) -> None:
+        """Refuse texts that cannot fit, before tokenizing them costs seconds.
+
+        Raises:
+            ApiError: 400.
+        """
+        limit = self._client.info.max_model_len * self._longest_token
+        length = sum(map(len, texts))
+        if limit and length > limit:
+            raise ApiError(
+                400,
+                f"the prompt has {length} characters, more than the {self._client.info.max_model_len} tokens of "
+                f"max_model_len can hold; shorten it",
+                param="prompt",
+            )

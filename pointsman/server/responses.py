@@ -1,0 +1,212 @@
+"""What clients get, for the OpenAPI description.
+
+Answers are written as plain dictionaries and constant text, not through these models: they say what is in an answer,
+and the tests hold the answers against them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+
+class PromptTokensDetails(BaseModel):
+    """More about the prompt tokens."""
+
+    cached_tokens: int = Field(description="Found in the prefix cache, so not computed.")
+
+
+class Usage(BaseModel):
+    """Tokens of a request; each prompt counts once, however many samples there are of it."""
+
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(BaseModel):
+    """Four lists with one element per token."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class TokenLogprob(BaseModel):
+    """A token that was likely in some place."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+class CompletionChoice(BaseModel):
+    """One sample of one prompt."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None = Field(description="stop, length, abort or deadline")
+    stop_reason: int | str | None
+    prompt_logprobs: list[dict[str, TokenLogprob] | None] | None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+
+
+class CompletionResponse(BaseModel):
+    """Answer of /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class ChatTokenLogprob(BaseModel):
+    """A token that was likely in some place."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprobs(ChatTokenLogprob):
+    """A generated token, and the most likely ones in its place."""
+
+    top_logprobs: list[ChatTokenLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """One element per token."""
+
+    content: list[ChatTokenLogprobs]
+
+
+class ChatMessage(BaseModel):
+    """What the model says."""
+
+    role: str
+    content: str
+
+
+class ChatChoice(BaseModel):
+    """One answer."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None = Field(description="stop, length, abort or deadline")
+    stop_reason: int | str | None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletionResponse(BaseModel):
+    """Answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: list[dict[str, TokenLogprob] | None] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class ErrorInfo(BaseModel):
+    """What went wrong, and how to avoid it."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorResponse(BaseModel):
+    """Every error."""
+
+    error: ErrorInfo
+
+
+class ModelCard(BaseModel):
+    """A name of the model."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "pointsman"
+    root: str
+    parent: str | None = None
+    max_model_len: int
+    permission: list[dict[str, Any]] = Field(default_factory=list)
+
+
+class ModelList(BaseModel):
+    """All names of the model."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class TokenizeResponse(BaseModel):
+    """Token ids of a prompt."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeResponse(BaseModel):
+    """Text of tokens."""
+
+    prompt: str
+
+
+class VersionResponse(BaseModel):
+    """The server's version."""
+
+    version: str
+
+
+class ResetResponse(BaseModel):
+    """Whether it was done."""
+
+    success: bool
+
+
+class RequestState(BaseModel):
+    """Where a request of the engine stands, and why it does not advance."""
+
+    id: str
+    state: str = Field(description="waiting, running, preempted, or what it waits for other than capacity.")
+    phase: str
+    reason: str | None = Field(description="Why it waits; null if it does not, or has not been tried in a step.")
+    blocker: str | None = Field(description="The request it waits for.")
+    missing: int = Field(description="Blocks, tokens or seats that it lacks, by the reason.")
+    since: float | None = Field(description="When this reason began, in Unix time.")
+    waiting_for: float | None = Field(description="Seconds since then.")
+    position: int | None = Field(description="How many stand before it in the queue.")
+    num_prompt_tokens: int
+    num_output_tokens: int
+    max_tokens: int
+    num_computed_tokens: int
+    num_cached_tokens: int
+    num_blocks: int
+    num_preemptions: int
+    priority: int
+    user: str | None
+    age: float = Field(description="Seconds since its arrival.")
+    deadline_in: float | None = Field(description="Seconds until its deadline.")
+
+
+class RequestList(BaseModel):
+    """Every request that has not ended, in the order of arrival."""
+
+    object: Literal["list"] = "list"
+    data: list[RequestState]

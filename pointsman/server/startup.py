@@ -1,0 +1,144 @@
+"""What the log says when the server is ready: five lines, enough to know whether it is the server that one wanted.
+
+serving      which model, of which size and type, where it runs
+KV cache     how much fits: blocks, tokens, requests of full length
+scheduler    the knobs in force
+limits       how much one may ask for, how many may wait, whether a key is needed
+listening    where, and a curl that works
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import shlex
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pointsman.server.config import ServerConfig
+    from pointsman.server.engine_client import EngineInfo
+
+LEFT_OUT = frozenset(
+    {"num_blocks", "max_model_len", "block_size", "num_reserved_blocks", "max_steps_in_flight", "share_within_step"}
+)
+"""Fields of the scheduler's configuration that other lines tell, or that are the engine's affair and no operator's."""
+EXAMPLE_PROMPT = "The import statement"
+
+
+def startup_lines(info: EngineInfo, config: ServerConfig, url: str) -> list[str]:
+    """The five lines.
+
+    Args:
+        info: what the engine says about itself.
+        config: the server's own settings.
+        url: where it listens, like http://127.0.0.1:8000.
+    """
+    return [
+        f"serving      {_model(info, config)}",
+        f"KV cache     {_capacity(info)}",
+        f"scheduler    {_knobs(info.scheduler)}",
+        f"limits       {_limits(info, config)}",
+        f"listening    {_address(config, url)} - try it: {example_curl(served_name(info, config), config, url)}",
+    ]
+
+
+def served_name(info: EngineInfo, config: ServerConfig) -> str:
+    """What clients call the model."""
+    return config.served_model_name[0] if config.served_model_name else info.model
+
+
+def example_curl(model: str, config: ServerConfig, url: str) -> str:
+    """A command for a POSIX shell that gets a completion. It names the variable of the key, never the key."""
+    body = json.dumps({"model": model, "prompt": EXAMPLE_PROMPT, "max_tokens": 32})
+    key = ' -H "Authorization: Bearer $POINTSMAN_API_KEY"' if config.api_keys else ""
+    return f"curl {reachable(url)}/v1/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+
+
+def reachable(url: str) -> str:
+    """The address to call: that of every network is no address to call, but this machine's own is one of them."""
+    return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _model(info: EngineInfo, config: ServerConfig) -> str:
+    path = _shown(info.model)
+    names = ", ".join(map(_shown, config.served_model_name)) or path
+    return (
+        f"{names}{'' if names == path else f' ({path})'}: {_count(info.num_parameters)} parameters in {info.dtype} on "
+        f"{info.device}, attention {info.attention}, sequences up to {info.max_model_len:,} tokens"
+    )
+
+
+def _capacity(info: EngineInfo) -> str:
+    num_usable = info.num_blocks - info.scheduler.get("num_reserved_blocks", 0)
+    full_length = num_usable / -(-info.max_model_len // info.block_size)
+    return (
+        f"{info.num_blocks:,} blocks of {info.block_size} tokens, {info.kv_cache_bytes / 2**20:,.0f} MiB in "
+        f"{info.kv_cache_dtype}: room for {num_usable * info.block_size:,} tokens, or {full_length:,.1f} requests of "
+        "full length"
+    )
+
+
+def _knobs(scheduler: dict[str, Any]) -> str:
+    is_urgent_first = scheduler["order"] == "priority"
+    # What None stands for, as `SchedulerConfig` says.
+    defaults = {
+        "victim": "lowest-priority" if is_urgent_first else "latest",
+        "displace": is_urgent_first and scheduler["batching"] == "mixed",
+    }
+    return ", ".join(
+        f"{name} {_setting(defaults.get(name) if value is None else value)}"
+        for name, value in scheduler.items()
+        if name not in LEFT_OUT
+    )
+
+
+def _limits(info: EngineInfo, config: ServerConfig) -> str:
+    prompt_tokens = config.max_waiting_prompt_tokens
+    deadline = config.max_deadline
+    if config.api_keys:
+        key = "an API key is asked for"
+    elif is_loopback(config.host):
+        key = "no API key: whoever uses this machine may call"
+    else:
+        key = f"NO API KEY, and {_shown(config.host)} is no address of this machine alone: whoever reaches it may call"
+    parts = [
+        f"{info.scheduler['max_num_seqs']:,} requests run and {config.max_waiting_requests:,} more wait, then 429",
+        f"waiting prompt tokens {'without limit' if prompt_tokens is None else f'{prompt_tokens:,}'}",
+        f"deadline {'none' if deadline is None else f'{deadline:g} s'}",
+        f"max_tokens {info.max_model_len if config.max_tokens_limit is None else config.max_tokens_limit:,}",
+        f"n {config.max_n}",
+        f"bodies {config.max_request_bytes / 2**20:,.1f} MiB",
+        key,
+    ]
+    return "; ".join(parts)
+
+
+def _address(config: ServerConfig, url: str) -> str:
+    return url if config.host in url else f"{url} (on {_shown(config.host)})"
+
+
+def _setting(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _count(number: int) -> str:
+    """A number of parameters as people say it."""
+    for unit, name in ((10**9, "B"), (10**6, "M")):
+        if number >= unit:
+            return f"{number / unit:,.1f} {name}"
+    return f"{number:,}"
+
+
+def _shown(text: str) -> str:
+    """A name or path from outside, on one line and without what a terminal would obey."""
+    return text if text.isprintable() else ascii(text)

@@ -1,0 +1,57 @@
+"""From knobs to arguments of the engine: a preset underneath, sizes in bytes, complaints before a model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pointsman.cli.knobs import engine_arguments
+from pointsman.core import ConfigError
+from pointsman.core.config import PRESETS
+from tests.cli.conftest import Finished
+from tests.cli.test_bad_input import check_refused
+
+Run = Callable[..., Finished]
+
+
+def test_only_what_was_given_is_passed_on() -> None:
+    assert engine_arguments({}) == {}
+    assert engine_arguments({"threads": 2, "dtype": "bfloat16"}) == {"num_threads": 2, "dtype": "bfloat16"}
+    assert engine_arguments({"kv_cache_bytes": "1.5MiB"}) == {"kv_cache_bytes": 3 * 2**19}
+    assert engine_arguments({"kv_cache_bytes": 4096}) == {"kv_cache_bytes": 4096}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_lies_underneath(name: str) -> None:
+    assert engine_arguments({}, name) == PRESETS[name]
+    assert engine_arguments({"max_num_seqs": 3}, name) == PRESETS[name] | {"max_num_seqs": 3}
+
+
+@pytest.mark.parametrize(
+    ("knobs", "preset", "message"),
+    [
+        ({"max_num_seqs": 513}, None, "max_num_batched_tokens is 512, less than max_num_seqs 513"),
+        ({"max_num_batched_tokens": 63}, None, "max_num_batched_tokens is 63, less than max_num_seqs 64"),
+        ({"max_num_batched_tokens": 63}, "low-latency", "less than max_num_seqs 64"),
+        ({"max_num_batched_tokens": 511}, "short-requests", "less than max_num_seqs 512"),
+        ({"long_prefill_token_threshold": 8}, "short-requests", "enable_chunked_prefill is off"),
+        ({"displace": True}, None, 'under order "fcfs"'),
+        ({"order": "random"}, None, "no order is called 'random'"),
+        ({}, "quick", "no preset is called 'quick'"),
+    ],
+)
+def test_what_cannot_work_is_told_at_once(knobs: dict[str, Any], preset: str | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        engine_arguments(knobs, preset)
+
+
+def test_generate_takes_presets(pointsman: Run, model: str) -> None:
+    check_refused(pointsman("generate", "--preset", "quick"), "'quick'", "short-requests")
+    run = ["generate", "--model", model, "--prompt", "abc", "--prompt", "abd", "--max-tokens", 3, "--json"]
+    mixed = pointsman(*run, "--preset", "low-latency")
+    static = pointsman(*run, "--preset", "static", "--max-num-seqs", 1)
+    assert mixed.code == static.code == 0
+    assert "static_batch" in static.summary["deferrals"] or "sequence_limit" in static.summary["deferrals"]
+    assert not mixed.summary["deferrals"]

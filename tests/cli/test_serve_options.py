@@ -1,0 +1,328 @@
+"""`pointsman serve`: where each setting comes from, and what is refused before a model is loaded."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from typer.main import get_command
+
+from pointsman.cli.app import app
+from pointsman.cli.errors import CommandError
+from pointsman.cli.knobs import ENGINE_DEFAULTS
+from pointsman.cli.options import KNOBS, SERVER
+from pointsman.cli.serve import FILE_OPTIONS, ServeSettings, serve_settings
+from pointsman.core.config import PRESETS
+from pointsman.server.config import ServerConfig
+from tests.cli.conftest import Finished
+from tests.cli.test_bad_input import check_refused
+
+Run = Callable[..., Finished]
+
+
+def settings(
+    tmp_path: Path, file: str | None = None, environment: dict[str, str] | None = None, **values: Any
+) -> ServeSettings:
+    path = None
+    if file is not None:
+        path = str(tmp_path / "serve.yaml")
+        Path(path).write_text(file)
+    return serve_settings(values, path, environment or {})
+
+
+# ---------------------------------------------------------------------- every knob is an option
+
+
+def engine_parameters() -> dict[str, inspect.Parameter]:
+    pytest.importorskip("torch")
+    from pointsman.engine import Engine
+
+    parameters = dict(inspect.signature(Engine).parameters)
+    for name in ("model", "recorder", "clock"):  # an option of the server; made of --record; for tests
+        del parameters[name]
+    return parameters
+
+
+def test_every_argument_of_the_engine_is_an_option() -> None:
+    names = {"num_threads" if name == "threads" else name for name in KNOBS}
+    assert names | {"seed"} == engine_parameters().keys()
+
+
+def test_every_setting_of_the_server_is_an_option() -> None:
+    assert {field.name for field in fields(ServerConfig)} - {"api_keys"} <= SERVER.keys()
+    assert {"api_key", "api_key_file"} <= SERVER.keys()
+
+
+def test_both_commands_have_every_knob() -> None:
+    commands: Any = get_command(app)
+    for name in ("generate", "serve"):
+        options = {option.name: option for option in commands.commands[name].params}
+        assert KNOBS.keys() <= options.keys()
+        for knob in KNOBS:
+            assert "--" + knob.replace("_", "-") in options[knob].opts
+
+
+def test_the_engines_defaults_are_those_that_are_checked_with() -> None:
+    parameters = engine_parameters()
+    assert {name: parameters[name].default for name in ENGINE_DEFAULTS} == ENGINE_DEFAULTS
+
+
+def test_the_help_tells_the_defaults() -> None:
+    defaults = {name: each.default for name, each in engine_parameters().items()}
+    defaults |= {field.name: field.default for field in fields(ServerConfig)}
+    told = 0
+    for name, annotation in (KNOBS | SERVER).items():
+        found = re.search(r"\[default: ([0-9.a-z]+)", get_args(annotation)[1].help)
+        default = defaults.get(name)
+        if found and isinstance(default, (int, float, str)) and not isinstance(default, bool):
+            told += 1
+            in_units = default >> 20 if name == "max_request_bytes" else default
+            assert found[1] == (f"{in_units:g}" if isinstance(in_units, float) else str(in_units)), name
+    assert told >= 15
+
+
+# ---------------------------------------------------------------------- where a value comes from
+
+
+def test_without_options_the_demo_model_is_served_on_this_machine_only(tmp_path: Path) -> None:
+    found = settings(tmp_path)
+    assert found.engine == {"model": "demo"}
+    assert found.server == ServerConfig(served_model_name=("demo",))
+    assert found.options == {}
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_the_preset(tmp_path: Path) -> None:
+    file = "preset: high-throughput\nmax_num_seqs: 100\nport: 1\nhost: localhost\norder: priority\n"
+    found = settings(tmp_path, file, port=2, order="fcfs")
+    assert found.engine == {
+        "model": "demo",
+        "max_num_seqs": 100,
+        "max_num_batched_tokens": PRESETS["high-throughput"]["max_num_batched_tokens"],
+        "enable_chunked_prefill": True,
+        "order": "fcfs",
+    }
+    assert (found.server.host, found.server.port) == ("localhost", 2)
+    other = settings(tmp_path, file, preset="short-requests")
+    assert (other.engine["max_num_seqs"], other.engine["max_num_batched_tokens"]) == (100, 4096)
+
+
+def test_a_file_may_set_every_option_but_secrets(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("one\n\n two \n")
+    (tmp_path / "template").write_text("{{ messages }}")
+    lines = {
+        "preset": "default",
+        "model": "/models/a",
+        "host": "0.0.0.0",
+        "port": "0",
+        "api_key_file": tmp_path / "keys",
+        "served_model_name": "[a, b]",
+        "max_waiting_requests": "5",
+        "max_waiting_prompt_tokens": "100",
+        "max_request_bytes": "1MiB",
+        "max_tokens_limit": "50",
+        "max_n": "2",
+        "max_logprobs": "3",
+        "max_deadline": "60",
+        "drain_timeout": "1.5",
+        "chat_template": tmp_path / "template",
+        "response_role": "helper",
+        "log_requests": "yes",
+        "log_stats_interval": "0",
+        "max_step_retries": "3",
+        "record": tmp_path / "run.jsonl",
+        "seed": "7",
+        "dtype": "bfloat16",
+        "kv_cache_dtype": "float32",
+        "quantization": "int8",
+        "device": "cpu",
+        "attention": "torch",
+        "fuse": "false",
+        "threads": "2",
+        "grammar_timeout": "5",
+        "kv_cache_bytes": "64MiB",
+        "block_size": "16",
+        "max_model_len": "512",
+        "max_num_seqs": "8",
+        "max_num_batched_tokens": "64",
+        "order": "priority",
+        "victim": "latest",
+        "displace": "true",
+        "watermark": "0.05",
+        "batching": "mixed",
+        "enable_prefix_caching": "on",
+        "enable_chunked_prefill": "true",
+        "long_prefill_token_threshold": "32",
+        "full_sequence_must_fit": "false",
+    }
+    assert lines.keys() | {"api_key", "num_blocks"} >= FILE_OPTIONS.keys()
+    lines = {name: value for name, value in lines.items() if name in FILE_OPTIONS}
+    found = settings(tmp_path, "".join(f"{name}: {value}\n" for name, value in lines.items()))
+    assert found.server == ServerConfig(
+        host="0.0.0.0",
+        port=0,
+        api_keys=("one", "two"),
+        served_model_name=("a", "b"),
+        max_waiting_requests=5,
+        max_waiting_prompt_tokens=100,
+        max_request_bytes=2**20,
+        max_tokens_limit=50,
+        max_n=2,
+        max_logprobs=3,
+        max_deadline=60,
+        drain_timeout=1.5,
+        chat_template="{{ messages }}",
+        response_role="helper",
+        log_requests=True,
+    )
+    assert found.options == {"log_stats_interval": None, "max_step_retries": 3, "record": str(tmp_path / "run.jsonl")}
+    expected = {"model": "/models/a", "seed": 7, "num_threads": 2, "kv_cache_bytes": 64 * 2**20, "fuse": False}
+    assert expected.items() <= found.engine.items()
+    assert found.engine.keys() == {"model", "seed", "num_threads"} | (KNOBS.keys() & lines.keys()) - {"threads"}
+
+
+def test_hyphens_null_one_name_and_plain_bytes(tmp_path: Path) -> None:
+    found = settings(tmp_path, "max-num-seqs: 9\nport: null\nserved-model-name: x\nkv-cache-bytes: 4096\n")
+    assert found.engine == {"model": "demo", "max_num_seqs": 9, "kv_cache_bytes": 4096}
+    assert found.server == ServerConfig(served_model_name=("x",))
+    assert settings(tmp_path, "").engine == {"model": "demo"}
+    assert settings(tmp_path, "# nothing\n").engine == {"model": "demo"}
+
+
+def test_nothing_but_secrets_comes_from_the_environment(tmp_path: Path) -> None:
+    environment = {"POINTSMAN_PORT": "1", "POINTSMAN_MODEL": "x", "PORT": "2", "POINTSMAN_API_KEY": "secret"}
+    assert settings(tmp_path, environment=environment).server == ServerConfig(
+        api_keys=("secret",), served_model_name=("demo",)
+    )
+
+
+def test_keys_come_from_the_command_line_or_else_a_file_or_else_the_environment(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("b\nc\n")
+    path = str(tmp_path / "keys")
+    environment = {"POINTSMAN_API_KEY": "d\n"}
+    assert settings(tmp_path, environment=environment, api_key=["a"], api_key_file=path).server.api_keys == ("a",)
+    assert settings(tmp_path, environment=environment, api_key_file=path).server.api_keys == ("b", "c")
+    assert settings(tmp_path, environment=environment, api_key=[]).server.api_keys == ("d",)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_can_be_served(tmp_path: Path, name: str) -> None:
+    assert PRESETS[name].items() <= settings(tmp_path, preset=name).engine.items()
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("port: 1\nmax_num_seq: 4\n", ["line 2", "'max_num_seq' is no option", "did you mean max_num_seqs?"]),
+        ("max-waiting-request: 4\n", ["line 1", "did you mean max_waiting_requests?"]),
+        ("num_threads: 4\n", ["line 1", "did you mean threads?"]),
+        ("zzz: 1\n", ["'zzz' is no option", "--help"]),
+        ("1: 2\n", ["1 is no option"]),
+        ("port: 1\nport: 2\n", ["line 2", "port was set in line 1 already"]),
+        ("max_num_seqs: 1\nmax-num-seqs: 2\n", ["line 2", "max-num-seqs was set in line 1 already"]),
+        ("api_key: hidden\n", ["line 1", "secret", "api_key_file", "POINTSMAN_API_KEY"]),
+        ("port: '1'\n", ["port is '1'", "a whole number"]),
+        ("port: 1.5\n", ["port is 1.5", "a whole number"]),
+        ("port: true\n", ["port is True", "a whole number"]),
+        ("port: [1]\n", ["port is [1]", "a whole number"]),
+        ("watermark: much\n", ["watermark is 'much'", "a number"]),
+        ("watermark: true\n", ["watermark is True", "a number"]),
+        ("log_requests: 1\n", ["log_requests is 1", "true or false"]),
+        ("host: 5\n", ["host is 5", "text"]),
+        ("served_model_name: [a, 5]\n", ["served_model_name is ['a', 5]", "a list of texts"]),
+        ("max_request_bytes: 1.5\n", ["max_request_bytes is 1.5", "a size like 64MiB"]),
+        ("kv_cache_bytes: lots\n", ["'lots'", "64MiB"]),
+        ("- port\n", ["is not a mapping"]),
+        ("port\n", ["is not a mapping"]),
+        ("port: [1\n", ["not YAML"]),
+        ("port: 1\n  host: x\n", ["line 2", "not YAML"]),
+        ("port: !!python/object/apply:os.getcwd []\n", ["not YAML", "python/object"]),
+        ("port: \x07\n", ["not YAML"]),
+        ("port: 65536\n", ["port is 65536"]),
+        ("preset: fast\n", ["'fast'", "low-latency"]),
+    ],
+)
+def test_a_file_that_is_wrong(tmp_path: Path, file: str, words: list[str]) -> None:
+    with pytest.raises(CommandError) as raised:
+        settings(tmp_path, file)
+    assert raised.value.exit_code == 2
+    for word in words:
+        assert word in str(raised.value)
+    assert "hidden" not in str(raised.value)
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    with pytest.raises(CommandError, match="No such file"):
+        serve_settings({}, str(path), {})
+    path.write_bytes(b"port: \xff\n")
+    with pytest.raises(CommandError, match="UTF-8"):
+        serve_settings({}, str(path), {})
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--port", "65536"], ["port is 65536", "65535"]),
+        (["--port", "x"], ["--port", "integer"]),
+        (["--host", ""], ["host is empty"]),
+        (["--api-key", ""], ["API key is empty"]),
+        (["--api-key", "schlüssel"], ["ASCII"]),
+        (["--api-key-file", "/nowhere/at/all"], ["/nowhere/at/all", "No such file"]),
+        (["--served-model-name", ""], ["model name is empty"]),
+        (["--max-waiting-requests", "-1"], ["max_waiting_requests is -1"]),
+        (["--max-waiting-prompt-tokens", "0"], ["max_waiting_prompt_tokens is 0"]),
+        (["--max-request-bytes", "10"], ["max_request_bytes is 10", "1024"]),
+        (["--max-request-bytes", "many"], ["'many'", "64MiB"]),
+        (["--max-tokens-limit", "0"], ["max_tokens_limit is 0"]),
+        (["--max-n", "0"], ["max_n is 0"]),
+        (["--max-deadline", "0"], ["max_deadline is 0"]),
+        (["--max-deadline", "nan"], ["max_deadline is nan"]),
+        (["--drain-timeout", "-1"], ["drain_timeout is -1"]),
+        (["--log-stats-interval", "-1"], ["--log-stats-interval is -1"]),
+        (["--max-step-retries", "-1"], ["--max-step-retries is -1"]),
+        (["--log-stats-interval", "nan"], ["--log-stats-interval is nan"]),
+        (["--chat-template", "/nowhere/at/all"], ["chat template", "/nowhere/at/all", "No such file"]),
+        (["--record", "/nowhere/at/all"], ["/nowhere/at/all", "No such file"]),
+        (["--config", "/nowhere/at/all"], ["/nowhere/at/all", "No such file"]),
+        (["--preset", "fast"], ["'fast'", "low-latency, high-throughput, long-context, short-requests"]),
+        (["--preset", "high-throughput", "--max-num-batched-tokens", "64"], ["64", "max_num_seqs 256"]),
+        (["--max-num-seqs", "1000"], ["max_num_batched_tokens is 512", "max_num_seqs 1000"]),
+        (["--threads", "0"], ["--threads is 0"]),
+        (["--watermark", "1"], ["watermark is 1"]),
+        (["--kv-cache-bytes", "1MiB", "--num-blocks", "5"], ["--num-blocks", "--kv-cache-bytes"]),
+    ],
+)
+def test_options_that_are_wrong(pointsman: Run, args: list[str], words: list[str]) -> None:
+    check_refused(pointsman("serve", *args), *words)
+
+
+def test_a_key_that_is_set_and_empty_does_not_open_the_server(
+    pointsman: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text("\n \n")
+    check_refused(pointsman("serve", "--api-key-file", path), str(path), "holds no API key")
+    monkeypatch.setenv("POINTSMAN_API_KEY", " ")
+    check_refused(pointsman("serve"), "POINTSMAN_API_KEY is empty")
+
+
+@pytest.mark.e2e
+def test_a_model_that_is_not_there(pointsman_process: Run, tmp_path: Path) -> None:
+    pytest.importorskip("fastapi")
+    finished = pointsman_process("serve", "--port", 0, "--model", tmp_path / "absent")
+    check_refused(finished, str(tmp_path / "absent"))
+
+
+@pytest.mark.e2e
+def test_a_knob_that_only_the_model_can_refuse(pointsman_process: Run, model: str) -> None:
+    pytest.importorskip("fastapi")
+    finished = pointsman_process("serve", "--port", 0, "--model", model, "--max-model-len", 10**6)
+    check_refused(finished, "max_model_len is 1000000", "lower it")

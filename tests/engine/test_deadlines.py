@@ -1,0 +1,73 @@
+"""Deadlines: who is overdue, in which order, and what an engine does about it."""
+
+from __future__ import annotations
+
+import pytest
+
+from pointsman.core import Request
+from pointsman.core.request import FinishReason, RequestStatus
+from pointsman.engine import Engine, SamplingParams
+from pointsman.engine.deadlines import FEWEST, Deadlines
+
+
+def request(name: str) -> Request:
+    return Request(name, [1, 2, 3], arrival_time=0.0, max_tokens=4)
+
+
+def test_the_longest_overdue_comes_first_and_once() -> None:
+    deadlines = Deadlines()
+    for name, deadline in (("b", 2.0), ("a", 1.0), ("c", 3.0), ("same", 2.0)):
+        deadlines.add(request(name), deadline)
+    assert deadlines.take_overdue(0.5) == [] and deadlines.next() == 1.0
+    assert [one.request_id for one in deadlines.take_overdue(2.0)] == ["a", "b", "same"]
+    assert deadlines.take_overdue(2.0) == [] and deadlines.next() == 3.0
+
+
+def test_those_that_ended_are_not_overdue_and_not_kept() -> None:
+    deadlines = Deadlines()
+    ended = [request(str(number)) for number in range(10 * FEWEST)]
+    for one in ended:
+        deadlines.add(one, 1000.0)
+        one.transition(RequestStatus.FINISHED_REFUSED)
+    assert len(deadlines._heap) <= FEWEST  # what they hold is bounded, not proportional to all there ever were
+    assert deadlines.next() is None and deadlines.take_overdue(2000.0) == []
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.e2e
+def test_an_engine_ends_who_waits_and_who_runs() -> None:
+    clock = Clock()
+    engine = Engine("demo", num_blocks=16, max_num_seqs=1, clock=clock)
+    params = SamplingParams(max_tokens=50, temperature=0, ignore_eos=True)
+    engine.add_request("runs", [1, 2, 3], params, deadline=110.0)
+    engine.add_request("waits", [1, 2, 3], params, deadline=105.0)
+    engine.add_request("has time", [1, 2, 3], params, deadline=1000.0)
+    for _ in range(3):
+        engine.step()
+    clock.now = 106.0
+    (waited,) = [one for one in engine.step() if one.finished]
+    assert (waited.request_id, waited.finish_reason, waited.num_output_tokens) == ("waits", "deadline", 0)
+    assert waited.metrics.first_scheduled_time is None and "6.000 s after its arrival" in waited.finish_detail
+    clock.now = 111.0
+    (ran,) = [one for one in engine.step() if one.finished]
+    assert (ran.request_id, ran.finish_reason) == ("runs", "deadline") and ran.num_output_tokens == 4
+    assert ran.metrics.first_scheduled_time == 100.0
+    last = {}
+    while engine.has_unfinished_requests():
+        last.update({one.request_id: one for one in engine.step() if one.finished})
+    assert last["has time"].finish_reason == "length" and last["has time"].metrics.first_scheduled_time == 111.0
+    stats = engine.scheduler.stats()
+    assert stats.finished[FinishReason.DEADLINE.value] == 2 and stats.num_free_blocks == 16
+
+
+def test_a_deadline_that_is_no_time_is_refused() -> None:
+    engine = Engine("demo", num_blocks=16)
+    with pytest.raises(ValueError, match="request 'a': the deadline is nan; give seconds on the engine's clock"):
+        engine.add_request("a", [1], deadline=float("nan"))
+    assert not engine.has_unfinished_requests()

@@ -1,0 +1,283 @@
+"""Compiling grammars with a real process: limits, failures, cancellation, and what is kept."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import xgrammar
+from test_engine import byte_tokenizer
+
+from pointsman.core import Request
+from pointsman.engine import GrammarError, SamplingParams, StructuredOutputsParams
+from pointsman.engine.grammar_compiler import GrammarCache, GrammarCompiler
+from pointsman.engine.grammar_process import CompiledGrammar, GrammarLimits
+from pointsman.engine.structured_outputs import GrammarSpec
+
+pytestmark = pytest.mark.e2e
+
+VOCAB_SIZE, EOS = 199, 2
+HOPELESS = "root ::= " + "[a-z]* " * 5000
+"""A grammar that takes minutes to compile."""
+AMBIGUOUS = "(a{1,1000}){1000}"
+"""A regular expression that compiles at once; then each token takes longer than the one before, up to a second."""
+PATIENCE = 60.0
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return byte_tokenizer(VOCAB_SIZE)
+
+
+@pytest.fixture
+def make(tokenizer: Any) -> Iterator[Callable[..., GrammarCompiler]]:
+    made: list[GrammarCompiler] = []
+
+    def one(**limits: Any) -> GrammarCompiler:
+        made.append(GrammarCompiler(tokenizer, VOCAB_SIZE, (EOS,), limits=GrammarLimits(**limits)))
+        return made[-1]
+
+    yield one
+    for compiler in made:
+        compiler.close()
+
+
+@pytest.fixture(scope="module")
+def shared(tokenizer: Any) -> Iterator[GrammarCompiler]:
+    """For tests that do no harm to it; with short limits."""
+    compiler = GrammarCompiler(tokenizer, VOCAB_SIZE, (EOS,), limits=GrammarLimits(timeout=2.0))
+    yield compiler
+    compiler.close()
+
+
+def request_with(**options: Any) -> Request:
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(**options))
+    return Request(str(id(params)), [1], arrival_time=0.0, max_tokens=9, metadata=params)
+
+
+def take(compiler: GrammarCompiler, count: int = 1) -> list[tuple[Request, CompiledGrammar | GrammarError]]:
+    found: list[tuple[Request, CompiledGrammar | GrammarError]] = []
+    deadline = time.monotonic() + PATIENCE
+    while len(found) < count and time.monotonic() < deadline:
+        compiler.wait(1.0)
+        found += compiler.take()
+    assert len(found) == count
+    return found
+
+
+def outcome(compiler: GrammarCompiler, **options: Any) -> CompiledGrammar | GrammarError:
+    compiler.add(request_with(**options))
+    ((_, found),) = take(compiler)
+    return found
+
+
+def allowed_at_first(grammar: CompiledGrammar) -> bytes:
+    """The bytes that a text may begin with."""
+    bitmask = xgrammar.allocate_token_bitmask(1, VOCAB_SIZE)
+    xgrammar.GrammarMatcher(grammar.compiled).fill_next_token_bitmask(bitmask)
+    tokens = grammar.vocabulary.tokens
+    return b"".join(sorted(tokens[i] for i in range(VOCAB_SIZE) if int(bitmask[0, i // 32]) >> (i % 32) & 1))
+
+
+def test_grammars_of_every_kind_are_compiled(shared: GrammarCompiler) -> None:
+    for options, first in (
+        ({"json": {"enum": [1, True]}}, b"1t"),
+        ({"json_object": True}, b"{"),
+        ({"regex": "[x-z]+"}, b"xyz"),
+        ({"choice": ["no", "yes", "never"]}, b"ny"),
+        ({"grammar": 'root ::= other "b"\nother ::= "c" | "d"'}, b"cd"),
+    ):
+        grammar = outcome(shared, **options)
+        assert isinstance(grammar, CompiledGrammar)
+        assert allowed_at_first(grammar) == first
+
+
+def test_equal_grammars_are_compiled_once_and_kept(shared: GrammarCompiler) -> None:
+    requests = [request_with(regex="once+") for _ in range(3)]
+    assert shared.find(requests[0].metadata) is None
+    for request in requests:
+        shared.add(request)
+    assert shared.num_waiting == 3
+    found = take(shared, 3)
+    assert [request for request, _ in found] == requests
+    (grammar,) = {id(grammar): grammar for _, grammar in found}.values()
+    assert shared.num_waiting == 0
+    assert shared.find(request_with(regex="once+").metadata) is grammar
+    assert shared.find(SamplingParams()) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"regex": "("}, "the regular expression '(' cannot be used:"),
+        ({"regex": "a(?=b)"}, "Lookahead is not supported"),
+        ({"regex": r"(a)\1"}, "Backreference is not supported"),
+        ({"regex": r"\ba"}, "Word boundary is not supported"),
+        ({"grammar": 'root ::= "a'}, "the grammar 'root ::= \"a' cannot be used:"),
+        ({"grammar": 'start ::= "a"'}, "root"),
+        ({"grammar": "root ::= missing"}, "missing"),
+        ({"json": {"$ref": "#/$defs/missing"}}, "the JSON schema"),
+        ({"regex": "\x7f"}, "no text that this model's tokens could write"),
+    ],
+)
+def test_what_cannot_be_compiled_is_said_in_one_line(
+    shared: GrammarCompiler, options: dict[str, Any], words: str
+) -> None:
+    error = outcome(shared, **options)
+    assert isinstance(error, GrammarError)
+    assert words in str(error)
+    assert "\n" not in str(error) and len(str(error)) < 450 and ".cc" not in str(error)
+
+
+def test_a_hopeless_grammar_ends_and_holds_up_nobody(shared: GrammarCompiler) -> None:
+    shared.add(request_with(regex="[a-f]{3}"))
+    take(shared)
+    started = time.monotonic()
+    shared.add(request_with(grammar=HOPELESS))
+    shared.add(request_with(regex="quick+"))
+    ((first, quick),) = take(shared)
+    assert first.metadata.structured_outputs.regex == "quick+" and isinstance(quick, CompiledGrammar)
+    assert time.monotonic() - started < 2.0
+    ((_, error),) = take(shared)
+    assert isinstance(error, GrammarError)
+    assert "takes longer than 2 s to compile" in str(error)
+
+
+def test_a_failure_is_remembered_for_a_while(shared: GrammarCompiler) -> None:
+    error = outcome(shared, regex="forgotten(")
+    started = time.monotonic()
+    assert outcome(shared, regex="forgotten(") is error
+    assert time.monotonic() - started < 0.5
+
+
+def test_memory_is_limited(make: Callable[..., GrammarCompiler]) -> None:
+    compiler = make(memory=16 * 1024**2, timeout=30.0)
+    error = outcome(compiler, grammar=HOPELESS)
+    assert isinstance(error, GrammarError)
+    assert "it needs more than 0.015625 GiB of memory" in str(error)
+    assert isinstance(outcome(compiler, regex="a"), CompiledGrammar)
+
+
+def test_what_nobody_waits_for_is_not_compiled_further(make: Callable[..., GrammarCompiler]) -> None:
+    compiler = make(timeout=30.0)
+    assert isinstance(outcome(compiler, regex="a"), CompiledGrammar)
+    requests = [request_with(grammar=HOPELESS), request_with(grammar=HOPELESS + '"b"'), request_with(regex="c")]
+    for request in requests:
+        compiler.add(request)
+    time.sleep(0.3)  # the first two run, the third waits for one of them
+    assert len(children_of(compiler.pid)) == 2
+    compiler.forget(requests[0])
+    ((request, grammar),) = take(compiler)
+    assert request is requests[2] and isinstance(grammar, CompiledGrammar)
+    compiler.forget(requests[1])
+    assert compiler.num_waiting == 0
+    wait_until(lambda: not children_of(compiler.pid))
+
+
+def test_a_killed_process_is_replaced(make: Callable[..., GrammarCompiler]) -> None:
+    compiler = make()
+    assert compiler.pid is None
+    assert isinstance(outcome(compiler, regex="a"), CompiledGrammar)
+    before = compiler.pid
+    assert before is not None
+    os.kill(before, signal.SIGKILL)
+    assert isinstance(outcome(compiler, regex="b"), CompiledGrammar)
+    assert compiler.pid not in (None, before)
+
+
+def test_letting_go_ends_the_process(tokenizer: Any) -> None:
+    compiler = GrammarCompiler(tokenizer, VOCAB_SIZE, (EOS,))
+    compiler.warm_up()
+    wait_until(lambda: compiler.pid is not None)
+    pid = compiler.pid
+    assert pid is not None and is_alive(pid)
+    del compiler
+    gc.collect()
+    wait_until(lambda: not is_alive(pid))
+
+
+def test_whoever_waits_is_notified(shared: GrammarCompiler) -> None:
+    told = threading.Event()
+    shared.notify = told.set
+    try:
+        shared.add(request_with(regex="bell"))
+        assert told.wait(PATIENCE)
+        assert len(shared.take()) == 1
+        assert shared.take() == []
+    finally:
+        shared.notify = None
+
+
+def test_what_is_too_slow_to_use_is_refused(make: Callable[..., GrammarCompiler]) -> None:
+    error = outcome(make(timeout=60.0), regex=AMBIGUOUS)
+    assert isinstance(error, GrammarError)
+    assert re.search(r"a text of \d+ tokens takes \d\.\d\d s of processor time to check", str(error))
+
+
+# ------------------------------------------------------------------------------------------ what needs no process
+
+
+def test_models_that_cannot_have_it_say_so(tokenizer: Any) -> None:
+    structured = request_with(regex="a").metadata
+    for compiler, words in (
+        (GrammarCompiler(None, VOCAB_SIZE, (EOS,)), "needs a tokenizer"),
+        (GrammarCompiler(tokenizer, VOCAB_SIZE, ()), "needs an EOS token"),
+        (GrammarCompiler(tokenizer, VOCAB_SIZE, (VOCAB_SIZE,)), "needs an EOS token"),
+    ):
+        compiler.check(SamplingParams())
+        with pytest.raises(GrammarError, match=words):
+            compiler.check(structured)
+    GrammarCompiler(tokenizer, VOCAB_SIZE, (EOS,)).check(structured)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, 3601, float("nan"), "10", None, True])
+def test_the_time_limit_is_checked(tokenizer: Any, timeout: Any) -> None:
+    with pytest.raises(ValueError, match="grammar_timeout is"):
+        GrammarCompiler(tokenizer, VOCAB_SIZE, (EOS,), limits=GrammarLimits(timeout=timeout))
+
+
+def test_the_cache_is_bounded_in_bytes() -> None:
+    def grammar(num_bytes: int) -> Any:
+        return CompiledGrammar(None, None, num_bytes, GrammarLimits())  # type: ignore[arg-type]  # only counted
+
+    cache = GrammarCache(100)
+    a, b, c = (GrammarSpec("regex", text) for text in "abc")
+    cache.put(a, grammar(40))
+    cache.put(b, grammar(40))
+    assert cache.get(a) is not None
+    cache.put(c, grammar(40))
+    assert cache.get(b) is None and cache.get(a) is not None and cache.get(c) is not None
+    cache.put(a, grammar(10))
+    assert cache.num_bytes == 50
+    cache.put(b, grammar(101))
+    assert (len(cache), cache.num_bytes) == (2, 50)
+
+
+# ------------------------------------------------------------------------------------------------------- helpers
+
+
+def children_of(pid: int | None) -> list[int]:
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(one) for one in file.read().split()]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

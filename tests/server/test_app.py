@@ -1,0 +1,268 @@
+"""Everything beside completions: models, tokens, health, requests, and what is no request at all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from _server_process import ServerProcess
+
+import pointsman
+from pointsman.server.app import create_app
+from pointsman.server.config import ServerConfig
+from pointsman.server.engine_client import EngineClient
+from pointsman.server.responses import (
+    DetokenizeResponse,
+    ErrorResponse,
+    ModelCard,
+    ModelList,
+    RequestList,
+    RequestState,
+    TokenizeResponse,
+)
+
+pytestmark = pytest.mark.e2e
+
+PROMPT = "The import statement"
+
+
+@pytest.fixture(scope="module")
+def http(server: ServerProcess) -> Any:
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+        yield http
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
+    """The error of an answer, which has the one shape."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    ErrorResponse.model_validate_json(response.content)
+    error: dict[str, Any] = response.json()["error"]
+    assert error["code"] == status and error["message"] and "\n" not in error["message"]
+    return error
+
+
+def test_the_model_is_listed_by_its_name(http: httpx.Client) -> None:
+    models = ModelList.model_validate(http.get("/v1/models").json())
+    (card,) = models.data
+    assert card.id == "demo" and card.max_model_len > 0
+    assert ModelCard.model_validate(http.get("/v1/models/demo").json()) == card
+    assert error_of(http.get("/v1/models/other/one"), 404)["type"] == "NotFoundError"
+
+
+def test_tokens_and_text_are_each_others_inverse(http: httpx.Client) -> None:
+    answer = TokenizeResponse.model_validate(
+        http.post("/tokenize", json={"prompt": PROMPT, "return_token_strs": True}).json()
+    )
+    assert answer.count == len(answer.tokens) == len(answer.token_strs or ())
+    text = DetokenizeResponse.model_validate(http.post("/detokenize", json={"tokens": answer.tokens}).json())
+    assert text.prompt == PROMPT
+    chat = http.post("/tokenize", json={"messages": [{"role": "user", "content": PROMPT}]})
+    assert chat.json()["count"] >= answer.count and chat.json()["token_strs"] is None
+    assert http.post("/tokenize", json={"prompt": ""}).json()["count"] == 0
+
+
+def test_tokens_outside_the_vocabulary_have_no_text(http: httpx.Client) -> None:
+    error_of(http.post("/detokenize", json={"tokens": [2**31 - 1]}), 400)
+    error_of(http.post("/v1/completions", json={"prompt": [2**31 - 1]}), 400)
+
+
+def test_health_and_version_say_so(http: httpx.Client) -> None:
+    for path in ("/health", "/ready"):
+        response = http.get(path)
+        assert (response.status_code, response.content) == (200, b"")
+    assert http.get("/version").json() == {"version": pointsman.__version__}
+    assert http.get("/metrics").headers["content-type"].startswith("text/plain")
+
+
+def test_the_prefix_cache_can_be_emptied(http: httpx.Client) -> None:
+    fields = {"prompt": "one two three " * 40, "max_tokens": 1}
+    http.post("/v1/completions", json=fields)
+    assert http.post("/reset_prefix_cache").json() == {"success": True}
+    usage = http.post("/v1/completions", json=fields).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_a_salt_keeps_a_tenants_prefixes_apart(http: httpx.Client) -> None:
+    def cached(salt: str | None) -> int:
+        fields = {"prompt": "salted words " * 40, "max_tokens": 1, "cache_salt": salt}
+        tokens: int = http.post("/v1/completions", json=fields).json()["usage"]["prompt_tokens_details"][
+            "cached_tokens"
+        ]
+        return tokens
+
+    http.post("/reset_prefix_cache")
+    assert [cached(salt) > 0 for salt in ("a", "b", None, "a", "b", None)] == [False] * 3 + [True] * 3
+
+
+# ------------------------------------------------------------------------------------------------- no requests
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"prompt"',
+        b"null",
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": 1e999}',
+        b'{"prompt": "a", "temperature": -Infinity}',
+        b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "a", "max_tokens": ' + b"9" * 100 + b"}",
+        b'{"prompt": [' + b"9" * 30 + b"]}",
+        b'{"prompt": "a\\ud800b"}',
+        b'{"prompt": "a", "user": "\\udc00"}',
+        b'{"prompt": "a\x00b"}',
+        b'{"prompt": "\xff\xfe"}',
+        b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+        b'{"prompt": "a", "structured_outputs": {"json": ' + b'{"a":' * 300 + b"1" + b"}" * 300 + b"}}",
+        b'{"prompt": "a", "logit_bias": {"-1": 1}}',
+        b'{"prompt": "a", "logit_bias": {"99999999": 1}}',
+        b'{"prompt": "a", "deadline": 1e999}',
+    ],
+)
+def test_what_is_no_request_is_the_clients_fault(http: httpx.Client, body: bytes) -> None:
+    error_of(http.post("/v1/completions", content=body, headers={"content-type": "application/json"}), 400)
+
+
+def test_a_null_character_in_a_prompt_is_text(http: httpx.Client) -> None:
+    assert http.post("/v1/completions", json={"prompt": "a\x00b", "max_tokens": 1}).status_code == 200
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "", "multipart/form-data"])
+def test_only_json_is_read(http: httpx.Client, content_type: str) -> None:
+    response = http.post("/v1/completions", content=b'{"prompt": "a"}', headers={"content-type": content_type})
+    assert "application/json" in error_of(response, 400)["message"]
+    fine = http.post(
+        "/tokenize", content=b'{"prompt": "a"}', headers={"content-type": "application/json; charset=utf-8"}
+    )
+    assert fine.status_code == 200
+
+
+def test_unknown_paths_and_methods_have_errors_too(http: httpx.Client) -> None:
+    assert error_of(http.get("/v1/nothing"), 404)["type"] == "NotFoundError"
+    response = http.get("/v1/completions")
+    error_of(response, 405)
+    assert response.headers["allow"] == "POST"
+
+
+def test_headers_are_checked(http: httpx.Client) -> None:
+    for headers in ({"X-Request-Deadline": "soon"}, {"X-Request-Deadline": "0"}, {"X-Request-Deadline": "nan"}):
+        error_of(http.post("/v1/completions", json={"prompt": "a"}, headers=headers), 400)
+    odd = {"X-Request-Id": "é".encode()}
+    error_of(http.post("/v1/completions", json={"prompt": "a"}, headers=odd), 400)
+
+
+def test_what_cannot_fit_is_refused_with_the_numbers(http: httpx.Client) -> None:
+    length = http.get("/v1/models").json()["data"][0]["max_model_len"]
+    message = error_of(http.post("/v1/completions", json={"prompt": "a", "max_tokens": length}), 400)["message"]
+    assert str(length) in message and str(length - 1) in message
+    error_of(http.post("/v1/completions", json={"prompt": [1] * length}), 400)
+    error_of(http.post("/v1/completions", json={"prompt": "word " * 500_000}), 400)  # without tokenizing it
+    error_of(http.post("/v1/completions", json={"prompt": ["a"] * 1025}), 400)
+    error_of(http.post("/v1/completions", json={"prompt": "a", "n": 17}), 400)
+
+
+def test_the_description_is_of_what_there_is(http: httpx.Client) -> None:
+    description = http.get("/openapi.json").json()
+    text = json.dumps(description)
+    assert "422" not in text and "HTTPValidationError" not in text
+    completion = description["paths"]["/v1/completions"]["post"]
+    assert {"200", "400", "404", "408", "413", "429", "500", "503"} <= set(completion["responses"])
+    assert set(completion["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
+    assert "401" not in completion["responses"]  # this server asks for no key
+
+
+# ------------------------------------------------------------------------------------------------- requests
+
+
+def test_every_request_says_where_it_stands(http: httpx.Client) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 4000, "ignore_eos": True, "stream": True, "request_id": "watched"}
+    body |= {"user": "alice", "deadline": 600}
+    with http.stream("POST", "/v1/completions", json=body) as response:
+        pieces = response.iter_bytes()
+        next(pieces)
+        found = RequestList.model_validate(http.get("/v1/requests").json()).data
+        (state,) = (one for one in found if one.id == "cmpl-watched")
+        assert state.state == "running" and state.reason is None and state.num_blocks > 0
+        assert state.user == "alice" and state.max_tokens == 4000 and 0 < (state.deadline_in or 0) <= 600
+        assert state.num_output_tokens > 0 and state.age > 0
+        one = RequestState.model_validate(http.get("/v1/requests/cmpl-watched").json())
+        assert one.id == state.id and one.num_output_tokens >= state.num_output_tokens
+        again = http.post("/v1/completions", json={"prompt": "a", "request_id": "watched"})
+        assert "cmpl-watched" in error_of(again, 400)["message"]  # an id names one request
+    assert error_of(http.get("/v1/requests/cmpl-nobody"), 404)["type"] == "NotFoundError"
+
+
+def test_none_of_this_was_a_fault_of_the_server(server: ServerProcess) -> None:
+    assert "Traceback" not in server.log()
+
+
+# ------------------------------------------------------------------------------------------------- in this process
+
+
+def with_app(test: Callable[[EngineClient, Any, httpx.AsyncClient], Awaitable[None]], **settings: Any) -> None:
+    """An app of its own, called without a socket, in front of a real engine process."""
+
+    async def run() -> None:
+        client = await EngineClient.start({"model": "demo", "num_blocks": 64, "num_threads": 1})
+        try:
+            app = create_app(client, ServerConfig(**settings))
+            transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+                await asyncio.wait_for(test(client, app, http), 60)
+        finally:
+            await client.shutdown()
+
+    asyncio.run(run())
+
+
+def test_a_server_that_ends_finishes_what_it_has_and_takes_no_more() -> None:
+    async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
+        fields = {"prompt": PROMPT, "max_tokens": 100, "ignore_eos": True}
+        running = asyncio.ensure_future(http.post("/v1/completions", json=fields))
+        while not client.num_open_requests:
+            await asyncio.sleep(0.001)
+        app.state.gate.close()
+        refused = await http.post("/v1/completions", json=fields)
+        assert int(refused.headers["retry-after"]) >= 1
+        assert error_of(refused, 503)["type"] == "ServiceUnavailableError"
+        error_of(await http.get("/ready"), 503)
+        assert (await http.get("/health")).status_code == 200
+        assert app.state.gate.num_open == 1
+        assert (await running).json()["usage"]["completion_tokens"] == 100
+        await app.state.gate.wait_empty()
+
+    with_app(test)
+
+
+def test_the_engines_death_is_an_error_for_everybody() -> None:
+    async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
+        fields = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True}
+        whole = asyncio.ensure_future(http.post("/v1/completions", json=fields))
+        stream = asyncio.ensure_future(http.post("/v1/chat/completions", json={
+            "messages": [{"role": "user", "content": PROMPT}], "stream": True, "ignore_eos": True, "n": 2,
+        }))  # fmt: skip
+        while len(await client.explain_all()) < 3:
+            await asyncio.sleep(0.001)
+        os.kill(client.info.pid, signal.SIGKILL)
+        assert "SIGKILL" in error_of(await whole, 500)["message"]
+        events = (await stream).text.split("\n\n")
+        assert events[-2:] == ["data: [DONE]", ""]
+        assert json.loads(events[-3].removeprefix("data: "))["error"]["code"] == 500
+        for path in ("/health", "/ready"):
+            error_of(await http.get(path), 503)
+        error_of(await http.post("/v1/completions", json=fields), 500)
+        error_of(await http.get("/v1/requests"), 500)
+        assert "engine_dead" in (await http.get("/metrics")).text
+        assert app.state.gate.num_open == 0
+
+    with_app(test)

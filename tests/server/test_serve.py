@@ -1,0 +1,163 @@
+"""The life of a server as its supervisor and its clients see it: real processes, real sockets, real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from _server_process import ServerFailed, ServerProcess, start_server, wait_until
+
+from pointsman.server.config import ServerConfig
+from pointsman.server.serve import AddressError, listening, url_of
+
+pytestmark = pytest.mark.e2e
+
+SECRET = "Nobody else shall read this"
+SMALL = ("--model", "demo", "--num-blocks", "64", "--max-num-seqs", "4", "--threads", "1")
+
+
+def completion(server: ServerProcess, max_tokens: int, **fields: Any) -> httpx.Response:
+    body = {"model": "demo", "prompt": SECRET, "max_tokens": max_tokens, "ignore_eos": True, **fields}
+    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+
+
+class Client(threading.Thread):
+    """One request in a thread of its own: its answer, or what became of it."""
+
+    def __init__(self, server: ServerProcess, max_tokens: int, *, stream: bool = False) -> None:
+        super().__init__(daemon=True)
+        self._server, self._max_tokens, self._stream = server, max_tokens, stream
+        self.status = 0
+        self.text = ""
+        self.ended = 0.0
+        self.failure: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            answer = completion(self._server, self._max_tokens, stream=self._stream)
+            self.status, self.text = answer.status_code, answer.text
+        except httpx.HTTPError as error:
+            self.failure = error
+        self.ended = time.monotonic()
+
+    @property
+    def finish_reason(self) -> str | None:
+        reason: str | None = json.loads(self.text)["choices"][0]["finish_reason"]
+        return reason
+
+
+def num_running(server: ServerProcess) -> int:
+    return len(httpx.get(f"{server.url}/v1/requests", timeout=20).json()["data"])
+
+
+def test_a_server_starts_answers_and_ends() -> None:
+    with start_server(*SMALL) as server:
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert httpx.get(f"{server.url}/ready").status_code == 200
+        answer = completion(server, 8)
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 8
+        assert server.engine_pid != server.pid
+        engine_pid = server.engine_pid
+        assert server.stop() == 0
+        assert not Path(f"/proc/{engine_pid}").exists()
+    assert SECRET not in server.log()  # no prompt in the log
+
+
+def test_sigterm_finishes_what_was_accepted_and_refuses_what_comes() -> None:
+    with start_server(*SMALL) as server:
+        clients = [Client(server, 300) for _ in range(6)]  # two of them wait
+        wait_until(lambda: num_running(server) == 6, 20, "six requests are there")
+        server.signal(signal.SIGTERM)
+        wait_until(lambda: httpx.get(f"{server.url}/ready").status_code == 503, 10, "the server is not ready")
+        late = completion(server, 8)
+        assert late.status_code == 503 and int(late.headers["retry-after"]) >= 1 and "error" in late.json()
+        assert server.wait(60) == 0
+        for client in clients:
+            client.join(10)
+            assert client.failure is None and client.status == 200
+            assert json.loads(client.text)["usage"]["completion_tokens"] == 300
+
+
+def test_a_drain_that_takes_too_long_is_cut_short() -> None:
+    with start_server(*SMALL, "--drain-timeout", "0.5") as server:
+        clients = [Client(server, 1500) for _ in range(3)]
+        wait_until(lambda: num_running(server) == 3, 20, "three requests are there")
+        started = time.monotonic()
+        assert server.stop() == 0 and time.monotonic() - started < 10
+        for client in clients:
+            client.join(10)
+            assert (client.status, client.finish_reason) == (200, "abort")
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    with start_server(*SMALL) as server:
+        client = Client(server, 1500)
+        wait_until(lambda: num_running(server) == 1, 20, "the request is there")
+        server.signal(signal.SIGINT)
+        wait_until(lambda: httpx.get(f"{server.url}/ready").status_code == 503, 10, "the server is not ready")
+        server.signal(signal.SIGINT)
+        assert server.wait(15) == 0
+        client.join(10)
+
+
+def test_a_killed_engine_is_an_error_for_all_and_for_the_supervisor() -> None:
+    with start_server(*SMALL) as server:
+        clients = [Client(server, 1500, stream=number % 2 == 0) for number in range(6)]
+        wait_until(lambda: num_running(server) == 6, 20, "six requests are there")
+        engine_pid = server.engine_pid
+        killed = time.monotonic()
+        os.kill(engine_pid, signal.SIGKILL)
+        assert server.wait(20) != 0
+        for client in clients:
+            client.join(10)
+            assert client.ended - killed < 5
+            if client.failure is None and client.status == 200:  # a stream that had begun
+                assert '"error"' in client.text and "SIGKILL" in client.text
+            elif client.failure is None:
+                assert client.status == 500 and "SIGKILL" in json.loads(client.text)["error"]["message"]
+        assert "SIGKILL" in server.log()
+
+
+def test_the_engine_does_not_outlive_the_server() -> None:
+    with start_server(*SMALL) as server:
+        engine_pid = server.engine_pid
+        client = Client(server, 1500)
+        wait_until(lambda: num_running(server) == 1, 20, "the request is there")
+        server.kill()
+        wait_until(lambda: not Path(f"/proc/{engine_pid}").exists(), 15, "the engine process has ended")
+        client.join(10)
+
+
+def test_a_port_that_is_taken_is_an_error_before_the_model_is_loaded() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        refused = pytest.raises(AddressError, match=f"cannot listen on 127.0.0.1 port {port}: Address already in use")
+        with refused, listening(ServerConfig(port=port)):
+            pass
+        with pytest.raises(ServerFailed) as caught:
+            start_server("--model", "demo", "--port", str(port), timeout=30)
+        assert "Address already in use" in str(caught.value) and "Traceback" not in str(caught.value)
+
+
+def test_a_model_that_is_not_there_is_an_error_in_one_line() -> None:
+    with pytest.raises(ServerFailed) as caught:
+        start_server("--model", "/nowhere", timeout=60)
+    assert "/nowhere" in str(caught.value) and "Traceback" not in str(caught.value)
+
+
+def test_the_address_for_clients_is_one_they_can_use() -> None:
+    with listening(ServerConfig(host="0.0.0.0", port=0)) as sock:
+        assert url_of(sock, "0.0.0.0") == f"http://127.0.0.1:{sock.getsockname()[1]}"
+    with listening(ServerConfig(port=0)) as sock:
+        assert url_of(sock, "::1") == f"http://[::1]:{sock.getsockname()[1]}"

@@ -1,0 +1,121 @@
+"""The start-up log: five lines, true, copy-pastable, and without secrets."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from typing import Any
+
+import pytest
+
+from pointsman.core import SchedulerConfig
+from pointsman.server.config import ServerConfig
+from pointsman.server.startup import reachable, startup_lines
+from pointsman.server.wire import EngineInfo
+
+URL = "http://127.0.0.1:8000"
+SCHEDULER = SchedulerConfig(num_blocks=100, max_model_len=1000, block_size=32, max_num_seqs=7, watermark=0.25)
+INFO = EngineInfo(
+    pid=1,
+    model="/models/a",
+    max_model_len=1000,
+    vocab_size=2048,
+    num_parameters=2_829_120,
+    dtype="float32",
+    kv_cache_dtype="bfloat16",
+    device="cpu",
+    attention="numba",
+    num_blocks=100,
+    block_size=32,
+    kv_cache_bytes=3 * 2**20,
+    scheduler=SCHEDULER.to_dict(),
+    generation_defaults={},
+)
+
+
+def test_five_lines_that_say_what_how_much_how_and_where() -> None:
+    what, fits, knobs, limits, where = startup_lines(INFO, ServerConfig(served_model_name=("a",)), URL)
+    for part in ("a (/models/a)", "2.8 M parameters", "float32", "cpu", "numba", "1,000 tokens"):
+        assert part in what
+    # A request of 1,000 tokens takes 32 blocks of 32 tokens.
+    for part in ("100 blocks of 32 tokens", "3 MiB", "bfloat16", "3,200 tokens", "3.1 requests of full length"):
+        assert part in fits
+    for part in ("max_num_seqs 7", "max_num_batched_tokens 8192", "watermark 0.25", "order fcfs", "victim latest"):
+        assert part in knobs
+    for part in ("7 requests run", "1,024 more wait", "deadline none", "max_tokens 1,000", "16.0 MiB"):
+        assert part in limits
+    assert f"{URL} - " in where
+    everywhere = startup_lines(INFO, ServerConfig(host="0.0.0.0"), URL)[4]
+    assert f"{URL} (on 0.0.0.0) - " in everywhere
+
+
+def test_every_knob_of_the_scheduler_is_in_the_lines() -> None:
+    lines = "\n".join(startup_lines(INFO, ServerConfig(), URL))
+    hidden = {"num_blocks", "max_model_len", "block_size", "num_reserved_blocks"}  # told in other words, or not set
+    of_the_engine = {"max_steps_in_flight", "share_within_step"}
+    for name in SCHEDULER.to_dict().keys() - hidden - of_the_engine:
+        assert f"{name} " in lines
+
+
+@pytest.mark.parametrize(
+    ("knobs", "said"),
+    [
+        ({"order": "fcfs"}, ["order fcfs", "victim latest", "displace off"]),
+        ({"order": "priority"}, ["order priority", "victim lowest-priority", "displace on"]),
+        ({"order": "priority", "victim": "latest", "displace": False}, ["victim latest", "displace off"]),
+        ({"order": "priority", "batching": "static"}, ["batching static", "displace off"]),
+    ],
+)
+def test_what_is_left_to_the_scheduler_is_told_as_it_is_in_force(knobs: dict[str, Any], said: list[str]) -> None:
+    info = dataclasses.replace(INFO, scheduler=SCHEDULER.replace(**knobs).to_dict())
+    line = startup_lines(info, ServerConfig(), URL)[2]
+    for part in said:
+        assert part in line
+
+
+def test_limits_that_are_set() -> None:
+    config = ServerConfig(
+        max_waiting_requests=0, max_waiting_prompt_tokens=5000, max_deadline=2.5, max_tokens_limit=64, max_n=3
+    )
+    limits = startup_lines(INFO, config, URL)[3]
+    for part in ("0 more wait", "waiting prompt tokens 5,000", "deadline 2.5 s", "max_tokens 64", "n 3"):
+        assert part in limits
+
+
+@pytest.mark.parametrize("name", ["demo", "it's", 'a "b" $c `d`', "naïve \\n"])
+@pytest.mark.parametrize("keys", [(), ("sesame",)])
+def test_the_curl_is_words_of_a_shell_and_tells_no_key(name: str, keys: tuple[str, ...]) -> None:
+    lines = startup_lines(INFO, ServerConfig(served_model_name=(name, "b"), api_keys=keys), URL)
+    assert "sesame" not in "\n".join(lines)
+    words = shlex.split(lines[-1].partition("try it: ")[2])
+    assert words[:2] == ["curl", f"{URL}/v1/completions"]
+    assert json.loads(words[-1])["model"] == name
+    assert ("Authorization: Bearer $POINTSMAN_API_KEY" in words) is bool(keys)
+
+
+@pytest.mark.parametrize(
+    ("host", "keys", "said"),
+    [
+        ("127.0.0.1", (), "no API key: whoever uses this machine"),
+        ("::1", (), "no API key: whoever uses this machine"),
+        ("localhost", (), "no API key: whoever uses this machine"),
+        ("0.0.0.0", (), "NO API KEY, and 0.0.0.0 is no address of this machine alone"),
+        ("192.0.2.7", (), "NO API KEY"),
+        ("0.0.0.0", ("k",), "an API key is asked for"),
+    ],
+)
+def test_a_server_without_a_key_says_who_may_call(host: str, keys: tuple[str, ...], said: str) -> None:
+    assert said in startup_lines(INFO, ServerConfig(host=host, api_keys=keys), URL)[3]
+
+
+def test_the_address_to_call_is_one_that_can_be_called() -> None:
+    assert reachable("http://0.0.0.0:80") == "http://127.0.0.1:80"
+    assert reachable("http://[::]:80") == "http://[::1]:80"
+    assert reachable("http://example.org:80") == "http://example.org:80"
+
+
+def test_names_from_outside_cannot_drive_a_terminal() -> None:
+    info = dataclasses.replace(INFO, model="/models/\x1b[2J\nb")
+    for line in startup_lines(info, ServerConfig(served_model_name=("x\x07",)), URL):
+        assert line.isprintable()
