@@ -1,12 +1,17 @@
-"""The command line. `main` is its entry point; `app` has the commands and their options.
+"""The command line. `main` is its entry point.
 
-    app.py           commands and options
+    app.py           the commands
+    options.py       their options, those that commands share once
+    knobs.py         from options to arguments of the engine: presets, sizes, checks
+    config_file.py   the YAML file of `serve`
+    serve.py         what the server is started with, and where each setting comes from
+    chat.py          a conversation with a running server
     workload.py      what to run: built-in prompts, a file of prompts, a trace
     generate.py      the loop around the engine: arrivals, steps, an orderly end
     progress.py      what is known about the run, and its summary
     display.py       how it is shown: live, as plain lines, as JSON lines
 
-Exit codes: 0 all went well; 1 a replay differs or a step failed; 2 bad input; 130 interrupted.
+Exit codes: 0 all went well; 1 a replay differs, a step failed or the engine died; 2 bad input; 130 interrupted.
 """
 
 from __future__ import annotations

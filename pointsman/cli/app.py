@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -112,8 +113,8 @@ def serve(config: options.ConfigFile = None, preset: options.Preset = None, **va
     _log_to_stderr()
     _sleep_when_idle()
     try:
-        import fastapi  # noqa: F401  (what `run` imports when it needs it)
-
+        for name in ("fastapi", "uvicorn", "uvloop", "httptools", "prometheus_client"):
+            import_module(name)  # what `run` would miss only after the model is loaded
         from pointsman.server.serve import run
     except ModuleNotFoundError as error:
         raise _not_installed("serve", error, "server") from None

@@ -239,8 +239,7 @@ class GrammarProcess:
     # ------------------------------------------------------------------ the process
 
     def _start(self) -> _Server:
-        if self._is_closed:
-            raise Cancelled
+        self._check_open()
         if self._server is None or not self._server.is_running:
             started = time.monotonic()
             server = _Server()  # which imports while the vocabulary is read here
@@ -258,10 +257,14 @@ class GrammarProcess:
                 raise
             self._server = server
             logger.info("grammars are compiled by process %d (%.1f s)", server.pid, time.monotonic() - started)
-            if self._is_closed:
-                server.close()
-                raise Cancelled
+            self._check_open()  # it may have been closed meanwhile
         return self._server
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            if self._server is not None:
+                self._server.close()
+            raise Cancelled
 
 
 class _Server:

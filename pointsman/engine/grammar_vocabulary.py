@@ -67,7 +67,8 @@ def read_vocabulary(tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int
         if token.special:
             special.add(token_id)
         elif token_id < vocab_size:  # written as it is, whatever way the vocabulary writes bytes
-            tokens[token_id] = decoder.token_text(token_id).encode()
+            text = decoder.token_text(token_id)
+            tokens[token_id] = b"" if "\ufffd" in text else text.encode()  # bytes that are no character alone
     for token_id in special:
         if token_id < vocab_size:
             tokens[token_id] = b""

@@ -8,7 +8,7 @@ amount of time and memory, and may crash. The kernel ends a child, whatever it i
     the engine closes the job's socket, or no longer exists    SIGIO
 
 The engine sends the vocabulary first, once, and then a socket for each job; child and engine talk over that alone:
-a job as JSON, then b"+" and the compiled grammar as JSON, or b"-" and an error; then b"\\0", the sign that all is there.
+a job as JSON; then b"+" and the compiled grammar as JSON, or b"-" and an error, and b"\\0" when all is there.
 The program ends when its own socket does. It imports nothing of the package, so that starting it is quick.
 """
 
@@ -122,9 +122,8 @@ def _answer(sock: socket.socket, compiler: xgrammar.GrammarCompiler) -> None:
 def _limit(job: dict[str, Any]) -> None:
     """The kernel's limits for this process."""
     os.nice(NICENESS)
-    with suppress(OSError):  # where memory runs out, this process goes first
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # where memory runs out, this process goes first
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError), open("/proc/self/statm") as file:
         in_use = int(file.read().split()[0]) * resource.getpagesize()

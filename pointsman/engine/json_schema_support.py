@@ -21,7 +21,10 @@ from typing import Any
 MAX_DEPTH = 32
 """Levels of schemas within schemas."""
 
-FORMATS = frozenset("date date-time duration email hostname ipv4 ipv6 time uri uri-reference uri-template uuid".split())
+FORMATS = (
+    "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uri-reference",
+    "uri-template", "uuid",
+)  # fmt: skip
 """Values of `format` that the compiler knows, and whose texts need no escapes in JSON."""
 EMAIL = (
     r"^[A-Za-z0-9_+\-]+(\.[A-Za-z0-9_+\-]+)*@[A-Za-z0-9]([A-Za-z0-9\-]*[A-Za-z0-9])?"
@@ -39,10 +42,10 @@ _ONE = (
 )  # fmt: skip
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _MAPS = ("$defs", "definitions", "patternProperties", "properties")
-_ANNOTATIONS = frozenset(
-    "$comment $defs $id $schema default definitions deprecated description discriminator example examples nullable "
-    "readOnly title writeOnly".split()
-)
+_ANNOTATIONS = {
+    "$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description", "discriminator",
+    "example", "examples", "nullable", "readOnly", "title", "writeOnly",
+}  # fmt: skip
 _NEED_TYPE = (
     "exclusiveMaximum", "exclusiveMinimum", "format", "maxItems", "maxLength", "maxProperties", "maximum", "minItems",
     "minLength", "minProperties", "minimum", "pattern",
@@ -143,7 +146,7 @@ def _problem_of_values(schema: Mapping[str, Any]) -> str | None:
 def _problem_of_strings(schema: Mapping[str, Any]) -> str | None:
     form, pattern = schema.get("format"), schema.get("pattern")
     if form is not None and "string" in _types(schema) and form not in FORMATS:
-        return f"the format {_shown(form)} is not known; use one of {', '.join(sorted(FORMATS))}, or a pattern"
+        return f"the format {_shown(form)} is not known; use one of {', '.join(FORMATS)}, or a pattern"
     bounds = [key for key in ("minLength", "maxLength") if key in schema]
     if pattern is not None and not isinstance(pattern, str):
         return f"'pattern' is {_shown(pattern)}; it must be a regular expression"

@@ -89,7 +89,7 @@ def _generation_router(service: Service) -> APIRouter:
     @router.post(
         "/v1/completions",
         response_model=CompletionResponse,
-        responses={200: events('data: {"choices": [...]}'), **errors(*GENERATION_ERRORS)},
+        responses={200: events(), **errors(*GENERATION_ERRORS)},
     )
     async def create_completion(
         body: CompletionRequest, request_id: RequestIdHeader = None, deadline: DeadlineHeader = None
@@ -100,7 +100,7 @@ def _generation_router(service: Service) -> APIRouter:
     @router.post(
         "/v1/chat/completions",
         response_model=ChatCompletionResponse,
-        responses={200: events('data: {"choices": [...]}'), **errors(*GENERATION_ERRORS)},
+        responses={200: events(), **errors(*GENERATION_ERRORS)},
     )
     async def create_chat_completion(
         body: ChatCompletionRequest, request_id: RequestIdHeader = None, deadline: DeadlineHeader = None

@@ -160,8 +160,9 @@ class CompletionJob(Job):
             return None
         token_ids = [] if self._is_echo_alone else new.token_ids
         entries: list[Any] = [] if self._is_echo_alone else list(new.logprobs or [])
-        of_prompt = new.prompt_logprobs
-        if self.body.echo and not progress.has_begun and of_prompt is not None:  # None: it ended before its first token
+        of_prompt = new.prompt_logprobs or []
+        is_complete = len(of_prompt) == len(sample.prompt.token_ids)  # or it ended before its first token
+        if self.body.echo and not progress.has_begun and is_complete:
             token_ids = [*sample.prompt.token_ids, *token_ids]
             entries = [*of_prompt, *entries]
         return self._writer.completion(

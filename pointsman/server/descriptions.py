@@ -33,11 +33,12 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return described
 
 
-def events(example: str) -> dict[str, Any]:
-    """For a route's 200: that it may be a stream of events, of this kind."""
+def events() -> dict[str, Any]:
+    """For a route's 200: that it may be a stream of events, too."""
+    item = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
     return {
-        "description": "The answer; with stream true, events, of which the last is [DONE].",
-        "content": {"text/event-stream": {"schema": {"type": "string"}, "example": example}},
+        "description": "The answer; with stream true, as events: pieces of it in JSON, and [DONE] as the last.",
+        "content": {"text/event-stream": {"itemSchema": item}},
     }
 
 

@@ -1,6 +1,6 @@
-"""Upper bounds of the histograms' buckets. All but the last are vLLM's: a query over its buckets finds the same here.
+"""Upper bounds of the histograms' buckets: vLLM's, so that a query over its buckets finds the same here.
 
-Times are in seconds. That of a scheduler's step is Pointsman's own: microseconds, where vLLM has no figure.
+Those of a scheduler's step, for which vLLM has no figure, are Pointsman's own. Times are in seconds.
 """
 
 from __future__ import annotations

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+CLIENTS_FAULTS = ("leave no token to sample", "the grammar took")
+"""What the engine says of requests that run into their own constraints."""
+
 
 class Service:
     """What answers completions, for all clients.
@@ -206,10 +209,11 @@ def check_end(finish_reason: str | None, detail: str) -> None:
     """Whether a request ended well.
 
     Raises:
-        ApiError: 500, it failed on its own.
+        ApiError: it failed on its own; 400 if what it asked for contradicts itself or takes too long, 500 otherwise.
     """
     if finish_reason == "error":
-        raise ApiError(500, f"the request failed: {detail or 'the engine does not say why'}")
+        status = 400 if any(words in detail for words in CLIENTS_FAULTS) else 500
+        raise ApiError(status, f"the request failed: {detail or 'the engine does not say why'}")
 
 
 class Job(ABC):

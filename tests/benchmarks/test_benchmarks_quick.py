@@ -64,6 +64,14 @@ def test_engine_throughput() -> None:
 
 
 @pytest.mark.e2e
+def test_engine_throughput_compares_those_that_run_last_on_the_same_prompts() -> None:
+    pytest.importorskip("torch")
+    options = ["--contenders", "transformers-static,transformers-continuous,pointsman", "--rounds", "2"]
+    figures = run_quick("engine_throughput.py", *options, "--requests", "3")["float32"]
+    assert figures["transformers-continuous"]["agreement"] == 1.0
+
+
+@pytest.mark.e2e
 def test_engine_throughput_beside_openvino() -> None:
     if not openvino_env.is_complete():
         pytest.skip("no environment for OpenVINO; python benchmarks/openvino_env.py makes it")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -312,6 +313,12 @@ def test_a_key_that_is_set_and_empty_does_not_open_the_server(
     check_refused(pointsman("serve", "--api-key-file", path), str(path), "holds no API key")
     monkeypatch.setenv("POINTSMAN_API_KEY", " ")
     check_refused(pointsman("serve"), "POINTSMAN_API_KEY is empty")
+
+
+@pytest.mark.parametrize("name", ["fastapi", "uvicorn", "uvloop", "httptools", "prometheus_client"])
+def test_a_library_that_is_not_there(pointsman: Run, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
+    check_refused(pointsman("serve", "--port", 0), f"serve needs {name}", "pip install 'pointsman[server]'")
 
 
 @pytest.mark.e2e

@@ -6,9 +6,12 @@ import gc
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +29,7 @@ pytestmark = pytest.mark.e2e
 VOCAB_SIZE, EOS = 199, 2
 HOPELESS = "root ::= " + "[a-z]* " * 5000
 """A grammar that takes minutes to compile."""
-AMBIGUOUS = "(a{1,1000}){1000}"
+AMBIGUOUS = "((a{1,1000}){1,1000}b?){1,1000}"
 """A regular expression that compiles at once; then each token takes longer than the one before, up to a second."""
 PATIENCE = 60.0
 
@@ -193,14 +196,38 @@ def test_a_killed_process_is_replaced(make: Callable[..., GrammarCompiler]) -> N
 
 
 def test_letting_go_ends_the_process(tokenizer: Any) -> None:
+    pid = pid_of_one_let_go(tokenizer)
+    gc.collect()
+    wait_until(lambda: not is_alive(pid))
+
+
+def pid_of_one_let_go(tokenizer: Any) -> int:
     compiler = GrammarCompiler(tokenizer, VOCAB_SIZE, (EOS,))
     compiler.warm_up()
     wait_until(lambda: compiler.pid is not None)
-    pid = compiler.pid
-    assert pid is not None and is_alive(pid)
-    del compiler
-    gc.collect()
-    wait_until(lambda: not is_alive(pid))
+    assert compiler.pid is not None and is_alive(compiler.pid)
+    return compiler.pid
+
+
+def test_an_engine_that_is_killed_leaves_nothing_behind() -> None:
+    script = f"""
+import sys, time
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_grammar_compiler import *
+compiler = GrammarCompiler(byte_tokenizer(VOCAB_SIZE), VOCAB_SIZE, (EOS,))
+compiler.add(request_with(grammar=HOPELESS))
+while compiler.pid is None or not children_of(compiler.pid):
+    time.sleep(0.01)
+print(compiler.pid, *children_of(compiler.pid), flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as engine:
+        assert engine.stdout is not None
+        pids = [int(pid) for pid in engine.stdout.readline().split()]
+        engine.kill()
+    assert len(pids) == 2
+    for pid in pids:
+        wait_until(lambda pid=pid: not is_alive(pid))  # type: ignore[misc]
 
 
 def test_whoever_waits_is_notified(shared: GrammarCompiler) -> None:

@@ -17,12 +17,13 @@ from typing import Any
 
 import jsonschema
 import pytest
+import torch
 from json_schemas import random_document, random_schema
 from test_engine import free_blocks
 from test_grammar_compiler import HOPELESS, is_alive, wait_until
 from tiny_models import HEAD16, Family, build
 
-from pointsman.core import RequestStatus
+from pointsman.core import Request, RequestStatus
 from pointsman.core.reason import Reason
 from pointsman.engine import (
     LLM,
@@ -34,7 +35,9 @@ from pointsman.engine import (
     StructuredOutputsParams,
 )
 from pointsman.engine.grammar_compiler import GrammarCompiler
-from pointsman.engine.grammar_process import GrammarLimits
+from pointsman.engine.grammar_matcher import RequestGrammar
+from pointsman.engine.grammar_process import CompiledGrammar, GrammarLimits
+from pointsman.engine.logit_edits import EditedRow, LogitEdits
 from pointsman.engine.model_loader import LoadedModel, load_model, wrap_model
 from pointsman.engine.model_runner import NOTHING_LEFT
 
@@ -279,6 +282,36 @@ def test_the_end_of_a_grammar_is_the_end(llm: LLM) -> None:
     for own in ({"min_tokens": 20}, {"ignore_eos": True}, {"allowed_token_ids": [letter]}, {"logit_bias": {0: -100}}):
         (output,) = generate(llm, structured(choice=["a"], max_tokens=50, **own))
         assert (output.text, output.finish_reason, output.stop_reason) == ("a", "stop", None), own
+
+
+def test_the_end_is_seen_among_padded_logits(tiny: LoadedModel, tiny_compiler: GrammarCompiler) -> None:
+    outputs = generate(llm_with(tiny, tiny_compiler), [structured(i, choice=["a"], min_tokens=9) for i in range(4)])
+    assert {(output.text, output.finish_reason) for output in outputs} == {("a", "stop")}
+
+
+def test_masks_depend_on_the_tokens_alone(demo: LoadedModel, demo_compiler: GrammarCompiler) -> None:
+    """Asked for a place again, after later ones, a grammar says what it said before."""
+    params = structured(regex="ab(cd|ef){2}", max_tokens=30)
+    output_ids = [token_id for text in ("a", "b", "c", "d", "e", "f") for token_id in demo.tokenizer(text)["input_ids"]]
+    request = Request("r", [5, 6], arrival_time=0.0, max_tokens=30, eos_token_ids=(0,), metadata=params)
+    demo_compiler.add(request)
+    demo_compiler.wait(60.0)
+    ((_, grammar),) = demo_compiler.take()
+    assert isinstance(grammar, CompiledGrammar)
+    request.append_output(output_ids)
+    row = EditedRow(request, 1, demo.vocab_size, (), RequestGrammar(request, grammar))
+
+    def allowed(num_output: int) -> list[int]:
+        edits = LogitEdits()
+        row.edit(0, 2 + num_output, edits)
+        found: list[int] = edits.apply(torch.zeros(1, demo.vocab_size))[0].isfinite().nonzero().flatten().tolist()
+        return found
+
+    first = [allowed(count) for count in range(len(output_ids) + 1)]
+    assert all(token_id in allowed for token_id, allowed in zip(output_ids, first, strict=False))
+    assert first[-1] == [0]  # complete: nothing but EOS
+    for count in (3, 5, 0, 6, 1):
+        assert allowed(count) == first[count]
 
 
 def test_a_text_that_may_go_on_keeps_to_min_tokens_and_ignore_eos(llm: LLM) -> None:

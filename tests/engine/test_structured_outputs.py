@@ -79,7 +79,7 @@ def test_parameters_are_values() -> None:
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=".") as caught:
+    with pytest.raises(ValueError, match=r".") as caught:
         StructuredOutputsParams(**options)
     message = str(caught.value)
     assert words in message
@@ -138,7 +138,7 @@ def test_schemas_that_are_enforced_pass(seed: int) -> None:
     ],
 )
 def test_what_could_not_be_enforced_is_refused(schema: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=".") as caught:
+    with pytest.raises(ValueError, match=r".") as caught:
         StructuredOutputsParams(json=schema)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -264,6 +264,16 @@ def test_a_grammar_that_does_not_compile_is_the_clients_fault(http: httpx.Client
         assert response.status_code == 400, response.text
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_constraints_that_exclude_each_other_are_the_clients_fault(http: httpx.Client, stream: bool) -> None:
+    tokens = http.post("/tokenize", json={"prompt": "x"}).json()["tokens"]
+    fields = {"allowed_token_ids": tokens, "structured_outputs": {"regex": "[0-9]+"}, "stream": stream}
+    response = http.post("/v1/completions", json={**GREEDY, **fields})
+    assert response.status_code == (200 if stream else 400)
+    text = response.text.split("\n\n")[0].removeprefix("data: ")
+    assert json.loads(text)["error"]["code"] == 400
+
+
 def test_ids_are_the_clients_if_it_likes(http: httpx.Client) -> None:
     response = http.post("/v1/completions", json=GREEDY, headers={"X-Request-Id": "order-66"})
     assert response.json()["id"] == "cmpl-order-66" == response.headers["x-request-id"]

@@ -121,6 +121,12 @@ def test_a_deadline_ends_what_runs_with_what_there_is(http: httpx.Client) -> Non
         assert '"finish_reason":"deadline"' in response.read().decode().replace(" ", "")
 
 
+def test_a_prompt_that_was_never_computed_has_no_log_probabilities(http: httpx.Client) -> None:
+    fields = {"prompt": "a b c", "echo": True, "logprobs": 1, "deadline": 1e-6, "stream": True}
+    first = http.post("/v1/completions", json=fields).text.split("\n\n")[0]
+    assert '"finish_reason":"deadline"' in first and '"tokens":[]' in first
+
+
 def test_a_deadline_is_at_most_the_servers(http: httpx.Client) -> None:
     with ExitStack() as stack:
         run(http, stack, deadline=10_000)
