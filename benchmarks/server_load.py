@@ -9,9 +9,9 @@ a deadline that nobody can meet. Three rounds on one server, each with other req
 - malformed ones get 4xx, late ones 408 or the finish reason "deadline";
 - afterwards nothing is open and no block in use, and the engine has ended as many requests as it should have;
 - the memory of both processes does not grow from the first round to the last;
-- the longest wait for a first token is no longer than the work that was ahead of it takes at the measured rate. This
-  bound counts the whole of every request that had come earlier and was not over, as if none of it had been done yet.
-  (Short waits may be longer than theirs: of a moment's work, a step is a large part.)
+- the longest wait for a first token is no longer than the work that was ahead of it takes, at the rate at which the
+  engine worked during that wait (its metrics are read twice a second). This bound counts the whole of every request
+  that had come earlier and was not over, as if none of it had been done yet.
 
     python benchmarks/server_load.py --check
 """
@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from time import monotonic, process_time
 from typing import Any
 
+import numpy as np
 from _common import Targets, argument_parser, finish, note, print_table, run
 from _server_client import SECONDS_TO_ANSWER, Address, Answer, BrokenAnswer, Exchange, percentile, send, start
 from _server_probe import MIB, read_metrics, run_async, wait_until_idle
@@ -37,6 +38,7 @@ MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 64, 512
 SAMPLE = 24
 """Sound requests of a round that are asked again, alone."""
 SHOWN_FAULTS = 10
+SECONDS_BETWEEN_READINGS = 0.5
 MOST_GROWTH, GROWTH_BYTES = 0.05, 8 * MIB
 """What a process may have more of after the last round than after the first: share, or bytes."""
 
@@ -110,8 +112,11 @@ async def run_round(server: ServerProcess, address: Address, planned: list[Plann
     before = await read_metrics(address)
     cpu_before = cpu_of(server)
     start_time = monotonic()
+    work_done: list[tuple[float, float]] = []
+    watching = asyncio.create_task(watch_work(address, work_done))
     outcomes = await serve_all(address, planned, num_streams)
     seconds = monotonic() - start_time
+    watching.cancel()
     shares = [(b - a) / seconds for a, b in zip(cpu_before, cpu_of(server), strict=True)]
 
     after = await wait_until_idle(address)
@@ -123,8 +128,7 @@ async def run_round(server: ServerProcess, address: Address, planned: list[Plann
     faults = [f"{describe(each.planned)}: {each.fault}" for each in outcomes if each.fault]
     faults += book_keeping_faults(outcomes, gained)
     faults += [fault for each in sample_of(outcomes) if (fault := await repeat_fault(address, each))]
-    rate = (gained["vllm:prompt_tokens_total"] + gained["vllm:generation_tokens_total"]) / seconds
-    waits, bounds = waits_and_bounds(outcomes, rate)
+    waits, bounds = waits_and_bounds(outcomes, [*work_done, (monotonic(), tokens_in(after))])
     return Round(
         seconds=seconds,
         counts=dict(Counter(what_happened(each) for each in outcomes)),
@@ -277,22 +281,43 @@ def describe(planned: Planned) -> str:
     return f"a {planned.kind} {name} {form} of {planned.num_prompt_tokens} + {planned.num_output_tokens} tokens"
 
 
-def waits_and_bounds(outcomes: Sequence[Outcome], rate: float) -> tuple[list[float], list[float]]:
-    """Seconds to the first token of each sound stream, and those that the work ahead of it takes at `rate` tokens/s."""
+def waits_and_bounds(
+    outcomes: Sequence[Outcome], work_done: Sequence[tuple[float, float]]
+) -> tuple[list[float], list[float]]:
+    """Seconds to the first token of each sound stream, and those that the work ahead of it takes.
+
+    Args:
+        outcomes: of the round.
+        work_done: tokens that the engine had computed in all, at several times.
+    """
     sent = [(each.planned, each.exchange) for each in outcomes if each.exchange is not None]
     work = [
         (exchange.sent_at, exchange.ended_at or float("inf"), planned.num_prompt_tokens + planned.num_output_tokens)
         for planned, exchange in sent
     ]
+    times, totals = zip(*work_done, strict=True)
     waits, bounds = [], []
     for planned, exchange in sent:
-        seconds = exchange.seconds_to_first_event
-        if planned.kind == "sound" and planned.is_streamed and seconds is not None:
-            now = exchange.sent_at
-            ahead = sum(tokens for begin, end, tokens in work if begin <= now < end)
-            waits.append(seconds)
-            bounds.append(ahead / rate)
+        end = exchange.first_event_at
+        if planned.kind == "sound" and planned.is_streamed and end is not None:
+            begin = exchange.sent_at
+            ahead = sum(tokens for come, gone, tokens in work if come <= begin < gone)
+            done = float(np.interp(end, times, totals) - np.interp(begin, times, totals))
+            waits.append(end - begin)
+            bounds.append(ahead * (end - begin) / done if done else float("inf"))
     return waits, bounds
+
+
+async def watch_work(address: Address, readings: list[tuple[float, float]]) -> None:
+    """Note how many tokens the engine has computed, again and again, until cancelled."""
+    while True:
+        readings.append((monotonic(), tokens_in(await read_metrics(address))))
+        await asyncio.sleep(SECONDS_BETWEEN_READINGS)
+
+
+def tokens_in(metrics: dict[str, float]) -> float:
+    """Tokens of prompts and answers that the engine has computed, or found in its prefix cache."""
+    return metrics["vllm:prompt_tokens_total"] + metrics["vllm:generation_tokens_total"]
 
 
 # ----------------------------------------------------------------------------------------------------------- report

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from pointsman.core.errors import PointsmanError
 
+NOTHING_LEFT = (
+    "allowed_token_ids, bad_words, min_tokens and structured_outputs together leave no token to sample; loosen one"
+)
+"""Why a request ends with an error through its own parameters."""
+GRAMMAR_TOO_SLOW = "the grammar took"
+"""How the same begins if its grammar costs too much."""
+
 
 class ModelLoadError(PointsmanError, ValueError):
     """A model directory that cannot be read: absent, incomplete or corrupt."""

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pointsman.engine.errors import GrammarError, first_line
+from pointsman.engine.errors import GRAMMAR_TOO_SLOW, GrammarError, first_line
 
 if TYPE_CHECKING:
     from pointsman.core import Request
@@ -119,7 +119,7 @@ class RequestGrammar:
         limit = self._limits.start_time + self._limits.token_time * (self.num_accepted + 1)
         if self._seconds > limit:
             raise GrammarError(
-                f"the grammar took {self._seconds:.2f} s of processor time for {self.num_accepted} tokens, and the "
+                f"{GRAMMAR_TOO_SLOW} {self._seconds:.2f} s of processor time for {self.num_accepted} tokens, and the "
                 f"limit is {limit:.2f} s; simplify it (rules that allow one text in many ways are slow)"
             )
         masks.add(row)

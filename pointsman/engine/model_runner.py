@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pointsman.core.output import SchedulerOutput, StepResult
 from pointsman.engine.attention import AttentionBackend, PagedBatch
+from pointsman.engine.errors import NOTHING_LEFT
 from pointsman.engine.kv_pool import KVPool
 from pointsman.engine.logprobs import PromptLogprobs, TokenLogprobs, token_logprobs
 from pointsman.engine.model_check import run_model
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
     from pointsman.core import Scheduler
 
 NOT_FINITE = "the model's logits are not finite (NaN or infinity); check the weights, or use dtype float32"
-NOTHING_LEFT = (
-    "allowed_token_ids, bad_words, min_tokens and structured_outputs together leave no token to sample; loosen one"
-)
 
 
 @dataclass(slots=True)

@@ -97,10 +97,8 @@ def listening(config: ServerConfig) -> Iterator[socket.socket]:
 
 
 def url_of(sock: socket.socket, host: str) -> str:
-    """Where a client on this machine finds the server."""
+    """Where the server listens."""
     port = sock.getsockname()[1]
-    if host in ("0.0.0.0", "::"):
-        host = "127.0.0.1" if host == "0.0.0.0" else "::1"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 

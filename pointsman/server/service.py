@@ -15,7 +15,7 @@ import uuid
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from pointsman.engine.errors import EngineDeadError
+from pointsman.engine.errors import GRAMMAR_TOO_SLOW, NOTHING_LEFT, EngineDeadError
 from pointsman.server.backlog import Backlog, Ticket
 from pointsman.server.errors import ApiError, from_engine, not_found, shown
 from pointsman.server.generation import Generation, Result, Sample, usage
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from pointsman.server.wire import Delta
 
 logger = logging.getLogger(__name__)
-
-CLIENTS_FAULTS = ("leave no token to sample", "the grammar took")
-"""What the engine says of requests that run into their own constraints."""
 
 
 class Service:
@@ -212,7 +209,8 @@ def check_end(finish_reason: str | None, detail: str) -> None:
         ApiError: it failed on its own; 400 if what it asked for contradicts itself or takes too long, 500 otherwise.
     """
     if finish_reason == "error":
-        status = 400 if any(words in detail for words in CLIENTS_FAULTS) else 500
+        is_own_fault = detail == NOTHING_LEFT or detail.startswith(GRAMMAR_TOO_SLOW)
+        status = 400 if is_own_fault else 500
         raise ApiError(status, f"the request failed: {detail or 'the engine does not say why'}")
 
 

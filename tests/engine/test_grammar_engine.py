@@ -34,12 +34,12 @@ from pointsman.engine import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from pointsman.engine.errors import NOTHING_LEFT
 from pointsman.engine.grammar_compiler import GrammarCompiler
 from pointsman.engine.grammar_matcher import RequestGrammar
 from pointsman.engine.grammar_process import CompiledGrammar, GrammarLimits
 from pointsman.engine.logit_edits import EditedRow, LogitEdits
 from pointsman.engine.model_loader import LoadedModel, load_model, wrap_model
-from pointsman.engine.model_runner import NOTHING_LEFT
 
 pytestmark = pytest.mark.e2e
 

@@ -14,11 +14,12 @@ from tiny_models import FAMILIES, VOCAB_SIZE, build
 
 from pointsman.core import Request, Scheduler, SchedulerConfig, SchedulerOutput
 from pointsman.core.errors import StepOrderError
+from pointsman.engine.errors import NOTHING_LEFT
 from pointsman.engine.kv_pool import KVPool
 from pointsman.engine.logprobs import TokenLogprobs
 from pointsman.engine.model_check import run_model
 from pointsman.engine.model_loader import LoadedModel, wrap_model
-from pointsman.engine.model_runner import NOT_FINITE, NOTHING_LEFT, ModelRunner, StepExecution
+from pointsman.engine.model_runner import NOT_FINITE, ModelRunner, StepExecution
 from pointsman.engine.sampling_params import SamplingParams
 
 
