@@ -27,11 +27,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pointsman.core import Explanation, Request
-from pointsman.engine.engine import Engine, check_request_id
+from pointsman.engine.engine import Engine
 from pointsman.engine.engine_thread import Add, Call, EngineThread, Expect, Stop
 from pointsman.engine.errors import EngineDeadError
 from pointsman.engine.mailbox import Mailbox, Port
 from pointsman.engine.output import RequestOutput
+from pointsman.engine.request_checks import check_request_id
 from pointsman.engine.sampling_params import RequestOutputKind, SamplingParams
 from pointsman.engine.stats_log import DEFAULT_INTERVAL, EngineStats, read_stats
 

@@ -23,6 +23,7 @@ from pointsman.engine.kv_pool import LayerShape
 from pointsman.engine.torch_attention import TorchAttention
 
 if TYPE_CHECKING:
+    from pointsman.engine.model_loader import LoadedModel
     from pointsman.engine.self_check import SelfCheck
 
 logger = logging.getLogger(__name__)
@@ -92,3 +93,19 @@ def fuse_for(model: Any, check: SelfCheck, *, store: bool) -> dict[str, int]:
 
     with check.first_step() as step:
         return dict(fuse(model, step, store=store))
+
+
+def attention_of(loaded: LoadedModel, attention: AttentionChoice | AttentionBackend) -> AttentionBackend:
+    """The attention of a model that is loaded: what it was checked with, or another that its layers can use."""
+    if attention == "auto":
+        return loaded.attention
+    if not (isinstance(attention, str) or callable(attention)):
+        backend = attention
+    else:
+        backend = choose_attention(attention, loaded.layers, loaded.model.device, loaded.dtype)
+    if loaded.fused and not hasattr(backend, "write_heads"):
+        raise ValueError(
+            f"the model was loaded with fused layers, which need its own attention ({loaded.attention.name}) and not "
+            f"{backend.name}; load it with fuse=False"
+        )
+    return backend

@@ -19,12 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
 from pointsman.core import FinishReason, ParkReason, Request, Scheduler, SchedulerConfig, SchedulerOutput
 from pointsman.core.errors import StepOrderError
 from pointsman.engine import deadlines
-from pointsman.engine.backends import choose_attention
+from pointsman.engine.backends import attention_of
 from pointsman.engine.errors import EngineStepError, GrammarError
 from pointsman.engine.grammar_compiler import GrammarCompiler
 from pointsman.engine.grammar_process import DEFAULT_TIMEOUT, GrammarLimits
@@ -33,12 +31,12 @@ from pointsman.engine.model_loader import LoadedModel, load_model
 from pointsman.engine.model_runner import ModelRunner
 from pointsman.engine.output import RequestOutput
 from pointsman.engine.output_processor import OutputProcessor
+from pointsman.engine.request_checks import check_request_id, checked_token_ids
 from pointsman.engine.sampling_params import SamplingParams
 from pointsman.engine.threads import set_num_threads
 from pointsman.engine.tokenizing import encode
 
 if TYPE_CHECKING:
-    from pointsman.core.output import IntArray
     from pointsman.core.preemption import Victim
     from pointsman.core.queue import Order
     from pointsman.core.recording import Recorder
@@ -129,7 +127,7 @@ class Engine:
             if (device, fuse, quantization) != ("auto", True, None):
                 raise ValueError("the model is loaded already; give device, fuse and quantization to load_model")
             self.loaded = model
-            self.attention = _attention_of(model, attention)
+            self.attention = attention_of(model, attention)
         elif isinstance(attention, str) or callable(attention):
             options: dict[str, Any] = {"device": device, "fuse": fuse, "quantization": quantization}
             self.loaded = load_model(model, dtype, max_model_len=max_model_len, attention=attention, **options)
@@ -137,7 +135,7 @@ class Engine:
         else:
             raise ValueError("attention is a backend object, which fits one model; load that with load_model first")
         set_num_threads(num_threads, self.loaded.num_parameters)
-        self.max_model_len = _choose_max_model_len(self.loaded, max_model_len)
+        self.max_model_len = self.loaded.choose_max_model_len(max_model_len)
         # The pool's size depends on these two, and SchedulerConfig checks them only together with the pool's size.
         for name, value in (("block_size", block_size), ("max_num_seqs", max_num_seqs)):
             if not isinstance(value, int) or value < 1:
@@ -284,7 +282,8 @@ class Engine:
             RequestRefused, ValueError: the prompt cannot be a request of this model, or the id cannot name one.
         """
         check_request_id(request_id)
-        token_ids = self._prompt_token_ids(request_id, prompt)
+        content = self.tokenize(prompt) if isinstance(prompt, str) else prompt
+        token_ids = checked_token_ids(request_id, content, self.loaded.vocab_size)
         self.outputs.check(request_id, params)
         self.runner.sampler.check(params)
         self.grammars.check(params)
@@ -310,31 +309,6 @@ class Engine:
             metadata=params,
         )
         return request
-
-    def _prompt_token_ids(self, request_id: str, prompt: str | Sequence[int]) -> IntArray | Sequence[int]:
-        """The prompt's tokens; those that are integers are in the vocabulary, and `Request` refuses all others."""
-        try:
-            token_ids = self.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
-        except TypeError:  # not iterable
-            raise ValueError(
-                f"request {request_id!r}: the prompt is of type {type(prompt).__name__}; give text or token ids"
-            ) from None
-        try:
-            array = np.asarray(token_ids)
-        except ValueError:  # ragged
-            return token_ids
-        vocab_size = self.loaded.vocab_size
-        bad: Sequence[int] = ()
-        if array.dtype.kind in "iu":
-            bad = array[(array < 0) | (array >= vocab_size)].ravel()[:1].tolist()
-        elif array.dtype == object:  # some are beyond 64 bits
-            bad = [one for one in token_ids if isinstance(one, (int, np.integer)) and not 0 <= one < vocab_size]
-        if bad:
-            raise ValueError(
-                f"request {request_id!r}: token id {bad[0]} is outside the model's vocabulary of {vocab_size}; "
-                "tokenize with the model's own tokenizer"
-            )
-        return array if array.dtype.kind in "iu" else token_ids
 
     def tokenize(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
         """The prompt's token ids, with BOS and the like where the tokenizer adds them.
@@ -478,45 +452,3 @@ class Engine:
         if self._unreported:
             outputs, self._unreported = self._unreported + outputs, []
         return outputs
-
-
-def check_request_id(request_id: object) -> None:
-    """Raises ValueError: requests are looked up by their id and derive their seeds from it, and this one allows no such
-    thing.
-    """
-    if not isinstance(request_id, str) or not request_id:
-        what = "empty" if request_id == "" else f"of type {type(request_id).__name__}"
-        raise ValueError(f"the request id is {what}; give text of at least one character")
-    try:
-        request_id.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"request id {request_id!r} is not valid Unicode (a lone surrogate); remove it") from None
-
-
-def _attention_of(loaded: LoadedModel, attention: AttentionChoice | AttentionBackend) -> AttentionBackend:
-    """The attention of a model that is loaded: what it was checked with, or another that its layers can use."""
-    if attention == "auto":
-        return loaded.attention
-    if not (isinstance(attention, str) or callable(attention)):
-        backend = attention
-    else:
-        backend = choose_attention(attention, loaded.layers, loaded.model.device, loaded.dtype)
-    if loaded.fused and not hasattr(backend, "write_heads"):
-        raise ValueError(
-            f"the model was loaded with fused layers, which need its own attention ({loaded.attention.name}) and not "
-            f"{backend.name}; load it with fuse=False"
-        )
-    return backend
-
-
-def _choose_max_model_len(loaded: LoadedModel, max_model_len: int | None) -> int:
-    longest = loaded.max_position_embeddings
-    if max_model_len is None:
-        if longest is None:
-            raise ValueError(f"the model in {loaded.path} does not say how long a sequence may be; give max_model_len")
-        return longest
-    if not isinstance(max_model_len, int) or max_model_len < 1:
-        raise ValueError(f"max_model_len is {max_model_len!r}; it must be an integer of at least 1")
-    if longest is not None and max_model_len > longest:
-        raise ValueError(f"max_model_len is {max_model_len}, but the model was made for at most {longest}; lower it")
-    return max_model_len

@@ -60,6 +60,27 @@ class LoadedModel:
         """Rows of the input embedding: token ids must be below it."""
         return int(self.model.get_input_embeddings().num_embeddings)
 
+    def choose_max_model_len(self, max_model_len: int | None) -> int:
+        """Tokens of the longest sequence: as given, or what the model was made for.
+
+        Raises:
+            ValueError: the model cannot run so long a sequence, or does not say how long one may be.
+        """
+        longest = self.max_position_embeddings
+        if max_model_len is None:
+            if longest is None:
+                raise ValueError(
+                    f"the model in {self.path} does not say how long a sequence may be; give max_model_len"
+                )
+            return longest
+        if not isinstance(max_model_len, int) or max_model_len < 1:
+            raise ValueError(f"max_model_len is {max_model_len!r}; it must be an integer of at least 1")
+        if longest is not None and max_model_len > longest:
+            raise ValueError(
+                f"max_model_len is {max_model_len}, but the model was made for at most {longest}; lower it"
+            )
+        return max_model_len
+
 
 def load_model(
     model: str | Path | None = "demo",
