@@ -72,7 +72,7 @@ class Sizes:
         return "x" * (SLOW_BYTES // self.slow_tokens)
 
 
-FULL, QUICK = Sizes(96, 200, 48, 1500, 3), Sizes(40, 60, 12, 400, 1)
+FULL, QUICK = Sizes(96, 200, 32, 1000, 2), Sizes(40, 60, 8, 300, 1)
 
 
 def completion(tokens: int, number: int, *, stream: bool = True, model: str = MODEL) -> bytes:

@@ -45,6 +45,9 @@ class KVPool:
 
     Attributes:
         keys, values: one tensor per layer, shapes above. On a CPU, blocks that were never used take no memory.
+
+    Raises:
+        ValueError: there is not enough memory.
     """
 
     def __init__(
@@ -60,8 +63,16 @@ class KVPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
-        self.keys = [_lazy_zeros((num_blocks, s.num_kv_heads, block_size, s.k_dim), dtype, device) for s in layers]
-        self.values = [_lazy_zeros((num_blocks, s.num_kv_heads, block_size, s.v_dim), dtype, device) for s in layers]
+        try:
+            self.keys = [_lazy_zeros((num_blocks, s.num_kv_heads, block_size, s.k_dim), dtype, device) for s in layers]
+            self.values = [
+                _lazy_zeros((num_blocks, s.num_kv_heads, block_size, s.v_dim), dtype, device) for s in layers
+            ]
+        except (MemoryError, torch.OutOfMemoryError):
+            raise ValueError(
+                f"a KV pool of {num_blocks} blocks needs {self.num_bytes / 2**30:,.1f} GiB, which cannot be had; lower "
+                "num_blocks or kv_cache_bytes"
+            ) from None
 
     @property
     def num_bytes(self) -> int:

@@ -53,6 +53,14 @@ SECONDS_TO_DIE = 10.0
 """How long an engine process that was told to end is waited for, beyond what draining may take, before it is killed."""
 
 
+MAX_UNREAD_BYTES = 16 * 1024 * 1024
+"""What may wait for an engine process that does not read; beyond, requests are refused."""
+
+
+class EngineStalledError(RuntimeError):
+    """The engine process lives and does not read what it is sent."""
+
+
 class EngineStartError(RuntimeError):
     """The engine process ended before its model was loaded, through no fault of the options."""
 
@@ -249,6 +257,11 @@ class EngineClient:
         if self._death is not None:
             raise EngineDeadError(self._death)
 
+    def check_takes_requests(self) -> None:
+        """Raises EngineStalledError: the engine process reads nothing, and much waits for it already."""
+        if self._transport is not None and self._transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+            raise EngineStalledError("the engine takes nothing in at the moment; try again later")
+
     async def shutdown(self, drain: bool = False, timeout: float | None = None) -> None:
         """End the engine and its process. May be called again, in any state.
 
@@ -269,6 +282,11 @@ class EngineClient:
             except TimeoutError:
                 logger.warning("the engine process does not end by itself; killing it")
         await self._kill()
+
+    def kill(self) -> None:
+        """End the engine process at once; whoever waits in `shutdown` need not wait longer."""
+        self._is_stopping = True
+        self._process.kill()
 
     async def _kill(self) -> None:
         """Make sure that the process is gone."""
@@ -391,10 +409,12 @@ class ClientStream(AsyncIterator[Delta]):
         Raises:
             ValueError: it can never run, with the reason.
             EngineDeadError: the engine has died or is shutting down.
+            EngineStalledError: it does not read what it is sent.
         """
         if self._is_sent:
             return
         self._client.check_health()
+        self._client.check_takes_requests()
         self._is_sent = True
         self._client._streams[self._key] = self
         self._client._send(Add(self._key, self.request))

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -113,6 +115,7 @@ class _Serving:
         create_app: Callable[[EngineClient, ServerConfig], FastAPI],
     ) -> None:
         self._create_app = create_app
+        self._client: EngineClient | None = None
         self._options = options
         self._config = config
         self._sock = sock
@@ -137,7 +140,7 @@ class _Serving:
             starting.cancel()
             await asyncio.wait([starting])
             return EXIT_OK
-        client = starting.result()
+        client = self._client = starting.result()
         try:
             return await self._serve(client, self._create_app(client, self._config))
         finally:
@@ -145,6 +148,8 @@ class _Serving:
 
     async def _serve(self, client: EngineClient, app: FastAPI) -> int:
         import uvicorn
+
+        from pointsman.server.http import LimitedHttpProtocol
 
         class Server(uvicorn.Server):
             @contextmanager
@@ -155,7 +160,7 @@ class _Serving:
             uvicorn.Config(
                 app,
                 loop="none",
-                http="httptools",
+                http=LimitedHttpProtocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -163,7 +168,7 @@ class _Serving:
                 server_header=False,
                 backlog=LISTEN_BACKLOG,
                 timeout_keep_alive=KEEP_ALIVE,
-                timeout_graceful_shutdown=int(SECONDS_TO_TELL),
+                timeout_graceful_shutdown=math.ceil(SECONDS_TO_TELL),
             )
         )
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
@@ -174,18 +179,23 @@ class _Serving:
             logger.info("%s", line)
         await self._first_of(self._stop.wait(), client.dead.wait(), serving)
         app.state.gate.close()
+        left = SECONDS_TO_TELL
         if not client.dead.is_set():
-            await self._drain(client, app)
+            left = max(left, await self._drain(client, app))
         code = EXIT_OK if client.death is None else EXIT_FAILED
         await client.shutdown()
         await self._first_of(app.state.gate.wait_empty(), self._force.wait(), timeout=SECONDS_TO_TELL)
+        # What is complete for this process may still be on its way to a slow reader.
+        server.config.timeout_graceful_shutdown = math.ceil(left)
         server.should_exit = True
-        await self._first_of(serving, self._force.wait(), timeout=2 * SECONDS_TO_TELL)
+        await self._first_of(serving, self._force.wait(), timeout=left + SECONDS_TO_TELL)
         server.force_exit = True
         await asyncio.wait([serving], timeout=SECONDS_TO_TELL)
         return code
 
-    async def _drain(self, client: EngineClient, app: FastAPI) -> None:
+    async def _drain(self, client: EngineClient, app: FastAPI) -> float:
+        """Wait for those inside; the seconds of `drain_timeout` that are left."""
+        started = time.monotonic()
         num_open = app.state.gate.num_open
         if num_open:
             logger.info(
@@ -198,9 +208,15 @@ class _Serving:
         )
         if app.state.gate.num_open:
             logger.warning("%d requests did not finish in time and are aborted", app.state.gate.num_open)
+        return max(0.0, self._config.drain_timeout - (time.monotonic() - started))
 
     def _on_signal(self) -> None:
-        (self._force if self._stop.is_set() else self._stop).set()
+        if not self._stop.is_set():
+            self._stop.set()
+        else:
+            self._force.set()
+            if self._client is not None:
+                self._client.kill()
 
     @staticmethod
     async def _first_of(*awaitables: Any, timeout: float | None = None) -> None:

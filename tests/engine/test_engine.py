@@ -512,3 +512,10 @@ def test_llm_runs_in_any_thread(loaded: LoadedModel) -> None:
 def test_importing_the_package_is_cheap() -> None:
     code = "import sys, pointsman.engine; assert not {'torch', 'transformers'} & set(sys.modules), 'heavy'"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_pool_that_memory_cannot_hold_is_the_callers_mistake() -> None:
+    with pytest.raises(
+        ValueError, match=r"a KV pool of \d+ blocks needs [\d,.]+ GiB, which cannot be had; lower num_b"
+    ):
+        Engine("demo", num_blocks=2**30)

@@ -1,0 +1,88 @@
+"""HTTP below the app: what clients may send, and what happens to their requests when they go."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from _server_process import ServerProcess, resident_bytes, wait_until
+
+pytestmark = pytest.mark.e2e
+
+
+def raw(max_tokens: int, **fields: Any) -> bytes:
+    body = json.dumps({"prompt": "a", "max_tokens": max_tokens, "ignore_eos": True, **fields}).encode()
+    return b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n" + (
+        b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+    )
+
+
+@pytest.fixture
+def connection(server: ServerProcess) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as sock:
+        yield sock
+
+
+def read_all(sock: socket.socket) -> bytes:
+    parts = []
+    while part := sock.recv(1 << 16):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def open_requests(server: ServerProcess) -> int:
+    return len(httpx.get(f"{server.url}/v1/requests", timeout=20).json()["data"])
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_pipelining_does_not_hide_a_disconnect(server: ServerProcess, connection: socket.socket, stream: bool) -> None:
+    connection.sendall(raw(8000, stream=stream) * 2)
+    wait_until(lambda: open_requests(server) >= 1, 20, "the first request is there")
+    connection.close()
+    wait_until(lambda: open_requests(server) == 0, 5, "nothing runs for one who has gone")
+    assert "Traceback" not in server.log()
+
+
+def test_the_answer_before_a_pipelined_request_is_whole(server: ServerProcess, connection: socket.socket) -> None:
+    connection.sendall(raw(3) + raw(3))
+    answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 200") and answer.count(b"HTTP/1.1") == 1
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 3
+
+
+def test_a_connection_serves_one_request_after_the_other(server: ServerProcess) -> None:
+    with httpx.Client() as client:
+        for _ in range(5):
+            body = {"prompt": "a", "max_tokens": 3}
+            assert client.post(f"{server.url}/v1/completions", json=body, timeout=20).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "start",
+    [b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X-Long: " + b"x" * 70_000 + b"\r\n\r\n", b"GET /" + b"x" * 70_000],
+    ids=["header", "url without an end"],
+)
+def test_headers_have_a_limit(server: ServerProcess, connection: socket.socket, start: bytes) -> None:
+    connection.sendall(start)
+    answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 431 ") and answer.endswith(b"the request line and headers are too large")
+
+
+def test_headers_without_end_take_no_memory(server: ServerProcess, connection: socket.socket) -> None:
+    before = resident_bytes(server.pid)
+    connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
+    with pytest.raises(OSError):  # the server has hung up long before the end
+        for number in range(3000):
+            connection.sendall(b"X-%d: " % number + b"x" * 16_000 + b"\r\n")
+            time.sleep(0.0005)
+    assert resident_bytes(server.pid) - before < 20 * 2**20
+
+
+def test_what_is_no_http_gets_400(connection: socket.socket) -> None:
+    connection.sendall(b"\x16\x03\x01 no HTTP at all\r\n\r\n")
+    assert read_all(connection).startswith(b"HTTP/1.1 400 ")
