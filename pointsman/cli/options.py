@@ -194,7 +194,7 @@ SERVER: dict[str, Any] = {
         int | None, typer.Option(help="Prompt tokens of all requests without a first token; then 429.")
     ],
     "max_request_bytes": Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Size of a request's body; then 413 [default: 16MiB].")
+        str | None, typer.Option(metavar="SIZE", help="Size of a request's body; then 413 [default: 4MiB].")
     ],
     "max_tokens_limit": Annotated[int | None, typer.Option(help="Most tokens that one request may ask for.")],
     "max_n": Annotated[int | None, typer.Option(help="Most samples per prompt [default: 16].")],

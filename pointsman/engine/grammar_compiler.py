@@ -4,9 +4,19 @@
     compiler.take()                  -> requests whose grammar is there, or has failed
     compiler.find(params)            a grammar that was compiled before: nobody has to wait
 
-All of these belong to the engine's thread and return at once. Behind them `NUM_THREADS` threads wait for a process that
-compiles (`grammar_process.py`), so so many grammars are compiled at a time, in the order in which they came. When one
-is done, `notify` is called, in such a thread: that is how an engine without anything else to do learns of it.
+All of these belong to the engine's thread and return at once. Behind them threads wait for a process that compiles
+(`grammar_process.py`), each for one grammar at a time. When one is done, `notify` is called, in such a thread: that is
+how an engine without anything else to do learns of it.
+
+Most grammars take milliseconds, a few take as long as they may, and which is which shows only in compiling them. So
+there are two queues, each with threads of its own:
+
+    new     a slice of the limit each          done, failed, or out of time: then to `slow`
+    slow    the whole limit, from the start
+
+A grammar that takes long is compiled anew from its start, for a slice more in all; and however many such there are, one
+that does not waits only until those before it have had their slice. Both queues are bounded; what finds its queue full
+fails, and may be sent again later.
 
 What was compiled is kept, up to `CACHE_BYTES`, least recently used first to go. A failure is kept too, for a while: who
 sends the same hopeless grammar again does not occupy the process again.
@@ -26,7 +36,14 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from pointsman.engine.errors import GrammarError, first_line
-from pointsman.engine.grammar_process import Cancelled, CompiledGrammar, GrammarLimits, GrammarProcess, Job
+from pointsman.engine.grammar_process import (
+    Cancelled,
+    CompiledGrammar,
+    GrammarLimits,
+    GrammarProcess,
+    Job,
+    OutOfTime,
+)
 
 if TYPE_CHECKING:
     from pointsman.core import Request
@@ -36,8 +53,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NUM_THREADS = 2
-"""Grammars compiled at a time: a hopeless one does not hold up the others until its time is up."""
+NUM_THREADS, NUM_SLOW_THREADS = 2, 1
+"""Grammars compiled at a time, of the new ones and of the slow ones."""
+FIRST_SLICE, SLICE_PER_TOKEN = 0.5, 1e-5
+"""Seconds that a new grammar is compiled before others have their turn, and how many more for each token of the
+vocabulary: with 150,000 tokens, schemas of 4 to 80 properties took 1.5 to 2 s on an idle core, whatever their size."""
+MAX_WAITING, MAX_SLOW_WAITING = 256, 32
+"""Grammars in each queue. Slow ones take seconds each, and whoever comes after more than these waits minutes."""
 CACHE_BYTES = 256 * 1024**2
 MAX_FAILURES = 256
 FAILURE_MEMORY = 60.0
@@ -49,34 +71,62 @@ Outcome: TypeAlias = CompiledGrammar | GrammarError
 class _Done(NamedTuple):
     job: Job
     outcome: Outcome
+    is_kept: bool = True
+    """False: it says nothing about the grammar, only about this moment."""
 
 
 class _Worker:
     """What the threads share with the compiler. They do not refer to the compiler itself, so that it can be let go."""
 
-    def __init__(self, process: GrammarProcess) -> None:
+    def __init__(self, process: GrammarProcess, timeout: float, first_slice: float) -> None:
         self.process = process
-        self.jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self.timeout = timeout
+        self.first_slice = min(first_slice, timeout)
+        self.new: SimpleQueue[Job | None] = SimpleQueue()
+        self.slow: SimpleQueue[Job | None] = SimpleQueue()
         self.done: SimpleQueue[_Done] = SimpleQueue()
         self.notify: Callable[[], None] | None = None
 
-    def run(self) -> None:
-        """A thread: one job after the other, until there is a None in place of one."""
-        while (job := self.jobs.get()) is not None:
+    def run(self, jobs: SimpleQueue[Job | None]) -> None:
+        """A thread: one job of that queue after the other, until there is a None in place of one."""
+        while (job := jobs.get()) is not None:
             try:
-                outcome: Outcome = self.process.compile(job)
+                done = self._compile(job, is_new=jobs is self.new)
             except Cancelled:
                 continue
-            except GrammarError as error:
-                outcome = error
-            except Exception as error:  # whatever it is, it ends the job's requests and nothing else
-                logger.exception("a grammar could not be compiled")
-                outcome = GrammarError(
-                    f"the grammar could not be compiled: {type(error).__name__}: {first_line(error)}"
-                )
-            self.done.put(_Done(job, outcome))
-            if self.notify is not None:
-                self.notify()
+            if done is not None:
+                self.put_done(done)
+
+    def put_done(self, done: _Done) -> None:
+        self.done.put(done)
+        if self.notify is not None:
+            self.notify()
+
+    def _compile(self, job: Job, is_new: bool) -> _Done | None:
+        """What came of it; None, if it waits for more time."""
+        timeout = self.first_slice if is_new else self.timeout
+        try:
+            return _Done(job, self.process.compile(job, timeout))
+        except Cancelled:
+            raise
+        except OutOfTime as error:
+            if timeout == self.timeout:
+                return _Done(job, error)
+        except GrammarError as error:
+            return _Done(job, error)
+        except Exception as error:  # whatever it is, it ends the job's requests and nothing else
+            logger.exception("a grammar could not be compiled")
+            why = f"the grammar could not be compiled: {type(error).__name__}: {first_line(error)}"
+            return _Done(job, GrammarError(why))
+        if self.slow.qsize() >= MAX_SLOW_WAITING:
+            which = f" that take longer than {timeout:.1f} s"
+            return _Done(job, _too_many(MAX_SLOW_WAITING, which), is_kept=False)
+        self.slow.put(job)
+        return None
+
+
+def _too_many(limit: int, which: str) -> GrammarError:
+    return GrammarError(f"too many grammars{which} wait to be compiled, and the most is {limit}; try again later")
 
 
 class GrammarCompiler:
@@ -109,14 +159,15 @@ class GrammarCompiler:
         self._has_tokenizer = tokenizer is not None
         self._stop_token_ids = [token_id for token_id in eos_token_ids if token_id < vocab_size]
         read = partial(_read_vocabulary, tokenizer, vocab_size, tuple(eos_token_ids))
-        self._worker = _Worker(GrammarProcess(read, limits))
+        first_slice = FIRST_SLICE + SLICE_PER_TOKEN * vocab_size
+        self._worker = _Worker(GrammarProcess(read, limits), limits.timeout, first_slice)
         self._cache = GrammarCache(cache_bytes)
         self._failures: OrderedDict[GrammarSpec, tuple[float, GrammarError]] = OrderedDict()
         self._jobs: dict[GrammarSpec, Job] = {}
         self._waiting: dict[Job, list[Request]] = {}
         self._job_of: dict[Request, Job] = {}
         self._taken: list[_Done] = []
-        self._num_threads = 0
+        self._has_threads = False
         self._stop = weakref.finalize(self, _stop, self._worker)
 
     @property
@@ -165,13 +216,13 @@ class GrammarCompiler:
             job = self._jobs[spec] = Job(spec)
             self._waiting[job] = []
             failure = self._failure(spec)
-            if failure is None:
-                self._start_threads()
-                self._worker.jobs.put(job)
+            if failure is not None:
+                self._worker.put_done(_Done(job, failure))
+            elif self._worker.new.qsize() >= MAX_WAITING:
+                self._worker.put_done(_Done(job, _too_many(MAX_WAITING, ""), is_kept=False))
             else:
-                self._worker.done.put(_Done(job, failure))
-                if self._worker.notify is not None:
-                    self._worker.notify()
+                self._start_threads()
+                self._worker.new.put(job)
         self._waiting[job].append(request)
         self._job_of[request] = job
 
@@ -190,10 +241,10 @@ class GrammarCompiler:
     def take(self) -> list[tuple[Request, Outcome]]:
         """Requests that need not wait any longer, each with its grammar or with the reason why there is none."""
         found: list[tuple[Request, Outcome]] = []
-        for job, outcome in (*self._taken, *self._drain()):
+        for job, outcome, is_kept in (*self._taken, *self._drain()):
             if isinstance(outcome, CompiledGrammar):
                 self._cache.put(job.spec, outcome)
-            else:
+            elif is_kept:
                 self._note_failure(job.spec, outcome)
             if self._jobs.get(job.spec) is job:
                 del self._jobs[job.spec]
@@ -233,11 +284,12 @@ class GrammarCompiler:
         return done
 
     def _start_threads(self) -> None:
-        while self._num_threads < NUM_THREADS:
-            self._num_threads += 1
-            threading.Thread(
-                target=self._worker.run, name=f"pointsman-grammar-{self._num_threads}", daemon=True
-            ).start()
+        if self._has_threads:
+            return
+        self._has_threads = True
+        worker = self._worker
+        for number, jobs in enumerate((worker.new,) * NUM_THREADS + (worker.slow,) * NUM_SLOW_THREADS, start=1):
+            threading.Thread(target=worker.run, args=(jobs,), name=f"pointsman-grammar-{number}", daemon=True).start()
 
     def _failure(self, spec: GrammarSpec) -> GrammarError | None:
         until, error = self._failures.get(spec, (0.0, None))
@@ -303,4 +355,6 @@ def _start_process(process: GrammarProcess) -> None:
 def _stop(worker: _Worker) -> None:
     worker.process.close()
     for _ in range(NUM_THREADS):
-        worker.jobs.put(None)
+        worker.new.put(None)
+    for _ in range(NUM_SLOW_THREADS):
+        worker.slow.put(None)

@@ -75,6 +75,10 @@ class Cancelled(Exception):
     """Nobody waits for the grammar any more."""
 
 
+class OutOfTime(GrammarError):
+    """It was not compiled in the time that it was given."""
+
+
 class Job:
     """One compilation, which another thread may cancel."""
 
@@ -141,14 +145,15 @@ class GrammarProcess:
         with self._lock:
             self._start()
 
-    def compile(self, job: Job) -> CompiledGrammar:
-        """Compile a grammar, and wait for it.
+    def compile(self, job: Job, timeout: float) -> CompiledGrammar:
+        """Compile a grammar, and wait for it, `timeout` seconds at most.
 
         Raises:
-            GrammarError: it cannot be compiled, or exceeds a limit.
+            OutOfTime: it takes longer.
+            GrammarError: it cannot be compiled, or exceeds another limit.
             Cancelled: the job was, or `close` was called.
         """
-        answer = self._ask(job)
+        answer = self._ask(job, timeout)
         if answer[:1] != b"+":
             raise GrammarError(_described(job.spec, answer[1:-1].decode("utf-8", "replace")))
         import xgrammar
@@ -166,19 +171,21 @@ class GrammarProcess:
 
     # ------------------------------------------------------------------ one job
 
-    def _ask(self, job: Job) -> bytes:
+    def _ask(self, job: Job, timeout: float) -> bytes:
         """The child's answer, whole; a second time, if the process was killed meanwhile."""
         limits = self._limits
         content = {
             **job.spec._asdict(),
             "max_whitespace": MAX_WHITESPACE,
-            "timeout": limits.timeout,
+            "timeout": timeout,
             "memory_limit": limits.memory,
             "start_time": limits.start_time,
             "token_time": limits.token_time,
             "out_of_memory": f"it needs more than {limits.memory / 1024**3:g} GiB of memory to compile; simplify it",
         }
         for _ in range(2):
+            if job.is_cancelled:
+                raise Cancelled
             ours, theirs = socket.socketpair()
             with ours:
                 with theirs:
@@ -186,7 +193,7 @@ class GrammarProcess:
                 started = time.monotonic()
                 job.begin(ours)
                 try:
-                    answer = self._exchange(ours, json.dumps(content).encode())
+                    answer = self._exchange(ours, json.dumps(content).encode(), timeout + GRACE)
                 finally:
                     job.end()
             if job.is_cancelled or self._is_closed:
@@ -194,19 +201,17 @@ class GrammarProcess:
             if answer.endswith(b"\0"):
                 return answer
             seconds = time.monotonic() - started
+            if seconds >= timeout:
+                raise OutOfTime(_described(job.spec, f"it takes longer than {timeout:g} s to compile; simplify it"))
             if not server.ends_within(KILL_PATIENCE):
                 break
-        if seconds >= limits.timeout:
-            raise GrammarError(
-                _described(job.spec, f"it takes longer than {limits.timeout:g} s to compile; simplify it")
-            )
         raise GrammarError(
             _described(job.spec, f"the compiler ended without an answer after {seconds:.1f} s; simplify it")
         )
 
-    def _exchange(self, sock: socket.socket, content: bytes) -> bytes:
-        """What the child answers; cut short if it was ended."""
-        sock.settimeout(self._limits.timeout + GRACE)
+    def _exchange(self, sock: socket.socket, content: bytes, patience: float) -> bytes:
+        """What the child answers; cut short if it was ended, or is silent for `patience` seconds."""
+        sock.settimeout(patience)
         pieces, size = [], 0
         try:
             sock.sendall(content)

@@ -8,6 +8,9 @@ the keyword and where it stands. Only places where a schema may stand are looked
 What the compiler reads otherwise than JSON Schema means it is written anew: an object or array of which the schema
 says nothing more may hold anything; an e-mail address is given as a pattern.
 
+A schema comes from whoever sends a request, and is looked at while others wait: all of it takes time in proportion to
+its length.
+
 One keyword means less than it says: of the schemas in `oneOf` at least one holds, as in `anyOf`. Schemas that
 describe tagged unions are written so, and there it is the same.
 """
@@ -16,10 +19,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 MAX_DEPTH = 32
 """Levels of schemas within schemas."""
+MAX_NESTING = 128
+"""Levels of objects and arrays within each other, in values that are listed, too."""
 
 FORMATS = (
     "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uri-reference",
@@ -36,6 +41,7 @@ NEVER = (
     "dependentSchemas", "else", "if", "maxContains", "minContains", "multipleOf", "not", "then", "uniqueItems",
 )  # fmt: skip
 """Keywords that would be ignored."""
+_IGNORED = frozenset(NEVER)
 
 _ONE = (
     "additionalItems", "additionalProperties", "items", "propertyNames", "unevaluatedItems", "unevaluatedProperties"
@@ -66,37 +72,51 @@ _OF_TYPE: dict[str, Callable[[Any], bool]] = {
 }
 
 
+_Path: TypeAlias = "tuple[_Path, str | int] | None"
+"""Where a schema stands: the path of the one around it, and the step from there. It is written out for errors only."""
+
+
 def prepare_schema(schema: Any) -> Any:
-    """A schema as the compiler shall read it, with everything within.
+    """A schema, as `json.loads` gives it, as the compiler shall read it, with everything within.
 
     Raises:
         ValueError: it is no schema, is nested too deeply, or says what cannot be enforced.
     """
-    return _prepare(schema, "", 1)
+    within = [schema]
+    for _ in range(MAX_NESTING + 1):
+        if not within:
+            return _prepare(schema, None, 1)
+        nested = [one for one in within if isinstance(one, (Mapping, list))]
+        within = [value for one in nested for value in (one.values() if isinstance(one, Mapping) else one)]
+    raise ValueError(f"the JSON schema is nested too deeply, and the most is {MAX_NESTING} levels; flatten it")
 
 
-def _prepare(schema: Any, path: str, depth: int) -> Any:
+def _prepare(schema: Any, path: _Path, depth: int) -> Any:
     if isinstance(schema, bool):
         return schema
     if not isinstance(schema, Mapping):
-        raise ValueError(f"the JSON schema has {_shown(schema)} where a schema belongs, at {path or '/'}; correct it")
+        raise ValueError(
+            f"the JSON schema has {_shown(schema)} where a schema belongs, at {_written(path)}; correct it"
+        )
     if depth > MAX_DEPTH:
-        raise ValueError(f"the JSON schema is nested more than {MAX_DEPTH} levels deep, at {path[:100]}; flatten it")
+        raise ValueError(
+            f"the JSON schema is nested more than {MAX_DEPTH} levels deep, at {_written(path)}; flatten it"
+        )
+    if not schema:
+        return {}
     problem = _problem(schema)
     if problem:
-        raise ValueError(f"the JSON schema cannot be enforced at {path[:100] or '/'}: {problem}")
+        raise ValueError(f"the JSON schema cannot be enforced at {_written(path)}: {problem}")
     prepared = dict(schema)
     for key in _ONE:
         if key in schema:
-            prepared[key] = _prepare(schema[key], f"{path}/{key}", depth + 1)
+            prepared[key] = _prepare(schema[key], (path, key), depth + 1)
     for key in _LISTS:
         if isinstance(schema.get(key), list):
-            prepared[key] = [_prepare(one, f"{path}/{key}/{at}", depth + 1) for at, one in enumerate(schema[key])]
+            prepared[key] = [_prepare(one, ((path, key), at), depth + 1) for at, one in enumerate(schema[key])]
     for key in _MAPS:
         if isinstance(schema.get(key), Mapping):
-            prepared[key] = {
-                name: _prepare(one, f"{path}/{key}/{name}", depth + 1) for name, one in schema[key].items()
-            }
+            prepared[key] = {name: _prepare(one, ((path, key), name), depth + 1) for name, one in schema[key].items()}
     types = _types(schema)
     if "object" in types and not any(key in schema for key in _SAYS_OBJECT):
         prepared["additionalProperties"] = True
@@ -110,7 +130,7 @@ def _prepare(schema: Any, path: str, depth: int) -> Any:
 
 def _problem(schema: Mapping[str, Any]) -> str | None:
     """What a schema says, not looking within, that would be ignored."""
-    for key in NEVER:
+    for key in () if _IGNORED.isdisjoint(schema) else NEVER:
         if schema.get(key) not in (None, False):
             return f"the keyword {key!r} is not supported; remove it"
     reference = schema.get("$ref")
@@ -128,7 +148,7 @@ def _problem(schema: Mapping[str, Any]) -> str | None:
 def _problem_of_values(schema: Mapping[str, Any]) -> str | None:
     values = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else None
     types = _types(schema)
-    unknown = [one for one in types if one not in _OF_TYPE]
+    unknown = [one for one in types if not isinstance(one, str) or one not in _OF_TYPE]
     if unknown:
         return f"the type {_shown(unknown[0])} is not known; use one of {', '.join(_OF_TYPE)}"
     if values is None:
@@ -139,6 +159,7 @@ def _problem_of_values(schema: Mapping[str, Any]) -> str | None:
     beside = sorted(set(schema) - _ANNOTATIONS - {"enum", "const", "type"})
     if beside or ("enum" in schema and "const" in schema):
         return f"values are listed beside {beside[0] if beside else 'const'!r}; list those that hold"
+    types = list(dict.fromkeys(types))  # each value is compared with all of them
     wrong = [value for value in values if types and not any(_OF_TYPE[one](value) for one in types)]
     return f"the value {_shown(wrong[0])} is not of the type {'/'.join(types)}; remove it" if wrong else None
 
@@ -176,7 +197,9 @@ def _problem_of_objects(schema: Mapping[str, Any]) -> str | None:
     required = schema.get("required")
     if required is not None:
         known = properties if isinstance(properties, Mapping) else {}
-        missing = [name for name in required if name not in known] if isinstance(required, list) else [required]
+        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+            return f"'required' is {_shown(required)}; give a list of names"
+        missing = [name for name in required if name not in known]
         if missing:
             return f"'required' names {_shown(missing[0])}, which 'properties' lacks; describe it there"
     return None
@@ -184,10 +207,24 @@ def _problem_of_objects(schema: Mapping[str, Any]) -> str | None:
 
 # ------------------------------------------------------------------------------------------------------ patterns
 
-_NEED_ESCAPES = [chr(code) for code in range(0x20)] + ['"', "\\"]
+# Sets of characters are bits of an integer: one for each character of ASCII, and one for all beyond.
+_BEYOND = 1 << 128
+_ALL = 2 * _BEYOND - 1
+_CONTROL = (1 << 0x20) - 1
+_NEED_ESCAPES = _CONTROL | 1 << ord('"') | 1 << ord("\\")
 """What stands in JSON as an escape only."""
-_ATOM = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|c.|.) | \[\^?(?:\\.|[^\]\\])*\] | .", re.DOTALL | re.VERBOSE)
+_NEED_ESCAPES_TEXT = frozenset(chr(code) for code in range(128) if _NEED_ESCAPES >> code & 1)
+
+_TOKEN = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]+\}|c.|.)?|.", re.DOTALL)
+"""A character or an escape; a bracket's end is sought among these, so that reading stays linear."""
 _WIDE = (".", r"\s", r"\S", r"\D", r"\W")
+_DIGITS = sum(1 << ord(one) for one in "0123456789")
+_WORD = sum(1 << code for code in range(128) if chr(code).isalnum()) | 1 << ord("_")
+_SPACE = sum(1 << ord(one) for one in " \t\n\v\f\r") | _BEYOND
+_ESCAPES = {
+    "d": _DIGITS, "D": _ALL & ~_DIGITS, "w": _WORD, "W": _ALL & ~_WORD, "s": _SPACE, "S": _ALL & ~_SPACE | _BEYOND,
+    "0": 1, "t": 1 << 9, "n": 1 << 10, "v": 1 << 11, "f": 1 << 12, "r": 1 << 13, "a": 1 << 7, "e": 1 << 27,
+}  # fmt: skip
 
 
 def _problem_of_pattern(pattern: str) -> str | None:
@@ -197,31 +234,89 @@ def _problem_of_pattern(pattern: str) -> str | None:
     nor in those with letters beyond ASCII.
     """
     is_plain = pattern.isascii() and "\\c" not in pattern and "\\0" not in pattern and "[[:" not in pattern
-    for atom in _ATOM.findall(pattern):
-        if is_plain and (atom in _WIDE or atom.startswith("[")):
-            continue
-        if _matches_some(atom, _NEED_ESCAPES):
+    tokens: list[str] = _TOKEN.findall(pattern)
+    at = 0
+    while at < len(tokens):
+        token, start, at = tokens[at], at, at + 1
+        if token == "[":
+            try:
+                at = tokens.index("]", at) + 1
+            except ValueError:
+                return (
+                    f"the pattern has a '[' without ']' after {start} characters or escapes; close it, or write '\\['"
+                )
+            is_unsafe = _is_unsafe_class(tokens[start + 1 : at - 1], is_plain)
+        elif token == "\\":
+            return "the pattern ends within an escape; write a backslash as '\\\\'"
+        elif token in _WIDE:
+            is_unsafe = not is_plain
+        elif len(token) == 1:
+            is_unsafe = token in _NEED_ESCAPES_TEXT
+        else:
+            is_unsafe = token != r"\b" and bool(_characters(token) & _NEED_ESCAPES)  # outside brackets, a boundary
+        if is_unsafe:
             return (
-                f"the pattern has {_shown(atom)}, which may be a quotation mark, a backslash or a control character; "
-                "write out the characters that it may be"
+                f"the pattern has {_shown(''.join(tokens[start:at]))}, which may be a quotation mark, a backslash or a "
+                "control character; write out the characters that it may be"
             )
     return None
 
 
-def _matches_some(atom: str, characters: list[str]) -> bool:
-    if atom.startswith("\\c"):
-        return True
-    try:
-        expression = re.compile(atom, re.DOTALL)
-    except re.error:  # no atom: a bracket, a sign of repetition
-        return False
-    return any(expression.fullmatch(one) for one in characters)
+def _is_unsafe_class(members: list[str], is_plain: bool) -> bool:
+    """Whether brackets around these tokens stand for characters that need escapes, in a text that would lack them."""
+    is_negated = members[:1] == ["^"]
+    characters = _characters_of_class(members[1:] if is_negated else members)
+    if is_negated:
+        characters = _ALL & ~characters | _BEYOND
+    if is_plain and characters & ~_NEED_ESCAPES and members != ["^"]:
+        return False  # the compiler leaves out those that need escapes, as long as others remain
+    return bool(characters & _NEED_ESCAPES)
+
+
+def _characters_of_class(members: list[str]) -> int:
+    if "-" not in members:
+        members = list(set(members))
+    characters, at = 0, 0
+    while at < len(members):
+        first = _characters(members[at])
+        if at + 2 < len(members) and members[at + 1] == "-":
+            last = _characters(members[at + 2])
+            if first.bit_count() == last.bit_count() == 1:
+                characters |= max(2 * last - first, 0)  # one bit each: this sets all from the one to the other
+                at += 3
+                continue
+        characters |= first
+        at += 1
+    return characters
+
+
+def _characters(token: str) -> int:
+    """What a token stands for, within brackets where that differs; nothing, if the compiler does not know it."""
+    if token[0] != "\\" or len(token) == 1:
+        return 1 << min(ord(token), 128)
+    kind = token[1]
+    if len(token) > 2:
+        code = ord(token[2]) % 32 if kind == "c" else int(token[2:].strip("{}"), 16)
+        return 1 << min(code, 128)
+    if kind == "b":
+        return 1 << 8
+    return _ESCAPES.get(kind, 0 if kind.isalnum() else 1 << min(ord(kind), 128))
 
 
 def _types(schema: Mapping[str, Any]) -> list[Any]:
     """The types that a schema names; none if it speaks of all."""
     types = schema.get("type")
     return [] if types is None else list(types) if isinstance(types, list) else [types]
+
+
+def _written(path: _Path) -> str:
+    """A path as one speaks of it, on one line; the beginning of a long one."""
+    steps: list[str] = []
+    while path is not None:
+        path, step = path
+        steps.append(f"/{step}"[:100])
+    text = "".join(reversed(steps))[:100]
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text) or "/"
 
 
 def _shown(value: object) -> str:

@@ -101,23 +101,28 @@ def _schema_text(schema: object) -> str:
     Raises:
         ValueError: it is no JSON object, or uses what could not be enforced.
     """
-    if isinstance(schema, str):
-        _check_text("json", schema)  # before it is parsed
-        try:
-            schema = json_module.loads(schema)
-        except json_module.JSONDecodeError as error:
-            raise ValueError(f"json is not valid JSON: {error}; give a JSON schema") from None
-        except RecursionError:
-            raise ValueError("json is nested too deeply; flatten the schema") from None
-    if not isinstance(schema, Mapping):
+    if not isinstance(schema, (str, Mapping)):
         raise ValueError(f"json is {_shown(schema)}; it must be a JSON schema: an object, or the text of one")
+    text = schema if isinstance(schema, str) else _dumped(schema)
+    _check_text("json", text)  # before anything else is done with it
     try:
-        json_module.dumps(schema, allow_nan=False)  # before it is looked into
+        parsed = json_module.loads(text)  # of a dictionary, too: what follows sees what JSON can hold and nothing else
+    except ValueError as error:
+        raise ValueError(f"json is not valid JSON: {error}; give a JSON schema") from None
+    except RecursionError:
+        raise ValueError("json is nested too deeply; flatten the schema") from None
+    if not isinstance(parsed, dict):
+        raise ValueError(f"json is {_shown(parsed)}; it must be a JSON schema: an object, or the text of one")
+    return _dumped(prepare_schema(parsed))
+
+
+def _dumped(value: object) -> str:
+    try:
+        return json_module.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"json holds what JSON cannot express: {error}; give a JSON schema") from None
     except RecursionError:
         raise ValueError("json is nested too deeply; flatten the schema") from None
-    return json_module.dumps(prepare_schema(schema), ensure_ascii=False)
 
 
 def _choices(choices: object) -> tuple[str, ...]:
@@ -128,6 +133,9 @@ def _choices(choices: object) -> tuple[str, ...]:
     for one in choices:
         if not isinstance(one, str) or not one:
             raise ValueError(f"choice holds {_shown(one)}; it must hold texts of at least one character")
+    num_characters = sum(map(len, choices))
+    if num_characters > MAX_GRAMMAR_BYTES:  # before they are written as a grammar
+        raise ValueError(f"choice has {num_characters:,} characters, and the most is {MAX_GRAMMAR_BYTES:,}; shorten it")
     return tuple(choices)
 
 

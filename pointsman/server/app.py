@@ -138,6 +138,7 @@ def _health_router(service: Service) -> APIRouter:
     router = APIRouter(tags=["health"])
     client = service.client
 
+    @router.head("/health", include_in_schema=False)
     @router.get("/health", response_class=Response, responses={200: {"content": {}}, **errors(503)})
     async def health() -> Response:
         """200 with an empty body while the engine lives: restart the server if it does not."""
@@ -145,6 +146,7 @@ def _health_router(service: Service) -> APIRouter:
             raise ApiError(503, f"the engine has ended: {client.death or 'shut down'}", reason="engine_dead")
         return Response()
 
+    @router.head("/ready", include_in_schema=False)
     @router.get("/ready", response_class=Response, responses={200: {"content": {}}, **errors(503)})
     async def ready() -> Response:
         """200 with an empty body while new requests are taken: send them elsewhere if they are not."""

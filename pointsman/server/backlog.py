@@ -64,7 +64,9 @@ class Backlog:
             )
         if self.num_requests + num_requests > self.max_requests:
             raise self._overloaded(
-                f"{self.num_requests} requests are open and at most {self.max_requests} may be", "queue_requests"
+                f"{self.num_requests} requests are open, this would be {num_requests} more, and at most "
+                f"{self.max_requests} may be",
+                "queue_requests",
             )
         return Ticket(self, num_requests)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pointsman.server.generation import Result, Sample
+from pointsman.server.generation import Result, Sample, usage
 from pointsman.server.logprobs import LogprobWriter, prompt_logprobs
 from pointsman.server.prompts import Prompt
 from pointsman.server.protocol import ChatCompletionRequest
@@ -70,20 +70,20 @@ class ChatJob(Job):
     async def read_prompts(self) -> list[Prompt]:
         return [await self.service.prompts.of_chat(self.body, reasoning_effort=self.body.reasoning_effort)]
 
-    def sampling_params(self, prompt: Prompt, number: int) -> SamplingParams:
-        body = self.body
-        asked, name = body.max_completion_tokens, "max_completion_tokens"
+    def max_tokens(self, prompt: Prompt) -> int:
+        asked, name = self.body.max_completion_tokens, "max_completion_tokens"
         if asked is None:
-            asked, name = body.max_tokens, "max_tokens"
-        info = self.service.client.info
-        max_tokens = choose_max_tokens(asked, len(prompt.token_ids), None, name, info, self.service.config)
+            asked, name = self.body.max_tokens, "max_tokens"
+        service = self.service
+        return choose_max_tokens(asked, len(prompt.token_ids), None, name, service.client.info, service.config)
+
+    def sampling_params(self, max_tokens: int) -> SamplingParams:
         return sampling_params(
-            body,
+            self.body,
             max_tokens=max_tokens,
-            sample=number,
             logprobs=self._num_logprobs,
-            prompt_logprobs=body.prompt_logprobs,
-            defaults=info.generation_defaults,
+            prompt_logprobs=self.body.prompt_logprobs,
+            defaults=self.service.client.info.generation_defaults,
         )
 
     # ------------------------------------------------------------------ what is answered
@@ -139,16 +139,23 @@ class ChatJob(Job):
         role = {"role": self._role, "content": ""}
         choice = {"index": sample.index, "delta": role, "logprobs": None, "finish_reason": None}
         prompt = {"prompt_token_ids": sample.prompt.token_ids} if self.body.return_token_ids else {}
-        opening = self._event(choice, None, prompt)
+        opening = self._event(choice, sample, prompt, num_tokens=0)
         if self._echo:
             echo = {"index": sample.index, "delta": {"content": self._echo}, "logprobs": None, "finish_reason": None}
-            opening += self._event(echo, None)
+            opening += self._event(echo, sample, num_tokens=0)
         return opening
 
-    def _event(self, choice: dict[str, Any], sample: Sample | None, more: dict[str, Any] | None = None) -> bytes:
+    def _event(
+        self,
+        choice: dict[str, Any],
+        sample: Sample,
+        more: dict[str, Any] | None = None,
+        *,
+        num_tokens: int | None = None,
+    ) -> bytes:
         data = {**self.envelope(self.object_name), "choices": [choice], **(more or {})}
-        if self.continuous_usage and sample is not None:
-            data["usage"] = self.usage([sample])
+        if self.continuous_usage:
+            data["usage"] = usage([sample], num_tokens)
         return event(data)
 
     def _logprobs(self, new: Delta | Result) -> dict[str, Any] | None:

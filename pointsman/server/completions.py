@@ -33,6 +33,7 @@ class _Progress:
     first_token: str = ""
     """The text of the prompt's first token, which has no log probability."""
     num_characters: int = 0
+    """Of the tokens whose log probabilities have been told: text may be behind them, held back for a stop string."""
     has_begun: bool = False
 
 
@@ -65,10 +66,9 @@ class CompletionJob(Job):
     async def read_prompts(self) -> list[Prompt]:
         return await self.service.prompts.of_completion(self.body)
 
-    def sampling_params(self, prompt: Prompt, number: int) -> SamplingParams:
-        body = self.body
-        asked = body.max_tokens if "max_tokens" in body.model_fields_set else None
-        max_tokens = choose_max_tokens(
+    def max_tokens(self, prompt: Prompt) -> int:
+        asked = self.body.max_tokens if "max_tokens" in self.body.model_fields_set else None
+        return choose_max_tokens(
             1 if asked == 0 else asked,  # without a step, the prompt has no log probabilities
             len(prompt.token_ids),
             DEFAULT_MAX_TOKENS,
@@ -76,13 +76,15 @@ class CompletionJob(Job):
             self.service.client.info,
             self.service.config,
         )
+
+    def sampling_params(self, max_tokens: int) -> SamplingParams:
+        body = self.body
         of_prompt = body.prompt_logprobs
         if of_prompt is None and body.echo:
             of_prompt = body.logprobs
         return sampling_params(
             body,
             max_tokens=max_tokens,
-            sample=number,
             logprobs=body.logprobs,
             prompt_logprobs=of_prompt,
             defaults=self.service.client.info.generation_defaults,
@@ -135,7 +137,6 @@ class CompletionJob(Job):
             if not progress.has_begun:
                 choice["prompt_token_ids"] = sample.prompt.token_ids
         progress.has_begun = True
-        progress.num_characters += len(text)
         data = {**self.envelope(self.object_name), "choices": [choice]}
         if self.continuous_usage:
             data["usage"] = self.usage([sample])
@@ -165,6 +166,8 @@ class CompletionJob(Job):
         if self.body.echo and not progress.has_begun and is_complete:
             token_ids = [*sample.prompt.token_ids, *token_ids]
             entries = [*of_prompt, *entries]
-        return self._writer.completion(
+        told = self._writer.completion(
             token_ids, entries, offset=progress.num_characters, first_text=progress.first_token
         )
+        progress.num_characters += sum(map(len, told["tokens"]))
+        return told

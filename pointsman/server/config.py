@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 MIB = 1024 * 1024
@@ -27,8 +28,8 @@ class ServerConfig:
     """Requests that may be open beyond those that can run at once; more are answered with 429."""
     max_waiting_prompt_tokens: int | None = None
     """Prompt tokens of requests without a first token, over all; None: no limit. One request alone is always let in."""
-    max_request_bytes: int = 16 * MIB
-    """Size of a request's body; larger ones are answered with 413."""
+    max_request_bytes: int = 4 * MIB
+    """Size of a request's body; larger ones are answered with 413. While a body is parsed, nobody else is served."""
     max_tokens_limit: int | None = None
     """Most tokens that one request may ask for; None: as many as the model's length allows."""
     max_n: int = 16
@@ -63,9 +64,11 @@ class ServerConfig:
             _check_int("max_tokens_limit", self.max_tokens_limit, 1)
         _check_int("max_n", self.max_n, 1)
         _check_int("max_logprobs", self.max_logprobs, 0)
-        if self.max_deadline is not None and not self.max_deadline > 0:
-            raise ValueError(f"max_deadline is {self.max_deadline}; it must be above 0 seconds, or left out for none")
-        if not 0 <= self.drain_timeout < float("inf"):
+        if self.max_deadline is not None and not 0 < self.max_deadline < math.inf:
+            raise ValueError(
+                f"max_deadline is {self.max_deadline}; it must be a number of seconds above 0, or left out for none"
+            )
+        if not 0 <= self.drain_timeout < math.inf:
             raise ValueError(f"drain_timeout is {self.drain_timeout}; it must be 0 seconds or more")
         if not self.response_role:
             raise ValueError("response_role is empty; give a role such as assistant")

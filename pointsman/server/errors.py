@@ -20,9 +20,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pointsman.engine.errors import EngineDeadError, first_line
+from pointsman.server.engine_client import EngineStalledError
 
 logger = logging.getLogger(__name__)
 
+PROBES = frozenset({"/health", "/ready"})
+"""Asked every few seconds; that one says no is no refusal of a request."""
 SHOWN_CHARACTERS = 60
 """Of a value that a message quotes."""
 SHOWN_FIELDS = 3
@@ -92,15 +95,17 @@ def not_found(message: str, param: str | None = None) -> ApiError:
 
 
 def from_engine(error: Exception) -> ApiError:
-    """What the client is told of an error of the engine or its client: it is dead, or refuses the request.
+    """What the client is told of an error of the engine or its client: it is dead, stuck, or refuses the request.
 
     Raises:
-        Exception: `error` itself, if it is neither: a fault of ours, which the log must show.
+        Exception: `error` itself, if it is none of these: a fault of ours, which the log must show.
     """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineDeadError):
         return ApiError(500, f"the engine has ended: {first_line(error)}", reason="engine_dead")
+    if isinstance(error, EngineStalledError):
+        return ApiError(503, first_line(error), headers={"retry-after": "1"}, reason="other")
     if isinstance(error, ValueError):
         return ApiError(400, one_line(str(error)))
     raise error
@@ -121,11 +126,17 @@ class ErrorAnswers:
     def __init__(self, count: Callable[[str], None]) -> None:
         self._count = count
 
-    def __call__(self, error: HTTPException) -> Response:
-        """The response; everything outside ASCII is escaped, so that no text can break it."""
+    def __call__(self, error: HTTPException, *, is_refusal: bool = True) -> Response:
+        """The response; everything outside ASCII is escaped, so that no text can break it.
+
+        Args:
+            error: what is answered.
+            is_refusal: whether it counts as one.
+        """
         if not isinstance(error, ApiError):
             error = ApiError(error.status_code, one_line(str(error.detail)), headers=error.headers)
-        self._count(error.reason)
+        if is_refusal:
+            self._count(error.reason)
         body = json.dumps(error.body()).encode("ascii")
         return Response(body, error.status_code, error.headers, media_type="application/json")
 
@@ -141,7 +152,7 @@ class ErrorAnswers:
                 error = ApiError(
                     405, f"{request.method} is not allowed for this path; use {allowed}", headers=error.headers
                 )
-            return self(error)
+            return self(error, is_refusal=request.url.path not in PROBES)
 
         async def on_invalid(_: Request, error: Exception) -> Response:
             assert isinstance(error, RequestValidationError)
@@ -189,7 +200,8 @@ def _complaint(field: str, errors: list[Mapping[str, Any]]) -> str:
     """What is wrong with one field. One that takes several types has an error for each."""
     messages = list(dict.fromkeys(str(error["msg"]) for error in errors))[:4]
     text = ", or ".join([messages[0], *(message[:1].lower() + message[1:] for message in messages[1:])])
-    said = f"{field}: {text}" if field else f"the body: {text}"
+    # Refusals of ours begin with the field's name already.
+    said = text if field and text.startswith(f"{field}: ") else f"{field or 'the body'}: {text}"
     first = errors[0]
     if first["type"] in ("missing", "unsupported"):
         return said

@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from pointsman.server.wire import Delta
+
 if TYPE_CHECKING:
     from pointsman.engine.output import Logprob
     from pointsman.server.backlog import Ticket
     from pointsman.server.engine_client import ClientStream, EngineClient
     from pointsman.server.metrics import ServerMetrics
     from pointsman.server.prompts import Prompt
-    from pointsman.server.wire import Delta, EngineRequest
+    from pointsman.server.wire import EngineRequest
 
 
 class Sample(AsyncIterator["Delta"]):
@@ -28,10 +30,11 @@ class Sample(AsyncIterator["Delta"]):
         stream: of the engine.
         ticket: is told of the first token.
         metrics: are told of all.
+        seconds_left: until it is waited for no longer, and ends as late; None: for ever.
     """
 
-    __slots__ = ("_last_time", "_metrics", "_ticket", "extra", "index", "num_cached_tokens", "num_tokens", "prompt",
-                 "prompt_index", "stream")  # fmt: skip
+    __slots__ = ("_last_time", "_limit", "_metrics", "_ticket", "extra", "index", "num_cached_tokens", "num_tokens",
+                 "prompt", "prompt_index", "stream")  # fmt: skip
 
     def __init__(
         self,
@@ -41,6 +44,7 @@ class Sample(AsyncIterator["Delta"]):
         stream: ClientStream,
         ticket: Ticket,
         metrics: ServerMetrics,
+        seconds_left: float | None = None,
     ) -> None:
         self.index = index
         self.prompt_index = prompt_index
@@ -54,13 +58,14 @@ class Sample(AsyncIterator["Delta"]):
         """What whoever writes the answer keeps about it."""
         self._ticket = ticket
         self._metrics = metrics
+        self._limit = None if seconds_left is None else asyncio.get_running_loop().time() + seconds_left
         self._last_time = stream.request.arrival_time or time.monotonic()
 
     def __aiter__(self) -> Sample:
         return self
 
     async def __anext__(self) -> Delta:
-        delta = await self.stream.__anext__()
+        delta = await (self.stream.__anext__() if self._limit is None else self._next_in_time(self._limit))
         num_new = len(delta.token_ids)
         self.num_cached_tokens = delta.num_cached_tokens
         if num_new:
@@ -73,6 +78,17 @@ class Sample(AsyncIterator["Delta"]):
             self._last_time = now
             self.num_tokens += num_new
         return delta
+
+    async def _next_in_time(self, limit: float) -> Delta:
+        """The next delta, or the end if the engine, which should have ended it, says nothing.
+
+        What has come before is read in any case, however late its reader.
+        """
+        try:
+            async with asyncio.timeout_at(limit):
+                return await self.stream.__anext__()
+        except TimeoutError:
+            return Delta(finish_reason="deadline", num_cached_tokens=self.num_cached_tokens)
 
 
 @dataclass(slots=True)
@@ -89,6 +105,14 @@ class Result:
     stop_reason: int | str | None = None
 
 
+DEADLINE_GRACE = 1.0
+"""Seconds beyond a deadline that the engine gets to end a request; it does so between steps, and one may be long."""
+
+
+STARTED_AT_ONCE = 64
+"""Samples that are sent before the engine has queued the first of them: each brings its prompt and its schema along."""
+
+
 class Generation:
     """The samples of a client's request. A context: leaving it aborts what has not ended.
 
@@ -96,18 +120,23 @@ class Generation:
         client: the engine.
         metrics: what is observed.
         ticket: the request's place in the backlog.
+        deadline: when all of them end in any case, by `time.monotonic`; None: never.
     """
 
-    def __init__(self, client: EngineClient, metrics: ServerMetrics, ticket: Ticket) -> None:
+    def __init__(
+        self, client: EngineClient, metrics: ServerMetrics, ticket: Ticket, deadline: float | None = None
+    ) -> None:
         self.samples: list[Sample] = []
         self._client = client
         self._metrics = metrics
         self._ticket = ticket
+        self._deadline = deadline
 
     def add(self, prompt_index: int, prompt: Prompt, request: EngineRequest) -> None:
         """One more sample; samples of one prompt come one after the other."""
         stream = self._client.generate(request)
-        self.samples.append(Sample(len(self.samples), prompt_index, prompt, stream, self._ticket, self._metrics))
+        index, left = len(self.samples), self.seconds_left
+        self.samples.append(Sample(index, prompt_index, prompt, stream, self._ticket, self._metrics, left))
 
     async def start(self) -> None:
         """Queue all of them, in order.
@@ -115,8 +144,20 @@ class Generation:
         Raises:
             ValueError: one can never run; the others will be aborted when the context is left.
             EngineDeadError: there is no engine.
+            EngineStalledError: it takes nothing in.
         """
-        await self.each(lambda sample: sample.stream.start())
+        turns = asyncio.Semaphore(STARTED_AT_ONCE)
+
+        async def start(sample: Sample) -> None:
+            async with turns:
+                await sample.stream.start()
+
+        await self.each(start)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until the engine has had its time to end all of it; None: for ever."""
+        return None if self._deadline is None else max(0.0, self._deadline + DEADLINE_GRACE - time.monotonic())
 
     async def collect(self) -> list[Result]:
         """All samples, once all have ended.
@@ -141,8 +182,11 @@ class Generation:
         if len(self.samples) == 1:  # the usual case costs no task
             await work(self.samples[0])
             return
-        tasks = [asyncio.ensure_future(work(sample)) for sample in self.samples]
+        tasks: list[asyncio.Future[None]] = []
         try:
+            for sample in self.samples:
+                tasks.append(asyncio.ensure_future(work(sample)))
+                await asyncio.sleep(0)  # there may be a thousand, and others to be served meanwhile
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:

@@ -71,6 +71,7 @@ class ServerMetrics:
     def __init__(self, client: EngineClient, model_name: str) -> None:
         self._client = client
         self.observations = Observations(client.info.max_model_len)
+        self._started = time.monotonic()
         self._stats: EngineStats | None = None
         self._asking: asyncio.Task[EngineStats] | None = None
         self.registry = CollectorRegistry()
@@ -144,6 +145,12 @@ class ServerMetrics:
         return self._stats
 
     @property
+    def stats_age(self) -> float:
+        """Seconds since that reading; before the first, since the start."""
+        read = self._started if self._stats is None else self._stats.time
+        return max(0.0, time.monotonic() - read)
+
+    @property
     def client(self) -> EngineClient:
         """The engine that is measured."""
         return self._client
@@ -173,7 +180,7 @@ class _ServerCollector(Collector):
         if stats is not None:
             for definition, read in SCRAPED:
                 yield self._family(definition, read(stats))
-            yield self._family(STATS_AGE, max(0.0, time.monotonic() - stats.time))
+        yield self._family(STATS_AGE, self._metrics.stats_age)
         yield from self._kept()
 
     def _stated(self) -> Iterator[Metric]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -110,7 +110,7 @@ class PromptReader:
             name = min(taken)
             raise ApiError(400, f"chat_template_kwargs: {name} is not for templates; leave it out", param=name)
         messages = [message.as_template_input() for message in body.messages]
-        self.check_length(*(message["content"] for message in messages))
+        self.check_length(*_texts([messages, body.tools, body.documents, kwargs]))
         options: dict[str, Any] = {
             "add_generation_prompt": body.add_generation_prompt,
             "continue_final_message": body.continue_final_message,
@@ -141,3 +141,16 @@ class PromptReader:
                 f"max_model_len can hold; shorten it",
                 param="prompt",
             )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in what a template is given, names of fields aside: it may write all of them."""
+    open_values = [value]
+    while open_values:
+        one = open_values.pop()
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, dict):
+            open_values += one.values()
+        elif isinstance(one, list):
+            open_values += one

@@ -16,8 +16,15 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 from pydantic_core import PydanticCustomError
 
 MAX_INT = 2**31 - 1
-MAX_STOP_STRINGS = 4
-MAX_BAD_WORDS = 128
+MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 64, 1000
+MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS = 128, 100
+MAX_LISTED_TOKENS = 1024
+"""Entries of stop_token_ids and of logit_bias."""
+MAX_TOKEN_LIST = 131_072
+"""Tokens of allowed_token_ids, which may be a whole vocabulary, and of /detokenize."""
+MAX_MESSAGES = 4096
+MAX_TOOLS = 128
+"""Tools, and documents."""
 MAX_PROMPTS = 1024
 """Prompts in one request."""
 MAX_NAME = 256
@@ -30,7 +37,11 @@ TokenId: TypeAlias = Annotated[int, Field(ge=0, le=MAX_INT)]
 TokenIds: TypeAlias = Annotated[list[TokenId], Field(fail_fast=True)]
 Texts: TypeAlias = Annotated[list[str], Field(fail_fast=True)]
 PromptField: TypeAlias = TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)] | str | Texts
-Stop: TypeAlias = str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)]
+FewTokenIds: TypeAlias = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_LISTED_TOKENS)]
+ManyTokenIds: TypeAlias = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_TOKEN_LIST)]
+StopString: TypeAlias = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
+Stop: TypeAlias = StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)]
+BadWord: TypeAlias = Annotated[str, Field(max_length=MAX_BAD_WORD_CHARACTERS)]
 Number: TypeAlias = Annotated[int, Field(ge=0, le=MAX_INT)]
 Count: TypeAlias = Annotated[int, Field(ge=1, le=MAX_INT)]
 Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2)]
@@ -135,7 +146,9 @@ class SamplingFields(_Refusing):
 
     model: str | None = Field(None, description="A name that /v1/models lists; left out: the model that is served.")
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[str, float] | None = Field(None, description="Token id -> -100 to 100.")
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LISTED_TOKENS)] | None = Field(
+        None, description="Token id -> -100 to 100."
+    )
     presence_penalty: Penalty | None = None
     seed: Int64 | None = None
     stop: Stop | None = None
@@ -148,15 +161,15 @@ class SamplingFields(_Refusing):
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: FewTokenIds | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: Number = 0
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    allowed_token_ids: TokenIds | None = None
+    allowed_token_ids: ManyTokenIds | None = None
     prompt_logprobs: Number | None = None
-    bad_words: Annotated[list[str], Field(max_length=MAX_BAD_WORDS)] = Field(default_factory=list)
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] = Field(default_factory=list)
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -246,7 +259,7 @@ class Message(ProtocolModel):
 
     @model_validator(mode="after")
     def _check_content(self) -> Message:
-        if self.content is None and not self.tool_calls:
+        if self.content is None and self.tool_calls is None:
             raise refusal("messages", f"messages: one of role {self.role} has no content; give text")
         return self
 
@@ -274,15 +287,15 @@ class ChatFields(_Refusing):
         "function_call": ((None, "none"), "functions are not called here; leave it out"),
     }
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     add_generation_prompt: bool = True
     continue_final_message: bool = Field(
         False, description="Leave the last message open and continue it; add_generation_prompt must be false then."
     )
     add_special_tokens: bool = Field(False, description="The chat template writes special tokens itself; only false.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="What else the chat template reads.")
-    documents: list[dict[str, str]] | None = None
-    tools: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_BAD_WORDS)] | None = Field(
+    documents: Annotated[list[dict[str, str]], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_TOOLS)] | None = Field(
         None, description="Shown to the model by the chat template; only with tool_choice none."
     )
 
@@ -371,4 +384,4 @@ class DetokenizeRequest(ProtocolModel):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: TokenIds
+    tokens: ManyTokenIds

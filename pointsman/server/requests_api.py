@@ -2,71 +2,100 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from typing import Annotated, Any
+from collections.abc import Awaitable
+from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Path
+from fastapi import APIRouter, Path, Query
 from starlette.responses import JSONResponse, Response
 
 from pointsman.core.errors import UnknownRequest
 from pointsman.engine.errors import EngineDeadError
 from pointsman.server.descriptions import errors
-from pointsman.server.errors import from_engine, not_found, shown
+from pointsman.server.errors import ApiError, not_found, shown
 from pointsman.server.responses import RequestList, RequestState, ResetResponse
 from pointsman.server.service import Service
 from pointsman.server.wire import RequestExplanation
 
 MAX_PATH = 1024
 """Characters of a name in a path."""
+ENGINE_TIMEOUT = 5.0
+"""Seconds that the engine gets to answer a question; it does so between two steps, and one may be long."""
+
+AnswerT = TypeVar("AnswerT")
 
 
 def requests_router(service: Service) -> APIRouter:
     """The routes for operators."""
     router = APIRouter(tags=["operation"])
 
-    @router.get("/v1/requests", response_model=RequestList, responses=errors(500))
-    async def list_requests() -> Response:
+    @router.get("/v1/requests", response_model=RequestList, responses=errors(400, 500, 503))
+    async def list_requests(
+        answer_id: Annotated[
+            str | None, Query(alias="id", max_length=MAX_PATH, description="Only those of an answer with this id.")
+        ] = None,
+    ) -> Response:
         """Every request of the engine that has not ended. Each of n samples is one."""
-        try:
-            explanations = await service.client.explain_all()
-        except EngineDeadError as error:
-            raise from_engine(error) from error
-        return JSONResponse({"object": "list", "data": [describe(one) for one in explanations]})
+        found = None if answer_id is None else set(service.names.find(answer_id))
+        explanations = await ask(service, service.client.explain_all())
+        data = [describe(one, service) for one in explanations if found is None or one.explanation.request_id in found]
+        return JSONResponse({"object": "list", "data": data})
 
-    @router.get("/v1/requests/{request_id:path}", response_model=RequestState, responses=errors(400, 404, 500))
+    @router.get("/v1/requests/{request_id:path}", response_model=RequestState, responses=errors(400, 404, 500, 503))
     async def show_request(request_id: Annotated[str, Path(max_length=MAX_PATH)]) -> Response:
         """One of them: by the id of an answer, with "-0", "-1", ... behind it where that has several choices."""
+        found = service.names.find(request_id)
+        if len(found) > 1:
+            raise ApiError(
+                400, f"{len(found)} requests are called {shown(request_id)}; GET /v1/requests?id=... has all"
+            )
         try:
-            explanation = await service.client.explain(request_id)
+            explanation = await ask(service, service.client.explain(found[0] if found else request_id))
         except UnknownRequest as error:
             what = f"no request {shown(request_id)} is waiting, parked or running; it may have ended"
             raise not_found(what) from error
-        except EngineDeadError as error:
-            raise from_engine(error) from error
-        return JSONResponse(describe(explanation))
+        return JSONResponse(describe(explanation, service))
 
-    @router.post("/reset_prefix_cache", response_model=ResetResponse, responses=errors(500))
+    @router.post("/reset_prefix_cache", response_model=ResetResponse, responses=errors(500, 503))
     async def reset_prefix_cache() -> Response:
         """Forget every cached prefix. What runs goes on, and will not be found by others."""
-        try:
-            await service.client.reset_prefix_cache()
-        except EngineDeadError as error:
-            raise from_engine(error) from error
+        await ask(service, service.client.reset_prefix_cache())
         return JSONResponse({"success": True})
 
     return router
 
 
-def describe(known: RequestExplanation) -> dict[str, Any]:
-    """What a client reads about a request; times of the engine's own clock would mean nothing to it."""
+async def ask(service: Service, question: Awaitable[AnswerT]) -> AnswerT:
+    """The engine's answer to a question.
+
+    Raises:
+        ApiError: 500, there is no engine; 503, it has not answered in time.
+    """
+    try:
+        return await asyncio.wait_for(question, ENGINE_TIMEOUT)
+    except TimeoutError:
+        raise ApiError(
+            503,
+            f"the engine has not answered for {ENGINE_TIMEOUT:g} s: it is in a long step, or stuck; try again later",
+            headers={"retry-after": str(round(ENGINE_TIMEOUT))},
+            reason="other",
+        ) from None
+    except EngineDeadError as error:
+        raise service.from_engine(error) from error
+
+
+def describe(known: RequestExplanation, service: Service) -> dict[str, Any]:
+    """What a client reads about a request, under the names it knows; times of the engine's clock mean nothing to it."""
     of_scheduler = known.explanation
     waiting_for = known.waiting_for
     return {
-        "id": of_scheduler.request_id,
+        "id": service.names.shown(of_scheduler.request_id),
+        "engine_id": of_scheduler.request_id,
         "state": of_scheduler.status.value,
         "phase": of_scheduler.phase,
         "reason": None if of_scheduler.reason is None else of_scheduler.reason.value,
-        "blocker": of_scheduler.blocker,
+        "blocker": None if of_scheduler.blocker is None else service.names.shown(of_scheduler.blocker),
         "missing": of_scheduler.missing,
         "since": None if waiting_for is None else round(time.time() - waiting_for, 3),
         "waiting_for": waiting_for,

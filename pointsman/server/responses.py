@@ -183,7 +183,8 @@ class ResetResponse(BaseModel):
 class RequestState(BaseModel):
     """Where a request of the engine stands, and why it does not advance."""
 
-    id: str
+    id: str = Field(description="As the answer's id, with the choice's index behind it where there are several.")
+    engine_id: str = Field(description="As the engine's log and recordings call it; no two have the same.")
     state: str = Field(description="waiting, running, preempted, or what it waits for other than capacity.")
     phase: str
     reason: str | None = Field(description="Why it waits; null if it does not, or has not been tried in a step.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -107,17 +108,15 @@ def sampling_params(
     body: SamplingFields,
     *,
     max_tokens: int,
-    sample: int,
     logprobs: int | None,
     prompt_logprobs: int | None,
     defaults: Mapping[str, Any],
 ) -> SamplingParams:
-    """How one sample of a prompt is to be generated.
+    """How the first sample of a prompt is to be generated; `for_sample` makes those of the others from it.
 
     Args:
         body: the request.
         max_tokens: most tokens.
-        sample: which of the prompt's samples, from 0: each gets a seed of its own.
         logprobs: per position of the output; None: none.
         prompt_logprobs: per position of the prompt; None: none.
         defaults: what the model recommends.
@@ -134,7 +133,7 @@ def sampling_params(
             values[name] = value
     return SamplingParams(
         max_tokens=max_tokens,
-        seed=_seed(body.seed, sample),
+        seed=body.seed,
         stop=body.stop,
         stop_token_ids=body.stop_token_ids or (),
         logit_bias=_biases(body.logit_bias),
@@ -145,10 +144,32 @@ def sampling_params(
     )
 
 
-def _seed(seed: int | None, sample: int) -> int | None:
-    if seed is None or seed == -1:  # -1 means none, as for SamplingParams
-        return None
-    return (seed + sample + _INT64 // 2) % _INT64 - _INT64 // 2  # the last one's successor is the first
+def for_sample(params: SamplingParams, *, max_tokens: int, sample: int) -> SamplingParams:
+    """The same for another sample, or a prompt of another length. Nothing is checked again but what differs: a request
+    may be for a thousand samples, and its schema, biases and lists of tokens are the same for all.
+
+    Args:
+        params: of the first sample; shared wherever it fits.
+        max_tokens: most tokens.
+        sample: which of its prompt's samples, from 0: each gets a seed of its own.
+
+    Raises:
+        ValueError: min_tokens is more than max_tokens.
+    """
+    seed = None if params.seed is None else _seed(params.seed, sample)
+    if (max_tokens, seed) == (params.max_tokens, params.seed):
+        return params
+    if params.min_tokens > max_tokens:
+        raise ValueError(f"min_tokens is {params.min_tokens}, more than max_tokens {max_tokens}; lower it")
+    variant = copy.copy(params)
+    object.__setattr__(variant, "max_tokens", max_tokens)  # the object is frozen for everyone else
+    object.__setattr__(variant, "seed", seed)
+    return variant
+
+
+def _seed(seed: int, sample: int) -> int | None:
+    found = (seed + sample + _INT64 // 2) % _INT64 - _INT64 // 2  # the last one's successor is the first
+    return None if found == -1 else found  # -1 means none, as for SamplingParams
 
 
 def _biases(biases: Mapping[str, float] | None) -> dict[int, float] | None:

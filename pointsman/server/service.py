@@ -9,19 +9,24 @@ two kinds do differently is their `Job`.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pointsman.engine.errors import GRAMMAR_TOO_SLOW, NOTHING_LEFT, EngineDeadError
 from pointsman.server.backlog import Backlog, Ticket
+from pointsman.server.engine_client import EngineStalledError
 from pointsman.server.errors import ApiError, from_engine, not_found, shown
 from pointsman.server.generation import Generation, Result, Sample, usage
+from pointsman.server.names import RequestNames
 from pointsman.server.prompts import Prompt, PromptReader
 from pointsman.server.protocol import SamplingFields
-from pointsman.server.sampling import check_priority
+from pointsman.server.sampling import check_priority, for_sample
 from pointsman.server.streaming import EventStream, WatchedResponse, error_event, event, send_json
 from pointsman.server.wire import EngineRequest
 
@@ -56,6 +61,7 @@ class Service:
         self.prompts = PromptReader(client)
         max_requests = client.info.scheduler["max_num_seqs"] + config.max_waiting_requests
         self.backlog = Backlog(max_requests, config.max_waiting_prompt_tokens)
+        self.names = RequestNames()
         self.model_names = config.served_model_name or (client.info.model,)
         """What clients may call the model; the first is what answers say."""
 
@@ -75,10 +81,20 @@ class Service:
         Raises:
             ApiError: 503 while the server shuts down; 500 when the engine is dead.
         """
+        if self.gate.is_closed and self.client.death is None:
+            raise self._closed()
         if not self.client.is_alive:
             raise ApiError(500, f"the engine has ended: {self.client.death or 'shut down'}", reason="engine_dead")
-        if self.gate.is_closed:
-            raise self._closed()
+
+    def from_engine(self, error: Exception) -> ApiError:
+        """What the client is told of an error of the engine. One that ended because the server does is no fault.
+
+        Raises:
+            Exception: `error` itself, if it is a fault of ours.
+        """
+        if isinstance(error, EngineDeadError) and self.gate.is_closed and self.client.death is None:
+            return self._closed()
+        return from_engine(error)
 
     def _closed(self) -> ApiError:
         seconds = max(1, round(self.config.drain_timeout))
@@ -93,10 +109,20 @@ class Service:
         return WatchedResponse(lambda send: self._answer(job, send))
 
     async def _answer(self, job: Job, send: Send) -> None:
+        with self.inside():
+            await self._answer_inside(job, send)
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """While a client is answered: the server does not end before, unless it takes too long.
+
+        Raises:
+            ApiError: 503 while the server shuts down; 500 when the engine is dead.
+        """
         self.check_open()
         self.gate.enter()
         try:
-            await self._answer_inside(job, send)
+            yield
         finally:
             self.gate.leave()
 
@@ -104,22 +130,27 @@ class Service:
         self.check_model(job.body.model)
         check_priority(job.body.priority, self.client.info)
         with self.backlog.enter(job.count_samples()) as ticket:
-            async with Generation(self.client, self.metrics, ticket) as generation:
+            async with Generation(self.client, self.metrics, ticket, job.deadline) as generation:
                 try:
-                    await self._start(job, generation, ticket)
-                except EngineDeadError as error:
-                    raise (
-                        self._closed() if self.gate.is_closed and self.client.is_alive else from_engine(error)
-                    ) from error
-                except ValueError as error:
-                    raise from_engine(error) from error
-                headers = {"x-request-id": job.id}
-                if job.body.stream:
-                    await self._stream(job, generation, EventStream(send, headers))
-                else:
-                    await send_json(send, await self._whole(job, generation), headers)
-                num_tokens = max(sample.num_tokens for sample in generation.samples)
-                self.metrics.observe_request(job.num_samples_per_prompt, num_tokens)
+                    await self._queue_and_send(job, generation, ticket, send)
+                finally:
+                    self.names.remove(sample.stream.request.request_id for sample in generation.samples)
+
+    async def _queue_and_send(self, job: Job, generation: Generation, ticket: Ticket, send: Send) -> None:
+        try:
+            async with asyncio.timeout(generation.seconds_left):
+                await self._start(job, generation, ticket)
+        except TimeoutError:
+            raise _too_late() from None
+        except (EngineDeadError, EngineStalledError, ValueError) as error:
+            raise self.from_engine(error) from error
+        headers = {"x-request-id": job.id}
+        if job.body.stream:
+            await self._stream(job, generation, EventStream(send, headers))
+        else:
+            await send_json(send, await self._whole(job, generation), headers)
+        num_tokens = max(sample.num_tokens for sample in generation.samples)
+        self.metrics.observe_request(job.num_samples_per_prompt, num_tokens)
 
     async def _start(self, job: Job, generation: Generation, ticket: Ticket) -> None:
         """Queue all that the job asks for.
@@ -128,6 +159,7 @@ class Service:
             ValueError, ApiError, EngineDeadError: it can never run, not now, or not any more.
         """
         prompts = await job.read_prompts()
+        params = self._sampling_params(job, prompts)
         for index, prompt in enumerate(prompts):
             ticket.add_prompt(index, len(prompt.token_ids))
         if self.config.log_requests:
@@ -138,15 +170,29 @@ class Service:
         for index, prompt in enumerate(prompts):
             for number in range(job.num_samples_per_prompt):
                 name = job.id if is_only else f"{job.id}-{len(generation.samples)}"
-                generation.add(index, prompt, self._engine_request(job, name, prompt, number))
+                own = params[index]
+                if number:
+                    own = for_sample(own, max_tokens=job.max_tokens(prompt), sample=number)
+                generation.add(index, prompt, self._engine_request(job, name, prompt, own))
         await job.prepare(generation.samples)
         await generation.start()
 
-    def _engine_request(self, job: Job, name: str, prompt: Prompt, number: int) -> EngineRequest:
+    @staticmethod
+    def _sampling_params(job: Job, prompts: list[Prompt]) -> list[SamplingParams]:
+        """Those of each prompt's first sample: made and checked once, for what may be a thousand.
+
+        Raises:
+            ValueError, ApiError: they cannot be had.
+        """
+        max_tokens = [job.max_tokens(prompt) for prompt in prompts]
+        params = job.sampling_params(max_tokens[0])
+        return [for_sample(params, max_tokens=most, sample=0) for most in max_tokens]
+
+    def _engine_request(self, job: Job, name: str, prompt: Prompt, params: SamplingParams) -> EngineRequest:
         return EngineRequest(
-            request_id=name,
+            request_id=self.names.add(job.id, name),
             prompt_token_ids=prompt.token_ids,
-            params=job.sampling_params(prompt, number),
+            params=params,
             priority=job.body.priority,
             cache_salt=job.body.cache_salt,
             arrival_time=job.arrival_time,
@@ -164,16 +210,15 @@ class Service:
         try:
             results = await generation.collect()
         except EngineDeadError as error:
-            raise from_engine(error) from error
+            raise self.from_engine(error) from error
         for result in results:
             check_end(result.finish_reason, result.finish_detail)
-        if all(result.finish_reason == "deadline" and not result.token_ids for result in results):
-            raise ApiError(
-                408,
-                "the deadline passed before the first token; give it more time, or try when the server has less to do",
-                param="deadline",
-                headers={"x-should-retry": "false"},  # the official client would, and be late again
-            )
+        if not any(result.token_ids for result in results):
+            reasons = {result.finish_reason for result in results}
+            if "abort" in reasons:  # the server's end overtook it; another one may still answer
+                raise self._closed()
+            if reasons == {"deadline"}:
+                raise _too_late()
         return await job.whole(results)
 
     async def _stream(self, job: Job, generation: Generation, events: EventStream) -> None:
@@ -193,13 +238,22 @@ class Service:
                 await generation.each(pump)
                 last = job.usage_event(generation.samples)
             except (EngineDeadError, ApiError) as error:
-                last = error_event(from_engine(error))
+                last = error_event(self.from_engine(error))
             except Exception:
                 logger.exception("%s: the stream broke off", job.id)
                 last = error_event(ApiError(500, "the server failed on this request; its log says why"))
             await events.close(last)
         finally:
             self.metrics.stream_closed()
+
+
+def _too_late() -> ApiError:
+    return ApiError(
+        408,
+        "the deadline passed before the first token; give it more time, or try when the server has less to do",
+        param="deadline",
+        headers={"x-should-retry": "false"},  # the official client would, and be late again
+    )
 
 
 def check_end(finish_reason: str | None, detail: str) -> None:
@@ -267,11 +321,19 @@ class Job(ABC):
         """
 
     @abstractmethod
-    def sampling_params(self, prompt: Prompt, number: int) -> SamplingParams:
-        """Of sample `number` of a prompt.
+    def max_tokens(self, prompt: Prompt) -> int:
+        """Most tokens of a prompt's samples.
 
         Raises:
-            ValueError, ApiError: it cannot be had.
+            ApiError: 400, it has no room for so many, or the operator allows fewer.
+        """
+
+    @abstractmethod
+    def sampling_params(self, max_tokens: int) -> SamplingParams:
+        """Of a prompt's first sample. All others differ in their seeds and in max_tokens at most.
+
+        Raises:
+            ValueError, ApiError: they cannot be had.
         """
 
     # ------------------------------------------------------------------ what is answered

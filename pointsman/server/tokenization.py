@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import APIRouter
@@ -9,24 +12,62 @@ from starlette.responses import JSONResponse, Response
 
 from pointsman.server.bodies import StrictRoute
 from pointsman.server.descriptions import errors
-from pointsman.server.errors import from_engine
+from pointsman.server.errors import ApiError, from_engine
 from pointsman.server.protocol import DetokenizeRequest, TokenizeCompletionRequest, TokenizeRequest
 from pointsman.server.responses import DetokenizeResponse, TokenizeResponse
 from pointsman.server.service import Service
+
+TOKEN_ERRORS = (400, 404, 413, 429, 500, 503)
+MAX_AT_ONCE = 2
+"""Requests that are worked on at once: prompts that are to be completed use the same thread, and should not wait."""
+MAX_OPEN = 64
+"""Requests beyond which more are answered with 429."""
+
+
+class _Line:
+    """Where requests wait for their turn."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._turns = asyncio.Semaphore(MAX_AT_ONCE)
+        self._num_open = 0
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """While a request is worked on.
+
+        Raises:
+            ApiError: 429, too many wait; 503 while the server shuts down; 500 when the engine is dead.
+        """
+        with self._service.inside():
+            if self._num_open >= MAX_OPEN:
+                raise ApiError(
+                    429,
+                    f"{self._num_open} requests for tokens are open, the most there may be; try again in 1 s",
+                    headers={"retry-after": "1"},
+                    reason="queue_requests",
+                )
+            self._num_open += 1
+            try:
+                async with self._turns:
+                    yield
+            except ValueError as error:
+                raise from_engine(error) from error
+            finally:
+                self._num_open -= 1
 
 
 def tokenization_router(service: Service) -> APIRouter:
     """The two routes."""
     router = APIRouter(route_class=StrictRoute, tags=["tokens"])
+    line = _Line(service)
 
-    @router.post("/tokenize", response_model=TokenizeResponse, responses=errors(400, 404, 413))
+    @router.post("/tokenize", response_model=TokenizeResponse, responses=errors(*TOKEN_ERRORS))
     async def tokenize(body: TokenizeRequest) -> Response:
         """The token ids of a text, or of what the chat template makes of a conversation."""
         service.check_model(body.model)
-        try:
+        async with line.turn():
             token_ids = await _token_ids(service, body)
-        except ValueError as error:
-            raise from_engine(error) from error
         answer: dict[str, Any] = {
             "count": len(token_ids),
             "max_model_len": service.client.info.max_model_len,
@@ -37,14 +78,12 @@ def tokenization_router(service: Service) -> APIRouter:
             answer["token_strs"] = service.client.tokenizer.convert_ids_to_tokens(token_ids)
         return JSONResponse(answer)
 
-    @router.post("/detokenize", response_model=DetokenizeResponse, responses=errors(400, 404, 413))
+    @router.post("/detokenize", response_model=DetokenizeResponse, responses=errors(*TOKEN_ERRORS))
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of token ids, special tokens included."""
         service.check_model(body.model)
-        try:
+        async with line.turn():
             text = await service.client.decode(body.tokens)
-        except ValueError as error:
-            raise from_engine(error) from error
         return JSONResponse({"prompt": text})
 
     return router

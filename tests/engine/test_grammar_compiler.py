@@ -19,8 +19,8 @@ import xgrammar
 from test_engine import byte_tokenizer
 
 from pointsman.core import Request
-from pointsman.engine import GrammarError, SamplingParams, StructuredOutputsParams
-from pointsman.engine.grammar_compiler import GrammarCache, GrammarCompiler
+from pointsman.engine import GrammarError, SamplingParams, StructuredOutputsParams, grammar_compiler
+from pointsman.engine.grammar_compiler import FIRST_SLICE, GrammarCache, GrammarCompiler
 from pointsman.engine.grammar_process import CompiledGrammar, GrammarLimits
 from pointsman.engine.structured_outputs import GrammarSpec
 
@@ -151,6 +151,80 @@ def test_a_hopeless_grammar_ends_and_holds_up_nobody(shared: GrammarCompiler) ->
     ((_, error),) = take(shared)
     assert isinstance(error, GrammarError)
     assert "takes longer than 2 s to compile" in str(error)
+
+
+def slow_schema(number: int) -> dict[str, Any]:
+    """A schema that takes much longer to compile than it may: a thousand properties that may be there or not."""
+    return {
+        "type": "object",
+        "properties": {f"p{number}_{at}": {"enum": [f"v{at}", f"w{at}"]} for at in range(1000)},
+        "additionalProperties": False,
+    }
+
+
+def test_many_hopeless_grammars_hold_up_the_others_for_a_slice_each(make: Callable[..., GrammarCompiler]) -> None:
+    compiler = make()
+    assert isinstance(outcome(compiler, regex="a"), CompiledGrammar)
+    hopeless = [request_with(json=slow_schema(number)) for number in range(6)]
+    for request in hopeless:
+        compiler.add(request)
+    started = time.monotonic()
+    for number in range(4):  # at once, and while the slow ones have their turn
+        grammar = outcome(compiler, choice=["yes", f"no{number}"])
+        assert isinstance(grammar, CompiledGrammar)
+        assert time.monotonic() - started < 4 * FIRST_SLICE + 1.0
+    assert compiler.num_waiting == 6
+    for request in hopeless:
+        compiler.forget(request)
+
+
+def test_a_grammar_that_needs_more_than_its_slice_is_compiled_all_the_same(
+    make: Callable[..., GrammarCompiler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_compiler, "FIRST_SLICE", 0.001)
+    grammar = outcome(make(), choice=["no", "yes"])
+    assert isinstance(grammar, CompiledGrammar)
+    assert allowed_at_first(grammar) == b"ny"
+
+
+def test_the_queue_of_new_grammars_is_bounded(
+    make: Callable[..., GrammarCompiler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_compiler, "MAX_WAITING", 3)
+    compiler = make()
+    assert isinstance(outcome(compiler, regex="a"), CompiledGrammar)
+    hopeless = [request_with(grammar=f'{HOPELESS} "{number}"') for number in range(2)]
+    for request in hopeless:
+        compiler.add(request)
+    wait_until(lambda: len(children_of(compiler.pid)) == 2)
+    accepted = [request_with(regex=f"q{number}") for number in range(3)]
+    for request in accepted:
+        compiler.add(request)
+    compiler.add(request_with(regex="late"))
+    ((_, error),) = take(compiler)
+    assert str(error) == "too many grammars wait to be compiled, and the most is 3; try again later"
+    assert {request for request, _ in take(compiler, 3)} == set(accepted)
+    assert isinstance(outcome(compiler, regex="late"), CompiledGrammar)  # the refusal was not kept
+    for request in hopeless:
+        compiler.forget(request)
+
+
+def test_the_queue_of_slow_grammars_is_bounded(
+    make: Callable[..., GrammarCompiler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_compiler, "MAX_SLOW_WAITING", 1)
+    monkeypatch.setattr(grammar_compiler, "FIRST_SLICE", 0.1)
+    compiler = make()
+    requests = [request_with(grammar=f'{HOPELESS} "{number}"') for number in range(4)]
+    for request in requests:
+        compiler.add(request)
+    errors = [str(error) for _, error in take(compiler, 2)]  # one is compiled, one waits
+    words = "too many grammars that take longer than 0.1 s wait to be compiled, and the most is 1; try again later"
+    assert errors == [words] * 2
+    assert isinstance(outcome(compiler, regex="quick"), CompiledGrammar)
+    assert compiler.num_waiting == 2
+    for request in requests:
+        compiler.forget(request)
 
 
 def test_a_failure_is_remembered_for_a_while(shared: GrammarCompiler) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -77,6 +78,7 @@ def test_health_and_version_say_so(http: httpx.Client) -> None:
     for path in ("/health", "/ready"):
         response = http.get(path)
         assert (response.status_code, response.content) == (200, b"")
+        assert http.head(path).status_code == 200
     assert http.get("/version").json() == {"version": pointsman.__version__}
     assert http.get("/metrics").headers["content-type"].startswith("text/plain")
 
@@ -197,8 +199,11 @@ def test_every_request_says_where_it_stands(http: httpx.Client) -> None:
         assert state.num_output_tokens > 0 and state.age > 0
         one = RequestState.model_validate(http.get("/v1/requests/cmpl-watched").json())
         assert one.id == state.id and one.num_output_tokens >= state.num_output_tokens
-        again = http.post("/v1/completions", json={"prompt": "a", "request_id": "watched"})
-        assert "cmpl-watched" in error_of(again, 400)["message"]  # an id names one request
+        assert one.engine_id.startswith("cmpl-watched-")
+        same = RequestState.model_validate(http.get(f"/v1/requests/{one.engine_id}").json())
+        assert (same.id, same.engine_id) == (one.id, one.engine_id)
+        again = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "request_id": "watched"})
+        assert again.json()["id"] == again.headers["x-request-id"] == "cmpl-watched"  # who tries again may
     assert error_of(http.get("/v1/requests/cmpl-nobody"), 404)["type"] == "NotFoundError"
 
 
@@ -209,13 +214,13 @@ def test_none_of_this_was_a_fault_of_the_server(server: ServerProcess) -> None:
 # ------------------------------------------------------------------------------------------------- in this process
 
 
-def with_app(test: Callable[[EngineClient, Any, httpx.AsyncClient], Awaitable[None]], **settings: Any) -> None:
+def with_app(test: Callable[[EngineClient, Any, httpx.AsyncClient], Awaitable[None]], **options: Any) -> None:
     """An app of its own, called without a socket, in front of a real engine process."""
 
     async def run() -> None:
-        client = await EngineClient.start({"model": "demo", "num_blocks": 64, "num_threads": 1})
+        client = await EngineClient.start({"model": "demo", "num_blocks": 512, "num_threads": 1, **options})
         try:
-            app = create_app(client, ServerConfig(**settings))
+            app = create_app(client, ServerConfig())
             transport = httpx.ASGITransport(app, raise_app_exceptions=False)
             async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
                 await asyncio.wait_for(test(client, app, http), 60)
@@ -240,6 +245,115 @@ def test_a_server_that_ends_finishes_what_it_has_and_takes_no_more() -> None:
         assert app.state.gate.num_open == 1
         assert (await running).json()["usage"]["completion_tokens"] == 100
         await app.state.gate.wait_empty()
+
+    with_app(test)
+
+
+def test_two_requests_may_have_one_name() -> None:
+    async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
+        fields = {"prompt": PROMPT, "max_tokens": 300, "ignore_eos": True, "request_id": "twin"}
+        twins = [asyncio.ensure_future(http.post("/v1/completions", json={**fields, "n": n})) for n in (1, 2)]
+        while len(await client.explain_all()) < 3:
+            await asyncio.sleep(0.001)
+        found = (await http.get("/v1/requests", params={"id": "cmpl-twin"})).json()["data"]
+        assert sorted(one["id"] for one in found) == ["cmpl-twin", "cmpl-twin-0", "cmpl-twin-1"]
+        assert (await http.get("/v1/requests", params={"id": "cmpl-other"})).json()["data"] == []
+        assert "3 requests" in error_of(await http.get("/v1/requests/cmpl-twin"), 400)["message"]
+        assert (await http.get("/v1/requests/cmpl-twin-1")).json()["id"] == "cmpl-twin-1"
+        for one in found:
+            shown = (await http.get(f"/v1/requests/{one['engine_id']}")).json()
+            assert shown["engine_id"] == one["engine_id"]
+        answers = [await twin for twin in twins]
+        assert [one.json()["usage"]["completion_tokens"] for one in answers] == [300, 600]
+        error_of(await http.get("/v1/requests/cmpl-twin"), 404)
+
+    with_app(test)
+
+
+def test_an_engine_that_says_nothing_delays_nobody_beyond_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pointsman.server.requests_api.ENGINE_TIMEOUT", 0.3)
+
+    async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
+        age = [line for line in (await http.get("/metrics")).text.splitlines() if "stats_age_seconds{" in line]
+        assert len(age) == 1
+        fields = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True, "deadline": 1.0}
+        whole = asyncio.ensure_future(http.post("/v1/completions", json=fields))
+        stream = asyncio.ensure_future(http.post("/v1/completions", json={**fields, "stream": True, "n": 2}))
+        while len(await client.explain_all()) < 3:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.1)
+        os.kill(client.info.pid, signal.SIGSTOP)
+        try:
+            start = time.monotonic()
+            late = asyncio.ensure_future(http.post("/v1/completions", json={**fields, "deadline": 0.2}))
+            for path in ("/v1/requests", "/v1/requests/cmpl-a"):
+                assert "0.3 s" in error_of(await http.get(path), 503)["message"]
+            error_of(await http.post("/reset_prefix_cache"), 503)
+            error_of(await late, 408)
+            assert (await whole).json()["choices"][0]["finish_reason"] == "deadline"
+            reasons = [
+                json.loads(event.removeprefix("data: "))["choices"][0]["finish_reason"]
+                for event in (await stream).text.split("\n\n")[:-2]
+            ]
+            assert reasons.count("deadline") == 2
+            assert time.monotonic() - start < 4
+        finally:
+            os.kill(client.info.pid, signal.SIGCONT)
+
+    with_app(test)
+
+
+def test_what_has_not_begun_when_the_server_ends_is_to_be_tried_elsewhere() -> None:
+    async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
+        fields = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True}
+        running = [asyncio.ensure_future(http.post("/v1/completions", json=fields)) for _ in range(2)]
+        while sum(one.num_output_tokens > 0 for one in await client.explain_all()) < 2:
+            await asyncio.sleep(0.001)
+        waiting = asyncio.ensure_future(http.post("/v1/completions", json=fields))
+        while len(await client.explain_all()) < 3:
+            await asyncio.sleep(0.001)
+        app.state.gate.close()
+        await client.shutdown()
+        refused = await waiting
+        assert int(refused.headers["retry-after"]) >= 1
+        error_of(refused, 503)
+        for one in running:
+            assert (await one).json()["choices"][0]["finish_reason"] == "abort"
+        for _ in range(2):
+            error_of(await http.post("/v1/completions", json=fields), 503)  # not: 500, the engine has ended
+            error_of(await http.post("/tokenize", json={"prompt": "a"}), 503)
+        error_of(await http.get("/ready"), 503)
+        assert 'reason="draining"} 5.0' in (await http.get("/metrics")).text  # without the probe
+
+    with_app(test, max_num_seqs=2)
+
+
+def test_many_samples_leave_others_their_turn() -> None:
+    async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
+        schema = {"type": "object", "properties": {f"property{i}": {"type": "string"} for i in range(1500)}}
+        fields = {"prompt": ["a"] * 32, "n": 16, "max_tokens": 1, "structured_outputs": {"json": schema}}
+        fields["stop_token_ids"] = list(range(5, 500))
+        asked = asyncio.ensure_future(http.post("/v1/completions", json=fields))
+        longest, last = 0.0, time.monotonic()
+        while not asked.done():
+            await asyncio.sleep(0.01)
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+        assert (await asked).status_code in (200, 400)  # the grammar may take too long
+        assert longest < 1.5, longest
+
+    with_app(test)
+
+
+def test_tokens_are_made_for_so_many_at_once() -> None:
+    async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
+        body = {"prompt": "a word or two " * 4000}
+        answers = await asyncio.gather(*(http.post("/tokenize", json=body) for _ in range(80)))
+        statuses = [answer.status_code for answer in answers]
+        assert set(statuses) == {200, 429} and statuses.count(200) >= 64
+        assert app.state.gate.num_open == 0
+        role = {"role": "user", "content": "", "name": "u" * 256}
+        error = error_of(await http.post("/tokenize", json={"messages": [role] * 4000}), 400)
+        assert "characters" in error["message"]
 
     with_app(test)
 

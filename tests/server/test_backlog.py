@@ -110,3 +110,10 @@ def test_the_wait_is_bounded_both_ways() -> None:
     tickets[0].first_token(0)
     clock.now += 20
     assert backlog.retry_after() == MOST_WAIT
+
+
+def test_a_refusal_says_how_many_more_it_would_be() -> None:
+    backlog = Backlog(10)
+    with backlog.enter(8), pytest.raises(ApiError) as caught:
+        backlog.enter(3)
+    assert "8 requests are open, this would be 3 more, and at most 10 may be" in caught.value.detail

@@ -64,6 +64,12 @@ def test_a_stream_begins_with_the_role_and_says_the_same(client: Any) -> None:
     assert seen[-2].choices[0].finish_reason == whole.finish_reason
     assert seen[-1].choices == [] and seen[-1].usage.completion_tokens <= 12
     assert {one.object for one in seen} == {"chat.completion.chunk"}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    counts = [
+        one.usage.completion_tokens
+        for one in client.chat.completions.create(**GREEDY, stream=True, stream_options=options)
+    ]
+    assert counts[0] == 0 and counts == sorted(counts) and counts[-1] == seen[-1].usage.completion_tokens
 
 
 def test_the_clients_own_accumulation_of_a_stream_works(client: Any) -> None:

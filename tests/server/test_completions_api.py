@@ -184,10 +184,11 @@ def test_log_probabilities_are_those_of_the_text(client: Any) -> None:
     assert logprobs.text_offset == offsets
 
 
-def test_log_probabilities_are_streamed(http: httpx.Client) -> None:
-    whole = post(http, logprobs=2)["choices"][0]["logprobs"]
+@pytest.mark.parametrize("fields", [{}, {"stop": ["\n" + "never" * 20, " the" + "x" * 50]}, {"echo": True}])
+def test_log_probabilities_are_streamed(http: httpx.Client, fields: dict[str, Any]) -> None:
+    whole = post(http, logprobs=2, **fields)["choices"][0]["logprobs"]
     joined: defaultdict[str, list[Any]] = defaultdict(list)
-    for chunk in chunks(http, logprobs=2):
+    for chunk in chunks(http, logprobs=2, **fields):
         for name, values in chunk["choices"][0]["logprobs"].items():
             joined[name] += values
     assert joined["tokens"] == whole["tokens"] and joined["text_offset"] == whole["text_offset"]

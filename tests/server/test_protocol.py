@@ -94,7 +94,7 @@ def test_unknown_fields_are_ignored() -> None:
         ("min_tokens", -1),
         ("logprobs", -1),
         ("seed", 2**63),
-        ("stop", ["a"] * 5),
+        ("stop", ["a"] * 65),
         ("stop", {"a": 1}),
         ("stop_token_ids", [-1]),
         ("priority", 2**63),
@@ -250,3 +250,40 @@ def test_no_number_is_infinite(number: str) -> None:
     except ValueError:
         return  # the parser knows already
     assert refused(CompletionRequest, body).param == "temperature"
+
+
+@pytest.mark.parametrize(
+    ("field", "most", "one"),
+    [
+        ("stop", 64, "x" * 1000),
+        ("stop_token_ids", 1024, 5),
+        ("allowed_token_ids", 131_072, 5),
+        ("bad_words", 128, "x" * 100),
+    ],
+)
+def test_lists_have_a_longest(field: str, most: int, one: Any) -> None:
+    assert len(getattr(CompletionRequest.model_validate({"prompt": "a", field: [one] * most}), field)) == most
+    error = refused(CompletionRequest, {"prompt": "a", field: [one] * (most + 1)})
+    assert error.param == field and str(most) in error.detail
+    if isinstance(one, str):
+        error = refused(CompletionRequest, {"prompt": "a", field: [one + "x"]})
+        assert error.param == field and str(len(one)) in error.detail
+
+
+def test_conversations_and_biases_have_a_longest() -> None:
+    biases = {str(token): 1.0 for token in range(1025)}
+    assert "1024" in refused(CompletionRequest, {"prompt": "a", "logit_bias": biases}).detail
+    assert "4096" in refused(ChatCompletionRequest, {"messages": [USER] * 4097}).detail
+    assert "128" in refused(ChatCompletionRequest, {"messages": [USER], "documents": [{"text": "a"}] * 129}).detail
+    assert "131072" in refused(DetokenizeRequest, {"tokens": [1] * 131_073}).detail
+
+
+def test_a_refusal_names_its_field_once() -> None:
+    assert refused(CompletionRequest, {"prompt": "a", "suffix": "b"}).detail.count("suffix:") == 1
+    assert refused(CompletionRequest, {"prompt": ""}).detail.count("prompt:") == 1
+    assert refused(CompletionRequest, {"prompt": "a", "temperature": -1}).detail.startswith("temperature: ")
+
+
+def test_an_assistant_that_called_nothing_may_say_nothing() -> None:
+    message = Message.model_validate({"role": "assistant", "content": None, "tool_calls": []})
+    assert message.as_template_input()["content"] == ""

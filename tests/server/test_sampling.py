@@ -14,6 +14,7 @@ from pointsman.server.sampling import (
     check_limits,
     check_priority,
     choose_max_tokens,
+    for_sample,
     sampling_params,
     structured_outputs,
 )
@@ -39,9 +40,8 @@ INFO = EngineInfo(
 
 def params(sample: int = 0, defaults: dict[str, Any] | None = None, **fields: Any) -> SamplingParams:
     body = CompletionRequest.model_validate({"prompt": "a", **fields})
-    return sampling_params(
-        body, max_tokens=8, sample=sample, logprobs=body.logprobs, prompt_logprobs=None, defaults=defaults or {}
-    )
+    first = sampling_params(body, max_tokens=8, logprobs=body.logprobs, prompt_logprobs=None, defaults=defaults or {})
+    return for_sample(first, max_tokens=8, sample=sample)
 
 
 def test_a_request_without_fields_samples_as_the_engine_does_by_default() -> None:
@@ -183,3 +183,25 @@ def test_what_is_no_constraint_is_refused(asked: dict[str, Any]) -> None:
 def test_two_constraints_are_refused() -> None:
     with pytest.raises(ApiError, match="leave one of them out"):
         structure(structured_outputs={"regex": "a"}, response_format={"type": "json_object"})
+
+
+def test_samples_share_what_is_the_same_for_all() -> None:
+    body = CompletionRequest.model_validate({"prompt": "a", "min_tokens": 4, "structured_outputs": {"regex": "a+"}})
+    first = sampling_params(body, max_tokens=8, logprobs=None, prompt_logprobs=None, defaults={})
+    assert for_sample(first, max_tokens=8, sample=3) is first
+    shorter = for_sample(first, max_tokens=5, sample=0)
+    assert shorter.max_tokens == 5 and first.max_tokens == 8
+    assert shorter.structured_outputs is first.structured_outputs
+    assert shorter == sampling_params(body, max_tokens=5, logprobs=None, prompt_logprobs=None, defaults={})
+    with pytest.raises(ValueError, match="min_tokens is 4, more than max_tokens 3"):
+        for_sample(first, max_tokens=3, sample=0)
+
+
+def test_a_thousand_samples_cost_what_one_does() -> None:
+    fields = {"prompt": "a", "seed": 1, "stop_token_ids": [5] * 1024, "logit_bias": {str(i): 1 for i in range(1024)}}
+    body = CompletionRequest.model_validate(fields)
+    first = sampling_params(body, max_tokens=8, logprobs=None, prompt_logprobs=None, defaults={})
+    for sample in range(1000):
+        one = for_sample(first, max_tokens=8, sample=sample)
+        assert one.seed == 1 + sample
+        assert one.stop_token_ids is first.stop_token_ids and one.logit_bias is first.logit_bias
