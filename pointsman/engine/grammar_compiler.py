@@ -8,7 +8,7 @@ All of these belong to the engine's thread and return at once. Behind them threa
 (`grammar_process.py`), each for one grammar at a time. When one is done, `notify` is called, in such a thread: that is
 how an engine without anything else to do learns of it.
 
-Most grammars take milliseconds, a few take as long as they may, and which is which shows only in compiling them. So
+Most grammars take little time, a few take all that they may, and which is which shows only in compiling them. So
 there are two queues, each with threads of its own:
 
     new     a slice of the limit each          done, failed, or out of time: then to `slow`

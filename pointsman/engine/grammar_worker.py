@@ -58,7 +58,10 @@ def main(descriptor: int) -> None:
             cache_enabled=False,
         )
         del tokens
-        sock.sendall(READY)
+        try:
+            sock.sendall(READY)
+        except BrokenPipeError:  # the engine has ended meanwhile
+            return
         while True:
             data, descriptors, _, _ = socket.recv_fds(sock, 1, 1)
             if not data:
