@@ -156,7 +156,9 @@ def test_make_serve_is_the_first_command_of_the_readme() -> None:
     assert words == ["make", "serve"]
     if shutil.which("make") is None:
         pytest.skip("make is not installed")
-    dry = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    dry = subprocess.run(
+        ["make", "-n", "--no-print-directory", *words[1:]], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert dry.returncode == 0, dry.stderr
     assert dry.stdout.rstrip().endswith("pointsman serve")
 

@@ -43,7 +43,7 @@ def test_five_lines_that_say_what_how_much_how_and_where() -> None:
         assert part in fits
     for part in ("max_num_seqs 7", "max_num_batched_tokens 8192", "watermark 0.25", "order fcfs", "victim latest"):
         assert part in knobs
-    for part in ("7 requests run", "1,024 more wait", "deadline none", "max_tokens 1,000", "16.0 MiB"):
+    for part in ("7 requests run", "1,024 more wait", "deadline none", "max_tokens 1,000", "4.0 MiB"):
         assert part in limits
     assert f"{URL} - " in where
     everywhere = startup_lines(INFO, ServerConfig(host="0.0.0.0"), URL)[4]
