@@ -47,7 +47,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy --strict pointsman/core
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -166,7 +166,6 @@ class Engine:
             full_sequence_must_fit=full_sequence_must_fit,
             batching=batching,
         )
-        self.scheduler = Scheduler(config, recorder=recorder)
         self.kv_pool = KVPool(
             self.loaded.layers,
             num_blocks=num_blocks,
@@ -175,6 +174,7 @@ class Engine:
             device=self.loaded.model.device,
         )
         self.kv_pool.log_capacity(self.max_model_len)
+        self.scheduler = Scheduler(config, recorder=recorder)
         self.runner = ModelRunner(self.loaded, self.kv_pool, self.scheduler, seed=seed, backend=self.attention)
         self.clock = clock
         self.last_output: SchedulerOutput | None = None

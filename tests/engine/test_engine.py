@@ -518,4 +518,4 @@ def test_a_pool_that_memory_cannot_hold_is_the_callers_mistake() -> None:
     with pytest.raises(
         ValueError, match=r"a KV pool of \d+ blocks needs [\d,.]+ GiB, which cannot be had; lower num_b"
     ):
-        Engine("demo", num_blocks=2**30)
+        Engine("demo", num_blocks=2**26)
