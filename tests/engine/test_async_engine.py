@@ -568,7 +568,7 @@ def test_three_thousand_random_cancellations_leave_nothing(make: Callable[..., A
 
     async def rounds() -> list[float]:
         resident = []
-        for number in range(3):
+        for number in range(9):  # the allocator's pools fill in the first six
             started = time.perf_counter()
             await _round(engine, 1000, seed=number)
             resident.append(_resident_mib())
@@ -581,7 +581,7 @@ def test_three_thousand_random_cancellations_leave_nothing(make: Callable[..., A
         return resident
 
     resident = run(rounds(), timeout=600)
-    assert resident[2] - resident[1] < 4.0, f"memory grows from round to round: {resident} MiB"
+    assert resident[-1] - resident[-3] < 4.0, f"memory grows from round to round: {resident} MiB"
 
 
 # ------------------------------------------------------------------------------------------------------- failures
