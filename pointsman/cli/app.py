@@ -32,6 +32,7 @@ from pointsman.cli.workload import (
 )
 from pointsman.core import replay as core_replay
 from pointsman.core.recording import Recorder, RecordingError, ReplayDifference
+from pointsman.engine.openmp import wait_briefly
 
 if TYPE_CHECKING:
     from pointsman.engine import Engine
@@ -111,7 +112,7 @@ def serve(config: options.ConfigFile = None, preset: options.Preset = None, **va
     """
     settings = serve_settings({"preset": preset, **values}, config, os.environ)
     _log_to_stderr()
-    _sleep_when_idle()
+    wait_briefly()
     try:
         for name in ("fastapi", "uvicorn", "uvloop", "httptools", "prometheus_client"):
             import_module(name)  # what `run` would miss only after the model is loaded
@@ -236,7 +237,7 @@ def _recorder(path: str | None) -> Iterator[Recorder | None]:
 def _load_engine(*, model: str, **arguments: Any) -> Engine:
     _log_to_stderr()
     logging.getLogger("pointsman").info("loading the model %s", one_line(model))
-    _sleep_when_idle()
+    wait_briefly()
     try:
         from pointsman.engine import Engine
     except ModuleNotFoundError as error:
@@ -257,11 +258,3 @@ def _not_installed(command: str, error: ModuleNotFoundError, extra: str) -> Exce
     if (error.name or "").startswith("pointsman"):
         return error
     return CommandError(f"{command} needs {error.name}; install it with: pip install 'pointsman[{extra}]'")
-
-
-def _sleep_when_idle() -> None:
-    """A thread that has no work must sleep, not spin: on a machine with other work, spinning costs a factor of twenty.
-
-    To be called before PyTorch is imported; processes that are started inherit it.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -32,7 +32,12 @@ QUANTIZATIONS = ("int8",)
 PACKED_FOR_ROWS = 64
 """The number of rows that the order is chosen for; any number can be multiplied."""
 PACKED_FROM = 1 << 18
-"""Elements of a weight from which packing pays: a packed product costs 14 us before it begins, a plain one 2."""
+"""Elements of a weight from which packing pays for any number of rows: a packed product costs 14 us before it begins, a
+plain one 2."""
+KEPT_BOTH_WAYS_FROM = 1 << 16
+"""Elements of a weight from which packing pays for many rows. It is then kept both ways, which is a MiB at most."""
+MANY_ROWS = 8
+"""From so many rows on the packed one is used."""
 
 
 class JoinedLinear(nn.Module):
@@ -65,17 +70,17 @@ class JoinedLinear(nn.Module):
         if quantization == "int8":
             self._stored = quantize(weight, self.bias)
             self.form = "int8"
-        elif weight.numel() >= PACKED_FROM and packing_works(weight.dtype):
+        elif weight.numel() >= KEPT_BOTH_WAYS_FROM and packing_works(weight.dtype):
             self._stored = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS)
-            self.form = "packed"
-        else:
+            self.form = "packed" if weight.numel() >= PACKED_FROM else "both"
+        if self.form not in ("packed", "int8"):
             return
         # Some models ask for the type of a layer's weight. One that computed with it would get NaN, and be refused.
         self.weight = weight.new_full((1, 1), torch.nan).expand_as(weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
-        if self.form == "packed":
+        if self.form == "packed" or (self.form == "both" and x.numel() >= MANY_ROWS * self.in_features):
             return torch.ops.mkldnn._linear_pointwise(x, self._stored, self.bias, "none", [], "")  # type: ignore[no-any-return]
         if self.form == "int8":
             return self._in_int8(x)

@@ -94,7 +94,11 @@ class Setting:
     ("window", "softcap", "with_sinks"),
     [(None, None, False), (24, None, False), (1, None, False), (None, 2.0, False), (None, None, True), (24, 2.0, True)],
 )
-@pytest.mark.parametrize("shape", [LayerShape(2, 8, 8, 6), LayerShape(3, 12, 7, 3)], ids=["grouped", "unequal-dims"])
+@pytest.mark.parametrize(
+    "shape",
+    [LayerShape(2, 8, 8, 6), LayerShape(3, 12, 7, 3), LayerShape(2, 12, 9, 4)],
+    ids=["grouped", "unequal-dims", "pairs"],
+)
 def test_equals_attention_written_out(
     rows: tuple[list[int], list[int]],
     window: int | None,
@@ -113,8 +117,9 @@ def test_equals_attention_written_out(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("block_size", [1, 4, 12, 32, 256])
-def test_any_block_size_gives_the_same(backend: str, block_size: int) -> None:
-    setting = Setting(*MIXED, LayerShape(1, 20, 20, 5), block_size=block_size, backend=backend)
+@pytest.mark.parametrize("num_heads", [2, 5])
+def test_any_block_size_gives_the_same(backend: str, block_size: int, num_heads: int) -> None:
+    setting = Setting(*MIXED, LayerShape(1, 20, 20, num_heads), block_size=block_size, backend=backend)
     got = setting.run(scale=0.3, window=40, softcap=None, sinks=None)
     torch.testing.assert_close(got, setting.expected(0.3, 40, None, None), rtol=1e-5, atol=2e-6)
 

@@ -8,7 +8,9 @@ from torch import nn
 
 from pointsman.engine.linear import JoinedLinear, check_quantization, join_linear_layers, packing_works, store_weights
 
-SMALL, LARGE = 40, 1024  # in_features: the products with 512 and 300 rows lie on both sides of PACKED_FROM
+FORMS = {40: "plain", 160: "both", 1024: "packed"}
+"""By in_features, with 812 out_features."""
+LARGE = 1024
 
 
 def layers(in_features: int, *sizes: int, bias: bool, dtype: torch.dtype = torch.float32) -> list[nn.Linear]:
@@ -18,8 +20,8 @@ def layers(in_features: int, *sizes: int, bias: bool, dtype: torch.dtype = torch
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("in_features", [SMALL, LARGE])
-@pytest.mark.parametrize("num_rows", [1, 7, 64, 130])
+@pytest.mark.parametrize("in_features", FORMS)
+@pytest.mark.parametrize("num_rows", [1, 7, 8, 64, 130])
 def test_outputs_lie_behind_each_other(dtype: torch.dtype, bias: bool, in_features: int, num_rows: int) -> None:
     parts = layers(in_features, 512, 300, bias=bias, dtype=dtype)
     joined = JoinedLinear(parts)
@@ -29,7 +31,7 @@ def test_outputs_lie_behind_each_other(dtype: torch.dtype, bias: bool, in_featur
         want = torch.cat([part(x) for part in parts], dim=-1)
         torch.testing.assert_close(joined(x), want, rtol=tolerance, atol=tolerance)
         joined.store()
-        assert joined.form == ("packed" if in_features == LARGE else "plain")
+        assert joined.form == FORMS[in_features]
         torch.testing.assert_close(joined(x), want, rtol=tolerance, atol=tolerance)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,3 +67,19 @@ def test_quota_of_the_older_interface(tmp_path: Path, microseconds: str, quota: 
 
 def test_no_control_group_is_no_quota(tmp_path: Path) -> None:
     assert threads.cpu_quota(tmp_path / "absent") == math.inf
+
+
+def test_helpers_of_a_thread_end_and_come_back() -> None:
+    """OpenMP's helpers are threads of this process; the calling thread's are gone, and it computes as before."""
+    if threads.openmp_library() is None:
+        pytest.skip("PyTorch does not compute with GNU's OpenMP here")
+    torch.set_num_threads(4)
+    x = torch.linspace(0, 1, 1 << 20)
+    want = (x * 2).sin()
+    with_helpers = len(list(Path("/proc/self/task").iterdir()))
+    threads.release_helper_threads()
+    deadline = time.monotonic() + 5
+    while (left := len(list(Path("/proc/self/task").iterdir()))) > with_helpers - 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert left <= with_helpers - 3
+    assert torch.equal((x * 2).sin(), want)

@@ -31,6 +31,8 @@ from numba import cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
+from pointsman.engine.threads import openmp_library
+
 logger = logging.getLogger(__name__)
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
@@ -234,13 +236,11 @@ def source_version() -> int:
 @cache
 def openmp_parallel() -> Callable[[int, int, int, int], None] | None:
     """`GOMP_parallel` of the OpenMP library that PyTorch computes with; None where it is another kind of library."""
-    for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
-        try:
-            function = ctypes.CDLL(str(path)).GOMP_parallel
-        except (OSError, AttributeError):
-            continue
-        function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-        function.restype = None
-        return function  # type: ignore[no-any-return]
-    logger.info("PyTorch's OpenMP library was not found; compiled kernels use one thread")
-    return None
+    library = openmp_library()
+    if library is None:
+        logger.info("PyTorch's OpenMP library was not found; compiled kernels use one thread")
+        return None
+    function = library.GOMP_parallel
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    function.restype = None
+    return function  # type: ignore[no-any-return]

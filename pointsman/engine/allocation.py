@@ -1,0 +1,39 @@
+"""How the C library hands memory to PyTorch.
+
+By default a request for more than a few hundred KiB gets pages of its own from the system, which are given back when it
+is freed. The activations of a large step are such requests, a few per layer and step, and each time every page is taken
+and zeroed anew: 8 % of a prompt step where this was measured. Kept in the heap, the pages of one layer serve the next.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
+ENVIRONMENT = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
+LARGEST_IN_HEAP = 32 << 20
+"""Bytes; the most that the C library accepts."""
+KEPT_AT_THE_TOP = 1 << 30
+"""Bytes that may lie free at a heap's end before they go back to the system."""
+
+
+@cache
+def keep_freed_pages(*, one_heap: bool = False) -> bool:
+    """Tell the C library so, for this process. False: it is not glibc's, or the user has said something else.
+
+    Args:
+        one_heap: let all threads share the process's heap. A thread's own is made of pieces of 64 MiB, each given back
+            whenever it is empty, whatever has been said; a few threads that allocate seldom lose nothing by sharing.
+            Only before those threads allocate for the first time.
+    """
+    if any(name in os.environ for name in ENVIRONMENT):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    if one_heap:
+        mallopt(M_ARENA_MAX, 1)
+    return bool(mallopt(M_MMAP_THRESHOLD, LARGEST_IN_HEAP)) and bool(mallopt(M_TRIM_THRESHOLD, KEPT_AT_THE_TOP))
