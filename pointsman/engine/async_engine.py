@@ -30,7 +30,7 @@ from pointsman.core import Explanation, Request
 from pointsman.engine.engine import Engine
 from pointsman.engine.engine_thread import Add, Call, EngineThread, Expect, Stop
 from pointsman.engine.errors import EngineDeadError
-from pointsman.engine.mailbox import Mailbox, Port
+from pointsman.engine.mailbox import LoopMailbox, LoopPort
 from pointsman.engine.output import RequestOutput
 from pointsman.engine.request_checks import check_request_id
 from pointsman.engine.sampling_params import RequestOutputKind, SamplingParams
@@ -82,7 +82,7 @@ class AsyncEngine:
             raise ValueError(f"max_step_retries is {max_step_retries!r}; it must be an integer of at least 0")
         self._engine = engine
         self._ids = count()
-        self._ports: dict[asyncio.AbstractEventLoop, Port] = {}
+        self._ports: dict[asyncio.AbstractEventLoop, LoopPort] = {}
         self._ports_lock = threading.Lock()
         self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pointsman-tokenizer")
         self._thread = EngineThread(engine, max_step_retries=max_step_retries, log_stats_interval=log_stats_interval)
@@ -264,23 +264,23 @@ class AsyncEngine:
 
     # ------------------------------------------------------------------ for streams
 
-    def _port(self) -> Port:
+    def _port(self) -> LoopPort:
         """The running loop's port."""
         loop = asyncio.get_running_loop()
         with self._ports_lock:
             port = self._ports.get(loop)
             if port is None:
                 self._ports = {known: port for known, port in self._ports.items() if not known.is_closed()}
-                port = self._ports[loop] = Port(loop)
+                port = self._ports[loop] = LoopPort(loop)
             return port
 
-    def _mailbox(self, params: SamplingParams) -> Mailbox:
-        return Mailbox(self._port(), finished_only=params.output_kind is RequestOutputKind.FINAL_ONLY)
+    def _mailbox(self, params: SamplingParams) -> LoopMailbox:
+        return LoopMailbox(self._port(), finished_only=params.output_kind is RequestOutputKind.FINAL_ONLY)
 
     def _send_request(
         self,
         request_id: str,
-        mailbox: Mailbox,
+        mailbox: LoopMailbox,
         prompt: Sequence[int],
         params: SamplingParams,
         options: dict[str, Any],
@@ -315,7 +315,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         self._prompt = prompt
         self._params = params
         self._options = options
-        self._mailbox: Mailbox | None = None
+        self._mailbox: LoopMailbox | None = None
         self._starting = asyncio.Lock()
         self._is_started = False
         self._refusal: Exception | None = None

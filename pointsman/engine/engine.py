@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from pointsman.core import FinishReason, ParkReason, Request, Scheduler, SchedulerConfig, SchedulerOutput
 from pointsman.core.errors import StepOrderError
 from pointsman.engine import deadlines
-from pointsman.engine.backends import attention_of
+from pointsman.engine.allocation import keep_freed_pages
 from pointsman.engine.errors import EngineStepError, GrammarError
 from pointsman.engine.grammar_compiler import GrammarCompiler
 from pointsman.engine.grammar_process import DEFAULT_TIMEOUT, GrammarLimits
-from pointsman.engine.kv_pool import KVPool, choose_kv_dtype, choose_num_blocks
-from pointsman.engine.model_loader import LoadedModel, load_model
+from pointsman.engine.kv_pool import KVPool, choose_kv_dtype
+from pointsman.engine.loading import choose_pool_size, load_with_attention
 from pointsman.engine.model_runner import ModelRunner
 from pointsman.engine.output import RequestOutput
 from pointsman.engine.output_processor import OutputProcessor
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from pointsman.core.recording import Recorder
     from pointsman.engine.attention import AttentionBackend
     from pointsman.engine.backends import AttentionChoice
+    from pointsman.engine.model_loader import LoadedModel
     from pointsman.engine.model_runner import StepExecution
 
 
@@ -123,26 +124,15 @@ class Engine:
         num_threads: int | None = None,
         grammar_timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
-        if isinstance(model, LoadedModel):
-            if (device, fuse, quantization) != ("auto", True, None):
-                raise ValueError("the model is loaded already; give device, fuse and quantization to load_model")
-            self.loaded = model
-            self.attention = attention_of(model, attention)
-        elif isinstance(attention, str) or callable(attention):
-            options: dict[str, Any] = {"device": device, "fuse": fuse, "quantization": quantization}
-            self.loaded = load_model(model, dtype, max_model_len=max_model_len, attention=attention, **options)
-            self.attention = self.loaded.attention
-        else:
-            raise ValueError("attention is a backend object, which fits one model; load that with load_model first")
+        self.loaded, self.attention = load_with_attention(
+            model, dtype, attention, max_model_len=max_model_len, device=device, fuse=fuse, quantization=quantization
+        )
         set_num_threads(num_threads, self.loaded.num_parameters)
+        keep_freed_pages()
         self.max_model_len = self.loaded.choose_max_model_len(max_model_len)
-        # The pool's size depends on these two, and SchedulerConfig checks them only together with the pool's size.
-        for name, value in (("block_size", block_size), ("max_num_seqs", max_num_seqs)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
         kv_dtype = choose_kv_dtype(kv_cache_dtype, self.loaded.dtype)
-        num_blocks = choose_num_blocks(
-            self.loaded.layers,
+        num_blocks = choose_pool_size(
+            self.loaded,
             num_blocks=num_blocks,
             kv_cache_bytes=kv_cache_bytes,
             block_size=block_size,

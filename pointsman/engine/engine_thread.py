@@ -28,6 +28,7 @@ from pointsman.engine.errors import EngineDeadError, EngineStepError, GrammarErr
 from pointsman.engine.mailbox import Mailbox, Port
 from pointsman.engine.output import RequestOutput
 from pointsman.engine.stats_log import StatsLogger
+from pointsman.engine.threads import release_helper_threads
 
 if TYPE_CHECKING:
     from pointsman.core import Request, SchedulerOutput
@@ -154,7 +155,8 @@ class EngineThread:
     # ------------------------------------------------------------------ any thread
 
     def start(self) -> None:
-        """Begin to handle messages."""
+        """Begin to handle messages. The calling thread is taken to have made the engine, and not to compute further."""
+        release_helper_threads()
         self._thread.start()
         _live.add(self)
 

@@ -64,6 +64,13 @@ CACHE_BYTES = 256 * 1024**2
 MAX_FAILURES = 256
 FAILURE_MEMORY = 60.0
 """Seconds for which a failure is kept."""
+TOO_MANY_GRAMMARS = "too many grammars"
+"""How the reason begins for which a `GrammarQueueFullError` ends a request."""
+
+
+class GrammarQueueFullError(GrammarError):
+    """Nothing is wrong with the grammar, but too many others wait: an overload, which passes."""
+
 
 Outcome: TypeAlias = CompiledGrammar | GrammarError
 
@@ -71,8 +78,6 @@ Outcome: TypeAlias = CompiledGrammar | GrammarError
 class _Done(NamedTuple):
     job: Job
     outcome: Outcome
-    is_kept: bool = True
-    """False: it says nothing about the grammar, only about this moment."""
 
 
 class _Worker:
@@ -120,13 +125,15 @@ class _Worker:
             return _Done(job, GrammarError(why))
         if self.slow.qsize() >= MAX_SLOW_WAITING:
             which = f" that take longer than {timeout:.1f} s"
-            return _Done(job, _too_many(MAX_SLOW_WAITING, which), is_kept=False)
+            return _Done(job, _queue_full(MAX_SLOW_WAITING, which))
         self.slow.put(job)
         return None
 
 
-def _too_many(limit: int, which: str) -> GrammarError:
-    return GrammarError(f"too many grammars{which} wait to be compiled, and the most is {limit}; try again later")
+def _queue_full(limit: int, which: str = "") -> GrammarQueueFullError:
+    return GrammarQueueFullError(
+        f"{TOO_MANY_GRAMMARS}{which} wait to be compiled, and the most is {limit}; try again later"
+    )
 
 
 class GrammarCompiler:
@@ -219,7 +226,7 @@ class GrammarCompiler:
             if failure is not None:
                 self._worker.put_done(_Done(job, failure))
             elif self._worker.new.qsize() >= MAX_WAITING:
-                self._worker.put_done(_Done(job, _too_many(MAX_WAITING, ""), is_kept=False))
+                self._worker.put_done(_Done(job, _queue_full(MAX_WAITING)))
             else:
                 self._start_threads()
                 self._worker.new.put(job)
@@ -241,10 +248,10 @@ class GrammarCompiler:
     def take(self) -> list[tuple[Request, Outcome]]:
         """Requests that need not wait any longer, each with its grammar or with the reason why there is none."""
         found: list[tuple[Request, Outcome]] = []
-        for job, outcome, is_kept in (*self._taken, *self._drain()):
+        for job, outcome in (*self._taken, *self._drain()):
             if isinstance(outcome, CompiledGrammar):
                 self._cache.put(job.spec, outcome)
-            elif is_kept:
+            elif not isinstance(outcome, GrammarQueueFullError):  # which says nothing about the grammar
                 self._note_failure(job.spec, outcome)
             if self._jobs.get(job.spec) is job:
                 del self._jobs[job.spec]

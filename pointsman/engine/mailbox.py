@@ -1,11 +1,14 @@
-"""How outputs cross from the engine's thread to event loops: a mailbox per request, a port per loop.
+"""How outputs leave the engine's thread: a mailbox per request, and a port for all mailboxes that one reader reads.
 
-    engine's thread                                        event loop
-    mailbox.put(output)  ->  port.mark, port.ring  ->  port wakes the tasks that wait at its mailboxes
+    engine's thread                                    reader
+    mailbox.put(output)  ->  port.mark, port.ring  ->  is told of all marked mailboxes
 
 A mailbox holds one snapshot, the newest. Snapshots are cumulative, so a consumer that comes late finds in it all that
-it missed, and what a slow consumer costs does not grow. A port schedules one callback per ring, for all its mailboxes,
-and none while the one before has not run: a loop that is blocked finds one callback, not one per step.
+it missed, and what a slow consumer costs does not grow.
+
+The engine's thread sees `Port` and `Mailbox`. For event loops they are `LoopPort` and `LoopMailbox`:
+the port wakes the tasks that wait at its mailboxes. It schedules one callback per ring, for all of them, and none while
+the one before has not run: a loop that is blocked finds one callback, not one per step.
 
 No locks: every flag is set by one side and cleared by the other, and the side that clears it does so *before* it reads
 what the flag announces. So the writer either sees the flag cleared and sets it again, or its value is still to be read.
@@ -14,60 +17,57 @@ what the flag announces. So the writer either sees the flag cleared and sets it 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from pointsman.engine.output import RequestOutput
+from pointsman.engine.waiter import Waiter
+
+if TYPE_CHECKING:
+    from pointsman.engine.output import RequestOutput
+
+OwnMailbox = TypeVar("OwnMailbox", bound="Mailbox")
 
 
-class Port:
-    """One event loop, as the engine's thread sees it."""
+class Port(ABC, Generic[OwnMailbox]):
+    """The reader of any number of mailboxes, as the engine's thread sees it."""
 
-    __slots__ = ("_is_scheduled", "_marked", "loop")
+    __slots__ = ("_marked",)
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self._marked: deque[Mailbox] = deque()  # its append and popleft are atomic
-        self._is_scheduled = False
+    def __init__(self) -> None:
+        self._marked: deque[OwnMailbox] = deque()  # its append and popleft are atomic
 
     @property
+    @abstractmethod
     def is_closed(self) -> bool:
         """Whether nobody can read any more."""
-        return self.loop.is_closed()
 
-    def mark(self, mailbox: Mailbox) -> None:
-        """Engine's thread: this mailbox has news, to be told with the next `ring`."""
+    @abstractmethod
+    def ring(self) -> bool:
+        """Tell the reader of all marked mailboxes. False: nobody will read."""
+
+    def mark(self, mailbox: OwnMailbox) -> None:
+        """This mailbox has news, to be told with the next `ring`."""
         if not mailbox.is_marked:
             mailbox.is_marked = True
             self._marked.append(mailbox)
 
-    def ring(self) -> bool:
-        """Engine's thread: wake the loop for all marked mailboxes. False: the loop is closed, nobody will read."""
-        if self.loop.is_closed():
-            return False
-        if not self._is_scheduled:
-            self._is_scheduled = True
-            try:
-                self.loop.call_soon_threadsafe(self._wake_consumers)
-            except RuntimeError:  # closed since the check above
-                return False
-        return True
-
-    def _wake_consumers(self) -> None:
-        self._is_scheduled = False
+    def _take_marked(self) -> Iterator[OwnMailbox]:
+        """The marked mailboxes, for whoever reads them; each is unmarked before it is given out."""
         while self._marked:
             mailbox = self._marked.popleft()
             mailbox.is_marked = False
-            mailbox.wake()
+            yield mailbox
 
 
 class Mailbox:
-    """The newest snapshot of one request, and whoever waits for the next."""
+    """The newest snapshot of one request, as the engine's thread sees it."""
 
     __slots__ = (
         "_accepted",
         "_error",
         "_latest",
-        "_waiter",
         "finished_only",
         "is_abandoned",
         "is_aborted",
@@ -76,7 +76,7 @@ class Mailbox:
         "port",
     )
 
-    def __init__(self, port: Port, *, finished_only: bool = False) -> None:
+    def __init__(self, port: Port[Any], *, finished_only: bool = False) -> None:
         self.port = port
         self.finished_only = finished_only
         """Whether the consumer wants nothing but the last snapshot."""
@@ -90,9 +90,6 @@ class Mailbox:
         self._accepted = False
         self._latest: RequestOutput | None = None
         self._error: BaseException | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    # ------------------------------------------------------------------ engine's thread
 
     def accept(self) -> None:
         """The request is queued."""
@@ -109,7 +106,55 @@ class Mailbox:
         self._error = error
         self.port.mark(self)
 
-    # ------------------------------------------------------------------ event loop
+
+# ------------------------------------------------------------------------------------------------- event loops
+
+
+class LoopPort(Port["LoopMailbox"]):
+    """One event loop.
+
+    Args:
+        loop: its tasks wait at the mailboxes.
+    """
+
+    __slots__ = ("_is_scheduled", "loop")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self.loop = loop
+        self._is_scheduled = False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the loop is."""
+        return self.loop.is_closed()
+
+    def ring(self) -> bool:
+        """Wake the loop for all marked mailboxes. False: it is closed."""
+        if self.loop.is_closed():
+            return False
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            try:
+                self.loop.call_soon_threadsafe(self._wake_consumers)
+            except RuntimeError:  # closed since the check above
+                return False
+        return True
+
+    def _wake_consumers(self) -> None:
+        self._is_scheduled = False
+        for mailbox in self._take_marked():
+            mailbox.wake()
+
+
+class LoopMailbox(Mailbox):
+    """A mailbox at which one task of an event loop waits."""
+
+    __slots__ = ("_waiter",)
+
+    def __init__(self, port: LoopPort, *, finished_only: bool = False) -> None:
+        super().__init__(port, finished_only=finished_only)
+        self._waiter = Waiter(port.loop)
 
     async def wait_accepted(self) -> None:
         """Until the request is queued, or its stream is closed.
@@ -118,8 +163,6 @@ class Mailbox:
             What the engine said instead.
         """
         while not (self._accepted or self.is_abandoned):
-            if self._error is not None:
-                raise self._error
             await self._wait()
 
     async def newer_than(self, seen: RequestOutput | None) -> RequestOutput | None:
@@ -129,19 +172,14 @@ class Mailbox:
             What ended the request instead.
         """
         while self._latest is seen and not self.is_abandoned:
-            if self._error is not None:
-                raise self._error
             await self._wait()
         return None if self.is_abandoned else self._latest
 
     def wake(self) -> None:
         """Let the waiting task look again."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._waiter.wake()
 
     async def _wait(self) -> None:
-        self._waiter = self.port.loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+        if self._error is not None:
+            raise self._error
+        await self._waiter.wait()

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pointsman.server.generation import Result, Sample, usage
+from pointsman.server.generation import Result, Sample
 from pointsman.server.logprobs import LogprobWriter, prompt_logprobs
 from pointsman.server.prompts import Prompt
 from pointsman.server.protocol import ChatCompletionRequest
 from pointsman.server.sampling import check_limits, choose_max_tokens, sampling_params
 from pointsman.server.service import Job, Service
-from pointsman.server.streaming import event, quote
 
 if TYPE_CHECKING:
     from pointsman.engine.sampling_params import SamplingParams
     from pointsman.server.wire import Delta
-
-PLAIN_TAIL = '},"logprobs":null,"finish_reason":null}]}\n\n'
-"""The end of a chunk that has nothing but text."""
-
-
-@dataclass(slots=True)
-class _Progress:
-    """What has been told of a choice."""
-
-    head: str
-    """The beginning of every chunk, up to the text."""
-    has_begun: bool = False
 
 
 class ChatJob(Job):
@@ -35,6 +21,8 @@ class ChatJob(Job):
 
     id_prefix = "chatcmpl"
     object_name = "chat.completion.chunk"
+    plain_head = '"delta":{"content":'
+    plain_tail = '},"logprobs":null,"finish_reason":null}]}\n\n'
     body: ChatCompletionRequest
 
     def __init__(
@@ -50,8 +38,6 @@ class ChatJob(Job):
         is_continued = body.echo and last.role == self._role
         self._echo: str = last.as_template_input()["content"] if is_continued else ""
         self._writer = LogprobWriter(body.top_logprobs, as_token_ids=bool(body.return_tokens_as_token_ids))
-        # Then a chunk between the first and the last differs from the one before it in its text alone.
-        self._is_plain = not body.logprobs and not body.return_token_ids and not self.continuous_usage
 
     # ------------------------------------------------------------------ what is asked for
 
@@ -60,11 +46,11 @@ class ChatJob(Job):
         return self.body.n
 
     @property
-    def _num_logprobs(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         return self.body.top_logprobs if self.body.logprobs else None
 
     def count_samples(self) -> int:
-        check_limits(self.body, self.body.n, self._num_logprobs, self.service.config)
+        check_limits(self.body, self.body.n, self.num_logprobs, self.service.config)
         return self.body.n
 
     async def read_prompts(self) -> list[Prompt]:
@@ -81,7 +67,7 @@ class ChatJob(Job):
         return sampling_params(
             self.body,
             max_tokens=max_tokens,
-            logprobs=self._num_logprobs,
+            logprobs=self.num_logprobs,
             prompt_logprobs=self.body.prompt_logprobs,
             defaults=self.service.client.info.generation_defaults,
         )
@@ -109,19 +95,8 @@ class ChatJob(Job):
             answer["prompt_token_ids"] = samples[0].prompt.token_ids
         return answer
 
-    async def prepare(self, samples: list[Sample]) -> None:
-        start = event({**self.envelope(self.object_name), "choices": []}).decode("ascii").removesuffix("]}\n\n")
-        for sample in samples:
-            sample.extra = _Progress(f'{start}{{"index":{sample.index},"delta":{{"content":')
-
-    def chunk(self, sample: Sample, delta: Delta) -> bytes:
-        progress: _Progress = sample.extra
-        if self._is_plain and progress.has_begun and delta.finish_reason is None:
-            return f"{progress.head}{quote(delta.text)}{PLAIN_TAIL}".encode("ascii")
-        if not delta.token_ids and not delta.text and delta.finish_reason is None:
-            return b""
-        opening = b"" if progress.has_begun else self._opening(sample)
-        progress.has_begun = True
+    def full_chunk(self, sample: Sample, delta: Delta) -> bytes:
+        opening = b"" if sample.extra.has_begun else self._opening(sample)
         choice: dict[str, Any] = {
             "index": sample.index,
             "delta": {"content": delta.text},
@@ -132,31 +107,18 @@ class ChatJob(Job):
             choice["stop_reason"] = delta.stop_reason
         if self.body.return_token_ids:
             choice["token_ids"] = delta.token_ids
-        return opening + self._event(choice, sample)
+        return opening + self.choice_event(choice, sample)
 
     def _opening(self, sample: Sample) -> bytes:
         """Who speaks, before the first text; and the text that is echoed."""
         role = {"role": self._role, "content": ""}
         choice = {"index": sample.index, "delta": role, "logprobs": None, "finish_reason": None}
         prompt = {"prompt_token_ids": sample.prompt.token_ids} if self.body.return_token_ids else {}
-        opening = self._event(choice, sample, prompt, num_tokens=0)
+        opening = self.choice_event(choice, sample, prompt, num_tokens=0)
         if self._echo:
             echo = {"index": sample.index, "delta": {"content": self._echo}, "logprobs": None, "finish_reason": None}
-            opening += self._event(echo, sample, num_tokens=0)
+            opening += self.choice_event(echo, sample, num_tokens=0)
         return opening
-
-    def _event(
-        self,
-        choice: dict[str, Any],
-        sample: Sample,
-        more: dict[str, Any] | None = None,
-        *,
-        num_tokens: int | None = None,
-    ) -> bytes:
-        data = {**self.envelope(self.object_name), "choices": [choice], **(more or {})}
-        if self.continuous_usage:
-            data["usage"] = usage([sample], num_tokens)
-        return event(data)
 
     def _logprobs(self, new: Delta | Result) -> dict[str, Any] | None:
         return self._writer.chat(new.token_ids, new.logprobs or []) if self.body.logprobs else None

@@ -10,31 +10,25 @@ from pointsman.server.logprobs import LogprobWriter, prompt_logprobs
 from pointsman.server.prompts import Prompt, count_prompts
 from pointsman.server.protocol import CompletionRequest
 from pointsman.server.sampling import check_limits, choose_max_tokens, sampling_params
-from pointsman.server.service import Job, Service
-from pointsman.server.streaming import event, quote
+from pointsman.server.service import Job, Progress, Service
 
 if TYPE_CHECKING:
     from pointsman.engine.sampling_params import SamplingParams
     from pointsman.server.wire import Delta
 
 DEFAULT_MAX_TOKENS = 16
-PLAIN_TAIL = ',"logprobs":null,"finish_reason":null,"stop_reason":null}]}\n\n'
-"""The end of a chunk that has nothing but text."""
 
 
 @dataclass(slots=True)
-class _Progress:
-    """What has been told of a choice."""
+class _Progress(Progress):
+    """What a stream has told of a choice, and what it tells with the first chunk."""
 
-    head: str
-    """The beginning of every chunk, up to the text."""
     echo: str = ""
     """The prompt's text, to be told with the first delta."""
     first_token: str = ""
     """The text of the prompt's first token, which has no log probability."""
     num_characters: int = 0
     """Of the tokens whose log probabilities have been told: text may be behind them, held back for a stop string."""
-    has_begun: bool = False
 
 
 class CompletionJob(Job):
@@ -42,6 +36,8 @@ class CompletionJob(Job):
 
     id_prefix = "cmpl"
     object_name = "text_completion"
+    plain_head = '"text":'
+    plain_tail = ',"logprobs":null,"finish_reason":null,"stop_reason":null}]}\n\n'
     body: CompletionRequest
 
     def __init__(
@@ -50,8 +46,6 @@ class CompletionJob(Job):
         super().__init__(service, body, request_id, deadline)
         self._writer = LogprobWriter(body.logprobs or 0, as_token_ids=bool(body.return_tokens_as_token_ids))
         self._is_echo_alone = body.max_tokens == 0
-        # Then a chunk between the first and the last differs from the one before it in its text alone.
-        self._is_plain = body.logprobs is None and not body.return_token_ids and not self.continuous_usage
 
     # ------------------------------------------------------------------ what is asked for
 
@@ -59,8 +53,12 @@ class CompletionJob(Job):
     def num_samples_per_prompt(self) -> int:
         return self.body.n
 
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.body.logprobs
+
     def count_samples(self) -> int:
-        check_limits(self.body, self.body.n, self.body.logprobs, self.service.config)
+        check_limits(self.body, self.body.n, self.num_logprobs, self.service.config)
         return count_prompts(self.body.prompt) * self.body.n
 
     async def read_prompts(self) -> list[Prompt]:
@@ -113,16 +111,8 @@ class CompletionJob(Job):
         samples = [result.sample for result in results]
         return {**self.envelope(self.object_name), "choices": choices, "usage": self.usage(samples)}
 
-    async def prepare(self, samples: list[Sample]) -> None:
-        for sample in samples:
-            sample.extra = await self._begin(sample)
-
-    def chunk(self, sample: Sample, delta: Delta) -> bytes:
+    def full_chunk(self, sample: Sample, delta: Delta) -> bytes:
         progress: _Progress = sample.extra
-        if self._is_plain and progress.has_begun and delta.finish_reason is None:
-            return f"{progress.head}{quote(delta.text)}{PLAIN_TAIL}".encode("ascii")
-        if not delta.token_ids and not delta.text and delta.finish_reason is None:
-            return b""
         echo = "" if progress.has_begun else progress.echo
         text = echo + ("" if self._is_echo_alone else delta.text)
         choice: dict[str, Any] = {
@@ -136,19 +126,13 @@ class CompletionJob(Job):
             choice["token_ids"] = [] if self._is_echo_alone else delta.token_ids
             if not progress.has_begun:
                 choice["prompt_token_ids"] = sample.prompt.token_ids
-        progress.has_begun = True
-        data = {**self.envelope(self.object_name), "choices": [choice]}
-        if self.continuous_usage:
-            data["usage"] = self.usage([sample])
-        return event(data)
+        return self.choice_event(choice, sample)
 
-    def usage(self, samples: list[Sample]) -> dict[str, Any]:
-        return usage(samples, 0 if self._is_echo_alone else None)
+    def usage(self, samples: list[Sample], num_tokens: int | None = None) -> dict[str, Any]:
+        return usage(samples, 0 if self._is_echo_alone else num_tokens)
 
-    async def _begin(self, sample: Sample) -> _Progress:
-        """What has to be known of a choice before its first text."""
-        start = event({**self.envelope(self.object_name), "choices": []}).decode("ascii").removesuffix("]}\n\n")
-        progress = _Progress(f'{start}{{"index":{sample.index},"text":')
+    async def begin(self, sample: Sample, head: str, tail: str) -> _Progress:
+        progress = _Progress(head, tail)
         if self.body.echo:
             progress.echo = await self.service.prompts.text_of(sample.prompt)
             if self.body.logprobs is not None:

@@ -19,7 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import count
@@ -28,6 +28,7 @@ from typing import Any, cast
 from pointsman.engine.errors import EngineDeadError, ModelLoadError
 from pointsman.engine.stats_log import DEFAULT_INTERVAL, EngineStats
 from pointsman.engine.tokenizing import PLAIN_CHAT_TEMPLATE, encode, model_directory, read_tokenizer, render_chat
+from pointsman.server.client_stream import ClientStream
 from pointsman.server.wire import (
     Abandon,
     Add,
@@ -145,13 +146,32 @@ class EngineClient:
     # ------------------------------------------------------------------ requests
 
     def generate(self, request: EngineRequest) -> ClientStream:
-        """The stream of a request's deltas. The request is sent by `await stream.start()`, or the first reading."""
+        """The stream of a request's deltas, made in the event loop of its reader. The request is sent by `submit`, by
+        `await stream.start()`, or by the first reading.
+        """
         return ClientStream(self, next(self._keys), request)
 
-    @property
-    def num_open_requests(self) -> int:
-        """Requests that were sent and have not ended."""
-        return len(self._streams)
+    def submit(self, streams: Sequence[ClientStream]) -> None:
+        """Send the requests of streams that were not sent yet, together: they are queued in this order, and what they
+        share (a prompt's tokens, biases, a grammar) crosses once.
+
+        Raises:
+            EngineDeadError: the engine process has ended.
+            EngineStalledError: it does not read what it is sent.
+        """
+        self.check_health()
+        self.check_takes_requests()
+        for stream in streams:
+            self._streams[stream.key] = stream
+            stream.note_sent()
+        self._send(Add([(stream.key, stream.request) for stream in streams]))
+
+    def abandon(self, stream: ClientStream) -> None:
+        """Abort the request of a stream that nobody reads any more, unless it was not sent or has ended."""
+        if self._streams.pop(stream.key, None) is not None:
+            self._send(Abandon(stream.key))
+            if self.on_end is not None:
+                self.on_end(stream.request, Delta(finish_reason="abort"), stream.num_output_tokens)
 
     # ------------------------------------------------------------------ text
 
@@ -330,17 +350,17 @@ class EngineClient:
         streams = self._streams
         for key in news.accepted:
             if (stream := streams.get(key)) is not None:
-                stream._accept()
+                stream.accept()
         for key, delta in news.deltas:
             if (stream := streams.get(key)) is not None:
-                stream._put(delta)
+                stream.put(delta)
                 if delta.finish_reason is not None:
                     del streams[key]
                     if self.on_end is not None:
                         self.on_end(stream.request, delta, stream.num_output_tokens)
         for key, error in news.errors:
             if (stream := streams.pop(key, None)) is not None:
-                stream._fail(error)
+                stream.fail(error)
         if news.steps and self.on_steps is not None:
             self.on_steps(news.steps)
 
@@ -356,7 +376,7 @@ class EngineClient:
         if self.death is not None:
             logger.critical("%s", self.death)
         for stream in list(self._streams.values()):
-            stream._fail(EngineDeadError(self._death))
+            stream.fail(EngineDeadError(self._death))
         self._streams.clear()
         for question in self._questions.values():
             if not question.done():
@@ -381,117 +401,6 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._ending = asyncio.get_running_loop().create_task(self._client._note_death())
-
-
-class ClientStream(AsyncIterator[Delta]):
-    """The deltas of one request, for one reader; it ends after the one with a finish_reason.
-
-    Deltas that were not read in time come together in one, so an unread stream holds one. Closing it, or cancelling
-    its reader, aborts the request: its blocks are free at the next step boundary.
-    """
-
-    def __init__(self, client: EngineClient, key: int, request: EngineRequest) -> None:
-        self.request = request
-        self.num_output_tokens = 0
-        """Tokens received, read or not."""
-        self._client = client
-        self._key = key
-        self._is_sent = False
-        self._is_accepted = False
-        self._is_over = False
-        self._next: Delta | None = None
-        self._error: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    async def start(self) -> None:
-        """Send the request, and return when it is queued (and its grammar compiled).
-
-        Raises:
-            ValueError: it can never run, with the reason.
-            EngineDeadError: the engine has died or is shutting down.
-            EngineStalledError: it does not read what it is sent.
-        """
-        if self._is_sent:
-            return
-        self._client.check_health()
-        self._client.check_takes_requests()
-        self._is_sent = True
-        self._client._streams[self._key] = self
-        self._client._send(Add(self._key, self.request))
-        try:
-            while not self._is_accepted:
-                if self._error is not None:
-                    self._is_over = True
-                    raise self._error
-                await self._wait()
-        except asyncio.CancelledError:
-            self._let_go()
-            raise
-
-    def __aiter__(self) -> ClientStream:
-        return self
-
-    async def __anext__(self) -> Delta:
-        if self._is_over:
-            raise StopAsyncIteration
-        await self.start()
-        try:
-            while self._next is None:
-                if self._is_over:  # closed meanwhile
-                    raise StopAsyncIteration
-                if self._error is not None:
-                    self._is_over = True
-                    raise self._error
-                await self._wait()
-        except asyncio.CancelledError:
-            self._let_go()
-            raise
-        delta, self._next = self._next, None
-        self._is_over = delta.finish_reason is not None
-        return delta
-
-    async def aclose(self) -> None:
-        """End the stream; its request is aborted if it has not ended."""
-        self._let_go()
-        self._wake()
-
-    def _let_go(self) -> None:
-        client = self._client
-        if client._streams.pop(self._key, None) is not None:
-            client._send(Abandon(self._key))
-            if client.on_end is not None:
-                client.on_end(self.request, Delta(finish_reason="abort"), self.num_output_tokens)
-        self._is_over = True
-
-    # ------------------------------------------------------------------ for the client
-
-    def _accept(self) -> None:
-        self._is_accepted = True
-        self._wake()
-
-    def _put(self, delta: Delta) -> None:
-        self._is_accepted = True
-        self.num_output_tokens += len(delta.token_ids)
-        if self._next is None:
-            self._next = delta
-        else:
-            self._next.merge(delta)
-        self._wake()
-
-    def _fail(self, error: Exception) -> None:
-        self._error = error
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def _wait(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
 
 
 def _start_error(failed: Failed) -> Exception:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from pointsman.core import SchedulerOutput
 from pointsman.core.errors import UnknownRequest
 from pointsman.core.recording import Recorder
+from pointsman.engine.allocation import keep_freed_pages
 from pointsman.engine.engine import Engine
 from pointsman.engine.engine_thread import Add as ThreadAdd
 from pointsman.engine.engine_thread import Call, EngineThread
@@ -38,6 +39,7 @@ from pointsman.server.wire import (
     Answer,
     Ask,
     EngineInfo,
+    EngineRequest,
     Failed,
     RequestExplanation,
     Start,
@@ -114,8 +116,9 @@ class EngineProcess:
 
     def _handle(self, message: object) -> None:
         match message:
-            case Add(key, _):
-                self._add(message)
+            case Add(requests):
+                for key, request in requests:
+                    self._add(key, request)
             case Abandon(key):
                 mailbox = self._port.mailboxes.pop(key, None)
                 if mailbox is not None:
@@ -128,9 +131,8 @@ class EngineProcess:
                 except EngineDeadError:
                     return
 
-    def _add(self, message: Add) -> None:
-        wanted = message.request
-        mailbox = RemoteMailbox(self._port, message.key, wanted)
+    def _add(self, key: int, wanted: EngineRequest) -> None:
+        mailbox = RemoteMailbox(self._port, key, wanted)
 
         def add(engine: Engine) -> Request:
             return engine.add_request(
@@ -144,7 +146,7 @@ class EngineProcess:
                 eager_text=True,
             )
 
-        self._port.mailboxes[message.key] = mailbox
+        self._port.mailboxes[key] = mailbox
         try:
             self._thread.send(ThreadAdd(wanted.request_id, mailbox, add))
         except EngineDeadError as error:
@@ -263,6 +265,7 @@ def main(descriptor: int) -> int:
             recorder = None
             if start.record is not None:
                 recorder = Recorder(files.enter_context(Path(start.record).open("w", encoding="utf-8")))
+            keep_freed_pages(one_heap=True)
             engine = Engine(recorder=recorder, clock=time.monotonic, **start.options)
         except (ValueError, OSError) as error:  # the model, a knob, or the recording's file
             sock.sendall(pack(Failed(str(error), is_usage_error=True)))
@@ -284,7 +287,6 @@ def _first_message(sock: socket.socket, unpacker: Unpacker) -> Start | None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     code = main(int(sys.argv[1]))
     sys.stderr.flush()
     os._exit(code)  # threads of libraries have nothing left to do

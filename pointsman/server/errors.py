@@ -19,7 +19,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pointsman.engine.errors import EngineDeadError, first_line
+from pointsman.engine.errors import EngineDeadError, GrammarError, first_line
+from pointsman.engine.grammar_compiler import TOO_MANY_GRAMMARS
+from pointsman.engine.grammar_process import DEFAULT_TIMEOUT
 from pointsman.server.engine_client import EngineStalledError
 
 logger = logging.getLogger(__name__)
@@ -30,6 +32,8 @@ SHOWN_CHARACTERS = 60
 """Of a value that a message quotes."""
 SHOWN_FIELDS = 3
 """Fields that one message complains about."""
+GRAMMAR_RETRY_AFTER = round(DEFAULT_TIMEOUT)
+"""Seconds after which a client that found too many grammars waiting may try again: one of them has had all its time."""
 
 _TYPES = {
     400: "BadRequestError",
@@ -95,7 +99,7 @@ def not_found(message: str, param: str | None = None) -> ApiError:
 
 
 def from_engine(error: Exception) -> ApiError:
-    """What the client is told of an error of the engine or its client: it is dead, stuck, or refuses the request.
+    """What the client is told of an error of the engine or its client: it is dead, stuck, overloaded, or refuses.
 
     Raises:
         Exception: `error` itself, if it is none of these: a fault of ours, which the log must show.
@@ -106,6 +110,9 @@ def from_engine(error: Exception) -> ApiError:
         return ApiError(500, f"the engine has ended: {first_line(error)}", reason="engine_dead")
     if isinstance(error, EngineStalledError):
         return ApiError(503, first_line(error), headers={"retry-after": "1"}, reason="other")
+    # What ends a request that waits for its grammar comes as text, whatever its class was.
+    if isinstance(error, GrammarError) and str(error).startswith(TOO_MANY_GRAMMARS):
+        return ApiError(503, one_line(str(error)), headers={"retry-after": str(GRAMMAR_RETRY_AFTER)}, reason="other")
     if isinstance(error, ValueError):
         return ApiError(400, one_line(str(error)))
     raise error

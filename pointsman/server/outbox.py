@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
+from pointsman.engine.mailbox import Mailbox, Port
 from pointsman.server.wire import Delta, EngineRequest, News, StepNote, pack, portable
 
 if TYPE_CHECKING:
@@ -93,28 +94,25 @@ class Outbox:
                 return
 
 
-class RemotePort:
-    """All requests of the API process, as the engine's thread sees them: a `Port` for `EngineThread`.
+class RemotePort(Port["RemoteMailbox"]):
+    """All requests of the API process.
 
     Args:
         sock: to the API process.
     """
 
-    is_closed = False  # when the API process goes, the engine process does
-
     def __init__(self, sock: socket.socket) -> None:
+        super().__init__()
         self.outbox = Outbox(sock, on_clear=self._tell)
         self.mailboxes: dict[int, RemoteMailbox] = {}
         """Of requests that have not ended, by their keys."""
-        self._marked: deque[RemoteMailbox] = deque()  # its append and popleft are atomic
         self._steps: deque[StepNote] = deque()
         self._telling = threading.Lock()
 
-    def mark(self, mailbox: RemoteMailbox) -> None:
-        """Engine's thread: this mailbox has news, to be told with the next `ring`."""
-        if not mailbox.is_marked:
-            mailbox.is_marked = True
-            self._marked.append(mailbox)
+    @property
+    def is_closed(self) -> bool:
+        """Never: when the API process goes, the engine process does."""
+        return False
 
     def note_step(self, note: StepNote) -> None:
         """Engine's thread: what a step did, to be told with the next `ring`."""
@@ -137,72 +135,37 @@ class RemotePort:
         news = News()
         while self._steps:
             news.steps.append(self._steps.popleft())
-        while self._marked:
-            mailbox = self._marked.popleft()
-            mailbox.is_marked = False  # before it is read: see mailbox.py
+        for mailbox in self._take_marked():
             if mailbox.take_news(news):
                 self.mailboxes.pop(mailbox.key, None)
         return news
 
 
-class RemoteMailbox:
-    """The newest output of one request of the API process: a `Mailbox` for `EngineThread`."""
+class RemoteMailbox(Mailbox):
+    """The newest output of one request of the API process, and what of it has been told.
 
-    __slots__ = (
-        "_error",
-        "_has_accepted",
-        "_latest",
-        "_told",
-        "finished_only",
-        "is_abandoned",
-        "is_aborted",
-        "is_expected",
-        "is_marked",
-        "key",
-        "port",
-        "request",
-    )
+    Args:
+        port: of the API process.
+        key: its name for the request.
+        request: what it asked for.
+    """
+
+    __slots__ = ("_has_told_acceptance", "_told", "key", "request")
 
     def __init__(self, port: RemotePort, key: int, request: EngineRequest) -> None:
-        self.port = port
+        super().__init__(port)
         self.key = key
         self.request = request
-        self.finished_only = False
-        self.is_abandoned = False
-        self.is_aborted = False
-        self.is_expected = False
-        self.is_marked = False
-        self._has_accepted = False
-        self._latest: RequestOutput | None = None
+        self._has_told_acceptance = False
         self._told: RequestOutput | None = None
-        self._error: Exception | None = None
-
-    # ------------------------------------------------------------------ engine's thread
-
-    def accept(self) -> None:
-        """The request is queued."""
-        self._has_accepted = True
-        self.port.mark(self)
-
-    def put(self, output: RequestOutput) -> None:
-        """A newer output, of all so far."""
-        self._latest = output
-        self.port.mark(self)
-
-    def fail(self, error: BaseException) -> None:
-        """There will be no more outputs."""
-        self._error = portable(error)
-        self.port.mark(self)
-
-    # ------------------------------------------------------------------ whoever tells
 
     def take_news(self, news: News) -> bool:
-        """Put what is new into `news`; whether it is the last there will be."""
+        """Put what is new into `news`; whether it is the last there will be. For whoever tells."""
         if self.is_abandoned:
             return True
         error, latest, told = self._error, self._latest, self._told
-        if self._has_accepted:
-            self._has_accepted = False
+        if self._accepted and not self._has_told_acceptance:
+            self._has_told_acceptance = True
             news.accepted.append(self.key)
         if latest is not None and latest is not told and (latest.finished or told is None or self.request.stream):
             self._told = latest
@@ -210,7 +173,7 @@ class RemoteMailbox:
             if latest.finished:
                 return True
         if error is not None:
-            news.errors.append((self.key, error))
+            news.errors.append((self.key, portable(error)))
         return error is not None
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pointsman.engine.errors import first_line
+from pointsman.engine.tokenizing import model_directory, read_tokenizer, render_chat
 from pointsman.server.errors import ApiError
 from pointsman.server.protocol import MAX_PROMPTS
 
@@ -34,6 +37,35 @@ RESERVED_TEMPLATE_NAMES = frozenset(
     }
 )
 """What the function that runs templates takes for itself, so that chat_template_kwargs cannot be called so."""
+
+
+def check_chat_template(template: str, model: str | Path | None) -> None:
+    """Refuse a chat template that no conversation could be written with: one that is empty, does not compile, or fails
+    on a user's message. Reads the model's tokenizer, which brings the special tokens, and nothing else of the model.
+
+    Args:
+        template: in place of the tokenizer's own.
+        model: as `Engine` takes it; nothing is rendered if it has no tokenizer, as its prompts must be token ids.
+
+    Raises:
+        ValueError: the template is none.
+        ModelLoadError: the tokenizer cannot be read.
+    """
+    if not template.strip():
+        raise ValueError("chat_template is empty; give a Jinja template, or leave it out for the model's own")
+    tokenizer = read_tokenizer(model_directory(model))
+    if tokenizer is None:
+        return
+    messages = [{"role": "user", "content": "Hello"}]
+    try:
+        render_chat(tokenizer, messages, {"chat_template": template, "add_generation_prompt": True})
+    except ValueError as error:
+        cause = error.__cause__ or error  # an error of Jinja's syntax knows its line
+        line = getattr(cause, "lineno", None)
+        where = "" if line is None else f" (line {line})"
+        raise ValueError(
+            f"chat_template cannot be used: {first_line(cause)}{where}; correct it, or leave it out for the model's own"
+        ) from error
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """The API process from start to exit.
 
-start      listen on the port, start the engine process, load the tokenizer, say what is served
+start      listen on the port, try the chat template, start the engine process, load the tokenizer, say what is served
 serving    until a signal comes or the engine dies
 drain      SIGTERM or SIGINT: new requests get 503, running ones finish, up to `drain_timeout`; then the rest ends
            with finish_reason "abort". Exit code 0. A second signal ends at once.
@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 import signal
 import socket
 import sys
@@ -22,9 +21,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from pointsman.engine.openmp import wait_briefly
 from pointsman.engine.stats_log import DEFAULT_INTERVAL
 from pointsman.server.config import ServerConfig
 from pointsman.server.engine_client import EngineClient, EngineStartError
+from pointsman.server.prompts import check_chat_template
 from pointsman.server.startup import startup_lines
 
 if TYPE_CHECKING:
@@ -63,14 +64,14 @@ def run(
         max_step_retries: how often in a row a failed step is tried again.
 
     Raises:
-        ValueError: the model cannot be run, a knob is out of range, or the address cannot be listened on.
+        ValueError: the model cannot be run, a knob is out of range, the chat template is none, or the address cannot be
+            listened on.
     """
     import uvloop
 
     from pointsman.server.app import create_app
 
-    # Threads of the engine process that have no work must sleep, not spin: this process needs the processor too.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    wait_briefly()  # the engine process; this one needs the processor too
     with listening(config) as sock, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         server = _Serving(options, config, sock, create_app)
         try:
@@ -126,15 +127,7 @@ class _Serving:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
-        starting = loop.create_task(
-            EngineClient.start(
-                self._options,
-                record=record,
-                log_stats_interval=log_stats_interval,
-                max_step_retries=max_step_retries,
-                chat_template=self._config.chat_template,
-            )
-        )
+        starting = loop.create_task(self._start(record, log_stats_interval, max_step_retries))
         await self._first_of(starting, self._stop.wait())
         if not starting.done():
             starting.cancel()
@@ -145,6 +138,18 @@ class _Serving:
             return await self._serve(client, self._create_app(client, self._config))
         finally:
             await client.shutdown()
+
+    async def _start(self, record: str | None, log_stats_interval: float | None, max_step_retries: int) -> EngineClient:
+        template = self._config.chat_template
+        if template is not None:  # one that is broken is told of before a model is loaded for nothing
+            await asyncio.to_thread(check_chat_template, template, self._options.get("model"))
+        return await EngineClient.start(
+            self._options,
+            record=record,
+            log_stats_interval=log_stats_interval,
+            max_step_retries=max_step_retries,
+            chat_template=template,
+        )
 
     async def _serve(self, client: EngineClient, app: FastAPI) -> int:
         import uvicorn

@@ -16,6 +16,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pointsman.engine.errors import GRAMMAR_TOO_SLOW, NOTHING_LEFT, EngineDeadError
@@ -27,7 +28,7 @@ from pointsman.server.names import RequestNames
 from pointsman.server.prompts import Prompt, PromptReader
 from pointsman.server.protocol import SamplingFields
 from pointsman.server.sampling import check_priority, for_sample
-from pointsman.server.streaming import EventStream, WatchedResponse, error_event, event, send_json
+from pointsman.server.streaming import EventStream, WatchedResponse, error_event, event, quote, send_json
 from pointsman.server.wire import EngineRequest
 
 if TYPE_CHECKING:
@@ -268,8 +269,22 @@ def check_end(finish_reason: str | None, detail: str) -> None:
         raise ApiError(status, f"the request failed: {detail or 'the engine does not say why'}")
 
 
+@dataclass(slots=True)
+class Progress:
+    """What a stream has told of a choice; in its sample's `extra`."""
+
+    head: str
+    """The beginning of a plain chunk, up to the text."""
+    tail: str
+    """Its end, from there on."""
+    has_begun: bool = False
+
+
 class Job(ABC):
     """One client's request. Its time begins when it is made.
+
+    A stream's chunk between the first and the last is plain, as a rule: it differs from the one before it in its text
+    alone, and is written from three pieces: its choice's head, the text, its tail.
 
     Args:
         service: whose client asks.
@@ -281,6 +296,10 @@ class Job(ABC):
     id_prefix: str
     object_name: str
     """Of the events of a stream."""
+    plain_head: str
+    """What is between a choice's index and its text in a plain chunk."""
+    plain_tail: str
+    """What is behind its text."""
 
     def __init__(
         self, service: Service, body: SamplingFields, request_id: str | None = None, deadline: float | None = None
@@ -296,6 +315,8 @@ class Job(ABC):
         options = body.stream_options
         self.includes_usage = bool(options and options.include_usage)
         self.continuous_usage = self.includes_usage and bool(options and options.continuous_usage_stats)
+        self.is_plain = self.num_logprobs is None and not body.return_token_ids and not self.continuous_usage
+        """Whether the chunks between the first and the last are plain."""
 
     # ------------------------------------------------------------------ what is asked for
 
@@ -303,6 +324,11 @@ class Job(ABC):
     @abstractmethod
     def num_samples_per_prompt(self) -> int:
         """n."""
+
+    @property
+    @abstractmethod
+    def num_logprobs(self) -> int | None:
+        """Most likely tokens whose log probabilities come with each token; None: no log probabilities at all."""
 
     @abstractmethod
     def count_samples(self) -> int:
@@ -342,17 +368,60 @@ class Job(ABC):
     async def whole(self, results: list[Result]) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
 
-    @abstractmethod
     async def prepare(self, samples: list[Sample]) -> None:
         """Find out what has to be known before the first text, into the samples' `extra`.
 
         Raises:
             ValueError: a prompt that is to be echoed has no text.
         """
+        start = event({**self.envelope(self.object_name), "choices": []}).decode("ascii").removesuffix("]}\n\n")
+        for sample in samples:
+            head = f'{start}{{"index":{sample.index},{self.plain_head}'
+            sample.extra = await self.begin(sample, head, self.plain_tail)
 
-    @abstractmethod
+    async def begin(self, sample: Sample, head: str, tail: str) -> Progress:
+        """Of a choice of which nothing has been told.
+
+        Raises:
+            ValueError: as `prepare`.
+        """
+        return Progress(head, tail)
+
     def chunk(self, sample: Sample, delta: Delta) -> bytes:
         """The events that tell of a delta; none if there is nothing to tell."""
+        progress: Progress = sample.extra
+        if self.is_plain and progress.has_begun and delta.finish_reason is None:
+            return f"{progress.head}{quote(delta.text)}{progress.tail}".encode("ascii")
+        if not delta.token_ids and not delta.text and delta.finish_reason is None:
+            return b""
+        events = self.full_chunk(sample, delta)
+        progress.has_begun = True
+        return events
+
+    @abstractmethod
+    def full_chunk(self, sample: Sample, delta: Delta) -> bytes:
+        """The same with all that the client asked for, and what comes once with the choice's first or last chunk."""
+
+    def choice_event(
+        self,
+        choice: dict[str, Any],
+        sample: Sample,
+        more: dict[str, Any] | None = None,
+        *,
+        num_tokens: int | None = None,
+    ) -> bytes:
+        """The event of a choice.
+
+        Args:
+            choice: what is told of it.
+            sample: whose choice it is.
+            more: fields beside the choices.
+            num_tokens: generated tokens in its usage; None: all so far.
+        """
+        data = {**self.envelope(self.object_name), "choices": [choice], **(more or {})}
+        if self.continuous_usage:
+            data["usage"] = self.usage([sample], num_tokens)
+        return event(data)
 
     def usage_event(self, samples: list[Sample]) -> bytes:
         """The event behind the last chunk, if the client wants one."""
@@ -360,9 +429,9 @@ class Job(ABC):
             return b""
         return event({**self.envelope(self.object_name), "choices": [], "usage": self.usage(samples)})
 
-    def usage(self, samples: list[Sample]) -> dict[str, Any]:
-        """What the request used."""
-        return usage(samples)
+    def usage(self, samples: list[Sample], num_tokens: int | None = None) -> dict[str, Any]:
+        """What the request used; `num_tokens` None: all tokens that were generated so far."""
+        return usage(samples, num_tokens)
 
     def envelope(self, object_name: str) -> dict[str, Any]:
         """What all answers and all events of one begin with."""

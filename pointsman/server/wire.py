@@ -47,10 +47,13 @@ class EngineRequest:
 
 @dataclass(slots=True)
 class Add:
-    """Queue a request; `key` names it from now on."""
+    """Queue requests, in this order; their keys name them from now on.
 
-    key: int
-    request: EngineRequest
+    An object that several of them refer to, such as a prompt's tokens, biases or a grammar, is pickled once, so samples
+    of one prompt belong in one message.
+    """
+
+    requests: list[tuple[int, EngineRequest]]
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from pointsman.core import DuplicateRequest, Request, RequestRefused
 from pointsman.core.errors import UnknownRequest
 from pointsman.engine import LLM, AsyncEngine, Engine, EngineDeadError, RequestOutput, RequestOutputKind, SamplingParams
 from pointsman.engine.async_engine import RequestStream
-from pointsman.engine.mailbox import Mailbox
+from pointsman.engine.mailbox import LoopMailbox
 from pointsman.engine.model_loader import LoadedModel, load_model
 
 Answer = TypeVar("Answer")
@@ -548,7 +548,7 @@ def _forget_last_output(engine: Engine) -> None:
 def _tracked() -> int:
     """Streams, mailboxes and requests that exist in this process."""
     gc.collect()
-    return sum(type(thing) in (RequestStream, Mailbox, Request) for thing in gc.get_objects())
+    return sum(type(thing) in (RequestStream, LoopMailbox, Request) for thing in gc.get_objects())
 
 
 def _resident_mib() -> float:

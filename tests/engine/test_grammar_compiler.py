@@ -20,7 +20,7 @@ from test_engine import byte_tokenizer
 
 from pointsman.core import Request
 from pointsman.engine import GrammarError, SamplingParams, StructuredOutputsParams, grammar_compiler
-from pointsman.engine.grammar_compiler import FIRST_SLICE, GrammarCache, GrammarCompiler
+from pointsman.engine.grammar_compiler import FIRST_SLICE, GrammarCache, GrammarCompiler, GrammarQueueFullError
 from pointsman.engine.grammar_process import CompiledGrammar, GrammarLimits
 from pointsman.engine.structured_outputs import GrammarSpec
 
@@ -202,6 +202,7 @@ def test_the_queue_of_new_grammars_is_bounded(
         compiler.add(request)
     compiler.add(request_with(regex="late"))
     ((_, error),) = take(compiler)
+    assert isinstance(error, GrammarQueueFullError)
     assert str(error) == "too many grammars wait to be compiled, and the most is 3; try again later"
     assert {request for request, _ in take(compiler, 3)} == set(accepted)
     assert isinstance(outcome(compiler, regex="late"), CompiledGrammar)  # the refusal was not kept
@@ -218,9 +219,9 @@ def test_the_queue_of_slow_grammars_is_bounded(
     requests = [request_with(grammar=f'{HOPELESS} "{number}"') for number in range(4)]
     for request in requests:
         compiler.add(request)
-    errors = [str(error) for _, error in take(compiler, 2)]  # one is compiled, one waits
+    errors = [error for _, error in take(compiler, 2)]  # one is compiled, one waits
     words = "too many grammars that take longer than 0.1 s wait to be compiled, and the most is 1; try again later"
-    assert errors == [words] * 2
+    assert [(type(error), str(error)) for error in errors] == [(GrammarQueueFullError, words)] * 2
     assert isinstance(outcome(compiler, regex="quick"), CompiledGrammar)
     assert compiler.num_waiting == 2
     for request in requests:

@@ -1,9 +1,11 @@
-"""Fixtures of the server's tests: a real server on the demo model."""
+"""Fixtures of the server's tests: a real server on the demo model, and clients of it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+import httpx2 as httpx
 import pytest
 from _server_process import ServerProcess, start_server
 
@@ -13,3 +15,18 @@ def server() -> Iterator[ServerProcess]:
     """`pointsman serve` on the demo model, with defaults; shared by all tests of a process, so leave it idle."""
     with start_server("--model", "demo") as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def http(server: ServerProcess) -> Iterator[httpx.Client]:
+    """Plain requests to that server."""
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+        yield http
+
+
+@pytest.fixture(scope="session")
+def client(server: ServerProcess) -> Iterator[Any]:
+    """The official client of that server; it tries nothing again."""
+    openai = pytest.importorskip("openai")
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client

@@ -15,6 +15,7 @@ import pytest
 from _server_process import ServerProcess
 
 import pointsman
+from pointsman.engine.grammar_compiler import MAX_WAITING
 from pointsman.server.app import create_app
 from pointsman.server.config import ServerConfig
 from pointsman.server.engine_client import EngineClient
@@ -31,12 +32,6 @@ from pointsman.server.responses import (
 pytestmark = pytest.mark.e2e
 
 PROMPT = "The import statement"
-
-
-@pytest.fixture(scope="module")
-def http(server: ServerProcess) -> Any:
-    with httpx.Client(base_url=server.url, timeout=60) as http:
-        yield http
 
 
 def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
@@ -234,7 +229,7 @@ def test_a_server_that_ends_finishes_what_it_has_and_takes_no_more() -> None:
     async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
         fields = {"prompt": PROMPT, "max_tokens": 100, "ignore_eos": True}
         running = asyncio.ensure_future(http.post("/v1/completions", json=fields))
-        while not client.num_open_requests:
+        while not await client.explain_all():
             await asyncio.sleep(0.001)
         app.state.gate.close()
         refused = await http.post("/v1/completions", json=fields)
@@ -344,6 +339,33 @@ def test_many_samples_leave_others_their_turn() -> None:
     with_app(test)
 
 
+def test_a_grammar_that_finds_too_many_others_may_be_sent_again() -> None:
+    """Nothing is wrong with it: an overload, as when too many requests wait."""
+
+    async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
+        def ask(number: int) -> asyncio.Task[httpx.Response]:
+            slow = f'root ::= "{number}" {"[a-z]* " * 5000}'
+            fields = {"prompt": PROMPT, "max_tokens": 1, "structured_outputs": {"grammar": slow}}
+            return asyncio.ensure_future(http.post("/v1/completions", json=fields))
+
+        asked = [ask(number) for number in range(MAX_WAITING + 8)]
+        done, waiting = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        for one in waiting:
+            one.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for one in done:
+            refused = await one
+            error = error_of(refused, 503)
+            assert error["message"].startswith("too many grammars") and error["type"] == "ServiceUnavailableError"
+            assert int(refused.headers["retry-after"]) >= 1
+        fields = {"prompt": PROMPT, "structured_outputs": {"choice": ["again"]}}
+        while (answer := await http.post("/v1/completions", json=fields)).status_code == 503:
+            await asyncio.sleep(0.1)
+        assert answer.json()["choices"][0]["text"] == "again"
+
+    with_app(test)
+
+
 def test_tokens_are_made_for_so_many_at_once() -> None:
     async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
         body = {"prompt": "a word or two " * 4000}
@@ -365,7 +387,7 @@ def test_the_engines_death_is_an_error_for_everybody() -> None:
         stream = asyncio.ensure_future(http.post("/v1/chat/completions", json={
             "messages": [{"role": "user", "content": PROMPT}], "stream": True, "ignore_eos": True, "n": 2,
         }))  # fmt: skip
-        while len(await client.explain_all()) < 3:
+        while sum(one.num_output_tokens > 0 for one in await client.explain_all()) < 3:  # so answers have begun
             await asyncio.sleep(0.001)
         os.kill(client.info.pid, signal.SIGKILL)
         assert "SIGKILL" in error_of(await whole, 500)["message"]

@@ -13,29 +13,16 @@ import jsonschema
 import pytest
 from _server_process import ServerProcess
 
+from pointsman.server.responses import ChatCompletionResponse
 from tests.engine.json_schemas import random_document
 
 openai = pytest.importorskip("openai")
-
-from pointsman.server.responses import ChatCompletionResponse  # noqa: E402 - not before the client is known to be there
 
 pytestmark = pytest.mark.e2e
 
 NUM_SCHEMAS = 200 if os.environ.get("POINTSMAN_SOAK") == "1" else 16
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a list?"}]
 GREEDY: dict[str, Any] = {"model": "demo", "messages": MESSAGES, "temperature": 0, "max_completion_tokens": 12}
-
-
-@pytest.fixture(scope="module")
-def client(server: ServerProcess) -> Any:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def http(server: ServerProcess) -> Any:
-    with httpx.Client(base_url=server.url, timeout=60) as http:
-        yield http
 
 
 def post(http: httpx.Client, **fields: Any) -> dict[str, Any]:
@@ -70,6 +57,16 @@ def test_a_stream_begins_with_the_role_and_says_the_same(client: Any) -> None:
         for one in client.chat.completions.create(**GREEDY, stream=True, stream_options=options)
     ]
     assert counts[0] == 0 and counts == sorted(counts) and counts[-1] == seen[-1].usage.completion_tokens
+
+
+def test_chunks_of_text_alone_are_like_those_with_everything(http: httpx.Client) -> None:
+    """They are written in another way, because there are so many."""
+    found = http.post("/v1/chat/completions", json={**GREEDY, "stream": True}).text.split("\n\n")[:-2]
+    role, full, *plain, _ = [json.loads(one.removeprefix("data: ")) for one in found]
+    assert role["choices"][0]["delta"]["role"] == "assistant" and plain
+    for one in plain:
+        text = one["choices"][0]["delta"]["content"]
+        assert one == {**full, "choices": [{**full["choices"][0], "delta": {"content": text}}]}
 
 
 def test_the_clients_own_accumulation_of_a_stream_works(client: Any) -> None:

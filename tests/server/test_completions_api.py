@@ -12,26 +12,12 @@ import httpx2 as httpx
 import pytest
 from _server_process import ServerProcess, wait_until
 
-openai = pytest.importorskip("openai")
-
-from pointsman.server.responses import CompletionResponse  # noqa: E402 - not before the client is known to be there
+from pointsman.server.responses import CompletionResponse
 
 pytestmark = pytest.mark.e2e
 
 PROMPT = "The import statement"
 GREEDY: dict[str, Any] = {"model": "demo", "prompt": PROMPT, "temperature": 0, "max_tokens": 12}
-
-
-@pytest.fixture(scope="module")
-def client(server: ServerProcess) -> Any:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def http(server: ServerProcess) -> Any:
-    with httpx.Client(base_url=server.url, timeout=60) as http:
-        yield http
 
 
 def post(http: httpx.Client, **fields: Any) -> dict[str, Any]:
@@ -77,6 +63,14 @@ def test_a_stream_says_the_same_as_a_body(client: Any) -> None:
     assert all(one.choices[0].finish_reason is None for one in seen[:-1])
     assert len({one.id for one in seen}) == 1
     assert all(one.usage is None for one in seen)
+
+
+def test_chunks_of_text_alone_are_like_those_with_everything(http: httpx.Client) -> None:
+    """They are written in another way, because there are so many."""
+    full, *plain, _ = chunks(http)
+    assert plain
+    for one in plain:
+        assert one == {**full, "choices": [{**full["choices"][0], "text": one["choices"][0]["text"]}]}
 
 
 def test_a_stream_tells_its_usage_when_asked(client: Any) -> None:

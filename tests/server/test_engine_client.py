@@ -13,7 +13,8 @@ import pytest
 
 from pointsman.core.errors import UnknownRequest
 from pointsman.engine import LLM, EngineDeadError, SamplingParams
-from pointsman.server.engine_client import ClientStream, EngineClient
+from pointsman.server.client_stream import ClientStream
+from pointsman.server.engine_client import EngineClient
 from pointsman.server.wire import Delta, EngineRequest, StepNote
 
 pytestmark = pytest.mark.e2e
@@ -70,6 +71,23 @@ def test_texts_are_those_of_the_engine_itself() -> None:
         stats = await client.stats()
         assert stats.scheduler.kv_cache_usage == 0 and stats.counters.num_generated_tokens == 120
         assert sum(step.num_scheduled_tokens for step in steps) == stats.scheduler.num_scheduled_tokens
+
+    with_client(test)
+
+
+def test_requests_that_are_sent_together_are_queued_in_order_and_fail_on_their_own() -> None:
+    async def test(client: EngineClient) -> None:
+        streams = [client.generate(EngineRequest(f"one-{number}", [5, 6], ENDLESS)) for number in range(20)]
+        bad = client.generate(EngineRequest("bad", [99_999], GREEDY))
+        client.submit([*streams[:10], bad, *streams[10:]])
+        for stream in streams:
+            await stream.start()  # sends nothing again: the ids would be in use
+        with pytest.raises(ValueError, match="token id 99999"):
+            await bad.start()
+        found = [one.explanation.request_id for one in await client.explain_all()]
+        assert found == [f"one-{number}" for number in range(20)]
+        for stream in streams:
+            await stream.aclose()
 
     with_client(test)
 

@@ -18,24 +18,9 @@ from pointsman.server.sampling import (
     sampling_params,
     structured_outputs,
 )
-from pointsman.server.wire import EngineInfo
+from tests.server.engine_info import engine_info
 
-INFO = EngineInfo(
-    pid=1,
-    model="demo",
-    max_model_len=100,
-    vocab_size=512,
-    num_parameters=1,
-    dtype="float32",
-    kv_cache_dtype="float32",
-    device="cpu",
-    attention="torch",
-    num_blocks=8,
-    block_size=16,
-    kv_cache_bytes=1,
-    scheduler={"order": "fcfs", "max_num_seqs": 4},
-    generation_defaults={},
-)
+INFO = engine_info(max_model_len=100)
 
 
 def params(sample: int = 0, defaults: dict[str, Any] | None = None, **fields: Any) -> SamplingParams:

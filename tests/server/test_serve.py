@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -187,6 +189,17 @@ def test_a_model_that_is_not_there_is_an_error_in_one_line() -> None:
     with pytest.raises(ServerFailed) as caught:
         start_server("--model", "/nowhere", timeout=60)
     assert "/nowhere" in str(caught.value) and "Traceback" not in str(caught.value)
+
+
+def test_a_broken_chat_template_is_an_error_before_the_model_is_loaded(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for message in messages %}\n{{ message.content }")
+    command = [sys.executable, "-m", "pointsman", "serve", "--port", "0", "--chat-template", str(template)]
+    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert ended.returncode == 2
+    loading, error = ended.stderr.splitlines()
+    assert loading == "pointsman: loading the model demo"
+    assert error.startswith("pointsman: error: chat_template cannot be used: unexpected '}' (line 2); ")
 
 
 def test_where_it_listens() -> None:

@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shlex
 from typing import Any
 
 import pytest
 
-from pointsman.core import SchedulerConfig
 from pointsman.server.config import ServerConfig
 from pointsman.server.startup import reachable, startup_lines
-from pointsman.server.wire import EngineInfo
+from tests.server.engine_info import SCHEDULER, engine_info
 
 URL = "http://127.0.0.1:8000"
-SCHEDULER = SchedulerConfig(num_blocks=100, max_model_len=1000, block_size=32, max_num_seqs=7, watermark=0.25)
-INFO = EngineInfo(
-    pid=1,
-    model="/models/a",
-    max_model_len=1000,
-    vocab_size=2048,
-    num_parameters=2_829_120,
-    dtype="float32",
-    kv_cache_dtype="bfloat16",
-    device="cpu",
-    attention="numba",
-    num_blocks=100,
-    block_size=32,
-    kv_cache_bytes=3 * 2**20,
-    scheduler=SCHEDULER.to_dict(),
-    generation_defaults={},
-)
+INFO = engine_info()
 
 
 def test_five_lines_that_say_what_how_much_how_and_where() -> None:
@@ -68,7 +50,7 @@ def test_every_knob_of_the_scheduler_is_in_the_lines() -> None:
     ],
 )
 def test_what_is_left_to_the_scheduler_is_told_as_it_is_in_force(knobs: dict[str, Any], said: list[str]) -> None:
-    info = dataclasses.replace(INFO, scheduler=SCHEDULER.replace(**knobs).to_dict())
+    info = engine_info(scheduler=SCHEDULER.replace(**knobs).to_dict())
     line = startup_lines(info, ServerConfig(), URL)[2]
     for part in said:
         assert part in line
@@ -116,6 +98,6 @@ def test_the_address_to_call_is_one_that_can_be_called() -> None:
 
 
 def test_names_from_outside_cannot_drive_a_terminal() -> None:
-    info = dataclasses.replace(INFO, model="/models/\x1b[2J\nb")
+    info = engine_info(model="/models/\x1b[2J\nb")
     for line in startup_lines(info, ServerConfig(served_model_name=("x\x07",)), URL):
         assert line.isprintable()

@@ -10,12 +10,16 @@ import pytest
 from pointsman.core.errors import RequestRefused, UnknownRequest
 from pointsman.engine import SamplingParams
 from pointsman.engine.output import Logprob
+from pointsman.engine.structured_outputs import StructuredOutputsParams
+from pointsman.server.sampling import for_sample
 from pointsman.server.wire import Add, Delta, EngineRequest, News, StepNote, Unpacker, pack, portable
+
+GRAMMAR = StructuredOutputsParams(json={"type": "object", "properties": {f"name{i}": {} for i in range(500)}})
 
 
 def test_messages_arrive_in_any_pieces() -> None:
     messages = [
-        Add(1, EngineRequest("a", list(range(1000)), SamplingParams(temperature=0, stop=["x"]), deadline=5.0)),
+        Add([(1, EngineRequest("a", list(range(1000)), SamplingParams(temperature=0, stop=["x"]), deadline=5.0))]),
         News(accepted=[1], deltas=[(1, Delta("hé", [5], [{5: Logprob(-0.5, 1, "hé")}]))], steps=[StepNote(3, 1, 1e-5)]),
         News(errors=[(2, RequestRefused("too long"))]),
     ]
@@ -30,6 +34,18 @@ def test_messages_arrive_in_any_pieces() -> None:
         assert [pickle.dumps(one) for one in found[:2]] == [pickle.dumps(one) for one in messages[:2]]
         (key, error) = found[2].errors[0]
         assert (key, type(error), str(error)) == (2, RequestRefused, "too long")
+
+
+def test_what_requests_share_crosses_once() -> None:
+    prompt, biases = list(range(2000)), dict.fromkeys(range(300), 0.25)
+    first = SamplingParams(seed=7, logit_bias=biases, stop=["some text"] * 16, structured_outputs=GRAMMAR)
+    params = [for_sample(first, max_tokens=16, sample=number) for number in range(40)]
+    requests = [(key, EngineRequest(f"job-{key}", prompt, own)) for key, own in enumerate(params)]
+    one, all_of_them = pack(Add(requests[:1])), pack(Add(requests))
+    assert len(one) > 20_000 and len(all_of_them) < len(one) + 40 * 300
+    (found,) = Unpacker().feed(all_of_them)
+    assert found == Add(requests)
+    assert [request.params.seed for _, request in found.requests] == list(range(7, 47))
 
 
 def test_a_stream_that_is_no_frames_is_refused() -> None:
