@@ -153,20 +153,22 @@ class AttentionContext:
     `end` releases it as often as it was taken: what a broken step left is gone with the next `end` of its thread.
     """
 
-    __slots__ = ("_busy", "backend", "batch", "plan", "pool")
+    __slots__ = ("_busy", "backend", "batch", "keep", "plan", "pool")
 
     def __init__(self) -> None:
         self._busy = RLock()
         self.backend: AttentionBackend | None = None
         self.batch: PagedBatch | None = None
+        self.keep: Tensor | None = None
+        """[r] int64: the tokens that the model's last layer goes on with, where it can; None: all."""
         self.plan: Any = None
         self.pool: KVPool | None = None
 
-    def begin(self, batch: PagedBatch, pool: KVPool, backend: AttentionBackend) -> None:
+    def begin(self, batch: PagedBatch, pool: KVPool, backend: AttentionBackend, keep: Tensor | None = None) -> None:
         """Everything that the next forward of the model needs. Waits while another thread's step is under way."""
         plan = backend.plan(batch)
         self._busy.acquire()
-        self.batch, self.pool, self.backend, self.plan = batch, pool, backend, plan
+        self.batch, self.pool, self.backend, self.plan, self.keep = batch, pool, backend, plan, keep
 
     def end(self) -> None:
         """Drop this thread's step, so that a forward without `begin` fails instead of writing to yesterday's slots. It
@@ -174,7 +176,7 @@ class AttentionContext:
         """
         if not self._busy.acquire(blocking=False):
             return
-        self.batch = self.plan = None
+        self.batch = self.plan = self.keep = None
         while True:
             try:
                 self._busy.release()

@@ -95,6 +95,14 @@ def fuse_for(model: Any, check: SelfCheck, *, store: bool) -> dict[str, int]:
         return dict(fuse(model, step, store=store))
 
 
+def drops_early(model: Any, check: SelfCheck) -> bool:
+    """Whether the last layer of a fused model leaves out tokens that nobody asks for; it is told to, if it can."""
+    from pointsman.engine.fusion import drop_tokens_early
+
+    with check.first_step() as step:
+        return drop_tokens_early(model, step)
+
+
 def attention_of(loaded: LoadedModel, attention: AttentionChoice | AttentionBackend) -> AttentionBackend:
     """The attention of a model that is loaded: what it was checked with, or another that its layers can use."""
     if attention == "auto":

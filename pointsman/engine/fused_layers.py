@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pointsman.engine.attention import PagedLayer
+from pointsman.engine.attention import AttentionContext, PagedLayer
 from pointsman.engine.kernels import layers as kernels
 from pointsman.engine.linear import JoinedLinear
 
@@ -134,9 +134,17 @@ class FusedAttention(nn.Module):
         arguments[kernels.VALUE_HEAD_STRIDE] = shape.v_dim
 
     def forward(
-        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None, *_: Any, **__: Any
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        *_: Any,
+        keep: Tensor | None = None,
+        **__: Any,
     ) -> tuple[Tensor, None]:
-        """[1, T, hidden] and (cos, sin) [1, T, rotary_dim] -> [1, T, hidden]."""
+        """[1, T, hidden] and (cos, sin) [1, T, rotary_dim] -> [1, T, hidden], or [1, r, hidden] of the tokens to keep.
+
+        Keys and values are those of all tokens, in any case.
+        """
         backend, plan, keys, values = self.layer.step()
         qkv = self.qkv(hidden_states)
         num_tokens = qkv.shape[1]
@@ -160,7 +168,8 @@ class FusedAttention(nn.Module):
             arguments[kernels.ROTARY_DIM] = cos.shape[-1]
         backend.write_heads(plan, arguments, qkv.dtype, keys, values)
         attended = backend.attend(plan, query, keys, values, **self.options)
-        return self.output(attended.view(1, num_tokens, -1)), None
+        attended = attended.view(1, num_tokens, -1)
+        return self.output(attended if keep is None else attended[:, keep]), None
 
 
 class FusedLayer(nn.Module):
@@ -172,12 +181,17 @@ class FusedLayer(nn.Module):
         self.attention = attention
         self.second_norm = second_norm
         self.mlp = mlp
+        self.context: AttentionContext | None = None
+        """Of a model's last layer: says which tokens' outputs anybody wants. The others need keys and values only."""
 
     def forward(self, hidden_states: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-        """[1, T, hidden] -> [1, T, hidden]; further arguments are those of the attention."""
+        """[1, T, hidden] -> [1, T, hidden], or fewer, see `context`; further arguments are those of the attention."""
+        keep = None if self.context is None else self.context.keep
         position_embeddings = keywords.get("position_embeddings")
         # The parts' own methods, not their calls: a step has hundreds, and nobody hooks them.
         x = hidden_states.contiguous()
-        attended, _ = self.attention.forward(self.first_norm.forward(x), position_embeddings)
+        attended, _ = self.attention.forward(self.first_norm.forward(x), position_embeddings, keep=keep)
+        if keep is not None:
+            x = x[:, keep]
         x, normed = self.second_norm.add_and_norm(x, attended)
         return x.add_(self.mlp.forward(normed))

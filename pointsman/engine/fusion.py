@@ -30,11 +30,13 @@ import torch
 from torch import Tensor, nn
 
 from pointsman.engine.attention import PagedLayer, attention_options, get_handler, set_handler
+from pointsman.engine.errors import first_line
 from pointsman.engine.fused_layers import FusedAttention, FusedLayer, FusedMLP, FusedNorm, HeadNorms
 from pointsman.engine.kernels import layers as kernels
 from pointsman.engine.kernels.runtime import STORAGE
 from pointsman.engine.linear import JoinedLinear, can_join, join_linear_layers, store_weights
-from pointsman.engine.self_check import FirstStep
+from pointsman.engine.self_check import TOLERANCE as LOGITS_TOLERANCE
+from pointsman.engine.self_check import FirstStep, relative_error
 
 logger = logging.getLogger(__name__)
 
@@ -208,6 +210,33 @@ def fuse(model: nn.Module, step: FirstStep, *, store: bool) -> Counter[str]:
             store_weights(model)
     logger.info("fused: %s", ", ".join(f"{count} {kind}" for kind, count in done.items()) or "nothing")
     return done
+
+
+def drop_tokens_early(model: nn.Module, step: FirstStep) -> bool:
+    """Let the last layer go on with those tokens only whose logits are wanted; whether it was seen to do that rightly.
+
+    Of a chunk of a prompt that is one token or none, and the layer's largest products are spared for the rest.
+    """
+    last = [module for module in model.modules() if isinstance(module, FusedLayer)][-1:]
+    for layer in last:
+        want = step.forward()
+        layer.context = step.context
+        try:
+            for keep in (torch.tensor([len(want) - 1, 2]), torch.arange(0)):
+                step.context.keep = keep
+                got = step.forward()
+                right = got.shape == want[keep].shape
+                if right and len(keep):
+                    right = bool((relative_error(got, want[keep]) <= LOGITS_TOLERANCE[want.dtype]).all())
+                if not right:
+                    layer.context = None
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:  # it is not the last, for one
+            logger.info("the last layer computes all tokens: %s", first_line(error))
+            layer.context = None
+        finally:
+            step.context.keep = None
+        return layer.context is not None
+    return False
 
 
 def _one_by_one(parts: list[Part]) -> Iterator[Part]:

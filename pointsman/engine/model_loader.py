@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from pointsman.engine.attention import ATTENTION_NAME, AttentionBackend, AttentionContext
-from pointsman.engine.backends import AttentionChoice, choose_attention, choose_device, fuse_for
+from pointsman.engine.backends import AttentionChoice, choose_attention, choose_device, drops_early, fuse_for
 from pointsman.engine.errors import ModelLoadError, UnsupportedModel, first_line
 from pointsman.engine.kv_pool import LayerShape
 from pointsman.engine.linear import check_quantization, store_weights
@@ -48,6 +48,8 @@ class LoadedModel:
     """The attention that it was checked with."""
     fused: dict[str, int]
     """How many parts of each kind were replaced by faster ones; they need the backend above."""
+    drops_tokens_early: bool
+    """Whether its last layer leaves out the tokens whose logits nobody wants."""
     num_parameters: int
 
     @property
@@ -166,8 +168,10 @@ def wrap_model(
     check = SelfCheck(model, layers, context, backend)
     check.run()
     fused = fuse_for(model, check, store=quantization is None) if fuse else {}
+    drops_tokens_early = False
     if fused:
         _check_fused(check)
+        drops_tokens_early = drops_early(model, check)
     if quantization is not None:
         store_weights(model, quantization)
     config = model.config.get_text_config(decoder=True)
@@ -182,6 +186,7 @@ def wrap_model(
         max_position_embeddings=longest or getattr(config, "max_position_embeddings", None),
         attention=backend,
         fused=fused,
+        drops_tokens_early=drops_tokens_early,
         num_parameters=num_parameters,
     )
 

@@ -178,11 +178,13 @@ class ModelRunner:
     def _forward(self, prepared: PreparedStep) -> Tensor:
         """Logits [len(logits_at), vocab_size]."""
         context = self.loaded.context
+        keep: Tensor | None = torch.from_numpy(prepared.logits_at)
+        if len(prepared.logits_at) == prepared.batch.num_tokens and not prepared.prompt_chunks:
+            keep = None  # decodes only
+        early, late = (keep, None) if self.loaded.drops_tokens_early else (None, keep)
         try:
-            context.begin(prepared.batch, self.pool, self.backend)
-            return run_model(
-                self.loaded.model, prepared.token_ids, prepared.positions, keep=torch.from_numpy(prepared.logits_at)
-            )
+            context.begin(prepared.batch, self.pool, self.backend, early)
+            return run_model(self.loaded.model, prepared.token_ids, prepared.positions, keep=late)
         finally:
             context.end()
 

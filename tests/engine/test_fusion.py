@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,32 @@ def test_a_model_that_is_large_enough_is_packed(dtype: torch.dtype) -> None:
     assert loaded.fused == WHOLE
     forms = [module.form for module in loaded.model.modules() if isinstance(module, JoinedLinear)]
     assert forms == ["packed"] * 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_last_layer_leaves_out_tokens_that_nobody_asks_for(dtype: torch.dtype) -> None:
+    """Only its MLP sees fewer; a model whose layers keep their own code computes all tokens."""
+    loaded = wrap_model(build(FAMILIES["qwen3"]()).to(dtype))
+    assert loaded.drops_tokens_early
+    sizes: list[list[int]] = []
+    mlps = [module for module in loaded.model.modules() if isinstance(module, FusedMLP)]
+    for mlp in mlps:
+        sizes.append(noted := [])
+        mlp.forward = partial(noting, mlp.forward, noted)
+    engine = Engine(loaded, num_blocks=16, block_size=8, max_num_batched_tokens=16, max_num_seqs=4)
+    for number, length in enumerate((9, 11)):
+        engine.add_request(
+            str(number), list(range(1 + number, 1 + number + length)), SamplingParams(max_tokens=2, ignore_eos=True)
+        )
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert [noted[:2] for noted in sizes] == [[16, 5]] * (len(mlps) - 1) + [[1, 2]]
+    assert not wrap_model(build(FAMILIES["qwen3"]()).to(dtype), fuse=False).drops_tokens_early
+
+
+def noting(forward: Callable[[Tensor], Tensor], sizes: list[int], x: Tensor) -> Tensor:
+    sizes.append(x.shape[1])
+    return forward(x)
 
 
 def test_in_bfloat16_too() -> None:
