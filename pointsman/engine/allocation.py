@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from functools import cache
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
@@ -28,12 +29,23 @@ def keep_freed_pages(*, one_heap: bool = False) -> bool:
             whenever it is empty, whatever has been said; a few threads that allocate seldom lose nothing by sharing.
             Only before those threads allocate for the first time.
     """
-    if any(name in os.environ for name in ENVIRONMENT):
-        return False
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
+    mallopt = _of_the_c_library("mallopt")
+    if mallopt is None or any(name in os.environ for name in ENVIRONMENT):
         return False
     if one_heap:
         mallopt(M_ARENA_MAX, 1)
     return bool(mallopt(M_MMAP_THRESHOLD, LARGEST_IN_HEAP)) and bool(mallopt(M_TRIM_THRESHOLD, KEPT_AT_THE_TOP))
+
+
+def give_back_freed_pages() -> None:
+    """Return to the system what lies free in the heap, for a time in which nobody needs it; takes milliseconds."""
+    trim = _of_the_c_library("malloc_trim")
+    if trim is not None:
+        trim(0)
+
+
+def _of_the_c_library(name: str) -> Callable[..., int] | None:
+    try:
+        return getattr(ctypes.CDLL(None), name)  # type: ignore[no-any-return]
+    except (OSError, AttributeError):
+        return None

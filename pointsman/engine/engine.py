@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pointsman.core import FinishReason, ParkReason, Request, Scheduler, SchedulerConfig, SchedulerOutput
 from pointsman.core.errors import StepOrderError
 from pointsman.engine import deadlines
-from pointsman.engine.allocation import keep_freed_pages
+from pointsman.engine.allocation import give_back_freed_pages, keep_freed_pages
 from pointsman.engine.errors import EngineStepError, GrammarError
 from pointsman.engine.grammar_compiler import GrammarCompiler
 from pointsman.engine.grammar_process import DEFAULT_TIMEOUT, GrammarLimits
@@ -180,6 +180,7 @@ class Engine:
         self.on_ready: Callable[[Request], None] | None = None
         """Gets every request that was parked for its grammar when it has it."""
         self.deadlines = deadlines.Deadlines()
+        give_back_freed_pages()  # of loading
         self._unreported: list[RequestOutput] = []  # of requests that ended between two steps
         self.on_output: Callable[[RequestOutput], None] | None = None
         """Gets every output that `update` and `abort` return, whoever calls them: how an `AsyncEngine` sees to its

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import WeakSet
 
 from pointsman.core.errors import DuplicateRequest
+from pointsman.engine.allocation import give_back_freed_pages
 from pointsman.engine.errors import EngineDeadError, EngineStepError, GrammarError
 from pointsman.engine.mailbox import Mailbox, Port
 from pointsman.engine.output import RequestOutput
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 EXIT_PATIENCE = 10.0
 """Seconds that the interpreter's exit waits for a step in progress."""
 
+SECONDS_TO_IDLE = 1.0
+"""Without work, after which freed memory goes back to the system."""
 LOOP_CHECK_INTERVAL = 0.5
 """Seconds between looks for event loops that were closed without a word, while there is anything to do for them."""
 
@@ -140,6 +143,7 @@ class EngineThread:
         self._ports_to_ring: dict[Port, None] = {}
         self._loops_checked = 0.0
         self._num_failures = 0  # in a row
+        self._has_computed = False  # since freed memory was last given back
         self._has_unreported_ends = False  # ids of requests that ended are free only with the next step
         self._stop: Stop | None = None
         self._gate = threading.RLock()  # a message is sent, or the inbox is closed; held for no longer than that
@@ -249,6 +253,7 @@ class EngineThread:
         engine = self._engine
         try:
             output = engine.schedule()
+            self._has_computed = True
             execution = engine.execute(output)
         except EngineStepError as error:
             self._num_failures += 1
@@ -290,6 +295,9 @@ class EngineThread:
             try:
                 message = self._inbox.get(timeout=self._patience())
             except Empty:
+                if self._has_computed:
+                    self._has_computed = False
+                    give_back_freed_pages()
                 self._check_loops()
                 self._engine.end_overdue()  # of those that wait for their grammars
             if self._stats_log is not None:
@@ -305,6 +313,8 @@ class EngineThread:
         if self._parked and (deadline := self._engine.deadlines.next()) is not None:
             left = max(0.0, deadline - self._engine.clock())
             wait = left if wait is None else min(wait, left)
+        if self._has_computed:
+            wait = SECONDS_TO_IDLE if wait is None else min(wait, SECONDS_TO_IDLE)
         return None if wait is None else min(wait, threading.TIMEOUT_MAX)
 
     def _poll(self) -> Message | None:

@@ -36,3 +36,24 @@ def test_freed_pages_serve_again() -> None:
 def test_what_the_user_says_counts() -> None:
     told, faults = run("keep", MALLOC_MMAP_THRESHOLD_="1048576")
     assert told == "False" and faults > 8, "every piece is mapped anew"
+
+
+def test_idle_engines_give_freed_pages_back() -> None:
+    """Something small above keeps the heap's end where it is; the free pages below it can go all the same."""
+    code = """
+import sys
+import torch
+from pointsman.engine.allocation import give_back_freed_pages, keep_freed_pages
+from pathlib import Path
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+keep_freed_pages(one_heap=True)
+large = [torch.ones(4 << 20) for _ in range(8)]
+small = torch.ones(1 << 12)
+del large
+before = resident()
+give_back_freed_pages()
+print(before - resident() >> 20)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) >= 100
