@@ -7,8 +7,8 @@ from dataclasses import fields
 from typing import Any
 
 from pointsman.cli.units import parse_size
-from pointsman.core import Scheduler, SchedulerConfig
-from pointsman.core.config import PRESETS
+from pointsman.core import ConfigError, Scheduler, SchedulerConfig
+from pointsman.core.presets import PRESETS
 
 ENGINE_DEFAULTS = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
 """Defaults of `Engine` that differ from those of `SchedulerConfig`, so that checks need not import PyTorch."""
@@ -34,7 +34,9 @@ def engine_arguments(knobs: Mapping[str, Any], preset: str | None = None) -> dic
     names = {field.name for field in fields(SchedulerConfig)}
     own = {name: value for name, value in arguments.items() if name in names}
     preset = "default" if preset is None else preset
-    defaults = {name: value for name, value in ENGINE_DEFAULTS.items() if name not in PRESETS.get(preset, {})}
+    if preset not in PRESETS:  # the scheduler knows more: systems to compare with, which are not for serving
+        raise ConfigError(f"no preset is called {preset!r}; choose one of {', '.join(PRESETS)}")
+    defaults = {name: value for name, value in ENGINE_DEFAULTS.items() if name not in PRESETS[preset]}
     stand_ins = {"num_blocks": 1, "max_model_len": 1}  # which the model decides
     Scheduler(SchedulerConfig.preset(preset, **(stand_ins | defaults | own)))
     return PRESETS[preset] | arguments

@@ -28,6 +28,8 @@ class Grant(NamedTuple):
     num_cached_tokens: int
     num_new_blocks: int
     """Blocks beyond the matched ones."""
+    charge: int
+    """Tokens that it takes from the step's budget, at least `num_tokens`."""
 
 
 class Blocked(NamedTuple):
@@ -56,7 +58,11 @@ class Admission:
     def __init__(
         self, config: SchedulerConfig, kv: KVCacheManager, limits: list[Limit], reserves: list[Reserve]
     ) -> None:
-        self._max_num_seqs = config.max_num_seqs
+        self._max_num_seqs = config.num_seats
+        self._full_budget = config.max_num_batched_tokens
+        self._first_chunk_only = config.first_chunk_only
+        self.asks_whole = config.admission_charge != "uncached"
+        self._charges_whole = config.admission_charge == "whole"
         self._chunked = config.enable_chunked_prefill
         # With the full sequence reserved, what is required does not depend on the size of the first chunk.
         self._depends_on_chunk = not config.full_sequence_must_fit
@@ -93,6 +99,15 @@ class Admission:
         """Whether all its uncached tokens must fit one step. A resumed request may always be chunked."""
         return not self._chunked and request.status is not RequestStatus.PREEMPTED
 
+    def may_have_to_fit(self, request: Request) -> bool:
+        """Whether it may have to fit what a step has left, as if nothing were cached."""
+        return self.must_start_whole(request) or self._first_chunk_only or self.asks_whole
+
+    def _must_fit(self, request: Request, budget: int) -> bool:
+        """Whether it may not be cut to `budget`, what the step has left."""
+        taken = budget < self._full_budget
+        return self.must_start_whole(request) or (taken and self._first_chunk_only)
+
     def forget(self) -> None:
         """A request left the queue. If it was admitted, it may hold blocks that the head then need not pay for."""
         self._remembered = None
@@ -109,23 +124,25 @@ class Admission:
         match = kv.look_up(request)
         known, cached = request.num_tokens, len(match.blocks) * kv.block_size
         want = known - cached
-        if self.must_start_whole(request) and want > budget:
-            self._remembered = _Remembered(request, key, None, 0, want)
-            return Blocked(Reason.BUDGET, want - budget)
+        whole = known if self.asks_whole else want
+        if whole > budget and self._must_fit(request, budget):
+            self._remembered = _Remembered(request, key, None, 0, min(whole, self._full_budget))
+            return Blocked(Reason.BUDGET, whole - budget)
         for limit in self._limits:
             want, reason = limit.admit(request, want)
             if want == 0:
                 assert reason is not None
                 return Blocked(reason, 0)
         num_tokens = min(want, budget)
-        held = kv.pool.num_in_use(match.blocks)
+        held = 0 if self.asks_whole else kv.pool.num_in_use(match.blocks)
         table_blocks = kv.blocks_for(cached + num_tokens)
         demand = Demand(table_blocks - held, kv.blocks_for(known) - held, owed)
         required = self.required_blocks(request, demand, num_running > 0)
         if required > kv.num_free:
             self._remembered = _Remembered(request, key, demand, required, 0)
             return self._blocked(request, demand, required, num_running > 0)
-        return Grant(match, num_tokens, cached, table_blocks - len(match.blocks))
+        charge = min(known, budget) if self._charges_whole else num_tokens
+        return Grant(match, num_tokens, cached, table_blocks - len(match.blocks), charge)
 
     def _blocked(self, request: Request, demand: Demand, required: int, something_runs: bool) -> Blocked:
         """Blocked for want of blocks, by the first reserve whose removal alone would let the request in.

@@ -6,27 +6,13 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pointsman.core.errors import ConfigError
+from pointsman.core.presets import PRESETS, SYSTEMS
 
 if TYPE_CHECKING:
     from pointsman.core.preemption import Victim
     from pointsman.core.queue import Order
 
 MAX_INT = 2**31 - 1  # token and block counts travel as int32
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "default": {},
-    # For comparison.
-    "static": {"batching": "static"},
-    # Short steps: few requests share one, and a prompt's chunk delays the others' next token little.
-    "low-latency": {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "enable_chunked_prefill": True},
-    # Full steps: weights are read once for many tokens, and each request waits longer for its next one.
-    "high-throughput": {"max_num_seqs": 256, "max_num_batched_tokens": 16384, "enable_chunked_prefill": True},
-    # Few enough seats that long sequences fit the pool together, and chunks large enough to get through a prompt.
-    "long-context": {"max_num_seqs": 128, "max_num_batched_tokens": 8192, "enable_chunked_prefill": True},
-    # Many small requests: each prompt is computed at once or waits, so that none is left half done.
-    "short-requests": {"max_num_seqs": 512, "max_num_batched_tokens": 4096, "enable_chunked_prefill": False},
-}
-"""Named settings to start from; what is not named keeps its default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +67,30 @@ class SchedulerConfig:
     """Admit only if the whole known sequence fits, not just its first chunk, beside what partly computed
     prompts are still owed."""
 
-    batching: Literal["mixed", "static"] = "mixed"
-    """"mixed": requests join and leave at every step. "static": admit only when nothing runs (for comparison)."""
+    batching: Literal["mixed", "prefill-first", "static"] = "mixed"
+    """"mixed": requests join and leave at every step. "prefill-first": a step computes prompts, those partly computed
+    and then new ones, and only if there are none, one token for each that decodes. "static": admit only when nothing
+    runs (for comparison)."""
+
+    # What follows is there for the presets that reproduce other systems.
+    max_num_running: int | None = None
+    """Under "prefill-first": most requests that hold blocks at once, of which `max_num_seqs` take part in a step. None:
+    `max_num_seqs`."""
+    first_chunk_only: bool = False
+    """Whether only the first request of a step may be cut to the budget; any other must fit what is left of it."""
+    admission_charge: Literal["uncached", "whole-fits", "whole"] = "uncached"
+    """What a request must fit, and takes from the budget. "uncached": the tokens it computes. "whole-fits": all its
+    known tokens must fit, and so must their blocks, as if nothing were cached; it takes what it computes. "whole": the
+    same, and it takes all its known tokens."""
+    decode_reserve: int = 0
+    """Output that is expected of a request, in tokens: while something runs, admit only if the free blocks left hold
+    it (or what its limits leave of it). 0: none."""
+    count_owed_blocks: bool = True
+    """Whether `full_sequence_must_fit` counts what partly computed prompts are still owed."""
+    shortage: Literal["replan", "in-order", "look-ahead"] = "replan"
+    """What happens to the others when blocks run out. "replan": the step is worked out anew without who gives way.
+    "in-order": rows get blocks one after the other, and if the row that asks gives way itself, those behind it wait.
+    "look-ahead": the same, and the first row behind the step's limits asks for its block too."""
 
     def __post_init__(self) -> None:
         self._check_ranges()
@@ -90,14 +98,15 @@ class SchedulerConfig:
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> Self:
-        """The configuration called `name`, a key of `PRESETS`, with `overrides` on top.
+        """The configuration called `name`, a key of `PRESETS` or `SYSTEMS`, with `overrides` on top.
 
         Raises:
             ConfigError: no preset has that name.
         """
-        if name not in PRESETS:
-            raise ConfigError(f"no preset is called {name!r}; choose one of {', '.join(PRESETS)}")
-        return cls(**{**PRESETS[name], **overrides})
+        presets = PRESETS | SYSTEMS
+        if name not in presets:
+            raise ConfigError(f"no preset is called {name!r}; choose one of {', '.join(presets)}")
+        return cls(**{**presets[name], **overrides})
 
     def replace(self, **overrides: Any) -> Self:
         """A copy with `overrides`, checked again."""
@@ -107,6 +116,11 @@ class SchedulerConfig:
     def num_usable_blocks(self) -> int:
         """Blocks that requests can hold: the pool without the reserved ids."""
         return self.num_blocks - self.num_reserved_blocks
+
+    @property
+    def num_seats(self) -> int:
+        """Most requests that hold blocks at once."""
+        return self.max_num_seqs if self.max_num_running is None else self.max_num_running
 
     @property
     def num_usable_tokens(self) -> int:
@@ -132,17 +146,27 @@ class SchedulerConfig:
         )
         for name in at_least_one:
             _check_int(name, getattr(self, name), 1)
-        for name in ("num_reserved_blocks", "long_prefill_token_threshold"):
+        for name in ("num_reserved_blocks", "long_prefill_token_threshold", "decode_reserve"):
             _check_int(name, getattr(self, name), 0)
-        for name in ("enable_chunked_prefill", "enable_prefix_caching", "share_within_step", "full_sequence_must_fit"):
+        if self.max_num_running is not None:
+            _check_int("max_num_running", self.max_num_running, 1)
+        for name in (
+            "enable_chunked_prefill",
+            "enable_prefix_caching",
+            "share_within_step",
+            "full_sequence_must_fit",
+            "first_chunk_only",
+            "count_owed_blocks",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         if not isinstance(self.watermark, (int, float)):
             raise ConfigError(f"watermark is {self.watermark!r}; it must be a number, a share of the pool")
         if not 0.0 <= self.watermark < 1.0:
             raise ConfigError(f"watermark is {self.watermark}, a share of the pool; choose 0 or more and less than 1")
-        if self.batching not in ("mixed", "static"):
-            raise ConfigError(f'batching is {self.batching!r}; choose "mixed" or "static"')
+        _check_choice("batching", self.batching, "mixed", "prefill-first", "static")
+        _check_choice("admission_charge", self.admission_charge, "uncached", "whole-fits", "whole")
+        _check_choice("shortage", self.shortage, "replan", "in-order", "look-ahead")
 
     def _check_combinations(self) -> None:
         if self.num_usable_blocks < 1:
@@ -150,7 +174,7 @@ class SchedulerConfig:
                 f"num_reserved_blocks is {self.num_reserved_blocks} of num_blocks {self.num_blocks}: none is left for "
                 "requests; raise num_blocks"
             )
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if self.max_num_batched_tokens < self.max_num_seqs and self.batching != "prefill-first":
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, less than max_num_seqs {self.max_num_seqs}: "
                 "not every running request could decode in a step; raise the budget or lower max_num_seqs"
@@ -167,10 +191,36 @@ class SchedulerConfig:
             )
         if not self.share_within_step and not self.enable_prefix_caching:
             raise ConfigError("share_within_step=False has no effect without prefix caching; leave it at its default")
-        if self.displace and self.batching == "static":
-            raise ConfigError('displace=True has no effect with batching "static"; use "mixed" or leave it unset')
-        if self.displace and self.order == "fcfs":
-            raise ConfigError('displace=True has no effect under order "fcfs"; use order="priority" or leave it unset')
+        if self.displace and self.batching != "mixed":
+            raise ConfigError(
+                f'displace=True has no effect with batching "{self.batching}"; use "mixed" or leave it unset'
+            )
+        if self.displace and self.order in ("fcfs", "fcfs-front", "priority-by-arrival"):
+            raise ConfigError(
+                f'displace=True has no effect under order "{self.order}"; use order="priority" or leave it unset'
+            )
+        self._check_prefill_first()
+
+    def _check_prefill_first(self) -> None:
+        if self.batching == "prefill-first" and self.shortage == "replan":
+            raise ConfigError(
+                'batching "prefill-first" goes row by row when blocks run out; set shortage to "in-order" or '
+                '"look-ahead"'
+            )
+        if self.max_num_running is not None and self.batching != "prefill-first":
+            raise ConfigError(
+                f'max_num_running is {self.max_num_running} and batching "{self.batching}", where every running '
+                'request is in every step; use batching="prefill-first" or leave it unset'
+            )
+        if self.max_num_running is not None and self.max_num_running < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_running is {self.max_num_running}, less than max_num_seqs {self.max_num_seqs}, which would "
+                "have no effect; lower max_num_seqs"
+            )
+        if not self.count_owed_blocks and not self.full_sequence_must_fit:
+            raise ConfigError(
+                "count_owed_blocks=False has no effect without full_sequence_must_fit; leave it at its default"
+            )
 
 
 def _check_int(name: str, value: object, least: int) -> None:
@@ -178,3 +228,9 @@ def _check_int(name: str, value: object, least: int) -> None:
         raise ConfigError(f"{name} is {value!r}; it must be an integer of at least {least}")
     if not least <= value <= MAX_INT:
         raise ConfigError(f"{name} is {value}; it must be between {least} and {MAX_INT}")
+
+
+def _check_choice(name: str, value: object, *choices: str) -> None:
+    if value not in choices:
+        *others, last = (f'"{choice}"' for choice in choices)
+        raise ConfigError(f"{name} is {value!r}; choose {', '.join(others)} or {last}")

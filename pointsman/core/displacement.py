@@ -103,7 +103,7 @@ class Trial:
         evict what the head would have found.
         """
         budget = self._config.max_num_batched_tokens - int(self._want[self._stays(gone)].sum())
-        return budget >= (self._head.num_tokens if self._admission.must_start_whole(self._head) else 1)
+        return budget >= (self._head.num_tokens if self._admission.may_have_to_fit(self._head) else 1)
 
     def has_room(self, gone: Int64Array) -> bool:
         """Whether there is a seat for the head, and its blocks with every reserve."""
@@ -115,7 +115,8 @@ class Trial:
         blocks, dropped = self._references_of(batch.members.rows[gone])
         freed = int(np.count_nonzero(kv.pool.num_references[blocks] == dropped))
         free = kv.num_free + freed - int(self._needed[stays].sum())
-        full = kv.blocks_for(head.num_tokens) - self._still_held(blocks, dropped)
+        full = kv.blocks_for(head.num_tokens)
+        full -= 0 if self._admission.asks_whole else self._still_held(blocks, dropped)
         # The first chunk is taken for the whole: what those who give way publish may make it larger than it is now.
         demand = Demand(full, full, self._owed(stays))
         return free >= self._admission.required_blocks(head, demand, num_running > 0)

@@ -37,7 +37,14 @@ def explain(request: Request, batch: Batch, kv: KVCacheManager, life: Lifecycle)
 def _blocker(reason: Reason | None, batch: Batch, life: Lifecycle) -> str | None:
     if reason is Reason.BEHIND:
         return life.queue.peek().request_id
-    rungs = (Reason.WATERMARK, Reason.FULL_SEQUENCE, Reason.BLOCKS, Reason.SEQUENCE_LIMIT, Reason.STATIC_BATCH)
+    rungs = (
+        Reason.WATERMARK,
+        Reason.FULL_SEQUENCE,
+        Reason.DECODE_RESERVE,
+        Reason.BLOCKS,
+        Reason.SEQUENCE_LIMIT,
+        Reason.STATIC_BATCH,
+    )
     members = batch.members
     if reason in rungs and len(members):
         return members.requests[int(batch.num_slots[members.rows].argmax())].request_id

@@ -84,7 +84,7 @@ def _check_places(batch: Batch, life: Lifecycle) -> None:
 
 
 def _check_steps(config: SchedulerConfig, batch: Batch, life: Lifecycle) -> None:
-    _require(len(batch) <= config.max_num_seqs, 3, f"{len(batch)} requests run, of {config.max_num_seqs}")
+    _require(len(batch) <= config.num_seats, 3, f"{len(batch)} requests run, of {config.num_seats}")
     _require(len(life.in_flight) <= config.max_steps_in_flight, 3, "too many steps are in flight")
     for record in life.in_flight:
         output = record.output

@@ -59,7 +59,7 @@ def make_victim(config: SchedulerConfig, order_name: str) -> Victim:
     """
     victim = config.victim
     if victim is None:
-        victim = "lowest-priority" if order_name == "priority" else "latest"
+        victim = "lowest-priority" if order_name.startswith("priority") else "latest"
     if not isinstance(victim, str):
         if not hasattr(victim, "choose"):
             raise ConfigError(f"victim is {victim!r}, neither a name nor an object with the Victim protocol")

@@ -73,12 +73,15 @@ class FirstComeFirstServed:
         """The class of a request; smaller is more urgent."""
         return 0
 
-    def push(self, request: Request) -> None:
+    def key(self, request: Request) -> tuple[Any, ...]:
+        """Where a request stands; the smallest is the head."""
         resumed = request.status is RequestStatus.PREEMPTED
         place = request.serial if resumed else request.arrival_time
+        return (self.urgency(request), 0 if resumed else 1, place, request.sequence_number)
+
+    def push(self, request: Request) -> None:
         self._num_pushes += 1  # a removed entry that is still in the heap may else be equal
-        key = (self.urgency(request), 0 if resumed else 1, place, request.sequence_number, self._num_pushes)
-        entry: list[Any] = [key, request]
+        entry: list[Any] = [(*self.key(request), self._num_pushes), request]
         request.queue_entry = entry
         heapq.heappush(self._heap, entry)
         self._length += 1
@@ -122,7 +125,33 @@ class PriorityOrder(FirstComeFirstServed):
         return request.priority
 
 
-ORDERS: dict[str, type[FirstComeFirstServed]] = {order.name: order for order in (FirstComeFirstServed, PriorityOrder)}
+class FrontFirst(FirstComeFirstServed):
+    """As "fcfs", but whoever was preempted last is the head (the field's schedulers push a victim to the front).
+
+    It differs where a victim resumes, and is preempted again before an earlier victim behind it resumed.
+    """
+
+    name = "fcfs-front"
+
+    def key(self, request: Request) -> tuple[Any, ...]:
+        if request.status is RequestStatus.PREEMPTED:
+            return (0, -self._num_pushes, 0)
+        return (1, request.arrival_time, request.sequence_number)
+
+
+class ArrivalPriority(PriorityOrder):
+    """By priority, then by arrival, whoever ran before or not, and nobody displaces (vLLM's "priority")."""
+
+    name = "priority-by-arrival"
+    displaces = False
+
+    def key(self, request: Request) -> tuple[Any, ...]:
+        return (request.priority, request.arrival_time, request.sequence_number)
+
+
+ORDERS: dict[str, type[FirstComeFirstServed]] = {
+    order.name: order for order in (FirstComeFirstServed, PriorityOrder, FrontFirst, ArrivalPriority)
+}
 
 
 def make_order(order: str | Order) -> Order:

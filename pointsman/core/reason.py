@@ -9,12 +9,13 @@ from dataclasses import dataclass
 class Reason(enum.Enum):
     """Why a request was not admitted in a step.
 
-    The first five are the rungs of the graded response to memory pressure: the one counted is the rung whose removal
+    The first six are the rungs of the graded response to memory pressure: the one counted is the rung whose removal
     alone would have let the request in.
     """
 
     WATERMARK = "watermark"
     FULL_SEQUENCE = "full_sequence"
+    DECODE_RESERVE = "decode_reserve"
     BLOCKS = "blocks"
     SEQUENCE_LIMIT = "sequence_limit"
     BUDGET = "budget"

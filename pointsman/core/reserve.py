@@ -51,8 +51,29 @@ class FullSequence:
 
     reason = Reason.FULL_SEQUENCE
 
+    def __init__(self, counts_owed: bool = True) -> None:
+        self._counts_owed = counts_owed
+
     def blocks(self, request: Request, demand: Demand, something_runs: bool) -> int:
-        return max(0, demand.full + demand.owed - demand.first)
+        owed = demand.owed if self._counts_owed else 0
+        return max(0, demand.full + owed - demand.first)
+
+
+class DecodeReserve:
+    """Room for the output that is to be expected of it, only while something runs: an empty machine must start
+    somebody."""
+
+    reason = Reason.DECODE_RESERVE
+
+    def __init__(self, num_tokens: int, block_size: int) -> None:
+        self._num_tokens = num_tokens
+        self._block_size = block_size
+
+    def blocks(self, request: Request, demand: Demand, something_runs: bool) -> int:
+        if not something_runs:
+            return 0
+        expected = min(self._num_tokens, request.token_limit - request.num_tokens)
+        return -(-expected // self._block_size)
 
 
 def make_reserves(config: SchedulerConfig) -> list[Reserve]:
@@ -61,5 +82,7 @@ def make_reserves(config: SchedulerConfig) -> list[Reserve]:
     if config.watermark > 0.0:
         reserves.append(Watermark(max(1, int(config.watermark * config.num_usable_blocks))))
     if config.full_sequence_must_fit:
-        reserves.append(FullSequence())
+        reserves.append(FullSequence(config.count_owed_blocks))
+    if config.decode_reserve:
+        reserves.append(DecodeReserve(config.decode_reserve, config.block_size))
     return reserves

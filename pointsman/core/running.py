@@ -60,10 +60,11 @@ class Running:
         self._limits = limits
         self._victim = victim
         self._steady_allowed = not any(limit.limits_decode for limit in limits)
+        self._steady_rows = self._budget  # with more rows, not all of them can decode in a step
 
     def advance(self, in_flight: bool, preempt: Callable[[Request], None]) -> Advance:
         """Decide, and commit, what every running row computes; `preempt` is called for each that gives way."""
-        if self._steady_allowed and self._batch.num_prefilling == 0 and len(self._batch) <= self._budget:
+        if self._steady_allowed and self._batch.num_prefilling == 0 and len(self._batch) <= self._steady_rows:
             steady = self._advance_steady(in_flight)
             if steady is not None:
                 return steady
@@ -140,8 +141,19 @@ class Running:
 
     def _advance_general(self, preempt: Callable[[Request], None]) -> Advance:
         """Limits, budget and blocks for all rows at once; whoever must give way leaves before anything is committed."""
+        return self._settle(*self.wants(), preempt)
+
+    def _settle(self, lacks: Int64Array, want: Int64Array, preempt: Callable[[Request], None]) -> Advance:
+        """Share tokens and blocks out among the rows that want some, and commit to it."""
+        members = self._batch.members
+        granted, needed, block_ids, preempted = self._share_out(want, preempt)
+        return self._commit(members, lacks, granted, needed, block_ids, preempted)
+
+    def _share_out(
+        self, want: Int64Array, preempt: Callable[[Request], None]
+    ) -> tuple[Int64Array, Int64Array, Int64Array, bool]:
+        """[rows] tokens and number of new blocks that each row gets, the blocks, and whether somebody gave way."""
         batch, members = self._batch, self._batch.members
-        lacks, want = self.wants()
         preempted = False
         while True:
             granted = self._within_budget(want)
@@ -149,16 +161,18 @@ class Running:
             end = needed.cumsum()
             free = self._kv.num_free
             if not len(end) or end[-1] <= free:
-                break
+                return granted, needed, self._grow(members, needed), preempted
             # The first row, in admission order, that does not get its blocks asks for them.
             asking = int(members.rows[end.searchsorted(free, side="right")])
             victim = int((members.rows == self._victim.choose(batch, asking)).nonzero()[0][0])
             preempt(members.requests[victim])
             want[victim] = 0  # it gives back what this step had granted to it
             preempted = True
+
+    def _grow(self, members: Members, needed: Int64Array) -> Int64Array:
+        """New blocks for the rows that need some, in row order; the pool has them."""
         short = needed.nonzero()[0]
-        block_ids = self._kv.grow(batch, members.rows[short], needed[short]) if len(short) else NO_BLOCKS
-        return self._commit(members, lacks, granted, needed, block_ids, preempted)
+        return self._kv.grow(self._batch, members.rows[short], needed[short]) if len(short) else NO_BLOCKS
 
     def _within_budget(self, want: Int64Array) -> Int64Array:
         """[rows] what the token budget leaves of it, in admission order."""

@@ -12,9 +12,9 @@
     4. admit      waiting requests, one after the other, until one must wait (`admission.py`)
     5. emit       the output (`emission.py`, `output.py`)
 
-There is no prefill phase and no decode phase: each request's `num_computed_tokens` chases its `num_tokens`, and a
-prefill chunk is what the budget does to a long prompt. The scheduler reads no clock and no random number; the same
-calls give the same decisions. One thread owns it.
+There is no prefill phase and no decode phase (unless `batching` asks for them, see `work.py`): each request's
+`num_computed_tokens` chases its `num_tokens`, and a prefill chunk is what the budget does to a long prompt. The
+scheduler reads no clock and no random number; the same calls give the same decisions. One thread owns it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from pointsman.core.displacement import Displacement
 from pointsman.core.emission import Emission
 from pointsman.core.errors import InvalidTransition, RequestRefused, StepOrderError
 from pointsman.core.in_flight import AdmittedRequest, StepRecord
+from pointsman.core.in_order import make_running
 from pointsman.core.inspection import explain, snapshot
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.lifecycle import End, Lifecycle
@@ -42,9 +43,10 @@ from pointsman.core.refusal import settle_limits
 from pointsman.core.request import FinishReason, ParkReason, Request, RequestStatus, checked_integer
 from pointsman.core.reserve import make_reserves
 from pointsman.core.rewind import rewind
-from pointsman.core.running import Advance, Running
+from pointsman.core.running import Advance
 from pointsman.core.stats import Counters, Explanation, SchedulerStats
 from pointsman.core.update import Update
+from pointsman.core.work import make_work
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -70,12 +72,14 @@ class Scheduler:
         limits = make_limits(config)
         queue = make_order(config.order)
         self._admission = Admission(config, self._kv, limits, make_reserves(config))
-        self._running = Running(config, self._batch, self._kv, limits, make_victim(config, queue.name))
+        self._running = make_running(config, self._batch, self._kv, limits, make_victim(config, queue.name))
+        self._max_rows = config.max_num_seqs if config.batching == "prefill-first" else MAX_INT
         displaces = queue.displaces and config.displace is not False and config.batching == "mixed"
         self._displacement = (
             Displacement(config, self._batch, self._kv, self._running, self._admission) if displaces else None
         )
         self._life = Lifecycle(self._batch, self._kv, queue, self._admission, self._counters)
+        self._work = make_work(self._running, self._life, self._publish, self._admit, config.batching)
         self._update = Update(self._batch, self._kv, self._life, self._counters)
         self._next_step_id = 0
         self._emission = Emission(self._batch, self._kv, self._life)
@@ -208,10 +212,7 @@ class Scheduler:
         """
         record = self._open_step()
         displacer = self._displace()
-        advance = self._running.advance(len(self._life.in_flight) > 0, self._life.preempt)
-        for request in advance.unpublished:
-            self._publish(request)
-        self._admit(record, advance, displacer, now)
+        advance = self._work(record, displacer, now)
         if self._unpublished:
             self._publish_late()
         output = self._emission.emit(record, advance)
@@ -388,6 +389,8 @@ class Scheduler:
             head = queue.peek()
             if closed is None and displacer is not None and head is not displacer:
                 closed = Reason.DISPLACEMENT
+            if closed is None and len(advance.requests) + len(record.admitted) >= self._max_rows:
+                closed = Reason.SEQUENCE_LIMIT
             verdict = Blocked(closed, 0) if closed else self._admission.attempt(head, budget, num_running, owed)
             if isinstance(verdict, Blocked):
                 self._defer(head, verdict, now)
@@ -395,7 +398,7 @@ class Scheduler:
                 break
             entry = self._start(head, verdict)
             record.admitted.append(entry)
-            budget -= verdict.num_tokens
+            budget -= verdict.charge
             num_running += 1
             owed += max(0, self._kv.blocks_for(head.num_tokens) - len(entry.blocks))
         if record.admitted:

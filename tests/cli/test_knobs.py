@@ -9,7 +9,7 @@ import pytest
 
 from pointsman.cli.knobs import engine_arguments
 from pointsman.core import ConfigError
-from pointsman.core.config import PRESETS
+from pointsman.core.presets import PRESETS
 from tests.cli.conftest import Finished
 from tests.cli.test_bad_input import check_refused
 

@@ -18,7 +18,7 @@ from pointsman.cli.errors import CommandError
 from pointsman.cli.knobs import ENGINE_DEFAULTS
 from pointsman.cli.options import KNOBS, SERVER
 from pointsman.cli.serve import FILE_OPTIONS, ServeSettings, serve_settings
-from pointsman.core.config import PRESETS
+from pointsman.core.presets import PRESETS
 from pointsman.server.config import ServerConfig
 from tests.cli.conftest import Finished
 from tests.cli.test_bad_input import check_refused

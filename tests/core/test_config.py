@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from pointsman.core import ConfigError, Scheduler, SchedulerConfig
-from pointsman.core.config import MAX_INT, PRESETS
+from pointsman.core.config import MAX_INT
+from pointsman.core.presets import PRESETS, SYSTEMS
 from tests.core.helpers import small_config
 
 POSITIVE = [
@@ -52,7 +53,7 @@ def test_the_watermark_is_a_share_of_the_pool(value: float) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"batching": "dynamic"}, 'batching is \'dynamic\'; choose "mixed" or "static"'),
+        ({"batching": "dynamic"}, 'batching is \'dynamic\'; choose "mixed", "prefill-first" or "static"'),
         ({"num_reserved_blocks": 16}, "num_reserved_blocks is 16 of num_blocks 16: none is left.*raise num_blocks"),
         (
             {"max_num_batched_tokens": 3},
@@ -72,6 +73,23 @@ def test_the_watermark_is_a_share_of_the_pool(value: float) -> None:
         ),
         ({"displace": True}, 'displace=True has no effect under order "fcfs"; use order="priority" or leave it unset'),
         ({"displace": True, "order": "priority", "batching": "static"}, "displace=True has no effect .*static"),
+        ({"displace": True, "order": "fcfs-front"}, 'displace=True has no effect under order "fcfs-front"'),
+        ({"displace": True, "order": "priority-by-arrival"}, "displace=True has no effect .*by-arrival"),
+        ({"decode_reserve": -1}, "decode_reserve is -1; it must be between 0 and"),
+        ({"first_chunk_only": 1}, "first_chunk_only is 1; it must be True or False"),
+        ({"admission_charge": "half"}, 'admission_charge is \'half\'; choose "uncached", "whole-fits" or "whole"'),
+        ({"shortage": "panic"}, 'shortage is \'panic\'; choose "replan", "in-order" or "look-ahead"'),
+        ({"batching": "prefill-first"}, 'batching "prefill-first" goes row by row .*; set shortage to "in-order"'),
+        ({"max_num_running": 9}, 'max_num_running is 9 and batching "mixed", where every running'),
+        (
+            {"max_num_running": 2, "batching": "prefill-first", "shortage": "in-order"},
+            "max_num_running is 2, less than max_num_seqs 4",
+        ),
+        ({"max_num_running": 0}, "max_num_running is 0; it must be between 1"),
+        (
+            {"count_owed_blocks": False, "full_sequence_must_fit": False},
+            "count_owed_blocks=False has no effect without full_sequence_must_fit",
+        ),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
 )
@@ -94,7 +112,10 @@ def test_a_value_of_the_wrong_type_is_a_config_error(overrides: dict[str, Any]) 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"order": "lifo"}, "no order is called 'lifo'; choose one of fcfs, priority, or pass an object"),
+        (
+            {"order": "lifo"},
+            "no order is called 'lifo'; choose one of fcfs, priority, fcfs-front, priority-by-arrival, or pass",
+        ),
         (
             {"victim": "oldest"},
             "no victim policy is called 'oldest'; choose one of latest, lowest-priority, or pass an",
@@ -164,7 +185,7 @@ def test_the_presets_to_start_from(
     )
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", PRESETS | SYSTEMS)
 def test_every_preset_makes_a_scheduler(name: str) -> None:
     config = Scheduler(SchedulerConfig.preset(name, num_blocks=100, max_model_len=1024)).config
     assert SchedulerConfig.preset("default", **config.to_dict()) == config

@@ -1,0 +1,71 @@
+"""The work of a step: which requests advance, and when others are admitted. Chosen once, by `batching`.
+
+mixed (and static)   every running row advances, then requests are admitted
+prefill-first        rows that still compute their prompt advance and requests are admitted; only if neither gives
+                     the step anything to do, the rows that decode advance
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from pointsman.core.in_flight import StepRecord
+from pointsman.core.in_order import InOrder
+from pointsman.core.lifecycle import Lifecycle
+from pointsman.core.request import Request
+from pointsman.core.running import Advance, Running
+
+Admit = Callable[[StepRecord, Advance, Request | None, float], None]
+
+
+class Work(Protocol):
+    """Decides a step, and commits to it; `displacer` is whom others made room for before."""
+
+    def __call__(self, record: StepRecord, displacer: Request | None, now: float) -> Advance: ...
+
+
+class Mixed:
+    """Prompts and decoding in one step."""
+
+    def __init__(self, running: Running, life: Lifecycle, publish: Callable[[Request], None], admit: Admit) -> None:
+        self._running = running
+        self._life = life
+        self._publish = publish
+        self._admit = admit
+
+    def __call__(self, record: StepRecord, displacer: Request | None, now: float) -> Advance:
+        advance = self._running.advance(len(self._life.in_flight) > 0, self._life.preempt)
+        for request in advance.unpublished:
+            self._publish(request)
+        self._admit(record, advance, displacer, now)
+        return advance
+
+
+class PrefillFirst:
+    """A step is for prompts or for decoding (nano-vLLM's and miniVLLM's two phases)."""
+
+    def __init__(self, running: InOrder, life: Lifecycle, publish: Callable[[Request], None], admit: Admit) -> None:
+        self._running = running
+        self._life = life
+        self._publish = publish
+        self._admit = admit
+
+    def __call__(self, record: StepRecord, displacer: Request | None, now: float) -> Advance:
+        advance = self._running.advance_prefills(self._life.preempt)
+        for request in advance.unpublished:
+            self._publish(request)
+        self._admit(record, advance, displacer, now)
+        if advance.total or record.admitted:
+            return advance
+        return self._running.advance(len(self._life.in_flight) > 0, self._life.preempt)
+
+
+def make_work(
+    running: Running, life: Lifecycle, publish: Callable[[Request], None], admit: Admit, batching: str
+) -> Work:
+    """The work that `batching` names."""
+    if batching == "prefill-first":
+        assert isinstance(running, InOrder), "checked by the configuration"
+        return PrefillFirst(running, life, publish, admit)
+    return Mixed(running, life, publish, admit)

@@ -1,0 +1,1 @@
+"""Executable specifications of the schedulers that the presets are named after, in simple loops."""

@@ -1,0 +1,185 @@
+"""What the specifications have in common: sequences, a plain prefix cache, and the end of a step.
+
+Nothing here knows the library. Which free block is overwritten first is not a scheduler's decision but its block
+manager's, and the five systems differ in it, so all specifications share one rule, the library's: blocks of worthless
+content first, then the least recently used one, a sequence's last block before its first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(eq=False)
+class Block:
+    """A physical block; `key` is all tokens up to its end if its content can be found."""
+
+    references: int = 0
+    key: tuple[int, ...] | None = None
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request: its known tokens, how many of them are computed, and the blocks it holds."""
+
+    name: str
+    prompt: list[int]
+    limit: int
+    """At that many tokens it ends."""
+    arrival: int
+    priority: int = 0
+    tokens: list[int] = field(default_factory=list)
+    computed: int = 0
+    published: int = 0
+    table: list[Block] = field(default_factory=list)
+    is_cut: bool = False
+    """Its known tokens are computed in part."""
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+
+
+class Cache:
+    """Blocks of `size` tokens, and where content can be found."""
+
+    def __init__(self, num_blocks: int, size: int) -> None:
+        self.size = size
+        self.num_blocks = num_blocks
+        self.blank = [Block() for _ in range(num_blocks)]
+        self.cached: list[Block] = []  # free, least recently used first
+        self.holders: dict[tuple[int, ...], list[Block]] = {}
+
+    @property
+    def free(self) -> int:
+        return len(self.blank) + len(self.cached)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.size)
+
+    def look_up(self, sequence: Sequence) -> list[Block]:
+        """Cached blocks of its known tokens; one token is always left to compute."""
+        found: list[Block] = []
+        for end in range(self.size, len(sequence.tokens), self.size):
+            holders = self.holders.get(tuple(sequence.tokens[:end]))
+            if not holders:
+                break
+            found.append(holders[0])
+        return found
+
+    def start(self, sequence: Sequence, cached: list[Block], num_tokens: int) -> None:
+        """Hold the cached blocks, and new ones for `num_tokens` in all."""
+        for block in cached:
+            if block.references == 0:
+                self.cached.remove(block)
+            block.references += 1
+        sequence.table = list(cached)
+        sequence.computed = len(cached) * self.size
+        sequence.published = len(cached)
+        self.grow(sequence, num_tokens)
+
+    def missing(self, sequence: Sequence, num_tokens: int) -> int:
+        return max(0, self.blocks_for(num_tokens) - len(sequence.table))
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> None:
+        for _ in range(self.missing(sequence, num_tokens)):
+            if self.blank:
+                block = self.blank.pop()
+            else:
+                block = self.cached.pop(0)
+                self._forget(block)
+            block.references = 1
+            sequence.table.append(block)
+
+    def publish(self, sequence: Sequence, num_tokens: int) -> None:
+        """The blocks that the first `num_tokens` tokens fill can be found from now on."""
+        for index in range(sequence.published, num_tokens // self.size):
+            key = tuple(sequence.tokens[: (index + 1) * self.size])
+            sequence.table[index].key = key
+            self.holders.setdefault(key, []).append(sequence.table[index])
+            sequence.published = index + 1
+
+    def publish_prompt(self, sequence: Sequence) -> None:
+        self.publish(sequence, min(sequence.computed, len(sequence.prompt)))
+
+    def release(self, sequence: Sequence) -> None:
+        """What it computed, generated tokens included, can still be found until it is overwritten."""
+        self.publish(sequence, min(sequence.computed, len(sequence.tokens)))
+        for block in reversed(sequence.table):
+            block.references -= 1
+            if block.references == 0:
+                (self.blank if block.key is None else self.cached).append(block)
+        sequence.table, sequence.computed, sequence.published, sequence.is_cut = [], 0, 0, False
+
+    def _forget(self, block: Block) -> None:
+        assert block.key is not None
+        self.holders[block.key].remove(block)
+        block.key = None
+
+
+@dataclass
+class Settings:
+    """What a specification is told."""
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int = 0
+    max_num_batched_tokens: int = 0
+    decode_reserve: int = 0
+    by_priority: bool = False
+
+
+@dataclass
+class Decision:
+    """A step: who computes how many tokens, in order; who gave way; and the cached tokens of who was admitted."""
+
+    tokens: dict[str, int] = field(default_factory=dict)
+    preempted: list[str] = field(default_factory=list)
+    cached: dict[str, int] = field(default_factory=dict)
+
+
+class Specification:
+    """Two queues and a cache; `schedule` is each system's own."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.cache = Cache(settings.num_blocks, settings.block_size)
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.step: dict[Sequence, int] = {}
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def schedule(self) -> Decision:
+        raise NotImplementedError
+
+    def preempt(self, sequence: Sequence, decision: Decision) -> None:
+        """It loses its blocks, keeps its tokens, and goes to the front of the queue."""
+        self.cache.release(sequence)
+        self.waiting.insert(0, sequence)
+        decision.preempted.append(sequence.name)
+
+    def samples(self) -> Iterable[Sequence]:
+        """Who samples a token in this step: whoever computes all its known tokens."""
+        return [sequence for sequence in self.step if sequence.computed == len(sequence.tokens)]
+
+    def compute(self, sequence: Sequence, num_tokens: int, decision: Decision) -> None:
+        """It computes `num_tokens` in this step; its prompt blocks can be found by those who come after."""
+        sequence.computed += num_tokens
+        sequence.is_cut = sequence.computed < len(sequence.tokens)
+        self.step[sequence] = decision.tokens[sequence.name] = num_tokens
+        self.cache.publish_prompt(sequence)
+
+    def update(self, sampled: dict[str, int]) -> list[str]:
+        """Append the samples; whoever is done leaves at once, which is before the next step does anything."""
+        finished: list[str] = []
+        for sequence in list(self.samples()):
+            sequence.tokens.append(sampled[sequence.name])
+            if len(sequence.tokens) == sequence.limit:
+                finished.append(sequence.name)
+        for sequence in [s for s in self.running if s.name in finished]:
+            self.cache.release(sequence)
+            self.running.remove(sequence)
+        self.step = {}
+        return finished

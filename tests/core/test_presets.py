@@ -1,0 +1,329 @@
+"""Presets that are called after other schedulers decide as those do: step by step, against their specifications.
+
+`POINTSMAN_SOAK=1` compares ten times as many workloads.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pointsman.core import (
+    FinishReason,
+    Recorder,
+    Request,
+    RequestRefused,
+    RequestStatus,
+    Scheduler,
+    SchedulerConfig,
+    StepResult,
+    replay,
+)
+from pointsman.core.presets import SYSTEMS
+from pointsman.core.queue import make_order
+
+from .helpers import Host, names, next_token, tokens_of
+from .specifications.sequences import Decision, Sequence, Settings, Specification
+from .specifications.textbook import Textbook
+from .specifications.two_phases import MiniVllm, NanoVllm, NanoVllmChunked
+from .specifications.vllm import Vllm
+
+NUM_WORKLOADS = 1000 if os.environ.get("POINTSMAN_SOAK") == "1" else 100
+NUM_TOKENS = 5  # in the vocabulary: so few that unrelated requests meet in the prefix cache
+
+SPECIFICATIONS: dict[str, type[Specification]] = {
+    "nano-vllm": NanoVllm,
+    "nano-vllm-chunked": NanoVllmChunked,
+    "minivllm": MiniVllm,
+    "textbook": Textbook,
+    "vllm": Vllm,
+    "vllm, priority": Vllm,
+}
+
+
+@dataclass
+class Tally:
+    """What the workloads of a preset met, so that they cannot pass by meeting nothing."""
+
+    steps: int = 0
+    preemptions: int = 0
+    hits: int = 0
+    chunks: int = 0
+    steps_without_decode: int = 0
+    """Steps for prompts while others could have decoded."""
+    waiting: int = 0
+
+
+@dataclass
+class Workload:
+    """A configuration, and requests with the step before which each arrives."""
+
+    settings: Settings
+    overrides: dict[str, Any]
+    arrivals: list[tuple[int, Sequence, dict[str, Any]]] = field(default_factory=list)
+
+
+def make_workload(name: str, seed: int) -> Workload:
+    """Random, with a small pool, small budgets and prompts that share documents."""
+    random_ = random.Random(f"{name} {seed}")
+    by_priority = name == "vllm, priority"
+    size, num_blocks = random_.randint(2, 4), random_.randint(5, 16)
+    max_model_len = random_.randint(24, 60)
+    overrides: dict[str, Any] = {"num_blocks": num_blocks, "block_size": size, "max_model_len": max_model_len}
+    settings = Settings(num_blocks, size, by_priority=by_priority)
+    longest = min(max_model_len - 1, num_blocks * size)
+    if name == "textbook":
+        settings.decode_reserve = overrides["decode_reserve"] = random_.choice((0, 1, 3, 6, 128))
+    else:
+        settings.max_num_seqs = overrides["max_num_seqs"] = random_.randint(1, 5)
+        least = 1 if name == "minivllm" else settings.max_num_seqs
+        settings.max_num_batched_tokens = overrides["max_num_batched_tokens"] = least + random_.randint(0, 24)
+    if by_priority:
+        overrides["order"] = "priority-by-arrival"
+    if name in ("nano-vllm", "minivllm"):
+        longest = min(longest, settings.max_num_batched_tokens)
+    workload = Workload(settings, overrides)
+    documents = [[random_.randrange(NUM_TOKENS) for _ in range(30)] for _ in range(2)]
+    for index in range(random_.randint(4, 14)):
+        prompt = random_.choice(documents)[: random_.randint(0, 24)]
+        prompt = [*prompt, *(random_.randrange(NUM_TOKENS) for _ in range(random_.randint(1, 6)))][:longest]
+        max_tokens, total = random_.randint(1, 20), None
+        if name == "minivllm" and random_.random() < 0.5:
+            total = len(prompt) + random_.randint(1, 12)
+        bounds = [len(prompt) + max_tokens, max_model_len, num_blocks * size + 1, *([total] if total else [])]
+        priority = random_.randint(0, 2) if by_priority else 0
+        sequence = Sequence(f"r{index}", prompt, min(bounds), index, priority)
+        fields = {"max_tokens": max_tokens, "max_total_tokens": total, "priority": priority}
+        workload.arrivals.append((random_.randint(0, 12), sequence, fields))
+    workload.arrivals.sort(key=lambda arrival: arrival[0])
+    for index, (_, sequence, _) in enumerate(workload.arrivals):
+        sequence.arrival = index
+    return workload
+
+
+def compare(name: str, seed: int, tally: Tally) -> None:
+    """Run one workload in both, and compare every decision and every end."""
+    workload = make_workload(name, seed)
+    preset = name.partition(",")[0]
+    scheduler = Scheduler(SchedulerConfig.preset(preset, **workload.overrides))
+    specification = SPECIFICATIONS[name](workload.settings)
+    arrivals = list(workload.arrivals)
+    for step in range(2000):
+        while arrivals and arrivals[0][0] <= step:
+            _, sequence, fields = arrivals.pop(0)
+            specification.add(sequence)
+            scheduler.add(Request(sequence.name, sequence.prompt, arrival_time=sequence.arrival, **fields), float(step))
+        if not scheduler.has_unfinished_requests() and not arrivals:
+            break
+        decoding = sum(not sequence.is_cut for sequence in specification.running)
+        output, expected = scheduler.schedule(float(step)), specification.schedule()
+        cached = dict(zip(names(output.admitted), output.num_cached_tokens.tolist(), strict=True))
+        decided = Decision(tokens_of(output), names(output.preempted), cached)
+        where = f"{name}, workload {seed}, step {step}"
+        assert decided == expected, where
+        assert list(decided.tokens) == list(expected.tokens), f"{where}: the order"
+        sampled = {s.name: next_token(np.array(s.tokens)) % NUM_TOKENS for s in specification.samples()}
+        order = [
+            request.request_id for request, samples in zip(output.requests, output.samples, strict=True) if samples
+        ]
+        assert sorted(order) == sorted(sampled), f"{where}: who samples"
+        update = scheduler.update(output, StepResult([sampled[name] for name in order]), float(step))
+        assert sorted(names(update.finished)) == sorted(specification.update(sampled)), f"{where}: who ends"
+        scheduler.check_invariants()
+        tally.steps += 1
+        tally.preemptions += len(decided.preempted)
+        tally.hits += sum(cached.values()) > 0
+        tally.chunks += len(decided.tokens) - len(order)
+        tally.steps_without_decode += bool(cached) and decoding > 0 and len(cached) == len(decided.tokens)
+        tally.waiting += bool(specification.waiting)
+    assert not specification.waiting and not specification.running, f"{name}, workload {seed} does not end"
+
+
+@pytest.mark.parametrize("name", SPECIFICATIONS)
+def test_a_preset_decides_as_its_specification(name: str) -> None:
+    tally = Tally()
+    for seed in range(NUM_WORKLOADS):
+        compare(name, seed, tally)
+    assert tally.steps > 15 * NUM_WORKLOADS
+    assert tally.preemptions > NUM_WORKLOADS // 4 and tally.hits > NUM_WORKLOADS and tally.waiting > NUM_WORKLOADS
+    assert (tally.chunks > 0) == (name != "textbook")
+    assert (tally.steps_without_decode > 0) == (name in ("nano-vllm", "nano-vllm-chunked", "minivllm"))
+
+
+def test_every_system_has_a_specification() -> None:
+    assert set(SYSTEMS) == {name.partition(",")[0] for name in SPECIFICATIONS}
+
+
+@pytest.mark.parametrize("name", ["nano-vllm", "nano-vllm-chunked", "minivllm"])
+def test_the_defaults_are_those_of_the_originals(name: str) -> None:
+    config = SchedulerConfig.preset(name, num_blocks=100, max_model_len=1024)
+    assert (config.max_num_batched_tokens, config.max_num_seqs) == (16384, 512)
+
+
+# ------------------------------------------------------------------ where the originals crash, hang or lose a request
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_a_prompt_larger_than_the_pool_is_refused(name: str) -> None:
+    scheduler = Scheduler(SchedulerConfig.preset(name, num_blocks=4, block_size=4, max_model_len=64))
+    with pytest.raises(RequestRefused, match="needs 5 KV blocks"):
+        scheduler.add(Request("a", list(range(17)), arrival_time=0.0, max_tokens=4), 0.0)
+    assert not scheduler.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_a_lone_sequence_that_outgrows_the_pool_ends_by_length(name: str) -> None:
+    host = Host(**{**SYSTEMS[name], "num_blocks": 4, "max_num_seqs": 2, "max_num_batched_tokens": 16})
+    request = host.add("a", 10, max_tokens=50)
+    host.run_to_end()
+    assert (request.finish_reason, request.finish_detail) == (FinishReason.LENGTH, "kv_capacity")
+    assert request.num_tokens == 17
+
+
+@pytest.mark.parametrize("name", ["nano-vllm", "nano-vllm-chunked", "minivllm"])
+def test_a_preempted_sequence_that_outgrew_the_budget_is_computed_in_chunks(name: str) -> None:
+    host = Host(**{**SYSTEMS[name], "num_blocks": 6, "max_num_batched_tokens": 8, "enable_prefix_caching": False})
+    first, second = host.add("a", 7, max_tokens=9), host.add("b", 7, max_tokens=9)
+    outputs = host.run_to_end()
+    assert second.num_preemptions == 1
+    resumed = next(step for step in outputs if step.is_resumed.any())
+    assert tokens_of(resumed) == {"b": 8} and not resumed.samples.any()
+    assert (first.num_output_tokens, second.num_output_tokens) == (9, 9)
+
+
+@pytest.mark.parametrize("name", ["nano-vllm", "minivllm"])
+def test_a_fully_cached_prompt_leaves_a_token_to_compute(name: str) -> None:
+    host = Host(**SYSTEMS[name])
+    prompt = host.prompt(8)
+    host.add("a", prompt, max_tokens=1)
+    host.run_to_end()
+    host.add("b", prompt, max_tokens=1)
+    assert tokens_of(host.step()) == {"b": 4}
+
+
+def test_a_row_that_the_token_budget_keeps_out_of_a_step_is_not_lost() -> None:
+    host = Host(**{**SYSTEMS["minivllm"], "max_num_seqs": 4, "max_num_batched_tokens": 2})
+    for name in "abc":
+        host.add(name, 2, max_tokens=3)
+    outputs = host.run_to_end()
+    decoding = [tokens_of(step) for step in outputs if not len(step.admitted)]
+    assert decoding == [{"a": 1, "b": 1}, {"a": 1, "b": 1}, {"c": 1}, {"c": 1}]
+
+
+# ------------------------------------------------------------------------------- what the knobs of the presets do
+
+
+def test_the_running_set_may_be_larger_than_a_step() -> None:
+    host = Host(**{**SYSTEMS["nano-vllm"], "max_num_seqs": 2, "max_num_batched_tokens": 16})
+    for name in "abc":
+        host.add(name, 3, max_tokens=3)
+    assert [tokens_of(host.step()) for _ in range(3)] == [{"a": 3, "b": 3}, {"c": 3}, {"a": 1, "b": 1}]
+    assert host.stats().num_running == 3
+
+
+def test_a_cap_on_the_running_set() -> None:
+    overrides = {"max_num_seqs": 2, "max_num_running": 2, "max_num_batched_tokens": 16}
+    host = Host(**{**SYSTEMS["nano-vllm"], **overrides})
+    for name in "abc":
+        host.add(name, 3, max_tokens=3)
+    host.step()
+    assert tokens_of(host.step()) == {"a": 1, "b": 1}
+    assert host.stats().deferrals["sequence_limit"] == 2
+
+
+def test_the_admission_charge_decides_how_many_share_a_step() -> None:
+    admitted = {}
+    for name in ("nano-vllm", "nano-vllm-chunked", "minivllm"):
+        host = Host(**{**SYSTEMS[name], "max_num_seqs": 4, "max_num_batched_tokens": 20})
+        document = host.prompt(8)
+        host.add("first", [*document, 1], max_tokens=1)
+        host.run_to_end()
+        for index in range(4):
+            host.add(f"r{index}", [*document, 50 + index, 60 + index], max_tokens=1)
+        admitted[name] = len(host.step().admitted)
+    # Each has 10 tokens, 8 of them cached. Whole: 10 + 10. Whole to fit: until 2 x n + 10 > 20.
+    assert admitted == {"nano-vllm": 4, "nano-vllm-chunked": 4, "minivllm": 2}
+
+
+def test_nothing_running_gives_way_to_a_waiting_request_in_the_preset_vllm() -> None:
+    for order, expected in (("priority", {"b": 4}), ("priority-by-arrival", {"a": 1})):
+        host = Host(**{**SYSTEMS["vllm"], "order": order, "max_num_seqs": 1, "displace": None})
+        host.add("a", 4, priority=1)
+        host.step()
+        host.add("b", 4, priority=0)
+        assert tokens_of(host.step()) == expected
+
+
+def test_a_row_that_gives_way_itself_ends_the_walk() -> None:
+    """Under priority: the least urgent row asks first, gives way, and the row behind it waits for the next step."""
+    steps = {}
+    for shortage in ("replan", "in-order"):
+        host = Host(order="priority", displace=False, shortage=shortage, num_blocks=2, enable_prefix_caching=False)
+        host.add("low", 3, priority=5)
+        host.step()
+        host.add("high", 4, priority=0)
+        assert tokens_of(host.step()) == {"low": 1, "high": 4}
+        steps[shortage] = [tokens_of(host.step()) for _ in range(2)]
+    assert steps == {"replan": [{"high": 1}, {"high": 1}], "in-order": [{}, {"high": 1}]}
+
+
+def test_whoever_was_preempted_last_is_the_head_under_fcfs_front() -> None:
+    """Queued are x, preempted in its first run, and y, preempted in its second: its admission is the later one."""
+    heads = {}
+    for name in ("fcfs", "fcfs-front"):
+        order = make_order(name)
+        for request_id, serial in (("x", 1), ("y", 2)):
+            request = Request(request_id, [1], arrival_time=serial, max_tokens=1)
+            request.status, request.serial = RequestStatus.PREEMPTED, serial
+            order.push(request)
+        order.push(Request("new", [1], arrival_time=0.0, max_tokens=1))
+        heads[name] = [order.pop().request_id for _ in range(3)]
+    assert heads == {"fcfs": ["x", "y", "new"], "fcfs-front": ["y", "x", "new"]}
+
+
+def test_the_row_behind_a_step_asks_for_its_block_too_in_minivllm() -> None:
+    preempted = {}
+    for shortage in ("in-order", "look-ahead"):
+        overrides = {"max_num_seqs": 1, "num_blocks": 3, "shortage": shortage, "enable_prefix_caching": False}
+        host = Host(**{**SYSTEMS["minivllm"], **overrides})
+        for name in "abc":
+            host.add(name, 4, max_tokens=2)
+        steps = [host.step() for _ in range(4)]
+        preempted[shortage] = names(steps[3].preempted)
+    assert preempted == {"in-order": ["c"], "look-ahead": ["c", "b"]}
+
+
+def test_a_decode_reserve_keeps_room_for_the_expected_output() -> None:
+    host = Host(decode_reserve=8, num_blocks=5)
+    host.add("a", 8, max_tokens=8)
+    host.add("b", 7, max_tokens=8)
+    assert tokens_of(host.step()) == {"a": 8}
+    waiting = host.explain("b")
+    assert waiting.reason is not None and waiting.reason.value == "decode_reserve"
+    assert (waiting.missing, waiting.blocker) == (1, "a")
+
+
+def test_a_decode_reserve_asks_no_more_than_the_request_can_generate() -> None:
+    host = Host(decode_reserve=1000, num_blocks=5)
+    host.add("a", 8, max_tokens=8)
+    host.add("b", 7, max_tokens=4)
+    assert tokens_of(host.step()) == {"a": 8, "b": 7}
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_a_system_is_a_preset_and_replays(name: str) -> None:
+    config = SchedulerConfig.preset(name, num_blocks=12, max_model_len=40, block_size=2)
+    assert SchedulerConfig(**config.to_dict()) == config
+    recording = io.StringIO()
+    host = Host(recorder=Recorder(recording), **{**config.to_dict(), "max_num_seqs": 3, "max_num_batched_tokens": 14})
+    document = host.prompt(6)
+    for index in range(5):
+        host.add(f"r{index}", [*document, index], max_tokens=9)
+    host.run_to_end()
+    assert replay(recording.getvalue().splitlines()).num_preemptions == host.stats().num_preemptions > 0
