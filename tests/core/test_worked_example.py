@@ -1,0 +1,71 @@
+"""The worked example of a published description of vLLM's scheduler, with numbers that add up.
+
+Budget 2,048 tokens, 4 sequences, blocks of 16. Running: A decodes (prompt 100, 50 outputs, 149 tokens computed), B has
+its first output (prompt 200), C has 300 of 500 prompt tokens computed. Waiting: D (1,000 tokens, 256 of them
+cached), E. The example also gives A two drafts, which are for the tests of speculation to add: 948 tokens then.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pointsman.core import Reason, Request
+from pointsman.core.batch import Batch
+from pointsman.core.limits import Int64Array
+
+from .helpers import Host, cached_of, names, tokens_of
+
+
+class FirstChunk:
+    """Holds prompts at 300 tokens a step while it is on: in one step the budget alone could not cut C there."""
+
+    limits_decode = False
+    is_on = True
+
+    def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
+        np.minimum(want, 300 if self.is_on else 2048, out=want)
+
+    def admit(self, request: Request, want: int) -> tuple[int, Reason | None]:
+        return min(want, 300 if self.is_on else 2048), None
+
+
+def example(num_blocks: int) -> Host:
+    """The state before the step."""
+    host = Host(num_blocks=num_blocks, block_size=16, max_model_len=2048, max_num_seqs=4, max_num_batched_tokens=2048)
+    first_chunk = FirstChunk()
+    host.scheduler._admission._limits.append(first_chunk)  # the running part reads the same list
+    document = host.prompt(256)
+    host.add("earlier", [*document, 1], max_tokens=1)
+    host.run_to_end()
+    a = host.add("A", 100, max_tokens=200)
+    for _ in range(49):
+        host.step()
+    b, c = host.add("B", 200, max_tokens=200), host.add("C", 500, max_tokens=200)
+    assert tokens_of(host.step()) == {"A": 1, "B": 200, "C": 300}
+    first_chunk.is_on = False
+    assert (a.num_tokens, a.num_computed_tokens) == (150, 149)
+    assert (b.num_tokens, b.num_computed_tokens) == (201, 200)
+    assert (c.num_tokens, c.num_computed_tokens) == (500, 300)
+    host.add("D", [*document, *host.prompt(744)], max_tokens=200)
+    host.add("E", 500, max_tokens=200)
+    return host
+
+
+def test_the_step_of_the_worked_example() -> None:
+    host = example(num_blocks=128)
+    output = host.step()
+    assert tokens_of(output) == {"A": 1, "B": 1, "C": 200, "D": 744}
+    assert cached_of(output) == {"D": 256}
+    assert output.total_num_scheduled_tokens == 946
+    waiting = host.explain("E")
+    assert (waiting.reason, waiting.missing) == (Reason.SEQUENCE_LIMIT, 1)
+
+
+def test_with_100_blocks_d_waits_and_nobody_gives_way_to_it() -> None:
+    host = example(num_blocks=100)
+    output = host.step()
+    assert tokens_of(output) == {"A": 1, "B": 1, "C": 200}
+    assert names(output.preempted) == []
+    waiting = host.explain("D")
+    # A, B and C hold 10 + 13 + 32 of 100 blocks, and D needs 63: its cached blocks are free ones too.
+    assert (waiting.reason, waiting.missing, waiting.blocker) == (Reason.BLOCKS, 63 - 45, "C")
