@@ -35,30 +35,27 @@ class Mixed:
         self._admit = admit
 
     def __call__(self, record: StepRecord, displacer: Request | None, now: float) -> Advance:
-        advance = self._running.advance(len(self._life.in_flight) > 0, self._life.preempt)
+        advance = self._advance()
         for request in advance.unpublished:
             self._publish(request)
         self._admit(record, advance, displacer, now)
         return advance
 
+    def _advance(self) -> Advance:
+        return self._running.advance(len(self._life.in_flight) > 0, self._life.preempt)
 
-class PrefillFirst:
+
+class PrefillFirst(Mixed):
     """A step is for prompts or for decoding (nano-vLLM's and miniVLLM's two phases)."""
 
-    def __init__(self, running: InOrder, life: Lifecycle, publish: Callable[[Request], None], admit: Admit) -> None:
-        self._running = running
-        self._life = life
-        self._publish = publish
-        self._admit = admit
+    _running: InOrder
 
     def __call__(self, record: StepRecord, displacer: Request | None, now: float) -> Advance:
-        advance = self._running.advance_prefills(self._life.preempt)
-        for request in advance.unpublished:
-            self._publish(request)
-        self._admit(record, advance, displacer, now)
-        if advance.total or record.admitted:
-            return advance
-        return self._running.advance(len(self._life.in_flight) > 0, self._life.preempt)
+        prefills = super().__call__(record, displacer, now)
+        return prefills if prefills.total or record.admitted else super()._advance()
+
+    def _advance(self) -> Advance:
+        return self._running.advance_prefills(self._life.preempt)
 
 
 def make_work(

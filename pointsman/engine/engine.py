@@ -26,8 +26,8 @@ from pointsman.engine.allocation import give_back_freed_pages, keep_freed_pages
 from pointsman.engine.errors import EngineStepError, GrammarError
 from pointsman.engine.grammar_compiler import GrammarCompiler
 from pointsman.engine.grammar_process import DEFAULT_TIMEOUT, GrammarLimits
-from pointsman.engine.kv_pool import KVPool, choose_kv_dtype
-from pointsman.engine.loading import choose_pool_size, load_with_attention
+from pointsman.engine.kv_pool import KVPool, choose_kv_dtype, choose_num_blocks
+from pointsman.engine.loading import load_with_attention
 from pointsman.engine.model_runner import ModelRunner
 from pointsman.engine.output import RequestOutput
 from pointsman.engine.output_processor import OutputProcessor
@@ -131,8 +131,8 @@ class Engine:
         keep_freed_pages()
         self.max_model_len = self.loaded.choose_max_model_len(max_model_len)
         kv_dtype = choose_kv_dtype(kv_cache_dtype, self.loaded.dtype)
-        num_blocks = choose_pool_size(
-            self.loaded,
+        num_blocks = choose_num_blocks(
+            self.loaded.layers,
             num_blocks=num_blocks,
             kv_cache_bytes=kv_cache_bytes,
             block_size=block_size,

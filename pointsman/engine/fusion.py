@@ -217,26 +217,32 @@ def drop_tokens_early(model: nn.Module, step: FirstStep) -> bool:
 
     Of a chunk of a prompt that is one token or none, and the layer's largest products are spared for the rest.
     """
-    last = [module for module in model.modules() if isinstance(module, FusedLayer)][-1:]
-    for layer in last:
-        want = step.forward()
-        layer.context = step.context
-        try:
-            for keep in (torch.tensor([len(want) - 1, 2]), torch.arange(0)):
-                step.context.keep = keep
-                got = step.forward()
-                right = got.shape == want[keep].shape
-                if right and len(keep):
-                    right = bool((relative_error(got, want[keep]) <= LOGITS_TOLERANCE[want.dtype]).all())
-                if not right:
-                    layer.context = None
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:  # it is not the last, for one
-            logger.info("the last layer computes all tokens: %s", first_line(error))
-            layer.context = None
-        finally:
-            step.context.keep = None
-        return layer.context is not None
-    return False
+    layer = next((module for module in reversed(list(model.modules())) if isinstance(module, FusedLayer)), None)
+    if layer is None:
+        return False
+    want = step.forward()
+    layer.context = step.context
+    try:
+        right = all(
+            _answers_alike(step, keep, want[keep]) for keep in (torch.tensor([len(want) - 1, 2]), torch.arange(0))
+        )
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:  # it is not the last, for one
+        logger.info("the last layer computes all tokens: %s", first_line(error))
+        right = False
+    finally:
+        step.context.keep = None
+    if not right:
+        layer.context = None
+    return right
+
+
+def _answers_alike(step: FirstStep, keep: Tensor, want: Tensor) -> bool:
+    """Whether the logits of the tokens to keep, `want` [r, vocab_size], come out when only they are asked for."""
+    step.context.keep = keep
+    got = step.forward()
+    if got.shape != want.shape:
+        return False
+    return len(keep) == 0 or bool((relative_error(got, want) <= LOGITS_TOLERANCE[want.dtype]).all())
 
 
 def _one_by_one(parts: list[Part]) -> Iterator[Part]:

@@ -152,8 +152,13 @@ def choose_num_blocks(
     The default takes no more than `max_num_seqs` requests of full length could ever use.
 
     Raises:
-        ValueError: both a count and a budget are given, or the budget is smaller than one block.
+        ValueError: both a count and a budget are given, the budget is smaller than one block, or what it depends on is
+            out of range.
     """
+    # `SchedulerConfig` checks these two, but only together with the pool's size, which depends on them.
+    for name, value in (("block_size", block_size), ("max_num_seqs", max_num_seqs)):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
     if num_blocks is not None:
         if kv_cache_bytes is not None:
             raise ValueError(

@@ -1,6 +1,4 @@
-"""What an `Engine` is made of: a model with its attention, and the number of KV blocks. Nothing is allocated for the
-blocks here, so that a setting that cannot be used is refused before memory is taken for it.
-"""
+"""What an `Engine` runs: a model, and the attention that computes with it."""
 
 from __future__ import annotations
 
@@ -8,12 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pointsman.engine.backends import attention_of
-from pointsman.engine.kv_pool import choose_num_blocks
 from pointsman.engine.model_loader import LoadedModel, load_model
 
 if TYPE_CHECKING:
-    import torch
-
     from pointsman.engine.attention import AttentionBackend
     from pointsman.engine.backends import AttentionChoice
 
@@ -50,33 +45,3 @@ def load_with_attention(
         quantization=quantization,
     )
     return loaded, loaded.attention
-
-
-def choose_pool_size(
-    loaded: LoadedModel,
-    *,
-    num_blocks: int | None,
-    kv_cache_bytes: int | None,
-    block_size: int,
-    dtype: torch.dtype,
-    max_model_len: int,
-    max_num_seqs: int,
-) -> int:
-    """How many blocks of `block_size` tokens the KV pool has.
-
-    Raises:
-        ValueError: what it depends on is out of range, or two settings contradict each other.
-    """
-    # `SchedulerConfig` checks these two, but only together with the pool's size, which depends on them.
-    for name, value in (("block_size", block_size), ("max_num_seqs", max_num_seqs)):
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
-    return choose_num_blocks(
-        loaded.layers,
-        num_blocks=num_blocks,
-        kv_cache_bytes=kv_cache_bytes,
-        block_size=block_size,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-    )
