@@ -15,9 +15,10 @@ from pointsman.core.errors import (
 from pointsman.core.output import SchedulerOutput, StepResult, StepUpdate
 from pointsman.core.reason import Reason
 from pointsman.core.recording import Recorder, RecordingError, ReplayDifference, ReplayReport, replay
-from pointsman.core.request import FinishReason, ParkReason, Request, RequestStatus
+from pointsman.core.request import Request
 from pointsman.core.scheduler import Scheduler
 from pointsman.core.stats import Explanation, SchedulerStats
+from pointsman.core.status import FinishReason, ParkReason, RequestStatus
 
 __all__ = [
     "ConfigError",

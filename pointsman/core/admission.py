@@ -15,8 +15,9 @@ from pointsman.core.config import SchedulerConfig
 from pointsman.core.kv_cache import KVCacheManager, Match
 from pointsman.core.limits import Limit
 from pointsman.core.reason import Reason
-from pointsman.core.request import Request, RequestStatus
+from pointsman.core.request import Request
 from pointsman.core.reserve import Demand, Reserve
+from pointsman.core.status import RequestStatus
 
 
 class Grant(NamedTuple):

@@ -10,8 +10,8 @@ from pointsman.core.in_flight import AdmittedRequest, StepRecord
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.lifecycle import Lifecycle
 from pointsman.core.output import SchedulerOutput
-from pointsman.core.request import RequestStatus
 from pointsman.core.running import Advance
+from pointsman.core.status import RequestStatus
 
 Int64Array = npt.NDArray[np.int64]
 

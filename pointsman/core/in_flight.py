@@ -11,7 +11,8 @@ from pointsman.core.admission import Grant
 from pointsman.core.batch import Members
 from pointsman.core.kv_cache import Journal
 from pointsman.core.output import SchedulerOutput
-from pointsman.core.request import Request, RequestStatus
+from pointsman.core.request import Request
+from pointsman.core.status import RequestStatus
 
 
 @dataclass(slots=True)

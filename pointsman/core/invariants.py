@@ -19,7 +19,7 @@ from pointsman.core.errors import InvariantError
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.lifecycle import Lifecycle
 from pointsman.core.prefix_cache import TOKEN_BYTES, Root
-from pointsman.core.request import RequestStatus
+from pointsman.core.status import RequestStatus
 
 
 def check(config: SchedulerConfig, batch: Batch, kv: KVCacheManager, life: Lifecycle) -> None:

@@ -16,8 +16,9 @@ from pointsman.core.in_flight import AdmittedRequest, StepRecord
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.queue import Order
 from pointsman.core.reason import Deferral, Reason
-from pointsman.core.request import FinishReason, ParkReason, Request, RequestStatus
+from pointsman.core.request import Request
 from pointsman.core.stats import Counters
+from pointsman.core.status import FinishReason, ParkReason, RequestStatus
 
 
 class End(NamedTuple):

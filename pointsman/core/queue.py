@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from pointsman.core.errors import ConfigError
-from pointsman.core.request import Request, RequestStatus
+from pointsman.core.request import Request
+from pointsman.core.status import RequestStatus
 
 
 class Order(Protocol):

@@ -19,7 +19,8 @@ from pointsman.core.errors import ConfigError, PointsmanError
 from pointsman.core.output import SchedulerOutput, StepResult, StepUpdate
 from pointsman.core.preemption import VICTIMS
 from pointsman.core.queue import ORDERS
-from pointsman.core.request import FinishReason, ParkReason, Request
+from pointsman.core.request import Request
+from pointsman.core.status import FinishReason, ParkReason
 
 if TYPE_CHECKING:
     from pointsman.core.scheduler import Scheduler

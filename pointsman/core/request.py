@@ -3,18 +3,10 @@
 The scheduler keeps what every step touches (`num_tokens`, `num_computed_tokens`, `num_pending`) as columns of
 the `Batch` while a request holds blocks, and in the request itself while it does not. The properties here read
 from whichever is right, so a reader never needs to know.
-
-The life of a request:
-
-    WAITING ----> RUNNING ----> FINISHED_*
-       |  ^        |   ^
-       v  |        v   |
-     parked <--- PREEMPTED          (every state but the finished ones may also finish)
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -23,86 +15,13 @@ import numpy.typing as npt
 
 from pointsman.core.config import MAX_INT
 from pointsman.core.errors import InvalidTransition, RequestRefused
+from pointsman.core.status import NEXT, FinishReason, RequestStatus
 
 if TYPE_CHECKING:
     from pointsman.core.batch import Batch
 
 IntArray: TypeAlias = npt.NDArray[np.integer]
 Int32Array: TypeAlias = npt.NDArray[np.int32]
-
-
-class RequestStatus(enum.Enum):
-    """Where a request is. It is in exactly one place: queued, parked, running or finished."""
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    PREEMPTED = "preempted"
-    WAITING_FOR_GRAMMAR = "waiting_for_grammar"
-    WAITING_FOR_REMOTE_KVS = "waiting_for_remote_kvs"
-    WAITING_FOR_STREAMING_REQ = "waiting_for_streaming_req"
-    FINISHED_STOPPED = "finished_stopped"
-    FINISHED_LENGTH = "finished_length"
-    FINISHED_ABORTED = "finished_aborted"
-    FINISHED_REFUSED = "finished_refused"
-    FINISHED_ERROR = "finished_error"
-    FINISHED_DEADLINE = "finished_deadline"
-
-    @property
-    def is_finished(self) -> bool:
-        return self in _FINISHED
-
-    @property
-    def is_parked(self) -> bool:
-        return self in _PARKED
-
-
-class ParkReason(enum.Enum):
-    """What a parked request waits for: anything but capacity."""
-
-    GRAMMAR = "grammar"
-    REMOTE_KVS = "remote_kvs"
-    STREAMING_REQ = "streaming_req"
-
-    @property
-    def status(self) -> RequestStatus:
-        return RequestStatus(f"waiting_for_{self.value}")
-
-
-class FinishReason(enum.Enum):
-    """Why a request ended; the values are those of the OpenAI API where it has them."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    ABORT = "abort"
-    REFUSED = "refused"
-    ERROR = "error"
-    DEADLINE = "deadline"
-    """The host's: its caller's time was up, whether it waited or ran."""
-
-    @property
-    def status(self) -> RequestStatus:
-        return _STATUS_OF_REASON[self]
-
-
-_STATUS_OF_REASON = {
-    FinishReason.STOP: RequestStatus.FINISHED_STOPPED,
-    FinishReason.LENGTH: RequestStatus.FINISHED_LENGTH,
-    FinishReason.ABORT: RequestStatus.FINISHED_ABORTED,
-    FinishReason.REFUSED: RequestStatus.FINISHED_REFUSED,
-    FinishReason.ERROR: RequestStatus.FINISHED_ERROR,
-    FinishReason.DEADLINE: RequestStatus.FINISHED_DEADLINE,
-}
-_FINISHED = frozenset(_STATUS_OF_REASON.values())
-_PARKED = frozenset(reason.status for reason in ParkReason)
-_ENDS = _FINISHED - {RequestStatus.FINISHED_REFUSED}
-# Rewinding a failed step returns a request to the queue in the state it had there, so RUNNING -> WAITING is legal.
-_NEXT = {
-    RequestStatus.WAITING: _FINISHED | _PARKED | {RequestStatus.RUNNING},
-    RequestStatus.RUNNING: _ENDS | _PARKED | {RequestStatus.PREEMPTED, RequestStatus.WAITING},
-    RequestStatus.PREEMPTED: _ENDS | _PARKED | {RequestStatus.RUNNING},
-    **{parked: _ENDS | {RequestStatus.WAITING, RequestStatus.PREEMPTED} for parked in _PARKED},
-    **{finished: frozenset() for finished in _FINISHED},
-}
 
 
 class Request:
@@ -317,7 +236,7 @@ class Request:
         Raises:
             InvalidTransition: the life of a request has no such step.
         """
-        if status not in _NEXT[self.status]:
+        if status not in NEXT[self.status]:
             raise InvalidTransition(f"request {self.request_id!r} cannot go from {self.status.name} to {status.name}")
         self.status = status
 

@@ -9,7 +9,7 @@
     1. displace   a more urgent waiting request may take the room of less urgent running ones (`displacement.py`)
     2. advance    the running requests, under limits, budget and blocks, preempting if need be (`running.py`)
     3. publish    their prompt blocks, so that the requests admitted next can share them (`kv_cache.py`)
-    4. admit      waiting requests, one after the other, until one must wait (`admission.py`)
+    4. admit      waiting requests, one after the other, until one must wait (`intake.py`)
     5. emit       the output (`emission.py`, `output.py`)
 
 There is no prefill phase and no decode phase (unless `batching` asks for them, see `work.py`): each request's
@@ -22,29 +22,29 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.admission import Admission, Blocked, Grant
+from pointsman.core.admission import Admission
 from pointsman.core.batch import Batch
 from pointsman.core.config import MAX_INT, SchedulerConfig
 from pointsman.core.displacement import Displacement
 from pointsman.core.emission import Emission
 from pointsman.core.errors import InvalidTransition, RequestRefused, StepOrderError
-from pointsman.core.in_flight import AdmittedRequest, StepRecord
+from pointsman.core.in_flight import StepRecord
 from pointsman.core.in_order import make_running
 from pointsman.core.inspection import explain, snapshot
+from pointsman.core.intake import Intake
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.lifecycle import End, Lifecycle
 from pointsman.core.limits import make_limits
 from pointsman.core.output import SchedulerOutput, StepResult, StepUpdate
 from pointsman.core.preemption import make_victim
 from pointsman.core.queue import make_order
-from pointsman.core.reason import Deferral, Reason
 from pointsman.core.recording import Recorder
 from pointsman.core.refusal import settle_limits
-from pointsman.core.request import FinishReason, ParkReason, Request, RequestStatus, checked_integer
+from pointsman.core.request import Request, checked_integer
 from pointsman.core.reserve import make_reserves
 from pointsman.core.rewind import rewind
-from pointsman.core.running import Advance
 from pointsman.core.stats import Counters, Explanation, SchedulerStats
+from pointsman.core.status import FinishReason, ParkReason, RequestStatus
 from pointsman.core.update import Update
 from pointsman.core.work import make_work
 
@@ -73,18 +73,19 @@ class Scheduler:
         queue = make_order(config.order)
         self._admission = Admission(config, self._kv, limits, make_reserves(config))
         self._running = make_running(config, self._batch, self._kv, limits, make_victim(config, queue.name))
-        self._max_rows = config.max_num_seqs if config.batching == "prefill-first" else MAX_INT
         displaces = queue.displaces and config.displace is not False and config.batching == "mixed"
         self._displacement = (
             Displacement(config, self._batch, self._kv, self._running, self._admission) if displaces else None
         )
         self._life = Lifecycle(self._batch, self._kv, queue, self._admission, self._counters)
-        self._work = make_work(self._running, self._life, self._publish, self._admit, config.batching)
+        self._intake = Intake(
+            config, self._batch, self._kv, self._running, self._admission, self._life, self._counters, self._publish
+        )
+        self._work = make_work(self._running, self._life, self._publish, self._intake.admit, config.batching)
         self._update = Update(self._batch, self._kv, self._life, self._counters)
         self._next_step_id = 0
         self._emission = Emission(self._batch, self._kv, self._life)
         self._unpublished: list[Request] = []
-        self._batch_forms = True  # static: only the token budget kept the last step from admitting more
         self._recorder = recorder
         if recorder is not None:
             recorder.start(config)
@@ -374,75 +375,3 @@ class Scheduler:
         for request in self._unpublished:
             self._kv.publish_prompt(self._batch, request)
         self._unpublished = []
-
-    def _admit(self, record: StepRecord, advance: Advance, displacer: Request | None, now: float) -> None:
-        """Part 4: waiting requests in order, each final, until one must wait."""
-        queue, batch = self._life.queue, self._batch
-        closed = self._closed(advance)
-        self._batch_forms = False
-        if not len(queue):
-            return
-        budget = self.config.max_num_batched_tokens - advance.total
-        num_running = len(batch)
-        owed = self._running.blocks_owed()
-        while len(queue):
-            head = queue.peek()
-            if closed is None and displacer is not None and head is not displacer:
-                closed = Reason.DISPLACEMENT
-            if closed is None and len(advance.requests) + len(record.admitted) >= self._max_rows:
-                closed = Reason.SEQUENCE_LIMIT
-            verdict = Blocked(closed, 0) if closed else self._admission.attempt(head, budget, num_running, owed)
-            if isinstance(verdict, Blocked):
-                self._defer(head, verdict, now)
-                self._batch_forms = verdict.reason is Reason.BUDGET
-                break
-            entry = self._start(head, verdict)
-            record.admitted.append(entry)
-            budget -= verdict.charge
-            num_running += 1
-            owed += max(0, self._kv.blocks_for(head.num_tokens) - len(entry.blocks))
-        if record.admitted:
-            batch.join([entry.row for entry in record.admitted], [entry.request for entry in record.admitted])
-
-    def _closed(self, advance: Advance) -> Reason | None:
-        """Why this step admits nobody, whoever asks."""
-        if advance.preempted:
-            return Reason.PREEMPTION
-        if self.config.batching == "static" and len(self._batch) and not self._batch_forms:
-            return Reason.STATIC_BATCH
-        return None
-
-    def _defer(self, head: Request, verdict: Blocked, now: float) -> None:
-        self._counters.deferrals[verdict.reason.position] += 1
-        deferral = head.deferral
-        if deferral is not None and deferral.reason is verdict.reason:
-            deferral.missing = verdict.missing
-        else:
-            head.deferral = Deferral(verdict.reason, verdict.missing, now)
-
-    def _start(self, request: Request, grant: Grant) -> AdmittedRequest:
-        """Admit one request: blocks, a row, its first chunk."""
-        kv, batch = self._kv, self._batch
-        status, serial = request.status, request.serial
-        blocks = kv.admit(request, grant.match, grant.num_new_blocks)
-        self._count_admission(request, grant)
-        computed = grant.num_cached_tokens + grant.num_tokens
-        row = self._life.place(request, computed, len(blocks) * kv.block_size)
-        batch.block_table[row, : len(blocks)] = blocks
-        request.num_cached_tokens = grant.num_cached_tokens
-        if computed == request.num_tokens:
-            batch.num_pending[row] = 1
-        else:
-            batch.set_prefilling(row)
-        self._publish(request)
-        return AdmittedRequest(request, row, request.serial, status, serial, grant, blocks)
-
-    def _count_admission(self, request: Request, grant: Grant) -> None:
-        counters = self._counters
-        resumed = request.status is RequestStatus.PREEMPTED
-        if self._kv.prefix is not None and request.use_prefix_cache:
-            prefix = counters.resumed_prefix if resumed else counters.fresh_prefix
-            prefix.queries += request.num_tokens
-            prefix.hits += grant.num_cached_tokens
-        if resumed:
-            counters.num_recomputed_tokens += max(0, request.lost_tokens - grant.num_cached_tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pointsman.core.reason import Reason
-from pointsman.core.request import FinishReason, RequestStatus
+from pointsman.core.status import FinishReason, RequestStatus
 
 
 @dataclass(slots=True)

@@ -17,8 +17,9 @@ from pointsman.core.in_flight import StepRecord
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.lifecycle import End, Lifecycle
 from pointsman.core.output import SchedulerOutput, StepResult, StepUpdate
-from pointsman.core.request import FinishReason, Request
+from pointsman.core.request import Request
 from pointsman.core.stats import Counters
+from pointsman.core.status import FinishReason
 
 Int64Array = npt.NDArray[np.int64]
 Ends = list[tuple[int, End]]  # (row index in the output, how it ended)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from pointsman.core.reason import Reason
-from pointsman.core.request import ParkReason
+from pointsman.core.status import ParkReason
 from pointsman.server.metric_buckets import (
     INTER_TOKEN_BUCKETS,
     ITERATION_TOKENS_BUCKETS,

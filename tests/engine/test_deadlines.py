@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pointsman.core import Request
-from pointsman.core.request import FinishReason, RequestStatus
+from pointsman.core.status import FinishReason, RequestStatus
 from pointsman.engine import Engine, SamplingParams
 from pointsman.engine.deadlines import FEWEST, Deadlines
 

@@ -1,0 +1,122 @@
+"""Part 4 of the step: waiting requests are admitted, one after the other, until one must wait.
+
+Whether one may is for `admission.py`; here is who is asked, what becomes of the answer, and what the next one finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pointsman.core.admission import Admission, Blocked, Grant
+from pointsman.core.batch import Batch
+from pointsman.core.config import MAX_INT, SchedulerConfig
+from pointsman.core.in_flight import AdmittedRequest, StepRecord
+from pointsman.core.kv_cache import KVCacheManager
+from pointsman.core.lifecycle import Lifecycle
+from pointsman.core.reason import Deferral, Reason
+from pointsman.core.request import Request
+from pointsman.core.running import Advance, Running
+from pointsman.core.stats import Counters
+from pointsman.core.status import RequestStatus
+
+
+class Intake:
+    """Takes requests from the queue into the running batch."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        batch: Batch,
+        kv: KVCacheManager,
+        running: Running,
+        admission: Admission,
+        life: Lifecycle,
+        counters: Counters,
+        publish: Callable[[Request], None],
+    ) -> None:
+        self._budget = config.max_num_batched_tokens
+        self._static = config.batching == "static"
+        self._max_rows = config.max_num_seqs if config.batching == "prefill-first" else MAX_INT
+        self._batch = batch
+        self._kv = kv
+        self._running = running
+        self._admission = admission
+        self._life = life
+        self._counters = counters
+        self._publish = publish
+        self._batch_forms = True  # static: only the token budget kept the last step from admitting more
+
+    def admit(self, record: StepRecord, advance: Advance, displacer: Request | None, now: float) -> None:
+        """Admit into `record` what fits beside `advance`; each admission is final and published at once.
+
+        After a displacement only the `displacer` is admitted.
+        """
+        queue, batch = self._life.queue, self._batch
+        closed = self._closed(advance)
+        self._batch_forms = False
+        if not len(queue):
+            return
+        budget = self._budget - advance.total
+        num_running = len(batch)
+        owed = self._running.blocks_owed()
+        while len(queue):
+            head = queue.peek()
+            if closed is None and displacer is not None and head is not displacer:
+                closed = Reason.DISPLACEMENT
+            if closed is None and len(advance.requests) + len(record.admitted) >= self._max_rows:
+                closed = Reason.SEQUENCE_LIMIT
+            verdict = Blocked(closed, 0) if closed else self._admission.attempt(head, budget, num_running, owed)
+            if isinstance(verdict, Blocked):
+                self._defer(head, verdict, now)
+                self._batch_forms = verdict.reason is Reason.BUDGET
+                break
+            entry = self._start(head, verdict)
+            record.admitted.append(entry)
+            budget -= verdict.charge
+            num_running += 1
+            owed += max(0, self._kv.blocks_for(head.num_tokens) - len(entry.blocks))
+        if record.admitted:
+            batch.join([entry.row for entry in record.admitted], [entry.request for entry in record.admitted])
+
+    def _closed(self, advance: Advance) -> Reason | None:
+        """Why this step admits nobody, whoever asks."""
+        if advance.preempted:
+            return Reason.PREEMPTION
+        if self._static and len(self._batch) and not self._batch_forms:
+            return Reason.STATIC_BATCH
+        return None
+
+    def _defer(self, head: Request, verdict: Blocked, now: float) -> None:
+        self._counters.deferrals[verdict.reason.position] += 1
+        deferral = head.deferral
+        if deferral is not None and deferral.reason is verdict.reason:
+            deferral.missing = verdict.missing
+        else:
+            head.deferral = Deferral(verdict.reason, verdict.missing, now)
+
+    def _start(self, request: Request, grant: Grant) -> AdmittedRequest:
+        """Admit one request: blocks, a row, its first chunk."""
+        kv, batch = self._kv, self._batch
+        status, serial = request.status, request.serial
+        blocks = kv.admit(request, grant.match, grant.num_new_blocks)
+        self._count_admission(request, grant)
+        computed = grant.num_cached_tokens + grant.num_tokens
+        row = self._life.place(request, computed, len(blocks) * kv.block_size)
+        batch.block_table[row, : len(blocks)] = blocks
+        request.num_cached_tokens = grant.num_cached_tokens
+        if computed == request.num_tokens:
+            batch.num_pending[row] = 1
+        else:
+            batch.set_prefilling(row)
+        self._publish(request)
+        return AdmittedRequest(request, row, request.serial, status, serial, grant, blocks)
+
+    def _count_admission(self, request: Request, grant: Grant) -> None:
+        counters = self._counters
+        resumed = request.status is RequestStatus.PREEMPTED
+        if self._kv.prefix is not None and request.use_prefix_cache:
+            prefix = counters.resumed_prefix if resumed else counters.fresh_prefix
+            prefix.queries += request.num_tokens
+            prefix.hits += grant.num_cached_tokens
+        if resumed:
+            counters.num_recomputed_tokens += max(0, request.lost_tokens - grant.num_cached_tokens)
