@@ -112,6 +112,9 @@ class AttentionBackend(Protocol):
     """Computes attention of a `PagedBatch` over the pool."""
 
     name: str
+    leaves_out_rows: bool
+    """Whether queries, keys and values may have rows behind the T of the batch. They are then left out, and answered
+    with zeros."""
 
     def plan(self, batch: PagedBatch) -> Any:
         """What all layers of the step share; called once per step."""

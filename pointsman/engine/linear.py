@@ -36,9 +36,17 @@ PACKED_FROM = 1 << 18
 plain one 2."""
 KEPT_BOTH_WAYS_FROM = 1 << 16
 """Elements of a weight from which packing pays for many rows. It is then kept both ways, which is a MiB at most."""
-WHOLE_ROWS = 32
-"""Of a weight that is kept both ways, the packed one is used for multiples of so many rows, as in full batches and full
-steps. oneDNN makes a program for each number of rows, which takes half a millisecond and half a MiB."""
+MANY_ROWS = 8
+"""From so many rows on, of a weight that is kept both ways the packed one is used."""
+
+
+def whole_rows(num_rows: int) -> int:
+    """The number of rows, not below `num_rows`, that products are best computed with.
+
+    oneDNN makes a program for each number of rows, which takes half a millisecond and half a MiB, and keeps many.
+    """
+    step = 1 if num_rows <= 8 else 8 if num_rows <= 64 else 32
+    return -(-num_rows // step) * step
 
 
 class JoinedLinear(nn.Module):
@@ -81,7 +89,7 @@ class JoinedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
-        if self.form == "packed" or (self.form == "both" and x.numel() % (WHOLE_ROWS * self.in_features) == 0):
+        if self.form == "packed" or (self.form == "both" and x.numel() >= MANY_ROWS * self.in_features):
             return torch.ops.mkldnn._linear_pointwise(x, self._stored, self.bias, "none", [], "")  # type: ignore[no-any-return]
         if self.form == "int8":
             return self._in_int8(x)

@@ -249,16 +249,23 @@ def attach(layers: list[ProbedLayer]) -> AttentionContext:
     return context
 
 
-def run_model(model: Any, token_ids: Tensor, positions: Tensor, keep: Tensor | None) -> Tensor:
+def run_model(
+    model: Any, token_ids: Tensor, positions: Tensor, keep: Tensor | None, num_rows: int | None = None
+) -> Tensor:
     """One forward pass over a flat batch.
 
     Args:
         token_ids, positions: [t] int64.
         keep: [r] int64, the rows whose logits are wanted; None: all.
+        num_rows: at least t: how many rows to compute; those beyond repeat the last token and are no part of the
+            answer. Only for attention backends that leave them out.
 
     Returns:
         [r or t, vocab_size] logits.
     """
+    num_tokens = len(token_ids)
+    if num_rows is not None:
+        token_ids, positions = lengthened(token_ids, num_rows), lengthened(positions, num_rows)
     options: dict[str, Any] = {}
     selects = keep is not None and takes_logits_to_keep(type(model))
     if selects:
@@ -271,7 +278,15 @@ def run_model(model: Any, token_ids: Tensor, positions: Tensor, keep: Tensor | N
             **options,
         )
     logits: Tensor = output.logits[0]
-    return logits if keep is None or selects else logits[keep]
+    if keep is None:
+        return logits[:num_tokens]
+    return logits if selects else logits[keep]
+
+
+def lengthened(values: Tensor, length: int) -> Tensor:
+    """[n] -> [length], the last value repeated; an empty tensor stays empty."""
+    more = length - len(values)
+    return torch.cat([values, values[-1:].expand(more)]) if more > 0 and len(values) else values
 
 
 @cache

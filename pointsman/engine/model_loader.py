@@ -50,6 +50,8 @@ class LoadedModel:
     """How many parts of each kind were replaced by faster ones; they need the backend above."""
     drops_tokens_early: bool
     """Whether its last layer leaves out the tokens whose logits nobody wants."""
+    rows_are_independent: bool
+    """Whether it may compute rows that nobody wants beside the others; not so in 8 bits, where all share a scale."""
     num_parameters: int
 
     @property
@@ -187,6 +189,7 @@ def wrap_model(
         attention=backend,
         fused=fused,
         drops_tokens_early=drops_tokens_early,
+        rows_are_independent=quantization is None,
         num_parameters=num_parameters,
     )
 

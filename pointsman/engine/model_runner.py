@@ -21,8 +21,9 @@ from pointsman.core.output import SchedulerOutput, StepResult
 from pointsman.engine.attention import AttentionBackend, PagedBatch
 from pointsman.engine.errors import NOTHING_LEFT
 from pointsman.engine.kv_pool import KVPool
+from pointsman.engine.linear import whole_rows
 from pointsman.engine.logprobs import PromptLogprobs, TokenLogprobs, token_logprobs
-from pointsman.engine.model_check import run_model
+from pointsman.engine.model_check import lengthened, run_model
 from pointsman.engine.model_loader import LoadedModel
 from pointsman.engine.race import Int64Array
 from pointsman.engine.sampler import Sampled, Sampler
@@ -100,6 +101,7 @@ class ModelRunner:
         self.scheduler = scheduler
         self.sampler = Sampler(loaded.vocab_size, seed, loaded.tokenizer, loaded.model.device)
         self.backend = backend or loaded.attention
+        self._fills_rows = self.backend.leaves_out_rows and loaded.rows_are_independent
 
     def execute(self, output: SchedulerOutput) -> StepExecution:
         """Compute the step: KV of every scheduled token, one sampled token per row with `samples`.
@@ -178,13 +180,19 @@ class ModelRunner:
     def _forward(self, prepared: PreparedStep) -> Tensor:
         """Logits [len(logits_at), vocab_size]."""
         context = self.loaded.context
+        num_tokens, num_logits = prepared.batch.num_tokens, len(prepared.logits_at)
         keep: Tensor | None = torch.from_numpy(prepared.logits_at)
-        if len(prepared.logits_at) == prepared.batch.num_tokens and not prepared.prompt_chunks:
+        num_rows: int | None = None
+        if num_logits == num_tokens and not prepared.prompt_chunks:
             keep = None  # decodes only
+        if self._fills_rows:
+            num_rows = whole_rows(num_tokens)
+            keep = None if keep is None else lengthened(keep, whole_rows(num_logits))
         early, late = (keep, None) if self.loaded.drops_tokens_early else (None, keep)
         try:
             context.begin(prepared.batch, self.pool, self.backend, early)
-            return run_model(self.loaded.model, prepared.token_ids, prepared.positions, keep=late)
+            logits = run_model(self.loaded.model, prepared.token_ids, prepared.positions, late, num_rows)
+            return logits[:num_logits]
         finally:
             context.end()
 

@@ -96,6 +96,7 @@ class NumbaAttention:
     """
 
     name = "numba"
+    leaves_out_rows = True
 
     def __init__(self, layers: Sequence[LayerShape], device: torch.device | str = "cpu") -> None:
         if torch.device(device).type != "cpu":
@@ -158,4 +159,6 @@ class NumbaAttention:
         else:
             arguments[kernel.SINKS] = 0
         attention_kernel(query.dtype, keys.dtype)(arguments, torch.get_num_threads())
+        if num_tokens > plan.batch.num_tokens:
+            output[plan.batch.num_tokens :].zero_()
         return output

@@ -18,6 +18,7 @@ from torch import Tensor
 from pointsman.engine.attention import ATTENTION_NAME, AttentionBackend, AttentionContext, PagedBatch
 from pointsman.engine.errors import UnsupportedModel
 from pointsman.engine.kv_pool import KVPool, LayerShape, blocks_for
+from pointsman.engine.linear import whole_rows
 from pointsman.engine.model_check import run_model
 
 BLOCK_SIZE = 4
@@ -120,7 +121,8 @@ class SelfCheck:
         token_ids = torch.cat([self.sequences[row][computed[row] : computed[row] + counts[row]] for row in rows])
         self.context.begin(batch, pool, self.backend)
         try:
-            yield lambda: run_model(self.model, token_ids, torch.from_numpy(batch.positions), keep=None)
+            num_rows = whole_rows(batch.num_tokens) if self.backend.leaves_out_rows else None
+            yield lambda: run_model(self.model, token_ids, torch.from_numpy(batch.positions), None, num_rows)
         finally:
             self.context.end()
 

@@ -91,6 +91,7 @@ class TorchAttention:
     """
 
     name = "torch"
+    leaves_out_rows = False
 
     def __init__(self, layers: Sequence[LayerShape], device: torch.device | str = "cpu") -> None:
         self.shape = max(layers, key=lambda shape: shape.num_kv_heads * shape.k_dim)

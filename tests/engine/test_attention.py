@@ -162,6 +162,33 @@ def test_a_row_with_nan_leaves_the_others_alone(backend: str) -> None:
     assert got[1].isnan().all() and got[[0, 2, 3, 4]].isfinite().all()
 
 
+@pytest.mark.parametrize("rows", [MIXED, DECODES], ids=["mixed", "decodes"])
+def test_rows_behind_the_batch_are_left_out(rows: tuple[list[int], list[int]]) -> None:
+    """Steps are filled up to a round number of rows, of which nothing may reach the pool."""
+    setting = Setting(*rows, LayerShape(2, 8, 8, 6), block_size=8, backend="numba")
+    want = setting.run(scale=0.3, window=None, softcap=None, sinks=None)
+    pool = [tensor.clone() for tensor in (setting.pool.keys[0], setting.pool.values[0])]
+    setting.query = torch.cat([setting.query, torch.full((5, *setting.query.shape[1:]), math.nan)])
+    for one in (setting.keys, setting.values):
+        one[-1] = torch.cat([one[-1], torch.full((5, *one[-1].shape[1:]), 7.0)])
+    batch = PagedBatch.build(setting.query_lens, setting.computed, setting.tables, setting.block_size)
+    key, value = (
+        torch.cat(
+            [part[c : c + n] for part, c, n in zip(parts, setting.computed, setting.query_lens, strict=True)]
+            + [parts[-1][-5:]]
+        )
+        for parts in (setting.keys, setting.values)
+    )
+    plan = setting.backend.plan(batch)
+    keys, values = setting.pool.keys[0], setting.pool.values[0]
+    setting.backend.write(plan, key, value, keys, values)
+    got = setting.backend.attend(plan, setting.query, keys, values, scale=0.3, window=None, softcap=None, sinks=None)
+    assert torch.equal(got[:-5], want) and not got[-5:].any()
+    assert all(
+        torch.equal(was.nan_to_num(9.0), now.nan_to_num(9.0)) for was, now in zip(pool, (keys, values), strict=True)
+    )
+
+
 def test_the_compiled_backend_is_for_cpus() -> None:
     with pytest.raises(ValueError, match="runs on a CPU, not on cuda"):
         NumbaAttention([LayerShape(1, 8, 8, 2)], "cuda")

@@ -172,7 +172,9 @@ def test_a_model_that_cannot_be_fused_after_all_is_loaded_again(
 
     def right_alone(self: FusedAttention, hidden_states: Tensor, *arguments: Any, **keywords: Any) -> Any:
         output, weights = original(self, hidden_states, *arguments, **keywords)
-        return output * (1.0 if hidden_states.shape[1] == 34 else 1.5), weights  # 34 tokens: the step of the trials
+        return output * (
+            1.0 if hidden_states.shape[1] == 40 else 1.5
+        ), weights  # 34 tokens, filled up: the step of the trials
 
     monkeypatch.setattr(FusedAttention, "forward", right_alone)
     loaded = load_model(tmp_path)

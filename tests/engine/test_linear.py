@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from pointsman.engine.linear import JoinedLinear, check_quantization, join_linear_layers, packing_works, store_weights
+from pointsman.engine.linear import (
+    JoinedLinear,
+    check_quantization,
+    join_linear_layers,
+    packing_works,
+    store_weights,
+    whole_rows,
+)
 
 FORMS = {40: "plain", 160: "both", 1024: "packed"}
 """By in_features, with 812 out_features."""
@@ -136,3 +143,12 @@ def test_where_packing_does_not_work_weights_stay(monkeypatch: pytest.MonkeyPatc
         assert joined.form == "plain"
     packing_works.cache_clear()
     assert packing_works(torch.float32)
+
+
+def test_steps_of_many_sizes_need_few_numbers_of_rows() -> None:
+    """Each number of rows is a program of oneDNN's. Few rows are too costly to add to."""
+    wholes = {count: whole_rows(count) for count in range(1025)}
+    assert all(0 <= whole - count < 32 for count, whole in wholes.items())
+    assert all(whole == count for count, whole in wholes.items() if count <= 8)
+    assert all(whole - count < 8 for count, whole in wholes.items() if count <= 64)
+    assert len(set(wholes.values())) <= 48
