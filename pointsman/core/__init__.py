@@ -15,6 +15,7 @@ from pointsman.core.errors import (
 from pointsman.core.output import SchedulerOutput, StepResult, StepUpdate
 from pointsman.core.reason import Reason
 from pointsman.core.recording import Recorder, RecordingError, ReplayDifference, ReplayReport, replay
+from pointsman.core.repetition import RepetitionDetectionParams
 from pointsman.core.request import Request
 from pointsman.core.scheduler import Scheduler
 from pointsman.core.stats import Explanation, SchedulerStats
@@ -32,6 +33,7 @@ __all__ = [
     "Reason",
     "Recorder",
     "RecordingError",
+    "RepetitionDetectionParams",
     "ReplayDifference",
     "ReplayReport",
     "Request",

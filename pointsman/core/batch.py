@@ -37,7 +37,7 @@ Int32Array = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]
 
 PREFILLING = 1  # no sample has been scheduled since its admission: known tokens are left to compute
-CUSTOM_STOP = 2  # several stop tokens: tested one by one
+CUSTOM_STOP = 2  # several stop tokens, or repetitions: tested one by one
 
 NO_TOKEN = MAX_INT + 1  # larger than any token id, so that it equals none
 RING = 256  # a power of two; one flush per row and 256 tokens
@@ -129,7 +129,7 @@ class Batch:
         row = self._free_rows.pop()
         num_tokens = request.num_tokens
         stops = request.stop_set
-        custom = len(stops) > 1
+        custom = request.has_custom_stops
         self.num_tokens[row] = num_tokens
         self.num_computed_tokens[row] = num_computed_tokens
         self.num_pending[row] = 0

@@ -112,6 +112,10 @@ def _check_columns(config: SchedulerConfig, batch: Batch, kv: KVCacheManager) ->
             2,
             f"{request} is flagged wrongly",
         )
+        _require(bool(flags & CUSTOM_STOP) == request.has_custom_stops, 2, f"{request} is flagged wrongly")
+        watch = request.repetition_watch
+        seen = request.num_output_tokens if watch is None else watch.num_seen
+        _require(seen == request.num_output_tokens, 2, f"{request} was watched for {seen} tokens of its output")
         prefilling += bool(flags & PREFILLING)
         custom += bool(flags & CUSTOM_STOP)
     _require(prefilling == batch.num_prefilling, 2, "prefilling rows are miscounted")

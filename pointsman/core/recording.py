@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
@@ -38,6 +38,7 @@ _REQUEST_FIELDS = (
     "eos_token_ids",
     "ignore_eos",
     "stop_token_ids",
+    "repetition_detection",
     "cache_salt",
     "use_prefix_cache",
 )
@@ -254,9 +255,11 @@ class _Replay:
 
 
 def _plain(value: object) -> object:
-    """What JSON knows for a NumPy scalar."""
+    """What JSON knows for a NumPy scalar, or for parameters."""
     if isinstance(value, np.generic):
         return value.item()
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
     raise TypeError(f"{value!r} cannot be recorded")
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pointsman.core.config import SchedulerConfig
+from pointsman.core.repetition import RepetitionWatch
 from pointsman.core.request import Request
 
 
 def settle_limits(config: SchedulerConfig, request: Request) -> str | None:
-    """Fix at how many tokens the request ends; why it can never run, or None."""
+    """Fix at how many tokens the request ends, and how it is watched until then; why it can never run, or None."""
     prompt = request.num_prompt_tokens
     if prompt >= config.max_model_len:
         return (
@@ -37,4 +38,6 @@ def settle_limits(config: SchedulerConfig, request: Request) -> str | None:
     # The last token is sampled but never computed, so it needs no slot.
     bounds.append((config.num_usable_tokens + 1, "kv_capacity"))
     request.token_limit, request.limit_detail = min(bounds, key=lambda bound: bound[0])
+    if request.repetition_detection is not None:
+        request.repetition_watch = RepetitionWatch(request.repetition_detection, request.token_limit - prompt)
     return None

@@ -7,14 +7,15 @@ from whichever is right, so a reader never needs to know.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.config import MAX_INT
 from pointsman.core.errors import InvalidTransition, RequestRefused
+from pointsman.core.repetition import RepetitionDetectionParams, RepetitionWatch
 from pointsman.core.status import NEXT, FinishReason, RequestStatus
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Request:
         priority: smaller is more urgent.
         eos_token_ids: tokens that end the request, unless `ignore_eos`.
         stop_token_ids: further tokens that end it; the one that did is the `stop_reason`.
+        repetition_detection: which repetitions at the end of its output end it; None: none does.
         cache_salt: only requests with an equal salt share cached prefixes.
         use_prefix_cache: False: neither looks up nor publishes blocks.
         metadata: the caller's own; never read here.
@@ -73,6 +75,8 @@ class Request:
         "priority",
         "prompt_token_ids",
         "queue_entry",
+        "repetition_detection",
+        "repetition_watch",
         "request_id",
         "row",
         "sequence_number",
@@ -98,6 +102,7 @@ class Request:
         eos_token_ids: tuple[int, ...] = (),
         ignore_eos: bool = False,
         stop_token_ids: tuple[int, ...] = (),
+        repetition_detection: RepetitionDetectionParams | Mapping[str, int] | None = None,
         cache_salt: str | None = None,
         use_prefix_cache: bool = True,
         metadata: Any = None,
@@ -114,6 +119,7 @@ class Request:
         self.eos_token_ids = tuple(self._integer("an EOS or stop token id", token, 0) for token in eos_token_ids)
         self.ignore_eos = ignore_eos
         self.stop_token_ids = tuple(self._integer("an EOS or stop token id", token, 0) for token in stop_token_ids)
+        self.repetition_detection = self._repetition(repetition_detection)
         self.cache_salt = cache_salt
         self.use_prefix_cache = use_prefix_cache
         self.metadata = metadata
@@ -131,6 +137,7 @@ class Request:
         self.stop_set = frozenset(self.stop_token_ids) | (frozenset() if ignore_eos else frozenset(self.eos_token_ids))
         self.token_limit = self.num_prompt_tokens + max_tokens
         self.limit_detail = "max_tokens"
+        self.repetition_watch: RepetitionWatch | None = None  # made when it is added
         self.sequence_number = 0  # order of adding
         self.serial = 0  # the last admission, 0 before the first
         self.batch: Batch | None = None
@@ -203,6 +210,11 @@ class Request:
         """The newest known token of a request without a row."""
         own = self._output.array()
         return int(own[-1] if len(own) else self.prompt_token_ids[-1])
+
+    @property
+    def has_custom_stops(self) -> bool:
+        """Whether more than one stop token, and its length, can end it: such rows are tested one by one."""
+        return len(self.stop_set) > 1 or self.repetition_watch is not None
 
     @property
     def is_finished(self) -> bool:
@@ -279,6 +291,15 @@ class Request:
         except ValueError as error:
             raise RequestRefused(f"request {self.request_id!r} refused: {error}") from None
 
+    def _repetition(self, value: object) -> RepetitionDetectionParams | None:
+        try:
+            params = RepetitionDetectionParams(**value) if isinstance(value, Mapping) else value
+        except (TypeError, ValueError) as error:
+            self._refuse(str(error))
+        if params is not None and not isinstance(params, RepetitionDetectionParams):
+            self._refuse(f"repetition_detection is {value!r}; give RepetitionDetectionParams, or None")
+        return params if params is not None and params.max_pattern_size else None
+
     def _seconds(self, value: object) -> float:
         if isinstance(value, (int, float, np.integer, np.floating)) and np.isfinite(value):
             return float(value)
@@ -286,7 +307,7 @@ class Request:
             f"request {self.request_id!r} refused: arrival_time is {value}; give seconds on the caller's clock"
         )
 
-    def _refuse(self, why: str) -> None:
+    def _refuse(self, why: str) -> NoReturn:
         raise RequestRefused(f"request {self.request_id!r} refused: {why}")
 
 

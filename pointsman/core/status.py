@@ -28,6 +28,7 @@ class RequestStatus(enum.Enum):
     FINISHED_REFUSED = "finished_refused"
     FINISHED_ERROR = "finished_error"
     FINISHED_DEADLINE = "finished_deadline"
+    FINISHED_REPETITION = "finished_repetition"
 
     @property
     def is_finished(self) -> bool:
@@ -60,6 +61,8 @@ class FinishReason(enum.Enum):
     ERROR = "error"
     DEADLINE = "deadline"
     """The host's: its caller's time was up, whether it waited or ran."""
+    REPETITION = "repetition"
+    """Its output goes round in circles, see `repetition.py`."""
 
     @property
     def status(self) -> RequestStatus:
@@ -73,6 +76,7 @@ _STATUS_OF_REASON = {
     FinishReason.REFUSED: RequestStatus.FINISHED_REFUSED,
     FinishReason.ERROR: RequestStatus.FINISHED_ERROR,
     FinishReason.DEADLINE: RequestStatus.FINISHED_DEADLINE,
+    FinishReason.REPETITION: RequestStatus.FINISHED_REPETITION,
 }
 _FINISHED = frozenset(_STATUS_OF_REASON.values())
 _PARKED = frozenset(reason.status for reason in ParkReason)

@@ -17,6 +17,7 @@ from pointsman.core.in_flight import StepRecord
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.lifecycle import End, Lifecycle
 from pointsman.core.output import SchedulerOutput, StepResult, StepUpdate
+from pointsman.core.repetition import REPETITION_DETECTED
 from pointsman.core.request import Request
 from pointsman.core.stats import Counters
 from pointsman.core.status import FinishReason
@@ -26,12 +27,18 @@ Ends = list[tuple[int, End]]  # (row index in the output, how it ended)
 
 
 def stop_condition(request: Request, num_tokens: int, token_id: int) -> End | None:
-    """Whether a request ends with `token_id`, its `num_tokens`th token: first by a stop token, then by length."""
+    """Whether a request ends with `token_id`, its `num_tokens`th token: first by a stop token, then by length, then by
+    a repetition."""
+    watch = request.repetition_watch
+    pattern_size = watch.observe(token_id) if watch is not None else None
     if token_id in request.stop_set and num_tokens - request.num_prompt_tokens >= request.min_tokens:
         is_eos = not request.ignore_eos and token_id in request.eos_token_ids
         return End(request, FinishReason.STOP, "", None if is_eos else token_id)
     if num_tokens >= request.token_limit:
         return End(request, FinishReason.LENGTH, request.limit_detail)
+    if pattern_size is not None and num_tokens - request.num_prompt_tokens >= request.min_tokens:
+        detail = f"a pattern of {pattern_size} token(s) is repeated"
+        return End(request, FinishReason.REPETITION, detail, REPETITION_DETECTED)
     return None
 
 
@@ -69,7 +76,7 @@ class Update:
         num_tokens: Int64Array,
         done: npt.NDArray[np.bool_],
     ) -> Ends:
-        """Who ends after an append to live rows: some of those that are `done`, or have several stop tokens."""
+        """Who ends after an append to live rows: some of those that are `done` or have stop conditions of their own."""
         batch = self._batch
         if batch.num_custom_stops:
             done |= (batch.flags[rows] & CUSTOM_STOP) != 0

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     )
     from pointsman.engine.llm import LLM
     from pointsman.engine.output import CompletionOutput, Logprob, RequestOutput
-    from pointsman.engine.sampling_params import RequestOutputKind, SamplingParams
+    from pointsman.engine.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
     from pointsman.engine.stats_log import EngineStats
     from pointsman.engine.structured_outputs import StructuredOutputsParams
 
@@ -34,6 +34,7 @@ _HOMES = {
     "EngineStats": "stats_log",
     "EngineDeadError": "errors",
     "SamplingParams": "sampling_params",
+    "RepetitionDetectionParams": "sampling_params",
     "RequestOutputKind": "sampling_params",
     "StructuredOutputsParams": "structured_outputs",
     "Logprob": "output",
@@ -56,6 +57,7 @@ __all__ = [
     "GrammarError",
     "Logprob",
     "ModelLoadError",
+    "RepetitionDetectionParams",
     "RequestOutput",
     "RequestOutputKind",
     "RequestStream",

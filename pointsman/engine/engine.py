@@ -294,6 +294,7 @@ class Engine:
             eos_token_ids=self.eos_token_ids,
             ignore_eos=params.ignore_eos and not is_structured,
             stop_token_ids=tuple(params.stop_token_ids),
+            repetition_detection=params.repetition_detection,
             cache_salt=cache_salt,
             # The logprobs of a prompt token need the logits before it, which a cached prefix does not compute.
             use_prefix_cache=params.prompt_logprobs is None,

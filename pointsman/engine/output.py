@@ -215,7 +215,7 @@ class CompletionOutput:
 
     @property
     def finish_reason(self) -> str | None:
-        """ "stop", "length", "abort", "deadline" or "error"; None while it runs."""
+        """ "stop", "length", "repetition", "abort", "deadline" or "error"; None while it runs."""
         return self._transcript.finish_reason if self._finished else None
 
     @property
@@ -225,7 +225,7 @@ class CompletionOutput:
 
     @property
     def stop_reason(self) -> int | str | None:
-        """The stop token or stop string that ended it, if one did; None for EOS."""
+        """The stop token or stop string that ended it, if one did, or "repetition_detected"; None for EOS."""
         return self._transcript.stop_reason if self._finished else None
 
     @property

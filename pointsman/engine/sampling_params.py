@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pointsman.core import RepetitionDetectionParams
 from pointsman.engine.structured_outputs import StructuredOutputsParams
 
 GREEDY_BELOW = 1e-5
@@ -99,6 +100,8 @@ class SamplingParams:
     """Accepted for compatibility, without effect: tokenizers of transformers 5 have no such choice."""
     structured_outputs: StructuredOutputsParams | None = None
     """What the text must look like; None: anything. Needs a tokenizer."""
+    repetition_detection: RepetitionDetectionParams | None = None
+    """Which repetitions at the end of the output end it, with `finish_reason` "repetition"; None: none does."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """What each output of a stream holds."""
 
@@ -175,6 +178,9 @@ class SamplingParams:
         if structured is not None and not isinstance(structured, StructuredOutputsParams):
             what = type(structured).__name__
             raise ValueError(f"structured_outputs is of type {what}; it must be StructuredOutputsParams, or None")
+        repetition: object = self.repetition_detection
+        if repetition is not None and not isinstance(repetition, RepetitionDetectionParams):
+            raise ValueError(f"repetition_detection is {repetition!r}; it must be RepetitionDetectionParams, or None")
         if not isinstance(self.output_kind, RequestOutputKind):
             raise ValueError(f"output_kind is {self.output_kind!r}; it must be a RequestOutputKind")
 

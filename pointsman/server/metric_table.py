@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 BASE_LABELS = ("model_name", "engine")
 """`engine` numbers the replicas behind one API process; there is one, "0"."""
 
-FINISH_REASONS = ("stop", "length", "abort", "error", "deadline")
+FINISH_REASONS = ("stop", "length", "repetition", "abort", "error", "deadline")
 """Of requests that were added; the last is ours, the others are vLLM's."""
 
 REFUSALS = (

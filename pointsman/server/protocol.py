@@ -73,7 +73,6 @@ class _Refusing(ProtocolModel):
         "logprob_token_ids": ((None, []), "log probabilities of chosen tokens are not supported; use top logprobs"),
         "kv_transfer_params": ((None, {}), "there is no KV transfer here; leave it out"),
         "ec_transfer_params": ((None, {}), "there is no encoder cache transfer here; leave it out"),
-        "repetition_detection": ((None,), "repetition detection is not supported; use a repetition_penalty"),
         "thinking_token_budget": ((None, -1), "thinking is not limited here; use max_tokens"),
         "watermarking": ((None, False), "watermarks are not supported; leave it out"),
     }
@@ -141,6 +140,14 @@ class StructuredOutputs(_Refusing):
     disable_additional_properties: bool = False
 
 
+class RepetitionDetection(ProtocolModel):
+    """Which repetitions at the end of an answer end it, with `finish_reason` repetition."""
+
+    max_pattern_size: Number = Field(0, description="Tokens of the longest pattern looked for; 0: none is.")
+    min_pattern_size: Number = Field(0, description="Tokens of the shortest; 0 means 1.")
+    min_count: Number = Field(0, description="How often in a row a pattern must stand at the end; at least 2.")
+
+
 class SamplingFields(_Refusing):
     """What both kinds of completion take."""
 
@@ -173,6 +180,7 @@ class SamplingFields(_Refusing):
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    repetition_detection: RepetitionDetection | None = None
     priority: Int64 = Field(0, description="Smaller is more urgent; only where the server schedules by priority.")
     request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = Field(
         None, description="Part of the answer's id; the header X-Request-Id goes before it."

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from pointsman.core import RepetitionDetectionParams
 from pointsman.engine.sampling_params import SamplingParams
 from pointsman.engine.structured_outputs import StructuredOutputsParams
 from pointsman.server.errors import ApiError, shown
@@ -140,8 +141,14 @@ def sampling_params(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         structured_outputs=structured_outputs(body),
+        repetition_detection=_repetition_detection(body),
         **values,
     )
+
+
+def _repetition_detection(body: SamplingFields) -> RepetitionDetectionParams | None:
+    asked = body.repetition_detection
+    return None if asked is None else RepetitionDetectionParams(**asked.model_dump())
 
 
 def for_sample(params: SamplingParams, *, max_tokens: int, sample: int) -> SamplingParams:

@@ -144,7 +144,7 @@ class Delta:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
-    """"stop", "length", "abort", "deadline" or "error"; None while it runs."""
+    """"stop", "length", "repetition", "abort", "deadline" or "error"; None while it runs."""
     finish_detail: str = ""
     stop_reason: int | str | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None

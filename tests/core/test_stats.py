@@ -55,7 +55,8 @@ def test_ends_are_counted_by_reason() -> None:
     host.add("abort")
     host.step({"stop": EOS})
     host.abort("abort")
-    assert host.stats().finished == {"stop": 1, "length": 1, "abort": 1, "refused": 0, "error": 0, "deadline": 0}
+    counts = {"stop": 1, "length": 1, "abort": 1, "refused": 0, "error": 0, "deadline": 0, "repetition": 0}
+    assert host.stats().finished == counts
     assert host.stats().num_added == 3
 
 

@@ -190,7 +190,7 @@ def test_a_row_with_an_error_ends_and_the_others_go_on() -> None:
     assert (b.num_output_tokens, a.num_output_tokens, c.num_output_tokens) == (1, 2, 2)
     assert names(update.finished) == ["b"]
     host.run_to_end()
-    assert host.stats().finished == {"stop": 0, "length": 2, "abort": 0, "refused": 0, "error": 1, "deadline": 0}
+    assert {reason: count for reason, count in host.stats().finished.items() if count} == {"length": 2, "error": 1}
 
 
 def test_what_a_row_with_an_error_wrote_in_the_step_is_not_found_again() -> None:

@@ -20,7 +20,14 @@ from transformers import PreTrainedTokenizerFast
 from pointsman.core import DuplicateRequest, RequestRefused, Scheduler, SchedulerConfig
 from pointsman.core.errors import ConfigError
 from pointsman.core.recording import Recorder, replay
-from pointsman.engine import LLM, Engine, EngineStepError, RequestOutput, SamplingParams
+from pointsman.engine import (
+    LLM,
+    Engine,
+    EngineStepError,
+    RepetitionDetectionParams,
+    RequestOutput,
+    SamplingParams,
+)
 from pointsman.engine.kv_pool import KVPool
 from pointsman.engine.model_loader import LoadedModel, wrap_model
 from pointsman.engine.model_runner import NOT_FINITE, ModelRunner
@@ -342,6 +349,22 @@ def test_an_empty_step_runs_no_model(loaded: LoadedModel, monkeypatch: pytest.Mo
 def test_knobs_that_cannot_work(loaded: LoadedModel, knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Engine(loaded, **knobs)
+
+
+def test_an_output_that_goes_round_in_circles_ends(engine: Engine) -> None:
+    params = SamplingParams(
+        allowed_token_ids=[9],
+        ignore_eos=True,
+        repetition_detection=RepetitionDetectionParams(max_pattern_size=4, min_count=5),
+    )
+    engine.add_request("a", "Hello", params)
+    output = drain(engine)["a"]
+    assert (output.token_ids, output.finish_reason, output.stop_reason) == (
+        [9] * 5,
+        "repetition",
+        "repetition_detected",
+    )
+    assert output.text == engine.tokenizer.decode([9] * 5), "what repeats is part of the text"
 
 
 def test_knobs_reach_the_scheduler(loaded: LoadedModel) -> None:

@@ -81,6 +81,7 @@ def test_defaults_are_those_of_vllm() -> None:
         ("stop", 0),
         ("ignore_eos", "yes"),
         ("detokenize", None),
+        ("repetition_detection", (3, 1, 2)),
         ("output_kind", "delta"),
     ],
 )

@@ -72,7 +72,7 @@ class Reference:
     tokens: tuple[int, ...]
     limit: int  # tokens, prompt and output together, at which it must end
     status: RequestStatus
-    stop_reason: int | None
+    stop_reason: int | str | None
     details: frozenset[str]  # each is a right answer to: by which limit did it end?
 
 
@@ -95,9 +95,25 @@ def reference_run(request: Request, config: SchedulerConfig) -> Reference:
         if token in eos.union(request.stop_token_ids) and len(output) >= request.min_tokens:
             reason = None if token in eos else token
             return Reference(tuple(output), limit, RequestStatus.FINISHED_STOPPED, reason, frozenset([""]))
+        if _goes_round(output, request) and len(output) >= request.min_tokens and len(tokens) < limit:
+            details = frozenset(f"a pattern of {size} token(s) is repeated" for size in range(len(output)))
+            return Reference(tuple(output), limit, RequestStatus.FINISHED_REPETITION, "repetition_detected", details)
         if len(tokens) >= limit:
             details = frozenset(name for name, bound in bounds.items() if bound == limit)
             return Reference(tuple(output), limit, RequestStatus.FINISHED_LENGTH, None, details)
+
+
+def _goes_round(output: list[int], request: Request) -> bool:
+    """Whether the output ends in copies of a pattern, as many and as long as the request's parameters say."""
+    params = request.repetition_detection
+    if params is None:
+        return False
+    sizes = range(max(params.min_pattern_size, 1), params.max_pattern_size + 1)
+    return any(
+        size * params.min_count <= len(output)
+        and output[-size * params.min_count :] == output[-size:] * params.min_count
+        for size in sizes
+    )
 
 
 class ContentIds:

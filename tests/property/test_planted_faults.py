@@ -21,9 +21,11 @@ from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.lifecycle import Lifecycle
 from pointsman.core.prefix_cache import PrefixCache, Root
 from pointsman.core.queue import FirstComeFirstServed
+from pointsman.core.repetition import RepetitionWatch
 from pointsman.core.reserve import Watermark
 from pointsman.core.rewind import rewind as real_rewind
 from pointsman.core.running import Running
+from pointsman.core.update import Update
 
 from .operations import drive
 from .shadow import ShadowFault
@@ -122,6 +124,24 @@ def end_is_not_reported(patch: Patch) -> None:
 
 def end_is_not_repeated(patch: Patch) -> None:
     around(patch, Lifecycle, "repeat_reports", lambda original, life, preempted, _: original(life, preempted, []))
+
+
+def watch_misses_what_was_in_flight(patch: Patch) -> None:
+    def deliver(original: Any, update: Update, request: Any, token_id: int) -> Any:
+        watch, request.repetition_watch = request.repetition_watch, None
+        end = original(update, request, token_id)
+        request.repetition_watch = watch
+        return end
+
+    around(patch, Update, "_deliver", deliver)
+
+
+def short_patterns_count(patch: Patch) -> None:
+    def init(original: Any, watch: RepetitionWatch, *args: Any) -> None:
+        original(watch, *args)
+        watch._first = 1
+
+    around(patch, RepetitionWatch, "__init__", init)
 
 
 def rewind_is_lost(patch: Patch) -> None:
@@ -237,6 +257,8 @@ BOOKKEEPING: tuple[Fault, ...] = (
     (queue_forgets_a_removal, {}),
     (end_is_not_reported, {}),
     (end_is_not_repeated, {}),
+    (watch_misses_what_was_in_flight, {"max_steps_in_flight": 3}),
+    (short_patterns_count, {}),
     (rewind_is_lost, {}),
     (watermark_is_ignored, {"watermark": 0.35}),
     (owed_blocks_are_forgotten, {"full_sequence_must_fit": True, "enable_chunked_prefill": True}),

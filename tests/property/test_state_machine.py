@@ -109,4 +109,5 @@ def test_runs_meet_every_limit() -> None:
     assert sum(stat.num_failed_steps for stat in stats) >= 50
     assert sum(stat.num_refused for stat in stats) >= 5
     assert sum(world.num_capacity_ends for world in worlds) >= 5
+    assert sum(stat.finished["repetition"] for stat in stats) >= 5
     assert sum(world.num_cached_tokens for world in worlds) >= 50

@@ -125,6 +125,8 @@ class RequestSpec:
     eos: tuple[int, ...] = ()
     ignore_eos: bool = False
     stops: tuple[int, ...] = ()
+    repetition: tuple[int, int, int] | None = None
+    """The longest and the shortest pattern, and how many of them in a row end it; None: none do."""
     salt: str | None = None
     use_prefix_cache: bool = True
     reuses_id: bool = False
@@ -138,11 +140,13 @@ class RequestSpec:
         if self.continues is not None and conversations:
             prompt = list(conversations[self.continues % len(conversations)])
         prompt = (prompt + list(self.tail))[:longest]
+        names = ("max_pattern_size", "min_pattern_size", "min_count")
+        repetition = dict(zip(names, self.repetition, strict=True)) if self.repetition else None
         return Request(
             request_id, prompt, arrival_time=float(self.arrival), max_tokens=self.max_tokens,
             max_total_tokens=self.max_total_tokens, min_tokens=self.min_tokens, priority=self.priority,
             eos_token_ids=self.eos, ignore_eos=self.ignore_eos, stop_token_ids=self.stops, cache_salt=self.salt,
-            use_prefix_cache=self.use_prefix_cache,
+            use_prefix_cache=self.use_prefix_cache, repetition_detection=repetition,
         )  # fmt: skip
 
 
@@ -173,6 +177,7 @@ def make_request_spec(choose: Chooser, config: SchedulerConfig) -> RequestSpec:
         eos=choose.choice(((), (), (EOS,), (EOS, 3))),
         ignore_eos=choose.chance(20),
         stops=choose.choice(((), (), (4,), (4, 2))),
+        repetition=choose.choice(((1, 1, 2), (2, 0, 2), (3, 2, 2), (4, 0, 3))) if choose.chance(30) else None,
         salt=choose.choice((None, None, None, "a", "b")),
         use_prefix_cache=not choose.chance(10),
         reuses_id=choose.chance(15),

@@ -269,6 +269,18 @@ def test_constraints_that_exclude_each_other_are_the_clients_fault(http: httpx.C
     assert json.loads(text)["error"]["code"] == 400
 
 
+def test_an_answer_that_goes_round_in_circles_ends(http: httpx.Client) -> None:
+    tokens = http.post("/tokenize", json={"prompt": "x"}).json()["tokens"]
+    detection = {"max_pattern_size": 5, "min_count": 4}
+    answer = post(http, allowed_token_ids=tokens[-1:], ignore_eos=True, max_tokens=20, repetition_detection=detection)
+    choice = answer["choices"][0]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("repetition", "repetition_detected")
+    assert answer["usage"]["completion_tokens"] == 4
+    assert metric(http, "vllm:request_success_total", 'finished_reason="repetition"') >= 1
+    response = http.post("/v1/completions", json={**GREEDY, "repetition_detection": {"max_pattern_size": 5}})
+    assert response.status_code == 400 and "min_count is 0" in response.text
+
+
 def test_ids_are_the_clients_if_it_likes(http: httpx.Client) -> None:
     response = http.post("/v1/completions", json=GREEDY, headers={"X-Request-Id": "order-66"})
     assert response.json()["id"] == "cmpl-order-66" == response.headers["x-request-id"]
@@ -282,9 +294,9 @@ def test_ids_are_the_clients_if_it_likes(http: httpx.Client) -> None:
 # ------------------------------------------------------------------------------------------------- disconnects
 
 
-def metric(http: httpx.Client, name: str) -> float:
-    """The sum of a metric's series."""
-    lines = [line for line in http.get("/metrics").text.splitlines() if line.startswith(f"{name}{{")]
+def metric(http: httpx.Client, name: str, label: str = "") -> float:
+    """The sum of a metric's series, of those with a label."""
+    lines = [line for line in http.get("/metrics").text.splitlines() if line.startswith(f"{name}{{") and label in line]
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
 

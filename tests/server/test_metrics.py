@@ -244,7 +244,7 @@ def test_known_requests_give_known_figures(loop: asyncio.Runner, engine: tuple[E
     by_source = "vllm:prompt_tokens_by_source_total{source=%s}"
     assert difference(before, after, by_source % "local_compute", by_source % "local_cache_hit") == [56, 64]
     ends = [f"vllm:request_success_total{{finished_reason={reason}}}" for reason in FINISH_REASONS]
-    assert difference(before, after, *ends) == [0, 3, 0, 0, 0]
+    assert difference(before, after, *ends) == [0, 3, 0, 0, 0, 0]
     # Eight steps a request, of which the first computes the prompt and the others a token each.
     assert difference(before, after, "vllm:iteration_tokens_total_count") == [24]
     assert difference(before, after, "pointsman:steps_total")[0] >= 24  # empty ones may have told of ends

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pointsman.engine.sampling_params import SamplingParams
+from pointsman.engine.sampling_params import RepetitionDetectionParams, SamplingParams
 from pointsman.server.config import ServerConfig
 from pointsman.server.errors import ApiError
 from pointsman.server.protocol import ChatCompletionRequest, CompletionRequest
@@ -78,6 +78,14 @@ def test_a_bias_is_for_a_token_id(token: str) -> None:
     with pytest.raises(ApiError) as caught:
         params(logit_bias={token: 1})
     assert caught.value.status_code == 400 and caught.value.param == "logit_bias"
+
+
+def test_repetitions_arrive_in_vllms_words() -> None:
+    given = {"max_pattern_size": 9, "min_pattern_size": 2, "min_count": 3}
+    assert params(repetition_detection=given).repetition_detection == RepetitionDetectionParams(**given)
+    assert params(repetition_detection=None).repetition_detection is None
+    with pytest.raises(ValueError, match="min_count is 1; a repetition is 2 times or more"):
+        params(repetition_detection={**given, "min_count": 1})
 
 
 def test_what_the_engine_refuses_is_refused() -> None:

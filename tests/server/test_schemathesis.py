@@ -64,6 +64,7 @@ NARROW: dict[str, Any] = {
                    "additionalProperties": False},
     "structured_outputs": {"enum": [None, {"regex": "[ab]{3}"}, {"choice": ["yes", "no"]}, {"json_object": True}]},
     "response_format": {"enum": [None, {"type": "text"}, {"type": "json_object"}]},
+    "repetition_detection": {"enum": [None, {}, {"max_pattern_size": 3, "min_count": 2}]},
     "deadline": {"enum": [None, 20]},
     "add_generation_prompt": {"enum": [True]},
     "continue_final_message": {"enum": [False]},

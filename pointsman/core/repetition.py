@@ -1,0 +1,86 @@
+"""Does the output go round in circles? A stop condition for models that repeat a phrase until their tokens run out.
+
+The definition is vLLM's: the output ends in `min_count` copies, one after the other, of some pattern of
+`min_pattern_size` to `max_pattern_size` tokens. That is so for a pattern of p tokens if each of the last
+p x (min_count - 1) tokens equals the one p places before it, so it is enough to count, for every p, how many tokens in
+a row do. A new token costs three array operations over p, however long the output and whatever its patterns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+REPETITION_DETECTED = "repetition_detected"
+"""The `stop_reason` of a request that ended so, as vLLM has it."""
+_MAX_INT = 2**31 - 1
+_NO_TOKEN = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepetitionDetectionParams:
+    """Which repetitions end a request; names and meaning are vLLM's.
+
+    Raises:
+        ValueError: a value is out of range, or the three contradict each other.
+    """
+
+    max_pattern_size: int = 0
+    """Tokens of the longest pattern that is looked for; 0: none is."""
+    min_pattern_size: int = 0
+    """Tokens of the shortest; 0 means 1."""
+    min_count: int = 0
+    """How many times in a row a pattern must stand at the end of the output, at least 2."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_pattern_size", "min_pattern_size", "min_count"):
+            value: object = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_INT:
+                raise ValueError(f"repetition_detection: {name} is {value!r}; it must be an integer of 0 or more")
+        if self.min_pattern_size > self.max_pattern_size:
+            raise ValueError(
+                f"repetition_detection: min_pattern_size is {self.min_pattern_size}, more than max_pattern_size "
+                f"{self.max_pattern_size}; lower it, or set both to 0 to turn it off"
+            )
+        if self.max_pattern_size and self.min_count < 2:
+            raise ValueError(
+                f"repetition_detection: min_count is {self.min_count}; a repetition is 2 times or more, so raise it, "
+                "or set max_pattern_size to 0 to turn it off"
+            )
+
+
+class RepetitionWatch:
+    """Watches one output. `room` is the most tokens that it may get: longer patterns than fit it need no counters."""
+
+    __slots__ = ("_end", "_first", "_most", "_needed", "_runs", "_tokens", "num_seen")
+
+    def __init__(self, params: RepetitionDetectionParams, room: int) -> None:
+        self._most = min(params.max_pattern_size, room // params.min_count)
+        self._first = max(params.min_pattern_size, 1)
+        sizes = np.arange(1, self._most + 1, dtype=np.int64)
+        self._needed: npt.NDArray[np.int64] = sizes * (params.min_count - 1)
+        self._runs: npt.NDArray[np.int64] = np.zeros(self._most, dtype=np.int64)
+        # The newest `_most` tokens end at `_end`, so that those 1, 2, ... places back are one slice.
+        self._tokens: npt.NDArray[np.int64] = np.full(max(2 * self._most, 1), _NO_TOKEN, dtype=np.int64)
+        self._end = self._most
+        self.num_seen = 0
+
+    def observe(self, token_id: int) -> int | None:
+        """The size of the shortest pattern that the output, with this token, ends in often enough; None: there is
+        none."""
+        self.num_seen += 1
+        most = self._most
+        if most == 0:
+            return None
+        if self._end == len(self._tokens):
+            self._tokens[:most] = self._tokens[most:]
+            self._end = most
+        back = self._tokens[self._end - most : self._end][::-1]
+        self._runs += 1
+        self._runs *= back == token_id
+        self._tokens[self._end] = token_id
+        self._end += 1
+        found = (self._runs >= self._needed)[self._first - 1 :].nonzero()[0]
+        return int(found[0]) + self._first if len(found) else None
