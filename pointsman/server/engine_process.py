@@ -267,6 +267,7 @@ def main(descriptor: int) -> int:
                 recorder = Recorder(files.enter_context(Path(start.record).open("w", encoding="utf-8")))
             keep_freed_pages(one_heap=True)
             engine = Engine(recorder=recorder, clock=time.monotonic, **start.options)
+            engine.kv_pool.take_memory()
         except (ValueError, OSError) as error:  # the model, a knob, or the recording's file
             sock.sendall(pack(Failed(str(error), is_usage_error=True)))
             return 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 
 import numpy as np
 import pytest
@@ -247,6 +248,17 @@ def test_pool_size_from_bytes_or_blocks() -> None:
     pool = KVPool(LAYERS, num_blocks=7, block_size=16, dtype=torch.float32)
     assert pool.num_bytes == 7 * block_bytes == sum(t.numel() * 4 for t in pool.keys + pool.values)
     assert pool.num_tokens == 112
+
+
+def test_a_pool_that_has_taken_its_memory_needs_no_more() -> None:
+    pool = KVPool(LAYERS, num_blocks=4000, block_size=16, dtype=torch.float32)
+    page = resource.getpagesize()
+    pool.take_memory()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for tensor in pool.keys + pool.values:
+        tensor.fill_(1.0)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    assert faults < pool.num_bytes // page // 20
 
 
 def test_impossible_pools_are_refused() -> None:
