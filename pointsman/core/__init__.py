@@ -13,6 +13,7 @@ from pointsman.core.errors import (
     UnknownRequest,
 )
 from pointsman.core.output import SchedulerOutput, StepResult, StepUpdate
+from pointsman.core.pause import PauseMode
 from pointsman.core.reason import Reason
 from pointsman.core.recording import Recorder, RecordingError, ReplayDifference, ReplayReport, replay
 from pointsman.core.repetition import RepetitionDetectionParams
@@ -29,6 +30,7 @@ __all__ = [
     "InvalidTransition",
     "InvariantError",
     "ParkReason",
+    "PauseMode",
     "PointsmanError",
     "Reason",
     "Recorder",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pointsman.core.batch import Batch
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.lifecycle import Lifecycle
+from pointsman.core.pause import PauseMode
 from pointsman.core.reason import Deferral, Reason
 from pointsman.core.request import Request
 from pointsman.core.stats import Counters, Explanation, SchedulerStats
@@ -12,10 +13,10 @@ from pointsman.core.stats import Counters, Explanation, SchedulerStats
 
 def explain(request: Request, batch: Batch, kv: KVCacheManager, life: Lifecycle) -> Explanation:
     """Where a request stands, why it waits, for whom and since when."""
-    deferral: Deferral | None = request.deferral
+    deferral = _deferral(request, life)
     reason = deferral.reason if deferral else None
     position = life.queue.position(request) if request in life.queue else None
-    if position:
+    if position and reason is not Reason.PAUSED:
         reason = Reason.BEHIND
     return Explanation(
         request_id=request.request_id,
@@ -32,6 +33,17 @@ def explain(request: Request, batch: Batch, kv: KVCacheManager, life: Lifecycle)
         num_blocks=0 if request.row is None else len(kv.table(batch, request.row)),
         num_preemptions=request.num_preemptions,
     )
+
+
+def _deferral(request: Request, life: Lifecycle) -> Deferral | None:
+    """Why it waits as far as it is not for others; a pause goes before all else, for whom it holds up."""
+    pause = life.pause
+    if pause is not None:
+        is_held = request in life.queue or (request.row is not None and pause.mode is PauseMode.ALL)
+        if is_held:
+            return Deferral(Reason.PAUSED, 0, pause.since)
+    deferral: Deferral | None = request.deferral
+    return deferral
 
 
 def _blocker(reason: Reason | None, batch: Batch, life: Lifecycle) -> str | None:
@@ -89,6 +101,8 @@ def _waiting_by_reason(life: Lifecycle) -> dict[str, int]:
     waiting = len(life.queue)
     if not waiting:
         return {}
+    if life.pause is not None:
+        return {Reason.PAUSED.value: waiting}
     deferral: Deferral | None = life.queue.peek().deferral
     counts = {deferral.reason.value if deferral else "not_tried": 1}
     if waiting > 1:

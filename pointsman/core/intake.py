@@ -80,6 +80,8 @@ class Intake:
 
     def _closed(self, advance: Advance) -> Reason | None:
         """Why this step admits nobody, whoever asks."""
+        if self._life.pause is not None:
+            return Reason.PAUSED
         if advance.preempted:
             return Reason.PREEMPTION
         if self._static and len(self._batch) and not self._batch_forms:
@@ -88,6 +90,8 @@ class Intake:
 
     def _defer(self, head: Request, verdict: Blocked, now: float) -> None:
         self._counters.deferrals[verdict.reason.position] += 1
+        if verdict.reason is Reason.PAUSED:
+            return  # its own reason stands for when the pause is over
         deferral = head.deferral
         if deferral is not None and deferral.reason is verdict.reason:
             deferral.missing = verdict.missing

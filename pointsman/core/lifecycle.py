@@ -14,6 +14,7 @@ from pointsman.core.batch import Batch
 from pointsman.core.errors import DuplicateRequest, UnknownRequest
 from pointsman.core.in_flight import AdmittedRequest, StepRecord
 from pointsman.core.kv_cache import KVCacheManager
+from pointsman.core.pause import Pause
 from pointsman.core.queue import Order
 from pointsman.core.reason import Deferral, Reason
 from pointsman.core.request import Request
@@ -46,6 +47,8 @@ class Lifecycle:
         """Every request whose id is in use: those that have not ended, and ends that no output has told of."""
         self.in_flight: deque[StepRecord] = deque()
         """Steps scheduled and not yet updated, oldest first."""
+        self.pause: Pause | None = None
+        """What holds everybody up, if something does."""
         self.preempted: list[Request] = []
         self.finished: list[Request] = []
         self._next_sequence_number = 1
@@ -106,14 +109,20 @@ class Lifecycle:
 
     def preempt(self, request: Request) -> None:
         """From its row to the front of its class in the queue."""
-        self._lose_row(request)
-        request.transition(RequestStatus.PREEMPTED)
-        self.queue.push(request)
+        self._lose_rows([request])
+        self._queue_again(request)
+
+    def preempt_all(self) -> None:
+        """Everybody that runs, without publishing what they computed; they come back in the order in which they ran."""
+        requests = list(self._batch.members.requests)
+        self._lose_rows(requests, publish=False)
+        for request in reversed(requests):
+            self._queue_again(request)
 
     def park(self, request: Request, reason: ParkReason, now: float) -> None:
         """Out of the queue, or off its row, until `ready`. Parked already: only the reason changes."""
         if request.status is RequestStatus.RUNNING:
-            self._lose_row(request)
+            self._lose_rows([request])
         elif request.status.is_parked:
             del self.parked[request.request_id]
             self._return(request)
@@ -185,15 +194,18 @@ class Lifecycle:
 
     # ------------------------------------------------------------------ parts of moves
 
-    def _lose_row(self, request: Request) -> None:
-        lost = min(request.num_computed_tokens, request.num_tokens)
-        pending = request.num_pending
-        self.release_rows([request])
-        request.leave_row(0, pending)
-        request.lost_tokens = lost
-        request.num_preemptions += 1
-        self._counters.num_preemptions += 1
-        self.preempted.append(request)
+    def _lose_rows(self, requests: list[Request], publish: bool = True) -> None:
+        self.release_rows(requests, publish)
+        for request in requests:
+            request.lost_tokens = min(request.num_computed_tokens, request.num_tokens)
+            request.leave_row(0, request.num_pending)
+            request.num_preemptions += 1
+        self._counters.num_preemptions += len(requests)
+        self.preempted += requests
+
+    def _queue_again(self, request: Request) -> None:
+        request.transition(RequestStatus.PREEMPTED)
+        self.queue.push(request)
 
     def _leave_queue(self, request: Request) -> None:
         self.queue.remove(request)

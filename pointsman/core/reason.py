@@ -25,6 +25,8 @@ class Reason(enum.Enum):
     """A more urgent request takes the room that was made in this step."""
     STATIC_BATCH = "static_batch"
     """The static batch still runs."""
+    PAUSED = "paused"
+    """The operator has paused the scheduler, or its admissions."""
     IN_FLIGHT = "in_flight"
     """Its own samples from before its preemption have not come back."""
     BEHIND = "behind"

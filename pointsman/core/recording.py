@@ -17,6 +17,7 @@ import numpy as np
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import ConfigError, PointsmanError
 from pointsman.core.output import SchedulerOutput, StepResult, StepUpdate
+from pointsman.core.pause import PauseMode
 from pointsman.core.preemption import VICTIMS
 from pointsman.core.queue import ORDERS
 from pointsman.core.request import Request
@@ -121,8 +122,14 @@ class Recorder:
     def set_priority(self, request_id: str, priority: int, now: float) -> None:
         self._write({"call": "set_priority", "now": now, "id": request_id, "priority": priority})
 
-    def reset_prefix_cache(self, now: float) -> None:
-        self._write({"call": "reset_prefix_cache", "now": now})
+    def paused(self, mode: PauseMode, now: float) -> None:
+        self._write({"call": "pause", "now": now, "mode": mode.value})
+
+    def resumed(self, now: float) -> None:
+        self._write({"call": "resume", "now": now})
+
+    def reset_prefix_cache(self, preempt_running: bool, now: float) -> None:
+        self._write({"call": "reset_prefix_cache", "now": now, "preempt_running": preempt_running})
 
     def scheduled(self, output: SchedulerOutput, now: float) -> None:
         self._write({"call": "schedule", "now": now, "step": output.step_id, "decision": _decision(output)})
@@ -164,7 +171,11 @@ class _Replay:
             "park": lambda s, call, _: s.park(call["id"], ParkReason(call["reason"]), call["now"]),
             "ready": lambda s, call, _: s.ready(call["id"], call["now"]),
             "set_priority": lambda s, call, _: s.set_priority(call["id"], call["priority"], call["now"]),
-            "reset_prefix_cache": lambda s, call, _: s.reset_prefix_cache(call["now"]),
+            "pause": lambda s, call, _: s.pause(call["now"], PauseMode(call["mode"])),
+            "resume": lambda s, call, _: s.resume(call["now"]),
+            "reset_prefix_cache": lambda s, call, _: s.reset_prefix_cache(
+                call["now"], preempt_running=call["preempt_running"]
+            ),
             "schedule": self._schedule,
             "update": self._update,
             "fail": self._fail,

@@ -70,6 +70,23 @@ class Running:
                 return steady
         return self._advance_general(preempt)
 
+    def rest(self) -> Advance:
+        """No row computes anything."""
+        members = self._batch.members
+        return Advance(
+            requests=[],
+            rows=members.rows[:0],
+            serials=members.serials[:0],
+            num_computed_tokens=members.rows[:0],
+            num_scheduled_tokens=members.rows[:0],
+            samples=members.trues[:0],
+            block_ids=NO_BLOCKS,
+            block_offsets=members.zero_offsets[:1],
+            total=0,
+            preempted=False,
+            unpublished=(),
+        )
+
     def wants(self) -> tuple[Int64Array, Int64Array]:
         """[rows] what each row lacks, and what the limits leave of it, before the budget. 0: nothing to do now."""
         batch, members = self._batch, self._batch.members

@@ -36,6 +36,7 @@ from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.lifecycle import End, Lifecycle
 from pointsman.core.limits import make_limits
 from pointsman.core.output import SchedulerOutput, StepResult, StepUpdate
+from pointsman.core.pause import Pause, PauseMode
 from pointsman.core.preemption import make_victim
 from pointsman.core.queue import make_order
 from pointsman.core.recording import Recorder
@@ -46,7 +47,7 @@ from pointsman.core.rewind import rewind
 from pointsman.core.stats import Counters, Explanation, SchedulerStats
 from pointsman.core.status import FinishReason, ParkReason, RequestStatus
 from pointsman.core.update import Update
-from pointsman.core.work import make_work
+from pointsman.core.work import Idle, make_work
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -81,7 +82,10 @@ class Scheduler:
         self._intake = Intake(
             config, self._batch, self._kv, self._running, self._admission, self._life, self._counters, self._publish
         )
-        self._work = make_work(self._running, self._life, self._publish, self._intake.admit, config.batching)
+        self._usual_work = self._work = make_work(
+            self._running, self._life, self._publish, self._intake.admit, config.batching
+        )
+        self._idle = Idle(self._running, self._intake.admit)
         self._update = Update(self._batch, self._kv, self._life, self._counters)
         self._next_step_id = 0
         self._emission = Emission(self._batch, self._kv, self._life)
@@ -197,11 +201,35 @@ class Scheduler:
         if self._recorder is not None:
             self._recorder.set_priority(request_id, priority, now)
 
-    def reset_prefix_cache(self, now: float) -> None:
-        """Forget every cached prefix (after the weights changed, say). What runs goes on and publishes no more."""
+    def reset_prefix_cache(self, now: float, *, preempt_running: bool = False) -> None:
+        """Forget every cached prefix (after the weights changed, say).
+
+        What runs goes on with the KV that it has, and publishes no more. With `preempt_running` it computes it anew
+        instead: it returns to the queue with its tokens, and with the samples of steps in flight when they come back.
+        """
+        if preempt_running:
+            self._life.preempt_all()
         self._kv.reset()
         if self._recorder is not None:
-            self._recorder.reset_prefix_cache(now)
+            self._recorder.reset_prefix_cache(preempt_running, now)
+
+    def pause(self, now: float, mode: PauseMode = PauseMode.ALL) -> None:
+        """Schedule nothing (`PauseMode.ALL`), or admit nobody (`PauseMode.ADMISSIONS`), until `resume`.
+
+        Steps in flight end as ever; while one is, the pause is not complete. Twice is fine, and the later mode counts.
+        """
+        mode = PauseMode(mode)
+        self._life.pause = Pause(mode, now)
+        self._work = self._idle if mode is PauseMode.ALL else self._usual_work
+        if self._recorder is not None:
+            self._recorder.paused(mode, now)
+
+    def resume(self, now: float) -> None:
+        """Go on after a `pause`; nothing happens if there was none."""
+        self._life.pause = None
+        self._work = self._usual_work
+        if self._recorder is not None:
+            self._recorder.resumed(now)
 
     # ------------------------------------------------------------------ the step
 
@@ -285,6 +313,11 @@ class Scheduler:
         return self._life.get(request_id)
 
     @property
+    def pause_mode(self) -> PauseMode | None:
+        """How it is paused; None: it is not."""
+        return None if self._life.pause is None else self._life.pause.mode
+
+    @property
     def num_steps_in_flight(self) -> int:
         return len(self._life.in_flight)
 
@@ -355,12 +388,13 @@ class Scheduler:
 
     def _displace(self) -> Request | None:
         """Part 1: make room for a more urgent waiting request; returns it if somebody gave way."""
-        if self._displacement is None or not len(self._life.queue) or not len(self._batch):
+        life = self._life
+        if self._displacement is None or life.pause is not None or not len(life.queue) or not len(self._batch):
             return None
-        head = self._life.queue.peek()
+        head = life.queue.peek()
         displaced = self._displacement.choose(head)
         for request in displaced:
-            self._life.preempt(request)
+            life.preempt(request)
         self._counters.num_displaced += len(displaced)
         return head if displaced else None
 

@@ -28,7 +28,7 @@ class Counters:
     num_added: int = 0
     num_refused: int = 0
     num_preemptions: int = 0
-    """Running requests that lost their blocks: for memory, displaced, or parked."""
+    """Running requests that lost their blocks: for memory, displaced, parked, or by a reset."""
     num_displaced: int = 0
     """Of these, those that gave way to a more urgent waiting request."""
     num_recomputed_tokens: int = 0
@@ -90,7 +90,8 @@ class Explanation:
     status: RequestStatus
     phase: str
     reason: Reason | None
-    """Why it waits; None if it runs, or has ended, or no step has been scheduled since it was added."""
+    """Why it waits; None if it runs and nothing is paused, or has ended, or no step has been scheduled since it was
+    added."""
     blocker: str | None
     """For whom it waits: the head of the queue, or the running request that holds most blocks."""
     missing: int

@@ -1,5 +1,6 @@
 """The work of a step: which requests advance, and when others are admitted. Chosen once, by `batching`.
 
+idle                 nothing; in place of the others while the scheduler is paused
 mixed (and static)   every running row advances, then requests are admitted
 prefill-first        rows that still compute their prompt advance and requests are admitted; only if neither gives
                      the step anything to do, the rows that decode advance
@@ -23,6 +24,19 @@ class Work(Protocol):
     """Decides a step, and commits to it; `displacer` is whom others made room for before."""
 
     def __call__(self, record: StepRecord, displacer: Request | None, now: float) -> Advance: ...
+
+
+class Idle:
+    """No row advances, and nobody is admitted."""
+
+    def __init__(self, running: Running, admit: Admit) -> None:
+        self._running = running
+        self._admit = admit
+
+    def __call__(self, record: StepRecord, displacer: Request | None, now: float) -> Advance:
+        advance = self._running.rest()
+        self._admit(record, advance, None, now)  # finds the door closed, and notes why the head waits
+        return advance
 
 
 class Mixed:

@@ -15,6 +15,7 @@ from pointsman.core import (
     Explanation,
     FinishReason,
     ParkReason,
+    PauseMode,
     Recorder,
     Request,
     Scheduler,
@@ -126,8 +127,16 @@ class Host:
         self.scheduler.set_priority(request_id, priority, self._tick())
         self.scheduler.check_invariants()
 
-    def reset_prefix_cache(self) -> None:
-        self.scheduler.reset_prefix_cache(self._tick())
+    def pause(self, mode: PauseMode = PauseMode.ALL) -> None:
+        self.scheduler.pause(self._tick(), mode)
+        self.scheduler.check_invariants()
+
+    def resume(self) -> None:
+        self.scheduler.resume(self._tick())
+        self.scheduler.check_invariants()
+
+    def reset_prefix_cache(self, **options: bool) -> None:
+        self.scheduler.reset_prefix_cache(self._tick(), **options)
         self.scheduler.check_invariants()
 
     def explain(self, request_id: str) -> Explanation:

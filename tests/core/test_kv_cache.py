@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pointsman.core import Reason
 from tests.core.helpers import Host, blocks_of, cached_of, names, reference_output, tokens_of
 
 
@@ -220,6 +221,62 @@ def test_a_request_that_was_preempted_and_came_back_after_the_reset_publishes_ag
     host.run_to_end()
     host.add("b", request.prompt_token_ids)
     assert cached_of(host.step()) == {"b": 8}
+
+
+def test_a_reset_that_preempts_lets_what_runs_compute_everything_anew_and_publish_it() -> None:
+    host = Host(max_num_seqs=2)
+    first, second = host.add("a", 9, max_tokens=6), host.add("b", 9, max_tokens=6)
+    host.add("c")
+    host.step()
+    host.step()
+    host.reset_prefix_cache(preempt_running=True)
+    assert host.stats().num_free_blocks == host.stats().num_blocks and host.stats().num_cached_free_blocks == 0
+    assert [host.explain(name).position for name in "abc"] == [0, 1, 2]
+    output = host.step()
+    assert names(output.preempted) == names(output.resumed) == ["a", "b"]
+    assert cached_of(output) == {"a": 0, "b": 0} and tokens_of(output) == {"a": 11, "b": 5}
+    host.run_to_end()
+    for request in (first, second):
+        assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 6)
+        assert request.num_preemptions == 1
+    host.add("d", first.prompt_token_ids)
+    assert cached_of(host.step()) == {"d": 8}
+
+
+def test_samples_in_flight_at_a_reset_that_preempts_are_kept_and_waited_for() -> None:
+    host = Host(max_steps_in_flight=2)
+    request = host.add("a", 8, max_tokens=6)
+    first, second = host.schedule(), host.schedule()
+    host.reset_prefix_cache(preempt_running=True)
+    host.update(first)
+    assert names(host.schedule().requests) == [], "its second sample has not come back"
+    assert request.num_pending == 1 and host.explain("a").reason is Reason.IN_FLIGHT
+    host.update(second)
+    assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 2)
+    assert tokens_of(host.schedule()) == {"a": 10}
+
+
+def test_a_step_that_fails_after_a_reset_that_preempted_leaves_nothing_of_it_to_be_found() -> None:
+    host = Host()
+    request = host.add("a", 8, max_tokens=4)
+    output = host.schedule()
+    host.reset_prefix_cache(preempt_running=True)
+    host.fail(output)
+    assert request.num_pending == 0 and host.stats().num_cached_free_blocks == 0
+    output = host.step()
+    assert cached_of(output) == {"a": 0} and tokens_of(output) == {"a": 8}
+    host.run_to_end()
+    assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 4)
+
+
+@pytest.mark.parametrize("order", ["fcfs", "fcfs-front", "priority", "priority-by-arrival"])
+def test_after_a_reset_that_preempts_requests_come_back_in_the_order_in_which_they_ran(order: str) -> None:
+    host = Host(order=order, max_num_seqs=3, max_num_batched_tokens=32)
+    for name in "abcd":
+        host.add(name)
+    host.step()
+    host.reset_prefix_cache(preempt_running=True)
+    assert names(host.step().admitted) == ["a", "b", "c"]
 
 
 def test_queries_and_hits_are_counted_in_tokens_and_apart_for_fresh_and_resumed_requests() -> None:

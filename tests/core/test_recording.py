@@ -13,6 +13,7 @@ import pytest
 from pointsman.core import (
     FinishReason,
     ParkReason,
+    PauseMode,
     Recorder,
     RecordingError,
     ReplayDifference,
@@ -43,6 +44,12 @@ def recorded() -> list[str]:
     host.park("b", ParkReason.REMOTE_KVS)
     host.step()
     host.reset_prefix_cache()
+    host.pause()
+    host.step()
+    host.pause(PauseMode.ADMISSIONS)
+    host.reset_prefix_cache(preempt_running=True)
+    host.step()
+    host.resume()
     host.ready("b")
     host.abort("c")
     for _ in range(6):
@@ -77,6 +84,8 @@ def test_a_recording_replays_without_a_difference_and_the_report_says_what_it_we
         "park",
         "ready",
         "set_priority",
+        "pause",
+        "resume",
         "reset_prefix_cache",
         "schedule",
         "update",

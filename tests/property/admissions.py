@@ -30,6 +30,7 @@ def check_admissions(world: World, output: SchedulerOutput, before: SchedulerSta
 
 def _check_displacement(world: World, output: SchedulerOutput, victims: list[Entry], num_displaced: int) -> None:
     """Nobody gives way in vain: whoever displaced is admitted in that very step, and alone."""
+    require(not num_displaced or world.pause is None, f"{num_displaced} displaced while admissions are paused")
     require(num_displaced <= len(victims), f"{num_displaced} displaced, but {len(victims)} lost their rows")
     if num_displaced:
         require(world.config.order == "priority" and world.config.displace is not False, "displaced without urgency")
@@ -43,6 +44,7 @@ def _check_missed_displacement(world: World, output: SchedulerOutput, num_free: 
     """The head of the queue does not wait if, on the worst assumption, it had room without the less urgent rows."""
     config, queue = world.config, world.queue()
     displaces = config.order == "priority" and config.displace is not False and config.batching == "mixed"
+    displaces &= world.pause is None
     if not displaces or not queue or world.host.num_pending(queue[0].request):
         return
     head = queue[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pointsman.core import Reason, Request, SchedulerConfig, SchedulerOutput, StepResult
+from pointsman.core import PauseMode, Reason, Request, SchedulerConfig, SchedulerOutput, StepResult
 
 from .ledger import Entry, Place
 from .shadow import ExecutedStep, require
@@ -29,6 +29,7 @@ class Expectations:
     resync: bool
     idle: bool  # nothing is in flight
     batch_forms: bool  # static: only the budget kept the last step from admitting more
+    pause: PauseMode | None
 
     @classmethod
     def of(cls, world: World) -> Expectations:
@@ -46,17 +47,27 @@ class Expectations:
             resync=world.resync_due,
             idle=not world.host.in_flight,
             batch_forms=world.batch_forms,
+            pause=world.pause,
         )
 
     def check(self, output: SchedulerOutput) -> None:
         """Raise `ShadowFault` if the output breaks a promise."""
         require(output.resync == self.resync, f"resync is {output.resync} in step {output.step_id}")
+        self._check_pause(output)
         self._check_limits(output)
         self._check_ends(output)
         self._check_continued(output)
         self._check_admitted(output)
         self._check_preempted(output)
         self._check_progress(output)
+
+    def _check_pause(self, output: SchedulerOutput) -> None:
+        """Paused, a step runs nothing, or admits nobody."""
+        if self.pause is PauseMode.ALL:
+            lost = [request for request in output.preempted if request not in self.unreported_losses]
+            require(not output.num_rows and not lost, f"paused, but step {output.step_id} runs {output.requests}")
+        elif self.pause is PauseMode.ADMISSIONS:
+            require(not output.admitted, f"admissions are paused, but {list(output.admitted)} are admitted")
 
     def _check_limits(self, output: SchedulerOutput) -> None:
         """Promise 3, and the bound per request."""
@@ -139,9 +150,11 @@ class Expectations:
 
     def _check_progress(self, output: SchedulerOutput) -> None:
         """Promise 4: with nothing in flight and something to run, a step runs something."""
-        if self.idle and (self.queue or self.running):
+        queue = self.queue if self.pause is None else []
+        running = self.running if self.pause is not PauseMode.ALL else []
+        if self.idle and (queue or running):
             did_run = output.total_num_scheduled_tokens > 0
-            require(did_run, f"step {output.step_id} is empty, with {self.queue} waiting and {self.running} running")
+            require(did_run, f"step {output.step_id} is empty, with {queue} waiting and {running} running")
 
 
 def why_refused(request: Request, config: SchedulerConfig) -> str | None:
@@ -166,12 +179,15 @@ def check_explanations(world: World) -> None:
         position = queue.index(entry) if entry in queue else None
         require(told.position == position, f"{name} is explained at position {told.position}, it is at {position}")
         if entry.place is Place.RUNNING:
-            require(told.reason is None, f"{name} runs, and is explained as waiting for {told.reason}")
-        elif entry.place is Place.PARKED or position:
-            right = Reason.PARKED if entry.place is Place.PARKED else Reason.BEHIND
+            right = Reason.PAUSED if world.pause is PauseMode.ALL else None
+            require(told.reason is right, f"{name} runs, and is explained as waiting for {told.reason}")
+        elif entry.place is Place.PARKED or position or world.pause is not None:
+            right = Reason.BEHIND if world.pause is None else Reason.PAUSED
+            right = Reason.PARKED if entry.place is Place.PARKED else right
             require(told.reason is right, f"{name} waits for {told.reason}, expected {right}")
         else:
-            require(told.reason is not Reason.PARKED, f"{name} is ready, and is explained as parked")
+            wrong = (Reason.PARKED, Reason.PAUSED)
+            require(told.reason not in wrong, f"{name} is ready, and is explained as {told.reason}")
         if told.blocker is not None:
             is_live = world.scheduler.get_request(told.blocker) is not None
             require(is_live, f"{name} is explained as waiting for {told.blocker}, which is not live")

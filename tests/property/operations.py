@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple, TextIO
 
-from pointsman.core import FinishReason, ParkReason
+from pointsman.core import FinishReason, ParkReason, PauseMode
 
 from .ledger import Entry
 from .workload import MAX_LIVE, Chooser, SeededChooser, make_config, make_request_spec
@@ -89,7 +89,9 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("ready", 5, _on_request(lambda world, entry, choose: world.ready(entry))),
     Operation("set_priority", 4, _on_request(lambda w, entry, choose: w.set_priority(entry, choose.integer(-2, 3)))),
     Operation("fail", 5, lambda world, choose: world.fail(choose.integer(0, 2), seen=choose.chance(50))),
-    Operation("reset_prefix_cache", 2, lambda world, choose: world.reset_prefix_cache()),
+    Operation("reset_prefix_cache", 2, lambda w, choose: w.reset_prefix_cache(preempt_running=choose.chance(50))),
+    Operation("pause", 1, lambda world, choose: world.set_pause(choose.choice(tuple(PauseMode)))),
+    Operation("resume", 8, lambda world, choose: world.set_pause(None)),
     Operation("misuse", 1, _on_request(lambda world, entry, choose: world.misuse(entry))),
     Operation("add_duplicate", 2, _duplicate),
     Operation("abort_unknown", 1, lambda world, choose: world.abort_unknown(_gone(world, choose))),

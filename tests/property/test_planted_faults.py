@@ -17,6 +17,7 @@ from pointsman.core import InvariantError, Scheduler
 from pointsman.core.batch import Batch
 from pointsman.core.block_pool import BlockPool
 from pointsman.core.displacement import Displacement
+from pointsman.core.intake import Intake
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.lifecycle import Lifecycle
 from pointsman.core.prefix_cache import PrefixCache, Root
@@ -167,6 +168,31 @@ def prefix_is_not_found(patch: Patch) -> None:
     around(patch, PrefixCache, "look_up", lambda original, cache, root, *_: original(cache, root, b"", 0))
 
 
+def pause_does_not_hold_the_door(patch: Patch) -> None:
+    around(patch, Intake, "_closed", lambda original, intake, advance: _without_pause(intake, original, advance))
+
+
+def pause_lets_the_urgent_displace(patch: Patch) -> None:
+    around(patch, Scheduler, "_displace", lambda original, scheduler: _without_pause(scheduler, original))
+
+
+def _without_pause(owner: Any, original: Any, *args: Any) -> Any:
+    life = owner._life
+    pause, life.pause = life.pause, None
+    try:
+        return original(owner, *args)
+    finally:
+        life.pause = pause
+
+
+def reset_preempts_one_too_few(patch: Patch) -> None:
+    def preempt_all(life: Lifecycle) -> None:
+        for request in life._batch.members.requests[1:]:
+            life.preempt(request)
+
+    patch.setattr(Lifecycle, "preempt_all", preempt_all)
+
+
 def displaces_in_vain(patch: Patch) -> None:
     def choose(displacement: Displacement, head: Any) -> list[Any]:
         members = displacement._batch.members
@@ -225,6 +251,21 @@ def epoch_is_ignored(patch: Patch) -> None:
     around(patch, PrefixCache, "clear", clear)
 
 
+def reset_keeps_what_is_preempted(patch: Patch) -> None:
+    """Those that run are preempted after the cache was emptied, and leave in it what they have computed."""
+
+    def reset(original: Any, scheduler: Scheduler, now: float, *, preempt_running: bool = False) -> None:
+        epoch = scheduler._kv.prefix.epoch if scheduler._kv.prefix is not None else 0
+        original(scheduler, now)
+        for request in list(scheduler._batch.members.requests) if preempt_running else []:
+            if request.prefix_epoch == epoch and scheduler._kv.prefix is not None:
+                request.prefix_epoch = scheduler._kv.prefix.epoch
+                request.prefix_node, request.num_published_blocks = Root(request.cache_salt), 0
+            scheduler._life.preempt(request)
+
+    around(patch, Scheduler, "reset_prefix_cache", reset)
+
+
 def reset_does_nothing(patch: Patch) -> None:
     around(patch, KVCacheManager, "reset", lambda original, kv: None)
 
@@ -264,6 +305,9 @@ BOOKKEEPING: tuple[Fault, ...] = (
     (owed_blocks_are_forgotten, {"full_sequence_must_fit": True, "enable_chunked_prefill": True}),
     (prefix_is_not_found, CACHING),
     (displaces_in_vain, {"order": "priority", "displace": True, "batching": "mixed"}),
+    (pause_does_not_hold_the_door, {}),
+    (pause_lets_the_urgent_displace, {"order": "priority", "displace": True, "batching": "mixed"}),
+    (reset_preempts_one_too_few, {}),
 )
 WRONG_CONTENT: tuple[Fault, ...] = (
     (salt_is_ignored, CACHING),
@@ -274,6 +318,7 @@ WRONG_CONTENT: tuple[Fault, ...] = (
     (rewind_is_short_by_one, {}),
     (epoch_is_ignored, SLOW_PREFILL),
     (reset_does_nothing, CACHING),
+    (reset_keeps_what_is_preempted, CACHING),
     (sharing_within_a_step_is_not_asked, {**CACHING, "share_within_step": False}),
     (published_too_far, SLOW_PREFILL),
 )

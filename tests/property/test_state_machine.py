@@ -98,7 +98,7 @@ def test_seeded_runs(focus: str) -> None:
 
 def test_runs_meet_every_limit() -> None:
     """The runs would prove little if memory never ran out: count what happened in them."""
-    worlds = [drive(seed, RULES_PER_SEED) for seed in range(1_000_000, 1_000_050)]
+    worlds = [drive(seed, RULES_PER_SEED) for seed in range(1_000_000, 1_000_080)]
     stats = [world.scheduler.stats() for world in worlds]
     deferrals = Counter(reason for stat in stats for reason, count in stat.deferrals.items() if count)
     rungs = {"watermark", "full_sequence", "blocks", "sequence_limit", "budget", "preemption", "displacement"}

@@ -18,6 +18,7 @@ from pointsman.core import (
     FinishReason,
     InvalidTransition,
     ParkReason,
+    PauseMode,
     Recorder,
     Request,
     RequestRefused,
@@ -65,6 +66,7 @@ class World:
         self.num_withdrawals = 0  # times that something may have left the prefix cache, other than by eviction
         self.num_cached_tokens = 0
         self.resync_due = False
+        self.pause: PauseMode | None = None
         self.untold: dict[Entry, int] = {}  # admissions whose full block table is due since a step failed
 
     # ================================================================ requests
@@ -192,9 +194,24 @@ class World:
         require(before == self._snapshot(), "a call about an unknown request changed the scheduler")
         self.check()
 
-    def reset_prefix_cache(self) -> None:
+    def set_pause(self, mode: PauseMode | None) -> None:
+        """Pause in some mode, paused already or not; None: resume."""
+        self._tick("pause" if mode else "resume")
+        if mode is None:
+            self.scheduler.resume(self.now)
+        else:
+            self.scheduler.pause(self.now, mode)
+        self.pause = mode
+        require(self.scheduler.pause_mode is mode, f"pause_mode is {self.scheduler.pause_mode}, expected {mode}")
+        self.check()
+
+    def reset_prefix_cache(self, *, preempt_running: bool = False) -> None:
         self._tick("reset_prefix_cache")
-        self.scheduler.reset_prefix_cache(self.now)
+        self.scheduler.reset_prefix_cache(self.now, preempt_running=preempt_running)
+        running = [entry for entry in self.live if entry.place is Place.RUNNING] if preempt_running else []
+        for entry in running:
+            self._lose_row(entry, self.scheduler.stats().num_evictions)
+            entry.place = Place.QUEUED
         self.host.epoch += 1
         self.num_withdrawals += 1
         self.check()
@@ -374,6 +391,7 @@ class World:
 
     def drain(self) -> None:
         """Let everything finish: nothing may wait for ever, and every block must come back."""
+        self.set_pause(None)
         for entry in [entry for entry in self.live if entry.place is Place.PARKED]:
             self.ready(entry)
         bound = 50 + 4 * sum(entry.request.num_prompt_tokens + len(entry.reference.tokens) for entry in self.live)
