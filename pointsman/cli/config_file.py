@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from pointsman.cli.errors import CommandError
-from pointsman.cli.options import SIZES
+from pointsman.cli.options import NUMBERS_OR_WORDS, SIZES
 
 KINDS = {
     bool: "true or false",
@@ -106,7 +106,7 @@ def _nearest(name: str, options: Mapping[str, Any]) -> str:
 def _typed(place: str, name: str, value: Any, annotation: Any) -> Any:
     """`value` as the option wants it: text as a list where the option may be repeated, whole numbers as numbers."""
     kind = option_type(annotation)
-    if name in SIZES and isinstance(value, int) and not isinstance(value, bool):
+    if name in SIZES | NUMBERS_OR_WORDS and isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if kind == list[str]:
         many = [value] if isinstance(value, str) else value
@@ -114,7 +114,11 @@ def _typed(place: str, name: str, value: Any, annotation: Any) -> Any:
             return many
     elif isinstance(value, bool) == (kind is bool) and isinstance(value, (int, float) if kind is float else kind):
         return value
-    wanted = "a size like 64MiB" if name in SIZES else KINDS[kind]
+    wanted = KINDS[kind]
+    if name in SIZES:
+        wanted = "a size like 64MiB"
+    elif name in NUMBERS_OR_WORDS:
+        wanted = "a whole number or a word"
     raise CommandError(f"{place}: {name} is {value!r}; it must be {wanted}")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from pointsman.cli.options import NUMBERS_OR_WORDS
 from pointsman.cli.units import parse_size
 from pointsman.core import ConfigError, Scheduler, SchedulerConfig
 from pointsman.core.presets import PRESETS
@@ -31,6 +32,8 @@ def engine_arguments(knobs: Mapping[str, Any], preset: str | None = None) -> dic
         arguments["kv_cache_bytes"] = size(arguments["kv_cache_bytes"])
         if "num_blocks" in arguments:
             raise ValueError("--num-blocks and --kv-cache-bytes both set the size of the pool; give one of them")
+    for name in NUMBERS_OR_WORDS & arguments.keys():
+        arguments[name] = number_or_word(arguments[name])
     names = {field.name for field in fields(SchedulerConfig)}
     own = {name: value for name, value in arguments.items() if name in names}
     preset = "default" if preset is None else preset
@@ -40,6 +43,14 @@ def engine_arguments(knobs: Mapping[str, Any], preset: str | None = None) -> dic
     stand_ins = {"num_blocks": 1, "max_model_len": 1}  # which the model decides
     Scheduler(SchedulerConfig.preset(preset, **(stand_ins | defaults | own)))
     return PRESETS[preset] | arguments
+
+
+def number_or_word(value: int | str) -> int | str:
+    """A whole number as such; whatever else it is, the scheduler's configuration knows, or says what it must be."""
+    try:
+        return int(value)
+    except ValueError:
+        return value
 
 
 def size(value: int | str) -> int:

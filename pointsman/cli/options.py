@@ -130,6 +130,14 @@ KNOBS: dict[str, Any] = {
         float | None,
         typer.Option(help="Share of the pool that an admission must leave free [default: 0]."),
     ],
+    "decode_reserve": Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKENS",
+            help="Output expected of a request, which an admission must find room for: a number, or mean, that of the "
+            "last 128 [default: 0].",
+        ),
+    ],
     "batching": Annotated[
         str | None, typer.Option(metavar="NAME", help="mixed, or static for comparison [default: mixed].")
     ],
@@ -224,6 +232,8 @@ SERVER: dict[str, Any] = {
 
 SIZES = frozenset({"kv_cache_bytes", "max_request_bytes"})
 """Options whose value is a number of bytes, written like 64MiB."""
+NUMBERS_OR_WORDS = frozenset({"decode_reserve"})
+"""Options whose value is a whole number, or a word in its place."""
 
 # ---------------------------------------------------------------------- chat
 

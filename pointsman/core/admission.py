@@ -16,7 +16,7 @@ from pointsman.core.kv_cache import KVCacheManager, Match
 from pointsman.core.limits import Limit
 from pointsman.core.reason import Reason
 from pointsman.core.request import Request
-from pointsman.core.reserve import Demand, Reserve
+from pointsman.core.reserve import Demand, Learns, Reserve
 from pointsman.core.status import RequestStatus
 
 
@@ -70,6 +70,9 @@ class Admission:
         self._kv = kv
         self._limits = limits
         self._reserves = reserves
+        self._learning = [reserve for reserve in reserves if isinstance(reserve, Learns)]
+        self.num_lessons = 0
+        """Changes whenever a reserve may ask for other blocks than before."""
         self._remembered: _Remembered | None = None
 
     def attempt(self, request: Request, budget: int, num_running: int, owed: int) -> Grant | Blocked:
@@ -109,6 +112,12 @@ class Admission:
         taken = budget < self._full_budget
         return self.must_start_whole(request) or (taken and self._first_chunk_only)
 
+    def note_end(self, request: Request) -> None:
+        """A request has ended, wherever it was."""
+        for reserve in self._learning:
+            if reserve.on_finished(request):
+                self.num_lessons += 1
+
     def forget(self) -> None:
         """A request left the queue. If it was admitted, it may hold blocks that the head then need not pay for."""
         self._remembered = None
@@ -116,7 +125,7 @@ class Admission:
     def _key(self, budget: int, num_running: int, owed: int) -> tuple[Any, ...]:
         kv = self._kv
         chunk = (budget, kv.num_evictions) if self._depends_on_chunk else ()
-        return (kv.num_publications, num_running > 0, owed, chunk)
+        return (kv.num_publications, num_running > 0, owed, self.num_lessons, chunk)
 
     def _judge(
         self, request: Request, budget: int, num_running: int, owed: int, key: tuple[Any, ...]

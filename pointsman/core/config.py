@@ -63,6 +63,10 @@ class SchedulerConfig:
     watermark: float = 0.0
     """Share of the pool, rounded down to blocks and at least one, that an admission must leave free while something
     runs, as headroom for what runs. 0: none."""
+    decode_reserve: int | Literal["mean"] = 0
+    """Output that is expected of a request, in tokens: while something runs, admit only if the free blocks left hold
+    it (or what its limits leave of it). "mean": the mean output of the last 128 requests that ended by themselves. 0:
+    none."""
     full_sequence_must_fit: bool = True
     """Admit only if the whole known sequence fits, not just its first chunk, beside what partly computed
     prompts are still owed."""
@@ -82,9 +86,6 @@ class SchedulerConfig:
     """What a request must fit, and takes from the budget. "uncached": the tokens it computes. "whole-fits": all its
     known tokens must fit, and so must their blocks, as if nothing were cached; it takes what it computes. "whole": the
     same, and it takes all its known tokens."""
-    decode_reserve: int = 0
-    """Output that is expected of a request, in tokens: while something runs, admit only if the free blocks left hold
-    it (or what its limits leave of it). 0: none."""
     count_owed_blocks: bool = True
     """Whether `full_sequence_must_fit` counts what partly computed prompts are still owed."""
     shortage: Literal["replan", "in-order", "look-ahead"] = "replan"
@@ -146,8 +147,12 @@ class SchedulerConfig:
         )
         for name in at_least_one:
             _check_int(name, getattr(self, name), 1)
-        for name in ("num_reserved_blocks", "long_prefill_token_threshold", "decode_reserve"):
+        for name in ("num_reserved_blocks", "long_prefill_token_threshold"):
             _check_int(name, getattr(self, name), 0)
+        if self.decode_reserve != "mean":
+            if isinstance(self.decode_reserve, str):
+                raise ConfigError(f'decode_reserve is {self.decode_reserve!r}; give a number of tokens, or "mean"')
+            _check_int("decode_reserve", self.decode_reserve, 0)
         if self.max_num_running is not None:
             _check_int("max_num_running", self.max_num_running, 1)
         for name in (

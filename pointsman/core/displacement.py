@@ -34,7 +34,7 @@ class Displacement:
         self._kv = kv
         self._running = running
         self._admission = admission
-        self._in_vain: tuple[Request, Members, int] | None = None
+        self._in_vain: tuple[Request, Members, int, int] | None = None
 
     def choose(self, head: Request) -> list[Request]:
         """The running requests that give way to `head`, least urgent first; empty if none need, or none would do."""
@@ -49,7 +49,7 @@ class Displacement:
         if trial.has_room(candidates[:0]):
             return []
         if not trial.has_room(candidates):
-            self._in_vain = (head, members, self._kv.num_publications)
+            self._in_vain = (head, members, self._kv.num_publications, self._admission.num_lessons)
             return []
         if not trial.has_budget(candidates):
             return []
@@ -67,12 +67,13 @@ class Displacement:
         self._in_vain = None
 
     def _was_in_vain(self, head: Request) -> bool:
-        """Nobody left and nothing was published since there was no room for `head`, so there is no more room now."""
+        """Nobody left, nothing was published and no reserve asks for less since there was no room for `head`, so there
+        is no more room now."""
         if self._in_vain is None:
             return False
-        request, members, num_publications = self._in_vain
+        request, members, *counts = self._in_vain
         unchanged = request is head and members is self._batch.members
-        return unchanged and num_publications == self._kv.num_publications
+        return unchanged and counts == [self._kv.num_publications, self._admission.num_lessons]
 
 
 class Trial:

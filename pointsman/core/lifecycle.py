@@ -154,6 +154,7 @@ class Lifecycle:
             request.deferral = None
             self.finished.append(request)
             self._counters.finished[end.reason] += 1
+            self._admission.note_end(request)
 
     def release_rows(self, requests: list[Request], publish: bool = True) -> None:
         """Take running requests off their rows and free their blocks. What they are next is the caller's to say."""

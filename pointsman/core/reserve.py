@@ -7,11 +7,18 @@ gap between "stop admitting" and "nothing left" is headroom for their growth.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections import deque
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.reason import Reason
 from pointsman.core.request import Request
+from pointsman.core.status import FinishReason
+
+MEAN_OVER = 128
+"""So many of the last ends make the mean of `decode_reserve="mean"`: enough to be steady, few enough to follow a change
+of traffic within minutes."""
+_OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION)
 
 
 class Demand(NamedTuple):
@@ -32,6 +39,14 @@ class Reserve(Protocol):
 
     def blocks(self, request: Request, demand: Demand, something_runs: bool) -> int:
         """Blocks that must be free beyond `demand.first`."""
+
+
+@runtime_checkable
+class Learns(Protocol):
+    """A reserve that follows what it sees."""
+
+    def on_finished(self, request: Request) -> bool:
+        """A request has ended; whether `blocks` may answer otherwise from now on."""
 
 
 class Watermark:
@@ -66,14 +81,36 @@ class DecodeReserve:
     reason = Reason.DECODE_RESERVE
 
     def __init__(self, num_tokens: int, block_size: int) -> None:
-        self._num_tokens = num_tokens
+        self.num_tokens = num_tokens
         self._block_size = block_size
 
     def blocks(self, request: Request, demand: Demand, something_runs: bool) -> int:
         if not something_runs:
             return 0
-        expected = min(self._num_tokens, request.token_limit - request.num_tokens)
+        expected = min(self.num_tokens, request.token_limit - request.num_tokens)
         return -(-expected // self._block_size)
+
+
+class MeanDecodeReserve(DecodeReserve):
+    """The expected output is the mean of the last ends, rounded up: 0 until one request has ended by itself.
+
+    What the host ended for a reason of its own (an abort, a deadline) says nothing about the length of outputs.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        super().__init__(0, block_size)
+        self._lengths: deque[int] = deque(maxlen=MEAN_OVER)
+        self._total = 0
+
+    def on_finished(self, request: Request) -> bool:
+        if request.finish_reason not in _OWN_ENDS:
+            return False
+        if len(self._lengths) == MEAN_OVER:
+            self._total -= self._lengths[0]
+        self._lengths.append(request.num_output_tokens)
+        self._total += request.num_output_tokens
+        before, self.num_tokens = self.num_tokens, -(-self._total // len(self._lengths))
+        return self.num_tokens != before
 
 
 def make_reserves(config: SchedulerConfig) -> list[Reserve]:
@@ -83,6 +120,8 @@ def make_reserves(config: SchedulerConfig) -> list[Reserve]:
         reserves.append(Watermark(max(1, int(config.watermark * config.num_usable_blocks))))
     if config.full_sequence_must_fit:
         reserves.append(FullSequence(config.count_owed_blocks))
-    if config.decode_reserve:
+    if config.decode_reserve == "mean":
+        reserves.append(MeanDecodeReserve(config.block_size))
+    elif config.decode_reserve:
         reserves.append(DecodeReserve(config.decode_reserve, config.block_size))
     return reserves

@@ -109,6 +109,7 @@ class Engine:
         order: str | Order = "fcfs",
         batching: Literal["mixed", "static"] = "mixed",
         watermark: float = 0.0,
+        decode_reserve: int | Literal["mean"] = 0,
         enable_prefix_caching: bool = True,
         enable_chunked_prefill: bool = True,
         long_prefill_token_threshold: int = 0,
@@ -153,6 +154,7 @@ class Engine:
             victim=victim,
             displace=displace,
             watermark=watermark,
+            decode_reserve=decode_reserve,
             full_sequence_must_fit=full_sequence_must_fit,
             batching=batching,
         )

@@ -21,6 +21,8 @@ def test_only_what_was_given_is_passed_on() -> None:
     assert engine_arguments({"threads": 2, "dtype": "bfloat16"}) == {"num_threads": 2, "dtype": "bfloat16"}
     assert engine_arguments({"kv_cache_bytes": "1.5MiB"}) == {"kv_cache_bytes": 3 * 2**19}
     assert engine_arguments({"kv_cache_bytes": 4096}) == {"kv_cache_bytes": 4096}
+    assert engine_arguments({"decode_reserve": "64"}) == {"decode_reserve": 64}
+    assert engine_arguments({"decode_reserve": "mean"}) == {"decode_reserve": "mean"}
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -37,6 +39,7 @@ def test_a_preset_lies_underneath(name: str) -> None:
         ({"max_num_batched_tokens": 63}, "low-latency", "less than max_num_seqs 64"),
         ({"max_num_batched_tokens": 511}, "short-requests", "less than max_num_seqs 512"),
         ({"long_prefill_token_threshold": 8}, "short-requests", "enable_chunked_prefill is off"),
+        ({"decode_reserve": "median"}, None, "decode_reserve is 'median'"),
         ({"displace": True}, None, 'under order "fcfs"'),
         ({"order": "random"}, None, "no order is called 'random'"),
         ({}, "quick", "no preset is called 'quick'"),

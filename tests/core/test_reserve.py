@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from pointsman.core import Reason
+from pointsman.core import FinishReason, Reason, Request
+from pointsman.core.reserve import MEAN_OVER, MeanDecodeReserve
 from tests.core.helpers import Host, cached_of, names, tokens_of
 
 
@@ -170,3 +171,69 @@ def test_when_two_reserves_stand_in_the_way_together_the_fuller_one_is_named() -
     host.step()  # 6 free; the first chunk of 15 needs 4, the whole 7, with the watermark 9
     head = host.explain("b")
     assert (head.reason, head.missing) == (Reason.FULL_SEQUENCE, 3)
+
+
+# ---------------------------------------------------------------------- expected output
+
+
+def finish(host: Host, request_id: str, num_tokens: int) -> None:
+    """A request that ends by itself after so many tokens."""
+    host.add(request_id, 1, max_tokens=num_tokens)
+    while host.scheduler.get_request(request_id) is not None:
+        host.step()
+
+
+def test_the_mean_of_what_ended_is_kept_free_for_the_next() -> None:
+    host = Host(num_blocks=8, decode_reserve="mean")
+    finish(host, "short", 3)
+    finish(host, "long", 8)  # 5.5 on average: 6 tokens, 2 blocks
+    host.add("a", 16, max_tokens=4)
+    host.step()
+    host.add("b", 12, max_tokens=20)
+    assert names(host.step().admitted) == [], "b needs 3 blocks and 2 for its output; a holds 5 of the 8"
+    assert (host.explain("b").reason, host.explain("b").missing) == (Reason.DECODE_RESERVE, 2)
+    host.step()
+    host.step()
+    assert names(host.step().admitted) == ["b"], "a has ended"
+
+
+def test_nothing_is_expected_before_anything_has_ended_by_itself() -> None:
+    host = Host(num_blocks=8, decode_reserve="mean")
+    host.add("aborted", 1, max_tokens=30)
+    for _ in range(9):
+        host.step()
+    host.abort("aborted")
+    host.add("a", 12, max_tokens=4)
+    host.step()
+    host.add("b", 16, max_tokens=20)
+    assert names(host.step().admitted) == ["b"], "the 9 tokens of the aborted one do not count"
+
+
+def test_the_mean_follows_the_last_ends() -> None:
+    reserve = MeanDecodeReserve(block_size=1)
+    means = []
+    for length in [1000] * 3 + [10] * (MEAN_OVER - 1) + [10]:
+        request = Request("a", [1], arrival_time=0.0, max_tokens=2000)
+        request.append_output([7] * length)
+        request.finish_reason = FinishReason.STOP
+        before = reserve.num_tokens
+        assert reserve.on_finished(request) == (reserve.num_tokens != before)
+        means.append(reserve.num_tokens)
+    assert means[:4] == [1000, 1000, 1000, 753]
+    assert means[-2:] == [18, 10], "the first 3 have left: (1000 + 127 * 10) / 128, rounded up, and then 10"
+
+
+def test_a_blocked_head_is_looked_at_again_when_less_is_expected() -> None:
+    """The verdict on a head is remembered; nothing but the mean changes here."""
+    host = Host(num_blocks=8, decode_reserve="mean", enable_prefix_caching=False)
+    finish(host, "long", 16)
+    short = host.add("short", 1, max_tokens=2, arrival_time=0.0)
+    host.add("a", 10, max_tokens=9, arrival_time=1.0)
+    host.step()
+    host.park("short")
+    host.add("b", 8, max_tokens=20, arrival_time=2.0)
+    host.step()
+    assert host.explain("b").reason is Reason.DECODE_RESERVE, "2 blocks and 4; 5 are free"
+    assert short.num_output_tokens == 1
+    host.finish("short", FinishReason.STOP)  # (16 + 1) / 2: 9 tokens, 3 blocks
+    assert names(host.step().admitted) == ["b"]

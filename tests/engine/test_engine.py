@@ -371,11 +371,13 @@ def test_knobs_reach_the_scheduler(loaded: LoadedModel) -> None:
     config = Engine(
         loaded, kv_cache_bytes=200_000, block_size=8, max_model_len=100, order="priority", watermark=0.1,
         displace=False, victim="latest", long_prefill_token_threshold=9, full_sequence_must_fit=False,
+        decode_reserve="mean",
     ).scheduler.config  # fmt: skip
     per_block = 2 * 2 * (16 + 16) * 4 * 8
     assert (config.num_blocks, config.block_size, config.max_model_len) == (200_000 // per_block, 8, 100)
     assert (config.order, config.victim, config.displace, config.watermark) == ("priority", "latest", False, 0.1)
     assert (config.long_prefill_token_threshold, config.full_sequence_must_fit) == (9, False)
+    assert config.decode_reserve == "mean"
     with pytest.raises(ConfigError):
         Engine(loaded, displace=True)
 

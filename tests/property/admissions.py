@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from pointsman.core import Reason, SchedulerConfig, SchedulerOutput, SchedulerStats
@@ -86,7 +87,7 @@ def _check_deferrals(world: World, output: SchedulerOutput, before: SchedulerSta
         require(budget < (head.num_tokens if whole else 1), f"{head.request} waits for budget, and {budget} is left")
     elif explained is Reason.IN_FLIGHT:
         require(world.host.num_pending(head.request) > 0, f"{head.request} has no sample in flight")
-    elif explained in (Reason.BLOCKS, Reason.FULL_SEQUENCE, Reason.WATERMARK):
+    elif explained in (Reason.BLOCKS, Reason.FULL_SEQUENCE, Reason.WATERMARK, Reason.DECODE_RESERVE):
         enough, free = _enough_blocks(world, head, running), after.num_free_blocks
         require(free < enough, f"{head.request} waits for blocks: {free} are free, {enough} are always enough")
 
@@ -102,7 +103,17 @@ def _enough_blocks(world: World, head: Entry, running: list[Entry]) -> int:
     enough = -(-head.num_tokens // size)
     for entry in running:
         enough += max(0, -(-entry.num_tokens // size) - len(world.host.table(entry.request)))
-    return enough + (_watermark(config) if running else 0)
+    return enough + (_watermark(config) + _expected_output(world, head) if running else 0)
+
+
+def _expected_output(world: World, entry: Entry) -> int:
+    """Blocks that the decode reserve keeps for the output of a request when it is admitted."""
+    expected = world.config.decode_reserve
+    if expected == "mean":
+        lengths = world.output_lengths[-128:]
+        expected = math.ceil(sum(lengths) / len(lengths)) if lengths else 0
+    left = entry.reference.limit - entry.num_tokens
+    return -(-min(expected, left) // world.config.block_size)
 
 
 def _check_need_of_victims(world: World, output: SchedulerOutput, victims: list[Entry], num_free: int) -> None:
@@ -119,11 +130,12 @@ def _check_need_of_victims(world: World, output: SchedulerOutput, victims: list[
 
 
 def _check_reserves(world: World, output: SchedulerOutput, num_free: int) -> None:
-    """After the last admission the watermark is free, and what partly computed prompts are still owed."""
+    """After the last admission there is the watermark, room for its expected output, and what partly computed prompts
+    are still owed."""
     config = world.config
     reserved = 0
     if output.num_rows > 1:  # the watermark does not apply to a request that is alone
-        reserved += _watermark(config)
+        reserved += _watermark(config) + _expected_output(world, world.entries[output.admitted[-1]])
     if config.full_sequence_must_fit:
         reserved += sum(_num_owed(world, entry) for entry in world.live if entry.place is Place.RUNNING)
     require(num_free >= reserved, f"{list(output.admitted)} admitted with {num_free} blocks free, {reserved} reserved")

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 import pointsman.core.kv_cache as kv_cache_module
-from pointsman.core import InvariantError, Scheduler
+import pointsman.core.reserve as reserve_module
+from pointsman.core import FinishReason, InvariantError, Scheduler
 from pointsman.core.batch import Batch
 from pointsman.core.block_pool import BlockPool
 from pointsman.core.displacement import Displacement
@@ -23,7 +24,7 @@ from pointsman.core.lifecycle import Lifecycle
 from pointsman.core.prefix_cache import PrefixCache, Root
 from pointsman.core.queue import FirstComeFirstServed
 from pointsman.core.repetition import RepetitionWatch
-from pointsman.core.reserve import Watermark
+from pointsman.core.reserve import DecodeReserve, Watermark
 from pointsman.core.rewind import rewind as real_rewind
 from pointsman.core.running import Running
 from pointsman.core.update import Update
@@ -158,6 +159,14 @@ def rewind_is_lost(patch: Patch) -> None:
 
 def watermark_is_ignored(patch: Patch) -> None:
     patch.setattr(Watermark, "blocks", lambda reserve, request, demand, something_runs: 0)
+
+
+def mean_counts_aborts(patch: Patch) -> None:
+    patch.setattr(reserve_module, "_OWN_ENDS", tuple(FinishReason))
+
+
+def expected_output_is_ignored(patch: Patch) -> None:
+    patch.setattr(DecodeReserve, "blocks", lambda reserve, request, demand, something_runs: 0)
 
 
 def owed_blocks_are_forgotten(patch: Patch) -> None:
@@ -302,6 +311,8 @@ BOOKKEEPING: tuple[Fault, ...] = (
     (short_patterns_count, {}),
     (rewind_is_lost, {}),
     (watermark_is_ignored, {"watermark": 0.35}),
+    (mean_counts_aborts, {"decode_reserve": "mean"}),
+    (expected_output_is_ignored, {"decode_reserve": 9}),
     (owed_blocks_are_forgotten, {"full_sequence_must_fit": True, "enable_chunked_prefill": True}),
     (prefix_is_not_found, CACHING),
     (displaces_in_vain, {"order": "priority", "displace": True, "batching": "mixed"}),

@@ -101,7 +101,16 @@ def test_runs_meet_every_limit() -> None:
     worlds = [drive(seed, RULES_PER_SEED) for seed in range(1_000_000, 1_000_080)]
     stats = [world.scheduler.stats() for world in worlds]
     deferrals = Counter(reason for stat in stats for reason, count in stat.deferrals.items() if count)
-    rungs = {"watermark", "full_sequence", "blocks", "sequence_limit", "budget", "preemption", "displacement"}
+    rungs = {
+        "watermark",
+        "full_sequence",
+        "decode_reserve",
+        "blocks",
+        "sequence_limit",
+        "budget",
+        "preemption",
+        "displacement",
+    }
     assert rungs <= set(deferrals), deferrals
     assert sum(stat.num_preemptions for stat in stats) >= 50
     assert sum(stat.num_displaced for stat in stats) >= 5

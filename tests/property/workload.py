@@ -94,6 +94,7 @@ def make_config(choose: Chooser, **overrides: Any) -> SchedulerConfig:
         "order": order,
         "victim": choose.choice((None, "latest", "lowest-priority")),
         "watermark": choose.choice((0.0, 0.0, 0.1, 0.35)),
+        "decode_reserve": choose.choice((0, 0, 0, 0, 9, "mean")),
         "full_sequence_must_fit": not choose.chance(45),
         "batching": "static" if choose.chance(12) else "mixed",
     }

@@ -56,6 +56,7 @@ class World:
         self.repeated: set[Request] = set()  # their end was in an output that failed: it is told again, the id is free
         self.unreported_losses: list[Request] = []  # lost their row, not yet in an output
         self.conversations: list[list[int]] = []  # of requests that ended
+        self.output_lengths: list[int] = []  # of requests that ended by themselves
         self.last_done: SchedulerOutput | None = None
         self.tally = Tally()
         self.num_requests = 0
@@ -136,9 +137,10 @@ class World:
             request.request_id, reason, self.now, keep_tokens=keep_tokens, detail="the host", stop_reason="###"
         )
         require(answer is request, f"finish answered {answer}")
+        num_generated = entry.num_output
         if keep_tokens is not None:
             entry.num_output = min(keep_tokens, entry.num_output)
-        self._end(entry, reason.status)
+        self._end(entry, reason.status, num_generated)
         require(request.finish_detail == "the host", f"detail {request.finish_detail!r}")
         require(request.stop_reason == "###", f"stop_reason {request.stop_reason!r}")
         self.check()
@@ -455,13 +457,15 @@ class World:
         free = [name for name in free if name not in in_use]
         return free[-1] if spec.reuses_id and free else f"r{self.num_requests}"
 
-    def _end(self, entry: Entry, status: RequestStatus) -> None:
+    def _end(self, entry: Entry, status: RequestStatus, num_generated: int | None = None) -> None:
         request = entry.request
         require(request.status is status, f"{request.request_id} ended as {request.status}, expected {status}")
         self._check_tokens(entry)
         entry.place = Place.ENDED
         self.live.remove(entry)
         self.host.forget(request)
+        if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION):
+            self.output_lengths.append(entry.num_output if num_generated is None else num_generated)
         self.unreported.append(request)
         self.tally.finished[request.finish_reason.value if request.finish_reason else ""] += 1
         self.conversations.append(request.all_token_ids.tolist())
