@@ -159,6 +159,13 @@ KNOBS: dict[str, Any] = {
         int | None,
         typer.Option(help="Most tokens that one request advances in a step [default: 0, no limit]."),
     ],
+    "log_request_events": Annotated[
+        bool | None,
+        typer.Option(
+            "--log-request-events/--no-log-request-events",
+            help="Whether each request keeps a log of what happened to it and when [default: no].",
+        ),
+    ],
     "full_sequence_must_fit": Annotated[
         bool | None,
         typer.Option(

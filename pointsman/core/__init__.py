@@ -18,6 +18,7 @@ from pointsman.core.reason import Reason
 from pointsman.core.recording import Recorder, RecordingError, ReplayDifference, ReplayReport, replay
 from pointsman.core.repetition import RepetitionDetectionParams
 from pointsman.core.request import Request
+from pointsman.core.request_events import RequestEvent, RequestEventType
 from pointsman.core.scheduler import Scheduler
 from pointsman.core.stats import Explanation, SchedulerStats
 from pointsman.core.status import FinishReason, ParkReason, RequestStatus
@@ -39,6 +40,8 @@ __all__ = [
     "ReplayDifference",
     "ReplayReport",
     "Request",
+    "RequestEvent",
+    "RequestEventType",
     "RequestRefused",
     "RequestStatus",
     "Scheduler",

@@ -76,6 +76,9 @@ class SchedulerConfig:
     and then new ones, and only if there are none, one token for each that decodes. "static": admit only when nothing
     runs (for comparison)."""
 
+    log_request_events: bool = False
+    """Whether each request keeps a log of what happened to it and when (`Request.events`)."""
+
     # What follows is there for the presets that reproduce other systems.
     max_num_running: int | None = None
     """Under "prefill-first": most requests that hold blocks at once, of which `max_num_seqs` take part in a step. None:
@@ -149,10 +152,11 @@ class SchedulerConfig:
             _check_int(name, getattr(self, name), 1)
         for name in ("num_reserved_blocks", "long_prefill_token_threshold"):
             _check_int(name, getattr(self, name), 0)
-        if self.decode_reserve != "mean":
-            if isinstance(self.decode_reserve, str):
-                raise ConfigError(f'decode_reserve is {self.decode_reserve!r}; give a number of tokens, or "mean"')
-            _check_int("decode_reserve", self.decode_reserve, 0)
+        decode_reserve: object = self.decode_reserve
+        if isinstance(decode_reserve, str) and decode_reserve != "mean":
+            raise ConfigError(f'decode_reserve is {decode_reserve!r}; give a number of tokens, or "mean"')
+        if decode_reserve != "mean":
+            _check_int("decode_reserve", decode_reserve, 0)
         if self.max_num_running is not None:
             _check_int("max_num_running", self.max_num_running, 1)
         for name in (
@@ -160,6 +164,7 @@ class SchedulerConfig:
             "enable_prefix_caching",
             "share_within_step",
             "full_sequence_must_fit",
+            "log_request_events",
             "first_chunk_only",
             "count_owed_blocks",
         ):

@@ -32,6 +32,7 @@ def explain(request: Request, batch: Batch, kv: KVCacheManager, life: Lifecycle)
         num_cached_tokens=request.num_cached_tokens,
         num_blocks=0 if request.row is None else len(kv.table(batch, request.row)),
         num_preemptions=request.num_preemptions,
+        events=tuple(request.events),
     )
 
 

@@ -18,6 +18,7 @@ from pointsman.core.pause import Pause
 from pointsman.core.queue import Order
 from pointsman.core.reason import Deferral, Reason
 from pointsman.core.request import Request
+from pointsman.core.request_events import RequestLog
 from pointsman.core.stats import Counters
 from pointsman.core.status import FinishReason, ParkReason, RequestStatus
 
@@ -35,12 +36,20 @@ class Lifecycle:
     """The requests of one scheduler."""
 
     def __init__(
-        self, batch: Batch, kv: KVCacheManager, queue: Order, admission: Admission, counters: Counters
+        self,
+        batch: Batch,
+        kv: KVCacheManager,
+        queue: Order,
+        admission: Admission,
+        counters: Counters,
+        log: RequestLog | None = None,
     ) -> None:
         self._batch = batch
         self._kv = kv
         self._admission = admission
         self._counters = counters
+        self.log = log
+        """Where each request's events go; None: nobody keeps them."""
         self.queue = queue
         self.parked: dict[str, Request] = {}
         self.requests: dict[str, Request] = {}
@@ -87,12 +96,17 @@ class Lifecycle:
 
     # ------------------------------------------------------------------ moves
 
+    def tell_time(self, now: float) -> None:
+        """When the moves that follow happen."""
+        if self.log is not None:
+            self.log.now = now
+
     def add(self, request: Request, now: float, park: ParkReason | None) -> None:
         request.sequence_number = self._next_sequence_number
         self._next_sequence_number += 1
         self.requests[request.request_id] = request
         if park is None:
-            self.queue.push(request)
+            self._enqueue(request)
         else:
             self._park_idle(request, park, now)
 
@@ -102,6 +116,8 @@ class Lifecycle:
         self._admission.forget()
         request.serial = self._next_serial
         self._next_serial += 1
+        if self.log is not None:
+            self.log.admitted(request, request.status)
         request.transition(RequestStatus.RUNNING)
         request.deferral = None
         request.num_admitted_tokens = request.num_tokens
@@ -135,7 +151,7 @@ class Lifecycle:
         del self.parked[request.request_id]
         request.deferral = None
         self._return(request)
-        self.queue.push(request)
+        self._enqueue(request)
 
     def end(self, ends: list[End]) -> None:
         """From wherever they are to their end; their blocks are free at once."""
@@ -155,6 +171,8 @@ class Lifecycle:
             self.finished.append(request)
             self._counters.finished[end.reason] += 1
             self._admission.note_end(request)
+            if self.log is not None:
+                self.log.finished(request)
 
     def release_rows(self, requests: list[Request], publish: bool = True) -> None:
         """Take running requests off their rows and free their blocks. What they are next is the caller's to say."""
@@ -176,6 +194,8 @@ class Lifecycle:
         request.transition(admitted.previous_status)
         request.serial = admitted.previous_serial
         self.queue.push(request)
+        if self.log is not None:
+            self.log.rolled_back(request)
 
     # ------------------------------------------------------------------ reports
 
@@ -204,9 +224,16 @@ class Lifecycle:
         self._counters.num_preemptions += len(requests)
         self.preempted += requests
 
+    def _enqueue(self, request: Request) -> None:
+        self.queue.push(request)
+        if self.log is not None:
+            self.log.queued(request)
+
     def _queue_again(self, request: Request) -> None:
         request.transition(RequestStatus.PREEMPTED)
         self.queue.push(request)
+        if self.log is not None:
+            self.log.preempted(request)
 
     def _leave_queue(self, request: Request) -> None:
         self.queue.remove(request)
@@ -216,6 +243,8 @@ class Lifecycle:
         request.transition(reason.status)
         request.deferral = Deferral(Reason.PARKED, 0, now)
         self.parked[request.request_id] = request
+        if self.log is not None:
+            self.log.parked(request)
 
     def _return(self, request: Request) -> None:
         """A parked request is again what it was: new, or preempted if it ever ran."""

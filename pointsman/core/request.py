@@ -20,6 +20,7 @@ from pointsman.core.status import NEXT, FinishReason, RequestStatus
 
 if TYPE_CHECKING:
     from pointsman.core.batch import Batch
+    from pointsman.core.request_events import RequestEvent
 
 IntArray: TypeAlias = npt.NDArray[np.integer]
 Int32Array: TypeAlias = npt.NDArray[np.int32]
@@ -57,6 +58,7 @@ class Request:
         "cache_salt",
         "deferral",
         "eos_token_ids",
+        "events",
         "finish_detail",
         "finish_reason",
         "ignore_eos",
@@ -130,6 +132,8 @@ class Request:
         self.stop_reason: int | str | None = None
         self.finish_detail = ""
         self.num_preemptions = 0
+        self.events: list[RequestEvent] = []
+        """What happened to it, if the scheduler's `log_request_events` is on."""
         self.num_cached_tokens = 0  # of the last admission
         self.num_admitted_tokens = 0  # known tokens at the last admission
 

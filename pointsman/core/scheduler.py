@@ -42,6 +42,7 @@ from pointsman.core.queue import make_order
 from pointsman.core.recording import Recorder
 from pointsman.core.refusal import settle_limits
 from pointsman.core.request import Request, checked_integer
+from pointsman.core.request_events import RequestLog
 from pointsman.core.reserve import make_reserves
 from pointsman.core.rewind import rewind
 from pointsman.core.stats import Counters, Explanation, SchedulerStats
@@ -78,7 +79,8 @@ class Scheduler:
         self._displacement = (
             Displacement(config, self._batch, self._kv, self._running, self._admission) if displaces else None
         )
-        self._life = Lifecycle(self._batch, self._kv, queue, self._admission, self._counters)
+        log = RequestLog() if config.log_request_events else None
+        self._life = Lifecycle(self._batch, self._kv, queue, self._admission, self._counters, log)
         self._intake = Intake(
             config, self._batch, self._kv, self._running, self._admission, self._life, self._counters, self._publish
         )
@@ -113,6 +115,7 @@ class Scheduler:
             request.finish_reason, request.finish_detail = FinishReason.REFUSED, why
             self._counters.num_refused += 1
             raise RequestRefused(f"request {request.request_id!r} refused: {why}")
+        self._life.tell_time(now)
         self._life.add(request, now, park)
         self._counters.num_added += 1
         if self._recorder is not None:
@@ -144,6 +147,7 @@ class Scheduler:
             raise InvalidTransition(f"request {request_id!r} was accepted; end it with another reason than REFUSED")
         if keep_tokens is not None and keep_tokens < 0:
             raise ValueError(f"keep_tokens is {keep_tokens}; give 0 or more")
+        self._life.tell_time(now)
         self._life.end([End(request, reason, detail, stop_reason)])
         if keep_tokens is not None:
             request.truncate_output(keep_tokens)
@@ -159,6 +163,7 @@ class Scheduler:
             UnknownRequest: no such request, or it has ended.
         """
         reason = ParkReason(reason)
+        self._life.tell_time(now)
         self._life.park(self._life.require(request_id), reason, now)
         if self._recorder is not None:
             self._recorder.parked(request_id, reason, now)
@@ -175,6 +180,7 @@ class Scheduler:
             raise InvalidTransition(
                 f"request {request_id!r} is {request.status.name}, not parked; ready() does not apply"
             )
+        self._life.tell_time(now)
         self._life.ready(request)
         if self._recorder is not None:
             self._recorder.readied(request_id, now)
@@ -208,6 +214,7 @@ class Scheduler:
         instead: it returns to the queue with its tokens, and with the samples of steps in flight when they come back.
         """
         if preempt_running:
+            self._life.tell_time(now)
             self._life.preempt_all()
         self._kv.reset()
         if self._recorder is not None:
@@ -240,6 +247,7 @@ class Scheduler:
             StepOrderError: `max_steps_in_flight` outputs wait for their update already.
         """
         record = self._open_step()
+        self._life.tell_time(now)
         displacer = self._displace()
         advance = self._work(record, displacer, now)
         if self._unpublished:
@@ -264,6 +272,7 @@ class Scheduler:
         if not in_flight or in_flight[0].output is not output:
             oldest = f"step {in_flight[0].step_id} is the oldest" if in_flight else "no step is"
             raise StepOrderError(f"step {output.step_id} cannot be updated now: {oldest} in flight")
+        self._life.tell_time(now)
         update = self._update.apply(in_flight[0], output, result)
         in_flight.popleft()
         self._batch.fence_passed(output.step_id)
@@ -286,6 +295,7 @@ class Scheduler:
         in_flight = self._life.in_flight
         if not any(record.output is output for record in in_flight):
             raise StepOrderError(f"step {output.step_id} is not in flight: it was updated or failed before")
+        self._life.tell_time(now)
         void: list[StepRecord] = []
         while not void or void[-1].output is not output:
             void.append(in_flight.pop())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pointsman.core.reason import Reason
+from pointsman.core.request_events import RequestEvent
 from pointsman.core.status import FinishReason, RequestStatus
 
 
@@ -105,3 +106,5 @@ class Explanation:
     num_cached_tokens: int
     num_blocks: int
     num_preemptions: int
+    events: tuple[RequestEvent, ...]
+    """What happened to it and when; empty unless `log_request_events` is on."""

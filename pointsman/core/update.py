@@ -57,6 +57,12 @@ class Update:
         Raises:
             StepResultError: the result does not fit the output; nothing was applied.
         """
+        update = self._apply(record, output, result)
+        if self._life.log is not None:
+            self._life.log.updated()
+        return update
+
+    def _apply(self, record: StepRecord, output: SchedulerOutput, result: StepResult) -> StepUpdate:
         members = record.members
         if members is None or members is not self._batch.members or result.counts is not None or result.errors:
             return self._apply_general(output, result)

@@ -116,6 +116,7 @@ class Engine:
         victim: str | Victim | None = None,
         displace: bool | None = None,
         full_sequence_must_fit: bool = True,
+        log_request_events: bool = False,
         seed: int = 0,
         recorder: Recorder | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -157,6 +158,7 @@ class Engine:
             decode_reserve=decode_reserve,
             full_sequence_must_fit=full_sequence_must_fit,
             batching=batching,
+            log_request_events=log_request_events,
         )
         self.kv_pool = KVPool(
             self.loaded.layers,

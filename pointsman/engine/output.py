@@ -11,11 +11,11 @@ looks at the last one only pays for that.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from pointsman.core import FinishReason, Request
+from pointsman.core import FinishReason, Request, RequestEvent
 
 if TYPE_CHECKING:
     from pointsman.engine.detokenizer import Detokenizer, TextDecoder
@@ -34,6 +34,8 @@ class RequestMetrics:
     num_cached_tokens: int = 0
     """Tokens found in the prefix cache by the admission that led to its first token."""
     num_preemptions: int = 0
+    events: list[RequestEvent] = field(default_factory=list)
+    """What happened to it and when, with `log_request_events`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ class Transcript:
         """The log probability of the tokens up to each of those."""
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if keeps_prompt_logprobs else None
         """One per prompt token from the second on."""
-        self.metrics = RequestMetrics(arrival_time=request.arrival_time)
+        self.metrics = RequestMetrics(arrival_time=request.arrival_time, events=request.events)
         self.finish_reason: str | None = None
         self.finish_detail = ""
         self.stop_reason: int | str | None = None

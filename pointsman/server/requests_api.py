@@ -89,6 +89,7 @@ def describe(known: RequestExplanation, service: Service) -> dict[str, Any]:
     """What a client reads about a request, under the names it knows; times of the engine's clock mean nothing to it."""
     of_scheduler = known.explanation
     waiting_for = known.waiting_for
+    began = time.time() - known.arrival_time - known.age  # of the engine's clock, in Unix time
     return {
         "id": service.names.shown(of_scheduler.request_id),
         "engine_id": of_scheduler.request_id,
@@ -111,4 +112,8 @@ def describe(known: RequestExplanation, service: Service) -> dict[str, Any]:
         "user": known.user,
         "age": known.age,
         "deadline_in": known.deadline_in,
+        "events": [
+            {"event": event.type.name.lower(), "at": round(began + event.timestamp, 3), "detail": event.detail}
+            for event in of_scheduler.events
+        ],
     }

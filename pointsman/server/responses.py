@@ -180,6 +180,14 @@ class ResetResponse(BaseModel):
     success: bool
 
 
+class RequestStateEvent(BaseModel):
+    """What happened to a request."""
+
+    event: str = Field(description="queued, scheduled, preempted, resumed, parked, rolled_back or first_token.")
+    at: float = Field(description="When, in Unix time.")
+    detail: str = Field(description="Of parked: what it waits for.")
+
+
 class RequestState(BaseModel):
     """Where a request of the engine stands, and why it does not advance."""
 
@@ -204,6 +212,7 @@ class RequestState(BaseModel):
     user: str | None
     age: float = Field(description="Seconds since its arrival.")
     deadline_in: float | None = Field(description="Seconds until its deadline.")
+    events: list[RequestStateEvent] = Field(description="What happened so far; empty unless the server logs it.")
 
 
 class RequestList(BaseModel):

@@ -155,6 +155,7 @@ def test_a_file_may_set_every_option_but_secrets(tmp_path: Path) -> None:
         "displace": "true",
         "watermark": "0.05",
         "decode_reserve": "24",
+        "log_request_events": "true",
         "batching": "mixed",
         "enable_prefix_caching": "on",
         "enable_chunked_prefill": "true",

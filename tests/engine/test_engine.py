@@ -367,6 +367,14 @@ def test_an_output_that_goes_round_in_circles_ends(engine: Engine) -> None:
     assert output.text == engine.tokenizer.decode([9] * 5), "what repeats is part of the text"
 
 
+def test_the_log_of_a_request_comes_with_its_outputs(loaded: LoadedModel) -> None:
+    engine = Engine(loaded, num_blocks=64, log_request_events=True)
+    engine.add_request("a", "Hello", GREEDY)
+    output = drain(engine)["a"]
+    assert [event.type.name for event in output.metrics.events] == ["QUEUED", "SCHEDULED", "FIRST_TOKEN", "FINISHED"]
+    assert output.metrics.events[1].timestamp == output.metrics.first_scheduled_time
+
+
 def test_knobs_reach_the_scheduler(loaded: LoadedModel) -> None:
     config = Engine(
         loaded, kv_cache_bytes=200_000, block_size=8, max_model_len=100, order="priority", watermark=0.1,

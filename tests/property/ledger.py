@@ -46,6 +46,7 @@ class Entry:
     kept: Kept | None = None
     num_withdrawals: int = 0  # of prefixes, when it was admitted
     num_lost: int = 0  # tokens that were computed when it last lost its row
+    events: list[tuple[str, float, str]] = field(default_factory=list)  # what happened, when, and a detail
 
     @property
     def num_tokens(self) -> int:

@@ -24,6 +24,7 @@ from pointsman.core.lifecycle import Lifecycle
 from pointsman.core.prefix_cache import PrefixCache, Root
 from pointsman.core.queue import FirstComeFirstServed
 from pointsman.core.repetition import RepetitionWatch
+from pointsman.core.request_events import RequestLog
 from pointsman.core.reserve import DecodeReserve, Watermark
 from pointsman.core.rewind import rewind as real_rewind
 from pointsman.core.running import Running
@@ -167,6 +168,14 @@ def mean_counts_aborts(patch: Patch) -> None:
 
 def expected_output_is_ignored(patch: Patch) -> None:
     patch.setattr(DecodeReserve, "blocks", lambda reserve, request, demand, something_runs: 0)
+
+
+def first_token_is_missed_if_it_is_the_last(patch: Patch) -> None:
+    def finished(original: Any, log: RequestLog, request: Any) -> None:
+        log._silent.pop(request, None)
+        original(log, request)
+
+    around(patch, RequestLog, "finished", finished)
 
 
 def owed_blocks_are_forgotten(patch: Patch) -> None:
@@ -313,6 +322,7 @@ BOOKKEEPING: tuple[Fault, ...] = (
     (watermark_is_ignored, {"watermark": 0.35}),
     (mean_counts_aborts, {"decode_reserve": "mean"}),
     (expected_output_is_ignored, {"decode_reserve": 9}),
+    (first_token_is_missed_if_it_is_the_last, {"log_request_events": True}),
     (owed_blocks_are_forgotten, {"full_sequence_must_fit": True, "enable_chunked_prefill": True}),
     (prefix_is_not_found, CACHING),
     (displaces_in_vain, {"order": "priority", "displace": True, "batching": "mixed"}),

@@ -95,6 +95,7 @@ def make_config(choose: Chooser, **overrides: Any) -> SchedulerConfig:
         "victim": choose.choice((None, "latest", "lowest-priority")),
         "watermark": choose.choice((0.0, 0.0, 0.1, 0.35)),
         "decode_reserve": choose.choice((0, 0, 0, 0, 9, "mean")),
+        "log_request_events": choose.chance(30),
         "full_sequence_must_fit": not choose.chance(45),
         "batching": "static" if choose.chance(12) else "mixed",
     }

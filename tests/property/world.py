@@ -96,6 +96,7 @@ class World:
             place=Place.PARKED if park else Place.QUEUED,
             number=self.num_requests,
         )
+        entry.events.append(("PARKED", self.now, park.status.value) if park else ("QUEUED", self.now, ""))
         self.tally.num_added += 1
         self.live.append(entry)
         self.entries[request] = entry
@@ -162,6 +163,7 @@ class World:
         if entry.place is Place.RUNNING:
             self._lose_row(entry, self.scheduler.stats().num_evictions)
         entry.place = Place.PARKED
+        entry.events.append(("PARKED", self.now, reason.status.value))
         require(entry.request.status is reason.status, f"parked for {reason}, but {entry.request.status}")
         self.check()
 
@@ -172,6 +174,7 @@ class World:
         if entry.place is Place.PARKED:
             call()
             entry.place = Place.QUEUED
+            entry.events.append(("QUEUED", self.now, ""))
         else:
             before = self._snapshot()
             self._expect(InvalidTransition, call)
@@ -213,6 +216,7 @@ class World:
         running = [entry for entry in self.live if entry.place is Place.RUNNING] if preempt_running else []
         for entry in running:
             self._lose_row(entry, self.scheduler.stats().num_evictions)
+            entry.events.append(("PREEMPTED", self.now, ""))
             entry.place = Place.QUEUED
         self.host.epoch += 1
         self.num_withdrawals += 1
@@ -248,6 +252,7 @@ class World:
             entry = self.entries[request]
             if entry.place is Place.RUNNING:
                 self._lose_row(entry, num_evictions)
+                entry.events.append(("PREEMPTED", self.now, ""))
                 entry.place = Place.QUEUED
         self.unreported_losses.clear()
         for index, request in enumerate(output.requests):
@@ -255,6 +260,7 @@ class World:
             if index >= output.num_continued:
                 self.num_admissions += 1
                 entry.place = Place.RUNNING
+                entry.events.append(("RESUMED" if entry.ran_before else "SCHEDULED", self.now, ""))
                 entry.previous_admission, entry.last_admission = entry.last_admission, self.num_admissions
                 entry.admitted_step = output.step_id
                 entry.num_withdrawals = self.num_withdrawals
@@ -321,6 +327,8 @@ class World:
                 right = entry.reference.tokens[entry.num_output]
                 require(token == right, f"{request.request_id} got token {token}, alone it gets {right}")
                 entry.num_output += 1
+                if entry.num_output == 1:
+                    entry.events.append(("FIRST_TOKEN", self.now, ""))
                 self.tally.num_generated_tokens += 1
                 if entry.num_output == len(entry.reference.tokens):
                     finished.append(request)
@@ -383,6 +391,7 @@ class World:
     def _rewind(self, entry: Entry, voided: list[SchedulerOutput]) -> None:
         if entry.admitted_step >= voided[0].step_id:
             entry.place = Place.QUEUED
+            entry.events.append(("ROLLED_BACK", self.now, ""))
             entry.num_computed = 0
             entry.last_admission = entry.previous_admission
             return
@@ -429,6 +438,7 @@ class World:
             expected = (entry.num_tokens, entry.num_computed, self.host.num_pending(request))
             require(seen == expected, f"{name} has (tokens, computed, pending) {seen}, expected {expected}")
             require(request.num_preemptions == entry.num_preemptions, f"{name}: {request.num_preemptions} preemptions")
+            self._check_events(entry)
             running += place is Place.RUNNING
         require(running <= self.config.max_num_seqs, f"{running} requests run, the limit is {self.config.max_num_seqs}")
         check_explanations(self)
@@ -462,6 +472,8 @@ class World:
         require(request.status is status, f"{request.request_id} ended as {request.status}, expected {status}")
         self._check_tokens(entry)
         entry.place = Place.ENDED
+        entry.events.append(("FINISHED", self.now, request.finish_reason.value if request.finish_reason else ""))
+        self._check_events(entry)
         self.live.remove(entry)
         self.host.forget(request)
         if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION):
@@ -476,6 +488,12 @@ class World:
         require(request.finish_detail in reference.details, f"{request.request_id} ended by {request.finish_detail!r}")
         require(request.stop_reason == reference.stop_reason, f"{request.request_id} stopped by {request.stop_reason}")
         self.num_capacity_ends += request.finish_detail == "kv_capacity"
+
+    def _check_events(self, entry: Entry) -> None:
+        """The log of a request says what happened, in order, with the times of the calls; without a log, nothing."""
+        told = [(event.type.name, event.timestamp, event.detail) for event in entry.request.events]
+        expected = entry.events if self.config.log_request_events else []
+        require(told == expected, f"{entry.request.request_id} has the log {told}, expected {expected}")
 
     def _check_tokens(self, entry: Entry) -> None:
         output = entry.request.output_token_ids.tolist()
