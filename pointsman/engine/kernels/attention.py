@@ -43,7 +43,7 @@ PAIR = 2
 """Up to so many queries (times heads), two at a time are enough: a decode where two heads share a KV head."""
 FEW_ROWS = 8
 """Up to so many queries (times heads), a block's keys are not worth transposing."""
-TILE_ROWS = 48
+TILE_ROWS = 64
 """Queries times heads of a tile, at most; one query's heads at least."""
 NONE = -1.0e30
 """The score of what must not be seen."""

@@ -173,19 +173,22 @@ def _norm_head(head: Any, weight: Any, width: int, epsilon: Any, offset: Any) ->
 def _rotate(head: Any, cos: Any, sin: Any, rotary_dim: int) -> None:
     """Rotary embedding of one head in place: element i turns with element i + rotary_dim / 2 (Su et al. 2021)."""
     half = rotary_dim // 2
+    # Slices, because an index that is a sum might be negative for all that the compiler knows: one at a time, then.
+    low, high = head[:half], head[half:rotary_dim]
+    low_cos, high_cos, low_sin, high_sin = cos[:half], cos[half:], sin[:half], sin[half:]
     for i in range(half):
-        low, high = head[i], head[i + half]
-        head[i] = low * load(cos[i]) - high * load(sin[i])
-        head[i + half] = high * load(cos[i + half]) + low * load(sin[i + half])
+        a, b = low[i], high[i]
+        low[i] = a * load(low_cos[i]) - b * load(low_sin[i])
+        high[i] = b * load(high_cos[i]) + a * load(high_sin[i])
 
 
 @njit(fastmath=FAST)  # type: ignore[untyped-decorator]
 def _prepare_head(
-    head: Any, source: Any, at: int, width: int, normed: bool, norm: Any, epsilon: Any, offset: Any, cos: Any, sin: Any
+    head: Any, source: Any, width: int, normed: bool, norm: Any, epsilon: Any, offset: Any, cos: Any, sin: Any
 ) -> None:
-    """Load one head [width] from `source` at `at`; norm it if so asked, rotate it by cos and sin [rotary_dim]."""
+    """Load one head from `source` [width]; norm it if so asked, rotate it by cos and sin [rotary_dim]."""
     for d in range(width):
-        head[d] = load(source[at + d])
+        head[d] = load(source[d])
     if normed:
         _norm_head(head, norm, width, epsilon, offset)
     if len(cos) > 0:
@@ -235,7 +238,8 @@ def heads_kernel(activations: torch.dtype, cache_dtype: torch.dtype) -> Kernel:
                     for h in range(num_heads):
                         at = t * a[QUERY_STRIDE] + h * a[QUERY_HEAD_STRIDE]
                         normed = a[QUERY_NORM] != 0
-                        _prepare_head(head, query, at, k_dim, normed, query_norm, epsilon, offset, cos[t], sin[t])
+                        one = query[at : at + k_dim]
+                        _prepare_head(head, one, k_dim, normed, query_norm, epsilon, offset, cos[t], sin[t])
                         target = query_out[t, h]
                         for d in range(k_dim):
                             target[d] = round_to(query_out, head[d])
@@ -243,14 +247,18 @@ def heads_kernel(activations: torch.dtype, cache_dtype: torch.dtype) -> Kernel:
                 for h in range(num_kv_heads):
                     at = t * a[KEY_STRIDE] + h * a[KEY_HEAD_STRIDE]
                     normed = a[KEY_NORM] != 0
-                    _prepare_head(head, key, at, k_dim, normed, key_norm, epsilon, offset, cos[t], sin[t])
+                    one = key[at : at + k_dim]
+                    _prepare_head(head, one, k_dim, normed, key_norm, epsilon, offset, cos[t], sin[t])
                     place = keys[block, h]
+                    target = place[slot]
                     for d in range(k_dim):
-                        place[slot, d] = round_to(keys, head[d])
+                        target[d] = round_to(keys, head[d])
                     at = t * a[VALUE_STRIDE] + h * a[VALUE_HEAD_STRIDE]
+                    one = value[at : at + v_dim]
                     other = values[block, h]
+                    target = other[slot]
                     for d in range(v_dim):
-                        other[slot, d] = round_to(values, load(value[at + d]))
+                        target[d] = round_to(values, load(one[d]))
                     for after in range(slot + 1, slot + 1 + tail):
                         for d in range(k_dim):
                             place[after, d] = round_to(keys, np.float32(0))
