@@ -1,5 +1,6 @@
 """The scheduler: NumPy and the standard library only, and it knows no host."""
 
+from pointsman.core.adapters import Adapter
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import (
     ConfigError,
@@ -24,6 +25,7 @@ from pointsman.core.stats import Explanation, SchedulerStats
 from pointsman.core.status import FinishReason, ParkReason, RequestStatus
 
 __all__ = [
+    "Adapter",
     "ConfigError",
     "DuplicateRequest",
     "Explanation",

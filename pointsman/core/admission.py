@@ -1,8 +1,8 @@
 """The attempt to admit one request: its verdict, and the reason if it must wait.
 
-The tests run from the cheapest to the dearest: a free seat, a token of budget, its own samples in flight, and only
-then a look-up in the prefix tree, the limits, and the blocks with every reserve. A head that was found blocked for
-want of blocks stays so, at O(1) a step, until something changed that could let it in: what a look-up
+The tests run from the cheapest to the dearest: a free seat, a token of budget, its own samples in flight, a slot for
+its adapter, and only then a look-up in the prefix tree, the limits, and the blocks with every reserve. A head that was
+found blocked for want of blocks stays so, at O(1) a step, until something changed that could let it in: what a look-up
 could find, what others are owed, whether anything runs, or enough free blocks.
 """
 
@@ -11,10 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from pointsman.core.adapters import AdapterSlots
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.kv_cache import KVCacheManager, Match
 from pointsman.core.limits import Limit
-from pointsman.core.reason import Reason
+from pointsman.core.reason import Blocked, Reason
 from pointsman.core.request import Request
 from pointsman.core.reserve import Demand, Learns, Reserve
 from pointsman.core.status import RequestStatus
@@ -33,14 +34,6 @@ class Grant(NamedTuple):
     """Tokens that it takes from the step's budget, at least `num_tokens`."""
 
 
-class Blocked(NamedTuple):
-    """The request must wait."""
-
-    reason: Reason
-    missing: int
-    """Seats, tokens or blocks that it lacks, by the reason."""
-
-
 @dataclass(slots=True)
 class _Remembered:
     """Why a request was blocked, and what must have changed before it is worth another look."""
@@ -57,7 +50,12 @@ class Admission:
     """Tries requests against the configuration's limits and reserves."""
 
     def __init__(
-        self, config: SchedulerConfig, kv: KVCacheManager, limits: list[Limit], reserves: list[Reserve]
+        self,
+        config: SchedulerConfig,
+        kv: KVCacheManager,
+        limits: list[Limit],
+        reserves: list[Reserve],
+        adapters: AdapterSlots,
     ) -> None:
         self._max_num_seqs = config.num_seats
         self._full_budget = config.max_num_batched_tokens
@@ -70,10 +68,15 @@ class Admission:
         self._kv = kv
         self._limits = limits
         self._reserves = reserves
+        self._adapters = adapters
         self._learning = [reserve for reserve in reserves if isinstance(reserve, Learns)]
         self.num_lessons = 0
         """Changes whenever a reserve may ask for other blocks than before."""
         self._remembered: _Remembered | None = None
+
+    def open(self) -> None:
+        """A step begins to ask the queue, from its head on and in order."""
+        self._adapters.open()
 
     def attempt(self, request: Request, budget: int, num_running: int, owed: int) -> Grant | Blocked:
         """Try to admit `request` beside `num_running` others, with `budget` tokens left in the step.
@@ -86,6 +89,9 @@ class Admission:
             return Blocked(Reason.BUDGET, 1)
         if request.num_pending:
             return Blocked(Reason.IN_FLIGHT, request.num_pending)
+        without_slot = self._adapters.ask(request)
+        if without_slot is not None:
+            return without_slot
         key = self._key(budget, num_running, owed)
         seen = self._remembered
         if seen is not None and seen.request is request and seen.key == key:
@@ -139,10 +145,10 @@ class Admission:
             self._remembered = _Remembered(request, key, None, 0, min(whole, self._full_budget))
             return Blocked(Reason.BUDGET, whole - budget)
         for limit in self._limits:
-            want, reason = limit.admit(request, want)
-            if want == 0:
-                assert reason is not None
-                return Blocked(reason, 0)
+            allowed = limit.admit(request, want)
+            if isinstance(allowed, Blocked):
+                return allowed
+            want = allowed
         num_tokens = min(want, budget)
         held = 0 if self.asks_whole else kv.pool.num_in_use(match.blocks)
         table_blocks = kv.blocks_for(cached + num_tokens)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pointsman.core.queue import Order
 
 MAX_INT = 2**31 - 1  # token and block counts travel as int32
+MAX_OVERTAKES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,13 @@ class SchedulerConfig:
     displace: bool | None = None
     """Under "priority": whether a strictly more urgent waiting request takes the room of less urgent running
     ones. None: yes under "priority". Under an order without urgency, True is an error."""
+
+    max_loras: int = 0
+    """Most different adapters (LoRA) that run at once. A request whose adapter has no slot is passed over: those behind
+    it may be admitted. 0: a request with an adapter is refused."""
+    max_overtakes: int = MAX_OVERTAKES
+    """How many requests may overtake one that is passed over. Then it claims the slot of the adapter that has held one
+    longest: nobody behind it starts with that adapter."""
 
     watermark: float = 0.0
     """Share of the pool, rounded down to blocks and at least one, that an admission must leave free while something
@@ -150,7 +158,8 @@ class SchedulerConfig:
         )
         for name in at_least_one:
             _check_int(name, getattr(self, name), 1)
-        for name in ("num_reserved_blocks", "long_prefill_token_threshold"):
+        at_least_zero = ("num_reserved_blocks", "long_prefill_token_threshold", "max_loras", "max_overtakes")
+        for name in at_least_zero:
             _check_int(name, getattr(self, name), 0)
         decode_reserve: object = self.decode_reserve
         if isinstance(decode_reserve, str) and decode_reserve != "mean":
@@ -208,6 +217,11 @@ class SchedulerConfig:
         if self.displace and self.order in ("fcfs", "fcfs-front", "priority-by-arrival"):
             raise ConfigError(
                 f'displace=True has no effect under order "{self.order}"; use order="priority" or leave it unset'
+            )
+        if self.max_overtakes != MAX_OVERTAKES and not self.max_loras:
+            raise ConfigError(
+                f"max_overtakes is {self.max_overtakes}, and nobody is passed over without adapters; set max_loras or "
+                "leave it at its default"
             )
         self._check_prefill_first()
 

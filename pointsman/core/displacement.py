@@ -1,9 +1,10 @@
 """Does a more urgent waiting request take the room of less urgent running ones?
 
-For a seat or for blocks, and only if a dry run says that it would then be admitted: a seat, a token of budget beside
-what the other running rows take, and its blocks beside what those rows need in this step, counting only blocks that
-nobody else holds. The fewest give way, the least urgent first. One request displaces per step, and only it is
-admitted into the room that it made.
+For a seat, a slot for its adapter or blocks, and only if a dry run says that it would then be admitted: a seat, a
+slot, a token of budget beside what the other running rows take, and its blocks beside what those rows need in this
+step, counting only blocks that nobody else holds. The fewest give way, the least urgent first; for a slot, all
+requests of the adapter that has fewest. One request displaces per step, and only it is admitted into the room that it
+made. Only the head of the queue displaces, also where it is passed over.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from pointsman.core.adapters import AdapterSlots
 from pointsman.core.admission import Admission
 from pointsman.core.batch import Batch, Members
 from pointsman.core.block_pool import NO_BLOCKS
@@ -27,9 +29,16 @@ class Displacement:
     """The dry run at the start of a step."""
 
     def __init__(
-        self, config: SchedulerConfig, batch: Batch, kv: KVCacheManager, running: Running, admission: Admission
+        self,
+        config: SchedulerConfig,
+        batch: Batch,
+        kv: KVCacheManager,
+        running: Running,
+        admission: Admission,
+        adapters: AdapterSlots,
     ) -> None:
         self._config = config
+        self._adapters = adapters
         self._batch = batch
         self._kv = kv
         self._running = running
@@ -45,15 +54,21 @@ class Displacement:
             return []
         # Least urgent first, and among equals the one admitted last.
         candidates = less_urgent[np.lexsort((less_urgent, priority[less_urgent]))][::-1]
+        vacate = self._adapters.to_vacate(head, members.requests, candidates.tolist())
+        if vacate is None:
+            return self._give_up(head)
+        if vacate:  # they come first, and all of them
+            others = candidates[~np.isin(candidates, vacate)]
+            candidates = np.concatenate([np.array(vacate, dtype=np.int64), others])
         trial = Trial(self._config, batch, self._kv, self._running, self._admission, head)
-        if trial.has_room(candidates[:0]):
+        if not vacate and trial.has_room(candidates[:0]):
             return []
         if not trial.has_room(candidates):
-            self._in_vain = (head, members, self._kv.num_publications, self._admission.num_lessons)
-            return []
+            return self._give_up(head)
         if not trial.has_budget(candidates):
             return []
-        low, high = 0, len(candidates)  # fails at low, succeeds at high: whoever gives way only adds room
+        # Fails at low, succeeds at high: whoever gives way only adds room.
+        low, high = max(len(vacate) - 1, 0), len(candidates)
         while high - low > 1:
             middle = (low + high) // 2
             if trial.has_room(candidates[:middle]) and trial.has_budget(candidates[:middle]):
@@ -65,6 +80,11 @@ class Displacement:
     def forget(self) -> None:
         """Somebody's urgency changed: what would be in vain must be found out anew."""
         self._in_vain = None
+
+    def _give_up(self, head: Request) -> list[Request]:
+        """Nobody can give way to `head`; until something changes it need not be asked again."""
+        self._in_vain = (head, self._batch.members, self._kv.num_publications, self._admission.num_lessons)
+        return []
 
     def _was_in_vain(self, head: Request) -> bool:
         """Nobody left, nothing was published and no reserve asks for less since there was no room for `head`, so there

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from pointsman.core.batch import Batch
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.lifecycle import Lifecycle
@@ -16,14 +18,15 @@ def explain(request: Request, batch: Batch, kv: KVCacheManager, life: Lifecycle)
     deferral = _deferral(request, life)
     reason = deferral.reason if deferral else None
     position = life.queue.position(request) if request in life.queue else None
-    if position and reason is not Reason.PAUSED:
+    if position and reason is not Reason.PAUSED and not _was_asked(request, position, life):
         reason = Reason.BEHIND
     return Explanation(
         request_id=request.request_id,
         status=request.status,
         phase=request.phase,
         reason=reason,
-        blocker=_blocker(reason, batch, life),
+        blocker=_blocker(request, reason, batch, life),
+        adapter_slots=dict(life.adapters.held) if reason is Reason.ADAPTER_SLOTS else {},
         missing=deferral.missing if deferral and reason is deferral.reason else 0,
         since=deferral.since if deferral and reason is deferral.reason else None,
         position=position,
@@ -47,9 +50,20 @@ def _deferral(request: Request, life: Lifecycle) -> Deferral | None:
     return deferral
 
 
-def _blocker(reason: Reason | None, batch: Batch, life: Lifecycle) -> str | None:
+def _was_asked(request: Request, position: int, life: Lifecycle) -> bool:
+    """Whether its reason is its own although others stand before it: those were passed over, or it was."""
+    if request in life.passed:
+        return True
+    return request is life.wall and position == len(life.passed)
+
+
+def _blocker(request: Request, reason: Reason | None, batch: Batch, life: Lifecycle) -> str | None:
     if reason is Reason.BEHIND:
-        return life.queue.peek().request_id
+        in_the_way = life.wall if life.wall is not request else None
+        return (in_the_way or life.queue.peek()).request_id
+    if reason is Reason.ADAPTER_SLOTS and life.adapters.held:
+        longest = next(iter(life.adapters.held))
+        return next(r.request_id for r in batch.members.requests if r.adapter == longest)
     rungs = (
         Reason.WATERMARK,
         Reason.FULL_SEQUENCE,
@@ -99,13 +113,19 @@ def snapshot(counters: Counters, batch: Batch, kv: KVCacheManager, life: Lifecyc
 
 
 def _waiting_by_reason(life: Lifecycle) -> dict[str, int]:
-    waiting = len(life.queue)
-    if not waiting:
+    queue = life.queue
+    if not len(queue):
         return {}
     if life.pause is not None:
-        return {Reason.PAUSED.value: waiting}
-    deferral: Deferral | None = life.queue.peek().deferral
-    counts = {deferral.reason.value if deferral else "not_tried": 1}
-    if waiting > 1:
-        counts[Reason.BEHIND.value] = waiting - 1
-    return counts
+        return {Reason.PAUSED.value: len(queue)}
+    head = queue.peek()
+    asked = [head, *(request for request in life.passed if request is not head)]
+    if head in life.passed and life.wall is not None:
+        asked.append(life.wall)
+    counts: Counter[str] = Counter()
+    for request in asked:
+        deferral: Deferral | None = request.deferral
+        counts[deferral.reason.value if deferral else "not_tried"] += 1
+    if len(queue) > len(asked):
+        counts[Reason.BEHIND.value] = len(queue) - len(asked)
+    return dict(counts)

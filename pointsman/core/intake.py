@@ -1,23 +1,29 @@
-"""Part 4 of the step: waiting requests are admitted, one after the other, until one must wait.
+"""Part 4 of the step: waiting requests are admitted, one after the other, until one is a wall to those behind it.
 
 Whether one may is for `admission.py`; here is who is asked, what becomes of the answer, and what the next one finds.
+A request that lacks something that others do not need (a slot for its adapter, say) is passed over: it is set aside,
+those behind it are asked, and at the end it returns to its place. Most requests wait for seats, tokens or blocks,
+which all need, and are walls.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from pointsman.core.admission import Admission, Blocked, Grant
+from pointsman.core.admission import Admission, Grant
 from pointsman.core.batch import Batch
 from pointsman.core.config import MAX_INT, SchedulerConfig
 from pointsman.core.in_flight import AdmittedRequest, StepRecord
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.lifecycle import Lifecycle
-from pointsman.core.reason import Deferral, Reason
+from pointsman.core.reason import Blocked, Deferral, Reason
 from pointsman.core.request import Request
 from pointsman.core.running import Advance, Running
 from pointsman.core.stats import Counters
 from pointsman.core.status import RequestStatus
+
+MAX_PASSED = 64
+"""Most requests that are passed over in a step, which bounds what that costs. The next one is a wall."""
 
 
 class Intake:
@@ -51,14 +57,17 @@ class Intake:
 
         After a displacement only the `displacer` is admitted.
         """
-        queue, batch = self._life.queue, self._batch
+        life, queue, batch = self._life, self._life.queue, self._batch
         closed = self._closed(advance)
         self._batch_forms = False
+        life.passed, life.wall = [], None
         if not len(queue):
             return
+        self._admission.open()
         budget = self._budget - advance.total
         num_running = len(batch)
         owed = self._running.blocks_owed()
+        passed: list[tuple[Request, int]] = []  # with how many were admitted before it was asked
         while len(queue):
             head = queue.peek()
             if closed is None and displacer is not None and head is not displacer:
@@ -68,6 +77,11 @@ class Intake:
             verdict = Blocked(closed, 0) if closed else self._admission.attempt(head, budget, num_running, owed)
             if isinstance(verdict, Blocked):
                 self._defer(head, verdict, now)
+                if verdict.passes and len(passed) < MAX_PASSED:
+                    life.passed.append(head)
+                    passed.append((queue.pop(), len(record.admitted)))
+                    continue
+                life.wall = head
                 self._batch_forms = verdict.reason is Reason.BUDGET
                 break
             entry = self._start(head, verdict)
@@ -75,8 +89,16 @@ class Intake:
             budget -= verdict.charge
             num_running += 1
             owed += max(0, self._kv.blocks_for(head.num_tokens) - len(entry.blocks))
+        if passed:
+            self._take_back(passed, len(record.admitted))
         if record.admitted:
             batch.join([entry.row for entry in record.admitted], [entry.request for entry in record.admitted])
+
+    def _take_back(self, passed: list[tuple[Request, int]], num_admitted: int) -> None:
+        """Those who were passed over return to their places; whoever was admitted since has overtaken them."""
+        self._life.queue.put_back([request for request, _ in passed])
+        for request, num_before in passed:
+            request.num_overtaken += num_admitted - num_before
 
     def _closed(self, advance: Advance) -> Reason | None:
         """Why this step admits nobody, whoever asks."""
@@ -88,15 +110,16 @@ class Intake:
             return Reason.STATIC_BATCH
         return None
 
-    def _defer(self, head: Request, verdict: Blocked, now: float) -> None:
-        self._counters.deferrals[verdict.reason.position] += 1
+    def _defer(self, request: Request, verdict: Blocked, now: float) -> None:
+        if not self._life.passed:  # only the head of the queue is counted: one reason a step
+            self._counters.deferrals[verdict.reason.position] += 1
         if verdict.reason is Reason.PAUSED:
             return  # its own reason stands for when the pause is over
-        deferral = head.deferral
+        deferral = request.deferral
         if deferral is not None and deferral.reason is verdict.reason:
             deferral.missing = verdict.missing
         else:
-            head.deferral = Deferral(verdict.reason, verdict.missing, now)
+            request.deferral = Deferral(verdict.reason, verdict.missing, now)
 
     def _start(self, request: Request, grant: Grant) -> AdmittedRequest:
         """Admit one request: blocks, a row, its first chunk."""

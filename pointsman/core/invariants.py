@@ -3,13 +3,15 @@
     1  blocks are conserved: blank, cached free and referenced ones are the pool; references are block-table entries;
        every cached block can be reached in the prefix tree
     2  a request is in exactly one place: queued, parked, running, or finished
-    3  a step never exceeds the token budget or the sequence limit
+    3  a step never exceeds the token budget, the sequence limit or the adapter slots
     9  a cached block is keyed by exactly the content that it holds
 
 and, beside them, that the columns agree with each other.
 """
 
 from __future__ import annotations
+
+from collections import Counter
 
 import numpy as np
 
@@ -31,6 +33,7 @@ def check(config: SchedulerConfig, batch: Batch, kv: KVCacheManager, life: Lifec
     _check_blocks(batch, kv)
     _check_places(batch, life)
     _check_steps(config, batch, life)
+    _check_adapters(config, batch, life)
     _check_columns(config, batch, kv)
     _check_contents(batch, kv)
 
@@ -95,6 +98,15 @@ def _check_steps(config: SchedulerConfig, batch: Batch, life: Lifecycle) -> None
         _require(output.num_rows <= config.max_num_seqs, 3, f"step {record.step_id} exceeds the sequence limit")
 
 
+def _check_adapters(config: SchedulerConfig, batch: Batch, life: Lifecycle) -> None:
+    running = Counter(request.adapter for request in batch.members.requests if request.adapter is not None)
+    _require(running == life.adapters.held, 3, f"{dict(running)} run, {life.adapters.held} hold adapter slots")
+    for record in life.in_flight:
+        assert record.output is not None
+        used = {adapter for adapter in record.output.adapters if adapter is not None}
+        _require(len(used) <= config.max_loras, 3, f"step {record.step_id} uses {len(used)} adapters")
+
+
 def _check_columns(config: SchedulerConfig, batch: Batch, kv: KVCacheManager) -> None:
     prefilling = custom = 0
     for row, request in zip(batch.members.rows.tolist(), batch.members.requests, strict=True):
@@ -129,7 +141,7 @@ def _check_contents(batch: Batch, kv: KVCacheManager) -> None:
     for row, request in zip(batch.members.rows.tolist(), batch.members.requests, strict=True):
         if request.prefix_epoch != prefix.epoch:
             continue
-        root, known = Root(request.cache_salt), request.known_bytes()
+        root, known = Root.of(request), request.known_bytes()
         for index, block in enumerate(kv.table(batch, row).tolist()):
             held = (root, known[: (index + 1) * kv.block_size * TOKEN_BYTES])
             agrees = not prefix.is_cached(block) or prefix.content(block) == held

@@ -61,7 +61,7 @@ class KVCacheManager:
 
     def look_up(self, request: Request) -> Match:
         """Cached blocks of the request's known tokens; at least one token is left to compute, so there is a logit."""
-        root = Root(request.cache_salt)
+        root = Root.of(request)
         max_blocks = (request.num_tokens - 1) // self.block_size
         if self.prefix is None or not request.use_prefix_cache or max_blocks == 0:
             return Match([], root)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
+from pointsman.core.adapters import AdapterSlots
 from pointsman.core.admission import Admission
 from pointsman.core.batch import Batch
 from pointsman.core.errors import DuplicateRequest, UnknownRequest
@@ -40,6 +41,7 @@ class Lifecycle:
         batch: Batch,
         kv: KVCacheManager,
         queue: Order,
+        adapters: AdapterSlots,
         admission: Admission,
         counters: Counters,
         log: RequestLog | None = None,
@@ -51,6 +53,11 @@ class Lifecycle:
         self.log = log
         """Where each request's events go; None: nobody keeps them."""
         self.queue = queue
+        self.adapters = adapters
+        self.passed: list[Request] = []
+        """Who was passed over in the newest step and still waits at its place, in order."""
+        self.wall: Request | None = None
+        """Who held back all behind it in the newest step, and still waits at its place."""
         self.parked: dict[str, Request] = {}
         self.requests: dict[str, Request] = {}
         """Every request whose id is in use: those that have not ended, and ends that no output has told of."""
@@ -121,6 +128,8 @@ class Lifecycle:
         request.transition(RequestStatus.RUNNING)
         request.deferral = None
         request.num_admitted_tokens = request.num_tokens
+        if request.adapter is not None:
+            self.adapters.take(request.adapter)
         return self._batch.place(request, num_computed_tokens, num_slots)
 
     def preempt(self, request: Request) -> None:
@@ -143,7 +152,7 @@ class Lifecycle:
             del self.parked[request.request_id]
             self._return(request)
         else:
-            self._leave_queue(request)
+            self.leave_queue(request)
         self._park_idle(request, reason, now)
 
     def ready(self, request: Request) -> None:
@@ -164,7 +173,7 @@ class Lifecycle:
             if request.status.is_parked:
                 del self.parked[request.request_id]
             elif request in self.queue:
-                self._leave_queue(request)
+                self.leave_queue(request)
             request.transition(end.reason.status)
             request.finish_reason, request.finish_detail, request.stop_reason = end.reason, end.detail, end.stop_reason
             request.deferral = None
@@ -182,6 +191,8 @@ class Lifecycle:
         for request in requests:
             valid = min(request.num_computed_tokens, request.num_tokens)
             self._kv.release(batch, request, num_valid_tokens=valid, publish=publish)
+            if request.adapter is not None:
+                self.adapters.give_back(request.adapter)
         batch.leave(requests, self.newest_step_id)
 
     def roll_back(self, admitted: AdmittedRequest) -> None:
@@ -221,6 +232,7 @@ class Lifecycle:
             request.lost_tokens = min(request.num_computed_tokens, request.num_tokens)
             request.leave_row(0, request.num_pending)
             request.num_preemptions += 1
+            request.num_overtaken = 0
         self._counters.num_preemptions += len(requests)
         self.preempted += requests
 
@@ -235,9 +247,14 @@ class Lifecycle:
         if self.log is not None:
             self.log.preempted(request)
 
-    def _leave_queue(self, request: Request) -> None:
+    def leave_queue(self, request: Request) -> None:
+        """Take a request out of the queue; why it waited in the newest step is of no use any longer."""
         self.queue.remove(request)
         self._admission.forget()
+        if request is self.wall:
+            self.wall = None
+        elif request in self.passed:
+            self.passed.remove(request)
 
     def _park_idle(self, request: Request, reason: ParkReason, now: float) -> None:
         request.transition(reason.status)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from pointsman.core.batch import Batch
 from pointsman.core.config import SchedulerConfig
-from pointsman.core.reason import Reason
+from pointsman.core.reason import Blocked
 from pointsman.core.request import Request
 
 Int64Array = npt.NDArray[np.int64]
@@ -28,8 +28,8 @@ class Limit(Protocol):
     def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
         """Lower `want` (int64, parallel to `rows`) in place."""
 
-    def admit(self, request: Request, want: int) -> tuple[int, Reason | None]:
-        """What remains of `want` for a request to be admitted; 0 with the reason if it must wait."""
+    def admit(self, request: Request, want: int) -> int | Blocked:
+        """What remains of `want` for a request to be admitted, at least 1, or why it must wait."""
 
 
 class LongPrefillThreshold:
@@ -43,8 +43,8 @@ class LongPrefillThreshold:
     def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
         np.minimum(want, self._threshold, out=want)
 
-    def admit(self, request: Request, want: int) -> tuple[int, Reason | None]:
-        return min(want, self._threshold), None
+    def admit(self, request: Request, want: int) -> int | Blocked:
+        return min(want, self._threshold)
 
 
 def make_limits(config: SchedulerConfig) -> list[Limit]:

@@ -13,6 +13,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from pointsman.core.adapters import Adapter
 from pointsman.core.request import Request
 
 IntArray: TypeAlias = npt.NDArray[np.integer]
@@ -76,6 +77,11 @@ class SchedulerOutput:
     def admitted(self) -> Sequence[Request]:
         """Requests that got their row in this step, new and resumed."""
         return self.requests[self.num_continued :]
+
+    @property
+    def adapters(self) -> list[Adapter | None]:
+        """[n] the adapter of each row; None: the model alone. Never more than `max_loras` different ones."""
+        return [request.adapter for request in self.requests]
 
     @property
     def new(self) -> list[Request]:

@@ -26,10 +26,15 @@ blocks out newest first; and `prune` takes a node out with everything behind it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+from pointsman.core.adapters import Adapter
+
+if TYPE_CHECKING:
+    from pointsman.core.request import Request
 
 Int64Array = npt.NDArray[np.int64]
 TOKEN_BYTES = np.dtype(np.int32).itemsize
@@ -39,6 +44,12 @@ class Root(NamedTuple):
     """What must be equal, apart from the tokens, for two requests to share KV."""
 
     cache_salt: str | None = None
+    adapter: Adapter | None = None
+
+    @classmethod
+    def of(cls, request: Request) -> Root:
+        """The root under which a request's blocks are found."""
+        return cls(request.cache_salt, request.adapter)
 
 
 class Run:

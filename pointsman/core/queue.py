@@ -12,7 +12,7 @@ they were admitted.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from pointsman.core.errors import ConfigError
@@ -32,6 +32,9 @@ class Order(Protocol):
 
     def pop(self) -> Request:
         """Remove and return the head."""
+
+    def put_back(self, requests: Sequence[Request]) -> None:
+        """Take back requests that were popped in this order, each to its place. Nothing was pushed since."""
 
     def peek(self) -> Request:
         """The head. The queue is not empty."""
@@ -86,6 +89,10 @@ class FirstComeFirstServed:
         request.queue_entry = entry
         heapq.heappush(self._heap, entry)
         self._length += 1
+
+    def put_back(self, requests: Sequence[Request]) -> None:
+        for request in reversed(requests):  # the last one pushed is the first where that decides
+            self.push(request)
 
     def peek(self) -> Request:
         heap = self._heap
@@ -162,7 +169,8 @@ def make_order(order: str | Order) -> Order:
         ConfigError: no order has that name.
     """
     if not isinstance(order, str):
-        if not all(hasattr(order, method) for method in ("name", "displaces", "push", "pop", "peek", "remove")):
+        needed = ("name", "displaces", "push", "pop", "put_back", "peek", "remove")
+        if not all(hasattr(order, method) for method in needed):
             raise ConfigError(f"order is {order!r}, neither a name nor an object with the Order protocol")
         return order
     if order not in ORDERS:

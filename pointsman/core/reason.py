@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 class Reason(enum.Enum):
@@ -25,6 +26,8 @@ class Reason(enum.Enum):
     """A more urgent request takes the room that was made in this step."""
     STATIC_BATCH = "static_batch"
     """The static batch still runs."""
+    ADAPTER_SLOTS = "adapter_slots"
+    """`max_loras` other adapters run, or a request that waited longer has claimed the slot of this one."""
     PAUSED = "paused"
     """The operator has paused the scheduler, or its admissions."""
     IN_FLIGHT = "in_flight"
@@ -39,11 +42,23 @@ class Reason(enum.Enum):
         """Index into an array of counters."""
 
 
+class Blocked(NamedTuple):
+    """The request must wait."""
+
+    reason: Reason
+    missing: int
+    """Seats, tokens, blocks or adapter slots that it lacks, by the reason."""
+    passes: bool = False
+    """Whether those behind it may be admitted in the same step. If not, it is a wall: nobody overtakes it.
+
+    Who lets others pass must see to it that `Request.num_overtaken` stays bounded: by `max_overtakes`, say."""
+
+
 @dataclass(slots=True)
 class Deferral:
     """Why a request waits, and since when."""
 
     reason: Reason
     missing: int
-    """Blocks, tokens or seats that it lacks, by the reason; 0 where nothing is counted."""
+    """Blocks, tokens, seats or adapter slots that it lacks, by the reason; 0 where nothing is counted."""
     since: float

@@ -41,6 +41,7 @@ _REQUEST_FIELDS = (
     "stop_token_ids",
     "repetition_detection",
     "cache_salt",
+    "adapter",
     "use_prefix_cache",
 )
 _OUTPUT_ARRAYS = (

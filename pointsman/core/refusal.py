@@ -32,6 +32,8 @@ def settle_limits(config: SchedulerConfig, request: Request) -> str | None:
             f"the prompt has {prompt} tokens and max_total_tokens is {request.max_total_tokens}, which leaves no room "
             "for a generated token; raise max_total_tokens"
         )
+    if request.adapter is not None and config.max_loras == 0:
+        return f"it asks for the adapter {request.adapter.name!r} and max_loras is 0: none is accepted; raise max_loras"
     bounds = [(prompt + request.max_tokens, "max_tokens"), (config.max_model_len, "max_model_len")]
     if request.max_total_tokens is not None:
         bounds.append((request.max_total_tokens, "max_total_tokens"))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
+from pointsman.core.adapters import Adapter
 from pointsman.core.config import MAX_INT
 from pointsman.core.errors import InvalidTransition, RequestRefused
 from pointsman.core.repetition import RepetitionDetectionParams, RepetitionWatch
@@ -41,6 +42,8 @@ class Request:
         stop_token_ids: further tokens that end it; the one that did is the `stop_reason`.
         repetition_detection: which repetitions at the end of its output end it; None: none does.
         cache_salt: only requests with an equal salt share cached prefixes.
+        adapter: the LoRA that it runs with, as an `Adapter` or (name, version); None: the model alone. Only requests
+            with an equal one share cached prefixes.
         use_prefix_cache: False: neither looks up nor publishes blocks.
         metadata: the caller's own; never read here.
 
@@ -53,6 +56,7 @@ class Request:
         "_num_pending",
         "_output",
         "_prompt_bytes",
+        "adapter",
         "arrival_time",
         "batch",
         "cache_salt",
@@ -70,6 +74,7 @@ class Request:
         "min_tokens",
         "num_admitted_tokens",
         "num_cached_tokens",
+        "num_overtaken",
         "num_preemptions",
         "num_published_blocks",
         "prefix_epoch",
@@ -106,6 +111,7 @@ class Request:
         stop_token_ids: tuple[int, ...] = (),
         repetition_detection: RepetitionDetectionParams | Mapping[str, int] | None = None,
         cache_salt: str | None = None,
+        adapter: Adapter | tuple[str, int | str] | None = None,
         use_prefix_cache: bool = True,
         metadata: Any = None,
     ) -> None:
@@ -123,6 +129,7 @@ class Request:
         self.stop_token_ids = tuple(self._integer("an EOS or stop token id", token, 0) for token in stop_token_ids)
         self.repetition_detection = self._repetition(repetition_detection)
         self.cache_salt = cache_salt
+        self.adapter = None if adapter is None else self._adapter(adapter)
         self.use_prefix_cache = use_prefix_cache
         self.metadata = metadata
         self._check()
@@ -136,6 +143,7 @@ class Request:
         """What happened to it, if the scheduler's `log_request_events` is on."""
         self.num_cached_tokens = 0  # of the last admission
         self.num_admitted_tokens = 0  # known tokens at the last admission
+        self.num_overtaken = 0  # requests behind it that were admitted, since it last lost its row
 
         # What follows is the scheduler's own bookkeeping.
         self.stop_set = frozenset(self.stop_token_ids) | (frozenset() if ignore_eos else frozenset(self.eos_token_ids))
@@ -310,6 +318,14 @@ class Request:
         raise RequestRefused(
             f"request {self.request_id!r} refused: arrival_time is {value}; give seconds on the caller's clock"
         )
+
+    def _adapter(self, given: Sequence[Any]) -> Adapter:
+        if isinstance(given, (tuple, list)) and len(given) == 2:
+            name, version = given
+            sound_version = isinstance(version, (int, str)) and not isinstance(version, bool)
+            if isinstance(name, str) and name and sound_version:
+                return Adapter(name, version)
+        self._refuse(f"adapter is {given!r}; give (name, version), a text that is not empty and a number or text")
 
     def _refuse(self, why: str) -> NoReturn:
         raise RequestRefused(f"request {self.request_id!r} refused: {why}")

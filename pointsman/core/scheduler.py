@@ -9,7 +9,7 @@
     1. displace   a more urgent waiting request may take the room of less urgent running ones (`displacement.py`)
     2. advance    the running requests, under limits, budget and blocks, preempting if need be (`running.py`)
     3. publish    their prompt blocks, so that the requests admitted next can share them (`kv_cache.py`)
-    4. admit      waiting requests, one after the other, until one must wait (`intake.py`)
+    4. admit      waiting requests, one after the other, until one is a wall to those behind it (`intake.py`)
     5. emit       the output (`emission.py`, `output.py`)
 
 There is no prefill phase and no decode phase (unless `batching` asks for them, see `work.py`): each request's
@@ -22,6 +22,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from pointsman.core.adapters import AdapterSlots
 from pointsman.core.admission import Admission
 from pointsman.core.batch import Batch
 from pointsman.core.config import MAX_INT, SchedulerConfig
@@ -73,14 +74,15 @@ class Scheduler:
         self._counters = Counters()
         limits = make_limits(config)
         queue = make_order(config.order)
-        self._admission = Admission(config, self._kv, limits, make_reserves(config))
+        adapters = AdapterSlots(config)
+        self._admission = Admission(config, self._kv, limits, make_reserves(config), adapters)
         self._running = make_running(config, self._batch, self._kv, limits, make_victim(config, queue.name))
         displaces = queue.displaces and config.displace is not False and config.batching == "mixed"
         self._displacement = (
-            Displacement(config, self._batch, self._kv, self._running, self._admission) if displaces else None
+            Displacement(config, self._batch, self._kv, self._running, self._admission, adapters) if displaces else None
         )
         log = RequestLog() if config.log_request_events else None
-        self._life = Lifecycle(self._batch, self._kv, queue, self._admission, self._counters, log)
+        self._life = Lifecycle(self._batch, self._kv, queue, adapters, self._admission, self._counters, log)
         self._intake = Intake(
             config, self._batch, self._kv, self._running, self._admission, self._life, self._counters, self._publish
         )
@@ -196,7 +198,7 @@ class Scheduler:
         priority = checked_integer("priority", priority, -MAX_INT)
         queued = request in self._life.queue
         if queued:
-            self._life.queue.remove(request)
+            self._life.leave_queue(request)
         request.priority = priority
         if queued:
             self._life.queue.push(request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pointsman.core.adapters import Adapter
 from pointsman.core.reason import Reason
 from pointsman.core.request_events import RequestEvent
 from pointsman.core.status import FinishReason, RequestStatus
@@ -51,7 +52,8 @@ class SchedulerStats:
     num_parked: dict[str, int]
     """Requests that wait for something other than capacity, by what that is."""
     num_waiting_by_reason: dict[str, int]
-    """Queued requests by why they wait: the head's reason, "behind" it, or "not_tried" in any step yet."""
+    """Queued requests by why they wait: the reasons of those asked in the newest step and of the head, "behind" them,
+    or "not_tried" in any step yet."""
     num_blocks: int
     """Blocks that requests can hold."""
     num_free_blocks: int
@@ -94,9 +96,12 @@ class Explanation:
     """Why it waits; None if it runs and nothing is paused, or has ended, or no step has been scheduled since it was
     added."""
     blocker: str | None
-    """For whom it waits: the head of the queue, or the running request that holds most blocks."""
+    """For whom it waits: a request before it in the queue, the running request that holds most blocks, or one of those
+    whose adapter has held its slot longest."""
+    adapter_slots: dict[Adapter, int]
+    """The adapters that hold the slots, longest first, each with its running requests, if that is the reason."""
     missing: int
-    """Blocks, tokens or seats that it lacks, by the reason."""
+    """Blocks, tokens, seats or adapter slots that it lacks, by the reason."""
     since: float | None
     """When this reason began, on the caller's clock."""
     position: int | None

@@ -12,6 +12,7 @@ import numpy as np
 from pointsman.core import Reason, Request
 from pointsman.core.batch import Batch
 from pointsman.core.limits import Int64Array
+from pointsman.core.reason import Blocked
 
 from .helpers import Host, cached_of, names, tokens_of
 
@@ -25,8 +26,8 @@ class FirstChunk:
     def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
         np.minimum(want, 300 if self.is_on else 2048, out=want)
 
-    def admit(self, request: Request, want: int) -> tuple[int, Reason | None]:
-        return min(want, 300 if self.is_on else 2048), None
+    def admit(self, request: Request, want: int) -> int | Blocked:
+        return min(want, 300 if self.is_on else 2048)
 
 
 def example(num_blocks: int) -> Host:

@@ -9,6 +9,7 @@ from pointsman.core import Reason, SchedulerConfig, SchedulerOutput, SchedulerSt
 
 from .ledger import Entry, Place
 from .shadow import HostSequence, require
+from .slots import lacks_slot
 
 if TYPE_CHECKING:
     from .world import World
@@ -62,6 +63,8 @@ def _check_missed_displacement(world: World, output: SchedulerOutput, num_free: 
     has_blocks = num_free + num_freed >= _enough_blocks(world, head, stays)
     # A head that lacks only tokens of budget waits: displacement is for seats and blocks.
     lacks_budget_alone = world.scheduler.explain(head.request.request_id).reason is Reason.BUDGET
+    if lacks_slot(config, head, stays):
+        return
     has_seat = len(stays) < min(len(running), config.max_num_seqs)
     missed = has_seat and has_budget and has_blocks and not lacks_budget_alone
     require(not missed, f"{head.request} waits, though it had room without the less urgent of {running}")
@@ -79,17 +82,35 @@ def _check_deferrals(world: World, output: SchedulerOutput, before: SchedulerSta
     explained = world.scheduler.explain(head.request.request_id).reason
     require(told == [explained], f"the head of the queue is explained by {explained}, but {told} was counted")
     running = [entry for entry in world.live if entry.place is Place.RUNNING]
+    if explained is Reason.ADAPTER_SLOTS:
+        require(lacks_slot(world.config, head, running), f"{head.request} waits for a slot, and {running} leave one")
+    passed = {entry.request for entry in queue if _reason(world, entry) is Reason.ADAPTER_SLOTS}
+    wall = next((entry for entry in queue if entry.request not in passed), None)
+    if wall is not None:
+        _check_wall(world, output, wall, running, after.num_free_blocks)
+
+
+def _reason(world: World, entry: Entry) -> Reason | None:
+    return world.scheduler.explain(entry.request.request_id).reason
+
+
+def _check_wall(world: World, output: SchedulerOutput, wall: Entry, running: list[Entry], free: int) -> None:
+    """The first request that was not passed over waits for what it says."""
+    explained = _reason(world, wall)
     budget = world.config.max_num_batched_tokens - output.total_num_scheduled_tokens
     if explained is Reason.SEQUENCE_LIMIT:
         require(len(running) >= world.config.max_num_seqs, f"sequence limit with {len(running)} running")
     elif explained is Reason.BUDGET:
-        whole = not world.config.enable_chunked_prefill and not head.ran_before
-        require(budget < (head.num_tokens if whole else 1), f"{head.request} waits for budget, and {budget} is left")
+        whole = not world.config.enable_chunked_prefill and not wall.ran_before
+        require(budget < (wall.num_tokens if whole else 1), f"{wall.request} waits for budget, and {budget} is left")
     elif explained is Reason.IN_FLIGHT:
-        require(world.host.num_pending(head.request) > 0, f"{head.request} has no sample in flight")
+        require(world.host.num_pending(wall.request) > 0, f"{wall.request} has no sample in flight")
     elif explained in (Reason.BLOCKS, Reason.FULL_SEQUENCE, Reason.WATERMARK, Reason.DECODE_RESERVE):
-        enough, free = _enough_blocks(world, head, running), after.num_free_blocks
-        require(free < enough, f"{head.request} waits for blocks: {free} are free, {enough} are always enough")
+        enough = _enough_blocks(world, wall, running)
+        require(free < enough, f"{wall.request} waits for blocks: {free} are free, {enough} are always enough")
+    else:
+        others = (Reason.PREEMPTION, Reason.DISPLACEMENT, Reason.STATIC_BATCH, Reason.PAUSED)
+        require(explained in others, f"{wall.request} waits for {explained}, though it is the first that could go")
 
 
 def _watermark(config: SchedulerConfig) -> int:

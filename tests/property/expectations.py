@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pointsman.core import PauseMode, Reason, Request, SchedulerConfig, SchedulerOutput, StepResult
+from pointsman.core import Adapter, PauseMode, Reason, Request, SchedulerConfig, SchedulerOutput, StepResult
 
 from .ledger import Entry, Place
 from .shadow import ExecutedStep, require
+from .slots import check_passing
 
 if TYPE_CHECKING:
     from .world import World
@@ -28,6 +29,7 @@ class Expectations:
     unreported_losses: list[Request]
     resync: bool
     idle: bool  # nothing is in flight
+    held: list[Adapter]  # adapters that run, the one that came first in front
     batch_forms: bool  # static: only the budget kept the last step from admitting more
     pause: PauseMode | None
 
@@ -46,6 +48,7 @@ class Expectations:
             unreported_losses=list(world.unreported_losses),
             resync=world.resync_due,
             idle=not world.host.in_flight,
+            held=list(world.slots.order),
             batch_forms=world.batch_forms,
             pause=world.pause,
         )
@@ -116,16 +119,17 @@ class Expectations:
             if not self.config.enable_chunked_prefill and not entry.ran_before:
                 end = start + scheduled
                 require(end == entry.num_tokens, f"{name} starts with {end} of {entry.num_tokens} tokens, unchunked")
-        self._check_order(admitted, ready)
+        self._check_order(admitted, ready, set(output.preempted))
         if admitted and self.config.batching == "static":
             closed = self.running and not self.batch_forms
             require(not closed, f"the static batch still runs, but {list(output.admitted)} are admitted")
 
-    def _check_order(self, admitted: list[Entry], ready: list[Entry]) -> None:
-        """Promise 5: who is admitted is who waits longest in the most urgent class, without gaps."""
-        expected = ready[: len(admitted)]
-        names = [entry.request.request_id for entry in admitted]
-        require(admitted == expected, f"admitted {names}, next are {[entry.request.request_id for entry in ready]}")
+    def _check_order(self, admitted: list[Entry], ready: list[Entry], preempted: set[Request]) -> None:
+        """Promise 5: who is admitted is who waits longest in the most urgent class, without gaps, except for those that
+        lack an adapter slot."""
+        stays = {entry.request.adapter for entry in self.running if entry.request not in preempted}
+        held = [adapter for adapter in self.held if adapter in stays]
+        check_passing(self.config, held, ready, admitted)
 
     def _check_preempted(self, output: SchedulerOutput) -> None:
         """Who lost a row; a step that preempted admits nobody, unless more urgent ones took their room."""
@@ -166,6 +170,8 @@ def why_refused(request: Request, config: SchedulerConfig) -> str | None:
         return "larger than the pool"
     if not config.enable_chunked_prefill and prompt > config.max_num_batched_tokens:
         return "larger than the budget, and chunking is off"
+    if request.adapter is not None and not config.max_loras:
+        return "adapters are off"
     return None
 
 
@@ -181,10 +187,14 @@ def check_explanations(world: World) -> None:
         if entry.place is Place.RUNNING:
             right = Reason.PAUSED if world.pause is PauseMode.ALL else None
             require(told.reason is right, f"{name} runs, and is explained as waiting for {told.reason}")
-        elif entry.place is Place.PARKED or position or world.pause is not None:
-            right = Reason.BEHIND if world.pause is None else Reason.PAUSED
-            right = Reason.PARKED if entry.place is Place.PARKED else right
+        elif entry.place is Place.PARKED or world.pause is not None:
+            right = Reason.PARKED if entry.place is Place.PARKED else Reason.PAUSED
             require(told.reason is right, f"{name} waits for {told.reason}, expected {right}")
+        elif position:
+            reasons = {world.scheduler.explain(other.request.request_id).reason for other in queue[:position]}
+            own = told.reason is Reason.ADAPTER_SLOTS and entry.request.adapter is not None
+            sound = told.reason is Reason.BEHIND or own or reasons == {Reason.ADAPTER_SLOTS}
+            require(sound, f"{name} waits for {told.reason}, those before it for {reasons}")
         else:
             wrong = (Reason.PARKED, Reason.PAUSED)
             require(told.reason not in wrong, f"{name} is ready, and is explained as {told.reason}")

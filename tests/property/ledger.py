@@ -45,6 +45,7 @@ class Entry:
     num_preemptions: int = 0
     kept: Kept | None = None
     num_withdrawals: int = 0  # of prefixes, when it was admitted
+    num_overtaken: int = 0  # requests behind it that were admitted since it last lost its row
     num_lost: int = 0  # tokens that were computed when it last lost its row
     events: list[tuple[str, float, str]] = field(default_factory=list)  # what happened, when, and a detail
 
@@ -114,6 +115,8 @@ class Tally:
         require(stats.num_waiting == places[Place.QUEUED], f"num_waiting {stats.num_waiting}, counted {places}")
         parked = Counter(entry.request.status.value for entry in live if entry.place is Place.PARKED)
         require(stats.num_parked == dict(parked), f"num_parked {stats.num_parked}, counted {dict(parked)}")
+        by_reason = sum(stats.num_waiting_by_reason.values())
+        require(by_reason == stats.num_waiting, f"{stats.num_waiting} wait, {by_reason} of them for some reason")
         require(stats.num_displaced <= stats.num_preemptions, "more requests were displaced than preempted")
         if blocks_in_use is not None:
             used = stats.num_blocks - stats.num_free_blocks

@@ -8,7 +8,7 @@ under one root. Equal ids mean equal KV. A step is executed as a device would do
     for every row: read positions [0, computed + scheduled) and compare each with what must be there
 
 so a wrong block, a stale prefix, a clobbered neighbour and a rewind that was forgotten all show as a read of
-the wrong id. The root separates what must never be shared: cache salts, and requests without prefix cache.
+the wrong id. The root separates what must never be shared: cache salts, adapters, requests without prefix cache.
 
 The "model" on top is a function of the token prefix alone (promise 6), which makes the right output of every
 request computable by one plain loop, `reference_run`, however often the request was preempted meanwhile.
@@ -294,6 +294,11 @@ class ShadowHost:
         if n:
             require(int(np.min(output.num_scheduled_tokens)) >= 1, "a row without tokens is in the output")
         require(int(output.block_offsets[0]) == 0, "block_offsets does not start at 0")
+        require(
+            output.adapters == [request.adapter for request in output.requests], "adapters are not those of the rows"
+        )
+        used = {adapter for adapter in output.adapters if adapter is not None}
+        require(len(used) <= self.config.max_loras, f"{used} in one step, of {self.config.max_loras} slots")
         require(int(output.block_offsets[-1]) == len(output.block_ids), "block_offsets does not cover block_ids")
 
     def _check_unchanged(self, step: ExecutedStep) -> None:
@@ -346,7 +351,8 @@ class ShadowHost:
         sequence.epoch = self.epoch
         request = sequence.request
         shares = self.config.enable_prefix_caching and request.use_prefix_cache
-        content = self.contents.root((self.epoch, "salt", request.cache_salt) if shares else (self.epoch, id(request)))
+        shared = ("salt", request.cache_salt, "adapter", request.adapter)
+        content = self.contents.root((self.epoch, *shared) if shares else (self.epoch, id(request)))
         sequence.contents = []
         for token in sequence.tokens:
             content = self.contents.extend(content, token)

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-import pointsman.core.kv_cache as kv_cache_module
 import pointsman.core.reserve as reserve_module
 from pointsman.core import FinishReason, InvariantError, Scheduler
+from pointsman.core.adapters import Adapter, AdapterSlots
 from pointsman.core.batch import Batch
 from pointsman.core.block_pool import BlockPool
 from pointsman.core.displacement import Displacement
@@ -37,6 +37,8 @@ MAX_SEEDS = 250
 RULES_PER_SEED = 60
 CACHING = {"enable_prefix_caching": True, "share_within_step": True}
 SLOW_PREFILL = {**CACHING, "block_size": 4, "enable_chunked_prefill": True, "long_prefill_token_threshold": 1}
+ADAPTERS = {**CACHING, "max_loras": 2}
+CROWDED = {"max_loras": 1, "max_overtakes": 1, "max_num_seqs": 5, "max_num_batched_tokens": 15, "batching": "mixed"}
 Patch = pytest.MonkeyPatch
 
 
@@ -223,7 +225,25 @@ def displaces_in_vain(patch: Patch) -> None:
 
 
 def salt_is_ignored(patch: Patch) -> None:
-    patch.setattr(kv_cache_module, "Root", lambda cache_salt=None: Root(None))
+    patch.setattr(Root, "of", classmethod(lambda cls, request: Root(None, request.adapter)))
+
+
+def adapter_is_ignored(patch: Patch) -> None:
+    patch.setattr(Root, "of", classmethod(lambda cls, request: Root(request.cache_salt)))
+
+
+def adapter_version_is_ignored(patch: Patch) -> None:
+    def of(request: Any) -> Root:
+        return Root(request.cache_salt, request.adapter and Adapter(request.adapter.name))
+
+    patch.setattr(Root, "of", of)
+
+
+def adapter_is_taken_for_a_salt(patch: Patch) -> None:
+    def of(request: Any) -> Root:
+        return Root(request.cache_salt or (request.adapter and request.adapter.name))
+
+    patch.setattr(Root, "of", of)
 
 
 def parent_is_ignored(patch: Patch) -> None:
@@ -303,6 +323,51 @@ def published_too_far(patch: Patch) -> None:
     around(patch, KVCacheManager, "_publish", publish)
 
 
+def slot_is_not_given_back(patch: Patch) -> None:
+    around(patch, AdapterSlots, "give_back", lambda original, slots, adapter: None)
+
+
+def slot_is_taken_by_the_first_row_alone(patch: Patch) -> None:
+    def take(original: Any, slots: AdapterSlots, adapter: Adapter) -> None:
+        if adapter not in slots.held:
+            original(slots, adapter)
+
+    def give_back(original: Any, slots: AdapterSlots, adapter: Adapter) -> None:
+        if adapter in slots.held:
+            original(slots, adapter)
+
+    around(patch, AdapterSlots, "take", take)
+    around(patch, AdapterSlots, "give_back", give_back)
+
+
+def claims_are_ignored(patch: Patch) -> None:
+    patch.setattr(AdapterSlots, "_retiring", lambda slots: [])
+
+
+def passed_over_is_not_counted(patch: Patch) -> None:
+    around(patch, Intake, "_take_back", lambda original, intake, passed, _: original(intake, passed, 0))
+
+
+def passed_over_returns_behind_the_next(patch: Patch) -> None:
+    def put_back(original: Any, queue: FirstComeFirstServed, requests: Any) -> None:
+        original(queue, requests)
+        if len(requests) > 1:
+            queue.remove(requests[0])
+            requests[0].arrival_time += 1e9
+            queue.push(requests[0])
+            requests[0].arrival_time -= 1e9
+
+    around(patch, FirstComeFirstServed, "put_back", put_back)
+
+
+def cap_is_off_by_one(patch: Patch) -> None:
+    def init(original: Any, slots: AdapterSlots, config: Any) -> None:
+        original(slots, config)
+        slots._num_slots += 1
+
+    around(patch, AdapterSlots, "__init__", init)
+
+
 Fault = tuple[Callable[[Patch], None], dict[str, Any]]  # how to plant it, and knobs under which it shows soon
 
 BOOKKEEPING: tuple[Fault, ...] = (
@@ -325,6 +390,12 @@ BOOKKEEPING: tuple[Fault, ...] = (
     (first_token_is_missed_if_it_is_the_last, {"log_request_events": True}),
     (owed_blocks_are_forgotten, {"full_sequence_must_fit": True, "enable_chunked_prefill": True}),
     (prefix_is_not_found, CACHING),
+    (slot_is_not_given_back, ADAPTERS),
+    (slot_is_taken_by_the_first_row_alone, ADAPTERS),
+    (cap_is_off_by_one, ADAPTERS),
+    (claims_are_ignored, CROWDED),
+    (passed_over_is_not_counted, CROWDED),
+    (passed_over_returns_behind_the_next, CROWDED),
     (displaces_in_vain, {"order": "priority", "displace": True, "batching": "mixed"}),
     (pause_does_not_hold_the_door, {}),
     (pause_lets_the_urgent_displace, {"order": "priority", "displace": True, "batching": "mixed"}),
@@ -332,9 +403,12 @@ BOOKKEEPING: tuple[Fault, ...] = (
 )
 WRONG_CONTENT: tuple[Fault, ...] = (
     (salt_is_ignored, CACHING),
+    (adapter_is_ignored, ADAPTERS),
+    (adapter_version_is_ignored, ADAPTERS),
+    (adapter_is_taken_for_a_salt, ADAPTERS),
     (parent_is_ignored, CACHING),
     (eviction_is_not_told, CACHING),
-    (shared_block_has_one_reference, CACHING),
+    (shared_block_has_one_reference, {**CACHING, "max_loras": 0}),
     (journal_is_not_undone, CACHING),
     (rewind_is_short_by_one, {}),
     (epoch_is_ignored, SLOW_PREFILL),

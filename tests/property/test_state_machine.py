@@ -30,6 +30,7 @@ FOCUS: dict[str, dict[str, Any]] = {
     "displacement": {**CACHING, "order": "priority", "displace": True, "batching": "mixed"},
     "steps in flight": {**CACHING, "max_steps_in_flight": 3, "batching": "mixed"},
     "slow prefill": {**CACHING, "block_size": 3, "enable_chunked_prefill": True, "long_prefill_token_threshold": 2},
+    "adapters": {**CACHING, "max_loras": 2, "batching": "mixed", "max_num_seqs": 5, "max_num_batched_tokens": 15},
     "no chunks": {"enable_chunked_prefill": False, "long_prefill_token_threshold": 0, "order": "priority"},
 }
 """Knobs that are fixed in some of the seeded runs, where what they reach is rare otherwise."""
@@ -107,6 +108,7 @@ def test_runs_meet_every_limit() -> None:
         "decode_reserve",
         "blocks",
         "sequence_limit",
+        "adapter_slots",
         "budget",
         "preemption",
         "displacement",

@@ -19,6 +19,8 @@ from .shadow import EOS
 
 T = TypeVar("T")
 
+ADAPTERS: tuple[tuple[str, int | str], ...] = (("a", 0), ("b", 0), ("a", 1), ("c", "0"))
+"""Names that are salts too, and two versions of one."""
 MAX_LIVE = 10  # requests alive at once; more makes runs slower and finds nothing new in pools of 12 blocks
 
 
@@ -98,10 +100,13 @@ def make_config(choose: Chooser, **overrides: Any) -> SchedulerConfig:
         "log_request_events": choose.chance(30),
         "full_sequence_must_fit": not choose.chance(45),
         "batching": "static" if choose.chance(12) else "mixed",
+        "max_loras": choose.choice((0, 0, 1, 2)),
     }
     values |= overrides
     if values["long_prefill_token_threshold"] >= values["max_num_batched_tokens"]:  # it would have no effect
         values["long_prefill_token_threshold"] = 0
+    if values["max_loras"]:  # otherwise it would have no effect
+        values.setdefault("max_overtakes", choose.choice((0, 1, 3)))
     if values["order"] == "priority" and values["batching"] == "mixed":  # otherwise it would have no effect
         values["displace"] = overrides.get("displace", choose.choice((None, False, True)))
     return SchedulerConfig(**values)
@@ -130,6 +135,7 @@ class RequestSpec:
     repetition: tuple[int, int, int] | None = None
     """The longest and the shortest pattern, and how many of them in a row end it; None: none do."""
     salt: str | None = None
+    adapter: tuple[str, int | str] | None = None
     use_prefix_cache: bool = True
     reuses_id: bool = False
     """Whether it takes the id of a request whose end has been reported, if there is one."""
@@ -148,7 +154,7 @@ class RequestSpec:
             request_id, prompt, arrival_time=float(self.arrival), max_tokens=self.max_tokens,
             max_total_tokens=self.max_total_tokens, min_tokens=self.min_tokens, priority=self.priority,
             eos_token_ids=self.eos, ignore_eos=self.ignore_eos, stop_token_ids=self.stops, cache_salt=self.salt,
-            use_prefix_cache=self.use_prefix_cache, repetition_detection=repetition,
+            adapter=self.adapter, use_prefix_cache=self.use_prefix_cache, repetition_detection=repetition,
         )  # fmt: skip
 
 
@@ -181,6 +187,7 @@ def make_request_spec(choose: Chooser, config: SchedulerConfig) -> RequestSpec:
         stops=choose.choice(((), (), (4,), (4, 2))),
         repetition=choose.choice(((1, 1, 2), (2, 0, 2), (3, 2, 2), (4, 0, 3))) if choose.chance(30) else None,
         salt=choose.choice((None, None, None, "a", "b")),
+        adapter=choose.choice(ADAPTERS) if choose.chance(60 if config.max_loras else 3) else None,
         use_prefix_cache=not choose.chance(10),
         reuses_id=choose.chance(15),
         park=choose.choice(("grammar", "remote_kvs", "streaming_req")) if choose.chance(8) else None,

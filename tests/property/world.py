@@ -37,6 +37,7 @@ from .admissions import check_admissions
 from .expectations import Expectations, check_explanations, malformed_results, why_refused
 from .ledger import Entry, Kept, Place, Tally, place_of
 from .shadow import ExecutedStep, ShadowHost, reference_run, require
+from .slots import HeldSlots
 from .workload import RequestSpec
 
 
@@ -64,6 +65,7 @@ class World:
         self.batch_forms = False  # static: only the token budget kept the last step from admitting more
         self.num_capacity_ends = 0
         self.last_row_error_step = -1  # the newest step that was scheduled when a row failed on its own
+        self.slots = HeldSlots()
         self.num_withdrawals = 0  # times that something may have left the prefix cache, other than by eviction
         self.num_cached_tokens = 0
         self.resync_due = False
@@ -255,12 +257,14 @@ class World:
                 entry.events.append(("PREEMPTED", self.now, ""))
                 entry.place = Place.QUEUED
         self.unreported_losses.clear()
+        self.slots.keep(entry for entry in self.live if entry.place is Place.RUNNING)
         for index, request in enumerate(output.requests):
             entry = self.entries[request]
             if index >= output.num_continued:
                 self.num_admissions += 1
                 entry.place = Place.RUNNING
                 entry.events.append(("RESUMED" if entry.ran_before else "SCHEDULED", self.now, ""))
+                self.slots.take(request.adapter)
                 entry.previous_admission, entry.last_admission = entry.last_admission, self.num_admissions
                 entry.admitted_step = output.step_id
                 entry.num_withdrawals = self.num_withdrawals
@@ -424,6 +428,7 @@ class World:
 
     def check(self) -> None:
         """Compare the scheduler with the ledger."""
+        self.slots.keep(entry for entry in self.live if entry.place is Place.RUNNING)
         if self.shadow_only:
             return
         self.scheduler.check_invariants()
@@ -512,6 +517,7 @@ class World:
         entry.num_computed = 0
         entry.ran_before = True
         entry.num_preemptions += 1
+        entry.num_overtaken = 0
         self.tally.num_preemptions += 1
 
     def _snapshot(self) -> tuple[Any, ...]:

@@ -1,0 +1,388 @@
+"""Adapters (LoRA): how many run at once, who is passed over, and that everybody gets a turn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pointsman.core import Adapter, ConfigError, ParkReason, Reason, Request, RequestRefused
+from pointsman.core.intake import MAX_PASSED
+from pointsman.core.queue import FirstComeFirstServed
+from tests.core.helpers import Host, cached_of, names, tokens_of
+
+
+def roomy(**overrides: Any) -> Host:
+    """Seats, tokens and blocks for everybody, and two adapter slots."""
+    values = {"num_blocks": 4000, "max_num_seqs": 128, "max_num_batched_tokens": 512, "max_loras": 2}
+    return Host(**{**values, **overrides})
+
+
+def add(host: Host, request_id: str, adapter: str | None = None, **fields: Any) -> Request:
+    return host.add(request_id, fields.pop("prompt", 2), adapter=adapter and (adapter, 1), **fields)
+
+
+# ------------------------------------------------------------------ the cap
+
+
+def test_no_step_runs_more_adapters_than_there_are_slots() -> None:
+    host = roomy()
+    for index in range(12):
+        add(host, f"r{index}", adapter="abcdef"[index % 6], max_tokens=1 + index % 3)
+    for output in host.run_to_end():
+        assert len({adapter for adapter in output.adapters if adapter}) <= 2
+
+
+def test_an_output_names_the_adapter_of_each_row() -> None:
+    host = roomy()
+    add(host, "plain")
+    add(host, "a", "x")
+    assert host.step().adapters == [None, Adapter("x", 1)]
+
+
+def test_a_request_that_computes_its_prompt_in_chunks_holds_a_slot() -> None:
+    host = roomy(max_loras=1, max_num_batched_tokens=128, long_prefill_token_threshold=4)
+    add(host, "long", "x", prompt=20)
+    add(host, "other", "y")
+    assert tokens_of(host.step()) == {"long": 4}
+    assert tokens_of(host.step()) == {"long": 4}
+    assert host.explain("other").reason is Reason.ADAPTER_SLOTS
+
+
+def test_two_versions_of_an_adapter_are_two_adapters() -> None:
+    host = roomy(max_loras=1)
+    host.add("old", 2, adapter=("x", 1), max_tokens=2)
+    host.add("new", 2, adapter=("x", 2))
+    host.add("same", 2, adapter=("x", 1), max_tokens=2)
+    assert names(host.step().requests) == ["old", "same"]
+    host.step()
+    assert names(host.step().requests) == ["new"]
+
+
+def test_requests_without_an_adapter_need_no_slot() -> None:
+    host = roomy(max_loras=1)
+    add(host, "a", "x")
+    add(host, "b", "y")
+    add(host, "plain")
+    assert names(host.step().requests) == ["a", "plain"]
+
+
+@pytest.mark.parametrize("leave", ["end", "abort", "park", "fail"])
+def test_a_slot_is_free_when_the_last_request_of_its_adapter_leaves(leave: str) -> None:
+    host = roomy(max_loras=1)
+    add(host, "a", "x", max_tokens=1)
+    if leave != "fail":
+        add(host, "b", "x", max_tokens=3)
+        add(host, "c", "y")
+        assert names(host.step().requests) == ["a", "b"]
+        assert names(host.step().requests) == ["b"], "b still runs with the adapter of a"
+    if leave == "end":
+        host.step()
+    elif leave == "abort":
+        host.abort("b")
+    elif leave == "park":
+        host.park("b")
+    else:
+        host.fail(host.schedule())
+        host.park("a")
+        add(host, "c", "y")
+    assert names(host.step().requests) == ["c"]
+
+
+def test_a_preempted_request_needs_a_slot_again() -> None:
+    host = roomy(max_loras=1)
+    add(host, "a", "x")
+    add(host, "b", "y")
+    host.step()
+    host.park("a")
+    assert names(host.step().requests) == ["b"]
+    host.ready("a")
+    add(host, "plain")
+    assert names(host.step().requests) == ["b", "plain"]
+    told = host.explain("a")
+    assert (told.reason, told.position) == (Reason.ADAPTER_SLOTS, 0)
+
+
+# ------------------------------------------------------------------ passing over
+
+
+def test_who_has_no_slot_is_no_wall_to_those_behind() -> None:
+    host = roomy()
+    for request_id, adapter in (("a", "x"), ("b", "y"), ("c", "z"), ("d", "x"), ("e", "w"), ("f", None)):
+        add(host, request_id, adapter)
+    assert names(host.step().requests) == ["a", "b", "d", "f"]
+    assert [host.explain(name).position for name in "ce"] == [0, 1]
+
+
+def test_a_wall_behind_somebody_passed_over_is_still_a_wall() -> None:
+    host = Host(max_loras=1, num_blocks=6, max_model_len=24)
+    add(host, "a", "x", prompt=8)
+    add(host, "b", "y", prompt=1)
+    add(host, "large", prompt=20)
+    add(host, "small", prompt=1)
+    assert names(host.step().requests) == ["a"]
+    reasons = [host.explain(name).reason for name in ("b", "large", "small")]
+    assert reasons == [Reason.ADAPTER_SLOTS, Reason.FULL_SEQUENCE, Reason.BEHIND]
+    assert host.explain("small").blocker == "large"
+    assert host.stats().num_waiting_by_reason == {"adapter_slots": 1, "full_sequence": 1, "behind": 1}
+    assert host.stats().deferrals["adapter_slots"] == 1
+    assert host.stats().deferrals["full_sequence"] == 0, "only the head of the queue is counted"
+
+
+@pytest.mark.parametrize("order", ["fcfs", "priority", "fcfs-front", "priority-by-arrival"])
+def test_who_was_passed_over_keeps_its_place_in_every_order(order: str) -> None:
+    host = roomy(order=order, max_loras=1)
+    add(host, "first", "x", max_tokens=4)
+    for request_id in ("a", "b", "c"):
+        add(host, request_id, "y", max_tokens=8)
+    host.step()
+    for request_id in ("a", "b", "c"):  # each has run before, c lost its row last
+        host.park(request_id)
+    host.ready("c")
+    host.ready("a")
+    host.ready("b")
+    places = [host.explain(name).position for name in "abc"]
+    for _ in range(3):
+        host.step()
+        assert [host.explain(name).position for name in "abc"] == places
+    assert names(host.step().requests) == sorted("abc", key=lambda name: places["abc".index(name)])
+
+
+def test_a_step_passes_over_a_bounded_number() -> None:
+    class Counting(FirstComeFirstServed):
+        pops = 0
+
+        def pop(self) -> Request:
+            self.pops += 1
+            return super().pop()
+
+    order = Counting()
+    host = roomy(order=order, max_loras=1)
+    add(host, "a", "x", max_tokens=50)
+    host.step()
+    for index in range(3 * MAX_PASSED):
+        add(host, f"r{index}", f"adapter {index}")
+    add(host, "plain")
+    order.pops = 0
+    assert names(host.step().requests) == ["a"]
+    assert order.pops == MAX_PASSED
+    assert host.explain(f"r{MAX_PASSED + 1}").reason is Reason.BEHIND
+    assert host.explain(f"r{MAX_PASSED + 1}").blocker == f"r{MAX_PASSED}"
+
+
+def test_a_head_that_lacks_a_seat_is_a_wall_even_if_it_also_lacks_a_slot() -> None:
+    host = Host(max_num_seqs=1, max_loras=1)
+    add(host, "a", "x")
+    add(host, "b", "y")
+    add(host, "c", "x")
+    host.step()
+    assert host.explain("b").reason is Reason.SEQUENCE_LIMIT
+
+
+# ------------------------------------------------------------------ everybody gets a turn
+
+
+def test_an_endless_stream_with_the_adapter_that_runs_does_not_starve_another() -> None:
+    """At most `max_overtakes` go by, then the claim; it is served when those that run with the other adapter end."""
+    host = roomy(max_loras=1, max_overtakes=5)
+    add(host, "x0", "x", max_tokens=3)
+    host.step()
+    waiting = add(host, "y", "y", max_tokens=3)
+    for step in range(1, 40):
+        add(host, f"x{step}", "x", max_tokens=3)  # one more each step, so that x would always run
+        output = host.step()
+        if "y" in names(output.requests):
+            break
+    assert waiting.num_overtaken == 5
+    assert step <= 5 + 3, "five were admitted, and the last of them ran three steps"
+    assert Adapter("x", 1) not in output.adapters
+
+
+def test_a_claim_retires_the_adapter_that_has_run_longest_and_no_other() -> None:
+    host = roomy(max_overtakes=0)
+    add(host, "x1", "x", max_tokens=20)
+    host.step()
+    add(host, "y1", "y", max_tokens=2)
+    host.step()
+    for request_id, adapter in (("claims", "z"), ("x2", "x"), ("y2", "y"), ("z2", "z")):
+        add(host, request_id, adapter, max_tokens=2)
+    assert names(host.step().admitted) == ["y2"], "x runs longest, so nobody starts with it"
+    add(host, "second claim", "w", max_tokens=2)
+    add(host, "y3", "y")
+    assert names(host.step().admitted) == [], "now y is retired too"
+    assert host.explain("y3").reason is Reason.ADAPTER_SLOTS
+    order = [request.request_id for output in host.run_to_end() for request in output.admitted]
+    assert order == ["claims", "x2", "z2", "second claim", "y3"], "each behind the claims that stand before it"
+
+
+def test_what_ran_with_a_retired_adapter_comes_back_and_finishes() -> None:
+    host = roomy(max_loras=1, max_overtakes=0)
+    add(host, "a", "x", max_tokens=9)
+    add(host, "b", "x", max_tokens=4)
+    host.step()
+    add(host, "claims", "y")
+    add(host, "new", "x")
+    host.park("b")
+    assert names(host.step().requests) == ["a"]
+    host.ready("b")
+    assert names(host.step().requests) == ["a", "b"]
+    outputs = host.run_to_end()
+    order = [request.request_id for output in outputs for request in output.admitted]
+    assert order == ["claims", "new"]
+
+
+def test_a_more_urgent_request_is_not_held_up_by_the_claim_of_a_less_urgent_one() -> None:
+    host = roomy(order="priority", displace=False, max_loras=1, max_overtakes=0)
+    add(host, "a", "x", priority=0, max_tokens=20)
+    host.step()
+    add(host, "claims", "y", priority=5)
+    add(host, "urgent", "x", priority=1)
+    add(host, "behind", "x", priority=5)
+    assert names(host.step().requests) == ["a", "urgent"]
+
+
+def test_a_claim_goes_with_the_request() -> None:
+    host = roomy(max_loras=1, max_overtakes=0)
+    add(host, "a", "x")
+    add(host, "claims", "y")
+    add(host, "b", "x")
+    assert names(host.step().requests) == ["a"]
+    host.abort("claims")
+    assert names(host.step().requests) == ["a", "b"]
+
+
+def test_the_count_begins_anew_when_a_request_loses_its_row() -> None:
+    host = roomy(max_loras=1, max_overtakes=1)
+    add(host, "x1", "x", max_tokens=2)
+    y = add(host, "y", "y")
+    add(host, "x2", "x", max_tokens=1)
+    host.step()
+    assert y.num_overtaken == 1
+    host.step()
+    assert names(host.step().requests) == ["y"]
+    host.park("y")
+    assert y.num_overtaken == 0
+
+
+def test_with_all_slots_retired_requests_without_an_adapter_still_run() -> None:
+    host = roomy(max_loras=1, max_overtakes=0)
+    for request_id, adapter in (("a", "x"), ("b", "y"), ("c", "z"), ("d", "x"), ("e", None)):
+        add(host, request_id, adapter)
+    assert names(host.step().requests) == ["a", "e"]
+    host.run_to_end()
+
+
+# ------------------------------------------------------------------ displacement
+
+
+def test_a_more_urgent_request_displaces_the_adapter_with_the_fewest_requests() -> None:
+    host = roomy(order="priority")
+    for request_id, adapter in (("x1", "x"), ("x2", "x"), ("y1", "y")):
+        add(host, request_id, adapter, priority=5)
+    host.step()
+    add(host, "urgent", "z", priority=0)
+    output = host.step()
+    assert (names(output.preempted), names(output.admitted)) == (["y1"], ["urgent"])
+
+
+def test_nobody_is_displaced_for_a_slot_that_an_equally_urgent_request_keeps() -> None:
+    host = roomy(order="priority", max_loras=1)
+    add(host, "x1", "x", priority=5)
+    add(host, "x2", "x", priority=0)
+    host.step()
+    add(host, "urgent", "y", priority=0)
+    add(host, "x3", "x", priority=7)
+    output = host.step()
+    assert (names(output.preempted), names(output.admitted)) == ([], ["x3"])
+
+
+def test_a_slot_and_a_seat_are_displaced_together() -> None:
+    host = roomy(order="priority", max_loras=1, max_num_seqs=2)
+    add(host, "x", "x", priority=1)
+    add(host, "plain", priority=9)
+    host.step()
+    add(host, "urgent", "y", priority=0)
+    output = host.step()
+    assert (names(output.preempted), names(output.admitted)) == (["x"], ["urgent"])
+
+
+# ------------------------------------------------------------------ the prefix cache
+
+
+def test_adapters_and_their_versions_separate_the_prefix_cache() -> None:
+    host = roomy(max_loras=9)
+    prompt = host.prompt(9)
+    found = {}
+    variants: dict[str, Any] = {
+        "x": {"adapter": ("x", 1)},
+        "x again": {"adapter": Adapter("x", 1)},
+        "newer": {"adapter": ("x", 2)},
+        "text": {"adapter": ("x", "1")},
+        "y": {"adapter": ("y", 1)},
+        "plain": {},
+        "salt": {"cache_salt": "x"},
+        "salt and x": {"cache_salt": "x", "adapter": ("x", 1)},
+    }
+    for name, fields in variants.items():
+        host.add(name, prompt, max_tokens=1, **fields)
+        found |= cached_of(host.step())
+    assert found == {name: 8 if name == "x again" else 0 for name in variants}
+
+
+def test_requests_of_one_step_share_a_prefix_only_with_an_equal_adapter() -> None:
+    host = roomy()
+    prompt = host.prompt(9)
+    for name, adapter in (("a", ("x", 1)), ("b", ("y", 1)), ("c", ("x", 1))):
+        host.add(name, prompt, adapter=adapter)
+    assert cached_of(host.step()) == {"a": 0, "b": 0, "c": 8}
+
+
+# ------------------------------------------------------------------ explaining, refusing
+
+
+def test_explain_names_the_adapters_that_hold_the_slots() -> None:
+    host = roomy()
+    for request_id, adapter in (("a", "x"), ("b", "y"), ("c", "x"), ("d", "z")):
+        add(host, request_id, adapter)
+    host.step()
+    since = host.now - 1  # `schedule` is the call before the last
+    host.step()
+    told = host.explain("d")
+    assert (told.reason, told.missing, told.since, told.blocker) == (Reason.ADAPTER_SLOTS, 1, since, "a")
+    assert told.adapter_slots == {Adapter("x", 1): 2, Adapter("y", 1): 1}
+    assert list(told.adapter_slots) == [Adapter("x", 1), Adapter("y", 1)], "the one that came first is first"
+    assert host.explain("a").adapter_slots == {}
+
+
+def test_a_parked_request_has_no_claim_on_a_reason() -> None:
+    host = roomy(max_loras=1)
+    add(host, "a", "x")
+    add(host, "b", "y")
+    host.step()
+    host.park("b", ParkReason.GRAMMAR)
+    assert host.explain("b").reason is Reason.PARKED
+
+
+def test_without_slots_an_adapter_is_refused() -> None:
+    host = Host()
+    with pytest.raises(RequestRefused, match=r"adapter 'x' and max_loras is 0.*raise max_loras"):
+        add(host, "a", "x")
+
+
+@pytest.mark.parametrize("adapter", ["x", ("x",), ("", 1), ("x", None), ("x", True), (1, "x"), ("x", 1.0), 5])
+def test_an_adapter_that_is_none_is_refused(adapter: Any) -> None:
+    with pytest.raises(RequestRefused, match=r"adapter is .*give \(name, version\)"):
+        Request("a", [1], arrival_time=0.0, max_tokens=1, adapter=adapter)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_loras": -1}, "max_loras is -1; it must be between 0 and"),
+        ({"max_loras": 1, "max_overtakes": -1}, "max_overtakes is -1; it must be between 0 and"),
+        ({"max_overtakes": 3}, "max_overtakes is 3, and nobody is passed over without adapters"),
+    ],
+)
+def test_knobs_that_make_no_sense(values: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Host(**values)
