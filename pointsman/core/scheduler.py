@@ -320,6 +320,17 @@ class Scheduler:
         """Whether any request is queued, parked or running."""
         return bool(len(self._batch) or len(self._life.queue) or self._life.parked)
 
+    def has_runnable_requests(self) -> bool:
+        """Whether a step may run anything now: whether anybody is running or queued, and not held up by a pause.
+
+        If not, a host may wait for a call instead of scheduling empty steps. (The ends since the last output are told
+        by the next one, which a host that needs them schedules all the same.)
+        """
+        mode = self.pause_mode
+        if mode is PauseMode.ALL:
+            return False
+        return bool(len(self._batch) or (mode is None and len(self._life.queue)))
+
     def get_request(self, request_id: str) -> Request | None:
         """The request called so that has not ended, or None."""
         return self._life.get(request_id)

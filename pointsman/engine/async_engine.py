@@ -28,10 +28,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pointsman.core import Explanation, Request
 from pointsman.engine.engine import Engine
-from pointsman.engine.engine_thread import Add, Call, EngineThread, Expect, Stop
+from pointsman.engine.engine_thread import EngineThread
 from pointsman.engine.errors import EngineDeadError
 from pointsman.engine.mailbox import LoopMailbox, LoopPort
+from pointsman.engine.messages import Add, Call, Expect, Stop
 from pointsman.engine.output import RequestOutput
+from pointsman.engine.pausing import PauseChoice
 from pointsman.engine.request_checks import check_request_id
 from pointsman.engine.sampling_params import RequestOutputKind, SamplingParams
 from pointsman.engine.stats_log import DEFAULT_INTERVAL, EngineStats, read_stats
@@ -190,9 +192,35 @@ class AsyncEngine:
         """Counters and gauges of engine and scheduler at one moment on the engine's clock."""
         return await self._call(lambda engine: read_stats(engine, engine.clock()))
 
-    async def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix. What runs goes on."""
-        await self._call(lambda engine: engine.scheduler.reset_prefix_cache(engine.clock()))
+    async def reset_prefix_cache(self, *, preempt_running: bool = False) -> None:
+        """Forget every cached prefix. What runs goes on with the KV it has, or computes it anew (`preempt_running`)."""
+        await self._call(
+            lambda engine: engine.scheduler.reset_prefix_cache(engine.clock(), preempt_running=preempt_running)
+        )
+
+    async def pause(self, mode: PauseChoice = "abort", *, clear_cache: bool = True) -> None:
+        """Admit nobody until `resume`, and return when nothing is computed any more: the weights may be changed then.
+
+        Args:
+            mode: what becomes of the requests that are there: "abort" ends them, "wait" lets those that run go on to
+                their end, "keep" lets all stand still.
+            clear_cache: whether cached prefixes are then forgotten; what stands still computes its KV anew.
+
+        Raises:
+            ValueError: there is no such mode.
+            ResumedError: the engine was resumed before.
+            EngineDeadError: there is no engine to pause.
+        """
+        paused = await self._call(lambda engine: engine.pause(mode, clear_cache=clear_cache))
+        await asyncio.wrap_future(paused)
+
+    async def resume(self) -> None:
+        """Go on after a pause; nothing happens if there was none."""
+        await self._call(lambda engine: engine.resume())
+
+    async def is_paused(self) -> bool:
+        """Whether it was paused, in any mode, and not resumed since."""
+        return await self._call(lambda engine: engine.is_paused)
 
     async def _call(self, function: Callable[[Engine], Answer]) -> Answer:
         future: Future[Answer] = Future()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from pointsman.engine.loading import load_with_attention
 from pointsman.engine.model_runner import ModelRunner
 from pointsman.engine.output import RequestOutput
 from pointsman.engine.output_processor import OutputProcessor
+from pointsman.engine.pausing import PauseChoice, Pausing
 from pointsman.engine.request_checks import check_request_id, checked_token_ids
 from pointsman.engine.sampling_params import SamplingParams
 from pointsman.engine.threads import set_num_threads
@@ -184,6 +186,7 @@ class Engine:
         self.on_ready: Callable[[Request], None] | None = None
         """Gets every request that was parked for its grammar when it has it."""
         self.deadlines = deadlines.Deadlines()
+        self.pausing = Pausing(self.scheduler, clock, self._abort_all)
         give_back_freed_pages()  # of loading
         self._unreported: list[RequestOutput] = []  # of requests that ended between two steps
         self.on_output: Callable[[RequestOutput], None] | None = None
@@ -358,6 +361,8 @@ class Engine:
         output = None if request is None else self.outputs.end(request, now)
         if output is not None and self.on_output is not None:
             self.on_output(output)
+        if self.pausing.waiting:
+            self.pausing.settle()
         return output
 
     def has_unfinished_requests(self) -> bool:
@@ -365,11 +370,42 @@ class Engine:
         return self.scheduler.has_unfinished_requests()
 
     def has_runnable_requests(self) -> bool:
-        """Whether any of them could run: whether there are others than those parked for their grammars."""
-        if not self.grammars.num_waiting:
-            return self.scheduler.has_unfinished_requests()
-        stats = self.scheduler.stats()
-        return bool(stats.num_running or stats.num_waiting)
+        """Whether any of them could run: one that is neither parked nor held up by a pause."""
+        return self.scheduler.has_runnable_requests()
+
+    # -------------------------------------------------------------------------------------------------- pausing
+
+    def pause(self, mode: PauseChoice = "abort", *, clear_cache: bool = True) -> Future[None]:
+        """Admit nobody until `resume`, so that the weights can be changed.
+
+        Args:
+            mode: what becomes of the requests that are there: "abort" ends them, "wait" lets those that run go on to
+                their end, "keep" lets all stand still; see `pausing.py`.
+            clear_cache: whether, once nothing computes any more, cached prefixes are forgotten, and what stands still
+                computes its KV anew after `resume`.
+
+        Returns:
+            Done when nothing will be computed until `resume`: at once, or after further steps that let requests end.
+
+        Raises:
+            ValueError: there is no such mode.
+        """
+        return self.pausing.pause(mode, clear_cache=clear_cache)
+
+    def resume(self) -> None:
+        """Go on after a pause; nothing happens if there was none."""
+        self.pausing.resume()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether it was paused, in any mode, and not resumed since."""
+        return self.scheduler.pause_mode is not None
+
+    def _abort_all(self) -> None:
+        for request in self.outputs.requests:
+            output = self.abort(request.request_id)
+            if output is not None:
+                self._unreported.append(output)
 
     # -------------------------------------------------------------------------------------------------- steps
 
@@ -445,6 +481,8 @@ class Engine:
         if self.on_output is not None:
             for one in outputs:
                 self.on_output(one)
+        if self.pausing.waiting:
+            self.pausing.settle()
         if self._unreported:
             outputs, self._unreported = self._unreported + outputs, []
         return outputs

@@ -18,15 +18,15 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakSet
 
 from pointsman.core.errors import DuplicateRequest
 from pointsman.engine.allocation import give_back_freed_pages
 from pointsman.engine.errors import EngineDeadError, EngineStepError, GrammarError
 from pointsman.engine.mailbox import Mailbox, Port
+from pointsman.engine.messages import Abandon, Add, Call, Expect, GrammarDone, Message, Stop
 from pointsman.engine.output import RequestOutput
 from pointsman.engine.stats_log import StatsLogger
 from pointsman.engine.threads import release_helper_threads
@@ -44,63 +44,6 @@ SECONDS_TO_IDLE = 1.0
 """Without work, after which freed memory goes back to the system."""
 LOOP_CHECK_INTERVAL = 0.5
 """Seconds between looks for event loops that were closed without a word, while there is anything to do for them."""
-
-
-@dataclass(slots=True, eq=False)
-class Expect:
-    """Message: an `Add` with this mailbox will follow, or an `Abandon`; its prompt is being tokenized."""
-
-    request_id: str
-    mailbox: Mailbox
-
-
-@dataclass(slots=True, eq=False)
-class Add:
-    """Message: queue a request."""
-
-    request_id: str
-    mailbox: Mailbox
-    add: Callable[[Engine], Request]
-    """Adds it to the engine, or raises why not."""
-
-
-@dataclass(slots=True, eq=False)
-class Call:
-    """Message: call a function with the engine."""
-
-    function: Callable[[Engine], Any]
-    future: Future[Any]
-
-    def run(self, engine: Engine) -> None:
-        """Call it; what it returns or raises goes to the caller."""
-        if self.future.set_running_or_notify_cancel():  # False: the caller has given up
-            try:
-                self.future.set_result(self.function(engine))
-            except BaseException as error:  # whatever it is, it is the caller's
-                self.future.set_exception(error)
-
-
-@dataclass(slots=True, eq=False)
-class Abandon:
-    """Message: nobody reads this mailbox any more."""
-
-    request_id: str
-    mailbox: Mailbox
-
-
-@dataclass(slots=True, eq=False)
-class Stop:
-    """Message: end the thread."""
-
-    drain: bool
-
-
-@dataclass(slots=True, eq=False)
-class GrammarDone:
-    """Message: a grammar has been compiled, or has failed."""
-
-
-Message: TypeAlias = Expect | Add | Call | Abandon | Stop | GrammarDone
 
 
 class Reader(NamedTuple):
@@ -244,7 +187,11 @@ class EngineThread:
     def _is_over(self) -> bool:
         if self._stop is None:
             return False
-        return not (self._stop.drain and (self._expected or self._engine.has_unfinished_requests()))
+        if not self._stop.drain:
+            return True
+        engine = self._engine  # what a pause holds up will not end by itself
+        ends = engine.has_runnable_requests() if engine.is_paused else engine.has_unfinished_requests()
+        return not (ends or self._expected)
 
     def _step(self) -> bool:
         """One step of the engine; whether it worked. A failed one is tried again by the next call, unless there were
@@ -299,7 +246,7 @@ class EngineThread:
                     self._has_computed = False
                     give_back_freed_pages()
                 self._check_loops()
-                self._engine.end_overdue()  # of those that wait for their grammars
+                self._engine.end_overdue()  # of those that are parked or paused
             if self._stats_log is not None:
                 # The last line before silence; or silence ends, and it is no part of the next interval.
                 self._stats_log.tick()
@@ -308,9 +255,9 @@ class EngineThread:
     def _patience(self) -> float | None:
         """Seconds to wait for a message; None: without end."""
         wait = None if self._stats_log is None else self._stats_log.wait()
-        if self._expected or self._parked:
+        if self._expected or self._readers:
             wait = LOOP_CHECK_INTERVAL if wait is None else min(wait, LOOP_CHECK_INTERVAL)
-        if self._parked and (deadline := self._engine.deadlines.next()) is not None:
+        if self._readers and (deadline := self._engine.deadlines.next()) is not None:
             left = max(0.0, deadline - self._engine.clock())
             wait = left if wait is None else min(wait, left)
         if self._has_computed:
@@ -466,6 +413,7 @@ class EngineThread:
         self._engine.on_output = self._engine.on_ready = None
         self._engine.grammars.notify = None
         self._engine.grammars.close()
+        self._engine.pausing.fail(self.dead_error())
         waiting = [reader.mailbox for reader in self._readers.values()]
         for mailbox in waiting if self._adding is None else [*waiting, self._adding]:
             self._fail(mailbox)

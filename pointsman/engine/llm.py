@@ -78,6 +78,7 @@ class LLM:
         Raises:
             ValueError: a prompt can never run, or the numbers of prompts and parameters differ; nothing has run then.
             EngineStepError: the model failed; nothing is left in the engine.
+            RuntimeError: the engine is paused.
             KeyboardInterrupt: Ctrl-C, obeyed once the step in progress is done; nothing is left in the engine.
         """
         try:
@@ -85,6 +86,8 @@ class LLM:
         except TypeError:
             raise ValueError(f"prompts is of type {type(prompts).__name__}; give a prompt, or a list of them") from None
         each = _params_per_prompt(sampling_params, len(many))
+        if self.engine.is_paused:
+            raise RuntimeError("the engine is paused, so nothing would ever be generated; call engine.resume() first")
         with noted_interrupts() as interruption:
             ids = self._add_all(many, each, interruption)
             try:

@@ -69,6 +69,11 @@ class OutputProcessor:
         """Requests that have not ended."""
         return len(self._live)
 
+    @property
+    def requests(self) -> list[Request]:
+        """Those that have not ended, in the order in which they were added."""
+        return list(self._live)
+
     def check(self, request_id: str, params: SamplingParams) -> None:
         """Raises ValueError: the parameters ask for text that cannot be made."""
         if params.stop and self.decoder is None:

@@ -3,7 +3,7 @@
     /v1/completions, /v1/chat/completions, /v1/models     what OpenAI's clients call
     /tokenize, /detokenize, /version                      what vLLM's clients call
     /health, /ready, /metrics                             what supervisors, balancers and Prometheus call
-    /v1/requests, /reset_prefix_cache                     what operators call
+    /v1/requests, /pause, /resume, /reset_prefix_cache    what operators call
 
 An app serves one engine, which has loaded its model. When `app.state.gate` is closed, it refuses new requests.
 """
@@ -26,6 +26,7 @@ from pointsman.server.engine_client import EngineClient
 from pointsman.server.errors import ApiError, ErrorAnswers, not_found, shown
 from pointsman.server.gate import Gate
 from pointsman.server.metrics import ServerMetrics
+from pointsman.server.operation_api import operation_router
 from pointsman.server.protocol import REQUEST_ID, ChatCompletionRequest, CompletionRequest
 from pointsman.server.requests_api import MAX_PATH, requests_router
 from pointsman.server.responses import (
@@ -73,6 +74,7 @@ def create_app(client: EngineClient, config: ServerConfig) -> FastAPI:
     app.include_router(_generation_router(service))
     app.include_router(_models_router(service))
     app.include_router(requests_router(service))
+    app.include_router(operation_router(service))
     app.include_router(tokenization_router(service))
     app.include_router(_health_router(service))
     answer.install(app)

@@ -15,6 +15,7 @@ _MEANINGS = {
     401: "No valid API key.",
     404: "There is no such model or request.",
     408: "The deadline passed before the first token.",
+    409: "Another call has overtaken it.",
     413: "The body is too large.",
     429: "The server is overloaded; Retry-After says when to try again.",
     500: "The engine has ended, or the request failed on its own.",

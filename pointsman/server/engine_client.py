@@ -26,6 +26,7 @@ from itertools import count
 from typing import Any, cast
 
 from pointsman.engine.errors import EngineDeadError, ModelLoadError
+from pointsman.engine.pausing import PauseChoice
 from pointsman.engine.stats_log import DEFAULT_INTERVAL, EngineStats
 from pointsman.engine.tokenizing import PLAIN_CHAT_TEMPLATE, encode, model_directory, read_tokenizer, render_chat
 from pointsman.server.client_stream import ClientStream
@@ -246,9 +247,26 @@ class EngineClient:
         explanations: list[RequestExplanation] = await self._ask("explain_all")
         return explanations
 
-    async def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix. What runs goes on."""
-        await self._ask("reset_prefix_cache")
+    async def reset_prefix_cache(self, *, preempt_running: bool = False) -> None:
+        """Forget every cached prefix. What runs goes on with the KV it has, or computes it anew (`preempt_running`)."""
+        await self._ask("reset_prefix_cache", preempt_running)
+
+    async def pause(self, mode: PauseChoice, clear_cache: bool) -> None:
+        """Start nothing until `resume`, and return when nothing is computed any more; see `Engine.pause`.
+
+        Raises:
+            ResumedError: the engine was resumed before.
+        """
+        await self._ask("pause", (mode, clear_cache))
+
+    async def resume(self) -> None:
+        """Go on after a pause; nothing happens if there was none."""
+        await self._ask("resume")
+
+    async def is_paused(self) -> bool:
+        """Whether it was paused, and not resumed since."""
+        paused: bool = await self._ask("is_paused")
+        return paused
 
     async def _ask(self, question: Question, argument: Any = None) -> Any:
         self.check_health()

@@ -27,10 +27,12 @@ from pointsman.core.errors import UnknownRequest
 from pointsman.core.recording import Recorder
 from pointsman.engine.allocation import keep_freed_pages
 from pointsman.engine.engine import Engine
-from pointsman.engine.engine_thread import Add as ThreadAdd
-from pointsman.engine.engine_thread import Call, EngineThread
-from pointsman.engine.engine_thread import Stop as ThreadStop
+from pointsman.engine.engine_thread import EngineThread
 from pointsman.engine.errors import EngineDeadError, first_line
+from pointsman.engine.messages import Add as ThreadAdd
+from pointsman.engine.messages import Call
+from pointsman.engine.messages import Stop as ThreadStop
+from pointsman.engine.pausing import PauseChoice
 from pointsman.engine.stats_log import read_stats
 from pointsman.server.outbox import RemoteMailbox, RemotePort
 from pointsman.server.wire import (
@@ -163,10 +165,11 @@ class EngineProcess:
 
     def _answer(self, key: int, future: Future[Any]) -> None:
         error = future.exception()
-        if error is not None:
-            self._port.outbox.put(Answer(key, error=portable(error)))
+        answer = None if error is not None else future.result()
+        if isinstance(answer, Future):  # it takes further steps
+            answer.add_done_callback(partial(self._answer, key))
         else:
-            self._port.outbox.put(Answer(key, future.result()))
+            self._port.outbox.put(Answer(key, answer, None if error is None else portable(error)))
 
     # ------------------------------------------------------------------ questions; in the engine's thread
 
@@ -175,8 +178,21 @@ class EngineProcess:
         return read_stats(engine, engine.clock())
 
     @staticmethod
-    def _reset_prefix_cache(_: None, engine: Engine) -> None:
-        engine.scheduler.reset_prefix_cache(engine.clock())
+    def _reset_prefix_cache(preempt_running: bool, engine: Engine) -> None:
+        engine.scheduler.reset_prefix_cache(engine.clock(), preempt_running=preempt_running)
+
+    @staticmethod
+    def _pause(how: tuple[PauseChoice, bool], engine: Engine) -> Future[None]:
+        mode, clear_cache = how
+        return engine.pause(mode, clear_cache=clear_cache)
+
+    @staticmethod
+    def _resume(_: None, engine: Engine) -> None:
+        engine.resume()
+
+    @staticmethod
+    def _is_paused(_: None, engine: Engine) -> bool:
+        return engine.is_paused
 
     def _explain(self, request_id: str, engine: Engine) -> RequestExplanation:
         for mailbox in list(self._port.mailboxes.values()):

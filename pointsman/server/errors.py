@@ -41,6 +41,7 @@ _TYPES = {
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     408: "DeadlineExceededError",
+    409: "ConflictError",
     413: "RequestTooLargeError",
     429: "RateLimitError",
     500: "InternalServerError",

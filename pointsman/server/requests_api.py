@@ -14,7 +14,7 @@ from pointsman.core.errors import UnknownRequest
 from pointsman.engine.errors import EngineDeadError
 from pointsman.server.descriptions import errors
 from pointsman.server.errors import ApiError, not_found, shown
-from pointsman.server.responses import RequestList, RequestState, ResetResponse
+from pointsman.server.responses import RequestList, RequestState
 from pointsman.server.service import Service
 from pointsman.server.wire import RequestExplanation
 
@@ -57,23 +57,17 @@ def requests_router(service: Service) -> APIRouter:
             raise not_found(what) from error
         return JSONResponse(describe(explanation, service))
 
-    @router.post("/reset_prefix_cache", response_model=ResetResponse, responses=errors(500, 503))
-    async def reset_prefix_cache() -> Response:
-        """Forget every cached prefix. What runs goes on, and will not be found by others."""
-        await ask(service, service.client.reset_prefix_cache())
-        return JSONResponse({"success": True})
-
     return router
 
 
-async def ask(service: Service, question: Awaitable[AnswerT]) -> AnswerT:
-    """The engine's answer to a question.
+async def ask(service: Service, question: Awaitable[AnswerT], *, takes_its_time: bool = False) -> AnswerT:
+    """The engine's answer to a question; one that `takes_its_time` is waited for without limit.
 
     Raises:
         ApiError: 500, there is no engine; 503, it has not answered in time.
     """
     try:
-        return await asyncio.wait_for(question, ENGINE_TIMEOUT)
+        return await asyncio.wait_for(question, None if takes_its_time else ENGINE_TIMEOUT)
     except TimeoutError:
         raise ApiError(
             503,

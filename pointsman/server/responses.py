@@ -174,6 +174,18 @@ class VersionResponse(BaseModel):
     version: str
 
 
+class StatusResponse(BaseModel):
+    """What the engine is now."""
+
+    status: Literal["paused", "resumed"]
+
+
+class PausedResponse(BaseModel):
+    """Whether the engine is paused."""
+
+    is_paused: bool
+
+
 class ResetResponse(BaseModel):
     """Whether it was done."""
 

@@ -63,7 +63,7 @@ class Abandon:
     key: int
 
 
-Question: TypeAlias = Literal["stats", "explain", "explain_all", "reset_prefix_cache"]
+Question: TypeAlias = Literal["stats", "explain", "explain_all", "reset_prefix_cache", "pause", "resume", "is_paused"]
 
 
 @dataclass(slots=True)

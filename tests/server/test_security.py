@@ -102,6 +102,9 @@ def test_supervisors_need_no_key(path: str) -> None:
         "/HEALTH",
         "/health/../v1/models",
         "/reset_prefix_cache",
+        "/pause",
+        "/resume",
+        "/is_paused",
     ],
 )
 def test_everything_else_needs_one(path: str) -> None:

@@ -1,0 +1,88 @@
+"""Pausing an engine, with vLLM's modes: what becomes of the requests that are there when it is paused?
+
+| mode | those that run | those that wait |
+| --- | --- | --- |
+| "abort" | end with finish_reason "abort" | the same |
+| "wait" | go on to their end | wait for `resume` |
+| "keep" | stand still, and go on after `resume` | wait for `resume` |
+
+Requests may be added meanwhile, and wait. A pause is complete when nothing will be computed until `resume`: no request
+runs, or all stand still, and no step is in flight. Then the weights may be changed. With `clear_cache` the KV that the
+old ones computed is forgotten at that moment: what stands still computes its own anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Literal, get_args
+
+from pointsman.core import PauseMode
+
+if TYPE_CHECKING:
+    from pointsman.core import Scheduler
+
+PauseChoice = Literal["abort", "wait", "keep"]
+PAUSE_CHOICES: tuple[PauseChoice, ...] = get_args(PauseChoice)
+
+
+class ResumedError(RuntimeError):
+    """The engine went on before a pause was complete."""
+
+
+class Pausing:
+    """The pauses of one engine.
+
+    Args:
+        scheduler: is paused.
+        clock: the engine's, in seconds.
+        abort_all: ends every request, with outputs for those who read them.
+    """
+
+    def __init__(self, scheduler: Scheduler, clock: Callable[[], float], abort_all: Callable[[], None]) -> None:
+        self._scheduler = scheduler
+        self._clock = clock
+        self._abort_all = abort_all
+        self._clears_cache = False
+        self.waiting: list[Future[None]] = []
+        """Whom the completion of the pause is to be told."""
+
+    def pause(self, mode: PauseChoice, *, clear_cache: bool) -> Future[None]:
+        """Pause; done when the pause is complete. Paused already: the later mode counts, for earlier callers too.
+
+        Raises:
+            ValueError: there is no such mode.
+        """
+        if mode not in PAUSE_CHOICES:
+            raise ValueError(f"the pause mode is {mode!r}; choose one of {', '.join(PAUSE_CHOICES)}")
+        self._scheduler.pause(self._clock(), PauseMode.ALL if mode == "keep" else PauseMode.ADMISSIONS)
+        self._clears_cache = clear_cache or (self._clears_cache and bool(self.waiting))
+        future: Future[None] = Future()
+        future.set_running_or_notify_cancel()  # one who waits for it and gives up must not cancel it for the engine
+        self.waiting.append(future)
+        if mode == "abort":
+            self._abort_all()
+        self.settle()
+        return future
+
+    def resume(self) -> None:
+        """Go on. A pause that is not complete will never be."""
+        self._scheduler.resume(self._clock())
+        self.fail(ResumedError("the engine was resumed before the pause was complete"))
+
+    def settle(self) -> None:
+        """Complete the pause, if it now is; after every step and every end while somebody waits for that."""
+        if not self.waiting or self._scheduler.has_runnable_requests() or self._scheduler.num_steps_in_flight:
+            return
+        if self._clears_cache:
+            self._scheduler.reset_prefix_cache(self._clock(), preempt_running=True)
+        waiting, self.waiting = self.waiting, []
+        self._clears_cache = False
+        for future in waiting:
+            future.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        """No pause will be complete any more."""
+        waiting, self.waiting = self.waiting, []
+        for future in waiting:
+            future.set_exception(error)

@@ -1,0 +1,71 @@
+"""What operators do to a running engine, under vLLM's names: pause it, let it go on, empty its prefix cache.
+
+    POST /pause?mode=abort|wait|keep&clear_cache=true     answers when nothing is computed any more
+    POST /resume
+    GET  /is_paused
+    POST /reset_prefix_cache?reset_running_requests=false
+
+vLLM has them in its development mode only; here they ask for the key, as everything that is about requests.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from starlette.responses import JSONResponse, Response
+
+from pointsman.engine.pausing import PauseChoice, ResumedError
+from pointsman.server.descriptions import errors
+from pointsman.server.errors import ApiError
+from pointsman.server.requests_api import ask
+from pointsman.server.responses import PausedResponse, ResetResponse, StatusResponse
+from pointsman.server.service import Service
+
+
+def operation_router(service: Service) -> APIRouter:
+    """The routes."""
+    router = APIRouter(tags=["operation"])
+    client = service.client
+
+    @router.post("/pause", response_model=StatusResponse, responses=errors(400, 409, 500, 503))
+    async def pause(
+        mode: Annotated[
+            PauseChoice,
+            Query(description="Requests that are there are ended, go on to their end, or stand still until /resume."),
+        ] = "abort",
+        clear_cache: Annotated[
+            bool, Query(description="Whether cached prefixes are forgotten; what stands still is computed anew.")
+        ] = True,
+    ) -> Response:
+        """Start no further request until /resume. The answer comes when nothing is computed any more: the weights may
+        be changed then. With mode "wait" it may take as long as the requests that run.
+        """
+        try:
+            await ask(service, client.pause(mode, clear_cache), takes_its_time=mode == "wait")
+        except ResumedError as error:
+            raise ApiError(409, f"{error}; pause it again") from error
+        return JSONResponse({"status": "paused"})
+
+    @router.post("/resume", response_model=StatusResponse, responses=errors(500, 503))
+    async def resume() -> Response:
+        """Go on after a pause. Not paused: nothing happens."""
+        await ask(service, client.resume())
+        return JSONResponse({"status": "resumed"})
+
+    @router.get("/is_paused", response_model=PausedResponse, responses=errors(500, 503))
+    async def is_paused() -> Response:
+        """Whether the engine was paused, and not resumed since."""
+        return JSONResponse({"is_paused": await ask(service, client.is_paused())})
+
+    @router.post("/reset_prefix_cache", response_model=ResetResponse, responses=errors(400, 500, 503))
+    async def reset_prefix_cache(
+        reset_running_requests: Annotated[
+            bool, Query(description="Whether what runs computes its KV anew. If not, it goes on, and is not found.")
+        ] = False,
+    ) -> Response:
+        """Forget every cached prefix."""
+        await ask(service, client.reset_prefix_cache(preempt_running=reset_running_requests))
+        return JSONResponse({"success": True})
+
+    return router
