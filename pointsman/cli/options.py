@@ -159,6 +159,13 @@ KNOBS: dict[str, Any] = {
         int | None,
         typer.Option(help="Most tokens that one request advances in a step [default: 0, no limit]."),
     ],
+    "long_prefill_token_threshold_adaptive": Annotated[
+        bool | None,
+        typer.Option(
+            "--long-prefill-token-threshold-adaptive/--no-long-prefill-token-threshold-adaptive",
+            help="Whether that is at least a fair share of the step [default: no].",
+        ),
+    ],
     "log_request_events": Annotated[
         bool | None,
         typer.Option(

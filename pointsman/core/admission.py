@@ -130,7 +130,9 @@ class Admission:
 
     def _key(self, budget: int, num_running: int, owed: int) -> tuple[Any, ...]:
         kv = self._kv
-        chunk = (budget, kv.num_evictions) if self._depends_on_chunk else ()
+        chunk: tuple[int, ...] = ()
+        if self._depends_on_chunk:
+            chunk = (budget, kv.num_evictions, *[limit.revision for limit in self._limits])
         return (kv.num_publications, num_running > 0, owed, self.num_lessons, chunk)
 
     def _judge(

@@ -45,6 +45,9 @@ class SchedulerConfig:
     tokens fit one step, and one longer than the budget is refused. A resumed request may always be chunked."""
     long_prefill_token_threshold: int = 0
     """Most tokens that one request may advance in a step, so that a long prompt leaves room for others; 0: no limit."""
+    long_prefill_token_threshold_adaptive: bool = False
+    """Whether the threshold is at least a fair share of the budget: `max_num_batched_tokens` divided by the number of
+    queued and running requests. A request that is alone may then use all of it."""
 
     enable_prefix_caching: bool = True
     """Whether full blocks are kept, after use, to be found again by equal content."""
@@ -170,6 +173,7 @@ class SchedulerConfig:
             _check_int("max_num_running", self.max_num_running, 1)
         for name in (
             "enable_chunked_prefill",
+            "long_prefill_token_threshold_adaptive",
             "enable_prefix_caching",
             "share_within_step",
             "full_sequence_must_fit",
@@ -207,6 +211,11 @@ class SchedulerConfig:
             raise ConfigError(
                 f"long_prefill_token_threshold is {self.long_prefill_token_threshold} and max_num_batched_tokens "
                 f"{self.max_num_batched_tokens}, so it would have no effect; set it below the budget, or to 0"
+            )
+        if self.long_prefill_token_threshold_adaptive and not self.long_prefill_token_threshold:
+            raise ConfigError(
+                "long_prefill_token_threshold_adaptive is on and long_prefill_token_threshold is 0, no threshold, "
+                "so it would have no effect; set the threshold, or leave it off"
             )
         if not self.share_within_step and not self.enable_prefix_caching:
             raise ConfigError("share_within_step=False has no effect without prefix caching; leave it at its default")

@@ -6,7 +6,7 @@ and the length limit are not here: they belong to every step and are applied by 
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,8 @@ class Limit(Protocol):
 
     limits_decode: bool
     """Whether it may hold back a row that wants a single token; if not, steady decoding need not ask it."""
+    revision: int
+    """Changes whenever `admit` may answer otherwise than before for the same arguments."""
 
     def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
         """Lower `want` (int64, parallel to `rows`) in place."""
@@ -32,10 +34,19 @@ class Limit(Protocol):
         """What remains of `want` for a request to be admitted, at least 1, or why it must wait."""
 
 
+@runtime_checkable
+class FollowsLoad(Protocol):
+    """A limit that depends on how many requests share a step."""
+
+    def open_step(self, num_requests: int) -> None:
+        """A step begins, with so many requests queued or running; what they do in it does not change the number."""
+
+
 class LongPrefillThreshold:
     """No request advances more than `threshold` tokens in a step (vLLM's `long_prefill_token_threshold`)."""
 
     limits_decode = False
+    revision = 0
 
     def __init__(self, threshold: int) -> None:
         self._threshold = threshold
@@ -47,9 +58,24 @@ class LongPrefillThreshold:
         return min(want, self._threshold)
 
 
+class FairLongPrefillThreshold(LongPrefillThreshold):
+    """As `LongPrefillThreshold`, but never less than a fair share of the budget (vLLM's adaptive threshold): tokens
+    that nobody else is there to use would be left over."""
+
+    def __init__(self, threshold: int, budget: int) -> None:
+        super().__init__(threshold)
+        self._least = threshold
+        self._budget = budget
+
+    def open_step(self, num_requests: int) -> None:
+        self._threshold = self.revision = max(self._least, self._budget // max(num_requests, 1))
+
+
 def make_limits(config: SchedulerConfig) -> list[Limit]:
     """The limits that the configuration asks for, in the order in which they apply."""
     limits: list[Limit] = []
-    if config.long_prefill_token_threshold:
-        limits.append(LongPrefillThreshold(config.long_prefill_token_threshold))
+    threshold, budget = config.long_prefill_token_threshold, config.max_num_batched_tokens
+    if threshold:
+        fair = config.long_prefill_token_threshold_adaptive
+        limits.append(FairLongPrefillThreshold(threshold, budget) if fair else LongPrefillThreshold(threshold))
     return limits

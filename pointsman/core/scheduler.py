@@ -35,7 +35,7 @@ from pointsman.core.inspection import explain, snapshot
 from pointsman.core.intake import Intake
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.lifecycle import End, Lifecycle
-from pointsman.core.limits import make_limits
+from pointsman.core.limits import FollowsLoad, make_limits
 from pointsman.core.output import SchedulerOutput, StepResult, StepUpdate
 from pointsman.core.pause import Pause, PauseMode
 from pointsman.core.preemption import make_victim
@@ -73,6 +73,7 @@ class Scheduler:
         self._kv = KVCacheManager(config)
         self._counters = Counters()
         limits = make_limits(config)
+        self._load_limits = [limit for limit in limits if isinstance(limit, FollowsLoad)]
         queue = make_order(config.order)
         adapters = AdapterSlots(config)
         self._admission = Admission(config, self._kv, limits, make_reserves(config), adapters)
@@ -407,6 +408,8 @@ class Scheduler:
             )
         record = StepRecord(self._next_step_id)
         self._kv.journal = record.journal
+        for limit in self._load_limits:
+            limit.open_step(len(self._life.queue) + len(self._batch))
         return record
 
     def _displace(self) -> Request | None:

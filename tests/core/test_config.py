@@ -75,6 +75,7 @@ def test_the_watermark_is_a_share_of_the_pool(value: float) -> None:
         ({"displace": True, "order": "priority", "batching": "static"}, "displace=True has no effect .*static"),
         ({"displace": True, "order": "fcfs-front"}, 'displace=True has no effect under order "fcfs-front"'),
         ({"displace": True, "order": "priority-by-arrival"}, "displace=True has no effect .*by-arrival"),
+        ({"long_prefill_token_threshold_adaptive": True}, "no threshold, so it would have no effect"),
         ({"decode_reserve": -1}, "decode_reserve is -1; it must be between 0 and"),
         ({"decode_reserve": "median"}, "decode_reserve is 'median'; give a number of tokens, or \"mean\""),
         ({"first_chunk_only": 1}, "first_chunk_only is 1; it must be True or False"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pointsman.core import Reason, Request, RequestRefused, RequestStatus
+from pointsman.core import ParkReason, Reason, Request, RequestRefused, RequestStatus
 from tests.core.helpers import Host, cached_of, names, tokens_of
 
 
@@ -32,6 +32,41 @@ def test_the_threshold_counts_tokens_to_compute_not_cached_ones() -> None:
     host.add("b", prompt, max_tokens=1)
     output = host.step()
     assert (cached_of(output), tokens_of(output)) == ({"b": 12}, {"b": 1})
+
+
+def test_an_adaptive_threshold_is_at_least_a_fair_share_of_the_budget() -> None:
+    config = {"long_prefill_token_threshold": 3, "long_prefill_token_threshold_adaptive": True}
+    host = Host(num_blocks=30, max_num_batched_tokens=16, max_num_seqs=5, **config)
+    host.add("long", 40, max_tokens=9)
+    assert tokens_of(host.step()) == {"long": 16}, "alone: all of it"
+    host.add("b", 20)
+    assert tokens_of(host.step()) == {"long": 8, "b": 8}, "for two, half each"
+    for request_id in "cdefg":
+        host.add(request_id, 4, max_tokens=2)
+    assert tokens_of(host.step()) == {"long": 3, "b": 3, "c": 3, "d": 3, "e": 3}, "16 // 7 is less than the threshold"
+
+
+def test_requests_that_are_parked_want_no_share() -> None:
+    config = {"long_prefill_token_threshold": 3, "long_prefill_token_threshold_adaptive": True}
+    host = Host(**config)
+    host.add("parked", 40, park=ParkReason.GRAMMAR)
+    host.add("long", 40)
+    assert tokens_of(host.step()) == {"long": 16}
+
+
+def test_a_head_whose_chunk_became_smaller_is_looked_at_again() -> None:
+    """Without the full sequence a verdict depends on the chunk, and so on how many others are there."""
+    config = {"long_prefill_token_threshold": 4, "long_prefill_token_threshold_adaptive": True}
+    host = Host(num_blocks=6, max_num_batched_tokens=16, full_sequence_must_fit=False, **config)
+    host.add("a", 18)
+    host.step()
+    host.step()
+    host.add("b", 20)
+    host.step()
+    assert host.explain("b").reason is Reason.BLOCKS, "its share is 8 tokens: 2 blocks, and 1 is free"
+    host.add("c", 4)
+    host.add("d", 4)
+    assert tokens_of(host.step()) == {"a": 1, "b": 4}, "now its share is 4 tokens"
 
 
 # ---------------------------------------------------------------------- chunked prefill off

@@ -81,8 +81,20 @@ class Expectations:
             known, limit = self.num_known[request], self.entries[request].reference.limit
             require(known < limit, f"{request.request_id} runs on, though {known} tokens in flight end it at {limit}")
         if config.long_prefill_token_threshold and output.num_rows:
-            most = int(output.num_scheduled_tokens.max())
-            require(most <= config.long_prefill_token_threshold, f"a row advances {most} tokens beyond the threshold")
+            self._check_threshold(output)
+
+    def _check_threshold(self, output: SchedulerOutput) -> None:
+        """No row advances further than the threshold, and nothing else cuts what the oldest row wants."""
+        threshold, budget = self.config.long_prefill_token_threshold, self.config.max_num_batched_tokens
+        if self.config.long_prefill_token_threshold_adaptive:
+            threshold = max(threshold, budget // max(1, len(self.queue) + len(self.running)))
+        most = int(output.num_scheduled_tokens.max())
+        require(most <= threshold, f"a row advances {most} tokens beyond the threshold {threshold}")
+        first = output.requests[0]
+        if output.num_continued and self.entries[first] is self.running[0]:
+            want = self.num_known[first] - self.running[0].num_computed
+            told = int(output.num_scheduled_tokens[0])
+            require(told == min(want, threshold, budget), f"the oldest row wants {want}, gets {told}")
 
     def _check_ends(self, output: SchedulerOutput) -> None:
         """Promise 2: every end is in one output, once, and after a failed step once more."""

@@ -21,6 +21,7 @@ from pointsman.core.displacement import Displacement
 from pointsman.core.intake import Intake
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.lifecycle import Lifecycle
+from pointsman.core.limits import FairLongPrefillThreshold
 from pointsman.core.prefix_cache import PrefixCache, Root
 from pointsman.core.queue import FirstComeFirstServed
 from pointsman.core.repetition import RepetitionWatch
@@ -178,6 +179,10 @@ def first_token_is_missed_if_it_is_the_last(patch: Patch) -> None:
         original(log, request)
 
     around(patch, RequestLog, "finished", finished)
+
+
+def share_is_not_adapted(patch: Patch) -> None:
+    patch.setattr(FairLongPrefillThreshold, "open_step", lambda limit, num_requests: None)
 
 
 def owed_blocks_are_forgotten(patch: Patch) -> None:
@@ -388,6 +393,7 @@ BOOKKEEPING: tuple[Fault, ...] = (
     (mean_counts_aborts, {"decode_reserve": "mean"}),
     (expected_output_is_ignored, {"decode_reserve": 9}),
     (first_token_is_missed_if_it_is_the_last, {"log_request_events": True}),
+    (share_is_not_adapted, {"long_prefill_token_threshold": 1, "long_prefill_token_threshold_adaptive": True}),
     (owed_blocks_are_forgotten, {"full_sequence_must_fit": True, "enable_chunked_prefill": True}),
     (prefix_is_not_found, CACHING),
     (slot_is_not_given_back, ADAPTERS),

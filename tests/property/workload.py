@@ -107,6 +107,10 @@ def make_config(choose: Chooser, **overrides: Any) -> SchedulerConfig:
         values["long_prefill_token_threshold"] = 0
     if values["max_loras"]:  # otherwise it would have no effect
         values.setdefault("max_overtakes", choose.choice((0, 1, 3)))
+    if values["long_prefill_token_threshold"]:
+        values.setdefault("long_prefill_token_threshold_adaptive", choose.chance(40))
+    else:
+        values["long_prefill_token_threshold_adaptive"] = False
     if values["order"] == "priority" and values["batching"] == "mixed":  # otherwise it would have no effect
         values["displace"] = overrides.get("displace", choose.choice((None, False, True)))
     return SchedulerConfig(**values)
