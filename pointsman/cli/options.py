@@ -108,6 +108,9 @@ KNOBS: dict[str, Any] = {
     "block_size": Annotated[int | None, typer.Option(help="Tokens per block [default: 32].")],
     "max_model_len": Annotated[int | None, typer.Option(help="Longest sequence, if less than the model's.")],
     "max_num_seqs": Annotated[int | None, typer.Option(help="Most requests that run at once [default: 64].")],
+    "max_num_active_seqs": Annotated[
+        int | None, typer.Option(help="Most requests that run at once, if fewer than that.")
+    ],
     "max_num_batched_tokens": Annotated[
         int | None, typer.Option(help="Most tokens that a step computes [default: 512].")
     ],

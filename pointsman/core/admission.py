@@ -57,7 +57,7 @@ class Admission:
         reserves: list[Reserve],
         adapters: AdapterSlots,
     ) -> None:
-        self._max_num_seqs = config.num_seats
+        self.max_num_active_seqs = config.num_seats
         self._full_budget = config.max_num_batched_tokens
         self._first_chunk_only = config.first_chunk_only
         self.asks_whole = config.admission_charge != "uncached"
@@ -83,8 +83,8 @@ class Admission:
 
         `owed` is how many blocks running requests still need for tokens that they already have.
         """
-        if num_running >= self._max_num_seqs:
-            return Blocked(Reason.SEQUENCE_LIMIT, num_running - self._max_num_seqs + 1)
+        if num_running >= self.max_num_active_seqs:
+            return Blocked(Reason.SEQUENCE_LIMIT, num_running - self.max_num_active_seqs + 1)
         if budget <= 0:
             return Blocked(Reason.BUDGET, 1)
         if request.num_pending:

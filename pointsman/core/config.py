@@ -34,7 +34,11 @@ class SchedulerConfig:
     """Block ids 0 to num_reserved_blocks - 1 are never handed out (vLLM's null block, a trash block)."""
 
     max_num_seqs: int = 256
-    """Most requests that run at once."""
+    """Most requests that take part in a step; hosts make room for so many."""
+    max_num_active_seqs: int | None = None
+    """Most requests that run, which is to hold blocks, at once; None: `max_num_seqs`. At most that, as every running
+    request is in every step, except under "prefill-first". The one limit that `Scheduler.set_max_num_active_seqs` can
+    move while requests run."""
     max_num_batched_tokens: int = 8192
     """Token budget: most tokens that one step computes, over all requests."""
     max_steps_in_flight: int = 1
@@ -91,9 +95,6 @@ class SchedulerConfig:
     """Whether each request keeps a log of what happened to it and when (`Request.events`)."""
 
     # What follows is there for the presets that reproduce other systems.
-    max_num_running: int | None = None
-    """Under "prefill-first": most requests that hold blocks at once, of which `max_num_seqs` take part in a step. None:
-    `max_num_seqs`."""
     first_chunk_only: bool = False
     """Whether only the first request of a step may be cut to the budget; any other must fit what is left of it."""
     admission_charge: Literal["uncached", "whole-fits", "whole"] = "uncached"
@@ -135,7 +136,7 @@ class SchedulerConfig:
     @property
     def num_seats(self) -> int:
         """Most requests that hold blocks at once."""
-        return self.max_num_seqs if self.max_num_running is None else self.max_num_running
+        return self.max_num_seqs if self.max_num_active_seqs is None else self.max_num_active_seqs
 
     @property
     def num_usable_tokens(self) -> int:
@@ -169,8 +170,8 @@ class SchedulerConfig:
             raise ConfigError(f'decode_reserve is {decode_reserve!r}; give a number of tokens, or "mean"')
         if decode_reserve != "mean":
             _check_int("decode_reserve", decode_reserve, 0)
-        if self.max_num_running is not None:
-            _check_int("max_num_running", self.max_num_running, 1)
+        if self.max_num_active_seqs is not None:
+            _check_int("max_num_active_seqs", self.max_num_active_seqs, 1)
         for name in (
             "enable_chunked_prefill",
             "long_prefill_token_threshold_adaptive",
@@ -240,15 +241,10 @@ class SchedulerConfig:
                 'batching "prefill-first" goes row by row when blocks run out; set shortage to "in-order" or '
                 '"look-ahead"'
             )
-        if self.max_num_running is not None and self.batching != "prefill-first":
+        if self.batching != "prefill-first" and self.num_seats > self.max_num_seqs:
             raise ConfigError(
-                f'max_num_running is {self.max_num_running} and batching "{self.batching}", where every running '
-                'request is in every step; use batching="prefill-first" or leave it unset'
-            )
-        if self.max_num_running is not None and self.max_num_running < self.max_num_seqs:
-            raise ConfigError(
-                f"max_num_running is {self.max_num_running}, less than max_num_seqs {self.max_num_seqs}, which would "
-                "have no effect; lower max_num_seqs"
+                f"max_num_active_seqs is {self.max_num_active_seqs}, more than max_num_seqs {self.max_num_seqs}; lower "
+                'it, or use batching="prefill-first", where not every active request is in every step'
             )
         if not self.count_owed_blocks and not self.full_sequence_must_fit:
             raise ConfigError(

@@ -50,7 +50,9 @@ class Displacement:
         batch, members = self._batch, self._batch.members
         priority = batch.priority[members.rows]
         less_urgent = (priority > head.priority).nonzero()[0]
-        if len(less_urgent) == 0 or head.num_pending or self._was_in_vain(head):
+        # More may run than the cap allows, if it was lowered: nobody takes a seat before some have been given back.
+        is_crowded = len(members) > self._admission.max_num_active_seqs
+        if len(less_urgent) == 0 or head.num_pending or is_crowded or self._was_in_vain(head):
             return []
         # Least urgent first, and among equals the one admitted last.
         candidates = less_urgent[np.lexsort((less_urgent, priority[less_urgent]))][::-1]
@@ -131,7 +133,7 @@ class Trial:
         kv, batch, head = self._kv, self._batch, self._head
         stays = self._stays(gone)
         num_running = int(np.count_nonzero(stays))
-        if num_running >= self._config.max_num_seqs:
+        if num_running >= self._admission.max_num_active_seqs:
             return False
         blocks, dropped = self._references_of(batch.members.rows[gone])
         freed = int(np.count_nonzero(kv.pool.num_references[blocks] == dropped))

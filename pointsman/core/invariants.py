@@ -24,15 +24,16 @@ from pointsman.core.prefix_cache import TOKEN_BYTES, Root
 from pointsman.core.status import RequestStatus
 
 
-def check(config: SchedulerConfig, batch: Batch, kv: KVCacheManager, life: Lifecycle) -> None:
-    """Verify everything that must hold between two calls.
+def check(config: SchedulerConfig, batch: Batch, kv: KVCacheManager, life: Lifecycle, most_active_seqs: int) -> None:
+    """Verify everything that must hold between two calls; no more than `most_active_seqs` were ever to run at once.
 
     Raises:
         InvariantError: naming the promise that is broken.
     """
     _check_blocks(batch, kv)
     _check_places(batch, life)
-    _check_steps(config, batch, life)
+    _require(len(batch) <= most_active_seqs, 3, f"{len(batch)} requests run, of {most_active_seqs}")
+    _check_steps(config, life)
     _check_adapters(config, batch, life)
     _check_columns(config, batch, kv)
     _check_contents(batch, kv)
@@ -86,8 +87,7 @@ def _check_places(batch: Batch, life: Lifecycle) -> None:
     _require(not batch.serial[idle_rows].any(), 2, "a free row belongs to an admission")
 
 
-def _check_steps(config: SchedulerConfig, batch: Batch, life: Lifecycle) -> None:
-    _require(len(batch) <= config.num_seats, 3, f"{len(batch)} requests run, of {config.num_seats}")
+def _check_steps(config: SchedulerConfig, life: Lifecycle) -> None:
     _require(len(life.in_flight) <= config.max_steps_in_flight, 3, "too many steps are in flight")
     for record in life.in_flight:
         output = record.output

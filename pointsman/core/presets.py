@@ -31,7 +31,7 @@ _PREFILL_FIRST: dict[str, Any] = {
     "batching": "prefill-first",
     "max_num_seqs": 512,
     "max_num_batched_tokens": 16384,
-    "max_num_running": NO_LIMIT,  # their max_num_seqs bounds a step, and the running set only by the pool
+    "max_num_active_seqs": NO_LIMIT,  # their max_num_seqs bounds a step, and the running set only by the pool
     "first_chunk_only": True,
     "order": "fcfs-front",
     "shortage": "in-order",

@@ -123,6 +123,9 @@ class Recorder:
     def set_priority(self, request_id: str, priority: int, now: float) -> None:
         self._write({"call": "set_priority", "now": now, "id": request_id, "priority": priority})
 
+    def set_max_num_active_seqs(self, limit: int | None, now: float) -> None:
+        self._write({"call": "set_max_num_active_seqs", "now": now, "limit": limit})
+
     def paused(self, mode: PauseMode, now: float) -> None:
         self._write({"call": "pause", "now": now, "mode": mode.value})
 
@@ -172,6 +175,7 @@ class _Replay:
             "park": lambda s, call, _: s.park(call["id"], ParkReason(call["reason"]), call["now"]),
             "ready": lambda s, call, _: s.ready(call["id"], call["now"]),
             "set_priority": lambda s, call, _: s.set_priority(call["id"], call["priority"], call["now"]),
+            "set_max_num_active_seqs": lambda s, call, _: s.set_max_num_active_seqs(call["limit"], call["now"]),
             "pause": lambda s, call, _: s.pause(call["now"], PauseMode(call["mode"])),
             "resume": lambda s, call, _: s.resume(call["now"]),
             "reset_prefix_cache": lambda s, call, _: s.reset_prefix_cache(

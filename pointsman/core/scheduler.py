@@ -92,6 +92,7 @@ class Scheduler:
         )
         self._idle = Idle(self._running, self._intake.admit)
         self._update = Update(self._batch, self._kv, self._life, self._counters)
+        self._most_active_seqs = config.num_seats
         self._next_step_id = 0
         self._emission = Emission(self._batch, self._kv, self._life)
         self._unpublished: list[Request] = []
@@ -222,6 +223,21 @@ class Scheduler:
         self._kv.reset()
         if self._recorder is not None:
             self._recorder.reset_prefix_cache(preempt_running, now)
+
+    def set_max_num_active_seqs(self, limit: int | None, now: float) -> None:
+        """Change how many requests may run at once, from the next step on; None: `max_num_seqs`. `config` says it.
+
+        If more than `limit` run, they go on, and nobody is admitted until fewer do.
+
+        Raises:
+            ConfigError: the limit is out of range, see `SchedulerConfig.max_num_active_seqs`.
+        """
+        self.config = self.config.replace(max_num_active_seqs=limit)
+        seats = self.config.num_seats
+        self._admission.max_num_active_seqs = seats
+        self._most_active_seqs = max(self._most_active_seqs, seats)
+        if self._recorder is not None:
+            self._recorder.set_max_num_active_seqs(limit, now)
 
     def pause(self, now: float, mode: PauseMode = PauseMode.ALL) -> None:
         """Schedule nothing (`PauseMode.ALL`), or admit nobody (`PauseMode.ADMISSIONS`), until `resume`.
@@ -395,7 +411,7 @@ class Scheduler:
         """
         from pointsman.core.invariants import check
 
-        check(self.config, self._batch, self._kv, self._life)
+        check(self.config, self._batch, self._kv, self._life, self._most_active_seqs)
 
     # ------------------------------------------------------------------ parts of `schedule`
 

@@ -60,7 +60,7 @@ class Service:
         self.metrics = metrics
         self.gate = gate
         self.prompts = PromptReader(client)
-        max_requests = client.info.scheduler["max_num_seqs"] + config.max_waiting_requests
+        max_requests = client.info.max_num_running + config.max_waiting_requests
         self.backlog = Backlog(max_requests, config.max_waiting_prompt_tokens)
         self.names = RequestNames()
         self.model_names = config.served_model_name or (client.info.model,)

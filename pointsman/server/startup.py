@@ -110,7 +110,7 @@ def _limits(info: EngineInfo, config: ServerConfig) -> str:
     else:
         key = f"NO API KEY, and {_shown(config.host)} is no address of this machine alone: whoever reaches it may call"
     parts = [
-        f"{info.scheduler['max_num_seqs']:,} requests run and {config.max_waiting_requests:,} more wait, then 429",
+        f"{info.max_num_running:,} requests run and {config.max_waiting_requests:,} more wait, then 429",
         f"waiting prompt tokens {'without limit' if prompt_tokens is None else f'{prompt_tokens:,}'}",
         f"deadline {'none' if deadline is None else f'{deadline:g} s'}",
         f"max_tokens {info.max_model_len if config.max_tokens_limit is None else config.max_tokens_limit:,}",

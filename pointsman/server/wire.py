@@ -119,6 +119,13 @@ class EngineInfo:
     generation_defaults: dict[str, Any]
     """Sampling parameters that the model's own generation settings recommend, by their names in `SamplingParams`."""
 
+    @property
+    def max_num_running(self) -> int:
+        """Most requests that run at once."""
+        active: int | None = self.scheduler["max_num_active_seqs"]
+        seats: int = self.scheduler["max_num_seqs"]
+        return seats if active is None else active
+
 
 @dataclass(slots=True)
 class Failed:

@@ -149,6 +149,7 @@ def test_a_file_may_set_every_option_but_secrets(tmp_path: Path) -> None:
         "block_size": "16",
         "max_model_len": "512",
         "max_num_seqs": "8",
+        "max_num_active_seqs": "6",
         "max_num_batched_tokens": "64",
         "order": "priority",
         "victim": "latest",

@@ -127,6 +127,10 @@ class Host:
         self.scheduler.set_priority(request_id, priority, self._tick())
         self.scheduler.check_invariants()
 
+    def set_max_num_active_seqs(self, limit: int | None) -> None:
+        self.scheduler.set_max_num_active_seqs(limit, self._tick())
+        self.scheduler.check_invariants()
+
     def pause(self, mode: PauseMode = PauseMode.ALL) -> None:
         self.scheduler.pause(self._tick(), mode)
         self.scheduler.check_invariants()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pointsman.core import ParkReason, Reason, Request
+from pointsman.core import ConfigError, ParkReason, Reason, Request
 from pointsman.core.prefix_cache import PrefixCache
 from tests.core.helpers import Host, names, tokens_of
 
@@ -29,6 +29,43 @@ def test_every_seat_taken_is_the_sequence_limit() -> None:
     head = host.explain("c")
     assert (head.reason, head.missing) == (Reason.SEQUENCE_LIMIT, 1)
     assert host.stats().deferrals["sequence_limit"] == 1
+
+
+def test_fewer_may_run_than_there_is_room_for() -> None:
+    host = Host(max_num_active_seqs=2)
+    for request_id in ("a", "b", "c"):
+        host.add(request_id, 2)
+    assert names(host.step().requests) == ["a", "b"]
+    assert host.explain("c").reason is Reason.SEQUENCE_LIMIT
+
+
+def test_the_number_that_may_run_is_moved_while_they_run() -> None:
+    host = Host()
+    for request_id in "abcdef":
+        host.add(request_id, 2, max_tokens=20)
+    host.step()
+    host.set_max_num_active_seqs(2)
+    assert host.scheduler.config.max_num_active_seqs == 2
+    output = host.step()
+    assert names(output.requests) == ["a", "b", "c", "d"], "who runs goes on"
+    assert not output.preempted
+    assert (host.explain("e").reason, host.explain("e").missing) == (Reason.SEQUENCE_LIMIT, 3)
+    for request_id in "abc":
+        host.abort(request_id)
+    assert names(host.step().requests) == ["d", "e"]
+    host.set_max_num_active_seqs(4)
+    assert names(host.step().requests) == ["d", "e", "f"]
+
+
+@pytest.mark.parametrize("limit", [0, 5, 1.5])
+def test_a_number_that_cannot_be_is_refused(limit: object) -> None:
+    host = Host()
+    host.set_max_num_active_seqs(3)
+    with pytest.raises(ConfigError, match="max_num_active_seqs"):
+        host.scheduler.set_max_num_active_seqs(limit, 1.0)  # type: ignore[arg-type]
+    assert host.scheduler.config.num_seats == 3
+    host.set_max_num_active_seqs(None)
+    assert host.scheduler.config.num_seats == 4
 
 
 def test_no_token_left_in_the_step_is_the_budget() -> None:

@@ -82,12 +82,11 @@ def test_the_watermark_is_a_share_of_the_pool(value: float) -> None:
         ({"admission_charge": "half"}, 'admission_charge is \'half\'; choose "uncached", "whole-fits" or "whole"'),
         ({"shortage": "panic"}, 'shortage is \'panic\'; choose "replan", "in-order" or "look-ahead"'),
         ({"batching": "prefill-first"}, 'batching "prefill-first" goes row by row .*; set shortage to "in-order"'),
-        ({"max_num_running": 9}, 'max_num_running is 9 and batching "mixed", where every running'),
         (
-            {"max_num_running": 2, "batching": "prefill-first", "shortage": "in-order"},
-            "max_num_running is 2, less than max_num_seqs 4",
+            {"max_num_active_seqs": 5},
+            'max_num_active_seqs is 5, more than max_num_seqs 4; lower it, or use batching="pre',
         ),
-        ({"max_num_running": 0}, "max_num_running is 0; it must be between 1"),
+        ({"max_num_active_seqs": 0}, "max_num_active_seqs is 0; it must be between 1"),
         (
             {"count_owed_blocks": False, "full_sequence_must_fit": False},
             "count_owed_blocks=False has no effect without full_sequence_must_fit",

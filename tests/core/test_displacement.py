@@ -25,6 +25,19 @@ def test_it_takes_a_seat() -> None:
     assert lazy.output_token_ids.tolist() == reference_output(lazy.prompt_token_ids, 6)
 
 
+def test_nobody_is_displaced_while_more_run_than_may() -> None:
+    host = priority_host()
+    for request_id in "abc":
+        host.add(request_id, 2, priority=5, max_tokens=20)
+    host.step()
+    host.set_max_num_active_seqs(1)
+    host.add("urgent", 4, priority=0)
+    assert not host.step().preempted, "two would have to give way for one seat"
+    host.abort("a")
+    host.abort("b")
+    assert names(host.step().preempted) == ["c"]
+
+
 def test_it_takes_blocks_and_the_fewest_give_way_the_one_admitted_last_first() -> None:
     host = priority_host(num_blocks=4, max_model_len=16)
     host.add("a", 5, priority=5)

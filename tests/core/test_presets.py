@@ -228,7 +228,7 @@ def test_the_running_set_may_be_larger_than_a_step() -> None:
 
 
 def test_a_cap_on_the_running_set() -> None:
-    overrides = {"max_num_seqs": 2, "max_num_running": 2, "max_num_batched_tokens": 16}
+    overrides = {"max_num_seqs": 2, "max_num_active_seqs": 2, "max_num_batched_tokens": 16}
     host = Host(**{**SYSTEMS["nano-vllm"], **overrides})
     for name in "abc":
         host.add(name, 3, max_tokens=3)

@@ -37,6 +37,7 @@ def recorded() -> list[str]:
     host.step()
     host.ready("c")
     host.set_priority("d", -3)
+    host.set_max_num_active_seqs(3)
     host.step()
     first, second = host.schedule(), host.schedule()
     host.update(first)
@@ -84,6 +85,7 @@ def test_a_recording_replays_without_a_difference_and_the_report_says_what_it_we
         "park",
         "ready",
         "set_priority",
+        "set_max_num_active_seqs",
         "pause",
         "resume",
         "reset_prefix_cache",

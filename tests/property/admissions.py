@@ -25,6 +25,8 @@ def check_admissions(world: World, output: SchedulerOutput, before: SchedulerSta
         if not victims and not len(output.admitted):
             _check_missed_displacement(world, output, after.num_free_blocks)
     if len(output.admitted):
+        num_running = sum(entry.place is Place.RUNNING for entry in world.live)
+        require(num_running <= world.num_seats, f"{num_running} run after an admission, limit {world.num_seats}")
         _check_reserves(world, output, after.num_free_blocks)
         _check_hits(world, output)
         _check_own_hits(world, output, after.num_evictions)
@@ -65,7 +67,7 @@ def _check_missed_displacement(world: World, output: SchedulerOutput, num_free: 
     lacks_budget_alone = world.scheduler.explain(head.request.request_id).reason is Reason.BUDGET
     if lacks_slot(config, head, stays):
         return
-    has_seat = len(stays) < min(len(running), config.max_num_seqs)
+    has_seat = len(stays) < min(len(running), world.num_seats) and len(running) <= world.num_seats
     missed = has_seat and has_budget and has_blocks and not lacks_budget_alone
     require(not missed, f"{head.request} waits, though it had room without the less urgent of {running}")
 
@@ -99,7 +101,7 @@ def _check_wall(world: World, output: SchedulerOutput, wall: Entry, running: lis
     explained = _reason(world, wall)
     budget = world.config.max_num_batched_tokens - output.total_num_scheduled_tokens
     if explained is Reason.SEQUENCE_LIMIT:
-        require(len(running) >= world.config.max_num_seqs, f"sequence limit with {len(running)} running")
+        require(len(running) >= world.num_seats, f"sequence limit with {len(running)} of {world.num_seats} running")
     elif explained is Reason.BUDGET:
         whole = not world.config.enable_chunked_prefill and not wall.ran_before
         require(budget < (wall.num_tokens if whole else 1), f"{wall.request} waits for budget, and {budget} is left")

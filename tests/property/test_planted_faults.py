@@ -185,6 +185,15 @@ def share_is_not_adapted(patch: Patch) -> None:
     patch.setattr(FairLongPrefillThreshold, "open_step", lambda limit, num_requests: None)
 
 
+def seats_cannot_be_moved(patch: Patch) -> None:
+    def move(original: Any, scheduler: Scheduler, limit: int, now: float) -> None:
+        seats = scheduler._admission.max_num_active_seqs
+        original(scheduler, limit, now)
+        scheduler._admission.max_num_active_seqs = seats
+
+    around(patch, Scheduler, "set_max_num_active_seqs", move)
+
+
 def owed_blocks_are_forgotten(patch: Patch) -> None:
     patch.setattr(Running, "blocks_owed", lambda running: 0)
 
@@ -394,6 +403,7 @@ BOOKKEEPING: tuple[Fault, ...] = (
     (expected_output_is_ignored, {"decode_reserve": 9}),
     (first_token_is_missed_if_it_is_the_last, {"log_request_events": True}),
     (share_is_not_adapted, {"long_prefill_token_threshold": 1, "long_prefill_token_threshold_adaptive": True}),
+    (seats_cannot_be_moved, {"max_num_seqs": 5, "max_num_batched_tokens": 12}),
     (owed_blocks_are_forgotten, {"full_sequence_must_fit": True, "enable_chunked_prefill": True}),
     (prefix_is_not_found, CACHING),
     (slot_is_not_given_back, ADAPTERS),

@@ -102,7 +102,11 @@ def make_config(choose: Chooser, **overrides: Any) -> SchedulerConfig:
         "batching": "static" if choose.chance(12) else "mixed",
         "max_loras": choose.choice((0, 0, 1, 2)),
     }
+    if choose.chance(25):
+        values["max_num_active_seqs"] = choose.integer(1, max_num_seqs)
     values |= overrides
+    if "max_num_seqs" in overrides:
+        values.setdefault("max_num_active_seqs", None)
     if values["long_prefill_token_threshold"] >= values["max_num_batched_tokens"]:  # it would have no effect
         values["long_prefill_token_threshold"] = 0
     if values["max_loras"]:  # otherwise it would have no effect
