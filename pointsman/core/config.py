@@ -91,6 +91,8 @@ class SchedulerConfig:
     and then new ones, and only if there are none, one token for each that decodes. "static": admit only when nothing
     runs (for comparison)."""
 
+    count_common_prefix: bool = False
+    """Whether each output says how many blocks all its rows begin with (`num_common_prefix_blocks`)."""
     log_request_events: bool = False
     """Whether each request keeps a log of what happened to it and when (`Request.events`)."""
 
@@ -178,6 +180,7 @@ class SchedulerConfig:
             "enable_prefix_caching",
             "share_within_step",
             "full_sequence_must_fit",
+            "count_common_prefix",
             "log_request_events",
             "first_chunk_only",
             "count_owed_blocks",
@@ -217,6 +220,11 @@ class SchedulerConfig:
             raise ConfigError(
                 "long_prefill_token_threshold_adaptive is on and long_prefill_token_threshold is 0, no threshold, "
                 "so it would have no effect; set the threshold, or leave it off"
+            )
+        if self.count_common_prefix and not self.enable_prefix_caching:
+            raise ConfigError(
+                "count_common_prefix is on and enable_prefix_caching off, so no block is common to two requests; turn "
+                "prefix caching on, or leave it off"
             )
         if not self.share_within_step and not self.enable_prefix_caching:
             raise ConfigError("share_within_step=False has no effect without prefix caching; leave it at its default")

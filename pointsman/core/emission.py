@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.batch import Batch
+from pointsman.core.common_prefix import CommonPrefix
 from pointsman.core.in_flight import AdmittedRequest, StepRecord
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.lifecycle import Lifecycle
@@ -22,10 +23,11 @@ _NO_BOOLS = np.zeros(0, dtype=np.bool_)
 class Emission:
     """Makes outputs, and remembers which requests must be told their whole block table again."""
 
-    def __init__(self, batch: Batch, kv: KVCacheManager, life: Lifecycle) -> None:
+    def __init__(self, batch: Batch, kv: KVCacheManager, life: Lifecycle, *, counts_common_prefix: bool) -> None:
         self._batch = batch
         self._kv = kv
         self._life = life
+        self._common_prefix = CommonPrefix(batch) if counts_common_prefix else None
         self._resync = False
         self._unsynced: set[int] = set()  # admissions that the host has yet to be told again
 
@@ -63,6 +65,7 @@ class Emission:
             block_offsets=advance.block_offsets,
             preempted=preempted,
             finished=finished,
+            num_common_prefix_blocks=self._common_prefix.count(advance.rows) if self._common_prefix is not None else 0,
         )
         record.output = output
         members = self._batch.members

@@ -63,6 +63,10 @@ class SchedulerOutput:
     """Requests that ended since the last output, each once; after this their ids are free again. A host forgets them
     first: an id may be among the new ones."""
 
+    num_common_prefix_blocks: int = 0
+    """With `count_common_prefix`: so many blocks are the same, one by one, at the beginning of the tables of all rows.
+    Some may be written in this step: without a causal mask, read no further than the least `num_computed_tokens`."""
+
     @property
     def num_rows(self) -> int:
         """n: the requests that run in this step."""

@@ -284,6 +284,7 @@ def _decision(output: SchedulerOutput) -> dict[str, Any]:
     decision: dict[str, Any] = {
         "num_continued": output.num_continued,
         "resync": output.resync,
+        "num_common_prefix_blocks": output.num_common_prefix_blocks,
         "requests": [request.request_id for request in output.requests],
         "preempted": [request.request_id for request in output.preempted],
         "finished": [[r.request_id, r.finish_reason.value if r.finish_reason else None] for r in output.finished],

@@ -94,7 +94,7 @@ class Scheduler:
         self._update = Update(self._batch, self._kv, self._life, self._counters)
         self._most_active_seqs = config.num_seats
         self._next_step_id = 0
-        self._emission = Emission(self._batch, self._kv, self._life)
+        self._emission = Emission(self._batch, self._kv, self._life, counts_common_prefix=config.count_common_prefix)
         self._unpublished: list[Request] = []
         self._recorder = recorder
         if recorder is not None:

@@ -86,6 +86,7 @@ def test_the_watermark_is_a_share_of_the_pool(value: float) -> None:
             {"max_num_active_seqs": 5},
             'max_num_active_seqs is 5, more than max_num_seqs 4; lower it, or use batching="pre',
         ),
+        ({"count_common_prefix": True, "enable_prefix_caching": False}, "no block is common to two requests"),
         ({"max_num_active_seqs": 0}, "max_num_active_seqs is 0; it must be between 1"),
         (
             {"count_owed_blocks": False, "full_sequence_must_fit": False},

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import chain
+from itertools import chain, takewhile
 
 import numpy as np
 
@@ -234,6 +234,7 @@ class ShadowHost:
                 self.sequences[request].table = None
         for index in range(output.num_rows):
             self._take_table(output, index)
+        self._check_common_prefix(output)
         self._run(step)
         self.in_flight.append(step)
         return step
@@ -343,6 +344,14 @@ class ShadowHost:
         require(all(low <= block < high for block in table), f"{name} got a block outside {low}..{high - 1}: {table}")
         end = int(output.num_computed_tokens[index] + output.num_scheduled_tokens[index])
         require(len(table) * self.config.block_size >= end, f"{name} has {table} for {end} tokens")
+
+    def _check_common_prefix(self, output: SchedulerOutput) -> None:
+        """If asked for, it is that of the tables that the host has, compared block by block."""
+        tables = [self.table(request) for request in output.requests]
+        same = takewhile(lambda blocks: len(set(blocks)) == 1, zip(*tables, strict=False))
+        common = len(list(same)) if self.config.count_common_prefix else 0
+        told = output.num_common_prefix_blocks
+        require(told == common, f"{told} blocks are told to be common to the rows, {common} are, of {tables}")
 
     def _renew_contents(self, sequence: HostSequence) -> None:
         """What an admission computes belongs to the epoch of the prefix cache at that moment."""

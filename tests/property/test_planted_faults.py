@@ -17,6 +17,7 @@ from pointsman.core import FinishReason, InvariantError, Scheduler
 from pointsman.core.adapters import Adapter, AdapterSlots
 from pointsman.core.batch import Batch
 from pointsman.core.block_pool import BlockPool
+from pointsman.core.common_prefix import CommonPrefix
 from pointsman.core.displacement import Displacement
 from pointsman.core.intake import Intake
 from pointsman.core.kv_cache import KVCacheManager
@@ -192,6 +193,16 @@ def seats_cannot_be_moved(patch: Patch) -> None:
         scheduler._admission.max_num_active_seqs = seats
 
     around(patch, Scheduler, "set_max_num_active_seqs", move)
+
+
+def common_prefix_is_not_found_anew(patch: Patch) -> None:
+    def count(original: Any, common: CommonPrefix, rows: Any) -> int:
+        if common._members is not None and len(rows) == len(common._members):
+            common._members = common._batch.members
+        found: int = original(common, rows)
+        return found
+
+    around(patch, CommonPrefix, "count", count)
 
 
 def owed_blocks_are_forgotten(patch: Patch) -> None:
@@ -404,6 +415,7 @@ BOOKKEEPING: tuple[Fault, ...] = (
     (first_token_is_missed_if_it_is_the_last, {"log_request_events": True}),
     (share_is_not_adapted, {"long_prefill_token_threshold": 1, "long_prefill_token_threshold_adaptive": True}),
     (seats_cannot_be_moved, {"max_num_seqs": 5, "max_num_batched_tokens": 12}),
+    (common_prefix_is_not_found_anew, {**CACHING, "count_common_prefix": True}),
     (owed_blocks_are_forgotten, {"full_sequence_must_fit": True, "enable_chunked_prefill": True}),
     (prefix_is_not_found, CACHING),
     (slot_is_not_given_back, ADAPTERS),

@@ -98,6 +98,7 @@ def make_config(choose: Chooser, **overrides: Any) -> SchedulerConfig:
         "watermark": choose.choice((0.0, 0.0, 0.1, 0.35)),
         "decode_reserve": choose.choice((0, 0, 0, 0, 9, "mean")),
         "log_request_events": choose.chance(30),
+        "count_common_prefix": choose.chance(40),
         "full_sequence_must_fit": not choose.chance(45),
         "batching": "static" if choose.chance(12) else "mixed",
         "max_loras": choose.choice((0, 0, 1, 2)),
@@ -109,6 +110,7 @@ def make_config(choose: Chooser, **overrides: Any) -> SchedulerConfig:
         values.setdefault("max_num_active_seqs", None)
     if values["long_prefill_token_threshold"] >= values["max_num_batched_tokens"]:  # it would have no effect
         values["long_prefill_token_threshold"] = 0
+    values["count_common_prefix"] &= values["enable_prefix_caching"]  # otherwise it would have no effect
     if values["max_loras"]:  # otherwise it would have no effect
         values.setdefault("max_overtakes", choose.choice((0, 1, 3)))
     if values["long_prefill_token_threshold"]:
