@@ -28,6 +28,8 @@ def engine_arguments(knobs: Mapping[str, Any], preset: str | None = None) -> dic
         if num_threads < 1:
             raise ValueError(f"--threads is {num_threads}; it must be at least 1")
         arguments["num_threads"] = num_threads
+    if arguments.get("stream_interval", 1) < 1:
+        raise ValueError(f"--stream-interval is {arguments['stream_interval']}; it must be at least 1: every token")
     if "kv_cache_bytes" in arguments:
         arguments["kv_cache_bytes"] = size(arguments["kv_cache_bytes"])
         if "num_blocks" in arguments:

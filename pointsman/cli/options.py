@@ -100,6 +100,9 @@ KNOBS: dict[str, Any] = {
     "grammar_timeout": Annotated[
         float | None, typer.Option(help="Seconds that a structured output's grammar may take to compile [default: 10].")
     ],
+    "stream_interval": Annotated[
+        int | None, typer.Option(help="Tokens from one output of a request to the next [default: 1].")
+    ],
     "num_blocks": Annotated[int | None, typer.Option(help="KV blocks in the pool [default: 1 GiB of them or less].")],
     "kv_cache_bytes": Annotated[
         str | None,

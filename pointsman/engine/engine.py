@@ -87,6 +87,7 @@ class Engine:
         quantization: "int8" for linear layers in 8 bits: faster, and other answers (see `linear.py`).
         num_threads: of PyTorch and the kernels; None: see `threads.py`.
         grammar_timeout: seconds that compiling the grammar of a request with structured output may take.
+        stream_interval: tokens from one output of a request to the next; its first token and its end come at once.
 
     All other arguments are fields of `SchedulerConfig` and mean what they say there.
 
@@ -129,6 +130,7 @@ class Engine:
         quantization: str | None = None,
         num_threads: int | None = None,
         grammar_timeout: float = DEFAULT_TIMEOUT,
+        stream_interval: int = 1,
     ) -> None:
         self.loaded, self.attention = load_with_attention(
             model, dtype, attention, max_model_len=max_model_len, device=device, fuse=fuse, quantization=quantization
@@ -180,7 +182,7 @@ class Engine:
         self.last_output: SchedulerOutput | None = None
         """The last step's decisions, for displays."""
         self.counters = EngineCounters()
-        self.outputs = OutputProcessor(self.loaded.tokenizer, self.counters)
+        self.outputs = OutputProcessor(self.loaded.tokenizer, self.counters, stream_interval)
         self.grammars = GrammarCompiler(
             self.loaded.tokenizer,
             self.loaded.vocab_size,

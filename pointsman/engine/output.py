@@ -60,11 +60,13 @@ class Transcript:
         is_eager: text is made by `make_text` alone, in the engine's thread; otherwise also when it is read.
         keeps_logprobs: whether the caller asked for log probabilities of the output.
         keeps_prompt_logprobs: and for those of the prompt.
+        stream_interval: tokens from one output to the next.
     """
 
     __slots__ = ("_final_text", "_prompt_token_ids", "_rest", "decoder", "detokenizer", "finish_detail",
-                 "finish_reason", "has_hidden_end", "is_eager", "logprob_sums", "logprobs", "metrics", "mode", "prompt",
-                 "prompt_logprobs", "request", "skips_special_tokens", "stop_reason", "texts", "token_ids")  # fmt: skip
+                 "finish_reason", "has_hidden_end", "is_eager", "logprob_sums", "logprobs", "metrics",
+                 "mode", "num_reported", "prompt", "prompt_logprobs", "request", "skips_special_tokens",
+                 "stop_reason", "stream_interval", "texts", "token_ids")  # fmt: skip
 
     def __init__(
         self,
@@ -77,6 +79,7 @@ class Transcript:
         is_eager: bool = False,
         keeps_logprobs: bool = False,
         keeps_prompt_logprobs: bool = False,
+        stream_interval: int = 1,
     ) -> None:
         self.request = request
         self.prompt = prompt
@@ -84,6 +87,9 @@ class Transcript:
         self.detokenizer = detokenizer
         self.skips_special_tokens = skips_special_tokens
         self.is_eager = is_eager
+        self.stream_interval = stream_interval
+        self.num_reported = 0
+        """With an interval above 1: how many of the tokens an output has told of."""
         self.mode = 0  # the output processor's own note on how to treat it
         self.token_ids: list[int] = []
         self.texts: list[str] = []

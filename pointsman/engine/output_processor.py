@@ -8,7 +8,8 @@ object; only rows with something to do beyond that (the first token, text to mak
 | CAREFUL | everything: first token, text, stop strings, end |
 | CUMULATIVE, DELTA | appends it and hands out a view |
 | SILENT | appends it; the caller wants the final output only |
-| EAGER, with one of these three | makes its text first, and looks whether a stop string is complete |
+| SPACED | appends it, and hands out a view every `stream_interval` tokens |
+| EAGER, with one of these four | makes its text first, and looks whether a stop string is complete |
 
 Text is made here, in the engine's thread, for requests with stop strings and for those whose outputs other threads
 read; for all others when somebody reads it. If the tokenizer fails on one of them, that request ends with an error and
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CAREFUL, CUMULATIVE, DELTA, SILENT, EAGER = range(5)
+CAREFUL, CUMULATIVE, DELTA, SILENT, SPACED, EAGER = range(6)
 
 _MODES = {
     RequestOutputKind.CUMULATIVE: CUMULATIVE,
@@ -58,9 +59,18 @@ class OutputProcessor:
     Args:
         tokenizer: of the model; None: there is no text.
         counters: of the engine; counts prompts here.
+        stream_interval: tokens from one output of a request to the next; the first token and the end come at once.
+
+    Raises:
+        ValueError: the interval is no integer of at least 1.
     """
 
-    def __init__(self, tokenizer: Any | None, counters: EngineCounters) -> None:
+    def __init__(self, tokenizer: Any | None, counters: EngineCounters, stream_interval: int = 1) -> None:
+        if not isinstance(stream_interval, int) or isinstance(stream_interval, bool) or stream_interval < 1:
+            raise ValueError(
+                f"stream_interval is {stream_interval!r}; it must be an integer of at least 1: every token"
+            )
+        self._stream_interval = stream_interval
         self.decoder = TextDecoder(tokenizer) if tokenizer is not None else None
         self._counters = counters
         self._live: dict[Request, Transcript] = {}
@@ -107,6 +117,7 @@ class OutputProcessor:
             is_eager=decoder is not None and (eager_text or bool(params.stop)),
             keeps_logprobs=params.logprobs is not None,
             keeps_prompt_logprobs=params.prompt_logprobs is not None,
+            stream_interval=max(self._stream_interval, params.stream_interval or 1),
         )
 
     def process(
@@ -142,6 +153,9 @@ class OutputProcessor:
                     outputs.append(RequestOutput(transcript, 0, len(token_ids)))
                 elif mode == DELTA:
                     outputs.append(RequestOutput(transcript, len(token_ids) - 1, len(token_ids)))
+                elif mode == SPACED:
+                    if len(token_ids) - transcript.num_reported >= transcript.stream_interval:
+                        outputs.append(self._report(transcript))
                 elif mode == CAREFUL and (one := self._advance(transcript, now, stops)) is not None:
                     outputs.append(one)
             except Exception as error:  # of the tokenizer, which is not ours
@@ -172,7 +186,8 @@ class OutputProcessor:
         if request.is_finished:
             return self._finish(transcript, num_tokens - 1, now)
         kind = params.output_kind
-        transcript.mode = _MODES[kind]
+        is_spaced = transcript.stream_interval > 1 and kind is not RequestOutputKind.FINAL_ONLY
+        transcript.mode = SPACED if is_spaced else _MODES[kind]
         if transcript.is_eager:
             transcript.mode += EAGER
             transcript.make_text(num_tokens)
@@ -180,7 +195,16 @@ class OutputProcessor:
                 return self._stop(transcript, now, stops)
         if kind is RequestOutputKind.FINAL_ONLY:
             return None
+        if is_spaced:
+            return self._report(transcript)
         return RequestOutput(transcript, num_tokens - 1 if kind is RequestOutputKind.DELTA else 0, num_tokens)
+
+    def _report(self, transcript: Transcript) -> RequestOutput:
+        """What has come since the last output, or all of it."""
+        params: SamplingParams = transcript.request.metadata
+        start = transcript.num_reported if params.output_kind is RequestOutputKind.DELTA else 0
+        transcript.num_reported = len(transcript.token_ids)
+        return RequestOutput(transcript, start, transcript.num_reported)
 
     def _stop(self, transcript: Transcript, now: float, stops: list[StopFound]) -> RequestOutput:
         """End a running request whose newest token completed a stop string."""
@@ -225,6 +249,8 @@ class OutputProcessor:
             transcript.finish("stop", "", stop)  # also if the token would have ended it for another reason
         elif request.finish_reason is not None:
             transcript.finish(request.finish_reason.value, request.finish_detail, request.stop_reason)
+        if transcript.stream_interval > 1:
+            num_reported = transcript.num_reported
         start = num_reported if params.output_kind is RequestOutputKind.DELTA else 0
         return RequestOutput(transcript, start, len(transcript.token_ids), finished=True)
 

@@ -104,6 +104,8 @@ class SamplingParams:
     """Which repetitions at the end of the output end it, with `finish_reason` "repetition"; None: none does."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """What each output of a stream holds."""
+    stream_interval: int | None = None
+    """Tokens from one output to the next, if more than the engine's own `stream_interval`; None: the engine's."""
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -130,6 +132,8 @@ class SamplingParams:
         _check_int("min_tokens", self.min_tokens, 0, "use 0 for no minimum")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}; lower it")
+        if self.stream_interval is not None:
+            _check_int("stream_interval", self.stream_interval, 1, "1 is every token, None the engine's interval")
         if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):
             raise ValueError(f"seed is {self.seed!r}; it must be an integer, or None for one derived by the engine")
         if self.seed == -1:

@@ -145,6 +145,7 @@ def test_a_file_may_set_every_option_but_secrets(tmp_path: Path) -> None:
         "fuse": "false",
         "threads": "2",
         "grammar_timeout": "5",
+        "stream_interval": "4",
         "kv_cache_bytes": "64MiB",
         "block_size": "16",
         "max_model_len": "512",

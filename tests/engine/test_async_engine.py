@@ -84,6 +84,16 @@ def prompt_of(number: int) -> str:
 # -------------------------------------------------------------------------------------------------------- streams
 
 
+def test_outputs_come_at_the_stream_interval(make: Callable[..., AsyncEngine]) -> None:
+    async def work() -> None:
+        engine = make(stream_interval=8)
+        params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+        seen = [len(output.token_ids) async for output in engine.generate("class", params, "a")]
+        assert seen[-1] == 30 and set(seen) <= {1, 9, 17, 25, 30}, "a reader that is slow may miss some"
+
+    run(work())
+
+
 def test_concurrent_streams_equal_llm_token_for_token(make: Callable[..., AsyncEngine], loaded: LoadedModel) -> None:
     """With a pool so small that requests are preempted."""
     prompts = [prompt_of(i) for i in range(20)]

@@ -365,3 +365,51 @@ def test_counters(engine: Engine) -> None:
     assert (counters.num_prompt_tokens, counters.num_generated_tokens) == (100, 48)
     assert counters.num_cached_tokens == first.num_cached_tokens + second.num_cached_tokens > 0
     assert counters.num_steps >= 2 * 25 and counters.scheduler_time > 0 and counters.execute_time > 0
+
+
+# ------------------------------------------------------------------------------------------------ stream interval
+
+
+def lengths(outputs: list[RequestOutput]) -> list[int]:
+    return [len(output.token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_an_interval_spaces_outputs_out_but_for_the_first_token_and_the_end(loaded: LoadedModel, eager: bool) -> None:
+    plain = Engine(loaded, num_blocks=64, block_size=4)
+    spaced = Engine(loaded, num_blocks=64, block_size=4, stream_interval=5)
+    whole = run(plain, GREEDY)[-1]
+    snapshots = run(spaced, GREEDY, eager=eager)
+    assert lengths(snapshots) == [1, 6, 11, 16, 21, 24]
+    deltas = run(spaced, dataclasses.replace(GREEDY, output_kind=RequestOutputKind.DELTA, logprobs=0), eager=eager)
+    assert lengths(deltas) == [1, 5, 5, 5, 5, 3] == [len(delta.outputs[0].logprobs or ()) for delta in deltas]
+    assert [token for delta in deltas for token in delta.token_ids] == whole.token_ids == snapshots[-1].token_ids
+    assert "".join(delta.text for delta in deltas) == whole.text
+    assert [output.finished for output in deltas] == [False] * 5 + [True]
+    final = run(spaced, dataclasses.replace(GREEDY, output_kind=RequestOutputKind.FINAL_ONLY), eager=eager)
+    assert lengths(final) == [24]
+
+
+def test_a_request_may_ask_for_a_longer_interval_not_for_a_shorter_one(loaded: LoadedModel) -> None:
+    engine = Engine(loaded, num_blocks=64, block_size=4, stream_interval=4)
+    assert lengths(run(engine, dataclasses.replace(GREEDY, stream_interval=10))) == [1, 11, 21, 24]
+    assert lengths(run(engine, dataclasses.replace(GREEDY, stream_interval=2))) == [1, 5, 9, 13, 17, 21, 24]
+
+
+def test_a_stop_string_and_an_abort_do_not_wait_for_the_interval(loaded: LoadedModel) -> None:
+    engine = Engine(loaded, num_blocks=64, block_size=4, stream_interval=50)
+    whole = run(engine, GREEDY)[-1]
+    character = whole.text[9]
+    stopped = run(engine, dataclasses.replace(GREEDY, stop=[character], output_kind=RequestOutputKind.DELTA))
+    assert "".join(output.text for output in stopped) == whole.text[: whole.text.index(character)]
+    engine.add_request("b", PROMPT, dataclasses.replace(GREEDY, output_kind=RequestOutputKind.DELTA))
+    outputs = [output for _ in range(4) for output in engine.step()]
+    last = engine.abort("b")
+    assert last is not None and lengths([*outputs, last]) == [1, 3]
+    engine.step()
+
+
+@pytest.mark.parametrize("interval", [0, True, 2.0])
+def test_an_interval_that_cannot_be_is_refused(loaded: LoadedModel, interval: Any) -> None:
+    with pytest.raises(ValueError, match="stream_interval is"):
+        Engine(loaded, num_blocks=64, stream_interval=interval)

@@ -81,6 +81,8 @@ def test_defaults_are_those_of_vllm() -> None:
         ("stop", 0),
         ("ignore_eos", "yes"),
         ("detokenize", None),
+        ("stream_interval", 0),
+        ("stream_interval", 1.5),
         ("repetition_detection", (3, 1, 2)),
         ("output_kind", "delta"),
     ],
