@@ -30,8 +30,8 @@ class Part:
 
 PARTS = (
     Part("schedule", "pointsman.engine.engine:Engine", "schedule"),
-    Part("execute", "pointsman.engine.engine:Engine", "execute"),
     Part("execute: prepare inputs", "pointsman.engine.model_runner:ModelRunner", "prepare"),
+    Part("execute: run", "pointsman.engine.model_runner:ModelRunner", "run"),
     Part("execute: model", "pointsman.engine.model_runner", "run_model"),
     Part("execute: sampling", "pointsman.engine.sampler:Sampler", "run"),
     Part("update", "pointsman.engine.engine:Engine", "update"),

@@ -117,6 +117,10 @@ KNOBS: dict[str, Any] = {
     "max_num_batched_tokens": Annotated[
         int | None, typer.Option(help="Most tokens that a step computes [default: 512].")
     ],
+    "max_steps_in_flight": Annotated[
+        int | None,
+        typer.Option(help="2: the next step is scheduled while one executes (asynchronous scheduling) [default: 1]."),
+    ],
     "order": Annotated[str | None, typer.Option(metavar="NAME", help="fcfs or priority [default: fcfs].")],
     "victim": Annotated[
         str | None,

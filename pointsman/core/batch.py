@@ -38,6 +38,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 PREFILLING = 1  # no sample has been scheduled since its admission: known tokens are left to compute
 CUSTOM_STOP = 2  # several stop tokens, or repetitions: tested one by one
+NOT_AHEAD = 4  # none of its steps is scheduled while a sample of it is in flight
 
 NO_TOKEN = MAX_INT + 1  # larger than any token id, so that it equals none
 RING = 256  # a power of two; one flush per row and 256 tokens
@@ -113,6 +114,7 @@ class Batch:
         self._fenced_rows: list[tuple[int, int]] = []  # (last step that names the row, row)
         self.num_prefilling = 0
         self.num_custom_stops = 0
+        self.num_not_ahead = 0
         self._least_ring_room = 0  # so many appends can surely go by before a ring is full
         self.members = Members(self, np.zeros(0, dtype=np.int64), [])
 
@@ -138,8 +140,9 @@ class Batch:
         self.eos_token_id[row] = next(iter(stops)) if stops and not custom else NO_TOKEN
         self.priority[row] = request.priority
         self.serial[row] = request.serial
-        self.flags[row] = CUSTOM_STOP if custom else 0
+        self.flags[row] = (CUSTOM_STOP if custom else 0) | (0 if request.runs_ahead else NOT_AHEAD)
         self.num_custom_stops += custom
+        self.num_not_ahead += not request.runs_ahead
         # `last_tokens` finds the newest token in the ring even before the first sample.
         self.recent_tokens[row, (num_tokens - 1) & RING_MASK] = request.last_token_id
         self._least_ring_room = min(self._least_ring_room, RING - (num_tokens & RING_MASK))
@@ -161,7 +164,7 @@ class Batch:
             row = request.row
             assert row is not None
             self.flush(row, request)
-            self.clear_flags(row, PREFILLING | CUSTOM_STOP)
+            self.clear_flags(row, PREFILLING | CUSTOM_STOP | NOT_AHEAD)
             self.serial[row] = 0
             request.leave_row(int(self.num_computed_tokens[row]), int(self.num_pending[row]))
             if last_step is None:
@@ -217,6 +220,7 @@ class Batch:
         held = int(self.flags[row]) & mask
         self.num_prefilling -= bool(held & PREFILLING)
         self.num_custom_stops -= bool(held & CUSTOM_STOP)
+        self.num_not_ahead -= bool(held & NOT_AHEAD)
         self.flags[row] &= ~np.uint8(mask)
 
     # ------------------------------------------------------------------ tokens

@@ -42,7 +42,8 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 8192
     """Token budget: most tokens that one step computes, over all requests."""
     max_steps_in_flight: int = 1
-    """How many outputs of `schedule` may be without their `update`; 1 is synchronous."""
+    """How many outputs of `schedule` may be without their `update`; 1 is synchronous. With more, the host schedules the
+    next step while it still executes one (vLLM's `async_scheduling`)."""
 
     enable_chunked_prefill: bool = True
     """Whether a prompt may be computed over several steps. Off: a prompt starts only if all its uncached

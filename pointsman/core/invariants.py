@@ -15,7 +15,7 @@ from collections import Counter
 
 import numpy as np
 
-from pointsman.core.batch import CUSTOM_STOP, PREFILLING, Batch
+from pointsman.core.batch import CUSTOM_STOP, NOT_AHEAD, PREFILLING, Batch
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import InvariantError
 from pointsman.core.kv_cache import KVCacheManager
@@ -108,7 +108,7 @@ def _check_adapters(config: SchedulerConfig, batch: Batch, life: Lifecycle) -> N
 
 
 def _check_columns(config: SchedulerConfig, batch: Batch, kv: KVCacheManager) -> None:
-    prefilling = custom = 0
+    prefilling = custom = not_ahead = 0
     for row, request in zip(batch.members.rows.tolist(), batch.members.requests, strict=True):
         tokens, computed = int(batch.num_tokens[row]), int(batch.num_computed_tokens[row])
         pending, slots = int(batch.num_pending[row]), int(batch.num_slots[row])
@@ -130,8 +130,12 @@ def _check_columns(config: SchedulerConfig, batch: Batch, kv: KVCacheManager) ->
         _require(seen == request.num_output_tokens, 2, f"{request} was watched for {seen} tokens of its output")
         prefilling += bool(flags & PREFILLING)
         custom += bool(flags & CUSTOM_STOP)
+        not_ahead += bool(flags & NOT_AHEAD)
+        _require(bool(flags & NOT_AHEAD) != request.runs_ahead, 2, f"{request} is flagged wrongly")
+        _require(request.runs_ahead or pending <= 1, 2, f"{request} has {pending} samples in flight")
     _require(prefilling == batch.num_prefilling, 2, "prefilling rows are miscounted")
     _require(custom == batch.num_custom_stops, 2, "rows with their own stop conditions are miscounted")
+    _require(not_ahead == batch.num_not_ahead, 2, "rows that do not run ahead are miscounted")
 
 
 def _check_contents(batch: Batch, kv: KVCacheManager) -> None:

@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.batch import Batch
+from pointsman.core.batch import NOT_AHEAD, Batch
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.reason import Blocked
 from pointsman.core.request import Request
@@ -23,7 +23,7 @@ class Limit(Protocol):
     """One bound on the tokens that a request advances in a step."""
 
     limits_decode: bool
-    """Whether it may hold back a row that wants a single token; if not, steady decoding need not ask it."""
+    """Whether steady decoding, where every row wants a single token, must ask it."""
     revision: int
     """Changes whenever `admit` may answer otherwise than before for the same arguments."""
 
@@ -71,6 +71,23 @@ class FairLongPrefillThreshold(LongPrefillThreshold):
         self._threshold = self.revision = max(self._least, self._budget // max(num_requests, 1))
 
 
+class OneSampleInFlight:
+    """A request that does not run ahead waits for the sample of it that is in flight.
+
+    Steady decoding need not ask: with steps in flight it is not taken where such a request runs.
+    """
+
+    limits_decode = False
+    revision = 0
+
+    def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
+        if batch.num_not_ahead:
+            want[((batch.flags[rows] & NOT_AHEAD) != 0) & (batch.num_pending[rows] > 0)] = 0
+
+    def admit(self, request: Request, want: int) -> int | Blocked:
+        return want
+
+
 def make_limits(config: SchedulerConfig) -> list[Limit]:
     """The limits that the configuration asks for, in the order in which they apply."""
     limits: list[Limit] = []
@@ -78,4 +95,6 @@ def make_limits(config: SchedulerConfig) -> list[Limit]:
     if threshold:
         fair = config.long_prefill_token_threshold_adaptive
         limits.append(FairLongPrefillThreshold(threshold, budget) if fair else LongPrefillThreshold(threshold))
+    if config.max_steps_in_flight > 1:
+        limits.append(OneSampleInFlight())
     return limits

@@ -43,6 +43,7 @@ _REQUEST_FIELDS = (
     "cache_salt",
     "adapter",
     "use_prefix_cache",
+    "runs_ahead",
 )
 _OUTPUT_ARRAYS = (
     "rows",

@@ -45,6 +45,8 @@ class Request:
         adapter: the LoRA that it runs with, as an `Adapter` or (name, version); None: the model alone. Only requests
             with an equal one share cached prefixes.
         use_prefix_cache: False: neither looks up nor publishes blocks.
+        runs_ahead: False: none of its steps is scheduled while a sample of it is in flight, because the host can
+            prepare that step only when it knows the newest token (a grammar, say).
         metadata: the caller's own; never read here.
 
     Raises:
@@ -86,6 +88,7 @@ class Request:
         "repetition_watch",
         "request_id",
         "row",
+        "runs_ahead",
         "sequence_number",
         "serial",
         "status",
@@ -113,6 +116,7 @@ class Request:
         cache_salt: str | None = None,
         adapter: Adapter | tuple[str, int | str] | None = None,
         use_prefix_cache: bool = True,
+        runs_ahead: bool = True,
         metadata: Any = None,
     ) -> None:
         self.request_id = request_id
@@ -131,6 +135,7 @@ class Request:
         self.cache_salt = cache_salt
         self.adapter = None if adapter is None else self._adapter(adapter)
         self.use_prefix_cache = use_prefix_cache
+        self.runs_ahead = runs_ahead
         self.metadata = metadata
         self._check()
 

@@ -124,7 +124,7 @@ class Running:
         rows = members.rows
         count = len(rows)
         pending = batch.num_pending[rows]
-        if in_flight and (batch.num_tokens[rows] + pending >= members.token_limit).any():
+        if in_flight and (batch.num_not_ahead or (batch.num_tokens[rows] + pending >= members.token_limit).any()):
             return None
         computed = batch.num_computed_tokens[rows]
         full = computed >= batch.num_slots[rows]

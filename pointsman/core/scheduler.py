@@ -54,6 +54,9 @@ from pointsman.core.work import Idle, make_work
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
+UNSAMPLED = -1
+"""In the input of a step: a token that an earlier step in flight has yet to sample."""
+
 
 class Scheduler:
     """Continuous batching over a paged KV cache, for any host that can execute a `SchedulerOutput`.
@@ -362,24 +365,50 @@ class Scheduler:
         return len(self._life.in_flight)
 
     @property
+    def oldest_in_flight(self) -> SchedulerOutput | None:
+        """The output that `update` takes next; None: no step is in flight."""
+        return self._life.in_flight[0].output if self._life.in_flight else None
+
+    @property
+    def has_unreported_ends(self) -> bool:
+        """Whether the next output tells of a request's end; until then its id is in use."""
+        return bool(self._life.finished)
+
+    def can_advance(self) -> bool:
+        """Whether a step that is scheduled now may have anything to run: a request is queued, or a running one lacks a
+        token that no step in flight computes, and no pause holds it up. For hosts that run ahead and would rather not
+        run empty steps.
+        """
+        if self.pause_mode is PauseMode.ALL:
+            return False
+        return bool((self.pause_mode is None and len(self._life.queue)) or self._running.wants()[1].any())
+
+    @property
     def block_table(self) -> Int32Array:
         """int32 [rows, blocks]: row `output.rows[i]` is request i's table. Read it only until the next call."""
         return self._batch.block_table
 
-    def input_token_ids(self, output: SchedulerOutput) -> Int32Array:
+    def input_token_ids(self, output: SchedulerOutput, *, allow_unsampled: bool = False) -> Int32Array:
         """[total_num_scheduled_tokens] int32: the tokens that a step computes, row after row.
 
+        Args:
+            allow_unsampled: put `UNSAMPLED` for tokens that an earlier step in flight has yet to sample; the host has
+                them itself when it executes the step.
+
         Raises:
-            StepOrderError: an earlier step in flight has yet to sample one of them; the host has it itself.
+            StepOrderError: there are such tokens, and they are not allowed.
         """
         if output.num_rows == 0:
             return np.zeros(0, dtype=np.int32)
         last = self._batch.last_tokens(output.rows)
         counts = output.num_scheduled_tokens
-        if np.count_nonzero(output.num_computed_tokens + counts > self._batch.num_tokens[output.rows]):
-            raise StepOrderError(
-                f"step {output.step_id} computes tokens that an earlier step in flight has yet to sample"
-            )
+        unsampled = output.num_computed_tokens + counts > self._batch.num_tokens[output.rows]
+        if np.count_nonzero(unsampled):
+            if not allow_unsampled:
+                raise StepOrderError(
+                    f"step {output.step_id} computes tokens that an earlier step in flight has yet to sample"
+                )
+            last[unsampled] = UNSAMPLED
         chunks = ((counts > 1) | (output.num_computed_tokens + 1 < self._batch.num_tokens[output.rows])).nonzero()[0]
         if len(chunks) == 0:
             return last

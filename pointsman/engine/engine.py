@@ -6,8 +6,9 @@
         for output in engine.step():
             print(output.request_id, output.text)
 
-One thread owns an engine. `step` is the scheduler's `schedule`, the runner's `execute` and the scheduler's `update`;
-everything else here makes requests of prompts; tokens become text in the `OutputProcessor`.
+One thread owns an engine. `step` is the scheduler's `schedule`, the model, and the scheduler's `update`, with as many
+steps in flight as `max_steps_in_flight` says (`steps_in_flight.py`); everything else here makes requests of prompts;
+tokens become text in the `OutputProcessor`.
 """
 
 from __future__ import annotations
@@ -15,16 +16,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pointsman.core import FinishReason, ParkReason, Request, Scheduler, SchedulerConfig, SchedulerOutput
-from pointsman.core.errors import StepOrderError
 from pointsman.engine import deadlines
 from pointsman.engine.allocation import give_back_freed_pages, keep_freed_pages
-from pointsman.engine.errors import EngineStepError, GrammarError
+from pointsman.engine.errors import GrammarError
 from pointsman.engine.grammar_compiler import GrammarCompiler
 from pointsman.engine.grammar_process import DEFAULT_TIMEOUT, GrammarLimits
 from pointsman.engine.kv_pool import KVPool, choose_kv_dtype, choose_num_blocks
@@ -35,6 +34,7 @@ from pointsman.engine.output_processor import OutputProcessor
 from pointsman.engine.pausing import PauseChoice, Pausing
 from pointsman.engine.request_checks import check_request_id, checked_token_ids
 from pointsman.engine.sampling_params import SamplingParams
+from pointsman.engine.steps_in_flight import StepsInFlight
 from pointsman.engine.threads import set_num_threads
 from pointsman.engine.tokenizing import encode
 
@@ -65,7 +65,7 @@ class EngineCounters:
     scheduler_time: float = 0.0
     """Seconds in the scheduler's `schedule` and `update`."""
     execute_time: float = 0.0
-    """Seconds in which the model ran, or the host waited for it."""
+    """Seconds in which the engine's thread prepared steps, ran the model or waited for it."""
 
 
 class Engine:
@@ -110,6 +110,7 @@ class Engine:
         max_num_seqs: int = 64,
         max_num_active_seqs: int | None = None,
         max_num_batched_tokens: int = 512,
+        max_steps_in_flight: int = 1,
         order: str | Order = "fcfs",
         batching: Literal["mixed", "static"] = "mixed",
         watermark: float = 0.0,
@@ -155,6 +156,7 @@ class Engine:
             max_num_seqs=max_num_seqs,
             max_num_active_seqs=max_num_active_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            max_steps_in_flight=max_steps_in_flight,
             enable_chunked_prefill=enable_chunked_prefill,
             long_prefill_token_threshold=long_prefill_token_threshold,
             long_prefill_token_threshold_adaptive=long_prefill_token_threshold_adaptive,
@@ -182,6 +184,7 @@ class Engine:
         self.last_output: SchedulerOutput | None = None
         """The last step's decisions, for displays."""
         self.counters = EngineCounters()
+        self.steps = StepsInFlight(self.scheduler, self.runner, self.schedule, clock, self.counters)
         self.outputs = OutputProcessor(self.loaded.tokenizer, self.counters, stream_interval)
         self.grammars = GrammarCompiler(
             self.loaded.tokenizer,
@@ -311,6 +314,7 @@ class Engine:
             cache_salt=cache_salt,
             # The logprobs of a prompt token need the logits before it, which a cached prefix does not compute.
             use_prefix_cache=params.prompt_logprobs is None,
+            runs_ahead=not is_structured,  # a grammar says what may follow a token when it has seen the token
             metadata=params,
         )
         return request
@@ -372,12 +376,13 @@ class Engine:
         return output
 
     def has_unfinished_requests(self) -> bool:
-        """Whether any request waits or runs."""
-        return self.scheduler.has_unfinished_requests()
+        """Whether any request waits or runs, or a step is in flight that nobody has collected."""
+        return len(self.steps) > 0 or self.scheduler.has_unfinished_requests()
 
     def has_runnable_requests(self) -> bool:
-        """Whether any of them could run: one that is neither parked nor held up by a pause."""
-        return self.scheduler.has_runnable_requests()
+        """Whether there is anything to do: a step in flight, or a request that is neither parked nor held up by a
+        pause."""
+        return len(self.steps) > 0 or self.scheduler.has_runnable_requests()
 
     # -------------------------------------------------------------------------------------------------- pausing
 
@@ -416,7 +421,7 @@ class Engine:
     # -------------------------------------------------------------------------------------------------- steps
 
     def step(self) -> list[RequestOutput]:
-        """Run one step: `schedule`, `execute`, `update`.
+        """Finish a step: schedule as many as may be in flight, wait for the oldest, and `update`.
 
         Returns:
             The requests that got a token or ended in it.
@@ -427,19 +432,32 @@ class Engine:
         """
         if self.grammars.num_waiting and not self.has_runnable_requests():
             self.grammars.wait(GRAMMAR_PATIENCE)
-        num_in_flight = self.scheduler.num_steps_in_flight
+        self.steps.void_if_broken_off()
         try:
-            output = self.schedule()
-            return self.update(output, self.execute(output))
+            return self.update(*self.steps.run_oldest())
         except BaseException:
-            self.loaded.context.end()
-            if self.scheduler.num_steps_in_flight > num_in_flight and self.last_output is not None:
-                with suppress(StepOrderError):  # the step is not the last output: `schedule` itself was broken off
-                    self.scheduler.fail(self.last_output, self.clock())
+            self.steps.void()
             raise
 
+    def finish_steps(self) -> list[RequestOutput]:
+        """Take in every step in flight, and schedule no further one.
+
+        Raises:
+            EngineStepError: as for `step`.
+        """
+        outputs: list[RequestOutput] = []
+        while len(self.steps):
+            outputs += self.update(*self.steps.collect())
+        return outputs
+
+    def close(self) -> None:
+        """Take back the steps in flight, and end the thread that executes them, if there is one. A further step starts
+        another.
+        """
+        self.steps.close()
+
     def schedule(self) -> SchedulerOutput:
-        """Decide what runs in the next step. Every output must reach `execute` and `update`, in order."""
+        """Decide what runs in the next step. Every output must reach the model and `update`, in order."""
         started = time.perf_counter()
         self._unreported += self.end_overdue()  # before they cost anything
         if self.grammars.num_waiting:
@@ -451,24 +469,6 @@ class Engine:
         self.counters.num_steps += 1
         self.counters.scheduler_time += time.perf_counter() - started
         return output
-
-    def execute(self, output: SchedulerOutput) -> StepExecution:
-        """Run the model on a scheduled step.
-
-        Raises:
-            EngineStepError: the model failed. The step, and any scheduled after it, is void: the scheduler is as it
-                was before it, and `schedule` decides anew.
-        """
-        started = time.perf_counter()
-        try:
-            execution = self.runner.execute(output)
-        except BaseException as error:  # also KeyboardInterrupt: whatever happens, the decision must not stand
-            self.scheduler.fail(output, self.clock())
-            if not isinstance(error, Exception):
-                raise
-            raise EngineStepError(f"step {output.step_id} failed: {type(error).__name__}: {error}") from error
-        self.counters.execute_time += time.perf_counter() - started
-        return execution
 
     def update(self, output: SchedulerOutput, execution: StepExecution) -> list[RequestOutput]:
         """Take in what came back from the model for the oldest step in flight.

@@ -1,6 +1,6 @@
 """The thread that owns an engine, and the inbox through which all others reach it.
 
-    loop:  messages from the inbox -> schedule -> execute -> update -> snapshots into mailboxes, one ring per port
+    loop:  messages from the inbox -> schedule -> model -> update -> snapshots into mailboxes, one ring per port
 
 Messages are handled between steps, in the order in which they were sent, so nothing here or in the scheduler needs a
 lock. Without work the thread blocks on the inbox. It ends in one of two ways, and either way whoever waits is told:
@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakSet
@@ -29,6 +30,7 @@ from pointsman.engine.mailbox import Mailbox, Port
 from pointsman.engine.messages import Abandon, Add, Call, Expect, GrammarDone, Message, Stop
 from pointsman.engine.output import RequestOutput
 from pointsman.engine.stats_log import StatsLogger
+from pointsman.engine.step_worker import EXIT_PATIENCE  # its thread ends after the one here, which may wait for it
 from pointsman.engine.threads import release_helper_threads
 
 if TYPE_CHECKING:
@@ -36,9 +38,6 @@ if TYPE_CHECKING:
     from pointsman.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
-
-EXIT_PATIENCE = 10.0
-"""Seconds that the interpreter's exit waits for a step in progress."""
 
 SECONDS_TO_IDLE = 1.0
 """Without work, after which freed memory goes back to the system."""
@@ -87,7 +86,6 @@ class EngineThread:
         self._loops_checked = 0.0
         self._num_failures = 0  # in a row
         self._has_computed = False  # since freed memory was last given back
-        self._has_unreported_ends = False  # ids of requests that ended are free only with the next step
         self._stop: Stop | None = None
         self._gate = threading.RLock()  # a message is sent, or the inbox is closed; held for no longer than that
         self._is_draining = False
@@ -184,6 +182,11 @@ class EngineThread:
     def _has_work(self) -> bool:
         return self._has_unreported_ends or self._engine.has_runnable_requests()
 
+    @property
+    def _has_unreported_ends(self) -> bool:
+        """Whether ids of requests that ended are free only with the next output."""
+        return self._engine.scheduler.has_unreported_ends
+
     def _is_over(self) -> bool:
         if self._stop is None:
             return False
@@ -198,10 +201,9 @@ class EngineThread:
         too many.
         """
         engine = self._engine
+        self._has_computed = True
         try:
-            output = engine.schedule()
-            self._has_computed = True
-            execution = engine.execute(output)
+            output, execution = engine.steps.run_oldest()
         except EngineStepError as error:
             self._num_failures += 1
             if self._num_failures > self._max_step_retries:
@@ -209,7 +211,6 @@ class EngineThread:
             logger.warning("%s; retry %d of %d", error, self._num_failures, self._max_step_retries)
             return False
         self._num_failures = 0
-        self._has_unreported_ends = False  # this output told of them
         engine.update(output, execution)  # delivers
         if self._on_step is not None:
             self._on_step(output)
@@ -298,8 +299,8 @@ class EngineThread:
         self._adding = mailbox  # whatever happens below reaches it
         request = self._try_to_add(message)
         if isinstance(request, DuplicateRequest) and self._has_unreported_ends and request_id not in self._readers:
-            while not self._step():  # for its consumer the id's last request is over: let the next output tell of it
-                pass
+            while self._has_unreported_ends:  # for its consumer the id's last request is over: an output must tell
+                self._step()
             request = self._try_to_add(message)
         if isinstance(request, BaseException):
             mailbox.fail(request)
@@ -353,7 +354,6 @@ class EngineThread:
 
     def _deliver(self, output: RequestOutput) -> None:
         if output.finished:
-            self._has_unreported_ends = True
             reader = self._readers.pop(output.request_id, None)
         else:
             reader = self._readers.get(output.request_id)
@@ -402,6 +402,8 @@ class EngineThread:
     def _abort_all(self) -> None:
         for request_id in list(self._readers):
             self._engine.abort(request_id)
+        with suppress(EngineStepError):  # nobody waits for it any more
+            self._engine.finish_steps()
         self._ring()
         if self._stats_log is not None:
             self._stats_log.flush()
@@ -414,6 +416,7 @@ class EngineThread:
         self._engine.grammars.notify = None
         self._engine.grammars.close()
         self._engine.pausing.fail(self.dead_error())
+        self._engine.close()
         waiting = [reader.mailbox for reader in self._readers.values()]
         for mailbox in waiting if self._adding is None else [*waiting, self._adding]:
             self._fail(mailbox)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,6 +17,7 @@ from typing import Any, TypeAlias
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from pointsman.engine.engine import Engine
+from pointsman.engine.errors import EngineStepError
 from pointsman.engine.interruption import Interruption, noted_interrupts
 from pointsman.engine.model_loader import LoadedModel
 from pointsman.engine.output import RequestOutput
@@ -194,6 +196,8 @@ class LLM:
     def _abort_all(self, ids: Sequence[str]) -> None:
         for request_id in ids:
             self.engine.abort(request_id)
+        with suppress(EngineStepError):  # nobody wants what they give
+            self.engine.finish_steps()
 
 
 def _params_per_prompt(

@@ -9,12 +9,18 @@ text's end, nothing else is asked.
 Nothing here depends on the history of the engine: what has been counted is brought up to the tokens that the request
 has now, and if an admission is new (after a preemption, say), counted anew. So a request samples the same tokens alone,
 batched, preempted, or in a step that failed and is repeated.
+
+With several steps in flight the newest tokens of a request may be unknown when a step is prepared. Penalties and bad
+words then wait, with all that is known, for the moment before the step is executed (`UnfinishedEdit`); requests with a
+grammar never run ahead of their tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +34,9 @@ from pointsman.engine.sampling_batch import Float32Array, has_penalties
 from pointsman.engine.sampling_params import SamplingParams
 
 MINUS_INFINITY = float("-inf")
+
+Finish: TypeAlias = "Callable[[LogitEdits, list[int]], None]"
+"""Adds an edit, given the request's newest tokens, which were unknown before."""
 
 
 class TokenCounts:
@@ -125,6 +134,7 @@ class EditedRow:
             GrammarError: there is a grammar, and it cannot say what may follow.
         """
         num_output = position - self._request.num_prompt_tokens
+        num_missing = max(0, num_output - self._request.num_output_tokens)
         if self._grammar is not None:
             if self._constrain(self._grammar, row, num_output, edits):
                 return
@@ -134,13 +144,15 @@ class EditedRow:
             edits.allow(row, self._allowed)
         if self._bad_words:
             start = max(0, num_output - self._num_starting)
-            edits.mask(row, self._completing(output_since(self._request, start)[: num_output - start].tolist()))
+            known = output_since(self._request, start)[: num_output - start].tolist() if self._num_starting else []
+            finish = partial(self._mask_bad_words, row, known)
+            edits.add(row, num_missing if self._num_starting else 0, finish)
         if num_output < self._params.min_tokens:
             edits.mask(row, self._stop_ids)
         if len(self._bias_ids):
             edits.bias(row, self._bias_ids, self._bias_values)
         if has_penalties(self._params):
-            self._penalize(row, num_output, edits)
+            edits.add(row, num_missing, self._prepare_penalties(row, num_output))
 
     def _constrain(self, grammar: RequestGrammar, row: int, num_output: int, edits: LogitEdits) -> bool:
         """Let the grammar say what may follow the output; whether that is nothing but the end."""
@@ -150,6 +162,10 @@ class EditedRow:
         new = output_since(self._request, known)[: num_output - known].tolist() if known < num_output else ()
         return grammar.mask(new, row, edits.token_masks(self._vocab_size))
 
+    def _mask_bad_words(self, row: int, known: list[int], edits: LogitEdits, newest: list[int]) -> None:
+        """`known` and `newest` are the end of the output."""
+        edits.mask(row, self._completing([*known, *newest]))
+
     def _completing(self, output: list[int]) -> Int64Array:
         """The last tokens of bad words whose other tokens end the output, of which the end suffices."""
         found = []
@@ -158,7 +174,8 @@ class EditedRow:
                 found.append(last)
         return _unique(found, self._vocab_size)
 
-    def _penalize(self, row: int, num_output: int, edits: LogitEdits) -> None:
+    def _prepare_penalties(self, row: int, num_output: int) -> Finish:
+        """Count the output that is known; what penalises it, and the newest tokens, once they are known, too."""
         params = self._params
         if self._counts is None or self._num_counted > num_output:
             self._counts = TokenCounts(self._vocab_size)
@@ -170,9 +187,40 @@ class EditedRow:
             self._counts.add(new)
             self._num_counted += len(new)
         token_ids = self._counts.known.copy()
-        counts = self._counts.counts[token_ids]
-        subtracted = counts * params.frequency_penalty + (counts > 0) * params.presence_penalty
-        edits.penalize(row, token_ids, params.repetition_penalty, subtracted.astype(np.float32))
+        return partial(_penalize, row, params, token_ids, self._counts.counts[token_ids], self._vocab_size)
+
+
+def _penalize(
+    row: int,
+    params: SamplingParams,
+    token_ids: Int64Array,
+    counts: npt.NDArray[np.int32],
+    vocab_size: int,
+    edits: LogitEdits,
+    newest: list[int],
+) -> None:
+    """Penalise the tokens that occur: `token_ids` in the prompt or `counts` times in the output, and the `newest`."""
+    for token in newest:
+        if token < vocab_size:
+            at = (token_ids == token).nonzero()[0]
+            if not len(at):
+                at, token_ids, counts = len(token_ids), np.append(token_ids, token), np.append(counts, np.int32(0))
+            counts[at] += 1
+    subtracted = counts * params.frequency_penalty + (counts > 0) * params.presence_penalty
+    edits.penalize(row, token_ids, params.repetition_penalty, subtracted.astype(np.float32))
+
+
+@dataclass(slots=True)
+class UnfinishedEdit:
+    """An edit that depends on tokens which were yet to be sampled when the step was prepared."""
+
+    row: int
+    """Of the logits."""
+    num_missing: int
+    """How many tokens before the one to be drawn were unknown."""
+    finish: Finish
+    sources: Int64Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """[num_missing] where they will be, see `SampledTokens`; set by whoever executes the step."""
 
 
 class LogitEdits:
@@ -184,6 +232,7 @@ class LogitEdits:
 
     def __init__(self, num_rows: int = 1) -> None:
         self._num_rows = num_rows
+        self.unfinished: list[UnfinishedEdit] = []
         self._token_masks: TokenMasks | None = None
         self._allowed: list[tuple[int, Int64Array]] = []
         self._masks = _Places()
@@ -191,7 +240,21 @@ class LogitEdits:
         self._penalties = _Places()
 
     def __bool__(self) -> bool:
-        return bool(self._allowed or self._masks or self._biases or self._penalties or self._token_masks)
+        found = self._allowed or self._masks or self._biases or self._penalties or self._token_masks or self.unfinished
+        return bool(found)
+
+    def add(self, row: int, num_missing: int, finish: Finish) -> None:
+        """An edit that depends on the newest tokens of the request, of which `num_missing` are not known yet."""
+        if num_missing:
+            self.unfinished.append(UnfinishedEdit(row, num_missing, finish))
+        else:
+            finish(self, [])
+
+    def finish(self, get_tokens: Callable[[Int64Array], Int64Array]) -> None:
+        """Add the unfinished edits; their tokens are known now."""
+        for edit in self.unfinished:
+            edit.finish(self, get_tokens(edit.sources).tolist())
+        self.unfinished.clear()
 
     def token_masks(self, vocab_size: int) -> TokenMasks:
         """Where grammars put the tokens that they allow."""

@@ -3,7 +3,8 @@
     prepared  = runner.prepare(output)     reads the scheduler and the requests: block tables, input tokens, sampling
     execution = runner.run(prepared)       reads only what was prepared: forward pass, sampling, log probabilities
 
-so the scheduler may be asked for the next step while `run` executes; `execute` is one after the other.
+so the scheduler may be asked for the next step while `run` executes, also in another thread; `execute` is one after
+the other. A step whose input an earlier one has yet to sample says where the token will be (`sampled_tokens.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from pointsman.core.output import SchedulerOutput, StepResult
+from pointsman.core.scheduler import UNSAMPLED
 from pointsman.engine.attention import AttentionBackend, PagedBatch
 from pointsman.engine.errors import NOTHING_LEFT
 from pointsman.engine.kv_pool import KVPool
@@ -26,6 +28,7 @@ from pointsman.engine.logprobs import PromptLogprobs, TokenLogprobs, token_logpr
 from pointsman.engine.model_check import lengthened, run_model
 from pointsman.engine.model_loader import LoadedModel
 from pointsman.engine.race import Int64Array
+from pointsman.engine.sampled_tokens import SampledTokens
 from pointsman.engine.sampler import Sampled, Sampler
 from pointsman.engine.sampling_batch import SamplingBatch
 
@@ -63,6 +66,20 @@ class PreparedStep:
     logits_at: Int64Array
     """Flat positions whose logits are wanted: first the s that are sampled from, then those of `prompt_chunks`."""
     prompt_chunks: Sequence[PromptChunk] = ()
+    links: StepLinks | None = None
+    """How it hangs together with other steps in flight; None: there are none."""
+
+
+@dataclass(slots=True)
+class StepLinks:
+    """Tokens that a step takes from those before it and leaves for those behind it, as places in `SampledTokens`."""
+
+    sampled: Int64Array
+    """[s] for the tokens that the step samples."""
+    unsampled: Int64Array
+    """[u] flat positions of input tokens that were yet to be sampled when the step was prepared;"""
+    sources: Int64Array
+    """[u] and where they will be."""
 
 
 @dataclass(slots=True)
@@ -102,6 +119,8 @@ class ModelRunner:
         self.sampler = Sampler(loaded.vocab_size, seed, loaded.tokenizer, loaded.model.device)
         self.backend = backend or loaded.attention
         self._fills_rows = self.backend.leaves_out_rows and loaded.rows_are_independent
+        num_steps = scheduler.config.max_steps_in_flight
+        self._sampled_tokens = SampledTokens(num_steps) if num_steps > 1 else None
 
     def execute(self, output: SchedulerOutput) -> StepExecution:
         """Compute the step: KV of every scheduled token, one sampled token per row with `samples`.
@@ -120,7 +139,8 @@ class ModelRunner:
         """Read what the step needs from the scheduler; call it before the scheduler is called again.
 
         Raises:
-            StepOrderError: a token of the step has yet to be sampled by one before it.
+            StepOrderError: a token of the step has yet to be sampled by one before it, though only one step may be in
+                flight.
         """
         batch = PagedBatch.build(
             output.num_scheduled_tokens,
@@ -130,10 +150,12 @@ class ModelRunner:
         )
         sampling = output.samples.nonzero()[0]
         sampling_batch = self.sampler.prepare(output, sampling, batch.kv_lens[sampling])
+        sampled = self._sampled_tokens
+        token_ids = self.scheduler.input_token_ids(output, allow_unsampled=sampled is not None).astype(np.int64)
         prepared = PreparedStep(
             num_rows=output.num_rows,
             batch=batch,
-            token_ids=torch.from_numpy(self.scheduler.input_token_ids(output).astype(np.int64)),
+            token_ids=torch.from_numpy(token_ids),
             positions=torch.from_numpy(batch.positions),
             sampling=sampling,
             sampling_batch=sampling_batch,
@@ -141,6 +163,8 @@ class ModelRunner:
         )
         if sampling_batch.prompt_logprobs:
             self._prepare_prompt_logprobs(output, prepared)
+        if sampled is not None:
+            prepared.links = _links(output, prepared, sampled)
         return prepared
 
     @staticmethod
@@ -170,12 +194,22 @@ class ModelRunner:
         if prepared.num_rows == 0:
             return StepExecution(StepResult(token_ids=np.empty(0, dtype=np.int64)))
         started = time.perf_counter()
+        if prepared.links is not None:
+            self._take_sampled(prepared, prepared.links)
         logits = self._forward(prepared)
         execution = self._sample(prepared, logits[: len(prepared.sampling)])
         if prepared.prompt_chunks:
             execution.prompt_logprobs = _prompt_logprobs(prepared, logits[len(prepared.sampling) :])
         execution.result.step_time = time.perf_counter() - started
         return execution
+
+    def _take_sampled(self, prepared: PreparedStep, links: StepLinks) -> None:
+        """Fill in what was yet to be sampled when the step was prepared."""
+        assert self._sampled_tokens is not None
+        if len(links.unsampled):
+            prepared.token_ids.numpy()[links.unsampled] = self._sampled_tokens.get(links.sources)
+        if prepared.sampling_batch.edits is not None:
+            prepared.sampling_batch.edits.finish(self._sampled_tokens.get)
 
     def _forward(self, prepared: PreparedStep) -> Tensor:
         """Logits [len(logits_at), vocab_size]."""
@@ -201,10 +235,30 @@ class ModelRunner:
         if not len(sampling):
             return StepExecution(StepResult(token_ids=np.empty(0, dtype=np.int64)))
         sampled = self.sampler.run(logits, prepared.sampling_batch)
+        if prepared.links is not None and self._sampled_tokens is not None:
+            self._sampled_tokens.put(prepared.links.sampled, sampled.token_ids)
         if sampled.ok.all():
             return StepExecution(StepResult(token_ids=sampled.token_ids), sampled.logprobs)
         result = StepResult(token_ids=sampled.token_ids[sampled.ok], errors=_errors(prepared, logits, sampled))
         return StepExecution(result, sampled.logprobs)
+
+
+def _links(output: SchedulerOutput, prepared: PreparedStep, tokens: SampledTokens) -> StepLinks:
+    """Where a step's tokens come from and go to, while several are in flight."""
+    batch, sampling = prepared.batch, prepared.sampling
+    rows = output.rows.astype(np.int64)
+    unsampled = (prepared.token_ids.numpy() == UNSAMPLED).nonzero()[0]
+    row_indices = np.searchsorted(batch.query_starts, unsampled, side="right") - 1
+    edits = prepared.sampling_batch.edits
+    if edits is not None:
+        for edit in edits.unfinished:
+            index, end = sampling[edit.row], int(batch.kv_lens[sampling[edit.row]])
+            edit.sources = tokens.places(rows[index], np.arange(end - edit.num_missing, end))
+    return StepLinks(
+        sampled=tokens.places(rows[sampling], batch.kv_lens[sampling]),
+        unsampled=unsampled,
+        sources=tokens.places(rows[row_indices], batch.positions[unsampled]),
+    )
 
 
 def _errors(prepared: PreparedStep, logits: Tensor, sampled: Sampled) -> dict[int, str]:

@@ -152,6 +152,7 @@ def test_a_file_may_set_every_option_but_secrets(tmp_path: Path) -> None:
         "max_num_seqs": "8",
         "max_num_active_seqs": "6",
         "max_num_batched_tokens": "64",
+        "max_steps_in_flight": "2",
         "order": "priority",
         "victim": "latest",
         "displace": "true",

@@ -191,6 +191,58 @@ def test_chunks_of_one_prompt_may_be_in_flight_together() -> None:
     assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 3)
 
 
+def test_a_request_that_does_not_run_ahead_waits_for_its_sample_while_others_go_on() -> None:
+    """Alone, beside a steadily decoding row, and beside a prompt in chunks; again after a preemption."""
+    host = Host(max_steps_in_flight=2, max_num_batched_tokens=8)
+    request = host.add("a", 12, max_tokens=9, runs_ahead=False)
+    host.add("b", 2, max_tokens=9)
+    outputs = [host.schedule(), host.schedule()]
+    assert [tokens_of(output) for output in outputs] == [{"a": 8}, {"a": 4, "b": 2}], "its chunks need no sample"
+    host.update(outputs[0])
+    third = host.schedule()
+    host.update(outputs[1])
+    host.add("c", 10, max_tokens=1)
+    fourth = host.schedule()
+    host.update(third)
+    fifth = host.schedule()
+    assert [tokens_of(output) for output in (third, fourth, fifth)] == [
+        {"b": 1},
+        {"a": 1, "b": 1, "c": 6},
+        {"b": 1, "c": 4},
+    ]
+    host.park("a")
+    host.ready("a")
+    for output in (fourth, fifth):
+        host.update(output)
+    outputs = [host.schedule(), host.schedule()]
+    assert "a" in names(outputs[0].admitted) and "a" not in tokens_of(outputs[1])
+    for output in outputs:
+        host.update(output)
+    host.run_to_end()
+    assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 9)
+
+
+def test_whether_a_further_step_would_have_anything_to_run() -> None:
+    host = Host(max_steps_in_flight=3)
+    assert not host.scheduler.can_advance()
+    host.add("a", 4, max_tokens=2)
+    host.add("b", 4, max_tokens=9, runs_ahead=False)
+    assert host.scheduler.can_advance(), "two are queued"
+    first = host.schedule()
+    assert host.scheduler.can_advance(), "a runs ahead"
+    second = host.schedule()
+    assert tokens_of(second) == {"a": 1}
+    assert not host.scheduler.can_advance(), "a ends with what is in flight, and b must know its token"
+    host.update(first)
+    assert host.scheduler.can_advance()
+    assert host.scheduler.oldest_in_flight is second
+    host.update(second)
+    assert host.scheduler.oldest_in_flight is None
+    assert host.scheduler.has_unreported_ends, "a has ended"
+    assert tokens_of(host.step()) == {"b": 1}
+    assert not host.scheduler.has_unreported_ends
+
+
 def test_a_row_is_reused_only_after_every_step_that_names_it() -> None:
     host = Host(max_steps_in_flight=3)
     host.add("a", 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,12 @@ from test_sampling_batch import FEATURES
 from tiny_models import FAMILIES, VOCAB_SIZE, build
 
 from pointsman.core import Request, Scheduler, SchedulerConfig, SchedulerOutput
-from pointsman.core.errors import StepOrderError
 from pointsman.engine.errors import NOTHING_LEFT
 from pointsman.engine.kv_pool import KVPool
 from pointsman.engine.logprobs import TokenLogprobs
 from pointsman.engine.model_check import run_model
 from pointsman.engine.model_loader import LoadedModel, wrap_model
-from pointsman.engine.model_runner import NOT_FINITE, ModelRunner, StepExecution
+from pointsman.engine.model_runner import NOT_FINITE, ModelRunner, PreparedStep, StepExecution
 from pointsman.engine.sampling_params import SamplingParams
 
 
@@ -164,14 +164,33 @@ def test_the_next_step_may_be_scheduled_before_a_prepared_one_runs(loaded: Loade
     assert host.tokens() == expected
 
 
-def test_an_input_that_is_yet_to_be_sampled_is_refused(loaded: LoadedModel) -> None:
-    host = Host(loaded, steps=2)
-    host.add("a", [3, 4, 5], SamplingParams(max_tokens=9, ignore_eos=True))
-    host.runner.prepare(host.scheduler.schedule(0.0))
-    following = host.scheduler.schedule(0.0)
-    assert following.num_rows == 1
-    with pytest.raises(StepOrderError):
-        host.runner.prepare(following)
+@pytest.mark.parametrize("steps", [2, 4])
+def test_steps_may_be_prepared_before_their_input_is_sampled(loaded: LoadedModel, steps: int) -> None:
+    """Every feature, with as many steps prepared ahead of the one that runs as may be in flight."""
+    which = range(len(FEATURES))
+    expected: dict[str, list[int]] = {}
+    for i in which:
+        host = Host(loaded)
+        add_features(host, [i])
+        expected.update(host.run())
+
+    host = Host(loaded, num_blocks=35, budget=24, steps=steps)
+    add_features(host, list(which))
+    ahead: deque[tuple[SchedulerOutput, PreparedStep]] = deque()
+    num_unsampled = num_unfinished = 0
+    while ahead or host.scheduler.has_unfinished_requests():
+        while len(ahead) < steps and host.scheduler.has_unfinished_requests():
+            output = host.scheduler.schedule(0.0)
+            prepared = host.runner.prepare(output)
+            ahead.append((output, prepared))
+            assert prepared.links is not None
+            num_unsampled += len(prepared.links.unsampled)
+            edits = prepared.sampling_batch.edits
+            num_unfinished += 0 if edits is None else len(edits.unfinished)
+        output, prepared = ahead.popleft()
+        host.take(output, host.runner.run(prepared))
+    assert host.tokens() == expected
+    assert num_unsampled > 100 and num_unfinished > 20 and host.scheduler.stats().num_preemptions > 0
 
 
 def test_a_row_without_a_token_to_sample_says_whose_fault_it_is(loaded: LoadedModel) -> None:

@@ -80,6 +80,8 @@ class Expectations:
         for request in output.requests:
             known, limit = self.num_known[request], self.entries[request].reference.limit
             require(known < limit, f"{request.request_id} runs on, though {known} tokens in flight end it at {limit}")
+            waits = not request.runs_ahead and request in self.pending
+            require(not waits, f"{request.request_id} runs ahead of its sample in flight")
         if config.long_prefill_token_threshold and output.num_rows:
             self._check_threshold(output)
 

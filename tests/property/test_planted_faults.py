@@ -22,7 +22,7 @@ from pointsman.core.displacement import Displacement
 from pointsman.core.intake import Intake
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.lifecycle import Lifecycle
-from pointsman.core.limits import FairLongPrefillThreshold
+from pointsman.core.limits import FairLongPrefillThreshold, OneSampleInFlight
 from pointsman.core.prefix_cache import PrefixCache, Root
 from pointsman.core.queue import FirstComeFirstServed
 from pointsman.core.repetition import RepetitionWatch
@@ -102,6 +102,23 @@ def token_limit_is_off_by_one(patch: Patch) -> None:
         return row
 
     around(patch, Batch, "place", place)
+
+
+def everyone_runs_ahead_at_once(patch: Patch) -> None:
+    """Steady decoding does not look who must wait for its sample; the count is right."""
+
+    def advance_steady(original: Any, running: Running, in_flight: bool) -> Any:
+        batch = running._batch
+        count, batch.num_not_ahead = batch.num_not_ahead, 0
+        advance = original(running, in_flight)
+        batch.num_not_ahead = count
+        return advance
+
+    around(patch, Running, "_advance_steady", advance_steady)
+
+
+def everyone_runs_ahead_in_mixed_steps(patch: Patch) -> None:
+    patch.setattr(OneSampleInFlight, "clip", lambda limit, batch, rows, want: None)
 
 
 def budget_is_off_by_one(patch: Patch) -> None:
@@ -403,6 +420,8 @@ BOOKKEEPING: tuple[Fault, ...] = (
     (row_is_reused_too_early, {"max_steps_in_flight": 3, "max_num_seqs": 5, "max_num_batched_tokens": 12}),
     (token_limit_is_off_by_one, {}),
     (budget_is_off_by_one, {}),
+    (everyone_runs_ahead_at_once, {"max_steps_in_flight": 3}),
+    (everyone_runs_ahead_in_mixed_steps, {"max_steps_in_flight": 3}),
     (queue_forgets_a_removal, {}),
     (end_is_not_reported, {}),
     (end_is_not_repeated, {}),

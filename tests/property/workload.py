@@ -147,6 +147,7 @@ class RequestSpec:
     salt: str | None = None
     adapter: tuple[str, int | str] | None = None
     use_prefix_cache: bool = True
+    runs_ahead: bool = True
     reuses_id: bool = False
     """Whether it takes the id of a request whose end has been reported, if there is one."""
     park: str | None = None
@@ -164,7 +165,8 @@ class RequestSpec:
             request_id, prompt, arrival_time=float(self.arrival), max_tokens=self.max_tokens,
             max_total_tokens=self.max_total_tokens, min_tokens=self.min_tokens, priority=self.priority,
             eos_token_ids=self.eos, ignore_eos=self.ignore_eos, stop_token_ids=self.stops, cache_salt=self.salt,
-            adapter=self.adapter, use_prefix_cache=self.use_prefix_cache, repetition_detection=repetition,
+            adapter=self.adapter, use_prefix_cache=self.use_prefix_cache, runs_ahead=self.runs_ahead,
+            repetition_detection=repetition,
         )  # fmt: skip
 
 
@@ -199,6 +201,7 @@ def make_request_spec(choose: Chooser, config: SchedulerConfig) -> RequestSpec:
         salt=choose.choice((None, None, None, "a", "b")),
         adapter=choose.choice(ADAPTERS) if choose.chance(60 if config.max_loras else 3) else None,
         use_prefix_cache=not choose.chance(10),
+        runs_ahead=not choose.chance(15),
         reuses_id=choose.chance(15),
         park=choose.choice(("grammar", "remote_kvs", "streaming_req")) if choose.chance(8) else None,
     )

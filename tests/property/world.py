@@ -252,7 +252,9 @@ class World:
             self.check()
             return None
         expected, before = Expectations.of(self), self.scheduler.stats()
+        can_advance = self.scheduler.can_advance()
         output = self.scheduler.schedule(self.now)
+        require(can_advance or not output.num_rows, "a step has rows, though it was said that none could advance")
         self.host.execute(output)
         if not self.shadow_only:
             expected.check(output)
@@ -462,6 +464,9 @@ class World:
             self._check_events(entry)
             running += place is Place.RUNNING
         require(running <= self.config.max_num_seqs, f"{running} requests run, the limit is {self.config.max_num_seqs}")
+        oldest = self.host.in_flight[0].output if self.host.in_flight else None
+        require(self.scheduler.oldest_in_flight is oldest, "another step is the oldest in flight")
+        require(self.scheduler.has_unreported_ends == bool(self.unreported), "unreported ends are miscounted")
         check_explanations(self)
         self.tally.check(self.scheduler.stats(), self.live, self.host.blocks_in_use())
         if self.live:

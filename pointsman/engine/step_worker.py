@@ -1,0 +1,77 @@
+"""The thread that executes steps while the thread that owns the scheduler decides the next one.
+
+Steps execute in the order in which they were submitted. PyTorch's operators and the compiled kernels release Python's
+lock while they compute; meanwhile the other thread takes in the last step's tokens, makes their text, and schedules.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, TypeAlias, TypeVar
+from weakref import WeakSet, finalize
+
+from pointsman.engine.threads import release_helper_threads
+
+Answer = TypeVar("Answer")
+Task: TypeAlias = tuple["Future[Any]", Callable[[], Any]]
+Inbox: TypeAlias = "SimpleQueue[Task | None]"
+
+EXIT_PATIENCE = 10.0
+"""Seconds that the interpreter's exit waits for a step in progress."""
+
+
+class StepWorker:
+    """One thread that calls functions in order. It is started by the first one, and ends with the worker."""
+
+    def __init__(self) -> None:
+        self._inbox: Inbox = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, function: Callable[[], Answer]) -> Future[Answer]:
+        """Have it called once those before it are done. The future may be cancelled until then."""
+        if self._thread is None or not self._thread.is_alive():
+            self._start()
+        future: Future[Answer] = Future()
+        self._inbox.put((future, function))
+        return future
+
+    def close(self) -> None:
+        """End the thread once what was submitted is done. A later `submit` starts another."""
+        thread, self._thread = self._thread, None
+        if thread is not None and thread.is_alive():
+            self._inbox.put(None)
+            thread.join(EXIT_PATIENCE)
+
+    def _start(self) -> None:
+        release_helper_threads()  # of the thread that loaded the model: it computes no further
+        self._inbox = SimpleQueue()  # not that of a thread which a fork has left behind
+        # The thread must not keep the worker: one that is dropped takes its thread along.
+        self._thread = threading.Thread(target=_work, args=(self._inbox,), name="pointsman-steps", daemon=True)
+        finalize(self, self._inbox.put, None).atexit = False
+        self._thread.start()
+        _live.add(self)
+
+
+def _work(inbox: Inbox) -> None:
+    while (task := inbox.get()) is not None:
+        future, function = task
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(function())
+            except BaseException as error:  # whatever it is, it is for whoever collects the step
+                future.set_exception(error)
+        del task, future, function  # nothing is kept while it waits
+
+
+_live: WeakSet[StepWorker] = WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """A thread inside a PyTorch kernel must not outlive the interpreter."""
+    for worker in list(_live):
+        worker.close()
