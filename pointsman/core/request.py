@@ -138,7 +138,10 @@ class Request:
         self.runs_ahead = runs_ahead
         self.metadata = metadata
         self._check()
+        self._begin()
 
+    def _begin(self) -> None:
+        """Nothing has happened to it yet."""
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -151,8 +154,10 @@ class Request:
         self.num_overtaken = 0  # requests behind it that were admitted, since it last lost its row
 
         # What follows is the scheduler's own bookkeeping.
-        self.stop_set = frozenset(self.stop_token_ids) | (frozenset() if ignore_eos else frozenset(self.eos_token_ids))
-        self.token_limit = self.num_prompt_tokens + max_tokens
+        self.stop_set = frozenset(self.stop_token_ids) | (
+            frozenset() if self.ignore_eos else frozenset(self.eos_token_ids)
+        )
+        self.token_limit = self.num_prompt_tokens + self.max_tokens
         self.limit_detail = "max_tokens"
         self.repetition_watch: RepetitionWatch | None = None  # made when it is added
         self.sequence_number = 0  # order of adding
