@@ -106,6 +106,9 @@ class SchedulerConfig:
     same, and it takes all its known tokens."""
     count_owed_blocks: bool = True
     """Whether `full_sequence_must_fit` counts what partly computed prompts are still owed."""
+    admit_after_preemption: bool = False
+    """Under "mixed": whether a step that preempted for memory still admits, into what the victims gave back, even a
+    victim itself."""
     shortage: Literal["replan", "in-order", "look-ahead"] = "replan"
     """What happens to the others when blocks run out. "replan": the step is worked out anew without who gives way.
     "in-order": rows get blocks one after the other, and if the row that asks gives way itself, those behind it wait.
@@ -185,6 +188,7 @@ class SchedulerConfig:
             "log_request_events",
             "first_chunk_only",
             "count_owed_blocks",
+            "admit_after_preemption",
         ):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")
@@ -254,6 +258,11 @@ class SchedulerConfig:
             raise ConfigError(
                 f"max_num_active_seqs is {self.max_num_active_seqs}, more than max_num_seqs {self.max_num_seqs}; lower "
                 'it, or use batching="prefill-first", where not every active request is in every step'
+            )
+        if self.admit_after_preemption and self.batching != "mixed":
+            raise ConfigError(
+                f'admit_after_preemption=True works with batching "mixed" and not "{self.batching}", where a prompt '
+                "could give way and be admitted again for ever while nothing decodes; leave it at its default"
             )
         if not self.count_owed_blocks and not self.full_sequence_must_fit:
             raise ConfigError(

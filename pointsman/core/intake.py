@@ -42,6 +42,7 @@ class Intake:
     ) -> None:
         self._budget = config.max_num_batched_tokens
         self._static = config.batching == "static"
+        self._closes_after_preemption = not config.admit_after_preemption
         self._max_rows = config.max_num_seqs if config.batching == "prefill-first" else MAX_INT
         self._batch = batch
         self._kv = kv
@@ -104,7 +105,7 @@ class Intake:
         """Why this step admits nobody, whoever asks."""
         if self._life.pause is not None:
             return Reason.PAUSED
-        if advance.preempted:
+        if advance.preempted and self._closes_after_preemption:
             return Reason.PREEMPTION
         if self._static and len(self._batch) and not self._batch_forms:
             return Reason.STATIC_BATCH

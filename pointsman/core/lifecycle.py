@@ -228,12 +228,13 @@ class Lifecycle:
 
     def _lose_rows(self, requests: list[Request], publish: bool = True) -> None:
         self.release_rows(requests, publish)
-        for request in requests:
+        self._counters.num_preemptions += len(requests)
+        for index, request in enumerate(requests):
+            request.loss_number = self._counters.num_preemptions - index  # of several, the first comes back first
             request.lost_tokens = min(request.num_computed_tokens, request.num_tokens)
             request.leave_row(0, request.num_pending)
             request.num_preemptions += 1
             request.num_overtaken = 0
-        self._counters.num_preemptions += len(requests)
         self.preempted += requests
 
     def _enqueue(self, request: Request) -> None:

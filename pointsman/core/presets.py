@@ -55,6 +55,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         "max_num_batched_tokens": NO_LIMIT,
         "enable_chunked_prefill": False,
         "decode_reserve": 128,
+        "admit_after_preemption": True,
         "order": "fcfs-front",
     },
     # vLLM 0.32. With its order "priority", say order="priority-by-arrival".

@@ -143,7 +143,7 @@ class FrontFirst(FirstComeFirstServed):
 
     def key(self, request: Request) -> tuple[Any, ...]:
         if request.status is RequestStatus.PREEMPTED:
-            return (0, -self._num_pushes, 0)
+            return (0, -request.loss_number, 0)
         return (1, request.arrival_time, request.sequence_number)
 
 

@@ -69,6 +69,7 @@ class Request:
         "finish_reason",
         "ignore_eos",
         "limit_detail",
+        "loss_number",
         "lost_tokens",
         "max_tokens",
         "max_total_tokens",
@@ -167,6 +168,7 @@ class Request:
         self.queue_entry: list[Any] | None = None
         self.deferral: Any = None
         self.lost_tokens = 0  # computed before the last preemption
+        self.loss_number = 0  # of that preemption, in order over all requests
         self.num_published_blocks = 0
         self.prefix_node: Any = None
         self.prefix_epoch = 0

@@ -92,6 +92,10 @@ def test_the_watermark_is_a_share_of_the_pool(value: float) -> None:
             {"count_owed_blocks": False, "full_sequence_must_fit": False},
             "count_owed_blocks=False has no effect without full_sequence_must_fit",
         ),
+        (
+            {"admit_after_preemption": True, "batching": "static"},
+            'admit_after_preemption=True works with batching "mixed" and not "static"',
+        ),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
 )

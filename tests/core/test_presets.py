@@ -28,7 +28,7 @@ from pointsman.core import (
 from pointsman.core.presets import SYSTEMS
 from pointsman.core.queue import make_order
 
-from .helpers import Host, names, next_token, tokens_of
+from .helpers import Host, cached_of, names, next_token, tokens_of
 from .specifications.sequences import Decision, Sequence, Settings, Specification
 from .specifications.textbook import Textbook
 from .specifications.two_phases import MiniVllm, NanoVllm, NanoVllmChunked
@@ -280,7 +280,7 @@ def test_whoever_was_preempted_last_is_the_head_under_fcfs_front() -> None:
         order = make_order(name)
         for request_id, serial in (("x", 1), ("y", 2)):
             request = Request(request_id, [1], arrival_time=serial, max_tokens=1)
-            request.status, request.serial = RequestStatus.PREEMPTED, serial
+            request.status, request.serial, request.loss_number = RequestStatus.PREEMPTED, serial, serial
             order.push(request)
         order.push(Request("new", [1], arrival_time=0.0, max_tokens=1))
         heads[name] = [order.pop().request_id for _ in range(3)]
@@ -297,6 +297,22 @@ def test_the_row_behind_a_step_asks_for_its_block_too_in_minivllm() -> None:
         steps = [host.step() for _ in range(4)]
         preempted[shortage] = names(steps[3].preempted)
     assert preempted == {"in-order": ["c"], "look-ahead": ["c", "b"]}
+
+
+def test_a_victim_may_come_back_in_the_step_that_preempted_it() -> None:
+    """Its one block is the first of a's, which it can find only now that it has a token more than that."""
+    steps = {}
+    for again in (False, True):
+        host = Host(admit_after_preemption=again, num_blocks=5, max_num_batched_tokens=24)
+        prompt = host.prompt(12)
+        host.add("a", prompt, max_tokens=3)
+        host.add("b", prompt[:4], max_tokens=3)
+        host.add("c", 3, max_tokens=3)
+        host.step()
+        output = host.step()
+        steps[again] = (names(output.preempted), tokens_of(output), cached_of(output))
+        host.run_to_end()
+    assert steps == {False: (["c", "b"], {"a": 1}, {}), True: (["c", "b"], {"a": 1, "b": 1}, {"b": 4})}
 
 
 def test_a_decode_reserve_keeps_room_for_the_expected_output() -> None:

@@ -15,13 +15,19 @@ if TYPE_CHECKING:
     from .world import World
 
 
-def check_admissions(world: World, output: SchedulerOutput, before: SchedulerStats, victims: list[Entry]) -> None:
-    """Check a step that the ledger has taken over; `before` and the tables of `victims` are from before the call."""
+def check_admissions(
+    world: World, output: SchedulerOutput, before: SchedulerStats, victims: list[Entry], tried_first: bool
+) -> None:
+    """Check a step that the ledger has taken over; `before` and the tables of `victims` are from before the call.
+
+    `tried_first`: admissions were tried before the running rows advanced.
+    """
     after = world.scheduler.stats()
     _check_displacement(world, output, victims, after.num_displaced - before.num_displaced)
-    _check_deferrals(world, output, before, after)
+    _check_deferrals(world, output, before, after, tried_first)
     if world.host.blocks_in_use() is not None:
-        _check_need_of_victims(world, output, victims, after.num_free_blocks)
+        if world.config.shortage != "look-ahead":
+            _check_need_of_victims(world, output, victims, after.num_free_blocks)
         if not victims and not len(output.admitted):
             _check_missed_displacement(world, output, after.num_free_blocks)
     if len(output.admitted):
@@ -40,7 +46,7 @@ def _check_displacement(world: World, output: SchedulerOutput, victims: list[Ent
         require(world.config.order == "priority" and world.config.displace is not False, "displaced without urgency")
         admitted = list(output.admitted)
         require(len(admitted) == 1, f"step {output.step_id} displaced {num_displaced} and admitted {admitted}")
-    if victims and len(output.admitted):
+    if victims and len(output.admitted) and not world.config.admit_after_preemption:
         require(num_displaced == len(victims), f"{num_displaced} count as displaced, {len(victims)} were")
 
 
@@ -60,8 +66,7 @@ def _check_missed_displacement(world: World, output: SchedulerOutput, num_free: 
     tokens = dict(zip(output.requests, output.num_scheduled_tokens.tolist(), strict=True))
     budget = config.max_num_batched_tokens - sum(tokens.get(entry.request, 0) for entry in stays)
     unclipped = output.total_num_scheduled_tokens < config.max_num_batched_tokens
-    whole = not config.enable_chunked_prefill and not head.ran_before
-    has_budget = unclipped and budget >= (head.num_tokens if whole else 1)
+    has_budget = unclipped and budget >= _least_budget(config, head)
     has_blocks = num_free + num_freed >= _enough_blocks(world, head, stays)
     # A head that lacks only tokens of budget waits: displacement is for seats and blocks.
     lacks_budget_alone = world.scheduler.explain(head.request.request_id).reason is Reason.BUDGET
@@ -72,47 +77,72 @@ def _check_missed_displacement(world: World, output: SchedulerOutput, num_free: 
     require(not missed, f"{head.request} waits, though it had room without the less urgent of {running}")
 
 
-def _check_deferrals(world: World, output: SchedulerOutput, before: SchedulerStats, after: SchedulerStats) -> None:
+def _check_deferrals(
+    world: World, output: SchedulerOutput, before: SchedulerStats, after: SchedulerStats, tried_first: bool
+) -> None:
     """Each step counts one reason for the head of the queue, if somebody waits; the reason is explained, and true."""
     counted = {reason: n - before.deferrals[reason] for reason, n in after.deferrals.items()}
     told = [Reason(reason) for reason, n in counted.items() if n]
     queue = world.queue()
+    if tried_first and output.preempted:
+        return  # whoever lost its row after the admissions may be the head now
     require(sum(counted.values()) == bool(queue), f"counted the deferrals {counted} with {len(queue)} waiting")
     if not queue:
         return
     head = queue[0]
     explained = world.scheduler.explain(head.request.request_id).reason
     require(told == [explained], f"the head of the queue is explained by {explained}, but {told} was counted")
+    config = world.config
     running = [entry for entry in world.live if entry.place is Place.RUNNING]
-    if explained is Reason.ADAPTER_SLOTS:
-        require(lacks_slot(world.config, head, running), f"{head.request} waits for a slot, and {running} leave one")
+    if explained is Reason.ADAPTER_SLOTS and not tried_first:
+        require(lacks_slot(config, head, running), f"{head.request} waits for a slot, and {running} leave one")
     passed = {entry.request for entry in queue if _reason(world, entry) is Reason.ADAPTER_SLOTS}
     wall = next((entry for entry in queue if entry.request not in passed), None)
     if wall is not None:
-        _check_wall(world, output, wall, running, after.num_free_blocks)
+        _check_wall(world, output, wall, running, after.num_free_blocks, tried_first)
 
 
 def _reason(world: World, entry: Entry) -> Reason | None:
     return world.scheduler.explain(entry.request.request_id).reason
 
 
-def _check_wall(world: World, output: SchedulerOutput, wall: Entry, running: list[Entry], free: int) -> None:
+def _check_wall(
+    world: World, output: SchedulerOutput, wall: Entry, running: list[Entry], free: int, tried_first: bool
+) -> None:
     """The first request that was not passed over waits for what it says."""
-    explained = _reason(world, wall)
-    budget = world.config.max_num_batched_tokens - output.total_num_scheduled_tokens
+    config, explained = world.config, _reason(world, wall)
     if explained is Reason.SEQUENCE_LIMIT:
-        require(len(running) >= world.num_seats, f"sequence limit with {len(running)} of {world.num_seats} running")
+        limit = world.num_seats
+        full = len(running) >= limit or (config.batching == "prefill-first" and output.num_rows >= config.max_num_seqs)
+        require(full, f"sequence limit with {len(running)} of {limit} running, {output.num_rows} of them in the step")
     elif explained is Reason.BUDGET:
-        whole = not world.config.enable_chunked_prefill and not wall.ran_before
-        require(budget < (wall.num_tokens if whole else 1), f"{wall.request} waits for budget, and {budget} is left")
+        budget = config.max_num_batched_tokens if tried_first else _budget_left(world, output)
+        least = _least_budget(config, wall)
+        require(budget < least, f"{wall.request} waits for budget, and {budget} is left of {least} that it may need")
     elif explained is Reason.IN_FLIGHT:
         require(world.host.num_pending(wall.request) > 0, f"{wall.request} has no sample in flight")
     elif explained in (Reason.BLOCKS, Reason.FULL_SEQUENCE, Reason.WATERMARK, Reason.DECODE_RESERVE):
         enough = _enough_blocks(world, wall, running)
-        require(free < enough, f"{wall.request} waits for blocks: {free} are free, {enough} are always enough")
+        short = tried_first or free < enough
+        require(short, f"{wall.request} waits for blocks: {free} are free, {enough} are always enough")
     else:
         others = (Reason.PREEMPTION, Reason.DISPLACEMENT, Reason.STATIC_BATCH, Reason.PAUSED)
         require(explained in others, f"{wall.request} waits for {explained}, though it is the first that could go")
+
+
+def _budget_left(world: World, output: SchedulerOutput) -> int:
+    """Tokens of budget that the next admission finds after those of a step."""
+    left = world.config.max_num_batched_tokens
+    for index, tokens in enumerate(output.num_scheduled_tokens.tolist()):
+        charges_whole = world.config.admission_charge == "whole" and index >= output.num_continued
+        left -= min(left, world.entries[output.requests[index]].num_tokens) if charges_whole else tokens
+    return left
+
+
+def _least_budget(config: SchedulerConfig, head: Entry) -> int:
+    """Tokens of budget with which `head` is never short of it, on the worst assumption: nothing cached."""
+    whole = not config.enable_chunked_prefill and not head.ran_before
+    return head.num_tokens if whole or config.first_chunk_only or config.admission_charge != "uncached" else 1
 
 
 def _watermark(config: SchedulerConfig) -> int:
@@ -153,14 +183,15 @@ def _check_need_of_victims(world: World, output: SchedulerOutput, victims: list[
 
 
 def _check_reserves(world: World, output: SchedulerOutput, num_free: int) -> None:
-    """After the last admission there is the watermark, room for its expected output, and what partly computed prompts
-    are still owed."""
+    """After the last admission each reserve is free: the watermark, the last one's output, what prompts are owed."""
     config = world.config
     reserved = 0
-    if output.num_rows > 1:  # the watermark does not apply to a request that is alone
-        reserved += _watermark(config) + _expected_output(world, world.entries[output.admitted[-1]])
+    running = [entry for entry in world.live if entry.place is Place.RUNNING]
+    last = world.entries[output.admitted[-1]]
+    if len(running) > 1:  # neither applies to a request that is alone
+        reserved += _watermark(config) + _expected_output(world, last)
     if config.full_sequence_must_fit:
-        reserved += sum(_num_owed(world, entry) for entry in world.live if entry.place is Place.RUNNING)
+        reserved += sum(_num_owed(world, entry) for entry in (running if config.count_owed_blocks else [last]))
     require(num_free >= reserved, f"{list(output.admitted)} admitted with {num_free} blocks free, {reserved} reserved")
 
 

@@ -27,6 +27,7 @@ class Expectations:
     num_known: dict[Request, int]  # tokens, with those in flight
     unreported: list[Request]
     unreported_losses: list[Request]
+    num_losses: int
     resync: bool
     idle: bool  # nothing is in flight
     held: list[Adapter]  # adapters that run, the one that came first in front
@@ -46,6 +47,7 @@ class Expectations:
             num_known={request: len(sequence.tokens) for request, sequence in world.host.sequences.items()},
             unreported=list(world.unreported),
             unreported_losses=list(world.unreported_losses),
+            num_losses=world.tally.num_preemptions,
             resync=world.resync_due,
             idle=not world.host.in_flight,
             held=list(world.slots.order),
@@ -60,6 +62,7 @@ class Expectations:
         self._check_limits(output)
         self._check_ends(output)
         self._check_continued(output)
+        self._check_phase(output)
         self._check_admitted(output)
         self._check_preempted(output)
         self._check_progress(output)
@@ -115,9 +118,37 @@ class Expectations:
             stood = entry.num_computed
             require(start == stood, f"{entry.request.request_id} goes on at {start}, it stood at {stood}")
 
+    def is_decode_step(self, output: SchedulerOutput) -> bool:
+        """Under "prefill-first": whether no prompt was left to compute, and nobody was admitted."""
+        if self.config.batching != "prefill-first" or output.admitted:
+            return False
+        return all(self._decodes(entry) for entry in self.running if entry.request in output.continued)
+
+    def _check_phase(self, output: SchedulerOutput) -> None:
+        """Under "prefill-first" a step is for rows that compute known tokens, or for rows that decode."""
+        if self.config.batching != "prefill-first":
+            return
+        decodes = [self._decodes(entry) for entry in self.running if entry.request in output.continued]
+        if any(decodes):
+            require(self.is_decode_step(output), f"step {output.step_id} decodes, and computes prompts")
+            cut = [entry for entry in self.running if not self._decodes(entry)]
+            gave_way = any(entry.request in output.preempted for entry in cut)  # and those behind it wait
+            require(gave_way or not cut, f"step {output.step_id} decodes, with the prompts of {cut} half computed")
+
+    def _decodes(self, entry: Entry) -> bool:
+        """Whether a running request has sampled since its admission, what is in flight included."""
+        return self.num_known[entry.request] > entry.num_admitted
+
+    def _losses(self, output: SchedulerOutput) -> dict[Entry, int]:
+        """Who loses its row in this step, with the number that this loss gets."""
+        lost = [self.entries[request] for request in output.preempted]
+        return {entry: self.num_losses + 1 + lost.index(entry) for entry in self.running if entry in lost}
+
     def _check_admitted(self, output: SchedulerOutput) -> None:
         admitted = [self.entries[request] for request in output.admitted]
-        ready = [entry for entry in self.queue if entry.request not in self.pending]
+        losses = self._losses(output) if self.config.admit_after_preemption else {}
+        ready = [entry for entry in [*self.queue, *losses] if entry.request not in self.pending]
+        ready.sort(key=lambda entry: entry.queue_key(str(self.config.order), losses.get(entry, 0)))
         for index, entry in enumerate(admitted):
             name = entry.request.request_id
             require(entry in ready, f"{name} is admitted, but it was {entry.place}, or its samples are in flight")
@@ -129,10 +160,15 @@ class Expectations:
             require(cached % self.config.block_size == 0, f"{name}: {cached} cached tokens are not whole blocks")
             if not (self.config.enable_prefix_caching and entry.request.use_prefix_cache):
                 require(cached == 0, f"{name} does not use the prefix cache, but {cached} tokens are cached")
-            require(bool(output.is_resumed[index]) == entry.ran_before, f"{name}: is_resumed is wrong")
-            if not self.config.enable_chunked_prefill and not entry.ran_before:
+            ran_before = entry.ran_before or entry in losses
+            require(bool(output.is_resumed[index]) == ran_before, f"{name}: is_resumed is wrong")
+            if not self.config.enable_chunked_prefill and not ran_before:
                 end = start + scheduled
                 require(end == entry.num_tokens, f"{name} starts with {end} of {entry.num_tokens} tokens, unchunked")
+            is_cut = start + scheduled < entry.num_tokens and output.num_continued + index > 0
+            if self.config.first_chunk_only and is_cut:
+                limit = self.config.long_prefill_token_threshold
+                require(scheduled == limit, f"{name} is cut to {scheduled} tokens, and is not the first of the step")
         self._check_order(admitted, ready, set(output.preempted))
         if admitted and self.config.batching == "static":
             closed = self.running and not self.batch_forms
@@ -156,9 +192,11 @@ class Expectations:
             entry = self.entries[request]
             if request not in self.unreported_losses:
                 require(entry in self.running, f"{request.request_id} is preempted, but it was {entry.place}")
-                require(request not in output.requests, f"{request.request_id} is preempted and runs in one step")
+                again = self.config.admit_after_preemption and request in output.admitted
+                runs = request in output.requests and not again
+                require(not runs, f"{request.request_id} is preempted and runs in one step")
                 victims.append(entry)
-        if victims and output.admitted:
+        if victims and output.admitted and not self.config.admit_after_preemption:
             names = [entry.request.request_id for entry in victims]
             displaces = self.config.order == "priority" and self.config.displace is not False
             require(displaces, f"{names} were preempted in a step that admitted {list(output.admitted)}")
@@ -171,7 +209,9 @@ class Expectations:
         queue = self.queue if self.pause is None else []
         running = self.running if self.pause is not PauseMode.ALL else []
         if self.idle and (queue or running):
-            did_run = output.total_num_scheduled_tokens > 0
+            # In order, a row that asks and must itself give way keeps those behind it from running.
+            gave_way = self.config.shortage != "replan" and bool(self._losses(output))
+            did_run = output.total_num_scheduled_tokens > 0 or gave_way
             require(did_run, f"step {output.step_id} is empty, with {queue} waiting and {running} running")
 
 

@@ -48,6 +48,8 @@ class Entry:
     num_overtaken: int = 0  # requests behind it that were admitted since it last lost its row
     num_lost: int = 0  # tokens that were computed when it last lost its row
     events: list[tuple[str, float, str]] = field(default_factory=list)  # what happened, when, and a detail
+    num_admitted: int = 0  # tokens that it had at its last admission
+    loss: int = 0  # which loss of a row that was, counted over all requests
 
     @property
     def num_tokens(self) -> int:
@@ -57,12 +59,19 @@ class Entry:
         """Whether it runs, and has done so without a break since that admission."""
         return self.place is Place.RUNNING and self.last_admission == admission
 
-    def queue_key(self, by_priority: bool) -> tuple[float, ...]:
-        """Resumed before new within a class; resumed ones by their last admission, new ones by arrival."""
-        urgency = self.request.priority if by_priority else 0
-        if self.ran_before:
-            return (urgency, 0, self.last_admission, self.number)
-        return (urgency, 1, self.request.arrival_time, self.number)
+    def queue_key(self, order: str, loss: int = 0) -> tuple[float, ...]:
+        """What the queue is sorted by; `loss`: as if it had just lost its row, by that number.
+
+        Resumed before new within a class; resumed ones by their last admission ("fcfs-front": whoever lost its row last
+        first; "priority-by-arrival": no difference), new ones by arrival.
+        """
+        urgency = self.request.priority if order.startswith("priority") else 0
+        arrival = self.request.arrival_time
+        if not (self.ran_before or loss) or order == "priority-by-arrival":
+            return (urgency, 1, arrival, self.number)
+        if order == "fcfs-front":
+            return (urgency, 0, -(loss or self.loss), self.number)
+        return (urgency, 0, self.last_admission, self.number)
 
 
 def place_of(status: RequestStatus) -> Place:

@@ -15,16 +15,18 @@ import pytest
 import pointsman.core.reserve as reserve_module
 from pointsman.core import FinishReason, InvariantError, Scheduler
 from pointsman.core.adapters import Adapter, AdapterSlots
+from pointsman.core.admission import Admission
 from pointsman.core.batch import Batch
 from pointsman.core.block_pool import BlockPool
 from pointsman.core.common_prefix import CommonPrefix
 from pointsman.core.displacement import Displacement
+from pointsman.core.in_order import InOrder
 from pointsman.core.intake import Intake
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.lifecycle import Lifecycle
 from pointsman.core.limits import FairLongPrefillThreshold, OneSampleInFlight
 from pointsman.core.prefix_cache import PrefixCache, Root
-from pointsman.core.queue import FirstComeFirstServed
+from pointsman.core.queue import FirstComeFirstServed, FrontFirst
 from pointsman.core.repetition import RepetitionWatch
 from pointsman.core.request_events import RequestLog
 from pointsman.core.reserve import DecodeReserve, Watermark
@@ -224,6 +226,27 @@ def common_prefix_is_not_found_anew(patch: Patch) -> None:
 
 def owed_blocks_are_forgotten(patch: Patch) -> None:
     patch.setattr(Running, "blocks_owed", lambda running: 0)
+
+
+def prompts_do_not_keep_decoding_out(patch: Patch) -> None:
+    patch.setattr(InOrder, "advance_prefills", InOrder._advance_general)
+
+
+def victim_is_not_put_in_front(patch: Patch) -> None:
+    patch.setattr(FrontFirst, "key", FirstComeFirstServed.key)
+
+
+def any_chunk_may_be_cut(patch: Patch) -> None:
+    around(patch, Admission, "_must_fit", lambda original, admission, request, budget: False)
+
+
+def a_step_that_preempted_admits(patch: Patch) -> None:
+
+    def walk(original: Any, running: InOrder, want: Any, preempt: Any) -> Any:
+        granted, counts, blocks, _ = original(running, want, preempt)
+        return granted, counts, blocks, False
+
+    around(patch, InOrder, "_walk", walk)
 
 
 def prefix_is_not_found(patch: Patch) -> None:
@@ -436,6 +459,10 @@ BOOKKEEPING: tuple[Fault, ...] = (
     (seats_cannot_be_moved, {"max_num_seqs": 5, "max_num_batched_tokens": 12}),
     (common_prefix_is_not_found_anew, {**CACHING, "count_common_prefix": True}),
     (owed_blocks_are_forgotten, {"full_sequence_must_fit": True, "enable_chunked_prefill": True}),
+    (prompts_do_not_keep_decoding_out, {"batching": "prefill-first"}),
+    (victim_is_not_put_in_front, {"order": "fcfs-front"}),
+    (any_chunk_may_be_cut, {"first_chunk_only": True, "enable_chunked_prefill": True}),
+    (a_step_that_preempted_admits, {"shortage": "in-order", "admit_after_preemption": False}),
     (prefix_is_not_found, CACHING),
     (slot_is_not_given_back, ADAPTERS),
     (slot_is_taken_by_the_first_row_alone, ADAPTERS),

@@ -80,7 +80,7 @@ def make_config(choose: Chooser, **overrides: Any) -> SchedulerConfig:
     max_num_seqs = choose.integer(1, 5)
     chunked = not choose.chance(25)
     caching = not choose.chance(20)
-    order = choose.choice(("fcfs", "priority"))
+    order = choose.choice(("fcfs", "priority", "fcfs", "priority", "fcfs-front", "priority-by-arrival"))
     values: dict[str, Any] = {
         "block_size": block_size,
         "num_reserved_blocks": reserved,
@@ -96,30 +96,52 @@ def make_config(choose: Chooser, **overrides: Any) -> SchedulerConfig:
         "order": order,
         "victim": choose.choice((None, "latest", "lowest-priority")),
         "watermark": choose.choice((0.0, 0.0, 0.1, 0.35)),
-        "decode_reserve": choose.choice((0, 0, 0, 0, 9, "mean")),
+        "decode_reserve": choose.choice((0, 0, 0, 0, 1, 9, "mean")),
         "log_request_events": choose.chance(30),
         "count_common_prefix": choose.chance(40),
         "full_sequence_must_fit": not choose.chance(45),
-        "batching": "static" if choose.chance(12) else "mixed",
+        "batching": choose.choice(("mixed",) * 6 + ("static", "prefill-first")),
+        "shortage": choose.choice(("in-order", "look-ahead")) if choose.chance(25) else "replan",
+        "first_chunk_only": choose.chance(12),
+        "admission_charge": choose.choice(("whole-fits", "whole")) if choose.chance(15) else "uncached",
+        "count_owed_blocks": not choose.chance(15),
+        "admit_after_preemption": choose.chance(12),
         "max_loras": choose.choice((0, 0, 1, 2)),
     }
     if choose.chance(25):
         values["max_num_active_seqs"] = choose.integer(1, max_num_seqs)
-    values |= overrides
+    return SchedulerConfig(**_with_effect({**values, **overrides}, overrides, choose))
+
+
+def _with_effect(values: dict[str, Any], overrides: dict[str, Any], choose: Chooser) -> dict[str, Any]:
+    """The same without knobs that would have no effect beside the others, and with those that only some allow."""
     if "max_num_seqs" in overrides:
-        values.setdefault("max_num_active_seqs", None)
-    if values["long_prefill_token_threshold"] >= values["max_num_batched_tokens"]:  # it would have no effect
+        values["max_num_active_seqs"] = overrides.get("max_num_active_seqs")
+    if values["long_prefill_token_threshold"] >= values["max_num_batched_tokens"]:
         values["long_prefill_token_threshold"] = 0
-    values["count_common_prefix"] &= values["enable_prefix_caching"]  # otherwise it would have no effect
-    if values["max_loras"]:  # otherwise it would have no effect
+    values["count_common_prefix"] &= values["enable_prefix_caching"]
+    if values["max_loras"]:
         values.setdefault("max_overtakes", choose.choice((0, 1, 3)))
+    if values["batching"] != "mixed":
+        values["admit_after_preemption"] = False
+    if not values["full_sequence_must_fit"]:
+        values["count_owed_blocks"] = True
+    if values["order"] == "priority" and values["batching"] == "mixed":
+        values["displace"] = overrides.get("displace", choose.choice((None, False, True)))
+    if values["batching"] == "prefill-first":
+        if values["shortage"] == "replan":
+            values["shortage"] = choose.choice(("in-order", "look-ahead"))
+        seats = values["max_num_seqs"]
+        active = choose.choice((None, seats, seats + 2, 1000))
+        values["max_num_active_seqs"] = overrides.get("max_num_active_seqs", active)
+        if values["enable_chunked_prefill"] and choose.chance(30):  # a budget smaller than a step's seats
+            values["max_num_batched_tokens"] = overrides.get("max_num_batched_tokens", choose.integer(1, seats))
+            values["long_prefill_token_threshold"] = 0
     if values["long_prefill_token_threshold"]:
         values.setdefault("long_prefill_token_threshold_adaptive", choose.chance(40))
     else:
         values["long_prefill_token_threshold_adaptive"] = False
-    if values["order"] == "priority" and values["batching"] == "mixed":  # otherwise it would have no effect
-        values["displace"] = overrides.get("displace", choose.choice((None, False, True)))
-    return SchedulerConfig(**values)
+    return values
 
 
 # ------------------------------------------------------------------------------------- requests

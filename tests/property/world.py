@@ -165,6 +165,8 @@ class World:
         self._tick("park")
         self.scheduler.park(entry.request.request_id, reason, self.now)
         if entry.place is Place.RUNNING:
+            self.host.lose_row(entry.request)
+            self.unreported_losses.append(entry.request)
             self._lose_row(entry, self.scheduler.stats().num_evictions)
         entry.place = Place.PARKED
         entry.events.append(("PARKED", self.now, reason.status.value))
@@ -206,7 +208,7 @@ class World:
     def set_max_num_active_seqs(self, limit: int) -> None:
         """Move the number of seats; one that is out of range raises, and changes nothing."""
         self._tick("set_max_num_active_seqs")
-        if 1 <= limit <= self.config.max_num_seqs:
+        if limit >= 1 and (limit <= self.config.max_num_seqs or self.config.batching == "prefill-first"):
             self.scheduler.set_max_num_active_seqs(limit, self.now)
             self.num_seats = limit
         else:
@@ -232,7 +234,9 @@ class World:
         self._tick("reset_prefix_cache")
         self.scheduler.reset_prefix_cache(self.now, preempt_running=preempt_running)
         running = [entry for entry in self.live if entry.place is Place.RUNNING] if preempt_running else []
-        for entry in running:
+        for entry in sorted(running, key=lambda entry: entry.last_admission, reverse=True):
+            self.host.lose_row(entry.request)
+            self.unreported_losses.append(entry.request)
             self._lose_row(entry, self.scheduler.stats().num_evictions)
             entry.events.append(("PREEMPTED", self.now, ""))
             entry.place = Place.QUEUED
@@ -262,7 +266,7 @@ class World:
         self._take_over(output, before.num_evictions)
         self.batch_forms = self.scheduler.stats().deferrals["budget"] > before.deferrals["budget"]
         if not self.shadow_only:
-            check_admissions(self, output, before, victims)
+            check_admissions(self, output, before, victims, tried_first=expected.is_decode_step(output))
         self.check()
         return output
 
@@ -285,6 +289,7 @@ class World:
                 self.slots.take(request.adapter)
                 entry.previous_admission, entry.last_admission = entry.last_admission, self.num_admissions
                 entry.admitted_step = output.step_id
+                entry.num_admitted = entry.num_tokens
                 entry.num_withdrawals = self.num_withdrawals
                 self._count_admission(output, index - output.num_continued)
             entry.num_computed = int(output.num_computed_tokens[index] + output.num_scheduled_tokens[index])
@@ -463,7 +468,9 @@ class World:
             require(request.num_preemptions == entry.num_preemptions, f"{name}: {request.num_preemptions} preemptions")
             self._check_events(entry)
             running += place is Place.RUNNING
-        require(running <= self.config.max_num_seqs, f"{running} requests run, the limit is {self.config.max_num_seqs}")
+        if self.config.batching != "prefill-first":
+            most = self.config.max_num_seqs
+            require(running <= most, f"{running} requests run, and a step has room for {most}")
         oldest = self.host.in_flight[0].output if self.host.in_flight else None
         require(self.scheduler.oldest_in_flight is oldest, "another step is the oldest in flight")
         require(self.scheduler.has_unreported_ends == bool(self.unreported), "unreported ends are miscounted")
@@ -474,9 +481,9 @@ class World:
 
     def queue(self) -> list[Entry]:
         """Who waits for capacity, in the order in which they must be admitted."""
-        by_priority = self.config.order == "priority"
+        order = str(self.config.order)
         queue = [entry for entry in self.live if entry.place is Place.QUEUED]
-        return sorted(queue, key=lambda entry: entry.queue_key(by_priority))
+        return sorted(queue, key=lambda entry: entry.queue_key(order))
 
     # ================================================================ helpers
 
@@ -530,8 +537,6 @@ class World:
 
     def _lose_row(self, entry: Entry, num_evictions: int) -> None:
         """It was preempted or parked; `num_evictions` is how many there had been before."""
-        self.host.lose_row(entry.request)
-        self.unreported_losses.append(entry.request)
         entry.num_lost = min(entry.num_computed, entry.num_tokens)
         entry.kept = None
         caches = self.config.enable_prefix_caching and entry.request.use_prefix_cache
@@ -542,6 +547,7 @@ class World:
         entry.num_preemptions += 1
         entry.num_overtaken = 0
         self.tally.num_preemptions += 1
+        entry.loss = self.tally.num_preemptions
 
     def _snapshot(self) -> tuple[Any, ...]:
         """Whatever a refused call must leave as it was."""
