@@ -88,11 +88,16 @@ class Expectations:
         if config.long_prefill_token_threshold and output.num_rows:
             self._check_threshold(output)
 
-    def _check_threshold(self, output: SchedulerOutput) -> None:
-        """No row advances further than the threshold, and nothing else cuts what the oldest row wants."""
+    def _threshold(self) -> int:
+        """Most tokens that a row advances in this step; 0: as many as there are."""
         threshold, budget = self.config.long_prefill_token_threshold, self.config.max_num_batched_tokens
         if self.config.long_prefill_token_threshold_adaptive:
-            threshold = max(threshold, budget // max(1, len(self.queue) + len(self.running)))
+            return max(threshold, budget // max(1, len(self.queue) + len(self.running)))
+        return threshold
+
+    def _check_threshold(self, output: SchedulerOutput) -> None:
+        """No row advances further than the threshold, and nothing else cuts what the oldest row wants."""
+        threshold, budget = self._threshold(), self.config.max_num_batched_tokens
         most = int(output.num_scheduled_tokens.max())
         require(most <= threshold, f"a row advances {most} tokens beyond the threshold {threshold}")
         first = output.requests[0]
@@ -167,8 +172,10 @@ class Expectations:
                 require(end == entry.num_tokens, f"{name} starts with {end} of {entry.num_tokens} tokens, unchunked")
             is_cut = start + scheduled < entry.num_tokens and output.num_continued + index > 0
             if self.config.first_chunk_only and is_cut:
-                limit = self.config.long_prefill_token_threshold
-                require(scheduled == limit, f"{name} is cut to {scheduled} tokens, and is not the first of the step")
+                require(
+                    scheduled == self._threshold(),
+                    f"{name} is cut to {scheduled} tokens, and is not the first of the step",
+                )
         self._check_order(admitted, ready, set(output.preempted))
         if admitted and self.config.batching == "static":
             closed = self.running and not self.batch_forms

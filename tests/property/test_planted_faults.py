@@ -43,6 +43,8 @@ CACHING = {"enable_prefix_caching": True, "share_within_step": True}
 SLOW_PREFILL = {**CACHING, "block_size": 4, "enable_chunked_prefill": True, "long_prefill_token_threshold": 1}
 ADAPTERS = {**CACHING, "max_loras": 2}
 CROWDED = {"max_loras": 1, "max_overtakes": 1, "max_num_seqs": 5, "max_num_batched_tokens": 15, "batching": "mixed"}
+ROOMY = {**SLOW_PREFILL, "num_blocks": 14, "max_model_len": 48, "max_num_seqs": 5, "max_num_batched_tokens": 8}
+ROOMY |= {"batching": "mixed", "max_loras": 0, "full_sequence_must_fit": False}
 Patch = pytest.MonkeyPatch
 
 
@@ -485,7 +487,7 @@ WRONG_CONTENT: tuple[Fault, ...] = (
     (shared_block_has_one_reference, {**CACHING, "max_loras": 0}),
     (journal_is_not_undone, CACHING),
     (rewind_is_short_by_one, {}),
-    (epoch_is_ignored, SLOW_PREFILL),
+    (epoch_is_ignored, ROOMY),
     (reset_does_nothing, CACHING),
     (reset_keeps_what_is_preempted, CACHING),
     (sharing_within_a_step_is_not_asked, {**CACHING, "share_within_step": False}),

@@ -1,0 +1,410 @@
+"""Bugs that schedulers had in the wild, each as a test of its own. The docstrings say what went wrong, and where it was
+seen if it was reported in public.
+
+What is promised in general is tried at random in `tests/property`; here the situations stand by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pointsman.core import ConfigError, FinishReason, PauseMode, Reason, RequestRefused, RequestStatus, StepResult
+from tests.core.helpers import Host, blocks_of, cached_of, names, reference_output, small_config, tokens_of
+
+NO_CACHE = {"enable_prefix_caching": False}
+
+# ------------------------------------------------------------ requests that can never fit, or only just
+
+
+def test_a_prompt_larger_than_the_pool_does_not_wait_for_ever() -> None:
+    """It was accepted, never fitted, and everybody behind it waited too: vLLM, nano-vLLM, miniVLLM."""
+    host = Host(num_blocks=4, max_model_len=64)
+    with pytest.raises(RequestRefused, match="needs 5 KV blocks of 4, and the pool has 4"):
+        host.add("large", 17)
+    host.add("small", 4, max_tokens=1)
+    assert tokens_of(host.step()) == {"small": 4}
+
+
+def test_a_request_that_outgrows_the_pool_while_it_decodes_ends() -> None:
+    """It preempted everybody, then itself, and came back to the same wall: nano-vLLM stopped at an assertion there."""
+    host = Host(num_blocks=4, max_model_len=64)
+    alone = host.add("alone", 12, max_tokens=50)
+    other = host.add("other", 4, max_tokens=3)
+    host.run_to_end()
+    assert (alone.finish_reason, alone.finish_detail) == (FinishReason.LENGTH, "kv_capacity")
+    assert alone.num_tokens == 4 * 4 + 1, "the last token is sampled and needs no slot"
+    assert other.num_output_tokens == 3
+
+
+def test_a_prompt_of_which_only_a_chunk_fits_is_not_admitted_and_preempted_in_turns() -> None:
+    """Admitted because its first chunk fitted, preempted at the second or third, and again, for as long as others
+    decoded: vLLM before it asked for the full sequence."""
+    host = Host(num_blocks=8, max_num_batched_tokens=8, max_model_len=32, **NO_CACHE)
+    host.add("decodes", 8, max_tokens=8)
+    host.step()
+    long = host.add("long", 24, max_tokens=2)
+    while host.scheduler.get_request("decodes"):
+        assert tokens_of(host.step()) == {"decodes": 1}
+    host.run_to_end()
+    assert long.num_preemptions == 0
+
+
+def test_two_long_prompts_do_not_both_count_on_the_same_free_blocks() -> None:
+    """Each passed the check that its whole sequence fits, against blocks that the other was still owed, and they
+    preempted each other: vLLM's check sees only what is allocated."""
+    host = Host(num_blocks=8, max_num_batched_tokens=8, max_model_len=32, **NO_CACHE)
+    requests = [host.add("a", 22, max_tokens=2), host.add("b", 22, max_tokens=2)]
+    host.step()
+    assert host.stats().num_running == 1
+    assert host.explain("b").reason is Reason.BUDGET
+    host.step()
+    assert host.explain("b").reason is Reason.BUDGET
+    host.step()
+    assert host.explain("b").reason is Reason.FULL_SEQUENCE
+    host.run_to_end()
+    assert [request.num_preemptions for request in requests] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"max_num_seqs": 1, "max_num_batched_tokens": 1},
+        {"max_num_seqs": 1, "max_num_batched_tokens": 3},
+        {"long_prefill_token_threshold": 1},
+        {"max_num_seqs": 4, "max_num_batched_tokens": 5, "long_prefill_token_threshold": 3},
+    ],
+    ids=str,
+)
+def test_no_rounding_makes_a_chunk_empty(knobs: dict[str, Any]) -> None:
+    """A chunk was rounded down to whole blocks (for hybrid models) or to what other limits left, to 0 tokens, in every
+    step anew: vLLM."""
+    host = Host(**knobs)
+    prompt = host.prompt(8)
+    for request_id in ("a", "b", "c"):
+        host.add(request_id, [*prompt, *host.prompt(3)], max_tokens=2)
+    for _ in range(60):
+        if not host.scheduler.has_unfinished_requests():
+            break
+        assert host.step().total_num_scheduled_tokens > 0
+    assert not host.scheduler.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("length", [4, 8, 16])
+def test_a_prompt_that_is_cached_as_a_whole_leaves_something_to_compute(length: int) -> None:
+    """No token was left to compute, so there was no logit to sample from: an assertion in vLLM's connectors, an empty
+    tensor in nano-vLLM."""
+    host = Host()
+    prompt = host.prompt(length)
+    host.add("first", prompt, max_tokens=1)
+    host.run_to_end()
+    again = host.add("again", prompt, max_tokens=2)
+    output = host.step()
+    assert cached_of(output) == {"again": length - 4}
+    assert tokens_of(output) == {"again": 4} and output.samples.tolist() == [True]
+    host.run_to_end()
+    assert again.output_token_ids.tolist() == reference_output(prompt, 2)
+
+
+def test_a_limit_of_zero_is_a_limit_of_zero() -> None:
+    """0 was read as "not given" (it is false in Python), or let through to a loop that never ends."""
+    host = Host()
+    for fields in ({"max_tokens": 0}, {"max_tokens": 4, "max_total_tokens": 0}):
+        with pytest.raises(RequestRefused, match="is 0; it must be between 1"):
+            host.add("none", 4, **fields)
+    for knob in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_steps_in_flight"):
+        with pytest.raises(ConfigError, match=f"{knob} is 0"):
+            small_config(**{knob: 0})
+    request = host.add("a", 4)
+    host.step()
+    host.step()
+    host.finish("a", FinishReason.STOP, keep_tokens=0)
+    assert request.output_token_ids.tolist() == []
+
+
+def test_a_step_with_nothing_to_run_is_a_step() -> None:
+    """An empty batch went to the model, or the step was never updated and held up everything after it: vLLM,
+    nano-vLLM."""
+    host = Host(max_steps_in_flight=2)
+    first, second = host.schedule(), host.schedule()
+    assert (first.num_rows, second.total_num_scheduled_tokens) == (0, 0)
+    assert host.scheduler.input_token_ids(second).tolist() == []
+    host.add("a", 4, max_tokens=1)
+    host.update(first)
+    host.fail(second)
+    assert tokens_of(host.step()) == {"a": 4}
+
+
+# ------------------------------------------------------------ who gives way, and when
+
+
+@pytest.mark.parametrize("shortage", ["replan", "in-order"])
+def test_a_victim_that_was_scheduled_in_this_step_is_taken_out_of_it(shortage: str) -> None:
+    """The victim stood before the row that asked and had its share of the step already. It stayed in the output
+    without blocks (a crash), or its tokens stayed charged to the budget: vLLM under "priority"."""
+    host = Host(order="priority", displace=False, shortage=shortage, num_blocks=4, max_model_len=16, **NO_CACHE)
+    low = host.add("low", 4, max_tokens=4, priority=9)
+    host.add("asks", 8, max_tokens=4, priority=0)
+    host.step()
+    output = host.step()  # low has taken the last block when the other asks for one
+    assert names(output.preempted) == ["low"]
+    assert tokens_of(output) == {"asks": 1}
+    assert output.total_num_scheduled_tokens == 1 and len(output.block_ids) == 1
+    host.run_to_end()
+    assert low.output_token_ids.tolist() == reference_output(low.prompt_token_ids, 4)
+
+
+@pytest.mark.parametrize("shortage", ["replan", "in-order"])
+def test_a_victim_earlier_in_the_list_does_not_make_the_walk_skip_a_row(shortage: str) -> None:
+    """Taking the victim out of the list moved those behind it forward by one, under an index that had not moved: the
+    next row was silently left out of the step. vLLM under "priority"."""
+    host = Host(order="priority", displace=False, shortage=shortage, num_blocks=5, max_model_len=20, **NO_CACHE)
+    host.add("low", 3, max_tokens=12, priority=9)
+    host.add("asks", 8, max_tokens=8, priority=0)
+    host.add("next", 5, max_tokens=8, priority=1)
+    host.step()
+    output = host.step()
+    assert names(output.preempted) == ["low"]
+    assert tokens_of(output) == {"asks": 1, "next": 1}
+
+
+def test_a_preemption_with_output_in_flight_loses_no_token_and_counts_none_twice() -> None:
+    """The sample came back after the row was gone: it was appended to a request that computed its prompt anew, or was
+    dropped and sampled again. vLLM with asynchronous scheduling."""
+    host = Host(num_blocks=4, max_model_len=16, max_steps_in_flight=2, **NO_CACHE)
+    prompts = {"a": host.prompt(7), "b": host.prompt(7)}
+    requests = {name: host.add(name, prompt, max_tokens=6) for name, prompt in prompts.items()}
+    in_flight = [host.schedule(), host.schedule()]
+    in_flight_with_victim = in_flight[-1]
+    host.update(in_flight.pop(0))
+    in_flight.append(host.schedule())
+    assert names(in_flight[-1].preempted) == ["b"] and "b" in names(in_flight_with_victim.requests)
+    assert requests["b"].num_pending == 1
+    assert host.update(in_flight.pop(0)).counts.tolist() == [1, 1]
+    host.update(in_flight.pop(0))
+    host.run_to_end()
+    for name, request in requests.items():
+        assert request.output_token_ids.tolist() == reference_output(prompts[name], 6)
+
+
+def test_a_finish_with_output_in_flight_drops_what_comes_back() -> None:
+    """The result of the step was looked up by a request that was gone (a KeyError), or appended to it: vLLM."""
+    host = Host(max_steps_in_flight=2)
+    a, b = host.add("a", 4), host.add("b", 4)
+    first = host.schedule()
+    second = host.schedule()
+    host.update(first)
+    kept = a.output_token_ids.tolist()
+    host.finish("a", FinishReason.STOP, stop_reason="###")
+    update = host.update(second)
+    assert update.counts.tolist() == [0, 1] and update.finished == []
+    assert a.output_token_ids.tolist() == kept and b.num_output_tokens == 2
+
+
+def test_a_row_is_not_reused_while_a_step_in_flight_names_it() -> None:
+    """The row of a request that ended went to the next one, and the sample in flight for the old one was taken for the
+    new one's."""
+    host = Host(max_steps_in_flight=2, max_num_seqs=1)
+    host.add("old", 4)
+    in_flight = host.schedule()
+    host.abort("old")
+    new = host.add("new", 4, max_tokens=2)
+    after = host.schedule()
+    assert tokens_of(after) == {"new": 4}
+    assert after.rows.tolist() != in_flight.rows.tolist()
+    host.scheduler.update(in_flight, StepResult([7]), host.now)
+    assert new.num_output_tokens == 0
+    host.update(after)
+    host.run_to_end()
+    assert new.output_token_ids.tolist() == reference_output(new.prompt_token_ids, 2)
+
+
+def test_a_step_admits_only_what_it_can_allocate() -> None:
+    """Several requests were judged against the same free blocks, or against hits that were gone when the blocks were
+    taken, and the last ones could not be given theirs: an assertion in TensorRT-LLM and in vLLM's connectors."""
+    host = Host(num_blocks=4, max_model_len=16, max_num_batched_tokens=64)
+    for request_id in "abc":
+        host.add(request_id, 8, max_tokens=1)
+    output = host.step()
+    assert tokens_of(output) == {"a": 8, "b": 8}
+    tables = [block for request_id in "ab" for block in blocks_of(output, request_id)]
+    assert len(set(tables)) == 4
+    assert tokens_of(host.step()) == {"c": 8}
+
+
+def test_a_blocked_head_is_not_remembered_as_blocked_when_it_could_start() -> None:
+    """What blocked the head was remembered by its length and the free blocks alone. Somebody else computed its prefix
+    meanwhile, so that it needed fewer blocks, and nobody looked again."""
+    host = Host(num_blocks=8, max_model_len=32, long_prefill_token_threshold=2)
+    prompt = host.prompt(17)
+    host.add("computes", prompt)
+    host.add("head", prompt)
+    host.step()
+    assert host.explain("head").missing == 2, "5 blocks for it and 4 that the other is owed, of 7"
+    host.step()
+    assert host.explain("head").missing == 1, "the first block of its prompt is there now"
+    while "head" not in names(host.step().admitted):
+        assert host.explain("head").missing > 0
+    assert host.explain("computes").phase == "prefill"
+
+
+@pytest.mark.parametrize("num_outputs", [1, 5])
+def test_a_resumed_request_computes_its_prompt_again_before_it_decodes(num_outputs: int) -> None:
+    """Whether a request decodes was told from its having output, or from its prompt being computed. A resumed request
+    has output and computes again; in chunks, beyond its prompt, it looked as if it decoded."""
+    host = Host(max_num_batched_tokens=4, max_num_seqs=1, **NO_CACHE)
+    request = host.add("a", 5, max_tokens=num_outputs + 2)
+    while request.num_output_tokens < num_outputs:
+        host.step()
+    host.park("a")
+    host.ready("a")
+    told = []
+    while request.num_output_tokens == num_outputs:
+        output = host.schedule()
+        told.append((request.phase, tokens_of(output)["a"], bool(output.samples[0])))
+        host.update(output)
+    total = 5 + num_outputs
+    chunks = [min(4, total - start) for start in range(0, total, 4)]
+    assert told == [("prefill", n, index == len(chunks) - 1) for index, n in enumerate(chunks)]
+    assert request.phase == "decoding"
+
+
+# ------------------------------------------------------------ blocks, and what is in them
+
+
+def test_blocks_that_two_requests_share_are_freed_once_when_both_end_together() -> None:
+    """All tables of a step were freed in one go with `counts[blocks] -= 1`, which subtracts once where a block is named
+    twice: the block was lost, or free while it was held."""
+    host = Host()
+    prompt = host.prompt(8)
+    host.add("a", [*prompt, 1], max_tokens=2)
+    host.add("b", [*prompt, 2], max_tokens=2)
+    output = host.step()
+    assert blocks_of(output, "a")[:2] == blocks_of(output, "b")[:2]
+    host.step()
+    assert host.stats().num_running == 0
+    assert host.stats().num_free_blocks == 16
+
+
+def test_a_prefix_is_found_only_as_far_as_it_is_computed() -> None:
+    """All blocks of a prompt could be found as soon as they were allocated, also those of chunks to come: the second
+    request read what nobody had written. nano-vLLM with chunks, ATOM."""
+    host = Host(max_num_batched_tokens=12, long_prefill_token_threshold=8)
+    prompt = host.prompt(24)
+    host.add("first", prompt)
+    host.add("second", prompt)
+    output = host.step()
+    assert tokens_of(output) == {"first": 8, "second": 4}
+    assert cached_of(output) == {"first": 0, "second": 8}
+
+
+def test_in_a_host_that_cannot_share_within_a_step_nothing_of_the_step_is_found_in_it() -> None:
+    """Two requests of one step shared a block that one of them was to write in that very step, in a host whose rows do
+    not wait for each other."""
+    host = Host(share_within_step=False)
+    prompt = host.prompt(8)
+    host.add("first", prompt)
+    host.add("second", prompt)
+    assert cached_of(host.step()) == {"first": 0, "second": 0}
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_blocks_of_a_failed_step_are_not_found(aborted: bool) -> None:
+    """The step did not run, or its request was aborted before it did, and its blocks stayed in the prefix cache with
+    nothing in them: vLLM, which registers blocks when they are allocated."""
+    host = Host(max_steps_in_flight=2)
+    prompt = host.prompt(12)
+    host.add("first", prompt)
+    output = host.schedule()
+    if aborted:
+        host.abort("first")
+    host.fail(output)
+    if not aborted:
+        host.abort("first")
+    host.add("second", prompt)
+    assert cached_of(host.step()) == {"second": 0}
+
+
+@pytest.mark.parametrize("preempt_running", [False, True])
+def test_after_a_reset_no_old_kv_is_found_though_a_request_ran_through_it(preempt_running: bool) -> None:
+    """The cache was emptied, and whoever ran at that moment put its blocks back when it ended: KV of the old weights.
+    vLLM refuses the reset while anything runs, or preempts it."""
+    host = Host(max_steps_in_flight=2)
+    prompt = host.prompt(12)
+    host.add("old", prompt, max_tokens=3)
+    in_flight = host.schedule()
+    host.scheduler.reset_prefix_cache(host.now, preempt_running=preempt_running)
+    host.scheduler.check_invariants()
+    host.add("new", [*prompt, *host.prompt(1)], max_tokens=8)
+    host.update(in_flight)
+    if not preempt_running:
+        host.finish("old", FinishReason.STOP)
+        assert cached_of(host.step()) == {"new": 0}
+        return
+    output = host.step()
+    assert cached_of(output)["old"] == 0, "what it computed before the reset is gone for itself, too"
+
+
+def test_the_hits_that_an_admission_counted_on_are_not_evicted_by_it() -> None:
+    """The hit was counted, and when the blocks were taken they were the request's own cached ones, which were free: it
+    overwrote what it was about to read. Also the other way round: the hit grew between check and allocation, and the
+    number of tokens to compute was stale (nano-vLLM)."""
+    host = Host(num_blocks=5, max_model_len=20)
+    prompt = host.prompt(8)
+    host.add("writes", [*prompt, 1], max_tokens=1)
+    host.run_to_end()
+    host.add("holds", 8, max_tokens=12)
+    host.step()
+    assert host.stats().num_cached_free_blocks == 2 and host.stats().num_free_blocks == 3
+    host.add("reads", [*prompt, *host.prompt(8)], max_tokens=2)
+    output = host.step()
+    assert names(output.admitted) == []
+    assert host.explain("reads").missing == 2, (
+        "2 hits that are free, and 2 new blocks, of 2 free ones after holds' third"
+    )
+    host.abort("holds")
+    output = host.step()
+    assert cached_of(output) == {"reads": 8} and tokens_of(output) == {"reads": 8}
+    table = blocks_of(output, "reads")
+    assert len(set(table)) == 4
+
+
+def test_an_adapter_called_like_anothers_salt_does_not_share_its_cache() -> None:
+    """Adapter name and cache salt went into the key of a block as bare strings, one after the other: vLLM, and in
+    another form SGLang."""
+    host = Host(max_loras=2)
+    prompt = host.prompt(8)
+    host.add("adapter", [*prompt, 1], max_tokens=1, adapter=("secret", 0))
+    host.run_to_end()
+    host.add("salt", [*prompt, 1], max_tokens=1, cache_salt="secret")
+    assert cached_of(host.step()) == {"salt": 0}
+    host.add("both", [*prompt, 1], max_tokens=1, cache_salt="secret", adapter=("secret", 0))
+    assert cached_of(host.step()) == {"both": 0}
+
+
+# ------------------------------------------------------------ adapters and pauses
+
+
+def test_a_request_between_two_chunks_of_its_prompt_counts_against_the_adapter_slots() -> None:
+    """Only decoding requests were counted. One that was computing its prompt in chunks brought one adapter too many
+    into the step: SGLang crashed on it."""
+    host = Host(max_loras=1, max_num_batched_tokens=8, long_prefill_token_threshold=4)
+    host.add("chunked", 12, adapter=("one", 0))
+    host.add("other", 4, adapter=("two", 0))
+    for _ in range(2):
+        assert tokens_of(host.step()) == {"chunked": 4}
+    assert host.explain("other").reason is Reason.ADAPTER_SLOTS
+
+
+def test_pausing_twice_is_undone_by_one_resume() -> None:
+    """Pauses were counted, or the second one remembered the paused state as the one to return to, so that one resume
+    was not enough."""
+    host = Host()
+    request = host.add("a", 4, max_tokens=2)
+    for mode in (PauseMode.ALL, PauseMode.ALL, PauseMode.ADMISSIONS):
+        host.scheduler.pause(host.now, mode)
+        assert tokens_of(host.step()) == {}
+    host.scheduler.resume(host.now)
+    host.run_to_end()
+    assert request.status is RequestStatus.FINISHED_LENGTH
