@@ -1,10 +1,10 @@
 """The requests that hold KV blocks, as columns: what every step touches, one row per request.
 
-Layout, with R rows (grown by doubling) and W = blocks of the longest request:
+Layout, with R rows (grown by doubling), W = blocks of the longest request and D = most drafts per row:
 
     num_tokens           int64 [R]     known tokens: prompt and output so far
     num_computed_tokens  int64 [R]     tokens whose KV exists, or will when the steps in flight have run
-    num_pending          int64 [R]     samples scheduled and not yet returned
+    num_pending          int64 [R]     samples and drafts scheduled and not yet returned
     num_slots            int64 [R]     tokens that the row's blocks can hold (number of blocks x block size)
     token_limit          int64 [R]     at that many tokens the request ends
     eos_token_id         int64 [R]     the one stop token that is tested for all rows at once; NO_TOKEN: none
@@ -13,6 +13,10 @@ Layout, with R rows (grown by doubling) and W = blocks of the longest request:
     flags                uint8 [R]     anything rare, see the constants
     block_table          int32 [R, W]  block ids; valid up to num_slots / block_size
     recent_tokens        int32 [R, 256]  ring of the newest output tokens, at (position of the token) mod 256
+    num_drafts           int64 [R]     drafts that wait to be scheduled behind the newest token, see `drafts.py`
+    draft_tokens         int32 [R, D]  those drafts
+    num_verified         int64 [R]     drafts that have come back from the model since the row was given out
+    num_accepted         int64 [R]     those of them that it accepted
 
 Rows keep their number while a request runs; `members` lists the running rows in admission order, with what never
 changes while they run gathered once, and is replaced, never changed, when the membership changes: an output may keep
@@ -24,6 +28,7 @@ A row is free for reuse once every step that names it has been updated (`fence`)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import compress
 
 import numpy as np
@@ -31,6 +36,7 @@ import numpy.typing as npt
 
 from pointsman.core.config import MAX_INT
 from pointsman.core.request import Request
+from pointsman.core.runs import Runs
 
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
@@ -39,6 +45,7 @@ BoolArray = npt.NDArray[np.bool_]
 PREFILLING = 1  # no sample has been scheduled since its admission: known tokens are left to compute
 CUSTOM_STOP = 2  # several stop tokens, or repetitions: tested one by one
 NOT_AHEAD = 4  # none of its steps is scheduled while a sample of it is in flight
+VERIFYING = 8  # drafts are in flight: how many of them are computed tokens is not known
 
 NO_TOKEN = MAX_INT + 1  # larger than any token id, so that it equals none
 RING = 256  # a power of two; one flush per row and 256 tokens
@@ -56,6 +63,10 @@ _COLUMNS = (
     "flags",
     "block_table",
     "recent_tokens",
+    "num_drafts",
+    "draft_tokens",
+    "num_verified",
+    "num_accepted",
 )
 
 
@@ -72,6 +83,7 @@ class Members:
         "token_limit",
         "trues",
         "zero_offsets",
+        "zeros",
     )
 
     def __init__(self, batch: Batch, rows: Int64Array, requests: list[Request]) -> None:
@@ -85,6 +97,7 @@ class Members:
         self.ring_base = rows * RING
         self.ones = batch.ones[:count]
         self.trues = batch.trues[:count]
+        self.zeros = batch.zeros[:count]
         self.zero_offsets = batch.zeros[: count + 1]
 
     def __len__(self) -> int:
@@ -92,10 +105,11 @@ class Members:
 
 
 class Batch:
-    """Rows for up to any number of requests of `max_blocks` blocks of `block_size` tokens each."""
+    """Rows for any number of requests of up to `max_blocks` blocks of `block_size` tokens and `max_drafts` drafts."""
 
-    def __init__(self, block_size: int, max_blocks: int) -> None:
+    def __init__(self, block_size: int, max_blocks: int, max_drafts: int = 0) -> None:
         self.block_size = block_size
+        self.max_drafts = max_drafts
         rows = _INITIAL_ROWS
         self.num_tokens: Int64Array = np.zeros(rows, dtype=np.int64)
         self.num_computed_tokens: Int64Array = np.zeros(rows, dtype=np.int64)
@@ -109,12 +123,18 @@ class Batch:
         self.block_table: Int32Array = np.zeros((rows, max_blocks), dtype=np.int32)
         self.recent_tokens: Int32Array = np.zeros((rows, RING), dtype=np.int32)
         self._flat_recent = self.recent_tokens.reshape(-1)
+        self.num_drafts: Int64Array = np.zeros(rows, dtype=np.int64)
+        self.draft_tokens: Int32Array = np.zeros((rows, max_drafts), dtype=np.int32)
+        self.num_verified: Int64Array = np.zeros(rows, dtype=np.int64)
+        self.num_accepted: Int64Array = np.zeros(rows, dtype=np.int64)
         self._make_constants()
         self._free_rows = list(range(rows - 1, -1, -1))
         self._fenced_rows: list[tuple[int, int]] = []  # (last step that names the row, row)
         self.num_prefilling = 0
         self.num_custom_stops = 0
         self.num_not_ahead = 0
+        self.num_drafting = 0  # rows whose drafts wait
+        self.num_verifying = 0  # rows whose drafts are in flight
         self._least_ring_room = 0  # so many appends can surely go by before a ring is full
         self.members = Members(self, np.zeros(0, dtype=np.int64), [])
 
@@ -164,7 +184,9 @@ class Batch:
             row = request.row
             assert row is not None
             self.flush(row, request)
-            self.clear_flags(row, PREFILLING | CUSTOM_STOP | NOT_AHEAD)
+            self.clear_flags(row, PREFILLING | CUSTOM_STOP | NOT_AHEAD | VERIFYING)
+            if self.max_drafts:
+                self._leave_drafts(row, request)
             self.serial[row] = 0
             request.leave_row(int(self.num_computed_tokens[row]), int(self.num_pending[row]))
             if last_step is None:
@@ -174,6 +196,12 @@ class Batch:
         members = self.members
         stays = self.serial[members.rows] != 0
         self.members = Members(self, members.rows[stays], list(compress(members.requests, stays.tolist())))
+
+    def _leave_drafts(self, row: int, request: Request) -> None:
+        """Forget what waits, and let the request take its counts along."""
+        self.num_drafting -= bool(self.num_drafts[row])
+        request.add_drafts(int(self.num_verified[row]), int(self.num_accepted[row]))
+        self.num_drafts[row] = self.num_verified[row] = self.num_accepted[row] = 0
 
     def fence_passed(self, step_id: int) -> None:
         """Step `step_id` and all before it are over: rows that waited for them may be reused."""
@@ -221,6 +249,7 @@ class Batch:
         self.num_prefilling -= bool(held & PREFILLING)
         self.num_custom_stops -= bool(held & CUSTOM_STOP)
         self.num_not_ahead -= bool(held & NOT_AHEAD)
+        self.num_verifying -= bool(held & VERIFYING)
         self.flags[row] &= ~np.uint8(mask)
 
     # ------------------------------------------------------------------ tokens
@@ -241,12 +270,38 @@ class Batch:
             self._flush_full_rings(requests, rows, num_tokens)
         return num_tokens
 
+    def append_runs(self, requests: Sequence[Request], rows: Int64Array, runs: Runs, longest: int) -> None:
+        """The tokens of each run for the row of its place (distinct rows), at most `longest` for one of them.
+
+        `num_pending` is the caller's to lower.
+        """
+        num_tokens = self.num_tokens[rows]
+        self._least_ring_room -= longest
+        crossing: list[int] = []
+        if self._least_ring_room <= 0:  # a run may pass the end of its ring, and overwrite what is not flushed
+            crossing = ((num_tokens & RING_MASK) + runs.counts >= RING).nonzero()[0].tolist()
+            for index in crossing:
+                self.flush(int(rows[index]), requests[index])
+        positions = np.repeat(num_tokens - runs.starts, runs.counts)
+        positions += np.arange(len(positions))
+        positions &= RING_MASK
+        positions += np.repeat(rows * RING, runs.counts)
+        self._flat_recent[positions] = runs.token_ids
+        self.num_tokens[rows] = num_tokens + runs.counts
+        if self._least_ring_room <= 0:
+            for index in crossing:
+                self.flush(int(rows[index]), requests[index])
+            self._measure_ring_room()
+
+    def _measure_ring_room(self) -> None:
+        running = self.num_tokens[self.members.rows] & RING_MASK
+        self._least_ring_room = RING - int(running.max(initial=0))
+
     def _flush_full_rings(self, requests: list[Request], rows: Int64Array, num_tokens: Int64Array) -> None:
         used = num_tokens & RING_MASK
         for index in (used == 0).nonzero()[0].tolist():
             self.flush(int(rows[index]), requests[index])
-        running = self.num_tokens[self.members.rows] & RING_MASK
-        self._least_ring_room = RING - int(running.max(initial=0))
+        self._measure_ring_room()
 
     def recent(self, row: int, start: int) -> Int32Array:
         """Tokens `start` to the end of a row's sequence, which the ring still holds (at most `RING`)."""

@@ -60,6 +60,13 @@ class SchedulerConfig:
     """Whether a request may read blocks that another one writes in the same step. The host must then write a
     layer's KV for all rows before any row attends."""
 
+    num_draft_tokens: int = 0
+    """Speculation: most draft tokens that one request may have verified in a step, beside its own next token; 0: none.
+    The budget must hold them for every request."""
+    draft_table: tuple[tuple[int, int], ...] = ()
+    """Pairs (running requests, drafts), ascending: from so many running requests on, at most so many drafts each. To
+    verify drafts is nearly free while steps are small, and costs what it computes once they are full."""
+
     order: str | Order = "fcfs"
     """Who is admitted next: "fcfs", "priority", or an object with the `Order` protocol."""
     victim: str | Victim | None = None
@@ -115,6 +122,7 @@ class SchedulerConfig:
     "look-ahead": the same, and the first row behind the step's limits asks for its block too."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "draft_table", _checked_draft_table(self.draft_table))  # JSON has lists
         self._check_ranges()
         self._check_combinations()
 
@@ -149,6 +157,15 @@ class SchedulerConfig:
         """Tokens whose KV the usable blocks hold."""
         return self.num_usable_blocks * self.block_size
 
+    def max_drafts(self, num_running: int) -> int:
+        """Most draft tokens that a request may have in a step with so many running ones."""
+        most = self.num_draft_tokens
+        for running, drafts in self.draft_table:
+            if num_running < running:
+                break
+            most = drafts
+        return most
+
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON-ready values; a policy object is given by its `name`."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -168,7 +185,13 @@ class SchedulerConfig:
         )
         for name in at_least_one:
             _check_int(name, getattr(self, name), 1)
-        at_least_zero = ("num_reserved_blocks", "long_prefill_token_threshold", "max_loras", "max_overtakes")
+        at_least_zero = (
+            "num_reserved_blocks",
+            "long_prefill_token_threshold",
+            "num_draft_tokens",
+            "max_loras",
+            "max_overtakes",
+        )
         for name in at_least_zero:
             _check_int(name, getattr(self, name), 0)
         decode_reserve: object = self.decode_reserve
@@ -246,7 +269,28 @@ class SchedulerConfig:
                 f"max_overtakes is {self.max_overtakes}, and nobody is passed over without adapters; set max_loras or "
                 "leave it at its default"
             )
+        self._check_speculation()
         self._check_prefill_first()
+
+    def _check_speculation(self) -> None:
+        needed = self.max_num_seqs * (1 + self.num_draft_tokens)
+        if self.num_draft_tokens and self.max_num_batched_tokens < needed and self.batching != "prefill-first":
+            raise ConfigError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, and max_num_seqs {self.max_num_seqs} with "
+                f"num_draft_tokens {self.num_draft_tokens} may decode {needed} tokens in a step; raise the budget, or "
+                "lower one of the two"
+            )
+        if self.draft_table and not self.num_draft_tokens:
+            raise ConfigError(
+                f"draft_table is {self.draft_table} and num_draft_tokens 0, so it would have no effect; raise "
+                "num_draft_tokens or leave the table empty"
+            )
+        for running, drafts in self.draft_table:
+            if drafts > self.num_draft_tokens:
+                raise ConfigError(
+                    f"draft_table allows {drafts} from {running} running requests on, and num_draft_tokens is "
+                    f"{self.num_draft_tokens}, so it would have no effect; raise num_draft_tokens or lower the entry"
+                )
 
     def _check_prefill_first(self) -> None:
         if self.batching == "prefill-first" and self.shortage == "replan":
@@ -281,3 +325,18 @@ def _check_choice(name: str, value: object, *choices: str) -> None:
     if value not in choices:
         *others, last = (f'"{choice}"' for choice in choices)
         raise ConfigError(f"{name} is {value!r}; choose {', '.join(others)} or {last}")
+
+
+def _checked_draft_table(table: object) -> tuple[tuple[int, int], ...]:
+    try:
+        pairs = tuple((running, drafts) for running, drafts in table)  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"draft_table is {table!r}; give pairs (running requests, drafts), such as ((1, 4), (32, 1))"
+        ) from None
+    least = 1
+    for running, drafts in pairs:
+        _check_int("a number of running requests in draft_table", running, least)
+        _check_int("a number of drafts in draft_table", drafts, 0)
+        least = running + 1
+    return pairs

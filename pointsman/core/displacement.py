@@ -4,7 +4,7 @@ For a seat, a slot for its adapter or blocks, and only if a dry run says that it
 slot, a token of budget beside what the other running rows take, and its blocks beside what those rows need in this
 step, counting only blocks that nobody else holds. The fewest give way, the least urgent first; for a slot, all
 requests of the adapter that has fewest. One request displaces per step, and only it is admitted into the room that it
-made. Only the head of the queue displaces, also where it is passed over.
+made, and drafts take none of it. Only the head of the queue displaces, also where it is passed over.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pointsman.core.admission import Admission
 from pointsman.core.batch import Batch, Members
 from pointsman.core.block_pool import NO_BLOCKS
 from pointsman.core.config import SchedulerConfig
+from pointsman.core.drafts import Drafts
 from pointsman.core.kv_cache import KVCacheManager, Match
 from pointsman.core.request import Request
 from pointsman.core.reserve import Demand
@@ -36,6 +37,7 @@ class Displacement:
         running: Running,
         admission: Admission,
         adapters: AdapterSlots,
+        drafts: Drafts,
     ) -> None:
         self._config = config
         self._adapters = adapters
@@ -43,6 +45,7 @@ class Displacement:
         self._kv = kv
         self._running = running
         self._admission = admission
+        self._drafts = drafts
         self._in_vain: tuple[Request, Members, int, int] | None = None
 
     def choose(self, head: Request) -> list[Request]:
@@ -64,6 +67,7 @@ class Displacement:
             candidates = np.concatenate([np.array(vacate, dtype=np.int64), others])
         trial = Trial(self._config, batch, self._kv, self._running, self._admission, head)
         if not vacate and trial.has_room(candidates[:0]):
+            self._drafts.forget()  # they would take that room
             return []
         if not trial.has_room(candidates):
             return self._give_up(head)
@@ -77,6 +81,7 @@ class Displacement:
                 high = middle
             else:
                 low = middle
+        self._drafts.forget()
         return [members.requests[index] for index in candidates[:high].tolist()]
 
     def forget(self) -> None:
@@ -115,7 +120,7 @@ class Trial:
         self._kv = kv
         self._admission = admission
         self._head = head
-        _, self._want = running.wants()
+        _, self._want = running.wants(with_drafts=False)
         self._needed = running.blocks_needed(self._want, batch.members.rows)
         self._match: Match = kv.look_up(head)
 

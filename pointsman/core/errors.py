@@ -36,5 +36,9 @@ class StepResultError(PointsmanError, ValueError):
     """A step result that does not fit the output it answers. Nothing of it was applied."""
 
 
+class ProposalError(PointsmanError, ValueError):
+    """Drafts that do not fit the output they are proposed for. Nothing of them was kept."""
+
+
 class InvariantError(PointsmanError, AssertionError):
     """A promise of the scheduler is broken. The message names the promise."""

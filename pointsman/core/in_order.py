@@ -16,6 +16,7 @@ import numpy.typing as npt
 from pointsman.core.batch import PREFILLING, Batch
 from pointsman.core.block_pool import NO_BLOCKS
 from pointsman.core.config import SchedulerConfig
+from pointsman.core.drafts import Drafts
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.limits import Limit
 from pointsman.core.preemption import Victim
@@ -32,9 +33,15 @@ class InOrder(Running):
     """
 
     def __init__(
-        self, config: SchedulerConfig, batch: Batch, kv: KVCacheManager, limits: list[Limit], victim: Victim
+        self,
+        config: SchedulerConfig,
+        batch: Batch,
+        kv: KVCacheManager,
+        limits: list[Limit],
+        victim: Victim,
+        drafts: Drafts,
     ) -> None:
-        super().__init__(config, batch, kv, limits, victim)
+        super().__init__(config, batch, kv, limits, victim, drafts)
         self._max_rows = config.max_num_seqs
         self._looks_ahead = config.shortage == "look-ahead"
         self._steady_rows = min(self._steady_rows, self._max_rows)
@@ -42,12 +49,12 @@ class InOrder(Running):
     def advance_prefills(self, preempt: Callable[[Request], None]) -> Advance:
         """As `advance`, only for rows whose known tokens are not all computed yet."""
         batch = self._batch
-        lacks, want = self.wants()
+        lacks, want = self.wants(with_drafts=False)
         want[(batch.flags[batch.members.rows] & PREFILLING) == 0] = 0
         return self._settle(lacks, want, preempt)
 
     def _share_out(
-        self, want: Int64Array, preempt: Callable[[Request], None]
+        self, lacks: Int64Array, want: Int64Array, preempt: Callable[[Request], None]
     ) -> tuple[Int64Array, Int64Array, Int64Array, bool]:
         members = self._batch.members
         granted = self._within_budget(want)
@@ -61,6 +68,8 @@ class InOrder(Running):
             total += int(self.blocks_needed(want[beyond], members.rows[beyond]).sum())
         if total <= self._kv.num_free:
             return granted, needed, self._grow(members, needed), False
+        if self._give_up_drafts(members.rows, lacks, want):
+            return self._share_out(lacks, want, preempt)
         return self._walk(want, preempt)
 
     def _walk(
@@ -99,8 +108,8 @@ class InOrder(Running):
 
 
 def make_running(
-    config: SchedulerConfig, batch: Batch, kv: KVCacheManager, limits: list[Limit], victim: Victim
+    config: SchedulerConfig, batch: Batch, kv: KVCacheManager, limits: list[Limit], victim: Victim, drafts: Drafts
 ) -> Running:
     """The running part that the configuration asks for."""
     kind = Running if config.shortage == "replan" else InOrder
-    return kind(config, batch, kv, limits, victim)
+    return kind(config, batch, kv, limits, victim, drafts)

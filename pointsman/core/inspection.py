@@ -81,6 +81,7 @@ def _blocker(request: Request, reason: Reason | None, batch: Batch, life: Lifecy
 def snapshot(counters: Counters, batch: Batch, kv: KVCacheManager, life: Lifecycle) -> SchedulerStats:
     """Counters and gauges at this moment."""
     pool = kv.pool
+    per_pos = tuple(sum(counters.accepted_drafts[place:]) for place in range(1, len(counters.accepted_drafts)))
     parked: dict[str, int] = {}
     for request in life.parked.values():
         parked[request.status.value] = parked.get(request.status.value, 0) + 1
@@ -103,6 +104,11 @@ def snapshot(counters: Counters, batch: Batch, kv: KVCacheManager, life: Lifecyc
         num_recomputed_tokens=counters.num_recomputed_tokens,
         num_evictions=kv.num_evictions,
         num_failed_steps=counters.num_failed_steps,
+        num_proposed_tokens=counters.num_proposed_tokens,
+        num_draft_tokens=counters.num_draft_tokens,
+        num_drafts=sum(counters.accepted_drafts),
+        num_accepted_tokens=sum(per_pos),
+        num_accepted_tokens_per_pos=per_pos,
         prefix_queries=counters.fresh_prefix.queries,
         prefix_hits=counters.fresh_prefix.hits,
         resumed_prefix_queries=counters.resumed_prefix.queries,

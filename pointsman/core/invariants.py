@@ -15,7 +15,7 @@ from collections import Counter
 
 import numpy as np
 
-from pointsman.core.batch import CUSTOM_STOP, NOT_AHEAD, PREFILLING, Batch
+from pointsman.core.batch import CUSTOM_STOP, NOT_AHEAD, PREFILLING, VERIFYING, Batch
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import InvariantError
 from pointsman.core.kv_cache import KVCacheManager
@@ -36,6 +36,7 @@ def check(config: SchedulerConfig, batch: Batch, kv: KVCacheManager, life: Lifec
     _check_steps(config, life)
     _check_adapters(config, batch, life)
     _check_columns(config, batch, kv)
+    _check_drafts(config, batch, life)
     _check_contents(batch, kv)
 
 
@@ -132,10 +133,40 @@ def _check_columns(config: SchedulerConfig, batch: Batch, kv: KVCacheManager) ->
         custom += bool(flags & CUSTOM_STOP)
         not_ahead += bool(flags & NOT_AHEAD)
         _require(bool(flags & NOT_AHEAD) != request.runs_ahead, 2, f"{request} is flagged wrongly")
-        _require(request.runs_ahead or pending <= 1, 2, f"{request} has {pending} samples in flight")
+        one_step = request.runs_ahead or pending <= 1 or bool(flags & VERIFYING)
+        _require(one_step, 2, f"{request} has {pending} samples in flight")
     _require(prefilling == batch.num_prefilling, 2, "prefilling rows are miscounted")
     _require(custom == batch.num_custom_stops, 2, "rows with their own stop conditions are miscounted")
     _require(not_ahead == batch.num_not_ahead, 2, "rows that do not run ahead are miscounted")
+
+
+def _check_drafts(config: SchedulerConfig, batch: Batch, life: Lifecycle) -> None:
+    """Drafts wait where they may be scheduled, and what is pending is what the steps in flight will bring."""
+    drafting = verifying = 0
+    in_flight: dict[int, int] = {}  # by serial
+    drafts_in_flight: set[int] = set()
+    for record in life.in_flight:
+        output = record.output
+        assert output is not None
+        pending = (output.samples + output.num_draft_tokens).tolist()
+        for serial, count in zip(output.serials.tolist(), pending, strict=True):
+            in_flight[serial] = in_flight.get(serial, 0) + count
+        drafts_in_flight.update(output.serials[output.num_draft_tokens > 0].tolist())
+        _require(int(output.num_draft_tokens.sum()) == len(output.draft_token_ids), 3, "drafts are miscounted")
+    for row, request in zip(batch.members.rows.tolist(), batch.members.requests, strict=True):
+        waiting, pending, serial = int(batch.num_drafts[row]), int(batch.num_pending[row]), request.serial
+        _require(pending == in_flight.get(serial, 0), 2, f"{request} has {pending} pending")
+        flagged = bool(batch.flags[row] & VERIFYING)
+        _require(flagged == (serial in drafts_in_flight), 2, f"{request} is wrongly flagged as verifying")
+        if waiting:
+            room = int(batch.token_limit[row] - batch.num_tokens[row]) - 1
+            _require(0 < waiting <= min(room, config.num_draft_tokens), 2, f"{request} has {waiting} drafts")
+            decodes = pending == 0 and batch.num_computed_tokens[row] == batch.num_tokens[row] - 1
+            _require(bool(decodes), 2, f"{request} has drafts and does not decode")
+        drafting += bool(waiting)
+        verifying += flagged
+    _require(drafting == batch.num_drafting, 2, "rows whose drafts wait are miscounted")
+    _require(verifying == batch.num_verifying, 2, "rows whose drafts are in flight are miscounted")
 
 
 def _check_contents(batch: Batch, kv: KVCacheManager) -> None:

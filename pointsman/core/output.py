@@ -17,6 +17,7 @@ from pointsman.core.adapters import Adapter
 from pointsman.core.request import Request
 
 IntArray: TypeAlias = npt.NDArray[np.integer]
+Integers: TypeAlias = IntArray | Sequence[int]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 
@@ -46,6 +47,11 @@ class SchedulerOutput:
     """[n] int64, each at least 1: tokens that this step computes."""
     samples: BoolArray
     """[n] bool: whether the row's last position yields a token (False: a chunk that ends inside the known tokens)."""
+    num_draft_tokens: IntArray
+    """[n] int64: how many of the row's scheduled tokens, the last ones, are drafts. Such a row computes one token
+    beside them, and each of its positions may yield a token: see `StepResult.counts`."""
+    draft_token_ids: IntArray
+    """Ragged int32: the drafts, in row order."""
 
     num_cached_tokens: IntArray
     """[n - num_continued] int64: tokens of each admitted row that were found in the prefix cache."""
@@ -104,7 +110,7 @@ class SchedulerOutput:
 
     @property
     def decode(self) -> list[Request]:
-        """Requests that compute just the token they sampled last."""
+        """Requests that compute just the token they sampled last, and drafts behind it."""
         return [request for request, decodes in zip(self.requests, self._decodes(), strict=True) if decodes]
 
     def blocks(self, row_index: int) -> IntArray:
@@ -114,7 +120,8 @@ class SchedulerOutput:
     def _decodes(self) -> list[bool]:
         prompt_lens = [request.num_prompt_tokens for request in self.requests]
         beyond_prompt = self.num_computed_tokens >= np.array(prompt_lens, dtype=np.int64)
-        return [bool(flag) for flag in beyond_prompt & self.samples & (self.num_scheduled_tokens == 1)]
+        is_last = self.num_scheduled_tokens - self.num_draft_tokens == 1
+        return [bool(flag) for flag in beyond_prompt & self.samples & is_last]
 
 
 @dataclass(slots=True)
@@ -124,7 +131,8 @@ class StepResult:
     token_ids: IntArray | Sequence[int]
     """Sampled tokens, ragged, in row order."""
     counts: IntArray | Sequence[int] | None = None
-    """[n] tokens of each row; None: one for each row with `samples`, none for the others."""
+    """[n] tokens of each row; None: one for each row with `samples`, none for the others. A row with d drafts has 1 to
+    1 + d: the drafts that the model accepts, and the token that it puts behind them."""
     errors: Mapping[int, str] = field(default_factory=dict)
     """Row index (0 to n - 1) -> message: that request ends with FINISHED_ERROR; it has no token here."""
     step_time: float | None = None

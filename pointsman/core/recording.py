@@ -16,7 +16,7 @@ import numpy as np
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import ConfigError, PointsmanError
-from pointsman.core.output import SchedulerOutput, StepResult, StepUpdate
+from pointsman.core.output import Integers, SchedulerOutput, StepResult, StepUpdate
 from pointsman.core.pause import PauseMode
 from pointsman.core.preemption import VICTIMS
 from pointsman.core.queue import ORDERS
@@ -51,6 +51,8 @@ _OUTPUT_ARRAYS = (
     "num_computed_tokens",
     "num_scheduled_tokens",
     "samples",
+    "num_draft_tokens",
+    "draft_token_ids",
     "num_cached_tokens",
     "is_resumed",
     "block_ids",
@@ -148,6 +150,10 @@ class Recorder:
         line["decision"] = _update_decision(update)
         self._write(line)
 
+    def proposed(self, output: SchedulerOutput, token_ids: Integers, counts: Integers, kept: int, now: float) -> None:
+        line: dict[str, Any] = {"call": "propose", "now": now, "step": output.step_id, "decision": {"kept": kept}}
+        self._write({**line, "token_ids": np.asarray(token_ids).tolist(), "counts": np.asarray(counts).tolist()})
+
     def failed(self, output: SchedulerOutput, now: float) -> None:
         self._write({"call": "fail", "now": now, "step": output.step_id})
 
@@ -169,6 +175,7 @@ class _Replay:
     def __init__(self) -> None:
         self._scheduler: Scheduler | None = None
         self._outputs: dict[int, SchedulerOutput] = {}
+        self._updated: SchedulerOutput | None = None
         self._num_calls = self._num_steps = self._num_requests = 0
         self._calls: dict[str, Callable[[Scheduler, dict[str, Any], int], None]] = {
             "add": self._add,
@@ -184,6 +191,7 @@ class _Replay:
             ),
             "schedule": self._schedule,
             "update": self._update,
+            "propose": self._propose,
             "fail": self._fail,
         }
 
@@ -262,9 +270,16 @@ class _Replay:
     def _update(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
         errors = {int(index): message for index, message in call["errors"].items()}
         result = StepResult(call["token_ids"], call["counts"], errors, call["step_time"])
-        update = scheduler.update(self._output(call), result, call["now"])
+        self._updated = output = self._output(call)
+        update = scheduler.update(output, result, call["now"])
         del self._outputs[call["step"]]
         _compare(number, call["step"], call["decision"], _update_decision(update))
+
+    def _propose(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
+        output, kept = self._updated, 0
+        if output is not None and output.step_id == call["step"]:  # otherwise it came too late
+            kept = scheduler.propose(output, call["token_ids"], call["counts"], call["now"])
+        _compare(number, call["step"], call["decision"], {"kept": kept})
 
     def _fail(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
         scheduler.fail(self._output(call), call["now"])

@@ -54,7 +54,9 @@ class Request:
     """
 
     __slots__ = (
+        "_num_accepted_tokens",
         "_num_computed_tokens",
+        "_num_draft_tokens",
         "_num_pending",
         "_output",
         "_prompt_bytes",
@@ -174,6 +176,8 @@ class Request:
         self.prefix_epoch = 0
         self._num_computed_tokens = 0
         self._num_pending = 0
+        self._num_draft_tokens = 0
+        self._num_accepted_tokens = 0
         self._output = OutputTokens()
 
     # ------------------------------------------------------------------ what it is
@@ -204,8 +208,22 @@ class Request:
         return self._num_computed_tokens
 
     @property
+    def num_draft_tokens(self) -> int:
+        """Drafts of it that the model has verified."""
+        if self.batch is not None and self.row is not None:
+            return self._num_draft_tokens + int(self.batch.num_verified[self.row])
+        return self._num_draft_tokens
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Of these, the drafts that became its tokens."""
+        if self.batch is not None and self.row is not None:
+            return self._num_accepted_tokens + int(self.batch.num_accepted[self.row])
+        return self._num_accepted_tokens
+
+    @property
     def num_pending(self) -> int:
-        """Samples that are scheduled and have not come back."""
+        """Samples and drafts that are scheduled and have not come back."""
         if self.batch is not None and self.row is not None:
             return int(self.batch.num_pending[self.row])
         return self._num_pending
@@ -295,6 +313,11 @@ class Request:
         self.row = None
         self._num_computed_tokens = num_computed_tokens
         self._num_pending = num_pending
+
+    def add_drafts(self, num_verified: int, num_accepted: int) -> None:
+        """Count drafts that came back."""
+        self._num_draft_tokens += num_verified
+        self._num_accepted_tokens += num_accepted
 
     def settle_pending(self, count: int) -> None:
         """`count` samples of a request without a row have come back, or never will."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pointsman.core.batch import Batch
+from pointsman.core.batch import VERIFYING, Batch
 from pointsman.core.in_flight import StepRecord
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.lifecycle import Lifecycle
@@ -18,12 +18,14 @@ def rewind(record: StepRecord, batch: Batch, kv: KVCacheManager, life: Lifecycle
     live = batch.serial[output.rows] == output.serials
     rows = output.rows[live]
     batch.num_computed_tokens[rows] -= output.num_scheduled_tokens[live]
-    batch.num_pending[rows] -= output.samples[live]
+    batch.num_pending[rows] -= output.samples[live] + output.num_draft_tokens[live]
     for index in live.nonzero()[0].tolist():
         request = output.requests[index]
         if request.num_tokens + request.num_pending == request.num_admitted_tokens and request.row is not None:
             batch.set_prefilling(request.row)  # its first sample since the admission is void
+        if output.num_draft_tokens[index]:
+            batch.clear_flags(int(output.rows[index]), VERIFYING)
     for index in (~live & output.samples).nonzero()[0].tolist():
         request = output.requests[index]
-        if request.serial == output.serials[index]:  # preempted or parked since: its sample will never come
-            request.settle_pending(1)
+        if request.serial == output.serials[index]:  # preempted or parked since: its samples will never come
+            request.settle_pending(1 + int(output.num_draft_tokens[index]))

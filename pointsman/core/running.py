@@ -1,9 +1,10 @@
 """How the running requests advance in a step: for all rows at once.
 
 What a row wants is `num_tokens + num_pending - num_computed_tokens`: its known tokens and the samples in flight, less
-what is computed. Three ways lead to what it gets, each only where the one before does not apply:
+what is computed; and beside that its drafts, if some wait (`drafts.py`). Three ways lead to what it gets, each only
+where the one before does not apply:
 
-    steady    every row decodes one token: no flags, rows <= budget, enough blocks
+    steady    every row decodes one token: no flags, no drafts, rows <= budget, enough blocks
     at once   limits, the budget by one cumulative sum, one `grow` for all rows that lack blocks
     again     the pool cannot give: somebody gives way, and the rest is worked out anew
 """
@@ -16,14 +17,16 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.batch import PREFILLING, Batch, Members
+from pointsman.core.batch import PREFILLING, VERIFYING, Batch, Members
 from pointsman.core.block_pool import NO_BLOCKS
 from pointsman.core.config import SchedulerConfig
+from pointsman.core.drafts import NO_TOKENS, Drafts
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.limits import Limit
 from pointsman.core.preemption import Victim
 from pointsman.core.request import Request
 
+Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
@@ -38,6 +41,8 @@ class Advance:
     num_computed_tokens: Int64Array
     num_scheduled_tokens: Int64Array
     samples: BoolArray
+    num_draft_tokens: Int64Array
+    draft_token_ids: Int32Array
     block_ids: Int64Array
     block_offsets: Int64Array
     total: int
@@ -51,7 +56,13 @@ class Running:
     """The running part of a step."""
 
     def __init__(
-        self, config: SchedulerConfig, batch: Batch, kv: KVCacheManager, limits: list[Limit], victim: Victim
+        self,
+        config: SchedulerConfig,
+        batch: Batch,
+        kv: KVCacheManager,
+        limits: list[Limit],
+        victim: Victim,
+        drafts: Drafts,
     ) -> None:
         self._budget = config.max_num_batched_tokens
         self._block_size = config.block_size
@@ -59,12 +70,15 @@ class Running:
         self._kv = kv
         self._limits = limits
         self._victim = victim
+        self._drafts = drafts
         self._steady_allowed = not any(limit.limits_decode for limit in limits)
         self._steady_rows = self._budget  # with more rows, not all of them can decode in a step
 
     def advance(self, in_flight: bool, preempt: Callable[[Request], None]) -> Advance:
         """Decide, and commit, what every running row computes; `preempt` is called for each that gives way."""
-        if self._steady_allowed and self._batch.num_prefilling == 0 and len(self._batch) <= self._steady_rows:
+        batch = self._batch
+        is_plain = batch.num_prefilling == batch.num_drafting == batch.num_verifying == 0
+        if self._steady_allowed and is_plain and len(batch) <= self._steady_rows:
             steady = self._advance_steady(in_flight)
             if steady is not None:
                 return steady
@@ -80,6 +94,8 @@ class Running:
             num_computed_tokens=members.rows[:0],
             num_scheduled_tokens=members.rows[:0],
             samples=members.trues[:0],
+            num_draft_tokens=members.zeros[:0],
+            draft_token_ids=NO_TOKENS,
             block_ids=NO_BLOCKS,
             block_offsets=members.zero_offsets[:1],
             total=0,
@@ -87,14 +103,21 @@ class Running:
             unpublished=(),
         )
 
-    def wants(self) -> tuple[Int64Array, Int64Array]:
-        """[rows] what each row lacks, and what the limits leave of it, before the budget. 0: nothing to do now."""
+    def wants(self, *, with_drafts: bool) -> tuple[Int64Array, Int64Array]:
+        """[rows] what each row lacks, and what the limits leave of it, before the budget. 0: nothing to do now.
+
+        `with_drafts`: the second, together with the drafts that wait.
+        """
         batch, members = self._batch, self._batch.members
         rows = members.rows
         expected = batch.num_tokens[rows] + batch.num_pending[rows]
         lacks = expected - batch.num_computed_tokens[rows]
         lacks[expected >= members.token_limit] = 0  # what is in flight brings it to its end
+        if batch.num_verifying:
+            lacks[(batch.flags[rows] & VERIFYING) != 0] = 0  # nobody knows where it goes on
         want = lacks.copy()
+        if with_drafts and batch.num_drafting:
+            want += self._drafts.wanted(rows)
         for limit in self._limits:
             limit.clip(batch, rows, want)
         return lacks, want
@@ -147,6 +170,8 @@ class Running:
             num_computed_tokens=computed,
             num_scheduled_tokens=members.ones,
             samples=members.trues,
+            num_draft_tokens=members.zeros,
+            draft_token_ids=NO_TOKENS,
             block_ids=block_ids,
             block_offsets=offsets,
             total=count,
@@ -158,16 +183,16 @@ class Running:
 
     def _advance_general(self, preempt: Callable[[Request], None]) -> Advance:
         """Limits, budget and blocks for all rows at once; whoever must give way leaves before anything is committed."""
-        return self._settle(*self.wants(), preempt)
+        return self._settle(*self.wants(with_drafts=True), preempt)
 
     def _settle(self, lacks: Int64Array, want: Int64Array, preempt: Callable[[Request], None]) -> Advance:
         """Share tokens and blocks out among the rows that want some, and commit to it."""
         members = self._batch.members
-        granted, needed, block_ids, preempted = self._share_out(want, preempt)
+        granted, needed, block_ids, preempted = self._share_out(lacks, want, preempt)
         return self._commit(members, lacks, granted, needed, block_ids, preempted)
 
     def _share_out(
-        self, want: Int64Array, preempt: Callable[[Request], None]
+        self, lacks: Int64Array, want: Int64Array, preempt: Callable[[Request], None]
     ) -> tuple[Int64Array, Int64Array, Int64Array, bool]:
         """[rows] tokens and number of new blocks that each row gets, the blocks, and whether somebody gave way."""
         batch, members = self._batch, self._batch.members
@@ -179,12 +204,25 @@ class Running:
             free = self._kv.num_free
             if not len(end) or end[-1] <= free:
                 return granted, needed, self._grow(members, needed), preempted
+            if not preempted and self._give_up_drafts(members.rows, lacks, want):
+                continue
             # The first row, in admission order, that does not get its blocks asks for them.
             asking = int(members.rows[end.searchsorted(free, side="right")])
             victim = int((members.rows == self._victim.choose(batch, asking)).nonzero()[0][0])
             preempt(members.requests[victim])
             want[victim] = 0  # it gives back what this step had granted to it
             preempted = True
+
+    def _give_up_drafts(self, rows: Int64Array, lacks: Int64Array, want: Int64Array) -> bool:
+        """Blocks are short: lower `want` so that drafts take none of their own. Whether that changed anything."""
+        batch = self._batch
+        if not batch.num_drafting:
+            return False
+        computed = batch.num_computed_tokens[rows]
+        slots = batch.num_slots[rows] + self.blocks_needed(lacks, rows) * self._block_size
+        lower = want > slots - computed
+        want[lower] = (slots - computed)[lower]
+        return bool(lower.any())
 
     def _grow(self, members: Members, needed: Int64Array) -> Int64Array:
         """New blocks for the rows that need some, in row order; the pool has them."""
@@ -215,9 +253,13 @@ class Running:
             rows, serials, lacks, granted, needed = (a[picked] for a in (rows, serials, lacks, granted, needed))
             requests = [requests[index] for index in picked.tolist()]
         computed = batch.num_computed_tokens[rows]
-        samples = granted == lacks
+        samples = granted >= lacks
         batch.num_computed_tokens[rows] = computed + granted
         batch.num_pending[rows] += samples
+        num_drafts, drafts = batch.zeros[: len(rows)], NO_TOKENS
+        if batch.num_drafting:
+            num_drafts = np.maximum(granted - lacks, 0)
+            drafts = self._drafts.take(rows, num_drafts)
         unpublished = []
         if batch.num_prefilling:
             for index in (batch.flags[rows] & PREFILLING).nonzero()[0].tolist():
@@ -233,6 +275,8 @@ class Running:
             num_computed_tokens=computed,
             num_scheduled_tokens=granted,
             samples=samples,
+            num_draft_tokens=num_drafts,
+            draft_token_ids=drafts,
             block_ids=block_ids,
             block_offsets=offsets,
             total=int(granted.sum()),

@@ -3,6 +3,7 @@
     output = scheduler.schedule(now)                 decide, and commit the decision
     result = host.execute(output)                    the only part that differs between hosts
     done   = scheduler.update(output, result, now)   append tokens, stop conditions, free
+             scheduler.propose(output, ...)          optional: drafts, to be verified in the next step (`drafts.py`)
 
 `schedule` goes through five parts, in this order:
 
@@ -27,16 +28,18 @@ from pointsman.core.admission import Admission
 from pointsman.core.batch import Batch
 from pointsman.core.config import MAX_INT, SchedulerConfig
 from pointsman.core.displacement import Displacement
+from pointsman.core.drafts import Drafts
 from pointsman.core.emission import Emission
 from pointsman.core.errors import InvalidTransition, RequestRefused, StepOrderError
 from pointsman.core.in_flight import StepRecord
 from pointsman.core.in_order import make_running
+from pointsman.core.input_tokens import input_token_ids
 from pointsman.core.inspection import explain, snapshot
 from pointsman.core.intake import Intake
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.lifecycle import End, Lifecycle
 from pointsman.core.limits import FollowsLoad, make_limits
-from pointsman.core.output import SchedulerOutput, StepResult, StepUpdate
+from pointsman.core.output import Integers, SchedulerOutput, StepResult, StepUpdate
 from pointsman.core.pause import Pause, PauseMode
 from pointsman.core.preemption import make_victim
 from pointsman.core.queue import make_order
@@ -54,9 +57,6 @@ from pointsman.core.work import Idle, make_work
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
-UNSAMPLED = -1
-"""In the input of a step: a token that an earlier step in flight has yet to sample."""
-
 
 class Scheduler:
     """Continuous batching over a paged KV cache, for any host that can execute a `SchedulerOutput`.
@@ -72,18 +72,22 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, *, recorder: Recorder | None = None) -> None:
         self.config = config
         max_blocks = min(-(-config.max_model_len // config.block_size), config.num_usable_blocks)
-        self._batch = Batch(config.block_size, max_blocks)
+        self._batch = Batch(config.block_size, max_blocks, config.num_draft_tokens)
         self._kv = KVCacheManager(config)
-        self._counters = Counters()
+        self._counters = Counters(accepted_drafts=[0] * (1 + config.num_draft_tokens))
+        self._drafts = Drafts(config, self._batch, self._counters)
         limits = make_limits(config)
         self._load_limits = [limit for limit in limits if isinstance(limit, FollowsLoad)]
         queue = make_order(config.order)
         adapters = AdapterSlots(config)
         self._admission = Admission(config, self._kv, limits, make_reserves(config), adapters)
-        self._running = make_running(config, self._batch, self._kv, limits, make_victim(config, queue.name))
+        victim = make_victim(config, queue.name)
+        self._running = make_running(config, self._batch, self._kv, limits, victim, self._drafts)
         displaces = queue.displaces and config.displace is not False and config.batching == "mixed"
         self._displacement = (
-            Displacement(config, self._batch, self._kv, self._running, self._admission, adapters) if displaces else None
+            Displacement(config, self._batch, self._kv, self._running, self._admission, adapters, self._drafts)
+            if displaces
+            else None
         )
         log = RequestLog() if config.log_request_events else None
         self._life = Lifecycle(self._batch, self._kv, queue, adapters, self._admission, self._counters, log)
@@ -297,12 +301,35 @@ class Scheduler:
         self._life.tell_time(now)
         update = self._update.apply(in_flight[0], output, result)
         in_flight.popleft()
+        self._drafts.last_updated = output
         self._batch.fence_passed(output.step_id)
         if not in_flight:
             self._kv.journal = None
         if self._recorder is not None:
             self._recorder.updated(output, result, update, now)
         return update
+
+    def propose(self, output: SchedulerOutput, token_ids: Integers, counts: Integers, now: float) -> int:
+        """Drafts: what the host guesses to follow the tokens of an updated output's rows, to be verified in their next
+        step. They take the place of what was proposed before.
+
+        Args:
+            output: the step that was updated last. For an older one the proposal comes too late and is dropped.
+            token_ids: the drafts, ragged, in row order.
+            counts: [output.num_rows] how many for each row, 0 to `num_draft_tokens`. Drafts of rows that do not decode
+                (any more), or have further samples in flight, are dropped, as is what would pass a token limit.
+
+        Returns:
+            How many drafts wait now at these rows.
+
+        Raises:
+            StepOrderError: `output` has not been updated.
+            ProposalError: the arguments do not fit the output. Nothing was kept.
+        """
+        kept = self._drafts.propose(output, token_ids, counts)
+        if self._recorder is not None:
+            self._recorder.proposed(output, token_ids, counts, kept, now)
+        return kept
 
     def fail(self, output: SchedulerOutput, now: float) -> None:
         """A step could not be executed: it, and every later one in flight, is void.
@@ -381,7 +408,13 @@ class Scheduler:
         """
         if self.pause_mode is PauseMode.ALL:
             return False
-        return bool((self.pause_mode is None and len(self._life.queue)) or self._running.wants()[1].any())
+        wants = self._running.wants
+        return bool((self.pause_mode is None and len(self._life.queue)) or wants(with_drafts=False)[1].any())
+
+    @property
+    def max_drafts(self) -> int:
+        """Most drafts that a step would verify for a request now, by `num_draft_tokens` and `draft_table`."""
+        return self.config.max_drafts(len(self._batch))
 
     @property
     def block_table(self) -> Int32Array:
@@ -389,7 +422,7 @@ class Scheduler:
         return self._batch.block_table
 
     def input_token_ids(self, output: SchedulerOutput, *, allow_unsampled: bool = False) -> Int32Array:
-        """[total_num_scheduled_tokens] int32: the tokens that a step computes, row after row.
+        """[total_num_scheduled_tokens] int32: the tokens that a step computes, row after row, drafts included.
 
         Args:
             allow_unsampled: put `UNSAMPLED` for tokens that an earlier step in flight has yet to sample; the host has
@@ -398,26 +431,7 @@ class Scheduler:
         Raises:
             StepOrderError: there are such tokens, and they are not allowed.
         """
-        if output.num_rows == 0:
-            return np.zeros(0, dtype=np.int32)
-        last = self._batch.last_tokens(output.rows)
-        counts = output.num_scheduled_tokens
-        unsampled = output.num_computed_tokens + counts > self._batch.num_tokens[output.rows]
-        if np.count_nonzero(unsampled):
-            if not allow_unsampled:
-                raise StepOrderError(
-                    f"step {output.step_id} computes tokens that an earlier step in flight has yet to sample"
-                )
-            last[unsampled] = UNSAMPLED
-        chunks = ((counts > 1) | (output.num_computed_tokens + 1 < self._batch.num_tokens[output.rows])).nonzero()[0]
-        if len(chunks) == 0:
-            return last
-        parts = np.split(last, chunks)
-        pieces = [parts[0]]
-        for index, part in zip(chunks.tolist(), parts[1:], strict=True):
-            start = int(output.num_computed_tokens[index])
-            pieces += [output.requests[index].tokens(start, start + int(counts[index])), part[1:]]
-        return np.concatenate(pieces)
+        return input_token_ids(self._batch, output, allow_unsampled)
 
     def explain(self, request_id: str) -> Explanation:
         """Where a request stands, why it waits, for whom and since when.

@@ -36,6 +36,12 @@ class Counters:
     num_recomputed_tokens: int = 0
     """Tokens that were computed, lost to a preemption, and scheduled to be computed again."""
     num_failed_steps: int = 0
+    num_proposed_tokens: int = 0
+    """Drafts that the host proposed, less those that were dropped at once."""
+    num_draft_tokens: int = 0
+    """Drafts that were scheduled."""
+    accepted_drafts: list[int] = field(default_factory=lambda: [0])
+    """How often 0, 1, 2, ... of the drafts of a row and step became tokens."""
     fresh_prefix: PrefixCounts = field(default_factory=PrefixCounts)
     resumed_prefix: PrefixCounts = field(default_factory=PrefixCounts)
     deferrals: list[int] = field(default_factory=lambda: [0] * len(Reason))
@@ -72,6 +78,16 @@ class SchedulerStats:
     num_evictions: int
     """Cached blocks whose content was given up for new content."""
     num_failed_steps: int
+    num_proposed_tokens: int
+    """Drafts that the host proposed for rows that could have them."""
+    num_draft_tokens: int
+    """Drafts that were scheduled to be verified."""
+    num_drafts: int
+    """Times that drafts of a request came back from a step, verified together."""
+    num_accepted_tokens: int
+    """Drafts that became tokens of their requests."""
+    num_accepted_tokens_per_pos: tuple[int, ...]
+    """Of them, how many were the first draft of their step, how many the second, and so on to the last."""
     prefix_queries: int
     """Tokens of fresh requests that were looked up in the prefix cache."""
     prefix_hits: int

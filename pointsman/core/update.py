@@ -2,7 +2,7 @@
 
 In the common case (every row sampled, nobody left since) this is one scatter and one vectorised stop test; Python
 loops run only over rows that end, rows with unusual stop conditions, and rows whose request lost its place while the
-step was in flight.
+step was in flight. A step that verified drafts answers with a run of tokens per row, and is as vectorised.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.batch import CUSTOM_STOP, RING, Batch
+from pointsman.core.batch import CUSTOM_STOP, RING, VERIFYING, Batch
 from pointsman.core.config import MAX_INT
 from pointsman.core.errors import StepResultError
 from pointsman.core.in_flight import StepRecord
@@ -19,10 +19,13 @@ from pointsman.core.lifecycle import End, Lifecycle
 from pointsman.core.output import SchedulerOutput, StepResult, StepUpdate
 from pointsman.core.repetition import REPETITION_DETECTED
 from pointsman.core.request import Request
+from pointsman.core.runs import Runs
 from pointsman.core.stats import Counters
 from pointsman.core.status import FinishReason
 
 Int64Array = npt.NDArray[np.int64]
+ROW_TOKENS = "row(s) sample in this step; give one token for each"
+RUN_TOKENS = "token(s) are what counts says"
 Ends = list[tuple[int, End]]  # (row index in the output, how it ended)
 
 
@@ -63,6 +66,8 @@ class Update:
         return update
 
     def _apply(self, record: StepRecord, output: SchedulerOutput, result: StepResult) -> StepUpdate:
+        if len(output.draft_token_ids):
+            return self._apply_runs(output, result)
         members = record.members
         if members is None or members is not self._batch.members or result.counts is not None or result.errors:
             return self._apply_general(output, result)
@@ -122,6 +127,91 @@ class Update:
         self._counters.num_generated_tokens += len(kept)
         return StepUpdate(kept, counts, self._end(ends))
 
+    # ------------------------------------------------------------------ runs
+
+    def _apply_runs(self, output: SchedulerOutput, result: StepResult) -> StepUpdate:
+        """The step verified drafts: each row that samples has a run of tokens, of which those up to a stop count."""
+        at, runs = _runs(output, result)
+        batch = self._batch
+        ends = self._errors(output, result)
+        rows: Int64Array = output.rows[at].astype(np.int64, copy=False)
+        drafts: Int64Array = output.num_draft_tokens[at].astype(np.int64, copy=False)
+        live = batch.serial[rows] == output.serials[at]
+        if live.all():
+            kept, found = self._append_runs([output.requests[index] for index in at.tolist()], rows, drafts, runs)
+        else:
+            kept, found = np.zeros(len(at), dtype=np.int64), []
+            which = live.nonzero()[0]
+            requests = [output.requests[index] for index in at[which].tolist()]
+            kept[which], among = self._append_runs(requests, rows[which], drafts[which], runs.only(live))
+            found += [(int(which[index]), end) for index, end in among]
+            for index in (~live).nonzero()[0].tolist():
+                request = output.requests[at[index]]
+                if not request.is_finished and request.serial == output.serials[at[index]]:
+                    kept[index], end = self._deliver_run(request, int(drafts[index]), runs.run(index))
+                    found += [(index, end)] if end is not None else []
+        ends += [(int(at[index]), end) for index, end in found]
+        counts = np.zeros(output.num_rows, dtype=np.int64)
+        counts[at] = kept
+        token_ids = runs.cut(kept).token_ids
+        self._counters.num_generated_tokens += len(token_ids)
+        return StepUpdate(token_ids, counts, self._end(ends))
+
+    def _append_runs(
+        self, requests: list[Request], rows: Int64Array, drafts: Int64Array, runs: Runs
+    ) -> tuple[Int64Array, Ends]:
+        """Append the runs of live rows up to their stops. Returns how many tokens count of each, and who ends."""
+        if not len(rows):
+            return rows, []
+        batch = self._batch
+        kept = runs.counts
+        num_tokens = batch.num_tokens[rows]
+        done = num_tokens + kept >= batch.token_limit[rows]
+        hits = runs.token_ids == np.repeat(batch.eos_token_id[rows], kept)
+        if hits.any():
+            done |= np.logical_or.reduceat(hits, runs.starts)
+        if batch.num_custom_stops:
+            done |= (batch.flags[rows] & CUSTOM_STOP) != 0
+        ends: Ends = []
+        lengths = kept.copy()
+        for index in done.nonzero()[0].tolist():
+            lengths[index], end = _cut_at_stop(requests[index], int(num_tokens[index]), runs.run(index))
+            ends += [(index, end)] if end is not None else []
+        scheduled = 1 + drafts
+        batch.num_computed_tokens[rows] -= scheduled - lengths
+        batch.num_pending[rows] -= scheduled
+        self._count_accepted(rows, drafts, np.minimum(lengths, kept - 1))
+        if ends:
+            runs = runs.cut(lengths)
+        batch.append_runs(requests, rows, runs, int(scheduled.max()))
+        return lengths, ends
+
+    def _count_accepted(self, rows: Int64Array, drafts: Int64Array, accepted: Int64Array) -> None:
+        """Drafts of live rows are not in flight any more."""
+        batch = self._batch
+        if not drafts.all():
+            which = drafts.nonzero()[0]
+            rows, drafts, accepted = rows[which], drafts[which], accepted[which]
+        batch.flags[rows] &= ~np.uint8(VERIFYING)
+        batch.num_verifying -= len(rows)
+        batch.num_verified[rows] += drafts
+        batch.num_accepted[rows] += accepted
+        for place, count in enumerate(np.bincount(accepted).tolist()):
+            self._counters.accepted_drafts[place] += count
+
+    def _deliver_run(self, request: Request, num_drafts: int, run: list[int]) -> tuple[int, End | None]:
+        """As `_deliver`, for a row that had drafts in flight."""
+        length, end = _cut_at_stop(request, request.num_tokens, run)
+        request.append_output(run[:length])
+        request.settle_pending(1 + num_drafts)
+        if num_drafts:
+            accepted = min(length, len(run) - 1)
+            request.add_drafts(num_drafts, accepted)
+            self._counters.accepted_drafts[accepted] += 1
+        return length, end
+
+    # ------------------------------------------------------------------ parts
+
     def _deliver(self, request: Request, token_id: int) -> End | None:
         """A sample of a request that was preempted, or parked, while it was in flight."""
         request.append_output([token_id])
@@ -144,8 +234,17 @@ class Update:
         return [end.request for _, end in ends]
 
 
-def _tokens(result: StepResult, expected: int) -> Int64Array:
-    """The result's tokens as an array of its own, `expected` of them."""
+def _cut_at_stop(request: Request, num_tokens: int, run: list[int]) -> tuple[int, End | None]:
+    """How many tokens of a run behind the first `num_tokens` of its request count: those up to the one that ends it."""
+    for length, token_id in enumerate(run, start=1):
+        end = stop_condition(request, num_tokens + length, token_id)
+        if end is not None:
+            return length, end
+    return len(run), None
+
+
+def _tokens(result: StepResult, expected: int, wanted: str = ROW_TOKENS) -> Int64Array:
+    """The result's tokens as an array of its own, `expected` of them; `wanted` says why so many."""
     try:
         given = np.asarray(result.token_ids)
     except ValueError as error:
@@ -154,9 +253,7 @@ def _tokens(result: StepResult, expected: int) -> Int64Array:
         raise StepResultError(f"token_ids must be a flat sequence of integers, and they are of type {given.dtype}")
     token_ids: Int64Array = given.astype(np.int64)
     if token_ids.shape != (expected,):
-        raise StepResultError(
-            f"token_ids has shape {token_ids.shape} and {expected} row(s) sample in this step; give one token for each"
-        )
+        raise StepResultError(f"token_ids has shape {token_ids.shape} and {expected} {wanted}")
     # A negative id is huge when read as unsigned, so one reduction finds both kinds of bad id.
     if expected and np.maximum.reduce(token_ids.view(np.uint64)) > MAX_INT:
         bad = token_ids[(token_ids < 0) | (token_ids > MAX_INT)][0]
@@ -166,11 +263,7 @@ def _tokens(result: StepResult, expected: int) -> Int64Array:
 
 def _sampled(output: SchedulerOutput, result: StepResult) -> tuple[Int64Array, Int64Array]:
     """Which rows have a token in the result, and the tokens, in row order."""
-    expected = output.samples.copy()
-    for index in result.errors:
-        if not isinstance(index, (int, np.integer)) or not 0 <= index < output.num_rows:
-            raise StepResultError(f"errors names row {index} and the output has rows 0 to {output.num_rows - 1}")
-        expected[index] = False
+    expected = _expected(output, result)
     if result.counts is not None:
         counts = np.asarray(result.counts)
         if counts.shape != expected.shape or not np.array_equal(counts, expected.astype(counts.dtype)):
@@ -180,3 +273,32 @@ def _sampled(output: SchedulerOutput, result: StepResult) -> tuple[Int64Array, I
             )
     sampled = expected.nonzero()[0]
     return sampled, _tokens(result, len(sampled))
+
+
+def _runs(output: SchedulerOutput, result: StepResult) -> tuple[Int64Array, Runs]:
+    """Which rows have tokens in the result, and the runs of these rows."""
+    expected = _expected(output, result)
+    sampled = expected.nonzero()[0]
+    counts = np.ones(len(sampled), dtype=np.int64)
+    if result.counts is not None:
+        given = np.asarray(result.counts)
+        most = np.where(expected, 1 + output.num_draft_tokens, 0)
+        if given.shape != most.shape or given.dtype.kind not in "iu" or ((given < expected) | (given > most)).any():
+            raise StepResultError(
+                f"counts is {given.tolist()}; this step yields 1 to {most.tolist()}: for a row that samples and has no "
+                "error one token and at most one more for each draft, none for the others"
+            )
+        counts = given[sampled].astype(np.int64)
+    return sampled, Runs.of(counts, _tokens(result, int(counts.sum()), RUN_TOKENS))
+
+
+def _expected(output: SchedulerOutput, result: StepResult) -> npt.NDArray[np.bool_]:
+    """[n] whether a row must have tokens in the result."""
+    if not result.errors:
+        return np.asarray(output.samples)
+    expected = output.samples.copy()
+    for index in result.errors:
+        if not isinstance(index, (int, np.integer)) or not 0 <= index < output.num_rows:
+            raise StepResultError(f"errors names row {index} and the output has rows 0 to {output.num_rows - 1}")
+        expected[index] = False
+    return expected

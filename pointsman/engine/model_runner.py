@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pointsman.core.input_tokens import UNSAMPLED
 from pointsman.core.output import SchedulerOutput, StepResult
-from pointsman.core.scheduler import UNSAMPLED
 from pointsman.engine.attention import AttentionBackend, PagedBatch
 from pointsman.engine.errors import NOTHING_LEFT
 from pointsman.engine.kv_pool import KVPool

@@ -85,15 +85,37 @@ class Host:
         return output
 
     def result(self, output: SchedulerOutput, tokens: Mapping[str, int] | None = None) -> StepResult:
-        """What the model samples for an output; `tokens` overrules it for the requests named there."""
+        """What the model samples for an output; `tokens` overrules it for the requests named there.
+
+        It accepts the drafts that it would have sampled itself.
+        """
         told = tokens or {}
-        sampled = [request for request, samples in zip(output.requests, output.samples, strict=True) if samples]
-        return StepResult([told.get(request.request_id, next_token(request.all_token_ids)) for request in sampled])
+        runs: list[list[int]] = []
+        for index, request in enumerate(output.requests):
+            drafts = drafts_of(output, index)
+            if not output.samples[index]:
+                runs.append([])
+            elif request.request_id in told:
+                runs.append([told[request.request_id]])
+            else:
+                right = reference_output(request.all_token_ids, 1 + len(drafts))
+                agree = [draft == token for draft, token in zip(drafts, right, strict=False)]
+                runs.append(right[: 1 + [*agree, False].index(False)])
+        counts = [len(run) for run in runs] if len(output.draft_token_ids) else None
+        return StepResult([token for run in runs for token in run], counts)
 
     def update(self, output: SchedulerOutput, tokens: Mapping[str, int] | None = None) -> StepUpdate:
         update = self.scheduler.update(output, self.result(output, tokens), self._tick())
         self.scheduler.check_invariants()
         return update
+
+    def propose(self, output: SchedulerOutput, drafts: Mapping[str, Sequence[int]]) -> int:
+        """Propose drafts for the requests named there; returns how many wait."""
+        each = [list(drafts.get(name, ())) for name in names(output.requests)]
+        flat = [token for tokens in each for token in tokens]
+        kept = self.scheduler.propose(output, flat, [len(tokens) for tokens in each], self._tick())
+        self.scheduler.check_invariants()
+        return kept
 
     def step(self, tokens: Mapping[str, int] | None = None) -> SchedulerOutput:
         """`schedule` and `update`; returns the output."""
@@ -170,6 +192,12 @@ def names(requests: Iterable[Request]) -> list[str]:
 def tokens_of(output: SchedulerOutput) -> dict[str, int]:
     """How many tokens each request computes in the step, in row order."""
     return dict(zip(names(output.requests), output.num_scheduled_tokens.tolist(), strict=True))
+
+
+def drafts_of(output: SchedulerOutput, index: int) -> list[int]:
+    """The drafts that a row of the output has verified."""
+    end = int(output.num_draft_tokens[: index + 1].sum())
+    return [int(token) for token in output.draft_token_ids[end - int(output.num_draft_tokens[index]) : end]]
 
 
 def cached_of(output: SchedulerOutput) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 Budget 2,048 tokens, 4 sequences, blocks of 16. Running: A decodes (prompt 100, 50 outputs, 149 tokens computed), B has
 its first output (prompt 200), C has 300 of 500 prompt tokens computed. Waiting: D (1,000 tokens, 256 of them
-cached), E. The example also gives A two drafts, which are for the tests of speculation to add: 948 tokens then.
+cached), E. A has two drafts, so that it gets three tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,14 @@ class FirstChunk:
 
 def example(num_blocks: int) -> Host:
     """The state before the step."""
-    host = Host(num_blocks=num_blocks, block_size=16, max_model_len=2048, max_num_seqs=4, max_num_batched_tokens=2048)
+    host = Host(
+        num_blocks=num_blocks,
+        block_size=16,
+        max_model_len=2048,
+        max_num_seqs=4,
+        max_num_batched_tokens=2048,
+        num_draft_tokens=2,
+    )
     first_chunk = FirstChunk()
     host.scheduler._admission._limits.append(first_chunk)  # the running part reads the same list
     document = host.prompt(256)
@@ -42,7 +49,9 @@ def example(num_blocks: int) -> Host:
     for _ in range(49):
         host.step()
     b, c = host.add("B", 200, max_tokens=200), host.add("C", 500, max_tokens=200)
-    assert tokens_of(host.step()) == {"A": 1, "B": 200, "C": 300}
+    output = host.step()
+    assert tokens_of(output) == {"A": 1, "B": 200, "C": 300}
+    host.propose(output, {"A": [1, 2]})
     first_chunk.is_on = False
     assert (a.num_tokens, a.num_computed_tokens) == (150, 149)
     assert (b.num_tokens, b.num_computed_tokens) == (201, 200)
@@ -55,9 +64,9 @@ def example(num_blocks: int) -> Host:
 def test_the_step_of_the_worked_example() -> None:
     host = example(num_blocks=128)
     output = host.step()
-    assert tokens_of(output) == {"A": 1, "B": 1, "C": 200, "D": 744}
+    assert tokens_of(output) == {"A": 3, "B": 1, "C": 200, "D": 744}
     assert cached_of(output) == {"D": 256}
-    assert output.total_num_scheduled_tokens == 946
+    assert output.total_num_scheduled_tokens == 948
     waiting = host.explain("E")
     assert (waiting.reason, waiting.missing) == (Reason.SEQUENCE_LIMIT, 1)
 
@@ -65,7 +74,7 @@ def test_the_step_of_the_worked_example() -> None:
 def test_with_100_blocks_d_waits_and_nobody_gives_way_to_it() -> None:
     host = example(num_blocks=100)
     output = host.step()
-    assert tokens_of(output) == {"A": 1, "B": 1, "C": 200}
+    assert tokens_of(output) == {"A": 3, "B": 1, "C": 200}
     assert names(output.preempted) == []
     waiting = host.explain("D")
     # A, B and C hold 10 + 13 + 32 of 100 blocks, and D needs 63: its cached blocks are free ones too.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pointsman.core import Adapter, PauseMode, Reason, Request, SchedulerConfig, SchedulerOutput, StepResult
 
 from .ledger import Entry, Place
-from .shadow import ExecutedStep, require
+from .shadow import ExecutedStep, drafts_of, require
 from .slots import check_passing
 
 if TYPE_CHECKING:
@@ -25,6 +25,9 @@ class Expectations:
     running: list[Entry]  # in admission order
     pending: set[Request]  # requests with samples in flight
     num_known: dict[Request, int]  # tokens, with those in flight
+    verifying: set[Request]  # requests with drafts in flight
+    proposed: dict[Request, list[int]]  # drafts that wait
+    tables: dict[Request, int]  # how many blocks each has
     unreported: list[Request]
     unreported_losses: list[Request]
     num_losses: int
@@ -45,6 +48,9 @@ class Expectations:
             running=sorted(running, key=lambda entry: entry.last_admission),
             pending={entry.request for entry in world.live if world.host.num_pending(entry.request)},
             num_known={request: len(sequence.tokens) for request, sequence in world.host.sequences.items()},
+            verifying={entry.request for entry in running if world.host.is_verifying(entry.request)},
+            proposed=dict(world.proposed),
+            tables={entry.request: len(world.host.table(entry.request)) for entry in running},
             unreported=list(world.unreported),
             unreported_losses=list(world.unreported_losses),
             num_losses=world.tally.num_preemptions,
@@ -63,6 +69,7 @@ class Expectations:
         self._check_ends(output)
         self._check_continued(output)
         self._check_phase(output)
+        self._check_drafts(output)
         self._check_admitted(output)
         self._check_preempted(output)
         self._check_progress(output)
@@ -103,7 +110,7 @@ class Expectations:
         first = output.requests[0]
         if output.num_continued and self.entries[first] is self.running[0]:
             want = self.num_known[first] - self.running[0].num_computed
-            told = int(output.num_scheduled_tokens[0])
+            told = int(output.num_scheduled_tokens[0] - output.num_draft_tokens[0])
             require(told == min(want, threshold, budget), f"the oldest row wants {want}, gets {told}")
 
     def _check_ends(self, output: SchedulerOutput) -> None:
@@ -148,6 +155,28 @@ class Expectations:
         """Who loses its row in this step, with the number that this loss gets."""
         lost = [self.entries[request] for request in output.preempted]
         return {entry: self.num_losses + 1 + lost.index(entry) for entry in self.running if entry in lost}
+
+    def _check_drafts(self, output: SchedulerOutput) -> None:
+        """Drafts are the first of those proposed for a row that decodes, within every limit; nobody pays for them."""
+        most = self.config.max_drafts(len(self.running))
+        preempted = any(entry.request in output.preempted for entry in self.running)
+        for index, request in enumerate(output.requests):
+            name, drafts = request.request_id, drafts_of(output, index)
+            require(request not in self.verifying, f"{name} goes on, though its drafts are in flight")
+            if not drafts:
+                continue
+            require(index < output.num_continued, f"{name} is admitted with drafts")
+            waiting = self.proposed.get(request, [])
+            require(drafts == waiting[: len(drafts)], f"{name} verifies {drafts}, {waiting} was proposed for it")
+            require(len(drafts) <= most, f"{name} verifies {len(drafts)} drafts, the limit is {most}")
+            end = self.num_known[request] + len(drafts)
+            limit = self.entries[request].reference.limit
+            require(end < limit, f"{name} verifies drafts up to token {end}, its limit is {limit}")
+            if preempted and not output.resync:
+                size = self.config.block_size
+                enough = max(self.tables[request], -(-self.num_known[request] // size))
+                held = self.tables[request] + len(output.blocks(index))
+                require(held <= enough, f"{name} has {held} blocks with drafts, in a step that preempted")
 
     def _check_admitted(self, output: SchedulerOutput) -> None:
         admitted = [self.entries[request] for request in output.admitted]
@@ -267,8 +296,9 @@ def check_explanations(world: World) -> None:
 def malformed_results(step: ExecutedStep) -> list[StepResult]:
     """Results that do not fit the step, each wrong in one way."""
     n = step.output.num_rows
-    tokens = [token for token in step.sampled if token is not None]
-    counts = [int(token is not None) for token in step.sampled]
+    tokens = [token for run in step.sampled for token in run]
+    counts = [len(run) for run in step.sampled]
+    needed = counts if max(counts, default=0) > 1 else None
     results = [
         StepResult([*tokens, 0]),
         StepResult(tokens, [*counts, 0]),
@@ -277,14 +307,16 @@ def malformed_results(step: ExecutedStep) -> list[StepResult]:
         StepResult(tokens, errors={-1: "no such row"}),
     ]
     if tokens:
-        row = counts.index(1)
+        row = next(index for index, count in enumerate(counts) if count)
+        most = 1 + int(step.output.num_draft_tokens[row])
         results += [
-            StepResult(tokens[1:]),
-            StepResult([-1, *tokens[1:]]),
-            StepResult([2**31, *tokens[1:]]),
+            StepResult(tokens[1:], needed),
+            StepResult([-1, *tokens[1:]], needed),
+            StepResult([2**31, *tokens[1:]], needed),
             StepResult(tokens, errors={row: "it has a token nevertheless"}),
             StepResult(tokens, counts, errors={row: "it has a token nevertheless"}),
-            StepResult([tokens[0], *tokens], [*counts[:row], 2, *counts[row + 1 :]]),
+            StepResult([0] * most + tokens, [*counts[:row], counts[row] + most, *counts[row + 1 :]]),
+            StepResult(tokens[counts[row] :], [*counts[:row], 0, *counts[row + 1 :]]),
             StepResult(tokens, [*counts[:row], -1, *counts[row + 1 :]]),
         ]
     if 0 in counts:

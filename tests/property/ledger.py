@@ -46,6 +46,8 @@ class Entry:
     kept: Kept | None = None
     num_withdrawals: int = 0  # of prefixes, when it was admitted
     num_overtaken: int = 0  # requests behind it that were admitted since it last lost its row
+    num_verified: int = 0  # drafts that have come back
+    num_accepted: int = 0  # of these, those that became tokens
     num_lost: int = 0  # tokens that were computed when it last lost its row
     events: list[tuple[str, float, str]] = field(default_factory=list)  # what happened, when, and a detail
     num_admitted: int = 0  # tokens that it had at its last admission
@@ -94,6 +96,10 @@ class Tally:
     num_scheduled_tokens: int = 0
     num_generated_tokens: int = 0
     num_preemptions: int = 0
+    num_proposed_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_drafts: int = 0
+    num_accepted_tokens: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
     resumed_prefix_queries: int = 0
@@ -130,6 +136,11 @@ class Tally:
         if blocks_in_use is not None:
             used = stats.num_blocks - stats.num_free_blocks
             require(used == len(blocks_in_use), f"{used} blocks are held, the outputs gave out {sorted(blocks_in_use)}")
+        per_pos = stats.num_accepted_tokens_per_pos
+        require(sum(per_pos) == stats.num_accepted_tokens, f"{per_pos} do not add up to the accepted drafts")
+        require(
+            list(per_pos) == sorted(per_pos, reverse=True), f"a later draft is accepted without an earlier: {per_pos}"
+        )
         usage = 1 - stats.num_free_blocks / stats.num_blocks
         require(abs(stats.kv_cache_usage - usage) < 1e-9, f"kv_cache_usage {stats.kv_cache_usage}, expected {usage}")
         require(stats.num_cached_free_blocks <= stats.num_free_blocks, "more cached free blocks than free ones")

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple, TextIO
 
-from pointsman.core import FinishReason, ParkReason, PauseMode
+from pointsman.core import FinishReason, ParkReason, PauseMode, Request
 
 from .ledger import Entry
 from .workload import MAX_LIVE, Chooser, SeededChooser, make_config, make_request_spec
@@ -48,15 +48,34 @@ def _add(world: World, choose: Chooser) -> None:
 
 
 def _step(world: World, choose: Chooser) -> None:
-    """Schedule, after making room for the step if need be."""
+    """Schedule, after making room for the step if need be, and with drafts if there may be some."""
     if len(world.host.in_flight) >= world.config.max_steps_in_flight:
         _update(world, choose)
+    if world.config.num_draft_tokens and choose.chance(70):
+        while world.host.in_flight:  # a row with samples in flight gets no drafts
+            _update(world, choose)
+        _propose(world, choose)
     world.schedule()
 
 
 def _update(world: World, choose: Chooser) -> None:
     errors = [choose.integer(0, 4) for _ in range(choose.integer(1, 3))] if choose.chance(7) else []
     world.update(errors, explicit_counts=choose.chance(30))
+
+
+def _propose(world: World, choose: Chooser) -> None:
+    """Drafts for some of the rows of the last update: right ones up to a point, and wrong ones behind it."""
+    output, most = world.last_update, world.config.num_draft_tokens
+    if output is None or not most:
+        return
+    drafts: dict[Request, list[int]] = {}
+    for request in output.requests:
+        if choose.chance(15) or request not in world.host.sequences:
+            continue
+        length = choose.integer(0, most)
+        right = world.host.continuation(request, choose.integer(0, length))
+        drafts[request] = right + [choose.integer(0, 5) for _ in range(length - len(right))]
+    world.propose(drafts, stale=choose.chance(20))
 
 
 def _finish(world: World, entry: Entry, choose: Chooser) -> None:
@@ -81,6 +100,7 @@ def _gone(world: World, choose: Chooser) -> str:
 OPERATIONS: tuple[Operation, ...] = (
     Operation("step", 44, _step),
     Operation("update", 14, _update),
+    Operation("propose", 5, _propose),
     Operation("add", 17, _add),
     Operation("schedule", 6, lambda world, choose: world.schedule()),
     Operation("abort", 4, _on_request(lambda world, entry, choose: world.abort(entry))),
@@ -98,7 +118,7 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("abort_unknown", 1, lambda world, choose: world.abort_unknown(_gone(world, choose))),
     Operation("call_unknown", 1, lambda world, choose: world.call_unknown(_gone(world, choose))),
     Operation("update_out_of_order", 2, lambda world, choose: world.update_out_of_order()),
-    Operation("update_malformed", 3, lambda world, choose: world.update_malformed(choose.integer(0, 12))),
+    Operation("update_malformed", 3, lambda world, choose: world.update_malformed(choose.integer(0, 13))),
 )
 
 

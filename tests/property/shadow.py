@@ -166,7 +166,7 @@ class ExecutedStep:
     """One output after execution, until its result is handed to the scheduler or it is declared void."""
 
     output: SchedulerOutput
-    sampled: list[int | None] = field(default_factory=list)  # [n] the token of each row that samples
+    sampled: list[list[int]] = field(default_factory=list)  # [n] the tokens of each row; none where it does not sample
     written: dict[Request, list[int]] = field(default_factory=dict)  # slots
     told: tuple[object, ...] = ()  # what the output said when it was handed out
     lengths: dict[Request, int] = field(default_factory=dict)  # tokens known to the host before this step
@@ -211,12 +211,31 @@ class ShadowHost:
         return {block for sequence in self.sequences.values() for block in sequence.table or ()}
 
     def num_pending(self, request: Request) -> int:
-        """Samples of `request` that the scheduler has not been told yet."""
+        """Samples and drafts of `request` of which the scheduler has not been told what became."""
         return sum(
-            token is not None and other is request
+            int(step.output.samples[index] + step.output.num_draft_tokens[index])
             for step in self.in_flight
-            for other, token in zip(step.output.requests, step.sampled, strict=True)
+            for index, other in enumerate(step.output.requests)
+            if other is request
         )
+
+    def is_verifying(self, request: Request) -> bool:
+        """Whether drafts of `request` are in flight."""
+        return any(
+            other is request and step.output.num_draft_tokens[index] > 0
+            for step in self.in_flight
+            for index, other in enumerate(step.output.requests)
+        )
+
+    def continuation(self, request: Request, length: int) -> list[int]:
+        """What the model would sample next for a request, whatever ends it."""
+        sequence = self.sequences[request]
+        tokens: list[int] = []
+        content = sequence.contents[-1] if sequence.contents else self.contents.root(None)
+        for _ in range(length):
+            tokens.append(self.contents.sample(content))
+            content = self.contents.extend(content, tokens[-1])
+        return tokens
 
     # -------------------------------------------------------------- one step
 
@@ -284,6 +303,8 @@ class ShadowHost:
             "rows": (output.rows, n), "serials": (output.serials, n), "samples": (output.samples, n),
             "num_computed_tokens": (output.num_computed_tokens, n), "block_offsets": (output.block_offsets, n + 1),
             "num_scheduled_tokens": (output.num_scheduled_tokens, n), "is_resumed": (output.is_resumed, admitted),
+            "num_draft_tokens": (output.num_draft_tokens, n),
+            "draft_token_ids": (output.draft_token_ids, int(output.num_draft_tokens.sum())),
             "num_cached_tokens": (output.num_cached_tokens, admitted),
         }  # fmt: skip
         for name, (array, length) in lengths.items():
@@ -311,8 +332,9 @@ class ShadowHost:
             return
         expected: list[int] = []
         for index, request in enumerate(output.requests):
-            start = int(output.num_computed_tokens[index])
-            expected += self.sequences[request].tokens[start : start + int(output.num_scheduled_tokens[index])]
+            start, drafts = int(output.num_computed_tokens[index]), drafts_of(output, index)
+            end = start + int(output.num_scheduled_tokens[index]) - len(drafts)
+            expected += self.sequences[request].tokens[start:end] + drafts
         told = self.scheduler.input_token_ids(output).tolist()
         require(told == expected, f"step {output.step_id} is fed {told}, the host sampled {expected}")
 
@@ -372,25 +394,31 @@ class ShadowHost:
         spans = []
         for index, request in enumerate(output.requests):
             start = int(output.num_computed_tokens[index])
-            end = start + int(output.num_scheduled_tokens[index])
+            drafts = drafts_of(output, index)
+            end = start + int(output.num_scheduled_tokens[index]) - len(drafts)
             sequence = self.sequences[request]
             known = len(sequence.tokens)
             require(end <= known, f"{request.request_id}: positions {start} to {end - 1} of {known} known tokens")
             require(bool(output.samples[index]) == (end == known), f"{request.request_id}: samples is wrong at {end}")
-            spans.append((sequence, start, end))
+            require(not drafts or end - start == 1 == known - start, f"{request.request_id} has drafts in a chunk")
+            spans.append((sequence, start, end, drafts))
         if not self.config.share_within_step:
             # Every row may attend before another one writes, so what it has cached must be there already.
-            for sequence, start, _ in spans:
+            for sequence, start, _, _ in spans:
                 self._read(sequence, start)
-        for sequence, start, end in spans:
-            slots = step.written[sequence.request] = [self._slot(sequence, position) for position in range(start, end)]
-            for position, slot in zip(range(start, end), slots, strict=True):
-                self.slots[slot] = sequence.contents[position]
+        for sequence, start, end, drafts in spans:
+            computed = range(start, end + len(drafts))
+            slots = step.written[sequence.request] = [self._slot(sequence, position) for position in computed]
+            contents = sequence.contents[start:end]
+            for draft in drafts:
+                contents.append(self.contents.extend(contents[-1], draft))
+            for content, slot in zip(contents, slots, strict=True):
+                self.slots[slot] = content
                 self.last_writes[slot] = step.output.step_id
-        for sequence, _, end in spans:
+        for sequence, _, end, _ in spans:
             self._read(sequence, end)
-        for sequence, _, end in spans:
-            step.sampled.append(self._sample(sequence) if end == len(sequence.tokens) else None)
+        for sequence, _, end, drafts in spans:
+            step.sampled.append(self._verify(sequence, drafts) if end == len(sequence.tokens) else [])
 
     def _slot(self, sequence: HostSequence, position: int) -> int:
         assert sequence.table is not None
@@ -410,11 +438,26 @@ class ShadowHost:
                     f"{what}, expected content {expected}"
                 )
 
+    def _verify(self, sequence: HostSequence, drafts: list[int]) -> list[int]:
+        """Sample a token, and one more for each draft that is the token sampled before it."""
+        run = [self._sample(sequence)]
+        for draft in drafts:
+            if draft != run[-1]:
+                break
+            run.append(self._sample(sequence))
+        return run
+
     def _sample(self, sequence: HostSequence) -> int:
         token = self.contents.sample(sequence.contents[-1])
         sequence.tokens.append(token)
         sequence.contents.append(self.contents.extend(sequence.contents[-1], token))
         return token
+
+
+def drafts_of(output: SchedulerOutput, index: int) -> list[int]:
+    """The drafts that a row of the output verifies."""
+    end = int(output.num_draft_tokens[: index + 1].sum())
+    return [int(token) for token in output.draft_token_ids[end - int(output.num_draft_tokens[index]) : end]]
 
 
 def _contents(output: SchedulerOutput) -> tuple[object, ...]:

@@ -16,10 +16,11 @@ import pointsman.core.reserve as reserve_module
 from pointsman.core import FinishReason, InvariantError, Scheduler
 from pointsman.core.adapters import Adapter, AdapterSlots
 from pointsman.core.admission import Admission
-from pointsman.core.batch import Batch
+from pointsman.core.batch import VERIFYING, Batch
 from pointsman.core.block_pool import BlockPool
 from pointsman.core.common_prefix import CommonPrefix
 from pointsman.core.displacement import Displacement
+from pointsman.core.drafts import Drafts
 from pointsman.core.in_order import InOrder
 from pointsman.core.intake import Intake
 from pointsman.core.kv_cache import KVCacheManager
@@ -32,7 +33,7 @@ from pointsman.core.request_events import RequestLog
 from pointsman.core.reserve import DecodeReserve, Watermark
 from pointsman.core.rewind import rewind as real_rewind
 from pointsman.core.running import Running
-from pointsman.core.update import Update
+from pointsman.core.update import Update, stop_condition
 
 from .operations import drive
 from .shadow import ShadowFault
@@ -45,6 +46,7 @@ ADAPTERS = {**CACHING, "max_loras": 2}
 CROWDED = {"max_loras": 1, "max_overtakes": 1, "max_num_seqs": 5, "max_num_batched_tokens": 15, "batching": "mixed"}
 ROOMY = {**SLOW_PREFILL, "num_blocks": 14, "max_model_len": 48, "max_num_seqs": 5, "max_num_batched_tokens": 8}
 ROOMY |= {"batching": "mixed", "max_loras": 0, "full_sequence_must_fit": False}
+SPECULATION = {"num_draft_tokens": 5, "draft_table": (), "max_num_seqs": 4, "max_model_len": 48}
 Patch = pytest.MonkeyPatch
 
 
@@ -288,6 +290,37 @@ def displaces_in_vain(patch: Patch) -> None:
     patch.setattr(Displacement, "choose", choose)
 
 
+def drafts_make_others_give_way(patch: Patch) -> None:
+    patch.setattr(Running, "_give_up_drafts", lambda running, rows, lacks, want: False)
+
+
+def drafts_in_flight_are_not_noted(patch: Patch) -> None:
+    def take(original: Any, drafts: Drafts, rows: Any, counts: Any) -> Any:
+        taken = original(drafts, rows, counts)
+        batch = drafts._batch
+        for row in rows.tolist():
+            batch.clear_flags(row, VERIFYING)
+        return taken
+
+    around(patch, Drafts, "take", take)
+
+
+def rejected_drafts_count_as_computed(patch: Patch) -> None:
+    def append_runs(original: Any, update: Update, requests: Any, rows: Any, drafts: Any, runs: Any) -> Any:
+        kept, ends = original(update, requests, rows, drafts, runs)
+        update._batch.num_computed_tokens[rows] += kept < 1 + drafts
+        return kept, ends
+
+    around(patch, Update, "_append_runs", append_runs)
+
+
+def stop_within_a_run_is_missed(patch: Patch) -> None:
+    def cut(request: Any, num_tokens: int, run: list[int]) -> Any:
+        return len(run), stop_condition(request, num_tokens + len(run), run[-1])
+
+    patch.setattr("pointsman.core.update._cut_at_stop", cut)
+
+
 # ------------------------------------------------------------- wrong KV: the shadow must notice
 
 
@@ -362,6 +395,7 @@ def reset_keeps_what_is_preempted(patch: Patch) -> None:
     def reset(original: Any, scheduler: Scheduler, now: float, *, preempt_running: bool = False) -> None:
         epoch = scheduler._kv.prefix.epoch if scheduler._kv.prefix is not None else 0
         original(scheduler, now)
+        scheduler._life.tell_time(now)
         for request in list(scheduler._batch.members.requests) if preempt_running else []:
             if request.prefix_epoch == epoch and scheduler._kv.prefix is not None:
                 request.prefix_epoch = scheduler._kv.prefix.epoch
@@ -468,10 +502,14 @@ BOOKKEEPING: tuple[Fault, ...] = (
     (prefix_is_not_found, CACHING),
     (slot_is_not_given_back, ADAPTERS),
     (slot_is_taken_by_the_first_row_alone, ADAPTERS),
-    (cap_is_off_by_one, ADAPTERS),
+    (cap_is_off_by_one, {**ADAPTERS, "max_num_seqs": 5, "max_num_batched_tokens": 15, "batching": "mixed"}),
     (claims_are_ignored, CROWDED),
     (passed_over_is_not_counted, CROWDED),
     (passed_over_returns_behind_the_next, CROWDED),
+    (drafts_make_others_give_way, SPECULATION),
+    (drafts_in_flight_are_not_noted, {**SPECULATION, "max_steps_in_flight": 3}),
+    (rejected_drafts_count_as_computed, SPECULATION),
+    (stop_within_a_run_is_missed, SPECULATION),
     (displaces_in_vain, {"order": "priority", "displace": True, "batching": "mixed"}),
     (pause_does_not_hold_the_door, {}),
     (pause_lets_the_urgent_displace, {"order": "priority", "displace": True, "batching": "mixed"}),
@@ -486,7 +524,7 @@ WRONG_CONTENT: tuple[Fault, ...] = (
     (eviction_is_not_told, CACHING),
     (shared_block_has_one_reference, {**CACHING, "max_loras": 0}),
     (journal_is_not_undone, CACHING),
-    (rewind_is_short_by_one, {}),
+    (rewind_is_short_by_one, {"num_draft_tokens": 0, "draft_table": ()}),
     (epoch_is_ignored, ROOMY),
     (reset_does_nothing, CACHING),
     (reset_keeps_what_is_preempted, CACHING),

@@ -31,6 +31,16 @@ FOCUS: dict[str, dict[str, Any]] = {
     "steps in flight": {**CACHING, "max_steps_in_flight": 3, "batching": "mixed"},
     "slow prefill": {**CACHING, "block_size": 3, "enable_chunked_prefill": True, "long_prefill_token_threshold": 2},
     "adapters": {**CACHING, "max_loras": 2, "batching": "mixed", "max_num_seqs": 5, "max_num_batched_tokens": 15},
+    "speculation": {
+        **CACHING,
+        "num_draft_tokens": 3,
+        "draft_table": (),
+        "max_steps_in_flight": 2,
+        "num_blocks": 14,
+        "block_size": 3,
+        "max_num_seqs": 5,
+        "max_model_len": 48,
+    },
     "no chunks": {"enable_chunked_prefill": False, "long_prefill_token_threshold": 0, "order": "priority"},
 }
 """Knobs that are fixed in some of the seeded runs, where what they reach is rare otherwise."""
@@ -99,7 +109,7 @@ def test_seeded_runs(focus: str) -> None:
 
 def test_runs_meet_every_limit() -> None:
     """The runs would prove little if memory never ran out: count what happened in them."""
-    worlds = [drive(seed, RULES_PER_SEED) for seed in range(1_000_000, 1_000_080)]
+    worlds = [drive(seed, RULES_PER_SEED) for seed in range(1_000_000, 1_000_150)]
     stats = [world.scheduler.stats() for world in worlds]
     deferrals = Counter(reason for stat in stats for reason, count in stat.deferrals.items() if count)
     rungs = {
@@ -118,6 +128,9 @@ def test_runs_meet_every_limit() -> None:
     assert sum(stat.num_displaced for stat in stats) >= 5
     assert sum(stat.num_evictions for stat in stats) >= 100
     assert sum(stat.num_failed_steps for stat in stats) >= 50
+    assert sum(stat.num_proposed_tokens for stat in stats) >= 150
+    assert sum(stat.num_draft_tokens - stat.num_accepted_tokens for stat in stats) >= 25
+    assert sum(stat.num_accepted_tokens for stat in stats) >= 30
     assert sum(stat.num_refused for stat in stats) >= 5
     assert sum(world.num_capacity_ends for world in worlds) >= 5
     assert sum(stat.finished["repetition"] for stat in stats) >= 5

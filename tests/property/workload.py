@@ -81,13 +81,16 @@ def make_config(choose: Chooser, **overrides: Any) -> SchedulerConfig:
     chunked = not choose.chance(25)
     caching = not choose.chance(20)
     order = choose.choice(("fcfs", "priority", "fcfs", "priority", "fcfs-front", "priority-by-arrival"))
+    num_draft_tokens = choose.choice((0, 0, 1, 2, 5))
     values: dict[str, Any] = {
         "block_size": block_size,
         "num_reserved_blocks": reserved,
         "num_blocks": reserved + choose.integer(1, 12),
         "max_model_len": choose.integer(4, 48),
         "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_seqs + choose.integer(0, 14),
+        "max_num_batched_tokens": max_num_seqs * (1 + num_draft_tokens) + choose.integer(0, 14),
+        "num_draft_tokens": num_draft_tokens,
+        "draft_table": choose.choice(((), ((2, 1),), ((1, 0), (3, 1)))) if num_draft_tokens else (),
         "max_steps_in_flight": choose.integer(1, 3),
         "enable_chunked_prefill": chunked,
         "long_prefill_token_threshold": choose.choice((0, 0, 1, 2, 4)) if chunked else 0,
@@ -141,6 +144,10 @@ def _with_effect(values: dict[str, Any], overrides: dict[str, Any], choose: Choo
         values.setdefault("long_prefill_token_threshold_adaptive", choose.chance(40))
     else:
         values["long_prefill_token_threshold_adaptive"] = False
+    if values["batching"] != "prefill-first":
+        values["max_num_batched_tokens"] = max(
+            values["max_num_batched_tokens"], values["max_num_seqs"] * (1 + values["num_draft_tokens"])
+        )
     return values
 
 

@@ -20,6 +20,7 @@ from pointsman.core import (
     InvalidTransition,
     ParkReason,
     PauseMode,
+    ProposalError,
     Recorder,
     Request,
     RequestRefused,
@@ -61,6 +62,9 @@ class World:
         self.num_seats = config.num_seats
         self.output_lengths: list[int] = []  # of requests that ended by themselves
         self.last_done: SchedulerOutput | None = None
+        self.last_update: SchedulerOutput | None = None
+        self.older_update: SchedulerOutput | None = None
+        self.proposed: dict[Request, list[int]] = {}  # drafts that wait at running requests
         self.tally = Tally()
         self.num_requests = 0
         self.num_admissions = 0
@@ -293,6 +297,8 @@ class World:
                 entry.num_withdrawals = self.num_withdrawals
                 self._count_admission(output, index - output.num_continued)
             entry.num_computed = int(output.num_computed_tokens[index] + output.num_scheduled_tokens[index])
+            self.proposed.pop(request, None)
+        self.tally.num_draft_tokens += int(output.num_draft_tokens.sum())
         self.unreported.clear()
         if output.resync:
             told = [self.entries[request] for request in output.requests]
@@ -320,14 +326,15 @@ class World:
         failed = {index % step.output.num_rows for index in errors} if step.output.num_rows else set()
         result = self._result(step, failed, explicit_counts)
         done = self.scheduler.update(step.output, result, self.now)
-        self.last_done = step.output
+        self.older_update, self.last_update, self.last_done = self.last_update, step.output, step.output
         self._check_update(step, failed, done)
         self.check()
         return done
 
     def _result(self, step: ExecutedStep, failed: set[int], explicit_counts: bool) -> StepResult:
-        counts = [int(token is not None and index not in failed) for index, token in enumerate(step.sampled)]
-        tokens = [token for count, token in zip(counts, step.sampled, strict=True) if count and token is not None]
+        runs = [[] if index in failed else run for index, run in enumerate(step.sampled)]
+        counts, tokens = [len(run) for run in runs], [token for run in runs for token in run]
+        explicit_counts |= len(tokens) > sum(count > 0 for count in counts)
         messages = {index: f"row {index} broke" for index in sorted(failed)}
         return StepResult(tokens, counts if explicit_counts else None, messages, step_time=0.01)
 
@@ -337,7 +344,6 @@ class World:
         finished: list[Request] = []
         for index, request in enumerate(step.output.requests):
             entry = self.entries[request]
-            token = step.sampled[index]
             counts.append(0)
             if entry.place is Place.ENDED:
                 continue
@@ -348,15 +354,9 @@ class World:
                 self.num_withdrawals += 1
                 self._end(entry, RequestStatus.FINISHED_ERROR)
                 require(f"row {index} broke" in request.finish_detail, f"detail {request.finish_detail!r}")
-            elif token is not None:
-                counts[-1] = 1
-                tokens.append(token)
-                right = entry.reference.tokens[entry.num_output]
-                require(token == right, f"{request.request_id} got token {token}, alone it gets {right}")
-                entry.num_output += 1
-                if entry.num_output == 1:
-                    entry.events.append(("FIRST_TOKEN", self.now, ""))
-                self.tally.num_generated_tokens += 1
+            elif step.sampled[index]:
+                counts[-1] = self._check_run(entry, step, index)
+                tokens += step.sampled[index][: counts[-1]]
                 if entry.num_output == len(entry.reference.tokens):
                     finished.append(request)
                     self._end_by_itself(entry)
@@ -365,6 +365,74 @@ class World:
         require(done.counts.tolist() == counts, f"update kept {done.counts.tolist()} tokens, expected {counts}")
         require(done.token_ids.tolist() == tokens, f"update kept {done.token_ids.tolist()}, expected {tokens}")
         require(list(done.finished) == finished, f"update ended {done.finished}, expected {finished}")
+
+    def _check_run(self, entry: Entry, step: ExecutedStep, index: int) -> int:
+        """How many tokens of a row's run must have been kept: those up to the one that ends the request."""
+        run, name = step.sampled[index], entry.request.request_id
+        left = list(entry.reference.tokens[entry.num_output :])
+        kept = run[: len(left)]
+        require(kept == left[: len(kept)], f"{name} got the tokens {run}, alone it gets {left}")
+        if kept and not entry.num_output:
+            entry.events.append(("FIRST_TOKEN", self.now, ""))
+        entry.num_output += len(kept)
+        self.tally.num_generated_tokens += len(kept)
+        num_drafts = int(step.output.num_draft_tokens[index])
+        if num_drafts:
+            self.tally.num_drafts += 1
+            self.tally.num_accepted_tokens += min(len(kept), len(run) - 1)
+            entry.num_verified += num_drafts
+            entry.num_accepted += min(len(kept), len(run) - 1)
+            if entry.place is Place.RUNNING:  # still the same admission: no other is made while drafts are in flight
+                entry.num_computed -= 1 + num_drafts - len(kept)
+        return len(kept)
+
+    def propose(self, drafts: dict[Request, list[int]], *, stale: bool) -> None:
+        """Propose drafts for the rows of the last update; what came too late, or cannot be scheduled, is dropped."""
+        self._tick("propose")
+        output = self.last_update
+        if output is None:
+            return
+        each = [drafts.get(request, []) for request in output.requests]
+        flat, counts = [token for tokens in each for token in tokens], [len(tokens) for tokens in each]
+        self._check_refused_proposals(output, flat, counts)
+        kept = self.scheduler.propose(output, flat, counts, self.now)
+        expected = 0
+        for index, (request, tokens) in enumerate(zip(output.requests, each, strict=True)):
+            entry = self.entries[request]
+            if not self._decodes(entry) or request.serial != output.serials[index]:
+                continue
+            room = entry.reference.limit - entry.num_tokens - 1
+            self.proposed[request] = tokens[:room]
+            expected += len(self.proposed[request])
+        require(kept == expected, f"{kept} drafts wait, expected {expected}")
+        self.tally.num_proposed_tokens += kept
+        if stale and self.older_update is not None:
+            late = self.older_update
+            answer = self.scheduler.propose(late, [1] * late.num_rows, [1] * late.num_rows, self.now)
+            require(answer == 0, f"{answer} drafts were taken for a step that was not the last")
+        self.check()
+
+    def _decodes(self, entry: Entry) -> bool:
+        """Whether a request could have drafts: it runs, nothing of it is in flight, and one token is to be computed."""
+        runs = entry.place is Place.RUNNING and entry.num_computed == entry.num_tokens - 1
+        has_sampled = entry.request.num_admitted_tokens < entry.num_tokens  # since its admission
+        return runs and has_sampled and not self.host.num_pending(entry.request)
+
+    def _check_refused_proposals(self, output: SchedulerOutput, flat: list[int], counts: list[int]) -> None:
+        """Proposals that fit no output: an error, and nothing changes."""
+        before = self._snapshot()
+        wrong = [(flat, [*counts, 0]), ([*flat, 1], counts)]
+        if flat:
+            wrong += [([-1, *flat[1:]], counts), (flat[1:], counts)]
+        if counts:
+            more = 1 + self.config.num_draft_tokens
+            wrong.append(([1] * (more - counts[0]) + flat, [more, *counts[1:]]))
+        for tokens, per_row in wrong:
+            self._expect(ProposalError, partial(self.scheduler.propose, output, tokens, per_row, self.now))
+        for step in self.host.in_flight[:1]:
+            rows = [0] * step.output.num_rows
+            self._expect(StepOrderError, partial(self.scheduler.propose, step.output, [], rows, self.now))
+        require(before == self._snapshot(), "a refused proposal changed the scheduler")
 
     def update_out_of_order(self) -> None:
         """Only the oldest step in flight may be updated, and only a step in flight may fail."""
@@ -438,6 +506,8 @@ class World:
             require(steps <= bound, f"livelock: {len(self.live)} requests still live after {steps} steps")
             while self.host.in_flight:
                 self.update()
+            if self.config.num_draft_tokens and steps % 4:
+                self._propose_some(steps)
             self.schedule()
             steps += 1
         while self.host.in_flight:
@@ -446,6 +516,15 @@ class World:
         self.update()
         require(not self.unreported, f"ends never reported: {self.unreported}")
         require(not self.scheduler.has_unfinished_requests(), "everything ended, but the scheduler says otherwise")
+
+    def _propose_some(self, number: int) -> None:
+        """Drafts for all rows of the last update, the first few of them right."""
+        most = self.config.num_draft_tokens
+        drafts = {}
+        for entry in self.live:
+            num_right = (number + entry.number) % (most + 1)
+            drafts[entry.request] = [*self.host.continuation(entry.request, num_right), number % 4][:most]
+        self.propose(drafts, stale=False)
 
     # ================================================================ what must be true at any time
 
@@ -465,6 +544,8 @@ class World:
             seen = (request.num_tokens, request.num_computed_tokens, request.num_pending)
             expected = (entry.num_tokens, entry.num_computed, self.host.num_pending(request))
             require(seen == expected, f"{name} has (tokens, computed, pending) {seen}, expected {expected}")
+            told = (request.num_draft_tokens, request.num_accepted_tokens)
+            require(told == (entry.num_verified, entry.num_accepted), f"{name}: drafts and accepted are {told}")
             require(request.num_preemptions == entry.num_preemptions, f"{name}: {request.num_preemptions} preemptions")
             self._check_events(entry)
             running += place is Place.RUNNING
@@ -505,6 +586,7 @@ class World:
         require(request.status is status, f"{request.request_id} ended as {request.status}, expected {status}")
         self._check_tokens(entry)
         entry.place = Place.ENDED
+        self.proposed.pop(request, None)
         entry.events.append(("FINISHED", self.now, request.finish_reason.value if request.finish_reason else ""))
         self._check_events(entry)
         self.live.remove(entry)
@@ -537,6 +619,7 @@ class World:
 
     def _lose_row(self, entry: Entry, num_evictions: int) -> None:
         """It was preempted or parked; `num_evictions` is how many there had been before."""
+        self.proposed.pop(entry.request, None)
         entry.num_lost = min(entry.num_computed, entry.num_tokens)
         entry.kept = None
         caches = self.config.enable_prefix_caching and entry.request.use_prefix_cache

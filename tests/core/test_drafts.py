@@ -1,0 +1,384 @@
+"""Speculation: what becomes of drafts, from their proposal to the tokens that they save."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pointsman.core import (
+    ConfigError,
+    ProposalError,
+    Recorder,
+    Request,
+    SchedulerOutput,
+    StepOrderError,
+    StepResult,
+    StepResultError,
+    replay,
+)
+from tests.core.helpers import EOS, Host, drafts_of, names, reference_output, small_config, tokens_of
+
+WRONG = 998  # the model never samples it
+
+
+def speculative(**overrides: Any) -> Host:
+    """A host with up to 3 drafts per request and step."""
+    return Host(**{"num_draft_tokens": 3, "max_num_batched_tokens": 16, "max_num_seqs": 4, **overrides})
+
+
+def right(request: Request, count: int) -> list[int]:
+    """The next `count` tokens that the model will sample for a request."""
+    return reference_output(request.all_token_ids, count)
+
+
+def decoding(host: Host, request_id: str = "a", prompt: int = 4, **fields: Any) -> tuple[Request, SchedulerOutput]:
+    """A request that has sampled its first token, and the output in which it did."""
+    request = host.add(request_id, prompt, **fields)
+    return request, host.step()
+
+
+# ---------------------------------------------------------------------- one request
+
+
+def test_a_step_computes_the_newest_token_and_the_drafts_and_all_of_them_count() -> None:
+    host = speculative()
+    request, output = decoding(host)
+    drafts = right(request, 3)
+    newest = int(request.output_token_ids[-1])
+    assert host.propose(output, {"a": drafts}) == 3
+    output = host.schedule()
+    assert (tokens_of(output), drafts_of(output, 0)) == ({"a": 4}, drafts)
+    assert host.scheduler.input_token_ids(output).tolist() == [newest, *drafts]
+    assert names(output.decode) == ["a"]
+    assert (request.num_computed_tokens, request.num_pending) == (8, 4)
+    assert host.update(output).counts.tolist() == [4]
+    assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 5)
+    assert (request.num_tokens, request.num_computed_tokens, request.num_pending) == (9, 8, 0)
+    assert (request.num_draft_tokens, request.num_accepted_tokens) == (3, 3)
+
+
+@pytest.mark.parametrize("num_right", [0, 1, 2])
+def test_what_is_rejected_is_computed_again_in_the_slots_it_had(num_right: int) -> None:
+    host = speculative()
+    request, output = decoding(host)
+    host.propose(output, {"a": [*right(request, num_right), WRONG, WRONG, WRONG][:3]})
+    output = host.step()
+    assert output.num_draft_tokens.tolist() == [3]
+    assert request.num_tokens == 4 + 1 + num_right + 1
+    assert request.num_computed_tokens == request.num_tokens - 1
+    assert len(output.blocks(0)) == 1, "for positions 4 to 7"
+    assert host.explain("a").num_blocks == 2
+    host.run_to_end()
+    assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 16)
+    assert (request.num_draft_tokens, request.num_accepted_tokens) == (3, num_right)
+
+
+def test_every_step_with_drafts_gives_what_single_steps_give() -> None:
+    host = speculative(max_model_len=600, num_blocks=600, block_size=1)
+    request, output = decoding(host, max_tokens=590)
+    steps = 0
+    while not request.is_finished:
+        length = steps % 4
+        host.propose(output, {"a": [*right(request, length // 2), *[WRONG] * (length - length // 2)]})
+        output = host.step()
+        steps += 1
+    assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 590), "past the ring's end"
+    assert steps < 590
+
+
+def test_a_stop_token_within_a_run_ends_the_request_there() -> None:
+    host = speculative()
+    prompt = host.prompt(4)
+    stop = reference_output(prompt, 4)[2]
+    request = host.add("a", prompt, stop_token_ids=(stop,))
+    host.propose(host.step(), {"a": right(request, 3)})
+    update = host.update(host.schedule())
+    assert update.counts.tolist() == [2], "the second of four"
+    assert (request.finish_reason.value, request.stop_reason) == ("stop", stop)  # type: ignore[union-attr]
+    assert request.output_token_ids.tolist() == reference_output(prompt, 3)
+    assert (request.num_draft_tokens, request.num_accepted_tokens) == (3, 2), "the third counts for nothing"
+    assert host.stats().num_free_blocks == 16
+
+
+@pytest.mark.parametrize("stops", [{"eos_token_ids": (EOS,)}, {"eos_token_ids": (EOS,), "stop_token_ids": (5,)}])
+def test_eos_within_a_run_ends_it_unless_min_tokens_says_no(stops: dict[str, Any]) -> None:
+    host = speculative()
+    for request_id, min_tokens in (("a", 0), ("b", 4)):
+        host.add(request_id, 2, min_tokens=min_tokens, **stops)
+    host.propose(host.step(), {"a": [1, EOS, 2], "b": [1, EOS, 2]})
+    output = host.schedule()
+    update = host.scheduler.update(output, StepResult([1, EOS, 2, 3, 1, EOS, 2, 3], [4, 4]), host.now)
+    host.scheduler.check_invariants()
+    assert names(update.finished) == ["a"]
+    assert (update.counts.tolist(), update.token_ids.tolist()) == ([2, 4], [1, EOS, 1, EOS, 2, 3])
+
+
+def test_drafts_never_pass_the_token_limit() -> None:
+    host = speculative()
+    request, output = decoding(host, max_tokens=4)
+    assert host.propose(output, {"a": right(request, 3)}) == 2
+    assert host.update(host.schedule()).counts.tolist() == [3]
+    assert request.is_finished
+    last, output = decoding(host, "b", max_tokens=2)
+    assert host.propose(output, {"b": right(last, 3)}) == 0, "its next token is its last"
+
+
+# ---------------------------------------------------------------------- who gets none
+
+
+def test_a_prompt_that_is_still_computed_gets_none() -> None:
+    host = speculative()
+    host.add("a", 20)
+    assert host.propose(host.step(), {"a": [1, 2, 3]}) == 0
+    assert host.step().num_draft_tokens.tolist() == [0]
+
+
+def test_drafts_that_come_too_late_are_dropped() -> None:
+    host = speculative()
+    _, first = decoding(host)
+    assert host.propose(first, {"a": [1, 2]}) == 2
+    output = host.schedule()
+    assert host.propose(first, {"a": [3]}) == 0, "the next step is out"
+    assert drafts_of(output, 0) == [1, 2]
+    host.update(output)
+    assert host.propose(first, {"a": [3]}) == 0, "another step has been updated since"
+    host.propose(output, {"a": [4]})
+    host.park("a")
+    assert host.propose(output, {"a": [5]}) == 0, "it has no row"
+    host.ready("a")
+    assert host.step().num_draft_tokens.tolist() == [0], "whoever loses its row forgets its drafts"
+
+
+def test_a_later_proposal_replaces_an_earlier_one() -> None:
+    host = speculative()
+    _, output = decoding(host)
+    host.propose(output, {"a": [1, 2, 3]})
+    assert host.propose(output, {"a": [4]}) == 1
+    assert drafts_of(host.schedule(), 0) == [4]
+
+
+def test_a_row_whose_drafts_are_in_flight_waits_for_them_and_others_do_not() -> None:
+    host = speculative(max_steps_in_flight=2)
+    host.add("a")
+    host.add("b")
+    first = host.step()
+    host.propose(first, {"a": [WRONG, WRONG]})
+    verifying, second = host.schedule(), host.schedule()
+    assert (tokens_of(verifying), tokens_of(second)) == ({"a": 3, "b": 1}, {"b": 1})
+    host.update(verifying)
+    assert host.propose(verifying, {"a": [7], "b": [7]}) == 1, "b has a sample in flight"
+    assert tokens_of(host.schedule()) == {"a": 2, "b": 1}
+
+
+def test_the_table_bounds_them_by_the_number_of_running_requests() -> None:
+    host = speculative(draft_table=((2, 1), (3, 0)))
+    scheduled = []
+    for request_id in "abc":
+        host.add(request_id, max_tokens=40)
+        output = host.step()
+        while output.num_draft_tokens.any() or len(output.admitted):
+            host.propose(output, {name: [WRONG] * 3 for name in "abc"})
+            scheduled.append((host.scheduler.max_drafts, (output := host.step()).num_draft_tokens.tolist()))
+            if len(scheduled) % 2 == 0:
+                break
+    assert scheduled[:4] == [(3, [3]), (3, [3]), (1, [1, 1]), (1, [1, 1])]
+    assert scheduled[4] == (0, [0, 0, 0])
+
+
+def test_the_budget_goes_to_the_first_rows_and_a_cut_draft_is_forgotten() -> None:
+    host = speculative(max_num_seqs=2, max_num_batched_tokens=8, long_prefill_token_threshold=3)
+    _, output = decoding(host, prompt=2)
+    host.propose(output, {"a": [WRONG] * 3})
+    assert tokens_of(host.step()) == {"a": 3}, "the threshold bounds every request"
+    assert tokens_of(host.step()) == {"a": 1}
+
+
+# ---------------------------------------------------------------------- blocks
+
+
+def test_drafts_never_make_anybody_give_way() -> None:
+    host = speculative(num_blocks=4, max_model_len=16)
+    host.add("a", 6, max_tokens=4)
+    host.add("b", 7, max_tokens=4)
+    output = host.step()
+    assert host.stats().num_free_blocks == 0
+    host.propose(output, {"a": [WRONG] * 3, "b": [WRONG] * 3})
+    output = host.schedule()
+    assert (names(output.preempted), output.num_draft_tokens.tolist()) == ([], [1, 0]), "what the last blocks hold"
+    host.update(output)
+    host.run_to_end()
+
+
+def test_drafts_take_free_blocks_and_the_next_tokens_use_them() -> None:
+    host = speculative(block_size=1, num_blocks=32)
+    _, output = decoding(host, prompt=2, max_tokens=12)
+    host.propose(output, {"a": [WRONG] * 3})
+    assert len(host.step().block_ids) == 4
+    assert [len(host.step().block_ids) for _ in range(4)] == [0, 0, 0, 1]
+
+
+def test_a_rejected_draft_is_never_found_in_the_prefix_cache() -> None:
+    host = speculative()
+    request, output = decoding(host, prompt=6, max_tokens=10)
+    host.propose(output, {"a": [WRONG] * 3})
+    output = host.schedule()
+    host.park("a")  # while its drafts are in flight
+    host.update(output)
+    host.ready("a")
+    host.run_to_end()
+    assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 10)
+    known = [*request.prompt_token_ids.tolist(), int(request.output_token_ids[0])]
+    liar = host.add("b", [*known, WRONG, 1], max_tokens=1)
+    host.step()
+    assert liar.num_cached_tokens == 4
+
+
+def test_tokens_of_a_run_reach_a_request_that_lost_its_row_meanwhile() -> None:
+    host = speculative()
+    request, output = decoding(host)
+    host.propose(output, {"a": [*right(request, 2), WRONG]})
+    output = host.schedule()
+    host.park("a")
+    assert (request.num_pending, request.num_computed_tokens) == (4, 0)
+    assert host.update(output).counts.tolist() == [3]
+    assert (request.num_pending, request.num_tokens) == (0, 8)
+    assert (request.num_draft_tokens, request.num_accepted_tokens) == (3, 2)
+    host.ready("a")
+    host.run_to_end()
+    assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 16)
+
+
+def test_a_failed_step_with_drafts_is_taken_back_and_the_drafts_are_forgotten() -> None:
+    host = speculative()
+    request, output = decoding(host)
+    host.propose(output, {"a": [1, 2, 3]})
+    host.fail(host.schedule())
+    assert (request.num_computed_tokens, request.num_pending) == (4, 0)
+    assert tokens_of(host.step()) == {"a": 1}
+
+
+def test_a_row_that_fails_beside_others_ends() -> None:
+    host = speculative()
+    host.add("a")
+    b = host.add("b")
+    output = host.step()
+    host.propose(output, {"a": [1, 2], "b": [*right(b, 1)]})
+    output = host.schedule()
+    update = host.scheduler.update(output, StepResult(right(b, 2), [0, 2], {0: "nan"}), host.now)
+    host.scheduler.check_invariants()
+    assert (names(update.finished), update.counts.tolist(), b.num_output_tokens) == (["a"], [0, 2], 3)
+
+
+def test_a_more_urgent_request_finds_the_room_that_drafts_would_have_taken() -> None:
+    host = speculative(order="priority", num_blocks=4, max_model_len=16)
+    _, output = decoding(host, prompt=4, priority=1)
+    host.propose(output, {"a": [WRONG] * 3})
+    host.add("urgent", 8, priority=0)
+    output = host.step()
+    assert tokens_of(output) == {"a": 1, "urgent": 8}
+
+
+# ---------------------------------------------------------------------- statistics, recordings
+
+
+def test_counters_say_what_was_proposed_scheduled_and_accepted() -> None:
+    host = speculative(draft_table=((2, 2),))
+    a, b = host.add("a"), host.add("b")
+    host.propose(host.step(), {"a": [*right(a, 1), WRONG, WRONG], "b": right(b, 3)})
+    host.step()
+    stats = host.stats()
+    assert (stats.num_proposed_tokens, stats.num_draft_tokens) == (6, 4)
+    assert (stats.num_drafts, stats.num_accepted_tokens, stats.num_accepted_tokens_per_pos) == (2, 3, (2, 1, 0))
+
+
+def test_a_recording_with_drafts_replays() -> None:
+    file = io.StringIO()
+    host = speculative(recorder=Recorder(file), draft_table=((4, 1),))
+    request, output = decoding(host)
+    while not request.is_finished:
+        host.propose(output, {"a": np.array([*right(request, 1), WRONG])})  # type: ignore[dict-item]
+        output = host.step()
+    report = replay(file.getvalue().splitlines())
+    assert report.num_steps == host.stats().num_steps
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"num_draft_tokens": -1}, "num_draft_tokens is -1; it must be between 0 and"),
+        ({"num_draft_tokens": 4}, "max_num_seqs 4 with num_draft_tokens 4 may decode 20 tokens.*raise the budget"),
+        ({"num_draft_tokens": 3, "draft_table": ((2, 4),)}, "draft_table allows 4 from 2 running.*no effect"),
+        ({"num_draft_tokens": 3, "draft_table": ((2, 1), (2, 0))}, "running requests in draft_table is 2; .*between 3"),
+        ({"num_draft_tokens": 3, "draft_table": ((0, 1),)}, "running requests in draft_table is 0; .*between 1"),
+        ({"num_draft_tokens": 3, "draft_table": ((1, -1),)}, "drafts in draft_table is -1"),
+        ({"num_draft_tokens": 3, "draft_table": (1, 2)}, "draft_table is .*give pairs"),
+        ({"draft_table": ((1, 0),)}, "draft_table is .*no effect.*num_draft_tokens"),
+    ],
+)
+def test_knobs_are_checked(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        small_config(**overrides)
+
+
+def test_a_table_may_come_from_json() -> None:
+    assert small_config(num_draft_tokens=3, draft_table=[[2, 1]]).draft_table == ((2, 1),)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "counts", "message"),
+    [
+        ([1], [1, 0], r"counts has shape \(2,\) and step 0 1 row"),
+        ([1], [2], r"token_ids has shape \(1,\) and counts asks for 2"),
+        ([1] * 4, [4], "4 drafts for a row, and num_draft_tokens is 3; propose 0 to 3"),
+        ([], [-1], "-1 drafts for a row"),
+        ([-1], [1], "token id -1 is proposed"),
+        ([2**31], [1], "token id 2147483648 is proposed"),
+        ([1.5], [1], "token_ids must be a flat sequence of integers"),
+        ([1], ["x"], "counts must be a flat sequence of integers"),
+    ],
+)
+def test_a_proposal_that_does_not_fit_is_refused_and_nothing_of_it_is_kept(
+    token_ids: Any, counts: Any, message: str
+) -> None:
+    host = speculative()
+    _, output = decoding(host)
+    with pytest.raises(ProposalError, match=message):
+        host.scheduler.propose(output, token_ids, counts, host.now)
+    assert tokens_of(host.step()) == {"a": 1}
+
+
+def test_drafts_for_a_step_that_is_not_over_are_a_mistake() -> None:
+    host = speculative()
+    host.add("a")
+    output = host.schedule()
+    with pytest.raises(StepOrderError, match="step 0 cannot be proposed before its update"):
+        host.propose(output, {"a": [1]})
+    host.fail(output)
+    with pytest.raises(StepOrderError, match="step 0 cannot be proposed"):
+        host.propose(output, {"a": [1]})
+
+
+@pytest.mark.parametrize("counts", [[0], [4], [-1], [1, 1], [1.0]])
+def test_a_result_must_have_one_token_and_at_most_one_more_for_each_draft(counts: list[Any]) -> None:
+    host = speculative()
+    request, output = decoding(host)
+    host.propose(output, {"a": right(request, 2)})
+    output = host.schedule()
+    with pytest.raises(StepResultError, match=r"counts is .*; this step yields 1 to \[3\]"):
+        host.scheduler.update(output, StepResult([1] * int(sum(counts)), counts), host.now)
+    assert host.update(output).counts.tolist() == [3]
+
+
+def test_without_counts_every_draft_was_rejected() -> None:
+    host = speculative()
+    request, output = decoding(host)
+    host.propose(output, {"a": right(request, 2)})
+    host.scheduler.update(host.schedule(), StepResult(right(request, 1)), host.now)
+    host.scheduler.check_invariants()
+    assert (request.num_output_tokens, request.num_computed_tokens) == (2, 5)
