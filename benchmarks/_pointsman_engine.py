@@ -89,9 +89,24 @@ def set_threads(threads: int) -> None:
         numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
 
 
-def open_engine(model: str, **knobs: Any) -> Engine:
-    """An engine over a model directory; knobs that are not named keep their defaults."""
+def open_engine(model: Any, **knobs: Any) -> Engine:
+    """An engine over a model directory, or over a loaded model; knobs that are not named keep their defaults."""
     return Engine(model, **knobs)
+
+
+def watch_passes(engine: Engine) -> list[tuple[float, float]]:
+    """Grows by (start, end) of every pass through the model, sampling included, wherever it runs."""
+    passes: list[tuple[float, float]] = []
+    run = engine.runner.run
+
+    def watched(prepared: Any) -> Any:
+        start = perf_counter()
+        execution = run(prepared)
+        passes.append((start, perf_counter()))
+        return execution
+
+    engine.runner.run = watched  # type: ignore[method-assign]
+    return passes
 
 
 def exactly(num_tokens: int) -> SamplingParams:

@@ -24,6 +24,7 @@ class PointsmanSession(Session):
                 max_model_len=settings.max_model_len,
                 max_num_seqs=settings.max_num_seqs,
                 max_num_batched_tokens=settings.max_num_batched_tokens,
+                max_steps_in_flight=settings.max_steps_in_flight,
                 enable_prefix_caching=True,
             )
         )

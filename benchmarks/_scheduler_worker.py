@@ -16,6 +16,7 @@ import os
 import random
 import sys
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import process_time
@@ -39,6 +40,7 @@ class Settings:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_steps_in_flight: int = 1  # more: each step is scheduled before the one ahead of it is updated
 
 
 class Session(ABC):
@@ -117,11 +119,20 @@ class Session(ABC):
         before = self.counts()
         results = [self.decode_result(self.last_output) for _ in range(steps)]
         schedule, update = self.schedule, self.update
+        ahead = deque(schedule() for _ in range(self.settings.max_steps_in_flight - 1))
         start = process_time()
-        for result in results:
-            output = schedule()
-            update(output, result)
+        if ahead:
+            for result in results:
+                output = schedule()
+                ahead.append(output)
+                update(ahead.popleft(), result)
+        else:
+            for result in results:
+                output = schedule()
+                update(output, result)
         seconds = process_time() - start
+        for late in ahead:
+            update(late, self.decode_result(late))
         self.last_output = output
         if self.counts() != before or self.num_scheduled(output) != (before[0], before[0]):
             raise RuntimeError(f"not steady: {before} running and waiting became {self.counts()}")

@@ -1,11 +1,12 @@
 """What a step of the scheduler costs, beside vLLM's own scheduler.
 
-Three measurements, in CPU time, the two schedulers taking turns in one run with the same settings (blocks of 16,
+Four measurements, in CPU time, the two schedulers taking turns in one run with the same settings (blocks of 16,
 prefix caching and statistics on):
 
 1. steady decode: microseconds of `schedule` + `update` when every running request decodes one token;
-2. the same with requests waiting behind a head that cannot be admitted, and what aborting a waiting one costs;
-3. the Azure conversation trace as a closed backlog: CPU seconds of all scheduler calls per million generated tokens,
+2. the same with two steps in flight, each scheduled before the last one's tokens are there (Pointsman alone);
+3. the same with requests waiting behind a head that cannot be admitted, and what aborting a waiting one costs;
+4. the Azure conversation trace as a closed backlog: CPU seconds of all scheduler calls per million generated tokens,
    in a pool that is roomy (20,000 blocks) and in one that forces preemption (4,000).
 
 vLLM's side needs the environment that `vllm_env.py` makes; without it, or with `--quick`, only Pointsman is measured.
@@ -32,6 +33,8 @@ STEPS_PER_ROUND = {1: 500, 16: 400, 64: 200, 256: 96, 1024: 64, 4096: 40}
 # A round of few rows is over in milliseconds, and a shared machine has slow moments as long: the median needs many.
 ROUNDS = 9
 ROUNDS_PER_SIZE = {1: 25, 16: 25, 64: 25, 256: 25}
+AHEAD_RUNNING = 256
+MOST_FOR_RUNNING_AHEAD = 2.0  # times a plain step
 WAITING = (0, 10_000, 100_000)
 WAITING_RUNNING = 256
 WAITING_STEPS = 48
@@ -69,6 +72,28 @@ def measure_decode(workers: Sequence[WorkerProcess], size: int, rounds: int) -> 
             figures[worker.name].append(worker.ask("decode", name="decode", steps=steps)["us"])
     for worker in workers:
         worker.ask("close", name="decode")
+    return figures
+
+
+def measure_running_ahead(worker: WorkerProcess, rounds: int) -> dict[int, list[float]]:
+    """CPU us per step of steady decode, per round, by steps in flight: one, and two."""
+    steps = STEPS_PER_ROUND[AHEAD_RUNNING]
+    blocks_each = -(-(HEADROOM + rounds * steps) // BLOCK_SIZE)
+    for in_flight in (1, 2):
+        settings = {
+            "num_blocks": 1 + AHEAD_RUNNING * blocks_each,
+            "max_model_len": MAX_MODEL_LEN,
+            "max_num_seqs": AHEAD_RUNNING,
+            "max_num_batched_tokens": TOKEN_BUDGET,
+            "max_steps_in_flight": in_flight,
+        }
+        worker.ask("open", name=str(in_flight), settings=settings, running=AHEAD_RUNNING, waiting=None)
+    figures: dict[int, list[float]] = {1: [], 2: []}
+    for _ in range(rounds):
+        for in_flight, seconds in figures.items():
+            seconds.append(worker.ask("decode", name=str(in_flight), steps=steps)["us"])
+    for in_flight in figures:
+        worker.ask("close", name=str(in_flight))
     return figures
 
 
@@ -150,6 +175,16 @@ def report_decode(
     }
 
 
+def report_running_ahead(worker: WorkerProcess, rounds: int, targets: Targets) -> dict[str, Any]:
+    """Two steps in flight beside one: table, figures, target."""
+    figures = measure_running_ahead(worker, rounds)
+    times = _paired_ratio(figures[2], figures[1])
+    rows = [["plain", median(figures[1]), None], ["asynchronous, 2 in flight", median(figures[2]), times]]
+    print_table(f"steady decode of {AHEAD_RUNNING} ahead of the results, CPU us per step", ["", "us", "times"], rows)
+    targets.at_most("a step with two in flight / a plain one", times, MOST_FOR_RUNNING_AHEAD)
+    return {"asynchronous_us": round(median(figures[2]), 2), "asynchronous_ratio": round(times, 3)}
+
+
 def report_waiting(workers: Sequence[WorkerProcess], rounds: int, targets: Targets) -> dict[str, Any]:
     """Requests behind a blocked head: table, figures, targets."""
     steps, aborts = measure_waiting(workers, WAITING, rounds)
@@ -218,6 +253,7 @@ def main() -> int:
     workers = start_workers(arguments.no_vllm, arguments.quick)
     try:
         figures = report_decode(workers, sizes, rounds, targets)
+        figures |= report_running_ahead(workers[0], rounds, targets)
         figures |= report_waiting(workers, rounds, targets)
         figures |= report_backlog(workers, arguments.trace, 1 if arguments.quick else 3, targets)
     finally:

@@ -33,6 +33,7 @@ def test_scheduler_step() -> None:
     assert set(figures["pointsman_us"]) == {"1", "64"}
     assert all(0 < microseconds < 10_000 for microseconds in figures["pointsman_us"].values())
     assert set(figures["waiting_pointsman_us"]) == {"0", "10000", "100000"}
+    assert 0.5 < figures["asynchronous_ratio"] < 4
 
 
 @pytest.mark.e2e
@@ -111,6 +112,16 @@ def test_step_overhead() -> None:
     assert 0 < figures["operators_ms"] < figures["profiled_step_ms"]
     least, most = figures["overhead_bounds"]
     assert least <= figures["overhead"] <= most < 1
+
+
+@pytest.mark.e2e
+def test_async_scheduling() -> None:
+    pytest.importorskip("torch")
+    models = run_quick("async_scheduling.py", "--rounds", "2")["models"]
+    assert set(models) == {"demo", "10M"}
+    for figures in models.values():
+        assert 0.3 < figures["throughput_ratio"] < 3
+        assert 0 < figures["pause_us"]["2"] < figures["pause_us"]["1"] < 100_000
 
 
 @pytest.mark.e2e

@@ -37,18 +37,25 @@ def loaded() -> LoadedModel:
 
 
 @pytest.fixture
-def make(loaded: LoadedModel) -> Iterator[Callable[..., AsyncEngine]]:
+def make(loaded: LoadedModel, request: pytest.FixtureRequest) -> Iterator[Callable[..., AsyncEngine]]:
     """Makes engines over one loaded model, and ends those that a test leaves running."""
     made: list[AsyncEngine] = []
+    steps = getattr(request, "param", 1)
 
     def one(**knobs: Any) -> AsyncEngine:
         knobs = {"num_blocks": 128, "max_model_len": 512, "log_stats_interval": None, **knobs}
+        knobs.setdefault("max_steps_in_flight", steps)
         made.append(AsyncEngine(loaded, **knobs))
         return made[-1]
 
     yield one
     for engine in made:
         run(engine.shutdown())
+
+
+also_with_two_steps_in_flight = pytest.mark.parametrize(
+    "make", [1, 2], indirect=True, ids=["synchronous", "two in flight"]
+)
 
 
 def run(work: Coroutine[Any, Any, Answer], timeout: float = 60.0) -> Answer:
@@ -94,6 +101,7 @@ def test_outputs_come_at_the_stream_interval(make: Callable[..., AsyncEngine]) -
     run(work())
 
 
+@also_with_two_steps_in_flight
 def test_concurrent_streams_equal_llm_token_for_token(make: Callable[..., AsyncEngine], loaded: LoadedModel) -> None:
     """With a pool so small that requests are preempted."""
     prompts = [prompt_of(i) for i in range(20)]
@@ -192,6 +200,7 @@ def test_two_event_loops_at_once(make: Callable[..., AsyncEngine]) -> None:
     run(settled(engine))
 
 
+@also_with_two_steps_in_flight
 def test_two_engines_share_a_loaded_model(make: Callable[..., AsyncEngine]) -> None:
     """Each in its own thread, over its own KV pool: their steps take turns on the model."""
     left, right = make(max_num_seqs=3), make(max_num_seqs=5, block_size=8)
@@ -259,6 +268,7 @@ def test_an_id_that_names_nothing_raises_in_the_caller_and_nowhere_else(
     run(beside_a_good_one())
 
 
+@also_with_two_steps_in_flight
 def test_an_id_in_use_is_refused_and_one_that_ended_is_free_at_once(make: Callable[..., AsyncEngine]) -> None:
     engine = make()
     short = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
@@ -316,6 +326,7 @@ def test_a_reader_that_is_cancelled_while_another_task_starts_the_stream(make: C
 # -------------------------------------------------------------------------------------------------- letting go of it
 
 
+@also_with_two_steps_in_flight
 def test_abort_ends_the_stream(make: Callable[..., AsyncEngine]) -> None:
     engine = make(max_num_seqs=1)
 
@@ -346,6 +357,7 @@ def _step_to_the_end(engine: Engine) -> None:
         engine.step()
 
 
+@also_with_two_steps_in_flight
 @pytest.mark.parametrize(
     ("end", "reason"),
     [
@@ -467,6 +479,7 @@ async def _read(stream: RequestStream) -> list[RequestOutput]:
 WAYS = [_cancel, _break, _aclose, _async_with, _forget, _timeout, _generator_around_it, _aclose_from_another_task]
 
 
+@also_with_two_steps_in_flight
 @pytest.mark.parametrize("let_go", [*WAYS, _aclose_before_it_is_queued])
 def test_letting_go_of_a_stream_aborts_it(
     make: Callable[..., AsyncEngine], let_go: Callable[[AsyncEngine], Coroutine[Any, Any, None]]
@@ -566,6 +579,7 @@ def _resident_mib() -> float:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
+@also_with_two_steps_in_flight
 def test_random_cancellations_leave_nothing(make: Callable[..., AsyncEngine]) -> None:
     engine = make(num_blocks=48, max_num_seqs=24, max_model_len=256, full_sequence_must_fit=False)
     run(_round(engine, 200, seed=1))
@@ -617,6 +631,7 @@ class FailingForward:
         self._handle.remove()
 
 
+@also_with_two_steps_in_flight
 @pytest.mark.parametrize("error", [RuntimeError("out of memory on device 0"), SystemExit("an exit in the thread")])
 def test_a_failure_reaches_every_waiter(
     make: Callable[..., AsyncEngine], loaded: LoadedModel, error: BaseException
@@ -718,6 +733,7 @@ def test_what_a_call_raises_is_its_callers(make: Callable[..., AsyncEngine]) -> 
 # ------------------------------------------------------------------------------------------------------- shutdown
 
 
+@also_with_two_steps_in_flight
 @pytest.mark.parametrize("drain", [False, True])
 def test_shutdown_aborts_or_drains(make: Callable[..., AsyncEngine], drain: bool) -> None:
     engine = make(max_num_seqs=2)
@@ -745,6 +761,7 @@ def test_shutdown_aborts_or_drains(make: Callable[..., AsyncEngine], drain: bool
     assert not any(thread.name == "pointsman-engine" for thread in threading.enumerate())
 
 
+@also_with_two_steps_in_flight
 def test_a_drain_lets_what_is_being_tokenized_finish(make: Callable[..., AsyncEngine]) -> None:
     engine = make()
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -828,8 +845,9 @@ def test_an_engine_that_is_dropped_ends_its_thread(loaded: LoadedModel) -> None:
 
 
 @pytest.mark.e2e
-def test_the_interpreter_exits_with_requests_running() -> None:
-    script = """
+@pytest.mark.parametrize("steps", [1, 2])
+def test_the_interpreter_exits_with_requests_running(steps: int) -> None:
+    script = f"""
 import asyncio
 from pointsman.engine import AsyncEngine, SamplingParams
 
@@ -839,7 +857,7 @@ async def main():
     await anext(stream)
     return stream
 
-engine = AsyncEngine("demo", num_blocks=512)
+engine = AsyncEngine("demo", num_blocks=512, max_steps_in_flight={steps})
 loop = asyncio.new_event_loop()
 stream = loop.run_until_complete(main())
 print("leaving")
@@ -852,6 +870,7 @@ print("leaving")
 # ------------------------------------------------------------------------------------------------- idle, questions
 
 
+@also_with_two_steps_in_flight
 def test_an_idle_engine_neither_spins_nor_sleeps_through_a_call(make: Callable[..., AsyncEngine]) -> None:
     engine = make(log_stats_interval=3600.0)
 

@@ -44,7 +44,8 @@ async def read(stream: ClientStream) -> Delta:
     return whole
 
 
-def test_texts_are_those_of_the_engine_itself() -> None:
+@pytest.mark.parametrize("steps", [1, 2])
+def test_texts_are_those_of_the_engine_itself(steps: int) -> None:
     llm = LLM("demo", num_blocks=64, num_threads=1)
     texts = [PROMPT, "A list is", "The import statement combines"]
     expected = [(one.text, one.token_ids) for one in llm.generate(texts, GREEDY, use_tqdm=False)]
@@ -72,7 +73,7 @@ def test_texts_are_those_of_the_engine_itself() -> None:
         assert stats.scheduler.kv_cache_usage == 0 and stats.counters.num_generated_tokens == 120
         assert sum(step.num_scheduled_tokens for step in steps) == stats.scheduler.num_scheduled_tokens
 
-    with_client(test)
+    with_client(test, max_steps_in_flight=steps)
 
 
 def test_requests_that_are_sent_together_are_queued_in_order_and_fail_on_their_own() -> None:
@@ -109,7 +110,8 @@ def test_a_refusal_comes_before_the_first_delta() -> None:
     with_client(test)
 
 
-def test_who_closes_or_is_cancelled_frees_the_blocks() -> None:
+@pytest.mark.parametrize("steps", [1, 2])
+def test_who_closes_or_is_cancelled_frees_the_blocks(steps: int) -> None:
     async def test(client: EngineClient) -> None:
         closed = client.generate(EngineRequest("closed", [5, 6], ENDLESS))
         await anext(closed)
@@ -129,7 +131,7 @@ def test_who_closes_or_is_cancelled_frees_the_blocks() -> None:
             await client.explain("closed")
         assert await client.explain_all() == []
 
-    with_client(test)
+    with_client(test, max_steps_in_flight=steps)
 
 
 def test_an_explanation_says_who_asks_and_until_when() -> None:
@@ -164,7 +166,8 @@ def test_deadlines_hold_for_who_waits_and_who_runs() -> None:
     with_client(test, max_num_seqs=1)
 
 
-def test_a_killed_engine_is_an_error_for_all() -> None:
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_killed_engine_is_an_error_for_all(steps: int) -> None:
     async def test(client: EngineClient) -> None:
         streams = [client.generate(EngineRequest(str(key), [5, 6], ENDLESS)) for key in range(3)]
         for stream in streams:
@@ -181,7 +184,7 @@ def test_a_killed_engine_is_an_error_for_all() -> None:
         with pytest.raises(EngineDeadError):
             await client.generate(EngineRequest("late", [5], GREEDY)).start()
 
-    with_client(test)
+    with_client(test, max_steps_in_flight=steps)
 
 
 def test_a_drain_finishes_what_was_sent() -> None:

@@ -1,0 +1,158 @@
+"""What it brings to schedule the next step while the model executes one: two steps in flight beside one.
+
+32 requests decode, on two engines that share a model and take turns. The text of every token is made, as a server
+makes it. Measured are tokens per second, and for how long the model computes nothing between two passes (from the end
+of one to the start of the next, in the thread that runs it). With one step in flight that pause is all that a step
+does beside arithmetic: taking in tokens, making text, scheduling, preparing inputs.
+
+A shorter pause is worth something only if the passes do not grow by as much: both threads are Python, and one of them
+runs at a time, except in operators and kernels. So the length of a pass is shown too, and how much of the pause a step
+really saves.
+
+PyTorch computes with one thread, so that the other threads find a core where there is a second one.
+
+    python benchmarks/async_scheduling.py --check
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from _common import Targets, argument_parser, finish, note, print_table, run
+from _engine_model import FULL, QUICK, model_directory
+from _pointsman_engine import exactly, open_engine, set_threads, vocabulary_size, watch_passes
+
+from pointsman.engine import Engine
+from pointsman.engine.model_loader import load_model
+
+ROWS = 32
+PROMPT_TOKENS = 32
+WARM_UP_STEPS = 8
+STEPS, STEPS_LARGE = 60, 20
+ROUNDS, ROUNDS_QUICK = 9, 4
+LEAST_THROUGHPUT = 0.97
+MOST_PAUSE = 0.5
+
+
+@dataclass
+class Side:
+    """One engine, and what each of its turns gave."""
+
+    engine: Engine
+    passes: list[tuple[float, float]]
+    tokens_per_second: list[float] = field(default_factory=list)
+    pause: list[float] = field(default_factory=list)
+    """Seconds between two passes, the median of each turn."""
+    length: list[float] = field(default_factory=list)
+    """Seconds of a pass, the median of each turn."""
+
+    def take_turn(self, num_steps: int, prompts: list[list[int]]) -> None:
+        """All requests from the start; the first steps are not measured."""
+        engine, turn = self.engine, len(self.pause)
+        ids = [f"{turn}-{index}" for index in range(ROWS)]
+        for request_id, prompt in zip(ids, prompts, strict=True):
+            params = exactly(WARM_UP_STEPS + num_steps + 4)
+            engine.add_request(request_id, prompt, params, eager_text=True)
+        for _ in range(WARM_UP_STEPS):
+            engine.step()
+        self.passes.clear()
+        before, start = engine.counters.num_generated_tokens, perf_counter()
+        for _ in range(num_steps):
+            engine.step()
+        seconds = perf_counter() - start
+        passes = self.passes[: num_steps - 1]  # a further one may be under way
+        self.tokens_per_second.append((engine.counters.num_generated_tokens - before) / seconds)
+        self.pause.append(median(later - end for (_, end), (later, _) in pairwise(passes)))
+        self.length.append(median(end - start for start, end in passes))
+        for request_id in ids:
+            engine.abort(request_id)
+        while engine.has_unfinished_requests():
+            engine.step()
+        engine.step()  # tells of the ends
+
+
+def measure(model: str | Path, num_rounds: int, num_steps: int) -> dict[int, Side]:
+    """By steps in flight."""
+    loaded = load_model(model, "float32")
+    set_threads(1)
+    sides: dict[int, Side] = {}
+    for in_flight in (1, 2):
+        engine = open_engine(
+            loaded, num_threads=1, max_num_seqs=ROWS, num_blocks=ROWS * 8, max_steps_in_flight=in_flight
+        )
+        sides[in_flight] = Side(engine, watch_passes(engine))
+    rng = np.random.default_rng(0)
+    vocabulary = vocabulary_size(sides[1].engine)
+    prompts = [rng.integers(3, vocabulary, size=PROMPT_TOKENS).tolist() for _ in range(ROWS)]
+    for turn in range(num_rounds):
+        for side in sides.values() if turn % 2 else reversed(sides.values()):
+            side.take_turn(num_steps, prompts)
+    for side in sides.values():
+        side.engine.close()
+    return sides
+
+
+def report(name: str, sides: dict[int, Side], targets: Targets) -> dict[str, Any]:
+    """The table, the targets and the figures of one model."""
+    one, two = sides[1], sides[2]
+    rows = [
+        [in_flight, median(s.tokens_per_second), median(s.pause) * 1e6, median(s.length) * 1e6]
+        for in_flight, s in sides.items()
+    ]
+    print_table(f"{name}: {ROWS} decodes", ["in flight", "tokens/s", "pause us", "pass us"], rows)
+    throughput = _paired_ratio(two.tokens_per_second, one.tokens_per_second)
+    pause = _paired_ratio(two.pause, one.pause)
+    steps = [
+        (1 / first - 1 / second) * ROWS
+        for first, second in zip(one.tokens_per_second, two.tokens_per_second, strict=True)
+    ]
+    saved = median(step / pause for step, pause in zip(steps, one.pause, strict=True))
+    note(f"  tokens per second {throughput:.3f} times, pause {pause:.2f} times; a step is shorter by {saved:.0%} of it")
+    targets.at_least(f"{name}: tokens per second, two in flight / one", throughput, LEAST_THROUGHPUT)
+    targets.at_most(f"{name}: pause between passes, two in flight / one", pause, MOST_PAUSE)
+    return {
+        "throughput_ratio": round(throughput, 4),
+        "pause_ratio": round(pause, 4),
+        "pause_saved": round(saved, 4),
+        "pause_us": {str(n): round(median(side.pause) * 1e6, 1) for n, side in sides.items()},
+        "pass_us": {str(n): round(median(side.length) * 1e6, 1) for n, side in sides.items()},
+        "tokens_per_second": {str(n): round(median(side.tokens_per_second), 1) for n, side in sides.items()},
+    }
+
+
+def main() -> int:
+    parser = argument_parser(__doc__ or "")
+    parser.add_argument("--rounds", type=_at_least_one, help=f"turns of each side (default {ROUNDS})")
+    arguments = parser.parse_args()
+    quick = arguments.quick
+    num_rounds = arguments.rounds or (ROUNDS_QUICK if quick else ROUNDS)
+    shape = QUICK if quick else FULL
+
+    targets = Targets()
+    models = {"demo": report("demo", measure("demo", num_rounds, STEPS), targets)}
+    models[shape.name] = report(shape.name, measure(model_directory(shape), num_rounds, STEPS_LARGE), targets)
+    figures = {"quick": quick, "running": ROWS, "models": models}
+    return finish("async_scheduling", figures, targets, arguments.check)
+
+
+def _at_least_one(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
+
+
+def _paired_ratio(numerators: list[float], denominators: list[float]) -> float:
+    """The median of the ratios of each round: both of a round were measured within a moment."""
+    return median(a / b for a, b in zip(numerators, denominators, strict=True))
+
+
+if __name__ == "__main__":
+    run(main)
