@@ -42,9 +42,11 @@ def make(loaded: LoadedModel, steps: int = 2, **knobs: Any) -> Engine:
     return Engine(loaded, max_steps_in_flight=steps, **knobs)
 
 
-def add_mixture(engine: Engine) -> None:
-    """Requests with every feature of sampling, text and structure."""
+def add_mixture(engine: Engine, *, structured: bool = True) -> None:
+    """Requests with every feature of sampling, text and structure (whose grammars take a process of their own)."""
     for i, feature in enumerate([*FEATURES, *TEXTS]):
+        if not structured and "structured_outputs" in feature:
+            continue
         prompt = [3 + (7 * i + 3 * j) % 150 for j in range(4 + 5 * i % 23)]
         params = {"max_tokens": 4 + 5 * i % 22, "ignore_eos": True, "seed": i, **feature}
         params["min_tokens"] = min(params.get("min_tokens", 0), params["max_tokens"])
@@ -68,30 +70,29 @@ def expected(loaded: LoadedModel) -> dict[str, tuple[Any, ...]]:
     return {name: story(output) for name, output in drain(engine).items()}
 
 
-@pytest.mark.parametrize("steps", [2, 3])
-@pytest.mark.parametrize("pool", [{"num_blocks": 400}, {"num_blocks": 22, "full_sequence_must_fit": False}])
+@pytest.mark.parametrize(("steps", "num_blocks"), [(2, 400), (2, 22), (3, 22)])
 def test_answers_are_those_of_one_step_at_a_time(
-    loaded: LoadedModel, expected: dict[str, tuple[Any, ...]], steps: int, pool: dict[str, int]
+    loaded: LoadedModel, expected: dict[str, tuple[Any, ...]], steps: int, num_blocks: int
 ) -> None:
     """Sampled and greedy, edited, stopped by text and tokens, structured, with log probabilities; with preemptions."""
-    engine = make(loaded, steps, **pool)
+    engine = make(loaded, steps, num_blocks=num_blocks, full_sequence_must_fit=False)
     add_mixture(engine)
     done = drain(engine)
     assert {name: story(output) for name, output in done.items()} == expected
     stats = engine.scheduler.stats()
     assert stats.num_free_blocks == stats.num_blocks
-    assert (stats.num_preemptions > 3) == (pool["num_blocks"] < 100)
+    assert (stats.num_preemptions > 3) == (num_blocks < 100)
     assert len(engine.outputs) == 0 == engine.scheduler.num_steps_in_flight
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_aborts_at_any_moment_disturb_nobody_else(
     loaded: LoadedModel, expected: dict[str, tuple[Any, ...]], seed: int
 ) -> None:
     choose = random.Random(seed)
     engine = make(loaded, 3, num_blocks=30, full_sequence_must_fit=False)
-    add_mixture(engine)
-    live, done = set(expected), {}
+    add_mixture(engine, structured=False)
+    live, done = {request.request_id for request in engine.outputs.requests}, {}
     while engine.has_unfinished_requests():
         for output in engine.step():
             if output.finished:
@@ -104,14 +105,14 @@ def test_aborts_at_any_moment_disturb_nobody_else(
             assert output.token_ids == expected[name][1][: len(output.token_ids)], "what it had is right"
             live.discard(name)
         engine.scheduler.check_invariants()
-    assert 0 < len(done) < len(expected)
+    assert 5 < len(done) < len(expected) - 2
     assert all(story(output) == expected[name] for name, output in done.items())
     assert free_blocks(engine) == 30
 
 
 def test_a_failed_step_voids_those_behind_it(loaded: LoadedModel, expected: dict[str, tuple[Any, ...]]) -> None:
     engine = make(loaded, 3)
-    add_mixture(engine)
+    add_mixture(engine, structured=False)
     calls, run, outputs = iter(range(10**6)), engine.runner.run, {}
 
     def breaks_sometimes(prepared: PreparedStep) -> StepExecution:
@@ -131,7 +132,8 @@ def test_a_failed_step_voids_those_behind_it(loaded: LoadedModel, expected: dict
             assert engine.scheduler.num_steps_in_flight == 0
         engine.scheduler.check_invariants()
     assert failures > 5 and engine.scheduler.stats().num_failed_steps > failures
-    assert {name: story(output) for name, output in outputs.items()} == expected
+    assert len(outputs) == len(expected) - 2
+    assert all(story(output) == expected[name] for name, output in outputs.items())
 
 
 # ------------------------------------------------------------------------------------------------------- the overlap
@@ -163,7 +165,8 @@ def test_no_step_is_scheduled_for_nothing(loaded: LoadedModel) -> None:
         for steps in (1, 3):
             engine = make(loaded, steps)
             engine.add_request("a", [3, 4, 5], params)
-            engine.grammars.wait(10)
+            if engine.grammars.num_waiting:
+                engine.grammars.wait(10)
             drain(engine)
             counts.append(engine.counters.num_steps)
         assert counts[0] == counts[1]
@@ -240,7 +243,7 @@ def test_the_worker_ends_with_its_engine_and_can_be_closed_before(loaded: Loaded
     gc.collect()
     others = set(workers())
     engine = make(loaded)
-    assert set(workers()) == others, "it is started by the first step"
+    assert set(workers()) <= others, "it is started by the first step"
     for name in "ab":
         engine.add_request(name, [3, 4], GREEDY)
         engine.step()
@@ -260,7 +263,7 @@ def test_the_worker_ends_with_its_engine_and_can_be_closed_before(loaded: Loaded
 def test_a_recording_replays(loaded: LoadedModel) -> None:
     file = io.StringIO()
     engine = make(loaded, 3, num_blocks=26, full_sequence_must_fit=False, recorder=Recorder(file))
-    add_mixture(engine)
+    add_mixture(engine, structured=False)
     drain(engine)
     report = replay(iter(file.getvalue().splitlines()))
     assert report.num_steps == engine.counters.num_steps and report.num_preemptions > 0
