@@ -176,6 +176,12 @@ KNOBS: dict[str, Any] = {
             help="Whether that is at least a fair share of the step [default: no].",
         ),
     ],
+    "max_num_partial_prefills": Annotated[
+        int | None, typer.Option(help="Most prompts that may be half done at once [default: no cap].")
+    ],
+    "max_long_partial_prefills": Annotated[
+        int | None, typer.Option(help="Most of these that may be longer than the threshold [default: no cap].")
+    ],
     "log_request_events": Annotated[
         bool | None,
         typer.Option(

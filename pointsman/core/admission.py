@@ -15,6 +15,7 @@ from pointsman.core.adapters import AdapterSlots
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.kv_cache import KVCacheManager, Match
 from pointsman.core.limits import Limit
+from pointsman.core.partial_prefills import PartialPrefills
 from pointsman.core.reason import Blocked, Reason
 from pointsman.core.request import Request
 from pointsman.core.reserve import Demand, Learns, Reserve
@@ -56,6 +57,7 @@ class Admission:
         limits: list[Limit],
         reserves: list[Reserve],
         adapters: AdapterSlots,
+        partial_prefills: PartialPrefills | None,
     ) -> None:
         self.max_num_active_seqs = config.num_seats
         self._full_budget = config.max_num_batched_tokens
@@ -69,6 +71,7 @@ class Admission:
         self._limits = limits
         self._reserves = reserves
         self._adapters = adapters
+        self.partial_prefills = partial_prefills
         self._learning = [reserve for reserve in reserves if isinstance(reserve, Learns)]
         self.num_lessons = 0
         """Changes whenever a reserve may ask for other blocks than before."""
@@ -104,6 +107,14 @@ class Admission:
     def required_blocks(self, request: Request, demand: Demand, something_runs: bool) -> int:
         """Free blocks that admitting the request takes, with every reserve."""
         return demand.first + sum(r.blocks(request, demand, something_runs) for r in self._reserves)
+
+    def would_be_partial(self, request: Request, budget: int) -> bool:
+        """Whether its prefill may outlast a step that has `budget` left, as if nothing were cached."""
+        want = request.num_tokens
+        for limit in self._limits:
+            allowed = limit.admit(request, want)
+            want = 0 if isinstance(allowed, Blocked) else allowed
+        return min(want, budget) < request.num_tokens
 
     def must_start_whole(self, request: Request) -> bool:
         """Whether all its uncached tokens must fit one step. A resumed request may always be chunked."""
@@ -152,6 +163,10 @@ class Admission:
                 return allowed
             want = allowed
         num_tokens = min(want, budget)
+        if self.partial_prefills is not None and num_tokens < known - cached:
+            too_many = self.partial_prefills.ask(request)
+            if too_many is not None:
+                return too_many
         held = 0 if self.asks_whole else kv.pool.num_in_use(match.blocks)
         table_blocks = kv.blocks_for(cached + num_tokens)
         demand = Demand(table_blocks - held, kv.blocks_for(known) - held, owed)

@@ -50,6 +50,13 @@ class SchedulerConfig:
     tokens fit one step, and one longer than the budget is refused. A resumed request may always be chunked."""
     long_prefill_token_threshold: int = 0
     """Most tokens that one request may advance in a step, so that a long prompt leaves room for others; 0: no limit."""
+    max_num_partial_prefills: int | None = None
+    """Most prompts that may be half done at once: computed in part, with more to come. One that would be another is
+    passed over, see `max_overtakes`: shorter ones that fit the step may start. None: no cap. With one above 1 and no
+    `long_prefill_token_threshold`, that is 4 % of `max_model_len`."""
+    max_long_partial_prefills: int | None = None
+    """Most of them that may be longer than `long_prefill_token_threshold`, so that long prompts leave the others to
+    shorter ones. None: no such cap."""
     long_prefill_token_threshold_adaptive: bool = False
     """Whether the threshold is at least a fair share of the budget: `max_num_batched_tokens` divided by the number of
     queued and running requests. A request that is alone may then use all of it."""
@@ -143,6 +150,13 @@ class SchedulerConfig:
         return replace(self, **overrides)
 
     @property
+    def prefill_threshold(self) -> int:
+        """`long_prefill_token_threshold`, or what it is by itself with several partial prefills; 0: none."""
+        if self.long_prefill_token_threshold or (self.max_num_partial_prefills or 1) == 1:
+            return self.long_prefill_token_threshold
+        return max(1, int(self.max_model_len * 0.04))
+
+    @property
     def num_usable_blocks(self) -> int:
         """Blocks that requests can hold: the pool without the reserved ids."""
         return self.num_blocks - self.num_reserved_blocks
@@ -199,8 +213,9 @@ class SchedulerConfig:
             raise ConfigError(f'decode_reserve is {decode_reserve!r}; give a number of tokens, or "mean"')
         if decode_reserve != "mean":
             _check_int("decode_reserve", decode_reserve, 0)
-        if self.max_num_active_seqs is not None:
-            _check_int("max_num_active_seqs", self.max_num_active_seqs, 1)
+        for name in ("max_num_active_seqs", "max_num_partial_prefills", "max_long_partial_prefills"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 1)
         for name in (
             "enable_chunked_prefill",
             "long_prefill_token_threshold_adaptive",
@@ -244,7 +259,8 @@ class SchedulerConfig:
                 f"long_prefill_token_threshold is {self.long_prefill_token_threshold} and max_num_batched_tokens "
                 f"{self.max_num_batched_tokens}, so it would have no effect; set it below the budget, or to 0"
             )
-        if self.long_prefill_token_threshold_adaptive and not self.long_prefill_token_threshold:
+        self._check_partial_prefills()
+        if self.long_prefill_token_threshold_adaptive and not self.prefill_threshold:
             raise ConfigError(
                 "long_prefill_token_threshold_adaptive is on and long_prefill_token_threshold is 0, no threshold, "
                 "so it would have no effect; set the threshold, or leave it off"
@@ -264,10 +280,11 @@ class SchedulerConfig:
             raise ConfigError(
                 f'displace=True has no effect under order "{self.order}"; use order="priority" or leave it unset'
             )
-        if self.max_overtakes != MAX_OVERTAKES and not self.max_loras:
+        capped = self.max_num_partial_prefills is not None or self.max_long_partial_prefills is not None
+        if self.max_overtakes != MAX_OVERTAKES and not self.max_loras and not capped:
             raise ConfigError(
-                f"max_overtakes is {self.max_overtakes}, and nobody is passed over without adapters; set max_loras or "
-                "leave it at its default"
+                f"max_overtakes is {self.max_overtakes}, and nobody is passed over without adapters or a cap on "
+                "partial prefills; set max_loras or max_num_partial_prefills, or leave it at its default"
             )
         self._check_speculation()
         self._check_prefill_first()
@@ -291,6 +308,24 @@ class SchedulerConfig:
                     f"draft_table allows {drafts} from {running} running requests on, and num_draft_tokens is "
                     f"{self.num_draft_tokens}, so it would have no effect; raise num_draft_tokens or lower the entry"
                 )
+
+    def _check_partial_prefills(self) -> None:
+        cap, long_cap = self.max_num_partial_prefills, self.max_long_partial_prefills
+        if (cap is not None or long_cap is not None) and not self.enable_chunked_prefill:
+            raise ConfigError(
+                "a cap on partial prefills has no effect with enable_chunked_prefill off, where none is partial; leave "
+                "it unset or turn chunked prefill on"
+            )
+        if long_cap is not None and not self.prefill_threshold:
+            raise ConfigError(
+                f"max_long_partial_prefills is {long_cap}, and long_prefill_token_threshold is 0, so no prompt is "
+                "long; set the threshold"
+            )
+        if cap is not None and long_cap is not None and long_cap >= cap:
+            raise ConfigError(
+                f"max_long_partial_prefills is {long_cap} and max_num_partial_prefills {cap}, so it would have no "
+                "effect; lower it, or leave it unset"
+            )
 
     def _check_prefill_first(self) -> None:
         if self.batching == "prefill-first" and self.shortage == "replan":

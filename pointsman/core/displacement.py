@@ -125,13 +125,19 @@ class Trial:
         self._match: Match = kv.look_up(head)
 
     def has_budget(self, gone: Int64Array) -> bool:
-        """Whether the step has tokens for the head beside what the rows that stay take.
+        """Whether the step has tokens for the head beside what the rows that stay take, and a place for its prefill.
 
         `gone` are positions in admission order. With chunking off, as if nothing were cached: what the others take may
         evict what the head would have found.
         """
+        admission, head = self._admission, self._head
         budget = self._config.max_num_batched_tokens - int(self._want[self._stays(gone)].sum())
-        return budget >= (self._head.num_tokens if self._admission.may_have_to_fit(self._head) else 1)
+        partial = admission.partial_prefills
+        if partial is not None and admission.would_be_partial(head, budget):
+            rows = self._batch.members.rows[gone]
+            if not partial.has_place(head, rows):
+                return False
+        return budget >= (head.num_tokens if admission.may_have_to_fit(head) else 1)
 
     def has_room(self, gone: Int64Array) -> bool:
         """Whether there is a seat for the head, and its blocks with every reserve."""

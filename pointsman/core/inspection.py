@@ -64,6 +64,8 @@ def _blocker(request: Request, reason: Reason | None, batch: Batch, life: Lifecy
     if reason is Reason.ADAPTER_SLOTS and life.adapters.held:
         longest = next(iter(life.adapters.held))
         return next(r.request_id for r in batch.members.requests if r.adapter == longest)
+    if reason is Reason.PARTIAL_PREFILLS:
+        return next((r.request_id for r in batch.members.requests if r.phase == "prefill"), None)
     rungs = (
         Reason.WATERMARK,
         Reason.FULL_SEQUENCE,

@@ -136,6 +136,8 @@ def _check_columns(config: SchedulerConfig, batch: Batch, kv: KVCacheManager) ->
         one_step = request.runs_ahead or pending <= 1 or bool(flags & VERIFYING)
         _require(one_step, 2, f"{request} has {pending} samples in flight")
     _require(prefilling == batch.num_prefilling, 2, "prefilling rows are miscounted")
+    most = config.max_num_partial_prefills or prefilling
+    _require(prefilling <= most, 3, f"{prefilling} prefills are partial, of {most}")
     _require(custom == batch.num_custom_stops, 2, "rows with their own stop conditions are miscounted")
     _require(not_ahead == batch.num_not_ahead, 2, "rows that do not run ahead are miscounted")
 

@@ -91,7 +91,7 @@ class OneSampleInFlight:
 def make_limits(config: SchedulerConfig) -> list[Limit]:
     """The limits that the configuration asks for, in the order in which they apply."""
     limits: list[Limit] = []
-    threshold, budget = config.long_prefill_token_threshold, config.max_num_batched_tokens
+    threshold, budget = config.prefill_threshold, config.max_num_batched_tokens
     if threshold:
         fair = config.long_prefill_token_threshold_adaptive
         limits.append(FairLongPrefillThreshold(threshold, budget) if fair else LongPrefillThreshold(threshold))

@@ -26,6 +26,8 @@ class Reason(enum.Enum):
     """A more urgent request takes the room that was made in this step."""
     STATIC_BATCH = "static_batch"
     """The static batch still runs."""
+    PARTIAL_PREFILLS = "partial_prefills"
+    """As many prompts are half done as may be, and its own would be another."""
     ADAPTER_SLOTS = "adapter_slots"
     """`max_loras` other adapters run, or a request that waited longer has claimed the slot of this one."""
     PAUSED = "paused"
@@ -47,7 +49,7 @@ class Blocked(NamedTuple):
 
     reason: Reason
     missing: int
-    """Seats, tokens, blocks or adapter slots that it lacks, by the reason."""
+    """Seats, tokens, blocks, slots or places that it lacks, by the reason."""
     passes: bool = False
     """Whether those behind it may be admitted in the same step. If not, it is a wall: nobody overtakes it.
 
@@ -60,5 +62,5 @@ class Deferral:
 
     reason: Reason
     missing: int
-    """Blocks, tokens, seats or adapter slots that it lacks, by the reason; 0 where nothing is counted."""
+    """Blocks, tokens, seats, slots or places that it lacks, by the reason; 0 where nothing is counted."""
     since: float

@@ -40,6 +40,7 @@ from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.lifecycle import End, Lifecycle
 from pointsman.core.limits import FollowsLoad, make_limits
 from pointsman.core.output import Integers, SchedulerOutput, StepResult, StepUpdate
+from pointsman.core.partial_prefills import make_partial_prefills
 from pointsman.core.pause import Pause, PauseMode
 from pointsman.core.preemption import make_victim
 from pointsman.core.queue import make_order
@@ -80,9 +81,10 @@ class Scheduler:
         self._load_limits = [limit for limit in limits if isinstance(limit, FollowsLoad)]
         queue = make_order(config.order)
         adapters = AdapterSlots(config)
-        self._admission = Admission(config, self._kv, limits, make_reserves(config), adapters)
         victim = make_victim(config, queue.name)
         self._running = make_running(config, self._batch, self._kv, limits, victim, self._drafts)
+        partial = make_partial_prefills(config, self._batch)
+        self._admission = Admission(config, self._kv, limits, make_reserves(config), adapters, partial)
         displaces = queue.displaces and config.displace is not False and config.batching == "mixed"
         self._displacement = (
             Displacement(config, self._batch, self._kv, self._running, self._admission, adapters, self._drafts)

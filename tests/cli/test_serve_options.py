@@ -164,6 +164,8 @@ def test_a_file_may_set_every_option_but_secrets(tmp_path: Path) -> None:
         "enable_chunked_prefill": "true",
         "long_prefill_token_threshold": "32",
         "long_prefill_token_threshold_adaptive": "yes",
+        "max_num_partial_prefills": "3",
+        "max_long_partial_prefills": "1",
         "full_sequence_must_fit": "false",
     }
     assert lines.keys() | {"api_key", "num_blocks"} >= FILE_OPTIONS.keys()

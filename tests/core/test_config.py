@@ -87,6 +87,13 @@ def test_the_watermark_is_a_share_of_the_pool(value: float) -> None:
             'max_num_active_seqs is 5, more than max_num_seqs 4; lower it, or use batching="pre',
         ),
         ({"count_common_prefix": True, "enable_prefix_caching": False}, "no block is common to two requests"),
+        ({"max_num_partial_prefills": 0}, "max_num_partial_prefills is 0; it must be between 1"),
+        ({"max_num_partial_prefills": 2, "enable_chunked_prefill": False}, "where none is partial"),
+        ({"max_long_partial_prefills": 1}, "long_prefill_token_threshold is 0, so no prompt is long"),
+        (
+            {"max_long_partial_prefills": 2, "max_num_partial_prefills": 2},
+            "max_long_partial_prefills is 2 and max_num_partial_prefills 2, so it would have no effect",
+        ),
         ({"max_num_active_seqs": 0}, "max_num_active_seqs is 0; it must be between 1"),
         (
             {"count_owed_blocks": False, "full_sequence_must_fit": False},

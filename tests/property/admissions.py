@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from pointsman.core import Reason, SchedulerConfig, SchedulerOutput, SchedulerStats
 
 from .ledger import Entry, Place
+from .partials import PASSING, is_wall, may_lack_place, must_wait
 from .shadow import HostSequence, require
 from .slots import lacks_slot
 
@@ -70,7 +71,7 @@ def _check_missed_displacement(world: World, output: SchedulerOutput, num_free: 
     has_blocks = num_free + num_freed >= _enough_blocks(world, head, stays)
     # A head that lacks only tokens of budget waits: displacement is for seats and blocks.
     lacks_budget_alone = world.scheduler.explain(head.request.request_id).reason is Reason.BUDGET
-    if lacks_slot(config, head, stays):
+    if lacks_slot(config, head, stays) or may_lack_place(config):
         return
     has_seat = len(stays) < min(len(running), world.num_seats) and len(running) <= world.num_seats
     missed = has_seat and has_budget and has_blocks and not lacks_budget_alone
@@ -96,7 +97,9 @@ def _check_deferrals(
     running = [entry for entry in world.live if entry.place is Place.RUNNING]
     if explained is Reason.ADAPTER_SLOTS and not tried_first:
         require(lacks_slot(config, head, running), f"{head.request} waits for a slot, and {running} leave one")
-    passed = {entry.request for entry in queue if _reason(world, entry) is Reason.ADAPTER_SLOTS}
+    if explained is Reason.PARTIAL_PREFILLS and not tried_first:
+        require(must_wait(world, head), f"{head.request} waits, and the caps on partial prefills leave a place")
+    passed = {entry.request for entry in queue if _reason(world, entry) in PASSING and not is_wall(world, entry)}
     wall = next((entry for entry in queue if entry.request not in passed), None)
     if wall is not None:
         _check_wall(world, output, wall, running, after.num_free_blocks, tried_first)
@@ -119,6 +122,8 @@ def _check_wall(
         budget = config.max_num_batched_tokens if tried_first else _budget_left(world, output)
         least = _least_budget(config, wall)
         require(budget < least, f"{wall.request} waits for budget, and {budget} is left of {least} that it may need")
+    elif explained is Reason.PARTIAL_PREFILLS:
+        require(must_wait(world, wall) or tried_first, f"{wall.request} waits, and the caps leave a place")
     elif explained is Reason.IN_FLIGHT:
         require(world.host.num_pending(wall.request) > 0, f"{wall.request} has no sample in flight")
     elif explained in (Reason.BLOCKS, Reason.FULL_SEQUENCE, Reason.WATERMARK, Reason.DECODE_RESERVE):

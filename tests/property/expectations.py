@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from pointsman.core import Adapter, PauseMode, Reason, Request, SchedulerConfig, SchedulerOutput, StepResult
 
 from .ledger import Entry, Place
+from .partials import PASSING
 from .shadow import ExecutedStep, drafts_of, require
 from .slots import check_passing
 
@@ -92,12 +93,12 @@ class Expectations:
             require(known < limit, f"{request.request_id} runs on, though {known} tokens in flight end it at {limit}")
             waits = not request.runs_ahead and request in self.pending
             require(not waits, f"{request.request_id} runs ahead of its sample in flight")
-        if config.long_prefill_token_threshold and output.num_rows:
+        if config.prefill_threshold and output.num_rows:
             self._check_threshold(output)
 
     def _threshold(self) -> int:
         """Most tokens that a row advances in this step; 0: as many as there are."""
-        threshold, budget = self.config.long_prefill_token_threshold, self.config.max_num_batched_tokens
+        threshold, budget = self.config.prefill_threshold, self.config.max_num_batched_tokens
         if self.config.long_prefill_token_threshold_adaptive:
             return max(threshold, budget // max(1, len(self.queue) + len(self.running)))
         return threshold
@@ -283,7 +284,8 @@ def check_explanations(world: World) -> None:
         elif position:
             reasons = {world.scheduler.explain(other.request.request_id).reason for other in queue[:position]}
             own = told.reason is Reason.ADAPTER_SLOTS and entry.request.adapter is not None
-            sound = told.reason is Reason.BEHIND or own or reasons == {Reason.ADAPTER_SLOTS}
+            own |= told.reason is Reason.PARTIAL_PREFILLS
+            sound = told.reason is Reason.BEHIND or own or reasons <= PASSING
             require(sound, f"{name} waits for {told.reason}, those before it for {reasons}")
         else:
             wrong = (Reason.PARKED, Reason.PAUSED)

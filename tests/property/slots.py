@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pointsman.core import Adapter, SchedulerConfig
 
 from .ledger import Entry, Place
+from .partials import says_so
 from .shadow import require
 
 
@@ -40,7 +41,11 @@ def check_passing(config: SchedulerConfig, held: list[Adapter], queue: list[Entr
             break
         adapter = entry.request.adapter
         name = entry.request.request_id
-        if _has_slot(config, entry, held, len(claims)):
+        if entry is not expected[0] and _has_slot(config, entry, held, len(claims)) and says_so(entry):
+            patience = config.max_overtakes
+            require(entry.num_overtaken < patience, f"{name} is overtaken, {entry.num_overtaken} of {patience} times")
+            passed.append(entry)
+        elif _has_slot(config, entry, held, len(claims)):
             require(entry is expected[0], f"{name} is next, {expected[0].request.request_id} was admitted")
             del expected[0]
             for other in passed:

@@ -26,6 +26,7 @@ from pointsman.core.intake import Intake
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.lifecycle import Lifecycle
 from pointsman.core.limits import FairLongPrefillThreshold, OneSampleInFlight
+from pointsman.core.partial_prefills import PartialPrefills
 from pointsman.core.prefix_cache import PrefixCache, Root
 from pointsman.core.queue import FirstComeFirstServed, FrontFirst
 from pointsman.core.repetition import RepetitionWatch
@@ -47,6 +48,7 @@ CROWDED = {"max_loras": 1, "max_overtakes": 1, "max_num_seqs": 5, "max_num_batch
 ROOMY = {**SLOW_PREFILL, "num_blocks": 14, "max_model_len": 48, "max_num_seqs": 5, "max_num_batched_tokens": 8}
 ROOMY |= {"batching": "mixed", "max_loras": 0, "full_sequence_must_fit": False}
 SPECULATION = {"num_draft_tokens": 5, "draft_table": (), "max_num_seqs": 4, "max_model_len": 48}
+HALF_DONE = {**SLOW_PREFILL, "max_num_partial_prefills": 1, "max_num_seqs": 5, "max_num_batched_tokens": 15}
 Patch = pytest.MonkeyPatch
 
 
@@ -226,6 +228,18 @@ def common_prefix_is_not_found_anew(patch: Patch) -> None:
         return found
 
     around(patch, CommonPrefix, "count", count)
+
+
+def one_prefill_too_many(patch: Patch) -> None:
+    around(patch, PartialPrefills, "_missing", lambda original, caps, *args: original(caps, *args) - 1)
+
+
+def overtaken_for_ever(patch: Patch) -> None:
+    def init(original: Any, caps: PartialPrefills, *args: Any) -> None:
+        original(caps, *args)
+        caps._patience = 99
+
+    around(patch, PartialPrefills, "__init__", init)
 
 
 def owed_blocks_are_forgotten(patch: Patch) -> None:
@@ -494,6 +508,8 @@ BOOKKEEPING: tuple[Fault, ...] = (
     (share_is_not_adapted, {"long_prefill_token_threshold": 1, "long_prefill_token_threshold_adaptive": True}),
     (seats_cannot_be_moved, {"max_num_seqs": 5, "max_num_batched_tokens": 12}),
     (common_prefix_is_not_found_anew, {**CACHING, "count_common_prefix": True}),
+    (one_prefill_too_many, HALF_DONE),
+    (overtaken_for_ever, {**HALF_DONE, "max_overtakes": 0}),
     (owed_blocks_are_forgotten, {"full_sequence_must_fit": True, "enable_chunked_prefill": True}),
     (prompts_do_not_keep_decoding_out, {"batching": "prefill-first"}),
     (victim_is_not_put_in_front, {"order": "fcfs-front"}),

@@ -109,7 +109,7 @@ def test_seeded_runs(focus: str) -> None:
 
 def test_runs_meet_every_limit() -> None:
     """The runs would prove little if memory never ran out: count what happened in them."""
-    worlds = [drive(seed, RULES_PER_SEED) for seed in range(1_000_000, 1_000_150)]
+    worlds = [drive(seed, RULES_PER_SEED) for seed in range(1_000_000, 1_000_160)]
     stats = [world.scheduler.stats() for world in worlds]
     deferrals = Counter(reason for stat in stats for reason, count in stat.deferrals.items() if count)
     rungs = {
@@ -119,6 +119,7 @@ def test_runs_meet_every_limit() -> None:
         "blocks",
         "sequence_limit",
         "adapter_slots",
+        "partial_prefills",
         "budget",
         "preemption",
         "displacement",

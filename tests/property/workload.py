@@ -123,8 +123,6 @@ def _with_effect(values: dict[str, Any], overrides: dict[str, Any], choose: Choo
     if values["long_prefill_token_threshold"] >= values["max_num_batched_tokens"]:
         values["long_prefill_token_threshold"] = 0
     values["count_common_prefix"] &= values["enable_prefix_caching"]
-    if values["max_loras"]:
-        values.setdefault("max_overtakes", choose.choice((0, 1, 3)))
     if values["batching"] != "mixed":
         values["admit_after_preemption"] = False
     if not values["full_sequence_must_fit"]:
@@ -148,6 +146,13 @@ def _with_effect(values: dict[str, Any], overrides: dict[str, Any], choose: Choo
         values["max_num_batched_tokens"] = max(
             values["max_num_batched_tokens"], values["max_num_seqs"] * (1 + values["num_draft_tokens"])
         )
+    if values["enable_chunked_prefill"]:
+        values.setdefault("max_num_partial_prefills", choose.choice((None, None, None, 1, 2, 3)))
+        if values["long_prefill_token_threshold"] and values["max_num_partial_prefills"] != 1 and choose.chance(40):
+            values.setdefault("max_long_partial_prefills", 1)
+    capped = values.get("max_num_partial_prefills") or values.get("max_long_partial_prefills")
+    if values["max_loras"] or capped:
+        values.setdefault("max_overtakes", choose.choice((0, 1, 3)))
     return values
 
 

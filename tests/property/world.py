@@ -38,6 +38,7 @@ from pointsman.core import (
 from .admissions import check_admissions
 from .expectations import Expectations, check_explanations, malformed_results, why_refused
 from .ledger import Entry, Kept, Place, Tally, place_of
+from .partials import check_caps
 from .shadow import ExecutedStep, ShadowHost, reference_run, require
 from .slots import HeldSlots
 from .workload import RequestSpec
@@ -555,6 +556,7 @@ class World:
         oldest = self.host.in_flight[0].output if self.host.in_flight else None
         require(self.scheduler.oldest_in_flight is oldest, "another step is the oldest in flight")
         require(self.scheduler.has_unreported_ends == bool(self.unreported), "unreported ends are miscounted")
+        check_caps(self)
         check_explanations(self)
         self.tally.check(self.scheduler.stats(), self.live, self.host.blocks_in_use())
         if self.live:

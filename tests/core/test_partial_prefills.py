@@ -1,0 +1,117 @@
+"""Caps on prompts that are half done: who waits, who goes first, and for how long."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pointsman.core import Reason
+from tests.core.helpers import Host, names, tokens_of
+
+
+def capped(**config: Any) -> Host:
+    """A budget of 16, of which a request gets at most 6."""
+    values = {"num_blocks": 80, "max_model_len": 100, "max_num_seqs": 8, "long_prefill_token_threshold": 6}
+    return Host(**{**values, **config})
+
+
+def test_a_prompt_that_would_be_half_done_too_waits_and_short_ones_go_first() -> None:
+    host = capped(max_num_partial_prefills=1)
+    host.add("first", 13)
+    host.add("second", 13)
+    host.add("short", 4)
+    host.add("third", 7)
+    assert tokens_of(host.step()) == {"first": 6, "short": 4}, "6 are left for the third, and it has 7"
+    waiting = host.explain("second")
+    assert (waiting.reason, waiting.missing, waiting.blocker) == (Reason.PARTIAL_PREFILLS, 1, "first")
+    assert host.explain("third").reason is Reason.PARTIAL_PREFILLS
+    assert tokens_of(host.step()) == {"first": 6, "short": 1}
+    assert tokens_of(host.step()) == {"first": 1, "short": 1, "second": 6}, "the first is done in this step"
+
+
+def test_what_is_cached_is_not_to_be_done() -> None:
+    host = capped(max_num_partial_prefills=1)
+    shared = host.prompt(13)
+    host.add("a", shared, max_tokens=1)
+    host.run_to_end()
+    host.add("long", 30)
+    host.add("known", [*shared, 1])
+    assert tokens_of(host.step()) == {"long": 6, "known": 2}
+
+
+def test_several_may_be_half_done() -> None:
+    host = capped(max_num_partial_prefills=2)
+    for request_id in "abc":
+        host.add(request_id, 20)
+    assert tokens_of(host.step()) == {"a": 6, "b": 6}
+    assert host.explain("c").reason is Reason.PARTIAL_PREFILLS
+
+
+def test_long_ones_have_a_cap_of_their_own() -> None:
+    host = capped(max_num_partial_prefills=3, max_long_partial_prefills=1, max_num_batched_tokens=17)
+    host.add("long", 20)
+    host.add("long too", 20)
+    host.add("cut", 6)
+    host.add("cut too", 6)
+    assert tokens_of(host.step()) == {"long": 6, "cut": 6, "cut too": 5}, "the last is partial and not long"
+    assert host.explain("long too").reason is Reason.PARTIAL_PREFILLS
+
+
+def test_with_several_and_no_threshold_a_long_prompt_is_one_of_4_per_cent_of_the_model() -> None:
+    host = capped(max_num_partial_prefills=2, long_prefill_token_threshold=0)
+    assert host.config.prefill_threshold == 4
+    host.add("a", 10)
+    assert tokens_of(host.step()) == {"a": 4}
+    assert capped(max_num_partial_prefills=1, long_prefill_token_threshold=0).config.prefill_threshold == 0
+
+
+def test_nobody_overtakes_it_for_ever() -> None:
+    """At most `max_overtakes` go by; then it is a wall, though they would fit."""
+    host = capped(max_num_partial_prefills=1, max_overtakes=3, max_num_seqs=3)
+    host.add("first", 90, max_tokens=2)
+    second = host.add("second", 90, max_tokens=2)
+    admitted = []
+    for number in range(12):
+        host.add(f"short {number}", 2, max_tokens=1)
+        admitted += names(host.step().admitted)
+    assert admitted == ["first", "short 0", "short 1", "short 2"]
+    assert second.num_overtaken == 3
+    assert host.explain("short 3").blocker == "second"
+    while "second" not in admitted:
+        admitted += names(host.step().admitted)
+    assert admitted[4] == "second"
+
+
+def test_a_request_that_comes_back_waits_for_a_place_too() -> None:
+    host = capped(max_num_partial_prefills=1, enable_prefix_caching=False)
+    host.add("a", 20)
+    for _ in range(4):
+        host.step()
+    host.park("a")
+    host.add("b", 20)
+    host.step()
+    host.ready("a")
+    assert tokens_of(host.step()) == {"b": 6}
+    assert host.explain("a").reason is Reason.PARTIAL_PREFILLS
+
+
+def test_a_failed_step_gives_the_place_back() -> None:
+    host = capped(max_num_partial_prefills=1, max_steps_in_flight=2)
+    host.add("a", 8)
+    host.add("b", 20)
+    host.step()
+    finishing = host.schedule()
+    assert tokens_of(finishing) == {"a": 2, "b": 6}
+    host.fail(finishing)
+    assert tokens_of(host.step()) == {"a": 2, "b": 6}
+
+
+def test_nobody_is_displaced_for_one_that_could_not_begin() -> None:
+    host = capped(order="priority", max_num_partial_prefills=1, max_num_seqs=2)
+    host.add("long", 40, priority=0)
+    host.add("lazy", 2, priority=5, max_tokens=30)
+    host.step()
+    host.add("urgent", 20, priority=1)
+    assert not host.step().preempted, "the seat of the lazy one would be free, and the place of the long one taken"
+    host.add("short", 6, priority=2)
+    host.abort("urgent")
+    assert names(host.step().preempted) == ["lazy"]

@@ -1,0 +1,60 @@
+"""Which prompts are half done, and who must wait for one of them: the caps on partial prefills, from the ledger."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pointsman.core import Reason, SchedulerConfig
+
+from .ledger import Entry, Place
+from .shadow import require
+
+if TYPE_CHECKING:
+    from .world import World
+
+PASSING = {Reason.ADAPTER_SLOTS, Reason.PARTIAL_PREFILLS}
+"""Reasons for which one is passed over."""
+
+
+def partial(entries: list[Entry]) -> list[Entry]:
+    """Those that run and have tokens left of what they were admitted with."""
+    running = [entry for entry in entries if entry.place is Place.RUNNING]
+    return [entry for entry in running if entry.num_computed < entry.request.num_admitted_tokens]
+
+
+def check_caps(world: World) -> None:
+    """Never more than the caps are half done."""
+    config, begun = world.config, partial(world.live)
+    most, most_long = config.max_num_partial_prefills, config.max_long_partial_prefills
+    require(most is None or len(begun) <= most, f"{begun} are half done, of at most {most}")
+    long = _long(config, begun)
+    require(most_long is None or len(long) <= most_long, f"{long} are half done and long, of at most {most_long}")
+
+
+def must_wait(world: World, entry: Entry) -> bool:
+    """Whether the caps leave no place for another one like this."""
+    config, begun = world.config, partial(world.live)
+    most, most_long = config.max_num_partial_prefills, config.max_long_partial_prefills
+    is_full = most is not None and len(begun) >= most
+    is_long = bool(_long(config, [entry]))
+    return is_full or (is_long and most_long is not None and len(_long(config, begun)) >= most_long)
+
+
+def may_lack_place(config: SchedulerConfig) -> bool:
+    """Whether a request may be refused a place, for which nobody is displaced."""
+    return config.max_num_partial_prefills is not None or config.max_long_partial_prefills is not None
+
+
+def is_wall(world: World, entry: Entry) -> bool:
+    """Whether it was overtaken so often that nobody passes it while it waits for a place."""
+    return says_so(entry) and entry.num_overtaken >= world.config.max_overtakes
+
+
+def says_so(entry: Entry) -> bool:
+    """Whether it says that it waits for a place; that it is true is checked when the ledger knows the step."""
+    deferral = entry.request.deferral
+    return deferral is not None and deferral.reason is Reason.PARTIAL_PREFILLS
+
+
+def _long(config: SchedulerConfig, entries: list[Entry]) -> list[Entry]:
+    return [entry for entry in entries if entry.num_tokens > config.prefill_threshold]
