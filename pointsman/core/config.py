@@ -106,6 +106,9 @@ class SchedulerConfig:
     and then new ones, and only if there are none, one token for each that decodes. "static": admit only when nothing
     runs (for comparison)."""
 
+    enable_kv_cache_events: bool = False
+    """Whether the scheduler keeps what enters and leaves the prefix cache, for `Scheduler.take_kv_events`, which the
+    host must then call, or the events pile up."""
     count_common_prefix: bool = False
     """Whether each output says how many blocks all its rows begin with (`num_common_prefix_blocks`)."""
     log_request_events: bool = False
@@ -222,6 +225,7 @@ class SchedulerConfig:
             "enable_prefix_caching",
             "share_within_step",
             "full_sequence_must_fit",
+            "enable_kv_cache_events",
             "count_common_prefix",
             "log_request_events",
             "first_chunk_only",
@@ -264,6 +268,11 @@ class SchedulerConfig:
             raise ConfigError(
                 "long_prefill_token_threshold_adaptive is on and long_prefill_token_threshold is 0, no threshold, "
                 "so it would have no effect; set the threshold, or leave it off"
+            )
+        if self.enable_kv_cache_events and not self.enable_prefix_caching:
+            raise ConfigError(
+                "enable_kv_cache_events is on and enable_prefix_caching off, so nothing is cached; turn prefix caching "
+                "on, or leave it off"
             )
         if self.count_common_prefix and not self.enable_prefix_caching:
             raise ConfigError(

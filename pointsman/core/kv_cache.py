@@ -16,7 +16,8 @@ import numpy.typing as npt
 from pointsman.core.batch import Batch
 from pointsman.core.block_pool import NO_BLOCKS, BlockPool
 from pointsman.core.config import SchedulerConfig
-from pointsman.core.prefix_cache import Node, Place, PrefixCache, Root, Span
+from pointsman.core.kv_events import KVEvents
+from pointsman.core.prefix_cache import TOKEN_BYTES, Node, Place, PrefixCache, Root, Span
 from pointsman.core.request import Request
 
 Int64Array = npt.NDArray[np.int64]
@@ -39,6 +40,10 @@ class KVCacheManager:
         self.block_size = config.block_size
         self.pool = BlockPool(config.num_blocks, config.num_reserved_blocks)
         self.prefix = PrefixCache(config.num_blocks, config.block_size) if config.enable_prefix_caching else None
+        self.events: KVEvents | None = None
+        """What enters and leaves the prefix tree, if the configuration asks for it."""
+        if config.enable_kv_cache_events and self.prefix is not None:
+            self.events = self.prefix.listener = KVEvents(config.block_size * TOKEN_BYTES)
         self.journal: Journal | None = None
         """Where publications are noted; None: no step is in flight, so what is published is computed."""
         self.num_evictions = 0

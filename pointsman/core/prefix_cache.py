@@ -26,7 +26,7 @@ blocks out newest first; and `prune` takes a node out with everything behind it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -92,6 +92,19 @@ class Span(NamedTuple):
     length: int
 
 
+class RunListener(Protocol):
+    """Who is told what enters and leaves the tree."""
+
+    def added(self, run: Run) -> None:
+        """A run of blocks entered the tree."""
+
+    def shrunk(self, run: Run, length: int) -> None:
+        """Only the first `length` blocks of a run are left in the tree."""
+
+    def cleared(self) -> None:
+        """The tree is empty."""
+
+
 class PrefixCache:
     """The tree over the blocks of one pool of `num_blocks` blocks of `block_size` tokens."""
 
@@ -107,6 +120,7 @@ class PrefixCache:
         """Raised by `clear`: KV of another epoch is of no use."""
         self.num_publications = 0
         """Changes whenever a look-up could find more than before."""
+        self.listener: RunListener | None = None
 
     def __len__(self) -> int:
         """Nodes in the tree."""
@@ -191,6 +205,8 @@ class PrefixCache:
             node.run.children[node.at, head] = run
         self._run_of[blocks] = run.run_id
         self._index_of[blocks] = self._counting[: run.length]
+        if self.listener is not None:
+            self.listener.added(run)
         return Span(run, 0, run.length)
 
     def _add_duplicates(self, span: Span, blocks: Int64Array) -> None:
@@ -247,6 +263,8 @@ class PrefixCache:
         self._roots.clear()
         self._run_of[:] = 0
         self.epoch += 1
+        if self.listener is not None:
+            self.listener.cleared()
         self.num_publications += 1
 
     def _drop_one(self, run: Run, index: int, block: int) -> None:
@@ -261,6 +279,8 @@ class PrefixCache:
         self.num_publications += 1
 
     def _shrink(self, run: Run, length: int) -> None:
+        if self.listener is not None:
+            self.listener.shrunk(run, length)
         run.length = length
         if length < len(run.blocks) // 2:  # what is left should not keep a long prompt in memory
             del run.blocks[length:]
@@ -281,6 +301,8 @@ class PrefixCache:
         for key in [key for key in run.children if key[0] >= index]:
             child = run.children.pop(key)
             yield from self._blocks_behind(child, 0)
+            if self.listener is not None:
+                self.listener.shrunk(child, 0)
             child.length = 0
             del self._runs[child.run_id]
 

@@ -37,6 +37,7 @@ from pointsman.core.input_tokens import input_token_ids
 from pointsman.core.inspection import explain, snapshot
 from pointsman.core.intake import Intake
 from pointsman.core.kv_cache import KVCacheManager
+from pointsman.core.kv_events import KVEvent
 from pointsman.core.lifecycle import End, Lifecycle
 from pointsman.core.limits import FollowsLoad, make_limits
 from pointsman.core.output import Integers, SchedulerOutput, StepResult, StepUpdate
@@ -447,6 +448,10 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """A snapshot of counters and gauges."""
         return snapshot(self._counters, self._batch, self._kv, self._life)
+
+    def take_kv_events(self) -> list[KVEvent]:
+        """What entered and left the prefix cache since the last call, in order; with `enable_kv_cache_events`."""
+        return self._kv.events.take() if self._kv.events is not None else []
 
     def check_invariants(self) -> None:
         """Verify blocks, places and bookkeeping, whatever the state. O(everything): for tests and sampling.

@@ -94,6 +94,7 @@ def test_the_watermark_is_a_share_of_the_pool(value: float) -> None:
             {"max_long_partial_prefills": 2, "max_num_partial_prefills": 2},
             "max_long_partial_prefills is 2 and max_num_partial_prefills 2, so it would have no effect",
         ),
+        ({"enable_kv_cache_events": True, "enable_prefix_caching": False}, "so nothing is cached"),
         ({"max_num_active_seqs": 0}, "max_num_active_seqs is 0; it must be between 1"),
         (
             {"count_owed_blocks": False, "full_sequence_must_fit": False},

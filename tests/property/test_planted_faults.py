@@ -24,6 +24,7 @@ from pointsman.core.drafts import Drafts
 from pointsman.core.in_order import InOrder
 from pointsman.core.intake import Intake
 from pointsman.core.kv_cache import KVCacheManager
+from pointsman.core.kv_events import BlockStored, KVEvents
 from pointsman.core.lifecycle import Lifecycle
 from pointsman.core.limits import FairLongPrefillThreshold, OneSampleInFlight
 from pointsman.core.partial_prefills import PartialPrefills
@@ -240,6 +241,24 @@ def overtaken_for_ever(patch: Patch) -> None:
         caps._patience = 99
 
     around(patch, PartialPrefills, "__init__", init)
+
+
+def removals_are_not_told(patch: Patch) -> None:
+    def shrunk(original: Any, events: KVEvents, run: Any, length: int) -> None:
+        if length:
+            original(events, run, length)
+
+    around(patch, KVEvents, "shrunk", shrunk)
+
+
+def duplicates_are_told(patch: Patch) -> None:
+    def add(original: Any, cache: PrefixCache, span: Any, blocks: Any) -> None:
+        original(cache, span, blocks)
+        if isinstance(cache.listener, KVEvents):
+            root, hashes = cache.listener._hashes[span.run.run_id]
+            cache.listener._events.append(BlockStored(hashes[span.first : span.first + 1], None, [], root))
+
+    around(patch, PrefixCache, "_add_duplicates", add)
 
 
 def owed_blocks_are_forgotten(patch: Patch) -> None:
@@ -510,6 +529,8 @@ BOOKKEEPING: tuple[Fault, ...] = (
     (common_prefix_is_not_found_anew, {**CACHING, "count_common_prefix": True}),
     (one_prefill_too_many, HALF_DONE),
     (overtaken_for_ever, {**HALF_DONE, "max_overtakes": 0}),
+    (removals_are_not_told, {**CACHING, "enable_kv_cache_events": True}),
+    (duplicates_are_told, {**CACHING, "enable_kv_cache_events": True}),
     (owed_blocks_are_forgotten, {"full_sequence_must_fit": True, "enable_chunked_prefill": True}),
     (prompts_do_not_keep_decoding_out, {"batching": "prefill-first"}),
     (victim_is_not_put_in_front, {"order": "fcfs-front"}),

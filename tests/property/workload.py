@@ -102,6 +102,7 @@ def make_config(choose: Chooser, **overrides: Any) -> SchedulerConfig:
         "decode_reserve": choose.choice((0, 0, 0, 0, 1, 9, "mean")),
         "log_request_events": choose.chance(30),
         "count_common_prefix": choose.chance(40),
+        "enable_kv_cache_events": choose.chance(40),
         "full_sequence_must_fit": not choose.chance(45),
         "batching": choose.choice(("mixed",) * 6 + ("static", "prefill-first")),
         "shortage": choose.choice(("in-order", "look-ahead")) if choose.chance(25) else "replan",
@@ -123,6 +124,7 @@ def _with_effect(values: dict[str, Any], overrides: dict[str, Any], choose: Choo
     if values["long_prefill_token_threshold"] >= values["max_num_batched_tokens"]:
         values["long_prefill_token_threshold"] = 0
     values["count_common_prefix"] &= values["enable_prefix_caching"]
+    values["enable_kv_cache_events"] &= values["enable_prefix_caching"]
     if values["batching"] != "mixed":
         values["admit_after_preemption"] = False
     if not values["full_sequence_must_fit"]:

@@ -37,6 +37,7 @@ from pointsman.core import (
 
 from .admissions import check_admissions
 from .expectations import Expectations, check_explanations, malformed_results, why_refused
+from .kv_mirror import KVMirror
 from .ledger import Entry, Kept, Place, Tally, place_of
 from .partials import check_caps
 from .shadow import ExecutedStep, ShadowHost, reference_run, require
@@ -52,6 +53,7 @@ class World:
         self.shadow_only = shadow_only  # only the host checks what it is told, for faults that it alone must see
         self.scheduler = Scheduler(config, recorder=Recorder(recording) if recording is not None else None)
         self.host = ShadowHost(self.scheduler)
+        self.mirror = KVMirror(self.scheduler)
         self.now = 0.0
         self.calls: Counter[str] = Counter()
         self.live: list[Entry] = []  # in order of adding
@@ -557,6 +559,7 @@ class World:
         require(self.scheduler.oldest_in_flight is oldest, "another step is the oldest in flight")
         require(self.scheduler.has_unreported_ends == bool(self.unreported), "unreported ends are miscounted")
         check_caps(self)
+        self.mirror.check()
         check_explanations(self)
         self.tally.check(self.scheduler.stats(), self.live, self.host.blocks_in_use())
         if self.live:

@@ -1,0 +1,102 @@
+"""What enters and leaves the prefix cache, told in chained hashes."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+
+from pointsman.core.adapters import Adapter
+from pointsman.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from pointsman.core.prefix_cache import Root
+from tests.core.helpers import Host
+
+
+def telling(**config: Any) -> Host:
+    return Host(enable_kv_cache_events=True, **config)
+
+
+def chain(root: str, tokens: list[int]) -> list[bytes]:
+    """The hashes as the documentation defines them, for blocks of 4 tokens."""
+    name = hashlib.sha256(root.encode()).digest()
+    names = []
+    for start in range(0, len(tokens) - 3, 4):
+        name = hashlib.sha256(name + np.array(tokens[start : start + 4], dtype="<i4").tobytes()).digest()
+        names.append(name)
+    return names
+
+
+def test_a_prompt_is_told_of_when_it_is_scheduled_with_chained_hashes() -> None:
+    host = telling()
+    prompt = host.prompt(9)
+    host.add("a", prompt)
+    host.schedule()
+    names = chain("[null,null,null]", prompt)
+    assert host.scheduler.take_kv_events() == [BlockStored(names, None, prompt[:8], Root())]
+    assert host.scheduler.take_kv_events() == []
+
+
+def test_what_follows_names_what_it_follows_and_generated_blocks_come_with_the_end() -> None:
+    host = telling(max_num_batched_tokens=4)
+    prompt = host.prompt(6)
+    request = host.add("a", prompt, max_tokens=4)
+    host.run_to_end()
+    first, second = host.scheduler.take_kv_events()
+    names = chain("[null,null,null]", request.all_token_ids.tolist())
+    assert isinstance(first, BlockStored) and isinstance(second, BlockStored)
+    assert (first.block_hashes, first.parent_block_hash) == (names[:1], None)
+    assert (second.block_hashes, second.parent_block_hash) == (names[1:2], names[0])
+    assert second.token_ids == request.all_token_ids[4:8].tolist()
+
+
+def test_equal_content_is_told_of_once_and_goes_with_its_last_block() -> None:
+    host = telling(share_within_step=False, num_blocks=8, max_model_len=32, max_num_batched_tokens=32)
+    prompt = host.prompt(8)
+    host.add("a", [*prompt, 1], max_tokens=2)
+    host.add("b", [*prompt, 2], max_tokens=2)
+    host.run_to_end()
+    assert len(host.scheduler.take_kv_events()) == 1
+    host.add("large", 30, max_tokens=1)
+    host.step()
+    removed = [event for event in host.scheduler.take_kv_events() if isinstance(event, BlockRemoved)]
+    names = chain("[null,null,null]", prompt)
+    assert [name for event in removed for name in event.block_hashes] == names[::-1], "what is behind goes first"
+
+
+def test_salts_and_adapters_have_names_of_their_own() -> None:
+    host = telling(max_loras=2)
+    prompt = host.prompt(5)
+    host.add("plain", prompt)
+    host.add("salted", prompt, cache_salt="s")
+    host.add("adapted", prompt, adapter=Adapter("x", 3))
+    host.step()
+    stored = [event for event in host.scheduler.take_kv_events() if isinstance(event, BlockStored)]
+    roots = ["[null,null,null]", '["s",null,null]', '[null,"x",3]']
+    assert [event.block_hashes for event in stored] == [chain(root, prompt) for root in roots]
+    assert stored[2].root.adapter == Adapter("x", 3)
+
+
+def test_a_failed_step_is_taken_back() -> None:
+    host = telling()
+    host.add("a", 9)
+    host.fail(host.schedule())
+    stored, *removed = host.scheduler.take_kv_events()
+    assert isinstance(stored, BlockStored)
+    gone = [name for event in removed if isinstance(event, BlockRemoved) for name in event.block_hashes]
+    assert gone == stored.block_hashes[::-1]
+
+
+def test_a_reset_clears_everything() -> None:
+    host = telling()
+    host.add("a", 9)
+    host.step()
+    host.reset_prefix_cache()
+    assert isinstance(host.scheduler.take_kv_events()[-1], AllBlocksCleared)
+
+
+def test_it_is_off_by_default() -> None:
+    host = Host()
+    host.add("a", 9)
+    host.step()
+    assert host.scheduler.take_kv_events() == []
