@@ -19,6 +19,7 @@ from pointsman.core.block_pool import NO_BLOCKS
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.drafts import Drafts
 from pointsman.core.kv_cache import KVCacheManager, Match
+from pointsman.core.queue import Order
 from pointsman.core.request import Request
 from pointsman.core.reserve import Demand
 from pointsman.core.running import Running
@@ -183,3 +184,19 @@ class Trial:
         size = self._config.block_size
         short = batch.num_tokens[rows] - (batch.num_slots[rows] + self._needed * size)
         return int(np.maximum(-(-short // size), 0)[stays].sum())
+
+
+def make_displacement(
+    config: SchedulerConfig,
+    queue: Order,
+    batch: Batch,
+    kv: KVCacheManager,
+    running: Running,
+    admission: Admission,
+    adapters: AdapterSlots,
+    drafts: Drafts,
+) -> Displacement | None:
+    """The dry run, if the configuration wants it and the order knows who is more urgent."""
+    if not queue.displaces or config.displace is False or config.batching != "mixed":
+        return None
+    return Displacement(config, batch, kv, running, admission, adapters, drafts)

@@ -27,7 +27,7 @@ from pointsman.core.adapters import AdapterSlots
 from pointsman.core.admission import Admission
 from pointsman.core.batch import Batch
 from pointsman.core.config import MAX_INT, SchedulerConfig
-from pointsman.core.displacement import Displacement
+from pointsman.core.displacement import make_displacement
 from pointsman.core.drafts import Drafts
 from pointsman.core.emission import Emission
 from pointsman.core.errors import InvalidTransition, RequestRefused, StepOrderError
@@ -86,11 +86,8 @@ class Scheduler:
         self._running = make_running(config, self._batch, self._kv, limits, victim, self._drafts)
         partial = make_partial_prefills(config, self._batch)
         self._admission = Admission(config, self._kv, limits, make_reserves(config), adapters, partial)
-        displaces = queue.displaces and config.displace is not False and config.batching == "mixed"
-        self._displacement = (
-            Displacement(config, self._batch, self._kv, self._running, self._admission, adapters, self._drafts)
-            if displaces
-            else None
+        self._displacement = make_displacement(
+            config, queue, self._batch, self._kv, self._running, self._admission, adapters, self._drafts
         )
         log = RequestLog() if config.log_request_events else None
         self._life = Lifecycle(self._batch, self._kv, queue, adapters, self._admission, self._counters, log)
@@ -243,8 +240,7 @@ class Scheduler:
             ConfigError: the limit is out of range, see `SchedulerConfig.max_num_active_seqs`.
         """
         self.config = self.config.replace(max_num_active_seqs=limit)
-        seats = self.config.num_seats
-        self._admission.max_num_active_seqs = seats
+        self._admission.max_num_active_seqs = seats = self.config.num_seats
         self._most_active_seqs = max(self._most_active_seqs, seats)
         if self._recorder is not None:
             self._recorder.set_max_num_active_seqs(limit, now)
