@@ -46,6 +46,7 @@ PREFILLING = 1  # no sample has been scheduled since its admission: known tokens
 CUSTOM_STOP = 2  # several stop tokens, or repetitions: tested one by one
 NOT_AHEAD = 4  # none of its steps is scheduled while a sample of it is in flight
 VERIFYING = 8  # drafts are in flight: how many of them are computed tokens is not known
+NO_SAMPLE = 16  # it samples nothing, and ends when its prompt is computed
 
 NO_TOKEN = MAX_INT + 1  # larger than any token id, so that it equals none
 RING = 256  # a power of two; one flush per row and 256 tokens
@@ -135,6 +136,7 @@ class Batch:
         self.num_not_ahead = 0
         self.num_drafting = 0  # rows whose drafts wait
         self.num_verifying = 0  # rows whose drafts are in flight
+        self.num_no_sample = 0
         self._least_ring_room = 0  # so many appends can surely go by before a ring is full
         self.members = Members(self, np.zeros(0, dtype=np.int64), [])
 
@@ -160,9 +162,13 @@ class Batch:
         self.eos_token_id[row] = next(iter(stops)) if stops and not custom else NO_TOKEN
         self.priority[row] = request.priority
         self.serial[row] = request.serial
-        self.flags[row] = (CUSTOM_STOP if custom else 0) | (0 if request.runs_ahead else NOT_AHEAD)
+        no_sample = request.max_tokens == 0
+        self.flags[row] = (
+            (CUSTOM_STOP if custom else 0) | (0 if request.runs_ahead else NOT_AHEAD) | (NO_SAMPLE if no_sample else 0)
+        )
         self.num_custom_stops += custom
         self.num_not_ahead += not request.runs_ahead
+        self.num_no_sample += no_sample
         # `last_tokens` finds the newest token in the ring even before the first sample.
         self.recent_tokens[row, (num_tokens - 1) & RING_MASK] = request.last_token_id
         self._least_ring_room = min(self._least_ring_room, RING - (num_tokens & RING_MASK))
@@ -184,7 +190,7 @@ class Batch:
             row = request.row
             assert row is not None
             self.flush(row, request)
-            self.clear_flags(row, PREFILLING | CUSTOM_STOP | NOT_AHEAD | VERIFYING)
+            self.clear_flags(row, PREFILLING | CUSTOM_STOP | NOT_AHEAD | VERIFYING | NO_SAMPLE)
             if self.max_drafts:
                 self._leave_drafts(row, request)
             self.serial[row] = 0
@@ -250,6 +256,7 @@ class Batch:
         self.num_custom_stops -= bool(held & CUSTOM_STOP)
         self.num_not_ahead -= bool(held & NOT_AHEAD)
         self.num_verifying -= bool(held & VERIFYING)
+        self.num_no_sample -= bool(held & NO_SAMPLE)
         self.flags[row] &= ~np.uint8(mask)
 
     # ------------------------------------------------------------------ tokens

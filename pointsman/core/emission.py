@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.batch import Batch
+from pointsman.core.batch import NO_SAMPLE, Batch
 from pointsman.core.common_prefix import CommonPrefix
 from pointsman.core.in_flight import AdmittedRequest, StepRecord
 from pointsman.core.kv_cache import KVCacheManager
@@ -47,6 +47,9 @@ class Emission:
         resync = self._resync
         if resync:
             advance.block_ids, advance.block_offsets = self._full_tables(advance)
+        samples, completes = advance.samples, _NO_INTS
+        if self._batch.num_no_sample:
+            samples, completes = self._without_completions(advance)
         preempted, finished = self._life.take_reports()
         output = SchedulerOutput(
             step_id=record.step_id,
@@ -58,7 +61,8 @@ class Emission:
             serials=advance.serials,
             num_computed_tokens=advance.num_computed_tokens,
             num_scheduled_tokens=advance.num_scheduled_tokens,
-            samples=advance.samples,
+            samples=samples,
+            completes=completes,
             num_draft_tokens=advance.num_draft_tokens,
             draft_token_ids=advance.draft_token_ids,
             num_cached_tokens=cached,
@@ -71,11 +75,15 @@ class Emission:
         )
         record.output = output
         members = self._batch.members
-        if len(output.requests) == len(members):
-            samples = output.samples
-            if samples is members.trues or np.count_nonzero(samples) == len(members):
-                record.members = members
+        count = len(members)
+        if len(advance.requests) == count and (samples is members.trues or np.count_nonzero(samples) == count):
+            record.members = members
         return output
+
+    def _without_completions(self, advance: Advance) -> tuple[npt.NDArray[np.bool_], Int64Array]:
+        """`samples` of the rows that do sample, and the indices of those that are complete instead."""
+        is_done = advance.samples & ((self._batch.flags[advance.rows] & NO_SAMPLE) != 0)
+        return advance.samples & ~is_done, is_done.nonzero()[0]
 
     def _with_admitted(self, advance: Advance, admitted: list[AdmittedRequest]) -> Advance:
         rows = np.array([entry.row for entry in admitted], dtype=np.int64)

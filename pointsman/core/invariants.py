@@ -15,7 +15,7 @@ from collections import Counter
 
 import numpy as np
 
-from pointsman.core.batch import CUSTOM_STOP, NOT_AHEAD, PREFILLING, VERIFYING, Batch
+from pointsman.core.batch import CUSTOM_STOP, NO_SAMPLE, NOT_AHEAD, PREFILLING, VERIFYING, Batch
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import InvariantError
 from pointsman.core.kv_cache import KVCacheManager
@@ -109,7 +109,7 @@ def _check_adapters(config: SchedulerConfig, batch: Batch, life: Lifecycle) -> N
 
 
 def _check_columns(config: SchedulerConfig, batch: Batch, kv: KVCacheManager) -> None:
-    prefilling = custom = not_ahead = 0
+    prefilling = custom = not_ahead = no_sample = 0
     for row, request in zip(batch.members.rows.tolist(), batch.members.requests, strict=True):
         tokens, computed = int(batch.num_tokens[row]), int(batch.num_computed_tokens[row])
         pending, slots = int(batch.num_pending[row]), int(batch.num_slots[row])
@@ -135,9 +135,12 @@ def _check_columns(config: SchedulerConfig, batch: Batch, kv: KVCacheManager) ->
         _require(bool(flags & NOT_AHEAD) != request.runs_ahead, 2, f"{request} is flagged wrongly")
         one_step = request.runs_ahead or pending <= 1 or bool(flags & VERIFYING)
         _require(one_step, 2, f"{request} has {pending} samples in flight")
+        no_sample += bool(flags & NO_SAMPLE)
+        _require(bool(flags & NO_SAMPLE) == (request.max_tokens == 0), 2, f"{request} is flagged wrongly")
     _require(prefilling == batch.num_prefilling, 2, "prefilling rows are miscounted")
     most = config.max_num_partial_prefills or prefilling
     _require(prefilling <= most, 3, f"{prefilling} prefills are partial, of {most}")
+    _require(no_sample == batch.num_no_sample, 2, "rows that sample nothing are miscounted")
     _require(custom == batch.num_custom_stops, 2, "rows with their own stop conditions are miscounted")
     _require(not_ahead == batch.num_not_ahead, 2, "rows that do not run ahead are miscounted")
 
@@ -150,8 +153,7 @@ def _check_drafts(config: SchedulerConfig, batch: Batch, life: Lifecycle) -> Non
     for record in life.in_flight:
         output = record.output
         assert output is not None
-        pending = (output.samples + output.num_draft_tokens).tolist()
-        for serial, count in zip(output.serials.tolist(), pending, strict=True):
+        for serial, count in zip(output.serials.tolist(), output.num_pending().tolist(), strict=True):
             in_flight[serial] = in_flight.get(serial, 0) + count
         drafts_in_flight.update(output.serials[output.num_draft_tokens > 0].tolist())
         _require(int(output.num_draft_tokens.sum()) == len(output.draft_token_ids), 3, "drafts are miscounted")

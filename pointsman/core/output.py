@@ -52,6 +52,9 @@ class SchedulerOutput:
     beside them, and each of its positions may yield a token: see `StepResult.counts`."""
     draft_token_ids: IntArray
     """Ragged int32: the drafts, in row order."""
+    completes: IntArray
+    """[m] int64: row indices (0 to n - 1) that compute the last of a prompt for which nothing is sampled (`max_tokens`
+    0). The request ends with this step's update; whatever is made of its hidden states is the host's."""
 
     num_cached_tokens: IntArray
     """[n - num_continued] int64: tokens of each admitted row that were found in the prefix cache."""
@@ -112,6 +115,14 @@ class SchedulerOutput:
     def decode(self) -> list[Request]:
         """Requests that compute just the token they sampled last, and drafts behind it."""
         return [request for request, decodes in zip(self.requests, self._decodes(), strict=True) if decodes]
+
+    def num_pending(self) -> IntArray:
+        """[n] int64: what the scheduler waits for in this step, by row: a sample and one for each draft, or that the
+        row completes its prompt."""
+        pending: IntArray = self.samples + self.num_draft_tokens
+        if len(self.completes):
+            pending[self.completes] += 1
+        return pending
 
     def blocks(self, row_index: int) -> IntArray:
         """Block ids that this output tells of row `row_index` (0 to n - 1): see `block_ids`."""

@@ -53,6 +53,7 @@ _OUTPUT_ARRAYS = (
     "samples",
     "num_draft_tokens",
     "draft_token_ids",
+    "completes",
     "num_cached_tokens",
     "is_resumed",
     "block_ids",

@@ -6,14 +6,17 @@ from pointsman.core.config import SchedulerConfig
 from pointsman.core.repetition import RepetitionWatch
 from pointsman.core.request import Request
 
+_NO_ROOM = ", which leaves no room for a generated token"
+
 
 def settle_limits(config: SchedulerConfig, request: Request) -> str | None:
     """Fix at how many tokens the request ends, and how it is watched until then; why it can never run, or None."""
     prompt = request.num_prompt_tokens
-    if prompt >= config.max_model_len:
+    room = min(request.max_tokens, 1)  # for what it must be able to generate
+    if prompt + room > config.max_model_len:
         return (
-            f"the prompt has {prompt} tokens and max_model_len is {config.max_model_len}, which leaves no room for a "
-            f"generated token; shorten the prompt to {config.max_model_len - 1} tokens"
+            f"the prompt has {prompt} tokens and max_model_len is {config.max_model_len}"
+            f"{_NO_ROOM if room else ''}; shorten the prompt to {config.max_model_len - room} tokens"
         )
     if prompt > config.num_usable_tokens:
         needed = -(-prompt // config.block_size)
@@ -27,13 +30,17 @@ def settle_limits(config: SchedulerConfig, request: Request) -> str | None:
             f"the prompt has {prompt} tokens, more than max_num_batched_tokens {config.max_num_batched_tokens}, and "
             "chunked prefill is off; raise the budget, shorten the prompt or turn chunked prefill on"
         )
-    if request.max_total_tokens is not None and prompt >= request.max_total_tokens:
+    if request.max_total_tokens is not None and prompt + room > request.max_total_tokens:
         return (
-            f"the prompt has {prompt} tokens and max_total_tokens is {request.max_total_tokens}, which leaves no room "
-            "for a generated token; raise max_total_tokens"
+            f"the prompt has {prompt} tokens and max_total_tokens is {request.max_total_tokens}"
+            f"{_NO_ROOM if room else ''}; raise max_total_tokens"
         )
     if request.adapter is not None and config.max_loras == 0:
         return f"it asks for the adapter {request.adapter.name!r} and max_loras is 0: none is accepted; raise max_loras"
+    if request.max_tokens == 0:
+        # That its prompt is computed counts as its one sample: with it in flight, it wants nothing more.
+        request.token_limit, request.limit_detail = prompt + 1, "max_tokens"
+        return None
     bounds = [(prompt + request.max_tokens, "max_tokens"), (config.max_model_len, "max_model_len")]
     if request.max_total_tokens is not None:
         bounds.append((request.max_total_tokens, "max_total_tokens"))

@@ -34,7 +34,7 @@ class Request:
         request_id: the caller's name for it, unique among requests that have not ended.
         prompt_token_ids: int32, at least one; kept as one read-only array that samples of a prompt may share.
         arrival_time: seconds on the caller's clock; the order "fcfs" sorts by it.
-        max_tokens: most tokens to generate, at least 1.
+        max_tokens: most tokens to generate; 0: nothing is sampled (embeddings), it ends when its prompt is computed.
         max_total_tokens: most tokens of prompt and output together; None: no such limit.
         min_tokens: before that many output tokens neither EOS nor a stop token ends the request.
         priority: smaller is more urgent.
@@ -50,7 +50,7 @@ class Request:
         metadata: the caller's own; never read here.
 
     Raises:
-        RequestRefused: the arguments themselves can never run (an empty prompt, `max_tokens` below 1, ...).
+        RequestRefused: the arguments themselves can never run (an empty prompt, negative `max_tokens`, ...).
     """
 
     __slots__ = (
@@ -125,7 +125,7 @@ class Request:
         self.request_id = request_id
         self.prompt_token_ids, self._prompt_bytes = _shared_prompt(request_id, prompt_token_ids)
         self.arrival_time = self._seconds(arrival_time)
-        self.max_tokens = self._integer("max_tokens", max_tokens, 1)
+        self.max_tokens = self._integer("max_tokens", max_tokens, 0)
         self.max_total_tokens = (
             None if max_total_tokens is None else self._integer("max_total_tokens", max_total_tokens, 1)
         )

@@ -87,7 +87,7 @@ class DecodeReserve:
     def blocks(self, request: Request, demand: Demand, something_runs: bool) -> int:
         if not something_runs:
             return 0
-        expected = min(self.num_tokens, request.token_limit - request.num_tokens)
+        expected = min(self.num_tokens, request.max_tokens, request.token_limit - request.num_tokens)
         return -(-expected // self._block_size)
 
 
@@ -103,7 +103,7 @@ class MeanDecodeReserve(DecodeReserve):
         self._total = 0
 
     def on_finished(self, request: Request) -> bool:
-        if request.finish_reason not in _OWN_ENDS:
+        if request.finish_reason not in _OWN_ENDS or request.max_tokens == 0:
             return False
         if len(self._lengths) == MEAN_OVER:
             self._total -= self._lengths[0]

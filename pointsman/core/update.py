@@ -102,7 +102,7 @@ class Update:
         sampled, token_ids = _sampled(output, result)
         batch = self._batch
         live = batch.serial[output.rows] == output.serials
-        ends = self._errors(output, result)
+        ends = self._errors(output, result) + self._completions(output, result)
         is_live = live[sampled]
         counts = np.zeros(output.num_rows, dtype=np.int64)
         at = sampled[is_live]
@@ -133,7 +133,7 @@ class Update:
         """The step verified drafts: each row that samples has a run of tokens, of which those up to a stop count."""
         at, runs = _runs(output, result)
         batch = self._batch
-        ends = self._errors(output, result)
+        ends = self._errors(output, result) + self._completions(output, result)
         rows: Int64Array = output.rows[at].astype(np.int64, copy=False)
         drafts: Int64Array = output.num_draft_tokens[at].astype(np.int64, copy=False)
         live = batch.serial[rows] == output.serials[at]
@@ -217,6 +217,20 @@ class Update:
         request.append_output([token_id])
         request.settle_pending(1)
         return stop_condition(request, request.num_tokens, token_id)
+
+    def _completions(self, output: SchedulerOutput, result: StepResult) -> Ends:
+        """Requests that sample nothing, and whose prompts are computed now."""
+        ends: Ends = []
+        for index in output.completes.tolist():
+            request = output.requests[index]
+            if index in result.errors or request.is_finished or request.serial != output.serials[index]:
+                continue
+            if request.row is None:  # it lost its row meanwhile
+                request.settle_pending(1)
+            else:
+                self._batch.num_pending[request.row] -= 1
+            ends.append((index, End(request, FinishReason.STOP)))
+        return ends
 
     def _errors(self, output: SchedulerOutput, result: StepResult) -> Ends:
         """Rows that failed on their own: what they wrote in this step and since is not to be found again."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from pointsman.engine.llm import LLM
     from pointsman.engine.output import CompletionOutput, Logprob, RequestOutput
+    from pointsman.engine.pooling import EmbeddingRequestOutput, PoolingParams
     from pointsman.engine.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
     from pointsman.engine.stats_log import EngineStats
     from pointsman.engine.structured_outputs import StructuredOutputsParams
@@ -31,6 +32,8 @@ _HOMES = {
     "Engine": "engine",
     "AsyncEngine": "async_engine",
     "RequestStream": "async_engine",
+    "EmbeddingRequestOutput": "pooling",
+    "PoolingParams": "pooling",
     "EngineStats": "stats_log",
     "EngineDeadError": "errors",
     "SamplingParams": "sampling_params",
@@ -50,6 +53,7 @@ __all__ = [
     "LLM",
     "AsyncEngine",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "Engine",
     "EngineDeadError",
     "EngineStats",
@@ -57,6 +61,7 @@ __all__ = [
     "GrammarError",
     "Logprob",
     "ModelLoadError",
+    "PoolingParams",
     "RepetitionDetectionParams",
     "RequestOutput",
     "RequestOutputKind",

@@ -34,6 +34,7 @@ from pointsman.engine.mailbox import LoopMailbox, LoopPort
 from pointsman.engine.messages import Add, Call, Expect, Stop
 from pointsman.engine.output import RequestOutput
 from pointsman.engine.pausing import PauseChoice
+from pointsman.engine.pooling import EmbeddingRequestOutput, PoolingParams
 from pointsman.engine.request_checks import check_request_id
 from pointsman.engine.sampling_params import RequestOutputKind, SamplingParams
 from pointsman.engine.stats_log import DEFAULT_INTERVAL, EngineStats, read_stats
@@ -114,7 +115,7 @@ class AsyncEngine:
     def generate(
         self,
         prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | None = None,
         request_id: str | None = None,
         *,
         priority: int = 0,
@@ -144,6 +145,28 @@ class AsyncEngine:
             params or SamplingParams(),
             {"priority": priority, "cache_salt": cache_salt, "arrival_time": arrival_time},
         )
+
+    async def embed(
+        self,
+        prompt: str | Sequence[int],
+        params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> EmbeddingRequestOutput:
+        """A prompt's vector: `output.outputs.embedding`. Cancelling it aborts the request.
+
+        Args:
+            params: how it is made; None: of the last token, scaled to length 1.
+            prompt, request_id, priority, cache_salt: as for `generate`.
+
+        Raises:
+            As reading a stream; RuntimeError: it ended without a vector, and why.
+        """
+        pooling = params or PoolingParams()
+        async with self.generate(prompt, pooling, request_id, priority=priority, cache_salt=cache_salt) as stream:
+            return EmbeddingRequestOutput.of(await anext(stream))
 
     async def abort(self, request_id: str) -> bool:
         """End a request now; its stream ends with finish_reason "abort". False: it is unknown or has ended.
@@ -302,7 +325,7 @@ class AsyncEngine:
                 port = self._ports[loop] = LoopPort(loop)
             return port
 
-    def _mailbox(self, params: SamplingParams) -> LoopMailbox:
+    def _mailbox(self, params: SamplingParams | PoolingParams) -> LoopMailbox:
         return LoopMailbox(self._port(), finished_only=params.output_kind is RequestOutputKind.FINAL_ONLY)
 
     def _send_request(
@@ -310,10 +333,12 @@ class AsyncEngine:
         request_id: str,
         mailbox: LoopMailbox,
         prompt: Sequence[int],
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         options: dict[str, Any],
     ) -> None:
-        if params.output_kind is RequestOutputKind.DELTA:  # made by the stream, which knows what its reader has seen
+        if (
+            isinstance(params, SamplingParams) and params.output_kind is RequestOutputKind.DELTA
+        ):  # made by the stream, which knows what its reader has seen
             params = dataclasses.replace(params, output_kind=RequestOutputKind.CUMULATIVE)
 
         def add(engine: Engine) -> Request:
@@ -335,7 +360,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         engine: AsyncEngine,
         request_id: str,
         prompt: str | Sequence[int],
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         options: dict[str, Any],
     ) -> None:
         self.request_id = request_id

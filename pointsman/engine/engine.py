@@ -16,13 +16,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pointsman.core import FinishReason, ParkReason, Request, Scheduler, SchedulerConfig, SchedulerOutput
 from pointsman.engine import deadlines
 from pointsman.engine.allocation import give_back_freed_pages, keep_freed_pages
+from pointsman.engine.counters import EngineCounters
 from pointsman.engine.errors import GrammarError
 from pointsman.engine.grammar_compiler import GrammarCompiler
 from pointsman.engine.grammar_process import DEFAULT_TIMEOUT, GrammarLimits
@@ -32,6 +32,7 @@ from pointsman.engine.model_runner import ModelRunner
 from pointsman.engine.output import RequestOutput
 from pointsman.engine.output_processor import OutputProcessor
 from pointsman.engine.pausing import PauseChoice, Pausing
+from pointsman.engine.pooling import SILENT, PoolingParams, check_can_pool
 from pointsman.engine.request_checks import check_request_id, checked_token_ids
 from pointsman.engine.sampling_params import SamplingParams
 from pointsman.engine.steps_in_flight import StepsInFlight
@@ -50,22 +51,6 @@ if TYPE_CHECKING:
 
 GRAMMAR_PATIENCE = 0.1
 """Seconds that a step without anything to run waits for a grammar; then it is an empty step."""
-
-
-@dataclass(slots=True)
-class EngineCounters:
-    """What the engine has done since it was made; every field only grows. Two readings make rates."""
-
-    num_steps: int = 0
-    num_prompt_tokens: int = 0
-    """Prompt tokens of requests that reached their first token, with those found in the prefix cache."""
-    num_cached_tokens: int = 0
-    """How many of `num_prompt_tokens` were found in the prefix cache, and so were not computed."""
-    num_generated_tokens: int = 0
-    scheduler_time: float = 0.0
-    """Seconds in the scheduler's `schedule` and `update`."""
-    execute_time: float = 0.0
-    """Seconds in which the engine's thread prepared steps, ran the model or waited for it."""
 
 
 class Engine:
@@ -226,7 +211,7 @@ class Engine:
         self,
         request_id: str,
         prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | None = None,
         *,
         arrival_time: float | None = None,
         priority: int = 0,
@@ -240,7 +225,7 @@ class Engine:
         Args:
             request_id: text, unique among requests that have not ended; free again with the step after its end.
             prompt: text, or token ids.
-            params: None: the defaults of `SamplingParams`.
+            params: None: the defaults of `SamplingParams`; a `PoolingParams`: its output has an embedding and no token.
             arrival_time: seconds on the engine's clock; None: now.
             priority: smaller is more urgent; read under order "priority".
             cache_salt: only requests with an equal salt share cached prefixes.
@@ -266,6 +251,8 @@ class Engine:
         grammar = self.grammars.find(request.metadata)
         needs_grammar = grammar is None and request.metadata.structured_outputs is not None
         self.scheduler.add(request, now, park=ParkReason.GRAMMAR if needs_grammar else None)
+        if isinstance(params, PoolingParams):
+            self.runner.pooler.add(request, params)
         if grammar is not None:
             self.runner.sampler.use_grammar(request, grammar)
         elif needs_grammar:
@@ -281,7 +268,7 @@ class Engine:
         self,
         request_id: str,
         prompt: str | Sequence[int],
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         *,
         arrival_time: float,
         priority: int = 0,
@@ -295,13 +282,17 @@ class Engine:
         check_request_id(request_id)
         content = self.tokenize(prompt) if isinstance(prompt, str) else prompt
         token_ids = checked_token_ids(request_id, content, self.loaded.vocab_size)
+        pooling = params if isinstance(params, PoolingParams) else None
+        if isinstance(params, PoolingParams):
+            check_can_pool(self.loaded.model)
+            params = SILENT
         self.outputs.check(request_id, params)
         self.runner.sampler.check(params)
         self.grammars.check(params)
         # The text of a structured request ends where its grammar does, even before `min_tokens` and with `ignore_eos`:
         # as long as the text may go on, it is the sampler that keeps it from ending.
         is_structured = params.structured_outputs is not None
-        max_tokens = params.max_tokens
+        max_tokens = 0 if pooling else params.max_tokens
         if max_tokens is None:
             max_tokens = max(1, self.max_model_len - len(token_ids))
         request = Request(
@@ -316,8 +307,8 @@ class Engine:
             stop_token_ids=tuple(params.stop_token_ids),
             repetition_detection=params.repetition_detection,
             cache_salt=cache_salt,
-            # The logprobs of a prompt token need the logits before it, which a cached prefix does not compute.
-            use_prefix_cache=params.prompt_logprobs is None,
+            # A cached prefix computes neither the logits before a prompt token nor its hidden state.
+            use_prefix_cache=params.prompt_logprobs is None and (pooling is None or pooling.pooling == "last"),
             runs_ahead=not is_structured,  # a grammar says what may follow a token when it has seen the token
             metadata=params,
         )

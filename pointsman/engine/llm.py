@@ -21,6 +21,7 @@ from pointsman.engine.errors import EngineStepError
 from pointsman.engine.interruption import Interruption, noted_interrupts
 from pointsman.engine.model_loader import LoadedModel
 from pointsman.engine.output import RequestOutput
+from pointsman.engine.pooling import EmbeddingRequestOutput, Pooling, PoolingParams
 from pointsman.engine.sampling_params import RequestOutputKind, SamplingParams
 from pointsman.engine.stats_log import DEFAULT_INTERVAL, StatsLogger
 from pointsman.engine.tokenizing import render_chat
@@ -100,6 +101,31 @@ class LLM:
         interruption.obey()  # if it came after the last step
         return [finished[request_id] for request_id in ids]
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling: Pooling = "last",
+        use_tqdm: bool = True,
+        *,
+        normalize: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """One vector per prompt, made of the model's last hidden states.
+
+        Args:
+            prompts: one or many.
+            pooling: "last": the hidden state of a prompt's last token; "mean": the mean over all of them.
+            use_tqdm: whether to show progress on stderr.
+            normalize: whether vectors are scaled to length 1.
+
+        Returns:
+            One output per prompt, in the order of the prompts; the vector is `output.outputs.embedding`.
+
+        Raises:
+            As `generate`; RuntimeError: also if the model computes a vector that is not finite.
+        """
+        params: Any = PoolingParams(pooling, normalize)
+        return [EmbeddingRequestOutput.of(output) for output in self.generate(prompts, params, use_tqdm)]
+
     def _run(self, num_requests: int, use_tqdm: bool, interruption: Interruption) -> dict[str, RequestOutput]:
         """Step until every request has ended; their last outputs, by id."""
         interval = None if use_tqdm else self._log_stats_interval  # a line would tear the bar
@@ -172,13 +198,15 @@ class LLM:
         return {"prompt": text, "prompt_token_ids": self.engine.tokenize(text, add_special_tokens=False)}
 
     def _add_all(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], interruption: Interruption
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | PoolingParams], interruption: Interruption
     ) -> list[str]:
         """Add every prompt, or none."""
         ids: list[str] = []
+        kind = RequestOutputKind.FINAL_ONLY
         distinct = {id(one): one for one in params}
         final = {
-            key: dataclasses.replace(one, output_kind=RequestOutputKind.FINAL_ONLY) for key, one in distinct.items()
+            key: one if isinstance(one, PoolingParams) else dataclasses.replace(one, output_kind=kind)
+            for key, one in distinct.items()
         }
         try:
             for prompt, one in zip(prompts, params, strict=True):
@@ -201,9 +229,9 @@ class LLM:
 
 
 def _params_per_prompt(
-    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-) -> Sequence[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
+    params: SamplingParams | PoolingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> Sequence[SamplingParams | PoolingParams]:
+    if params is None or isinstance(params, (SamplingParams, PoolingParams)):
         return [params or SamplingParams()] * num_prompts
     if len(params) != num_prompts:
         raise ValueError(

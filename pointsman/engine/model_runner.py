@@ -25,8 +25,9 @@ from pointsman.engine.errors import NOTHING_LEFT
 from pointsman.engine.kv_pool import KVPool
 from pointsman.engine.linear import whole_rows
 from pointsman.engine.logprobs import PromptLogprobs, TokenLogprobs, token_logprobs
-from pointsman.engine.model_check import lengthened, run_model
+from pointsman.engine.model_check import lengthened, run_model, takes_logits_to_keep
 from pointsman.engine.model_loader import LoadedModel
+from pointsman.engine.pooling import Float32Array, PooledChunk, Pooler, hidden_states
 from pointsman.engine.race import Int64Array
 from pointsman.engine.sampled_tokens import SampledTokens
 from pointsman.engine.sampler import Sampled, Sampler
@@ -64,8 +65,11 @@ class PreparedStep:
     """[s] row indices that sample."""
     sampling_batch: SamplingBatch
     logits_at: Int64Array
-    """Flat positions whose logits are wanted: first the s that are sampled from, then those of `prompt_chunks`."""
+    """Flat positions whose logits are wanted: first the s that are sampled from, then those of `prompt_chunks`; behind
+    them those whose hidden states are, of `pooled_chunks`."""
+    num_logits: int
     prompt_chunks: Sequence[PromptChunk] = ()
+    pooled_chunks: Sequence[PooledChunk] = ()
     links: StepLinks | None = None
     """How it hangs together with other steps in flight; None: there are none."""
 
@@ -91,6 +95,8 @@ class StepExecution:
     """Row index of the output -> those of the sampled token, where they were asked for."""
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     """Row index of the output -> those of the prompt tokens that this step reached, where they were asked for."""
+    embeddings: dict[int, Float32Array] = field(default_factory=dict)
+    """Row index of the output -> the vector of a prompt that this step completed, [hidden_size]."""
 
 
 class ModelRunner:
@@ -117,6 +123,7 @@ class ModelRunner:
         self.pool = pool
         self.scheduler = scheduler
         self.sampler = Sampler(loaded.vocab_size, seed, loaded.tokenizer, loaded.model.device)
+        self.pooler = Pooler()
         self.backend = backend or loaded.attention
         self._fills_rows = self.backend.leaves_out_rows and loaded.rows_are_independent
         num_steps = scheduler.config.max_steps_in_flight
@@ -160,9 +167,13 @@ class ModelRunner:
             sampling=sampling,
             sampling_batch=sampling_batch,
             logits_at=batch.query_starts[sampling + 1] - 1,
+            num_logits=len(sampling),
         )
         if sampling_batch.prompt_logprobs:
             self._prepare_prompt_logprobs(output, prepared)
+        if len(self.pooler):
+            prepared.pooled_chunks, hidden_at = self.pooler.prepare(output, batch.query_starts)
+            prepared.logits_at = np.concatenate([prepared.logits_at, hidden_at])
         if sampled is not None:
             prepared.links = _links(output, prepared, sampled)
         return prepared
@@ -182,6 +193,7 @@ class ModelRunner:
                 logits_at.append(prepared.batch.query_starts[index] + np.arange(end - start))
         prepared.prompt_chunks = chunks
         prepared.logits_at = np.concatenate(logits_at)
+        prepared.num_logits = len(prepared.logits_at)
 
     # ----------------------------------------------------------------------------------------------------- execute
 
@@ -196,10 +208,16 @@ class ModelRunner:
         started = time.perf_counter()
         if prepared.links is not None:
             self._take_sampled(prepared, prepared.links)
-        logits = self._forward(prepared)
+        vectors: dict[int, Float32Array] = {}
+        if prepared.pooled_chunks:
+            logits, vectors = self._forward_and_pool(prepared)
+        else:
+            logits = self._forward(prepared)
         execution = self._sample(prepared, logits[: len(prepared.sampling)])
         if prepared.prompt_chunks:
-            execution.prompt_logprobs = _prompt_logprobs(prepared, logits[len(prepared.sampling) :])
+            execution.prompt_logprobs = _prompt_logprobs(prepared, logits[len(prepared.sampling) : prepared.num_logits])
+        if vectors:
+            _add_vectors(execution, vectors)
         execution.result.step_time = time.perf_counter() - started
         return execution
 
@@ -211,13 +229,23 @@ class ModelRunner:
         if prepared.sampling_batch.edits is not None:
             prepared.sampling_batch.edits.finish(self._sampled_tokens.get)
 
+    def _forward_and_pool(self, prepared: PreparedStep) -> tuple[Tensor, dict[int, Float32Array]]:
+        """Logits [num_logits or more, vocab_size], and the vectors of the rows that completed."""
+        model, num_logits = self.loaded.model, prepared.num_logits
+        trims = takes_logits_to_keep(type(model))
+        wanted = whole_rows(num_logits) if self._fills_rows else num_logits
+        with hidden_states(model, wanted, trims) as heard:
+            logits = self._forward(prepared)
+        hidden = heard[0] if trims else heard[0][torch.from_numpy(prepared.logits_at).to(heard[0].device)]
+        return logits, self.pooler.take(prepared.pooled_chunks, hidden[num_logits : len(prepared.logits_at)])
+
     def _forward(self, prepared: PreparedStep) -> Tensor:
-        """Logits [len(logits_at), vocab_size]."""
+        """Logits [len(logits_at), vocab_size]; of rows that are pooled there may be none."""
         context = self.loaded.context
         num_tokens, num_logits = prepared.batch.num_tokens, len(prepared.logits_at)
         keep: Tensor | None = torch.from_numpy(prepared.logits_at)
         num_rows: int | None = None
-        if num_logits == num_tokens and not prepared.prompt_chunks:
+        if num_logits == num_tokens and not prepared.prompt_chunks and not prepared.pooled_chunks:
             keep = None  # decodes only
         if self._fills_rows:
             num_rows = whole_rows(num_tokens)
@@ -259,6 +287,14 @@ def _links(output: SchedulerOutput, prepared: PreparedStep, tokens: SampledToken
         unsampled=unsampled,
         sources=tokens.places(rows[row_indices], batch.positions[unsampled]),
     )
+
+
+def _add_vectors(execution: StepExecution, vectors: dict[int, Float32Array]) -> None:
+    """The vectors of a step; one that is not finite is an error of its row."""
+    execution.embeddings = {index: vector for index, vector in vectors.items() if np.isfinite(vector).all()}
+    bad = {index: NOT_FINITE for index in vectors if index not in execution.embeddings}
+    if bad:
+        execution.result.errors = {**execution.result.errors, **bad}
 
 
 def _errors(prepared: PreparedStep, logits: Tensor, sampled: Sampled) -> dict[int, str]:

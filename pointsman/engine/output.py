@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 from pointsman.core import FinishReason, Request, RequestEvent
 
 if TYPE_CHECKING:
@@ -63,7 +66,7 @@ class Transcript:
         stream_interval: tokens from one output to the next.
     """
 
-    __slots__ = ("_final_text", "_prompt_token_ids", "_rest", "decoder", "detokenizer", "finish_detail",
+    __slots__ = ("_final_text", "_prompt_token_ids", "_rest", "decoder", "detokenizer", "embedding", "finish_detail",
                  "finish_reason", "has_hidden_end", "is_eager", "logprob_sums", "logprobs", "metrics",
                  "mode", "num_reported", "prompt", "prompt_logprobs", "request", "skips_special_tokens",
                  "stop_reason", "stream_interval", "texts", "token_ids")  # fmt: skip
@@ -98,6 +101,8 @@ class Transcript:
         """One per token, see `add_logprobs`."""
         self.logprob_sums: list[float] = []
         """The log probability of the tokens up to each of those."""
+        self.embedding: npt.NDArray[np.float32] | None = None
+        """Of a request that is pooled, once its prompt is computed."""
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if keeps_prompt_logprobs else None
         """One per prompt token from the second on."""
         self.metrics = RequestMetrics(arrival_time=request.arrival_time, events=request.events)
@@ -296,6 +301,11 @@ class RequestOutput:
         if entries is None or self._start:
             return None
         return [None, *(self._transcript.describe(entry) for entry in entries)]
+
+    @property
+    def embedding(self) -> npt.NDArray[np.float32] | None:
+        """[hidden_size] float32: the prompt's vector, in the last output of a request with `PoolingParams`."""
+        return self._transcript.embedding if self.finished else None
 
     @property
     def outputs(self) -> list[CompletionOutput]:

@@ -27,7 +27,7 @@ from pointsman.engine.output import RequestOutput, Transcript, ended_by_token
 from pointsman.engine.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
-    from pointsman.engine.engine import EngineCounters
+    from pointsman.engine.counters import EngineCounters
     from pointsman.engine.model_runner import StepExecution
 
 logger = logging.getLogger(__name__)
@@ -130,6 +130,8 @@ class OutputProcessor:
             want; and the requests among them that have to be ended in the scheduler.
         """
         live = self._live
+        if execution.embeddings:
+            self._take_embeddings(output, execution)
         if execution.logprobs or execution.prompt_logprobs:
             self._take_logprobs(output, update, execution)
         for request in update.finished:
@@ -223,8 +225,11 @@ class OutputProcessor:
         return output
 
     def _note_first_token(self, transcript: Transcript, now: float) -> None:
-        request = transcript.request
         transcript.metrics.first_token_time = now
+        self._count_prompt(transcript)
+
+    def _count_prompt(self, transcript: Transcript) -> None:
+        request = transcript.request
         transcript.metrics.num_cached_tokens = request.num_cached_tokens
         self._counters.num_prompt_tokens += request.num_prompt_tokens
         self._counters.num_cached_tokens += request.num_cached_tokens
@@ -253,6 +258,13 @@ class OutputProcessor:
             num_reported = transcript.num_reported
         start = num_reported if params.output_kind is RequestOutputKind.DELTA else 0
         return RequestOutput(transcript, start, len(transcript.token_ids), finished=True)
+
+    def _take_embeddings(self, output: SchedulerOutput, execution: StepExecution) -> None:
+        for row, vector in execution.embeddings.items():
+            transcript = self._live.get(output.requests[row])
+            if transcript is not None:
+                transcript.embedding = vector
+                self._count_prompt(transcript)
 
     def _take_logprobs(self, output: SchedulerOutput, update: StepUpdate, execution: StepExecution) -> None:
         for row, entry in execution.logprobs.items():

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 from pointsman.core.stats import SchedulerStats
 
 if TYPE_CHECKING:
-    from pointsman.engine.engine import Engine, EngineCounters
+    from pointsman.engine.counters import EngineCounters
+    from pointsman.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 

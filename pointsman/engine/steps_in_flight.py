@@ -20,7 +20,7 @@ from pointsman.engine.step_worker import StepWorker
 
 if TYPE_CHECKING:
     from pointsman.core import Scheduler, SchedulerOutput
-    from pointsman.engine.engine import EngineCounters
+    from pointsman.engine.counters import EngineCounters
     from pointsman.engine.model_runner import ModelRunner, PreparedStep, StepExecution
 
 

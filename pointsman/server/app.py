@@ -1,6 +1,6 @@
 """The HTTP interface: `create_app` puts routes, limits and errors together.
 
-    /v1/completions, /v1/chat/completions, /v1/models     what OpenAI's clients call
+    /v1/completions, /v1/chat/completions, /v1/embeddings, /v1/models     what OpenAI's clients call
     /tokenize, /detokenize, /version                      what vLLM's clients call
     /health, /ready, /metrics                             what supervisors, balancers and Prometheus call
     /v1/requests, /pause, /resume, /reset_prefix_cache    what operators call
@@ -22,6 +22,7 @@ from pointsman.server.chat import ChatJob
 from pointsman.server.completions import CompletionJob
 from pointsman.server.config import ServerConfig
 from pointsman.server.descriptions import describe, errors, events
+from pointsman.server.embeddings import embeddings_router
 from pointsman.server.engine_client import EngineClient
 from pointsman.server.errors import ApiError, ErrorAnswers, not_found, shown
 from pointsman.server.gate import Gate
@@ -72,6 +73,7 @@ def create_app(client: EngineClient, config: ServerConfig) -> FastAPI:
     app = FastAPI(title="Pointsman", version=pointsman.__version__, description=DESCRIPTION)
     app.state.gate = gate
     app.include_router(_generation_router(service))
+    app.include_router(embeddings_router(service))
     app.include_router(_models_router(service))
     app.include_router(requests_router(service))
     app.include_router(operation_router(service))

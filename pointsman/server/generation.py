@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 from pointsman.server.wire import Delta
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from pointsman.engine.output import Logprob
     from pointsman.server.backlog import Ticket
     from pointsman.server.client_stream import ClientStream
@@ -104,6 +107,7 @@ class Result:
     finish_reason: str | None = None
     finish_detail: str = ""
     stop_reason: int | str | None = None
+    embedding: npt.NDArray[np.float32] | None = None
 
 
 DEADLINE_GRACE = 1.0
@@ -214,6 +218,7 @@ async def _read_all(sample: Sample) -> Result:
             result.logprobs = (result.logprobs or []) + delta.logprobs
         result.prompt_logprobs = result.prompt_logprobs or delta.prompt_logprobs
         result.finish_reason = delta.finish_reason
+        result.embedding = delta.embedding
         result.finish_detail, result.stop_reason = delta.finish_detail, delta.stop_reason
     result.text = "".join(texts)
     return result

@@ -186,4 +186,5 @@ def _delta(latest: RequestOutput, told: RequestOutput | None) -> Delta:
     if latest.finished:
         delta.finish_reason, delta.stop_reason = sample.finish_reason, sample.stop_reason
         delta.finish_detail, delta.metrics = sample.finish_detail, latest.metrics
+        delta.embedding = latest.embedding
     return delta

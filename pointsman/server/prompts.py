@@ -77,7 +77,7 @@ class Prompt:
     """As the client wrote it; None if it sent token ids, or a conversation."""
 
 
-def count_prompts(prompt: str | Sequence[Any]) -> int:
+def count_prompts(prompt: str | Sequence[Any], field: str = "prompt") -> int:
     """How many prompts a request has, before any is looked at.
 
     Raises:
@@ -88,8 +88,8 @@ def count_prompts(prompt: str | Sequence[Any]) -> int:
     if len(prompt) > MAX_PROMPTS:
         raise ApiError(
             400,
-            f"prompt: a list of {len(prompt)}; at most {MAX_PROMPTS} fit in one request: send several",
-            param="prompt",
+            f"{field}: a list of {len(prompt)}; at most {MAX_PROMPTS} fit in one request: send several",
+            param=field,
         )
     return len(prompt)
 
@@ -113,17 +113,24 @@ class PromptReader:
         Raises:
             ValueError, ApiError: one of them is none.
         """
-        prompt: Any = body.prompt
-        if isinstance(prompt, str) or isinstance(prompt[0], int):
-            prompt = [prompt]
-        return [await self._of_part(part, body.add_special_tokens) for part in prompt]
+        return await self.of_field("prompt", body.prompt, body.add_special_tokens)
 
-    async def _of_part(self, part: str | list[int], add_special_tokens: bool) -> Prompt:
+    async def of_field(self, field: str, value: Any, add_special_tokens: bool) -> list[Prompt]:
+        """The prompts in a field of a request: text, token ids, or a list of either, and not empty.
+
+        Raises:
+            ValueError, ApiError: one of them is none.
+        """
+        if isinstance(value, str) or isinstance(value[0], int):
+            value = [value]
+        return [await self._of_part(field, part, add_special_tokens) for part in value]
+
+    async def _of_part(self, field: str, part: str | list[int], add_special_tokens: bool) -> Prompt:
         if isinstance(part, str):
             self.check_length(part)
             return Prompt(await self._client.encode(part, add_special_tokens), part)
         if not part:
-            raise ApiError(400, "prompt: one of them is empty; give one token or more", param="prompt")
+            raise ApiError(400, f"{field}: one of them is empty; give one token or more", param=field)
         return Prompt(part)
 
     async def of_chat(self, body: ChatFields, **template_input: Any) -> Prompt:

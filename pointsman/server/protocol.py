@@ -203,6 +203,44 @@ class SamplingFields(_Refusing):
         return self
 
 
+# ------------------------------------------------------------------------------------------------- embeddings
+
+
+class EmbeddingRequest(_Refusing):
+    """POST /v1/embeddings."""
+
+    unsupported: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
+        "dimensions": ((None,), "vectors are not shortened, which only few models are trained for; leave it out"),
+        "truncate_prompt_tokens": ((None,), "inputs are not truncated here; shorten the input"),
+        "messages": ((None,), "conversations are not embedded here; send their text as input"),
+    }
+
+    model: str | None = Field(None, description="A name that /v1/models lists; left out: the model that is served.")
+    input: PromptField = Field(description="Text, token ids, or a list of either.")
+    encoding_format: Literal["float", "base64"] = "float"
+    user: Annotated[str, Field(max_length=1024)] | None = Field(None, description="The tenant.")
+
+    pooling: Literal["last", "mean"] = Field(
+        "last", description="Of which hidden states a vector is made: the last token's, or the mean over all tokens."
+    )
+    use_activation: bool | None = Field(None, description="false: vectors are not scaled to length 1.")
+    add_special_tokens: bool = True
+    priority: Int64 = Field(0, description="Smaller is more urgent; only where the server schedules by priority.")
+    request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = Field(None, description="Part of the answer's id.")
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
+        None, description="Only requests with an equal salt share cached prefixes."
+    )
+    deadline: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Seconds from arrival after which the request is ended."
+    )
+
+    @model_validator(mode="after")
+    def _check_input(self) -> EmbeddingRequest:
+        if not self.input:
+            raise refusal("input", "input: it is empty; give text of one character or more, or token ids")
+        return self
+
+
 # ------------------------------------------------------------------------------------------------- completions
 
 

@@ -67,6 +67,25 @@ class CompletionResponse(BaseModel):
     usage: Usage
 
 
+class Embedding(BaseModel):
+    """The vector of one input."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str = Field(description="Numbers; or base64 of little-endian float32.")
+
+
+class EmbeddingResponse(BaseModel):
+    """Answer of /v1/embeddings."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: Usage
+
+
 class ChatTokenLogprob(BaseModel):
     """A token that was likely in some place."""
 

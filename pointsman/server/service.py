@@ -83,7 +83,7 @@ class Service:
             ApiError: 503 while the server shuts down; 500 when the engine is dead.
         """
         if self.gate.is_closed and self.client.death is None:
-            raise self._closed()
+            raise self.closed()
         if not self.client.is_alive:
             raise ApiError(500, f"the engine has ended: {self.client.death or 'shut down'}", reason="engine_dead")
 
@@ -94,10 +94,11 @@ class Service:
             Exception: `error` itself, if it is a fault of ours.
         """
         if isinstance(error, EngineDeadError) and self.gate.is_closed and self.client.death is None:
-            return self._closed()
+            return self.closed()
         return from_engine(error)
 
-    def _closed(self) -> ApiError:
+    def closed(self) -> ApiError:
+        """What clients are told while the server shuts down."""
         seconds = max(1, round(self.config.drain_timeout))
         return ApiError(
             503,
@@ -142,7 +143,7 @@ class Service:
             async with asyncio.timeout(generation.seconds_left):
                 await self._start(job, generation, ticket)
         except TimeoutError:
-            raise _too_late() from None
+            raise too_late() from None
         except (EngineDeadError, EngineStalledError, ValueError) as error:
             raise self.from_engine(error) from error
         headers = {"x-request-id": job.id}
@@ -217,9 +218,9 @@ class Service:
         if not any(result.token_ids for result in results):
             reasons = {result.finish_reason for result in results}
             if "abort" in reasons:  # the server's end overtook it; another one may still answer
-                raise self._closed()
+                raise self.closed()
             if reasons == {"deadline"}:
-                raise _too_late()
+                raise too_late()
         return await job.whole(results)
 
     async def _stream(self, job: Job, generation: Generation, events: EventStream) -> None:
@@ -248,7 +249,8 @@ class Service:
             self.metrics.stream_closed()
 
 
-def _too_late() -> ApiError:
+def too_late() -> ApiError:
+    """What a client is told whose deadline passed before there was anything for it."""
     return ApiError(
         408,
         "the deadline passed before the first token; give it more time, or try when the server has less to do",

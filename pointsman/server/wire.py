@@ -13,8 +13,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from pointsman.core import Explanation
     from pointsman.engine.output import Logprob, RequestMetrics
+    from pointsman.engine.pooling import PoolingParams
     from pointsman.engine.sampling_params import SamplingParams
 
 _LENGTH = struct.Struct("!I")
@@ -33,7 +37,7 @@ class EngineRequest:
 
     request_id: str
     prompt_token_ids: list[int]
-    params: SamplingParams
+    params: SamplingParams | PoolingParams
     priority: int = 0
     cache_salt: str | None = None
     arrival_time: float | None = None
@@ -159,6 +163,8 @@ class Delta:
     metrics: RequestMetrics | None = None
     """In the last one."""
     num_cached_tokens: int = 0
+    embedding: npt.NDArray[np.float32] | None = None
+    """In the last one, of a request with `PoolingParams`."""
 
     def merge(self, later: Delta) -> None:
         """Take in the one that follows."""
@@ -172,6 +178,7 @@ class Delta:
         self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
         self.metrics = later.metrics
         self.num_cached_tokens = later.num_cached_tokens
+        self.embedding = later.embedding
 
 
 @dataclass(slots=True)

@@ -110,9 +110,11 @@ def test_a_prompt_that_is_cached_as_a_whole_leaves_something_to_compute(length: 
 def test_a_limit_of_zero_is_a_limit_of_zero() -> None:
     """0 was read as "not given" (it is false in Python), or let through to a loop that never ends."""
     host = Host()
-    for fields in ({"max_tokens": 0}, {"max_tokens": 4, "max_total_tokens": 0}):
-        with pytest.raises(RequestRefused, match="is 0; it must be between 1"):
-            host.add("none", 4, **fields)
+    with pytest.raises(RequestRefused, match="is 0; it must be between 1"):
+        host.add("none", 4, max_tokens=4, max_total_tokens=0)
+    silent = host.add("silent", 4, max_tokens=0)
+    host.run_to_end()
+    assert silent.output_token_ids.tolist() == []
     for knob in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_steps_in_flight"):
         with pytest.raises(ConfigError, match=f"{knob} is 0"):
             small_config(**{knob: 0})

@@ -55,6 +55,21 @@ def undisturbed(loaded: LoadedModel, prompt: list[int] = PROMPT, params: Samplin
 # ------------------------------------------------------------------------------------------------- the engine
 
 
+def test_a_pause_is_complete_when_no_step_is_in_flight(loaded: LoadedModel) -> None:
+    engine = Engine(loaded, **{**KNOBS, "max_steps_in_flight": 2})
+    engine.add_request("a", PROMPT, LONG)
+    for _ in range(4):
+        engine.step()
+    paused = engine.pause("keep")
+    assert engine.scheduler.num_steps_in_flight > 0 and not paused.done()
+    while not paused.done():
+        engine.step()
+    assert engine.scheduler.num_steps_in_flight == 0 and not engine.has_runnable_requests()
+    engine.resume()
+    assert tokens_of(engine) == {"a": (undisturbed(loaded), "length")}
+    engine.close()
+
+
 @pytest.mark.parametrize("clear_cache", [False, True])
 def test_what_is_kept_stands_still_and_then_generates_what_it_would_have(
     loaded: LoadedModel, clear_cache: bool
@@ -266,7 +281,7 @@ def test_an_engine_that_dies_tells_who_waits_for_its_pause(make_async: Callable[
             def fail(*_: Any) -> None:
                 raise RuntimeError("the device is gone")
 
-            inner.runner.execute = fail  # type: ignore[method-assign, assignment]
+            inner.runner.run = fail  # type: ignore[method-assign, assignment]
 
         await engine.call(break_it)
         with pytest.raises(EngineDeadError, match="the device is gone"):

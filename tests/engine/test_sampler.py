@@ -66,6 +66,7 @@ def step_of(rows: list[SamplingRow]) -> tuple[SchedulerOutput, np.ndarray, np.nd
         samples=ones.astype(np.bool_),
         num_draft_tokens=ones - 1,
         draft_token_ids=none,
+        completes=none,
         num_cached_tokens=ones - 1,
         is_resumed=np.zeros(n, dtype=np.bool_),
         block_ids=none,

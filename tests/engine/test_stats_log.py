@@ -10,7 +10,7 @@ import pytest
 from tiny_models import FAMILIES, build
 
 from pointsman.engine import LLM, Engine, SamplingParams
-from pointsman.engine.engine import EngineCounters
+from pointsman.engine.counters import EngineCounters
 from pointsman.engine.model_loader import wrap_model
 from pointsman.engine.stats_log import EngineStats, StatsLogger, read_stats, stats_line
 

@@ -170,7 +170,7 @@ def _expected_output(world: World, entry: Entry) -> int:
     if expected == "mean":
         lengths = world.output_lengths[-128:]
         expected = math.ceil(sum(lengths) / len(lengths)) if lengths else 0
-    left = entry.reference.limit - entry.num_tokens
+    left = entry.reference.limit - entry.num_tokens if entry.request.max_tokens else 0
     return -(-min(expected, left) // world.config.block_size)
 
 

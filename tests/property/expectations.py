@@ -144,7 +144,8 @@ class Expectations:
         decodes = [self._decodes(entry) for entry in self.running if entry.request in output.continued]
         if any(decodes):
             require(self.is_decode_step(output), f"step {output.step_id} decodes, and computes prompts")
-            cut = [entry for entry in self.running if not self._decodes(entry)]
+            complete = [one for one in self.running if one.request.max_tokens == 0 and one.request in self.pending]
+            cut = [entry for entry in self.running if not self._decodes(entry) and entry not in complete]
             gave_way = any(entry.request in output.preempted for entry in cut)  # and those behind it wait
             require(gave_way or not cut, f"step {output.step_id} decodes, with the prompts of {cut} half computed")
 
@@ -255,7 +256,8 @@ class Expectations:
 def why_refused(request: Request, config: SchedulerConfig) -> str | None:
     """Why a request can never run, by the documentation; None if it can."""
     prompt = request.num_prompt_tokens
-    if prompt >= min(config.max_model_len, request.max_total_tokens or config.max_model_len):
+    least = prompt + (request.max_tokens > 0)
+    if least > min(config.max_model_len, request.max_total_tokens or config.max_model_len):
         return "no room for one token"
     if prompt > config.num_usable_tokens:
         return "larger than the pool"

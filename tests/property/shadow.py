@@ -79,6 +79,8 @@ class Reference:
 def reference_run(request: Request, config: SchedulerConfig) -> Reference:
     """Generate for one request alone, with no scheduler, no blocks and no batch."""
     tokens = request.prompt_token_ids.tolist()
+    if request.max_tokens == 0:
+        return Reference((), len(tokens) + 1, RequestStatus.FINISHED_STOPPED, None, frozenset([""]))
     bounds = {
         "max_tokens": len(tokens) + request.max_tokens,
         "max_model_len": config.max_model_len,
@@ -167,6 +169,7 @@ class ExecutedStep:
 
     output: SchedulerOutput
     sampled: list[list[int]] = field(default_factory=list)  # [n] the tokens of each row; none where it does not sample
+    completed: list[int] = field(default_factory=list)  # rows that computed the last of a prompt and sample nothing
     written: dict[Request, list[int]] = field(default_factory=dict)  # slots
     told: tuple[object, ...] = ()  # what the output said when it was handed out
     lengths: dict[Request, int] = field(default_factory=dict)  # tokens known to the host before this step
@@ -213,7 +216,7 @@ class ShadowHost:
     def num_pending(self, request: Request) -> int:
         """Samples and drafts of `request` of which the scheduler has not been told what became."""
         return sum(
-            int(step.output.samples[index] + step.output.num_draft_tokens[index])
+            int(step.output.samples[index] + step.output.num_draft_tokens[index] + (index in step.completed))
             for step in self.in_flight
             for index, other in enumerate(step.output.requests)
             if other is request
@@ -399,7 +402,9 @@ class ShadowHost:
             sequence = self.sequences[request]
             known = len(sequence.tokens)
             require(end <= known, f"{request.request_id}: positions {start} to {end - 1} of {known} known tokens")
-            require(bool(output.samples[index]) == (end == known), f"{request.request_id}: samples is wrong at {end}")
+            yields = (end == known and request.max_tokens > 0, end == known and request.max_tokens == 0)
+            told = (bool(output.samples[index]), index in output.completes.tolist())
+            require(told == yields, f"{request.request_id}: samples and completes are {told} at {end}, not {yields}")
             require(not drafts or end - start == 1 == known - start, f"{request.request_id} has drafts in a chunk")
             spans.append((sequence, start, end, drafts))
         if not self.config.share_within_step:
@@ -417,8 +422,11 @@ class ShadowHost:
                 self.last_writes[slot] = step.output.step_id
         for sequence, _, end, _ in spans:
             self._read(sequence, end)
-        for sequence, _, end, drafts in spans:
-            step.sampled.append(self._verify(sequence, drafts) if end == len(sequence.tokens) else [])
+        for index, (sequence, _, end, drafts) in enumerate(spans):
+            is_last, is_silent = end == len(sequence.tokens), sequence.request.max_tokens == 0
+            step.sampled.append(self._verify(sequence, drafts) if is_last and not is_silent else [])
+            if is_last and is_silent:
+                step.completed.append(index)
 
     def _slot(self, sequence: HostSequence, position: int) -> int:
         assert sequence.table is not None

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 import pointsman.core.reserve as reserve_module
@@ -21,6 +22,7 @@ from pointsman.core.block_pool import BlockPool
 from pointsman.core.common_prefix import CommonPrefix
 from pointsman.core.displacement import Displacement
 from pointsman.core.drafts import Drafts
+from pointsman.core.emission import Emission
 from pointsman.core.in_order import InOrder
 from pointsman.core.intake import Intake
 from pointsman.core.kv_cache import KVCacheManager
@@ -50,6 +52,7 @@ ROOMY = {**SLOW_PREFILL, "num_blocks": 14, "max_model_len": 48, "max_num_seqs": 
 ROOMY |= {"batching": "mixed", "max_loras": 0, "full_sequence_must_fit": False}
 SPECULATION = {"num_draft_tokens": 5, "draft_table": (), "max_num_seqs": 4, "max_model_len": 48}
 HALF_DONE = {**SLOW_PREFILL, "max_num_partial_prefills": 1, "max_num_seqs": 5, "max_num_batched_tokens": 15}
+WITHOUT_CACHE = {"enable_prefix_caching": False, "share_within_step": True}
 Patch = pytest.MonkeyPatch
 
 
@@ -288,6 +291,32 @@ def a_step_that_preempted_admits(patch: Patch) -> None:
 
 def prefix_is_not_found(patch: Patch) -> None:
     around(patch, PrefixCache, "look_up", lambda original, cache, root, *_: original(cache, root, b"", 0))
+
+
+def completion_is_forgotten_with_the_row(patch: Patch) -> None:
+    """A request that lost its row in flight is not told that its prompt was computed."""
+
+    def completions(original: Any, update: Update, output: Any, result: Any) -> Any:
+        return [(index, end) for index, end in original(update, output, result) if end.request.row is not None]
+
+    around(patch, Update, "_completions", completions)
+
+
+def completion_is_not_rewound(patch: Patch) -> None:
+    def rewind(record: Any, batch: Batch, *args: Any) -> None:
+        output = record.output
+        real_rewind(record, batch, *args)
+        rows = output.rows[output.completes]
+        batch.num_pending[rows[batch.serial[rows] == output.serials[output.completes]]] += 1
+
+    patch.setattr("pointsman.core.scheduler.rewind", rewind)
+
+
+def silent_rows_sample(patch: Patch) -> None:
+    def without(emission: Emission, advance: Any) -> Any:
+        return advance.samples, np.zeros(0, dtype=np.int64)
+
+    patch.setattr(Emission, "_without_completions", without)
 
 
 def pause_does_not_hold_the_door(patch: Patch) -> None:
@@ -548,6 +577,9 @@ BOOKKEEPING: tuple[Fault, ...] = (
     (rejected_drafts_count_as_computed, SPECULATION),
     (stop_within_a_run_is_missed, SPECULATION),
     (displaces_in_vain, {"order": "priority", "displace": True, "batching": "mixed"}),
+    (completion_is_forgotten_with_the_row, {"max_steps_in_flight": 3}),
+    (completion_is_not_rewound, {**SLOW_PREFILL, **WITHOUT_CACHE, "max_steps_in_flight": 3, "batching": "mixed"}),
+    (silent_rows_sample, {}),
     (pause_does_not_hold_the_door, {}),
     (pause_lets_the_urgent_displace, {"order": "priority", "displace": True, "batching": "mixed"}),
     (reset_preempts_one_too_few, {}),

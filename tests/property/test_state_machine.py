@@ -110,6 +110,7 @@ def test_seeded_runs(focus: str) -> None:
 def test_runs_meet_every_limit() -> None:
     """The runs would prove little if memory never ran out: count what happened in them."""
     worlds = [drive(seed, RULES_PER_SEED) for seed in range(1_000_000, 1_000_160)]
+    worlds += [drive(seed, RULES_PER_SEED, **FOCUS["displacement"]) for seed in range(1_000_000, 1_000_020)]
     stats = [world.scheduler.stats() for world in worlds]
     deferrals = Counter(reason for stat in stats for reason, count in stat.deferrals.items() if count)
     rungs = {
@@ -135,4 +136,5 @@ def test_runs_meet_every_limit() -> None:
     assert sum(stat.num_refused for stat in stats) >= 5
     assert sum(world.num_capacity_ends for world in worlds) >= 5
     assert sum(stat.finished["repetition"] for stat in stats) >= 5
+    assert sum(world.num_completions for world in worlds) >= 5
     assert sum(world.num_cached_tokens for world in worlds) >= 50

@@ -219,7 +219,7 @@ def make_request_spec(choose: Chooser, config: SchedulerConfig) -> RequestSpec:
     longest = room + 3 if choose.chance(6) else max(1, room)
     total = choose.integer(1, min(longest, choose.choice((4, 8, longest))))
     tail = min(total, choose.choice((1, 1, 2, 3, 6)))
-    max_tokens = choose.integer(1, choose.choice((3, 10, 25, 40)))
+    max_tokens = 0 if choose.chance(10) else choose.integer(1, choose.choice((3, 10, 25, 40)))
     return RequestSpec(
         document=choose.integer(0, 2),
         shared=total - tail,

@@ -73,6 +73,7 @@ class World:
         self.num_admissions = 0
         self.batch_forms = False  # static: only the token budget kept the last step from admitting more
         self.num_capacity_ends = 0
+        self.num_completions = 0  # of requests that sample nothing
         self.last_row_error_step = -1  # the newest step that was scheduled when a row failed on its own
         self.slots = HeldSlots()
         self.num_withdrawals = 0  # times that something may have left the prefix cache, other than by eviction
@@ -365,6 +366,10 @@ class World:
                     self._end_by_itself(entry)
                 else:
                     self._check_tokens(entry)
+            elif index in step.completed:
+                finished.append(request)
+                self._end_by_itself(entry)
+                self.num_completions += 1
         require(done.counts.tolist() == counts, f"update kept {done.counts.tolist()} tokens, expected {counts}")
         require(done.token_ids.tolist() == tokens, f"update kept {done.token_ids.tolist()}, expected {tokens}")
         require(list(done.finished) == finished, f"update ended {done.finished}, expected {finished}")
@@ -596,7 +601,8 @@ class World:
         self._check_events(entry)
         self.live.remove(entry)
         self.host.forget(request)
-        if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION):
+        ended_by_itself = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION)
+        if ended_by_itself and request.max_tokens:
             self.output_lengths.append(entry.num_output if num_generated is None else num_generated)
         self.unreported.append(request)
         self.tally.finished[request.finish_reason.value if request.finish_reason else ""] += 1
