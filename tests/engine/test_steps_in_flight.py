@@ -260,6 +260,21 @@ def test_the_worker_ends_with_its_engine_and_can_be_closed_before(loaded: Loaded
     assert not mine.is_alive()
 
 
+def test_a_pause_is_complete_when_the_steps_in_flight_are(loaded: LoadedModel) -> None:
+    engine = make(loaded)
+    engine.add_request("ref", [3, 4], GREEDY)
+    tokens = drain(engine)["ref"].token_ids
+    engine.add_request("a", [3, 4], GREEDY)
+    engine.step()
+    paused = engine.pause("keep")
+    assert not paused.done() and engine.has_runnable_requests(), "one step is under way"
+    (output,) = engine.step()
+    assert output.token_ids == tokens[:2], "its token is kept"
+    assert paused.done() and not engine.has_runnable_requests()
+    engine.resume()
+    assert drain(engine)["a"].token_ids == tokens
+
+
 def test_a_recording_replays(loaded: LoadedModel) -> None:
     file = io.StringIO()
     engine = make(loaded, 3, num_blocks=26, full_sequence_must_fit=False, recorder=Recorder(file))
