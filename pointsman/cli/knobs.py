@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -10,6 +11,7 @@ from pointsman.cli.options import NUMBERS_OR_WORDS
 from pointsman.cli.units import parse_size
 from pointsman.core import ConfigError, Scheduler, SchedulerConfig
 from pointsman.core.presets import PRESETS
+from pointsman.engine.kv_events import KVEventsConfig
 
 ENGINE_DEFAULTS = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
 """Defaults of `Engine` that differ from those of `SchedulerConfig`, so that checks need not import PyTorch."""
@@ -30,6 +32,8 @@ def engine_arguments(knobs: Mapping[str, Any], preset: str | None = None) -> dic
         arguments["num_threads"] = num_threads
     if arguments.get("stream_interval", 1) < 1:
         raise ValueError(f"--stream-interval is {arguments['stream_interval']}; it must be at least 1: every token")
+    if "kv_events_config" in arguments:
+        arguments["kv_events_config"] = kv_events_config(arguments["kv_events_config"])
     if "kv_cache_bytes" in arguments:
         arguments["kv_cache_bytes"] = size(arguments["kv_cache_bytes"])
         if "num_blocks" in arguments:
@@ -45,6 +49,22 @@ def engine_arguments(knobs: Mapping[str, Any], preset: str | None = None) -> dic
     stand_ins = {"num_blocks": 1, "max_model_len": 1}  # which the model decides
     Scheduler(SchedulerConfig.preset(preset, **(stand_ins | defaults | own)))
     return PRESETS[preset] | arguments
+
+
+def kv_events_config(text: str) -> dict[str, Any]:
+    """The fields of `KVEventsConfig`, from JSON.
+
+    Raises:
+        ValueError: it is no JSON object, or not of such fields.
+    """
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--kv-events-config is {text!r}, no JSON ({error.msg}); write it like {{}}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"--kv-events-config is {text!r}; it must be a JSON object, like {{}}")
+    KVEventsConfig.of(values)
+    return values
 
 
 def number_or_word(value: int | str) -> int | str:

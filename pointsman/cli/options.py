@@ -103,6 +103,13 @@ KNOBS: dict[str, Any] = {
     "stream_interval": Annotated[
         int | None, typer.Option(help="Tokens from one output of a request to the next [default: 1].")
     ],
+    "kv_events_config": Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help='Where to publish what the prefix cache holds, like {"endpoint": "tcp://*:5557"}; vLLM\'s fields.',
+        ),
+    ],
     "num_blocks": Annotated[int | None, typer.Option(help="KV blocks in the pool [default: 1 GiB of them or less].")],
     "kv_cache_bytes": Annotated[
         str | None,

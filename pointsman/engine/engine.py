@@ -14,7 +14,8 @@ tokens become text in the `OutputProcessor`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,6 +27,7 @@ from pointsman.engine.counters import EngineCounters
 from pointsman.engine.errors import GrammarError
 from pointsman.engine.grammar_compiler import GrammarCompiler
 from pointsman.engine.grammar_process import DEFAULT_TIMEOUT, GrammarLimits
+from pointsman.engine.kv_events import KVEventsConfig, KVEventsPublisher
 from pointsman.engine.kv_pool import KVPool, choose_kv_dtype, choose_num_blocks
 from pointsman.engine.loading import load_with_attention
 from pointsman.engine.model_runner import ModelRunner
@@ -72,6 +74,7 @@ class Engine:
         quantization: "int8" for linear layers in 8 bits: faster, and other answers (see `linear.py`).
         num_threads: of PyTorch and the kernels; None: see `threads.py`.
         grammar_timeout: seconds that compiling the grammar of a request with structured output may take.
+        kv_events_config: where to publish what enters and leaves the prefix cache, see `kv_events.py`; None: nowhere.
         stream_interval: tokens from one output of a request to the next; its first token and its end come at once.
 
     All other arguments are fields of `SchedulerConfig` and mean what they say there.
@@ -119,7 +122,9 @@ class Engine:
         num_threads: int | None = None,
         grammar_timeout: float = DEFAULT_TIMEOUT,
         stream_interval: int = 1,
+        kv_events_config: KVEventsConfig | Mapping[str, Any] | None = None,
     ) -> None:
+        events_config = KVEventsConfig.of(kv_events_config)
         self.loaded, self.attention = load_with_attention(
             model, dtype, attention, max_model_len=max_model_len, device=device, fuse=fuse, quantization=quantization
         )
@@ -158,6 +163,7 @@ class Engine:
             full_sequence_must_fit=full_sequence_must_fit,
             batching=batching,
             log_request_events=log_request_events,
+            enable_kv_cache_events=events_config is not None,
         )
         self.kv_pool = KVPool(
             self.loaded.layers,
@@ -173,6 +179,9 @@ class Engine:
         self.last_output: SchedulerOutput | None = None
         """The last step's decisions, for displays."""
         self.counters = EngineCounters()
+        self.kv_events = KVEventsPublisher(events_config, block_size) if events_config is not None else None
+        if self.kv_events is not None:
+            weakref.finalize(self, self.kv_events.close)
         self.steps = StepsInFlight(self.scheduler, self.runner, self.schedule, clock, self.counters)
         self.outputs = OutputProcessor(self.loaded.tokenizer, self.counters, stream_interval)
         self.grammars = GrammarCompiler(
@@ -362,6 +371,7 @@ class Engine:
     def _end(self, request_id: str, reason: FinishReason, now: float, detail: str = "") -> RequestOutput | None:
         request = self.scheduler.finish(request_id, reason, now, detail=detail)
         if request is not None:
+            self._tell_kv_events()
             self.grammars.forget(request)
         output = None if request is None else self.outputs.end(request, now)
         if output is not None and self.on_output is not None:
@@ -450,6 +460,12 @@ class Engine:
         another.
         """
         self.steps.close()
+        if self.kv_events is not None:
+            self.kv_events.close()
+
+    def _tell_kv_events(self) -> None:
+        if self.kv_events is not None:
+            self.kv_events.publish(self.scheduler.take_kv_events())
 
     def schedule(self) -> SchedulerOutput:
         """Decide what runs in the next step. Every output must reach the model and `update`, in order."""
@@ -461,6 +477,7 @@ class Engine:
         self.last_output = output = self.scheduler.schedule(now)
         for request in output.admitted:
             self.outputs.note_scheduled(request, now)
+        self._tell_kv_events()
         self.counters.num_steps += 1
         self.counters.scheduler_time += time.perf_counter() - started
         return output
@@ -475,6 +492,7 @@ class Engine:
         now = self.clock()
         update = self.scheduler.update(output, execution.result, now)
         self.counters.scheduler_time += time.perf_counter() - started
+        self._tell_kv_events()
         self.counters.num_generated_tokens += len(update.token_ids)
         outputs, stops = self.outputs.process(output, update, execution, now)
         for request_id, num_tokens, stop, reason, detail in stops:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from pointsman.cli.knobs import engine_arguments
-from pointsman.core import ConfigError
 from pointsman.core.presets import PRESETS
 from tests.cli.conftest import Finished
 from tests.cli.test_bad_input import check_refused
@@ -21,6 +20,8 @@ def test_only_what_was_given_is_passed_on() -> None:
     assert engine_arguments({"threads": 2, "dtype": "bfloat16"}) == {"num_threads": 2, "dtype": "bfloat16"}
     assert engine_arguments({"kv_cache_bytes": "1.5MiB"}) == {"kv_cache_bytes": 3 * 2**19}
     assert engine_arguments({"kv_cache_bytes": 4096}) == {"kv_cache_bytes": 4096}
+    events = '{"endpoint": "tcp://127.0.0.1:*"}'
+    assert engine_arguments({"kv_events_config": events}) == {"kv_events_config": {"endpoint": "tcp://127.0.0.1:*"}}
     assert engine_arguments({"decode_reserve": "64"}) == {"decode_reserve": 64}
     assert engine_arguments({"decode_reserve": "mean"}) == {"decode_reserve": "mean"}
 
@@ -39,6 +40,10 @@ def test_a_preset_lies_underneath(name: str) -> None:
         ({"max_num_batched_tokens": 63}, "low-latency", "less than max_num_seqs 64"),
         ({"max_num_batched_tokens": 511}, "short-requests", "less than max_num_seqs 512"),
         ({"long_prefill_token_threshold": 8}, "short-requests", "enable_chunked_prefill is off"),
+        ({"kv_events_config": "tcp://*:1"}, None, "no JSON"),
+        ({"kv_events_config": "[]"}, None, "must be a JSON object"),
+        ({"kv_events_config": '{"port": 1}'}, None, "no field 'port'; known are enable_kv_cache_events"),
+        ({"kv_events_config": '{"hwm": 0}'}, None, "hwm is 0"),
         ({"decode_reserve": "median"}, None, "decode_reserve is 'median'"),
         ({"displace": True}, None, 'under order "fcfs"'),
         ({"order": "random"}, None, "no order is called 'random'"),
@@ -46,7 +51,7 @@ def test_a_preset_lies_underneath(name: str) -> None:
     ],
 )
 def test_what_cannot_work_is_told_at_once(knobs: dict[str, Any], preset: str | None, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ValueError, match=message):
         engine_arguments(knobs, preset)
 
 

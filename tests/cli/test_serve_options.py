@@ -146,6 +146,7 @@ def test_a_file_may_set_every_option_but_secrets(tmp_path: Path) -> None:
         "threads": "2",
         "grammar_timeout": "5",
         "stream_interval": "4",
+        "kv_events_config": '\'{"endpoint": "tcp://127.0.0.1:*"}\'',
         "kv_cache_bytes": "64MiB",
         "block_size": "16",
         "max_model_len": "512",
