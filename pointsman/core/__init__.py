@@ -2,6 +2,7 @@
 
 from pointsman.core.adapters import Adapter
 from pointsman.core.config import SchedulerConfig
+from pointsman.core.encoder_inputs import EncoderEntry, EncoderInput
 from pointsman.core.errors import (
     ConfigError,
     DuplicateRequest,
@@ -29,6 +30,8 @@ __all__ = [
     "Adapter",
     "ConfigError",
     "DuplicateRequest",
+    "EncoderEntry",
+    "EncoderInput",
     "Explanation",
     "FinishReason",
     "InvalidTransition",

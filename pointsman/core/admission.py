@@ -104,6 +104,11 @@ class Admission:
                 return self._blocked(request, seen.demand, seen.required_blocks, num_running > 0)
         return self._judge(request, budget, num_running, owed, key)
 
+    def take(self, request: Request, grant: Grant) -> None:
+        """The request is admitted."""
+        for limit in self._limits:
+            limit.take(request, grant.num_cached_tokens, grant.num_tokens)
+
     def required_blocks(self, request: Request, demand: Demand, something_runs: bool) -> int:
         """Free blocks that admitting the request takes, with every reserve."""
         return demand.first + sum(r.blocks(request, demand, something_runs) for r in self._reserves)
@@ -112,7 +117,7 @@ class Admission:
         """Whether its prefill may outlast a step that has `budget` left, as if nothing were cached."""
         want = request.num_tokens
         for limit in self._limits:
-            allowed = limit.admit(request, want)
+            allowed = limit.admit(request, 0, want)
             want = 0 if isinstance(allowed, Blocked) else allowed
         return min(want, budget) < request.num_tokens
 
@@ -158,7 +163,7 @@ class Admission:
             self._remembered = _Remembered(request, key, None, 0, min(whole, self._full_budget))
             return Blocked(Reason.BUDGET, whole - budget)
         for limit in self._limits:
-            allowed = limit.admit(request, want)
+            allowed = limit.admit(request, cached, want)
             if isinstance(allowed, Blocked):
                 return allowed
             want = allowed

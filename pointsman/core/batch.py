@@ -47,6 +47,7 @@ CUSTOM_STOP = 2  # several stop tokens, or repetitions: tested one by one
 NOT_AHEAD = 4  # none of its steps is scheduled while a sample of it is in flight
 VERIFYING = 8  # drafts are in flight: how many of them are computed tokens is not known
 NO_SAMPLE = 16  # it samples nothing, and ends when its prompt is computed
+ENCODER_INPUTS = 32  # its prompt has placeholders
 
 NO_TOKEN = MAX_INT + 1  # larger than any token id, so that it equals none
 RING = 256  # a power of two; one flush per row and 256 tokens
@@ -164,7 +165,10 @@ class Batch:
         self.serial[row] = request.serial
         no_sample = request.max_tokens == 0
         self.flags[row] = (
-            (CUSTOM_STOP if custom else 0) | (0 if request.runs_ahead else NOT_AHEAD) | (NO_SAMPLE if no_sample else 0)
+            (CUSTOM_STOP if custom else 0)
+            | (0 if request.runs_ahead else NOT_AHEAD)
+            | (NO_SAMPLE if no_sample else 0)
+            | (ENCODER_INPUTS if request.encoder_inputs else 0)
         )
         self.num_custom_stops += custom
         self.num_not_ahead += not request.runs_ahead
@@ -190,7 +194,7 @@ class Batch:
             row = request.row
             assert row is not None
             self.flush(row, request)
-            self.clear_flags(row, PREFILLING | CUSTOM_STOP | NOT_AHEAD | VERIFYING | NO_SAMPLE)
+            self.clear_flags(row, PREFILLING | CUSTOM_STOP | NOT_AHEAD | VERIFYING | NO_SAMPLE | ENCODER_INPUTS)
             if self.max_drafts:
                 self._leave_drafts(row, request)
             self.serial[row] = 0

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 MAX_INT = 2**31 - 1  # token and block counts travel as int32
 MAX_OVERTAKES = 64
+_ENCODER = ("encoder_budget", "encoder_cache_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +87,15 @@ class SchedulerConfig:
     max_loras: int = 0
     """Most different adapters (LoRA) that run at once. A request whose adapter has no slot is passed over: those behind
     it may be admitted. 0: a request with an adapter is refused."""
+    encoder_budget: int = 0
+    """Most embeddings of encoder inputs (images, audio) that one step computes. 0: a request with encoder inputs is
+    refused."""
+    encoder_cache_size: int = 0
+    """Embeddings that are kept: those that running requests need, and others to be found again."""
     max_overtakes: int = MAX_OVERTAKES
-    """How many requests may overtake one that is passed over. Then it claims the slot of the adapter that has held one
-    longest: nobody behind it starts with that adapter."""
+    """How many requests may overtake one that is passed over. Then, if it lacks an adapter slot, it claims that of the
+    adapter that has held one longest: nobody behind it starts with that adapter. If it lacks embeddings, nobody behind
+    it is admitted."""
 
     watermark: float = 0.0
     """Share of the pool, rounded down to blocks and at least one, that an admission must leave free while something
@@ -208,6 +215,7 @@ class SchedulerConfig:
             "num_draft_tokens",
             "max_loras",
             "max_overtakes",
+            *_ENCODER,
         )
         for name in at_least_zero:
             _check_int(name, getattr(self, name), 0)
@@ -290,13 +298,31 @@ class SchedulerConfig:
                 f'displace=True has no effect under order "{self.order}"; use order="priority" or leave it unset'
             )
         capped = self.max_num_partial_prefills is not None or self.max_long_partial_prefills is not None
-        if self.max_overtakes != MAX_OVERTAKES and not self.max_loras and not capped:
+        if self.max_overtakes != MAX_OVERTAKES and not (self.max_loras or self.encoder_budget or capped):
             raise ConfigError(
-                f"max_overtakes is {self.max_overtakes}, and nobody is passed over without adapters or a cap on "
-                "partial prefills; set max_loras or max_num_partial_prefills, or leave it at its default"
+                f"max_overtakes is {self.max_overtakes}, and nobody is passed over without adapters, encoder inputs or "
+                "a cap on partial prefills; set max_loras, encoder_budget or max_num_partial_prefills, or leave it at "
+                "its default"
             )
+        self._check_encoder()
         self._check_speculation()
         self._check_prefill_first()
+
+    def _check_encoder(self) -> None:
+        for name, other in (_ENCODER, _ENCODER[::-1]):
+            if getattr(self, name) and not getattr(self, other):
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)} and {other} is 0, so none is accepted; set {other} too"
+                )
+        if self.encoder_budget and self.batching == "prefill-first":
+            raise ConfigError(
+                'encoder inputs need batching "mixed" or "static", and it is "prefill-first"; set encoder_budget to 0'
+            )
+        if self.encoder_budget and self.enable_kv_cache_events:
+            raise ConfigError(
+                "KV events name tokens and know no contents of encoder inputs; set encoder_budget to 0, or turn "
+                "enable_kv_cache_events off"
+            )
 
     def _check_speculation(self) -> None:
         needed = self.max_num_seqs * (1 + self.num_draft_tokens)

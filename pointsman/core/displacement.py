@@ -1,10 +1,11 @@
 """Does a more urgent waiting request take the room of less urgent running ones?
 
 For a seat, a slot for its adapter or blocks, and only if a dry run says that it would then be admitted: a seat, a
-slot, a token of budget beside what the other running rows take, and its blocks beside what those rows need in this
-step, counting only blocks that nobody else holds. The fewest give way, the least urgent first; for a slot, all
-requests of the adapter that has fewest. One request displaces per step, and only it is admitted into the room that it
-made, and drafts take none of it. Only the head of the queue displaces, also where it is passed over.
+slot, the embeddings for its next token, a token of budget beside what the other running rows take, and its blocks
+beside what those rows need in this step, counting only blocks that nobody else holds. The fewest give way, the least
+urgent first; for a slot, all requests of the adapter that has fewest. One request displaces per step, and only it is
+admitted into the room that it made, and drafts take none of it. Only the head of the queue displaces, also where it is
+passed over.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pointsman.core.batch import Batch, Members
 from pointsman.core.block_pool import NO_BLOCKS
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.drafts import Drafts
+from pointsman.core.encoder_cache import EncoderCache
 from pointsman.core.kv_cache import KVCacheManager, Match
 from pointsman.core.queue import Order
 from pointsman.core.request import Request
@@ -38,9 +40,11 @@ class Displacement:
         running: Running,
         admission: Admission,
         adapters: AdapterSlots,
+        encoder: EncoderCache | None,
         drafts: Drafts,
     ) -> None:
         self._config = config
+        self._encoder = encoder
         self._adapters = adapters
         self._batch = batch
         self._kv = kv
@@ -82,6 +86,8 @@ class Displacement:
                 high = middle
             else:
                 low = middle
+        if self._encoder is not None and not trial.has_embeddings(candidates[:high], self._encoder):
+            return []
         self._drafts.forget()
         return [members.requests[index] for index in candidates[:high].tolist()]
 
@@ -121,7 +127,8 @@ class Trial:
         self._kv = kv
         self._admission = admission
         self._head = head
-        _, self._want = running.wants(with_drafts=False)
+        # At most: whoever stays may want more when those who give way leave more embeddings.
+        _, self._want = running.wants(with_drafts=False, alone=True)
         self._needed = running.blocks_needed(self._want, batch.members.rows)
         self._match: Match = kv.look_up(head)
 
@@ -155,6 +162,12 @@ class Trial:
         # The first chunk is taken for the whole: what those who give way publish may make it larger than it is now.
         demand = Demand(full, full, self._owed(stays))
         return free >= self._admission.required_blocks(head, demand, num_running > 0)
+
+    def has_embeddings(self, gone: Int64Array, encoder: EncoderCache) -> bool:
+        """Whether the embeddings for the head's first token are there or can be computed in this step."""
+        stays = self._stays(gone)
+        rows = self._batch.members.rows[stays]
+        return encoder.can_start_beside(self._head, self._batch, rows, self._want[stays])
 
     def _stays(self, gone: Int64Array) -> npt.NDArray[np.bool_]:
         stays = np.ones(len(self._batch.members), dtype=np.bool_)
@@ -194,9 +207,10 @@ def make_displacement(
     running: Running,
     admission: Admission,
     adapters: AdapterSlots,
+    encoder: EncoderCache | None,
     drafts: Drafts,
 ) -> Displacement | None:
     """The dry run, if the configuration wants it and the order knows who is more urgent."""
     if not queue.displaces or config.displace is False or config.batching != "mixed":
         return None
-    return Displacement(config, batch, kv, running, admission, adapters, drafts)
+    return Displacement(config, batch, kv, running, admission, adapters, encoder, drafts)

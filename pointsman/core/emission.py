@@ -51,6 +51,8 @@ class Emission:
         if self._batch.num_no_sample:
             samples, completes = self._without_completions(advance)
         preempted, finished = self._life.take_reports()
+        encoder = self._life.encoder
+        encoder_inputs, freed_entries = encoder.close() if encoder is not None else ((), ())
         output = SchedulerOutput(
             step_id=record.step_id,
             total_num_scheduled_tokens=advance.total,
@@ -69,6 +71,8 @@ class Emission:
             is_resumed=resumed,
             block_ids=advance.block_ids.astype(np.int32),
             block_offsets=advance.block_offsets,
+            encoder_inputs=encoder_inputs,
+            freed_encoder_entries=freed_entries,
             preempted=preempted,
             finished=finished,
             num_common_prefix_blocks=self._common_prefix.count(advance.rows) if self._common_prefix is not None else 0,

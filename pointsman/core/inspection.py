@@ -61,6 +61,8 @@ def _blocker(request: Request, reason: Reason | None, batch: Batch, life: Lifecy
     if reason is Reason.BEHIND:
         in_the_way = life.wall if life.wall is not request else None
         return (in_the_way or life.queue.peek()).request_id
+    if reason is Reason.ENCODER_CACHE and life.encoder is not None and life.encoder.holders():
+        return life.encoder.holders()[0].request_id
     if reason is Reason.ADAPTER_SLOTS and life.adapters.held:
         longest = next(iter(life.adapters.held))
         return next(r.request_id for r in batch.members.requests if r.adapter == longest)
@@ -82,7 +84,7 @@ def _blocker(request: Request, reason: Reason | None, batch: Batch, life: Lifecy
 
 def snapshot(counters: Counters, batch: Batch, kv: KVCacheManager, life: Lifecycle) -> SchedulerStats:
     """Counters and gauges at this moment."""
-    pool = kv.pool
+    pool, encoder = kv.pool, life.encoder
     per_pos = tuple(sum(counters.accepted_drafts[place:]) for place in range(1, len(counters.accepted_drafts)))
     parked: dict[str, int] = {}
     for request in life.parked.values():
@@ -111,6 +113,9 @@ def snapshot(counters: Counters, batch: Batch, kv: KVCacheManager, life: Lifecyc
         num_drafts=sum(counters.accepted_drafts),
         num_accepted_tokens=sum(per_pos),
         num_accepted_tokens_per_pos=per_pos,
+        num_encoder_computed=encoder.counts.computed if encoder else 0,
+        num_encoder_reused=encoder.counts.reused if encoder else 0,
+        encoder_cache_usage=encoder.num_held / encoder.size if encoder else 0.0,
         prefix_queries=counters.fresh_prefix.queries,
         prefix_hits=counters.fresh_prefix.hits,
         resumed_prefix_queries=counters.resumed_prefix.queries,

@@ -127,6 +127,7 @@ class Intake:
         kv, batch = self._kv, self._batch
         status, serial = request.status, request.serial
         blocks = kv.admit(request, grant.match, grant.num_new_blocks)
+        self._admission.take(request, grant)
         self._count_admission(request, grant)
         computed = grant.num_cached_tokens + grant.num_tokens
         row = self._life.place(request, computed, len(blocks) * kv.block_size)

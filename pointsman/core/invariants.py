@@ -3,7 +3,7 @@
     1  blocks are conserved: blank, cached free and referenced ones are the pool; references are block-table entries;
        every cached block can be reached in the prefix tree
     2  a request is in exactly one place: queued, parked, running, or finished
-    3  a step never exceeds the token budget, the sequence limit or the adapter slots
+    3  a step never exceeds the token budget, the sequence limit, the adapter slots, the encoder budget
     9  a cached block is keyed by exactly the content that it holds
 
 and, beside them, that the columns agree with each other.
@@ -15,7 +15,7 @@ from collections import Counter
 
 import numpy as np
 
-from pointsman.core.batch import CUSTOM_STOP, NO_SAMPLE, NOT_AHEAD, PREFILLING, VERIFYING, Batch
+from pointsman.core.batch import CUSTOM_STOP, ENCODER_INPUTS, NO_SAMPLE, NOT_AHEAD, PREFILLING, VERIFYING, Batch
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import InvariantError
 from pointsman.core.kv_cache import KVCacheManager
@@ -35,6 +35,7 @@ def check(config: SchedulerConfig, batch: Batch, kv: KVCacheManager, life: Lifec
     _require(len(batch) <= most_active_seqs, 3, f"{len(batch)} requests run, of {most_active_seqs}")
     _check_steps(config, life)
     _check_adapters(config, batch, life)
+    _check_encoder(config, batch, life)
     _check_columns(config, batch, kv)
     _check_drafts(config, batch, life)
     _check_contents(batch, kv)
@@ -108,6 +109,26 @@ def _check_adapters(config: SchedulerConfig, batch: Batch, life: Lifecycle) -> N
         _require(len(used) <= config.max_loras, 3, f"step {record.step_id} uses {len(used)} adapters")
 
 
+def _check_encoder(config: SchedulerConfig, batch: Batch, life: Lifecycle) -> None:
+    encoder = life.encoder
+    if encoder is None:
+        return
+    present = encoder.entries()
+    held = {item.entry for request in encoder.holders() for item in encoder.holds(request)}
+    running = set(batch.members.requests)
+    _require(running.issuperset(encoder.holders()), 2, "a request that does not run holds embeddings")
+    _require(held == {entry for entry in present if encoder.is_held(entry)}, 2, "held embeddings are miscounted")
+    used = sum(entry.num_embeddings for entry in present)
+    _require(used == encoder.num_used <= config.encoder_cache_size, 3, f"{used} embeddings are in the encoder cache")
+    _require(sum(entry.num_embeddings for entry in held) == encoder.num_held, 3, "held embeddings are miscounted")
+    for record in life.in_flight:
+        assert record.output is not None
+        entries = [request.encoder_inputs[index].entry for request, index in record.output.encoder_inputs]
+        total = sum(entry.num_embeddings for entry in entries)
+        _require(total <= config.encoder_budget, 3, f"step {record.step_id} exceeds the encoder budget")
+        _require(len(set(entries)) == len(entries), 3, f"step {record.step_id} computes embeddings twice")
+
+
 def _check_columns(config: SchedulerConfig, batch: Batch, kv: KVCacheManager) -> None:
     prefilling = custom = not_ahead = no_sample = 0
     for row, request in zip(batch.members.rows.tolist(), batch.members.requests, strict=True):
@@ -125,6 +146,7 @@ def _check_columns(config: SchedulerConfig, batch: Batch, kv: KVCacheManager) ->
             2,
             f"{request} is flagged wrongly",
         )
+        _require(bool(flags & ENCODER_INPUTS) == bool(request.encoder_inputs), 2, f"{request} is flagged wrongly")
         _require(bool(flags & CUSTOM_STOP) == request.has_custom_stops, 2, f"{request} is flagged wrongly")
         watch = request.repetition_watch
         seen = request.num_output_tokens if watch is None else watch.num_seen

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from pointsman.core.batch import Batch
 from pointsman.core.block_pool import NO_BLOCKS, BlockPool
 from pointsman.core.config import SchedulerConfig
+from pointsman.core.encoder_inputs import ContentMarks
 from pointsman.core.kv_events import KVEvents
 from pointsman.core.prefix_cache import TOKEN_BYTES, Node, Place, PrefixCache, Root, Span
 from pointsman.core.request import Request
@@ -47,6 +48,7 @@ class KVCacheManager:
         self.journal: Journal | None = None
         """Where publications are noted; None: no step is in flight, so what is published is computed."""
         self.num_evictions = 0
+        self._marks = ContentMarks()
 
     @property
     def num_free(self) -> int:
@@ -67,8 +69,12 @@ class KVCacheManager:
     def look_up(self, request: Request) -> Match:
         """Cached blocks of the request's known tokens; at least one token is left to compute, so there is a logit."""
         root = Root.of(request)
+        if self.prefix is None or not request.use_prefix_cache:
+            return Match([], root)
+        if request.encoder_inputs and self._marks.key(request):
+            self.reset()  # the marks of before mean something else from now on
         max_blocks = (request.num_tokens - 1) // self.block_size
-        if self.prefix is None or not request.use_prefix_cache or max_blocks == 0:
+        if max_blocks == 0:
             return Match([], root)
         needs_output = max_blocks * self.block_size > request.num_prompt_tokens
         token_bytes = request.known_bytes() if needs_output else request.prompt_bytes

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from pointsman.core.adapters import AdapterSlots
 from pointsman.core.admission import Admission
 from pointsman.core.batch import Batch
+from pointsman.core.encoder_cache import EncoderCache
 from pointsman.core.errors import DuplicateRequest, UnknownRequest
 from pointsman.core.in_flight import AdmittedRequest, StepRecord
 from pointsman.core.kv_cache import KVCacheManager
@@ -42,6 +43,7 @@ class Lifecycle:
         kv: KVCacheManager,
         queue: Order,
         adapters: AdapterSlots,
+        encoder: EncoderCache | None,
         admission: Admission,
         counters: Counters,
         log: RequestLog | None = None,
@@ -54,6 +56,8 @@ class Lifecycle:
         """Where each request's events go; None: nobody keeps them."""
         self.queue = queue
         self.adapters = adapters
+        self.encoder = encoder
+        """Where the embeddings of encoder inputs are; None: none are accepted."""
         self.passed: list[Request] = []
         """Who was passed over in the newest step and still waits at its place, in order."""
         self.wall: Request | None = None
@@ -193,6 +197,8 @@ class Lifecycle:
             self._kv.release(batch, request, num_valid_tokens=valid, publish=publish)
             if request.adapter is not None:
                 self.adapters.give_back(request.adapter)
+            if self.encoder is not None:
+                self.encoder.release(request)
         batch.leave(requests, self.newest_step_id)
 
     def roll_back(self, admitted: AdmittedRequest) -> None:

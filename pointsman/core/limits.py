@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from pointsman.core.batch import NOT_AHEAD, Batch
 from pointsman.core.config import SchedulerConfig
+from pointsman.core.encoder_cache import EncoderCache
 from pointsman.core.reason import Blocked
 from pointsman.core.request import Request
 
@@ -24,14 +25,19 @@ class Limit(Protocol):
 
     limits_decode: bool
     """Whether steady decoding, where every row wants a single token, must ask it."""
+    is_shared: bool
+    """Whether what one row takes is lacking to others."""
     revision: int
     """Changes whenever `admit` may answer otherwise than before for the same arguments."""
 
     def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
         """Lower `want` (int64, parallel to `rows`) in place."""
 
-    def admit(self, request: Request, want: int) -> int | Blocked:
-        """What remains of `want` for a request to be admitted, at least 1, or why it must wait."""
+    def admit(self, request: Request, start: int, want: int) -> int | Blocked:
+        """What remains of `want` tokens from `start` on for a request to be admitted, at least 1; or why it waits."""
+
+    def take(self, request: Request, start: int, num_tokens: int) -> None:
+        """A row that computes known tokens gets these, no more than `clip` or `admit` left of what it wanted."""
 
 
 @runtime_checkable
@@ -46,6 +52,7 @@ class LongPrefillThreshold:
     """No request advances more than `threshold` tokens in a step (vLLM's `long_prefill_token_threshold`)."""
 
     limits_decode = False
+    is_shared = False
     revision = 0
 
     def __init__(self, threshold: int) -> None:
@@ -54,8 +61,11 @@ class LongPrefillThreshold:
     def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
         np.minimum(want, self._threshold, out=want)
 
-    def admit(self, request: Request, want: int) -> int | Blocked:
+    def admit(self, request: Request, start: int, want: int) -> int | Blocked:
         return min(want, self._threshold)
+
+    def take(self, request: Request, start: int, num_tokens: int) -> None:
+        """It keeps no account."""
 
 
 class FairLongPrefillThreshold(LongPrefillThreshold):
@@ -78,17 +88,21 @@ class OneSampleInFlight:
     """
 
     limits_decode = False
+    is_shared = False
     revision = 0
 
     def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
         if batch.num_not_ahead:
             want[((batch.flags[rows] & NOT_AHEAD) != 0) & (batch.num_pending[rows] > 0)] = 0
 
-    def admit(self, request: Request, want: int) -> int | Blocked:
+    def admit(self, request: Request, start: int, want: int) -> int | Blocked:
         return want
 
+    def take(self, request: Request, start: int, num_tokens: int) -> None:
+        """It keeps no account."""
 
-def make_limits(config: SchedulerConfig) -> list[Limit]:
+
+def make_limits(config: SchedulerConfig, encoder: EncoderCache | None) -> list[Limit]:
     """The limits that the configuration asks for, in the order in which they apply."""
     limits: list[Limit] = []
     threshold, budget = config.prefill_threshold, config.max_num_batched_tokens
@@ -97,4 +111,6 @@ def make_limits(config: SchedulerConfig) -> list[Limit]:
         limits.append(FairLongPrefillThreshold(threshold, budget) if fair else LongPrefillThreshold(threshold))
     if config.max_steps_in_flight > 1:
         limits.append(OneSampleInFlight())
+    if encoder is not None:
+        limits.append(encoder)
     return limits

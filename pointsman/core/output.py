@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.adapters import Adapter
+from pointsman.core.encoder_inputs import EncoderEntry
 from pointsman.core.request import Request
 
 IntArray: TypeAlias = npt.NDArray[np.integer]
@@ -65,6 +66,12 @@ class SchedulerOutput:
     """Ragged int32: new blocks of continued rows, all blocks of admitted rows (and of every row if `resync`)."""
     block_offsets: IntArray
     """[n + 1] int64: row i's blocks are block_ids[block_offsets[i]:block_offsets[i + 1]]."""
+
+    encoder_inputs: Sequence[tuple[Request, int]]
+    """Encoder inputs to compute in this step, before the model runs: (request, index into its `encoder_inputs`). What
+    else the rows need was computed before, and not freed since."""
+    freed_encoder_entries: Sequence[EncoderEntry]
+    """Embeddings to free before anything is computed, if the host has them: one may be computed anew in this step."""
 
     preempted: Sequence[Request]
     """Requests that lost their row since the last output. A host drops their rows first: one may be resumed here."""

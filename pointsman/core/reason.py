@@ -28,6 +28,10 @@ class Reason(enum.Enum):
     """The static batch still runs."""
     PARTIAL_PREFILLS = "partial_prefills"
     """As many prompts are half done as may be, and its own would be another."""
+    ENCODER_BUDGET = "encoder_budget"
+    """The step computes as many embeddings as it may, and the request needs further ones for its next token."""
+    ENCODER_CACHE = "encoder_cache"
+    """Others hold so much of the encoder cache that what the request needs for its next token does not fit."""
     ADAPTER_SLOTS = "adapter_slots"
     """`max_loras` other adapters run, or a request that waited longer has claimed the slot of this one."""
     PAUSED = "paused"
@@ -49,7 +53,7 @@ class Blocked(NamedTuple):
 
     reason: Reason
     missing: int
-    """Seats, tokens, blocks, slots or places that it lacks, by the reason."""
+    """Seats, tokens, blocks, slots, places or embeddings that it lacks, by the reason."""
     passes: bool = False
     """Whether those behind it may be admitted in the same step. If not, it is a wall: nobody overtakes it.
 
@@ -62,5 +66,5 @@ class Deferral:
 
     reason: Reason
     missing: int
-    """Blocks, tokens, seats, slots or places that it lacks, by the reason; 0 where nothing is counted."""
+    """Blocks, tokens, seats, slots, places or embeddings that it lacks, by the reason; 0 where nothing is counted."""
     since: float

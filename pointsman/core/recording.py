@@ -42,6 +42,7 @@ _REQUEST_FIELDS = (
     "repetition_detection",
     "cache_salt",
     "adapter",
+    "encoder_inputs",
     "use_prefix_cache",
     "runs_ahead",
 )
@@ -136,6 +137,9 @@ class Recorder:
     def resumed(self, now: float) -> None:
         self._write({"call": "resume", "now": now})
 
+    def reset_encoder_cache(self, now: float) -> None:
+        self._write({"call": "reset_encoder_cache", "now": now})
+
     def reset_prefix_cache(self, preempt_running: bool, now: float) -> None:
         self._write({"call": "reset_prefix_cache", "now": now, "preempt_running": preempt_running})
 
@@ -187,6 +191,7 @@ class _Replay:
             "set_max_num_active_seqs": lambda s, call, _: s.set_max_num_active_seqs(call["limit"], call["now"]),
             "pause": lambda s, call, _: s.pause(call["now"], PauseMode(call["mode"])),
             "resume": lambda s, call, _: s.resume(call["now"]),
+            "reset_encoder_cache": lambda s, call, _: s.reset_encoder_cache(call["now"]),
             "reset_prefix_cache": lambda s, call, _: s.reset_prefix_cache(
                 call["now"], preempt_running=call["preempt_running"]
             ),
@@ -303,6 +308,8 @@ def _decision(output: SchedulerOutput) -> dict[str, Any]:
         "resync": output.resync,
         "num_common_prefix_blocks": output.num_common_prefix_blocks,
         "requests": [request.request_id for request in output.requests],
+        "encoder_inputs": [[request.request_id, index] for request, index in output.encoder_inputs],
+        "freed_encoder_entries": [list(entry) for entry in output.freed_encoder_entries],
         "preempted": [request.request_id for request in output.preempted],
         "finished": [[r.request_id, r.finish_reason.value if r.finish_reason else None] for r in output.finished],
     }

@@ -37,6 +37,9 @@ def settle_limits(config: SchedulerConfig, request: Request) -> str | None:
         )
     if request.adapter is not None and config.max_loras == 0:
         return f"it asks for the adapter {request.adapter.name!r} and max_loras is 0: none is accepted; raise max_loras"
+    why = _encoder_inputs_fit(config, request) if request.encoder_inputs else None
+    if why is not None:
+        return why
     if request.max_tokens == 0:
         # That its prompt is computed counts as its one sample: with it in flight, it wants nothing more.
         request.token_limit, request.limit_detail = prompt + 1, "max_tokens"
@@ -49,4 +52,30 @@ def settle_limits(config: SchedulerConfig, request: Request) -> str | None:
     request.token_limit, request.limit_detail = min(bounds, key=lambda bound: bound[0])
     if request.repetition_detection is not None:
         request.repetition_watch = RepetitionWatch(request.repetition_detection, request.token_limit - prompt)
+    return None
+
+
+def _encoder_inputs_fit(config: SchedulerConfig, request: Request) -> str | None:
+    """Why its encoder inputs can never be computed, or None."""
+    if not config.encoder_budget:
+        count = len(request.encoder_inputs)
+        return (
+            f"it has {count} encoder input(s) and encoder_budget is 0: none is accepted; set encoder_budget and "
+            "encoder_cache_size"
+        )
+    entries = {item.entry for item in request.encoder_inputs}
+    largest = max(entries, key=lambda entry: entry.num_embeddings)
+    total = sum(entry.num_embeddings for entry in entries)
+    for knob in ("encoder_budget", "encoder_cache_size"):
+        bound = getattr(config, knob)
+        if largest.num_embeddings > bound:
+            return (
+                f"its encoder input {largest.key!r} has {largest.num_embeddings} embeddings, more than {knob} {bound}; "
+                f"raise {knob} or send a smaller input"
+            )
+        if total > bound and not config.enable_chunked_prefill:
+            return (
+                f"its encoder inputs have {total} embeddings, more than {knob} {bound}, and chunked prefill is off; "
+                f"raise {knob} or turn chunked prefill on"
+            )
     return None

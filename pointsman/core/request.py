@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from pointsman.core.adapters import Adapter
 from pointsman.core.config import MAX_INT
+from pointsman.core.encoder_inputs import EncoderInput
 from pointsman.core.errors import InvalidTransition, RequestRefused
 from pointsman.core.repetition import RepetitionDetectionParams, RepetitionWatch
 from pointsman.core.status import NEXT, FinishReason, RequestStatus
@@ -44,6 +45,8 @@ class Request:
         cache_salt: only requests with an equal salt share cached prefixes.
         adapter: the LoRA that it runs with, as an `Adapter` or (name, version); None: the model alone. Only requests
             with an equal one share cached prefixes.
+        encoder_inputs: images and the like, as `EncoderInput` or tuples of its fields: in the order of their
+            placeholders, which do not overlap.
         use_prefix_cache: False: neither looks up nor publishes blocks.
         runs_ahead: False: none of its steps is scheduled while a sample of it is in flight, because the host can
             prepare that step only when it knows the newest token (a grammar, say).
@@ -64,7 +67,9 @@ class Request:
         "arrival_time",
         "batch",
         "cache_salt",
+        "content_generation",
         "deferral",
+        "encoder_inputs",
         "eos_token_ids",
         "events",
         "finish_detail",
@@ -118,6 +123,7 @@ class Request:
         repetition_detection: RepetitionDetectionParams | Mapping[str, int] | None = None,
         cache_salt: str | None = None,
         adapter: Adapter | tuple[str, int | str] | None = None,
+        encoder_inputs: Sequence[EncoderInput | Sequence[Any]] = (),
         use_prefix_cache: bool = True,
         runs_ahead: bool = True,
         metadata: Any = None,
@@ -137,6 +143,7 @@ class Request:
         self.repetition_detection = self._repetition(repetition_detection)
         self.cache_salt = cache_salt
         self.adapter = None if adapter is None else self._adapter(adapter)
+        self.encoder_inputs = self._encoder_inputs(encoder_inputs) if encoder_inputs else ()
         self.use_prefix_cache = use_prefix_cache
         self.runs_ahead = runs_ahead
         self.metadata = metadata
@@ -174,6 +181,7 @@ class Request:
         self.num_published_blocks = 0
         self.prefix_node: Any = None
         self.prefix_epoch = 0
+        self.content_generation = -1  # of the marks in its key, see `set_prompt_key`
         self._num_computed_tokens = 0
         self._num_pending = 0
         self._num_draft_tokens = 0
@@ -273,8 +281,14 @@ class Request:
 
     @property
     def prompt_bytes(self) -> bytes:
-        """The prompt's int32 tokens as bytes: what the prefix tree is keyed by."""
+        """The prompt's int32 tokens as bytes, with marks of their contents for placeholders: what the prefix tree is
+        keyed by."""
         return self._prompt_bytes
+
+    def set_prompt_key(self, prompt_bytes: bytes, generation: int) -> None:
+        """Key the prompt by these bytes, in which each placeholder is a mark of that generation (`ContentMarks`)."""
+        self._prompt_bytes = prompt_bytes
+        self.content_generation = generation
 
     def known_bytes(self) -> bytes:
         """All known tokens as bytes; the prompt's own while nothing is generated."""
@@ -353,6 +367,32 @@ class Request:
         raise RequestRefused(
             f"request {self.request_id!r} refused: arrival_time is {value}; give seconds on the caller's clock"
         )
+
+    def _encoder_inputs(self, given: Sequence[EncoderInput | Sequence[Any]]) -> tuple[EncoderInput, ...]:
+        inputs = []
+        end = 0
+        for item in given:
+            if (
+                not isinstance(item, (tuple, list))
+                or not 3 <= len(item) <= 4
+                or not (isinstance(item[0], str) and item[0])
+            ):
+                self._refuse(f"an encoder input is {item!r}; give (key, start, length, num_embeddings), the key a text")
+            key, start, length, num_embeddings = (*item, None)[:4]
+            start = self._integer("an encoder input's start", start, 0)
+            length = self._integer("an encoder input's length", length, 1)
+            num_embeddings = length if num_embeddings is None else num_embeddings
+            inputs.append(
+                EncoderInput(key, start, length, self._integer("an encoder input's num_embeddings", num_embeddings, 1))
+            )
+            if start < end:
+                self._refuse(f"encoder input {key!r} starts at {start}, before {end}, where the one before it ends")
+            end = start + length
+        if end > self.num_prompt_tokens:
+            self._refuse(
+                f"encoder input {inputs[-1].key!r} ends at {end}, and the prompt has {self.num_prompt_tokens} tokens"
+            )
+        return tuple(inputs)
 
     def _adapter(self, given: Sequence[Any]) -> Adapter:
         if isinstance(given, (tuple, list)) and len(given) == 2:

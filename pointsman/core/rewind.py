@@ -1,4 +1,4 @@
-"""Taking back a step that could not be executed."""
+"""Taking back steps that could not be executed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,27 @@ from pointsman.core.batch import VERIFYING, Batch
 from pointsman.core.in_flight import StepRecord
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.lifecycle import Lifecycle
+from pointsman.core.output import SchedulerOutput
+
+
+def take_back(output: SchedulerOutput, batch: Batch, kv: KVCacheManager, life: Lifecycle) -> int:
+    """Take back a step in flight and all later ones, newest first. Returns how many they are."""
+    in_flight = life.in_flight
+    void: list[StepRecord] = []
+    while not void or void[-1].output is not output:
+        void.append(in_flight.pop())
+    for record in void:
+        rewind(record, batch, kv, life)
+    outputs = [record.output for record in reversed(void) if record.output is not None]
+    life.repeat_reports(
+        [request for o in outputs for request in o.preempted], [request for o in outputs for request in o.finished]
+    )
+    if life.encoder is not None:
+        life.encoder.void(output.step_id, [entry for o in outputs for entry in o.freed_encoder_entries])
+    newest = in_flight[-1] if in_flight else None
+    kv.journal = newest.journal if newest is not None else None
+    batch.lower_fences(newest.step_id if newest is not None else None)
+    return len(void)
 
 
 def rewind(record: StepRecord, batch: Batch, kv: KVCacheManager, life: Lifecycle) -> None:

@@ -103,10 +103,11 @@ class Running:
             unpublished=(),
         )
 
-    def wants(self, *, with_drafts: bool) -> tuple[Int64Array, Int64Array]:
+    def wants(self, *, with_drafts: bool, alone: bool = False) -> tuple[Int64Array, Int64Array]:
         """[rows] what each row lacks, and what the limits leave of it, before the budget. 0: nothing to do now.
 
-        `with_drafts`: the second, together with the drafts that wait.
+        `with_drafts`: the second, together with the drafts that wait. `alone`: as if no row took anything that another
+        one needs, which is the most that it can be.
         """
         batch, members = self._batch, self._batch.members
         rows = members.rows
@@ -119,7 +120,8 @@ class Running:
         if with_drafts and batch.num_drafting:
             want += self._drafts.wanted(rows)
         for limit in self._limits:
-            limit.clip(batch, rows, want)
+            if not (alone and limit.is_shared):
+                limit.clip(batch, rows, want)
         return lacks, want
 
     def blocks_needed(self, want: Int64Array, rows: Int64Array) -> Int64Array:
@@ -264,6 +266,8 @@ class Running:
         if batch.num_prefilling:
             for index in (batch.flags[rows] & PREFILLING).nonzero()[0].tolist():
                 unpublished.append(requests[index])
+                for limit in self._limits:
+                    limit.take(requests[index], int(computed[index]), int(granted[index]))
                 if samples[index]:
                     batch.clear_flags(int(rows[index]), PREFILLING)
         offsets = np.zeros(len(rows) + 1, dtype=np.int64)

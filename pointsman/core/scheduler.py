@@ -30,6 +30,7 @@ from pointsman.core.config import MAX_INT, SchedulerConfig
 from pointsman.core.displacement import make_displacement
 from pointsman.core.drafts import Drafts
 from pointsman.core.emission import Emission
+from pointsman.core.encoder_cache import EncoderCache
 from pointsman.core.errors import InvalidTransition, RequestRefused, StepOrderError
 from pointsman.core.in_flight import StepRecord
 from pointsman.core.in_order import make_running
@@ -50,7 +51,7 @@ from pointsman.core.refusal import settle_limits
 from pointsman.core.request import Request, checked_integer
 from pointsman.core.request_events import RequestLog
 from pointsman.core.reserve import make_reserves
-from pointsman.core.rewind import rewind
+from pointsman.core.rewind import take_back
 from pointsman.core.stats import Counters, Explanation, SchedulerStats
 from pointsman.core.status import FinishReason, ParkReason, RequestStatus
 from pointsman.core.update import Update
@@ -78,7 +79,8 @@ class Scheduler:
         self._kv = KVCacheManager(config)
         self._counters = Counters(accepted_drafts=[0] * (1 + config.num_draft_tokens))
         self._drafts = Drafts(config, self._batch, self._counters)
-        limits = make_limits(config)
+        encoder = EncoderCache(config) if config.encoder_budget else None
+        limits = make_limits(config, encoder)
         self._load_limits = [limit for limit in limits if isinstance(limit, FollowsLoad)]
         queue = make_order(config.order)
         adapters = AdapterSlots(config)
@@ -87,10 +89,10 @@ class Scheduler:
         partial = make_partial_prefills(config, self._batch)
         self._admission = Admission(config, self._kv, limits, make_reserves(config), adapters, partial)
         self._displacement = make_displacement(
-            config, queue, self._batch, self._kv, self._running, self._admission, adapters, self._drafts
+            config, queue, self._batch, self._kv, self._running, self._admission, adapters, encoder, self._drafts
         )
         log = RequestLog() if config.log_request_events else None
-        self._life = Lifecycle(self._batch, self._kv, queue, adapters, self._admission, self._counters, log)
+        self._life = Lifecycle(self._batch, self._kv, queue, adapters, encoder, self._admission, self._counters, log)
         self._intake = Intake(
             config, self._batch, self._kv, self._running, self._admission, self._life, self._counters, self._publish
         )
@@ -231,6 +233,13 @@ class Scheduler:
         if self._recorder is not None:
             self._recorder.reset_prefix_cache(preempt_running, now)
 
+    def reset_encoder_cache(self, now: float) -> None:
+        """Forget every embedding of encoder inputs; KV that was computed from them stays (`reset_prefix_cache`)."""
+        if self._life.encoder is not None:
+            self._life.encoder.reset()
+        if self._recorder is not None:
+            self._recorder.reset_encoder_cache(now)
+
     def set_max_num_active_seqs(self, limit: int | None, now: float) -> None:
         """Change how many requests may run at once, from the next step on; None: `max_num_seqs`. `config` says it.
 
@@ -334,8 +343,8 @@ class Scheduler:
         """A step could not be executed: it, and every later one in flight, is void.
 
         Requests admitted since return to their places in the queue, the others are rewound and keep their blocks, and
-        blocks published since leave the prefix cache. Preemptions and ends stand; the next output tells of them again
-        and carries the full block table of every row.
+        blocks published since leave the prefix cache, embeddings computed since the encoder cache. Preemptions and ends
+        stand; the next output tells of them again and carries the full block table of every row.
 
         Raises:
             StepOrderError: `output` is not in flight.
@@ -344,19 +353,8 @@ class Scheduler:
         if not any(record.output is output for record in in_flight):
             raise StepOrderError(f"step {output.step_id} is not in flight: it was updated or failed before")
         self._life.tell_time(now)
-        void: list[StepRecord] = []
-        while not void or void[-1].output is not output:
-            void.append(in_flight.pop())
-        for record in void:
-            rewind(record, self._batch, self._kv, self._life)
-        outputs = [record.output for record in reversed(void) if record.output is not None]
-        self._life.repeat_reports(
-            [request for o in outputs for request in o.preempted], [request for o in outputs for request in o.finished]
-        )
-        self._kv.journal = in_flight[-1].journal if in_flight else None
-        self._batch.lower_fences(in_flight[-1].step_id if in_flight else None)
+        self._counters.num_failed_steps += take_back(output, self._batch, self._kv, self._life)
         self._emission.resync()
-        self._counters.num_failed_steps += len(void)
         if self._recorder is not None:
             self._recorder.failed(output, now)
 
@@ -408,7 +406,8 @@ class Scheduler:
         if self.pause_mode is PauseMode.ALL:
             return False
         wants = self._running.wants
-        return bool((self.pause_mode is None and len(self._life.queue)) or wants(with_drafts=False)[1].any())
+        waits = self.pause_mode is None and len(self._life.queue)
+        return bool(waits or wants(with_drafts=False, alone=True)[1].any())
 
     @property
     def max_drafts(self) -> int:
@@ -472,6 +471,8 @@ class Scheduler:
         self._kv.journal = record.journal
         for limit in self._load_limits:
             limit.open_step(len(self._life.queue) + len(self._batch))
+        if self._life.encoder is not None:
+            self._life.encoder.open(record.step_id)
         return record
 
     def _displace(self) -> Request | None:

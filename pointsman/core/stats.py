@@ -88,6 +88,12 @@ class SchedulerStats:
     """Drafts that became tokens of their requests."""
     num_accepted_tokens_per_pos: tuple[int, ...]
     """Of them, how many were the first draft of their step, how many the second, and so on to the last."""
+    num_encoder_computed: int
+    """Embeddings that steps were told to compute."""
+    num_encoder_reused: int
+    """Embeddings that requests found in the encoder cache."""
+    encoder_cache_usage: float
+    """Share of the encoder cache that running requests hold, 0 to 1."""
     prefix_queries: int
     """Tokens of fresh requests that were looked up in the prefix cache."""
     prefix_hits: int
@@ -117,7 +123,7 @@ class Explanation:
     adapter_slots: dict[Adapter, int]
     """The adapters that hold the slots, longest first, each with its running requests, if that is the reason."""
     missing: int
-    """Blocks, tokens, seats or adapter slots that it lacks, by the reason."""
+    """Blocks, tokens, seats, adapter slots or embeddings that it lacks, by the reason."""
     since: float | None
     """When this reason began, on the caller's clock."""
     position: int | None

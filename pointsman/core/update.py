@@ -237,6 +237,8 @@ class Update:
         ends: Ends = []
         for index, message in result.errors.items():
             request = output.requests[index]
+            if self._life.encoder is not None:
+                self._life.encoder.retract(request, output.step_id)
             self._kv.retract([record.journal for record in self._life.in_flight], request, self._batch.members.requests)
             if not request.is_finished:
                 ends.append((index, End(request, FinishReason.ERROR, message)))

@@ -21,13 +21,16 @@ class FirstChunk:
     """Holds prompts at 300 tokens a step while it is on: in one step the budget alone could not cut C there."""
 
     limits_decode = False
+    is_shared = False
     is_on = True
 
     def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
         np.minimum(want, 300 if self.is_on else 2048, out=want)
 
-    def admit(self, request: Request, want: int) -> int | Blocked:
+    def admit(self, request: Request, start: int, want: int) -> int | Blocked:
         return min(want, 300 if self.is_on else 2048)
+
+    def take(self, request: Request, start: int, num_tokens: int) -> None: ...
 
 
 def example(num_blocks: int) -> Host:

@@ -71,7 +71,7 @@ def _check_missed_displacement(world: World, output: SchedulerOutput, num_free: 
     has_blocks = num_free + num_freed >= _enough_blocks(world, head, stays)
     # A head that lacks only tokens of budget waits: displacement is for seats and blocks.
     lacks_budget_alone = world.scheduler.explain(head.request.request_id).reason is Reason.BUDGET
-    if lacks_slot(config, head, stays) or may_lack_place(config):
+    if lacks_slot(config, head, stays) or may_lack_place(config) or config.encoder_budget:
         return
     has_seat = len(stays) < min(len(running), world.num_seats) and len(running) <= world.num_seats
     missed = has_seat and has_budget and has_blocks and not lacks_budget_alone
@@ -132,7 +132,10 @@ def _check_wall(
         require(short, f"{wall.request} waits for blocks: {free} are free, {enough} are always enough")
     else:
         others = (Reason.PREEMPTION, Reason.DISPLACEMENT, Reason.STATIC_BATCH, Reason.PAUSED)
-        require(explained in others, f"{wall.request} waits for {explained}, though it is the first that could go")
+        require(
+            explained in others or is_wall(world, wall),
+            f"{wall.request} waits for {explained}, though it is the first that could go",
+        )
 
 
 def _budget_left(world: World, output: SchedulerOutput) -> int:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from pointsman.core import Adapter, PauseMode, Reason, Request, SchedulerConfig, SchedulerOutput, StepResult
 
 from .ledger import Entry, Place
-from .partials import PASSING
+from .partials import LACKS_EMBEDDINGS, PASSING
 from .shadow import ExecutedStep, drafts_of, require
-from .slots import check_passing
+from .slots import check_passing, lacks_no_embeddings
 
 if TYPE_CHECKING:
     from .world import World
@@ -104,12 +104,13 @@ class Expectations:
         return threshold
 
     def _check_threshold(self, output: SchedulerOutput) -> None:
-        """No row advances further than the threshold, and nothing else cuts what the oldest row wants."""
+        """No row advances further than the threshold, and nothing else but its encoder inputs cuts what the oldest row
+        wants."""
         threshold, budget = self._threshold(), self.config.max_num_batched_tokens
         most = int(output.num_scheduled_tokens.max())
         require(most <= threshold, f"a row advances {most} tokens beyond the threshold {threshold}")
         first = output.requests[0]
-        if output.num_continued and self.entries[first] is self.running[0]:
+        if output.num_continued and self.entries[first] is self.running[0] and not first.encoder_inputs:
             want = self.num_known[first] - self.running[0].num_computed
             told = int(output.num_scheduled_tokens[0] - output.num_draft_tokens[0])
             require(told == min(want, threshold, budget), f"the oldest row wants {want}, gets {told}")
@@ -202,22 +203,24 @@ class Expectations:
                 end = start + scheduled
                 require(end == entry.num_tokens, f"{name} starts with {end} of {entry.num_tokens} tokens, unchunked")
             is_cut = start + scheduled < entry.num_tokens and output.num_continued + index > 0
-            if self.config.first_chunk_only and is_cut:
+            if self.config.first_chunk_only and is_cut and not entry.request.encoder_inputs:
                 require(
                     scheduled == self._threshold(),
                     f"{name} is cut to {scheduled} tokens, and is not the first of the step",
                 )
-        self._check_order(admitted, ready, set(output.preempted))
+        self._check_order(output, admitted, ready)
         if admitted and self.config.batching == "static":
             closed = self.running and not self.batch_forms
             require(not closed, f"the static batch still runs, but {list(output.admitted)} are admitted")
 
-    def _check_order(self, admitted: list[Entry], ready: list[Entry], preempted: set[Request]) -> None:
+    def _check_order(self, output: SchedulerOutput, admitted: list[Entry], ready: list[Entry]) -> None:
         """Promise 5: who is admitted is who waits longest in the most urgent class, without gaps, except for those that
-        lack an adapter slot."""
-        stays = {entry.request.adapter for entry in self.running if entry.request not in preempted}
-        held = [adapter for adapter in self.held if adapter in stays]
-        check_passing(self.config, held, ready, admitted)
+        lack an adapter slot or embeddings."""
+        stays = [entry for entry in self.running if entry.request not in output.preempted]
+        adapters = {entry.request.adapter for entry in stays}
+        held = [adapter for adapter in self.held if adapter in adapters]
+        surely = {entry for entry in ready if lacks_no_embeddings(self.config, entry, output, stays)}
+        check_passing(self.config, held, ready, admitted, surely)
 
     def _check_preempted(self, output: SchedulerOutput) -> None:
         """Who lost a row; a step that preempted admits nobody, unless more urgent ones took their room."""
@@ -265,6 +268,11 @@ def why_refused(request: Request, config: SchedulerConfig) -> str | None:
         return "larger than the budget, and chunking is off"
     if request.adapter is not None and not config.max_loras:
         return "adapters are off"
+    if request.encoder_inputs:
+        sizes = {item.entry: item.entry.num_embeddings for item in request.encoder_inputs}
+        most = sum(sizes.values()) if not config.enable_chunked_prefill else max(sizes.values())
+        if most > min(config.encoder_budget, config.encoder_cache_size):
+            return "larger than the encoder's budget or cache"
     return None
 
 
@@ -287,6 +295,7 @@ def check_explanations(world: World) -> None:
             reasons = {world.scheduler.explain(other.request.request_id).reason for other in queue[:position]}
             own = told.reason is Reason.ADAPTER_SLOTS and entry.request.adapter is not None
             own |= told.reason is Reason.PARTIAL_PREFILLS
+            own |= told.reason in LACKS_EMBEDDINGS and len(entry.request.encoder_inputs) > 0
             sound = told.reason is Reason.BEHIND or own or reasons <= PASSING
             require(sound, f"{name} waits for {told.reason}, those before it for {reasons}")
         else:

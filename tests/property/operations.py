@@ -109,6 +109,7 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("ready", 5, _on_request(lambda world, entry, choose: world.ready(entry))),
     Operation("set_priority", 4, _on_request(lambda w, entry, choose: w.set_priority(entry, choose.integer(-2, 3)))),
     Operation("fail", 5, lambda world, choose: world.fail(choose.integer(0, 2), seen=choose.chance(50))),
+    Operation("reset_encoder_cache", 1, lambda world, choose: world.reset_encoder_cache()),
     Operation("reset_prefix_cache", 3, lambda w, choose: w.reset_prefix_cache(preempt_running=choose.chance(33))),
     Operation("set_max_num_active_seqs", 2, lambda world, choose: world.set_max_num_active_seqs(choose.integer(0, 6))),
     Operation("pause", 1, lambda world, choose: world.set_pause(choose.choice(tuple(PauseMode)))),

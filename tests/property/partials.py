@@ -12,7 +12,8 @@ from .shadow import require
 if TYPE_CHECKING:
     from .world import World
 
-PASSING = {Reason.ADAPTER_SLOTS, Reason.PARTIAL_PREFILLS}
+LACKS_EMBEDDINGS = (Reason.ENCODER_BUDGET, Reason.ENCODER_CACHE)
+PASSING = {Reason.ADAPTER_SLOTS, Reason.PARTIAL_PREFILLS, *LACKS_EMBEDDINGS}
 """Reasons for which one is passed over."""
 
 
@@ -46,8 +47,10 @@ def may_lack_place(config: SchedulerConfig) -> bool:
 
 
 def is_wall(world: World, entry: Entry) -> bool:
-    """Whether it was overtaken so often that nobody passes it while it waits for a place."""
-    return says_so(entry) and entry.num_overtaken >= world.config.max_overtakes
+    """Whether it was overtaken so often that nobody passes it while it waits for a place or for embeddings."""
+    deferral = entry.request.deferral
+    waits = deferral is not None and deferral.reason in (Reason.PARTIAL_PREFILLS, *LACKS_EMBEDDINGS)
+    return waits and entry.num_overtaken >= world.config.max_overtakes
 
 
 def says_so(entry: Entry) -> bool:

@@ -22,7 +22,10 @@ from itertools import chain, takewhile
 
 import numpy as np
 
-from pointsman.core import Request, RequestStatus, Scheduler, SchedulerConfig, SchedulerOutput
+from pointsman.core import EncoderEntry, Request, RequestStatus, Scheduler, SchedulerConfig, SchedulerOutput
+
+from .embeddings import ShadowEncoder, placeholder_marks
+from .faults import ShadowFault, require
 
 VOCABULARY = 6
 EOS = 5
@@ -32,16 +35,6 @@ _START = 7
 
 UNWRITTEN = -1
 GARBAGE = -2
-
-
-class ShadowFault(AssertionError):
-    """The host was told something inconsistent, or a read found the wrong content."""
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise `ShadowFault` unless `condition` holds (plain asserts vanish under -O)."""
-    if not condition:
-        raise ShadowFault(message)
 
 
 # ---------------------------------------------------------------------------------------- the model
@@ -129,10 +122,12 @@ class ContentIds:
         """The content before the first token, under `key`."""
         return self._intern(("root", key), _START)
 
-    def extend(self, parent: int, token: int) -> int:
-        """The content of `parent` followed by `token`."""
-        known = self._ids.get((parent, token))
-        return known if known is not None else self._intern((parent, token), advance_state(self._states[parent], token))
+    def extend(self, parent: int, token: int, mark: Hashable = None) -> int:
+        """The content of `parent` followed by `token`; a placeholder by `mark`, which the samples do not depend on."""
+        known = self._ids.get((parent, token, mark))
+        if known is not None:
+            return known
+        return self._intern((parent, token, mark), advance_state(self._states[parent], token))
 
     def sample(self, content: int) -> int:
         """The model's next token after `content`."""
@@ -174,6 +169,7 @@ class ExecutedStep:
     told: tuple[object, ...] = ()  # what the output said when it was handed out
     lengths: dict[Request, int] = field(default_factory=dict)  # tokens known to the host before this step
     tables: dict[Request, list[int]] = field(default_factory=dict)  # block tables before this step
+    embeddings: dict[EncoderEntry, bool] = field(default_factory=dict)  # there before this step, and whether sound
 
 
 class ShadowHost:
@@ -187,6 +183,7 @@ class ShadowHost:
         self.last_writes = [-1] * len(self.slots)  # the step that wrote each slot last
         self.sequences: dict[Request, HostSequence] = {}
         self.in_flight: list[ExecutedStep] = []
+        self.encoder = ShadowEncoder(self.config)
         self.epoch = 0
 
     # -------------------------------------------------------------- requests come and go
@@ -244,7 +241,7 @@ class ShadowHost:
 
     def execute(self, output: SchedulerOutput) -> ExecutedStep:
         """Take over the output's block tables, run it on the shadow KV, and keep its samples until `deliver`."""
-        step = ExecutedStep(output, told=_contents(output))
+        step = ExecutedStep(output, told=_contents(output), embeddings=self.encoder.snapshot())
         for request, sequence in self.sequences.items():
             step.lengths[request] = len(sequence.tokens)
             if sequence.table is not None:
@@ -283,6 +280,7 @@ class ShadowHost:
         voided = self.in_flight[index:]
         del self.in_flight[index:]
         first = voided[0]
+        self.encoder.void([step.output for step in voided], None if seen else first.embeddings)
         for step in voided:
             self._check_unchanged(step)
             for slot in chain.from_iterable(step.written.values()):
@@ -388,12 +386,14 @@ class ShadowHost:
         shared = ("salt", request.cache_salt, "adapter", request.adapter)
         content = self.contents.root((self.epoch, *shared) if shares else (self.epoch, id(request)))
         sequence.contents = []
-        for token in sequence.tokens:
-            content = self.contents.extend(content, token)
+        marks = placeholder_marks(request)
+        for position, token in enumerate(sequence.tokens):
+            content = self.contents.extend(content, token, marks.get(position))
             sequence.contents.append(content)
 
     def _run(self, step: ExecutedStep) -> None:
         output = step.output
+        self.encoder.execute(output)
         spans = []
         for index, request in enumerate(output.requests):
             start = int(output.num_computed_tokens[index])

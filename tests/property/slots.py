@@ -1,14 +1,15 @@
-"""Who holds an adapter slot, and who must be passed over: the rules of `max_loras`, from the ledger alone."""
+"""Who must be passed over, for want of an adapter slot or of embeddings, from the ledger and the outputs alone."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pointsman.core import Adapter, SchedulerConfig
+from pointsman.core import Adapter, EncoderEntry, SchedulerConfig, SchedulerOutput
 
+from .embeddings import inputs_between
+from .faults import require
 from .ledger import Entry, Place
 from .partials import says_so
-from .shadow import require
 
 
 class HeldSlots:
@@ -27,11 +28,13 @@ class HeldSlots:
             self.order.append(adapter)
 
 
-def check_passing(config: SchedulerConfig, held: list[Adapter], queue: list[Entry], admitted: list[Entry]) -> None:
+def check_passing(
+    config: SchedulerConfig, held: list[Adapter], queue: list[Entry], admitted: list[Entry], surely: set[Entry]
+) -> None:
     """Who is admitted is who comes first in the queue, without those that must be passed over, and nobody else is.
 
-    `held` are the adapters that run when the queue is asked, the one that came first in front. Counts in the ledger
-    who was overtaken.
+    `held` are the adapters that run when the queue is asked, the one that came first in front; `surely` are those that
+    did not lack embeddings. Counts in the ledger who was overtaken.
     """
     held, claims = list(held), set[Adapter]()
     expected = list(admitted)
@@ -41,23 +44,50 @@ def check_passing(config: SchedulerConfig, held: list[Adapter], queue: list[Entr
             break
         adapter = entry.request.adapter
         name = entry.request.request_id
-        if entry is not expected[0] and _has_slot(config, entry, held, len(claims)) and says_so(entry):
-            patience = config.max_overtakes
-            require(entry.num_overtaken < patience, f"{name} is overtaken, {entry.num_overtaken} of {patience} times")
-            passed.append(entry)
-        elif _has_slot(config, entry, held, len(claims)):
-            require(entry is expected[0], f"{name} is next, {expected[0].request.request_id} was admitted")
+        has_slot = _has_slot(config, entry, held, len(claims))
+        if has_slot and entry is expected[0]:
             del expected[0]
             for other in passed:
                 other.num_overtaken += 1
             if adapter is not None and adapter not in held:
                 held.append(adapter)
+            continue
+        passed.append(entry)
+        if has_slot:
+            sound = entry not in surely or says_so(entry)
+            require(sound, f"{name} is next, {expected[0].request.request_id} was admitted")
+            patient = entry.num_overtaken < config.max_overtakes
+            require(patient, f"{name} was overtaken {entry.num_overtaken} times, and is again")
         else:
             require(entry is not expected[0], f"{name} is admitted with {adapter}; {held} run and {claims} have claims")
-            passed.append(entry)
             if adapter is not None and adapter not in held and entry.num_overtaken >= config.max_overtakes:
                 claims.add(adapter)
     require(not expected, f"{expected} are admitted, and were not in the queue")
+
+
+def lacks_no_embeddings(config: SchedulerConfig, entry: Entry, output: SchedulerOutput, running: list[Entry]) -> bool:
+    """Whether whatever a request may need next fitted, even when the step was decided."""
+    sizes = {item.entry: item.entry.num_embeddings for item in entry.request.encoder_inputs}
+    if not sizes:
+        return True
+    spans = {
+        request: (int(start), int(start) + int(count))
+        for request, start, count in zip(
+            output.requests, output.num_computed_tokens, output.num_scheduled_tokens, strict=True
+        )
+    }
+    held = set[EncoderEntry]()
+    for request, span in spans.items():
+        held.update(item.entry for item in inputs_between(request, *span))
+    for other in running:
+        if other.request not in spans:  # it may stand in the middle of one
+            at = other.num_computed
+            held.update(item.entry for item in other.request.encoder_inputs if item.start < at < item.end)
+    computed = {request.encoder_inputs[index].entry for request, index in output.encoder_inputs}
+    budget = config.encoder_budget - sum(one.num_embeddings for one in computed)
+    room = config.encoder_cache_size - sum(one.num_embeddings for one in held)
+    whole = not config.enable_chunked_prefill and not entry.ran_before
+    return (sum(sizes.values()) if whole else max(sizes.values())) <= min(budget, room)
 
 
 def _has_slot(config: SchedulerConfig, entry: Entry, held: list[Adapter], num_claims: int) -> bool:

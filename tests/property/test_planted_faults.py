@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import pointsman.core.encoder_cache as encoder_cache_module
 import pointsman.core.reserve as reserve_module
 from pointsman.core import FinishReason, InvariantError, Scheduler
 from pointsman.core.adapters import Adapter, AdapterSlots
@@ -23,6 +24,8 @@ from pointsman.core.common_prefix import CommonPrefix
 from pointsman.core.displacement import Displacement
 from pointsman.core.drafts import Drafts
 from pointsman.core.emission import Emission
+from pointsman.core.encoder_cache import EncoderCache
+from pointsman.core.encoder_inputs import ContentMarks
 from pointsman.core.in_order import InOrder
 from pointsman.core.intake import Intake
 from pointsman.core.kv_cache import KVCacheManager
@@ -46,6 +49,8 @@ MAX_SEEDS = 250
 RULES_PER_SEED = 60
 CACHING = {"enable_prefix_caching": True, "share_within_step": True}
 SLOW_PREFILL = {**CACHING, "block_size": 4, "enable_chunked_prefill": True, "long_prefill_token_threshold": 1}
+IMAGES = {"encoder_budget": 5, "encoder_cache_size": 5}
+SMALL_IMAGE_BLOCKS = {**CACHING, **IMAGES, "block_size": 1, "num_blocks": 24, "max_model_len": 24, "max_loras": 0}
 ADAPTERS = {**CACHING, "max_loras": 2}
 CROWDED = {"max_loras": 1, "max_overtakes": 1, "max_num_seqs": 5, "max_num_batched_tokens": 15, "batching": "mixed"}
 ROOMY = {**SLOW_PREFILL, "num_blocks": 14, "max_model_len": 48, "max_num_seqs": 5, "max_num_batched_tokens": 8}
@@ -188,7 +193,7 @@ def rewind_is_lost(patch: Patch) -> None:
         stays = batch.serial[output.rows] == output.serials
         batch.num_computed_tokens[output.rows[stays]] = before[stays]
 
-    patch.setattr("pointsman.core.scheduler.rewind", rewind)
+    patch.setattr("pointsman.core.rewind.rewind", rewind)
 
 
 def watermark_is_ignored(patch: Patch) -> None:
@@ -309,7 +314,7 @@ def completion_is_not_rewound(patch: Patch) -> None:
         rows = output.rows[output.completes]
         batch.num_pending[rows[batch.serial[rows] == output.serials[output.completes]]] += 1
 
-    patch.setattr("pointsman.core.scheduler.rewind", rewind)
+    patch.setattr("pointsman.core.rewind.rewind", rewind)
 
 
 def silent_rows_sample(patch: Patch) -> None:
@@ -439,7 +444,7 @@ def rewind_is_short_by_one(patch: Patch) -> None:
         chunks = (batch.serial[output.rows] == output.serials) & (output.num_scheduled_tokens > 1)
         batch.num_computed_tokens[output.rows[chunks]] += 1
 
-    patch.setattr("pointsman.core.scheduler.rewind", rewind)
+    patch.setattr("pointsman.core.rewind.rewind", rewind)
 
 
 def epoch_is_ignored(patch: Patch) -> None:
@@ -531,6 +536,49 @@ def cap_is_off_by_one(patch: Patch) -> None:
     around(patch, AdapterSlots, "__init__", init)
 
 
+# ------------------------------------------------------------- encoder inputs
+
+
+def content_is_no_part_of_the_key(patch: Patch) -> None:
+    patch.setattr(ContentMarks, "key", lambda marks, request: False)
+
+
+def contents_of_equal_length_have_one_mark(patch: Patch) -> None:
+    around(patch, ContentMarks, "_range", lambda original, marks, content: original(marks, ("", *content[1:])))
+
+
+def chunk_is_cut_one_token_too_late(patch: Patch) -> None:
+    def reach(original: Any, plan: Any, request: Any, start: int, want: int) -> Any:
+        tokens, blocked = original(plan, request, start, want)
+        return min(tokens + 1, want), blocked
+
+    around(patch, encoder_cache_module._Plan, "reach", reach)
+
+
+def void_embeddings_are_kept(patch: Patch) -> None:
+    around(patch, EncoderCache, "void", lambda original, cache, first_step, freed: original(cache, 1 << 60, freed))
+
+
+def freed_is_not_told(patch: Patch) -> None:
+    around(patch, EncoderCache, "close", lambda original, cache: (original(cache)[0], []))
+
+
+def lost_row_keeps_its_embeddings(patch: Patch) -> None:
+    patch.setattr(EncoderCache, "release", lambda cache, request: None)
+
+
+def encoder_budget_is_not_spent(patch: Patch) -> None:
+    around(patch, EncoderCache, "_hold", lambda original, cache, *args: (original(cache, *args), cache.open(1 << 60)))
+
+
+def encoder_cache_is_too_large(patch: Patch) -> None:
+    def init(original: Any, cache: EncoderCache, config: Any) -> None:
+        original(cache, config)
+        cache.size += 1
+
+    around(patch, EncoderCache, "__init__", init)
+
+
 Fault = tuple[Callable[[Patch], None], dict[str, Any]]  # how to plant it, and knobs under which it shows soon
 
 BOOKKEEPING: tuple[Fault, ...] = (
@@ -576,6 +624,9 @@ BOOKKEEPING: tuple[Fault, ...] = (
     (drafts_in_flight_are_not_noted, {**SPECULATION, "max_steps_in_flight": 3}),
     (rejected_drafts_count_as_computed, SPECULATION),
     (stop_within_a_run_is_missed, SPECULATION),
+    (encoder_cache_is_too_large, IMAGES),
+    (encoder_budget_is_not_spent, IMAGES),
+    (lost_row_keeps_its_embeddings, IMAGES),
     (displaces_in_vain, {"order": "priority", "displace": True, "batching": "mixed"}),
     (completion_is_forgotten_with_the_row, {"max_steps_in_flight": 3}),
     (completion_is_not_rewound, {**SLOW_PREFILL, **WITHOUT_CACHE, "max_steps_in_flight": 3, "batching": "mixed"}),
@@ -589,6 +640,11 @@ WRONG_CONTENT: tuple[Fault, ...] = (
     (adapter_is_ignored, ADAPTERS),
     (adapter_version_is_ignored, ADAPTERS),
     (adapter_is_taken_for_a_salt, ADAPTERS),
+    (content_is_no_part_of_the_key, {**CACHING, **IMAGES}),
+    (contents_of_equal_length_have_one_mark, SMALL_IMAGE_BLOCKS),
+    (chunk_is_cut_one_token_too_late, {**IMAGES, "encoder_cache_size": 30}),
+    (void_embeddings_are_kept, IMAGES),
+    (freed_is_not_told, IMAGES),
     (parent_is_ignored, CACHING),
     (eviction_is_not_told, CACHING),
     (shared_block_has_one_reference, {**CACHING, "max_loras": 0}),
@@ -632,7 +688,7 @@ def test_wrong_content_is_caught_by_the_shadow_alone(
 ) -> None:
     plant(monkeypatch)
     error = str(first_catch(overrides, ShadowFault))
-    assert "reads position" in error or "names a block" in error, error
+    assert any(words in error for words in ("reads position", "names a block", "embeddings", "and it is there")), error
 
 
 def test_without_a_fault_nothing_is_caught() -> None:

@@ -41,6 +41,7 @@ FOCUS: dict[str, dict[str, Any]] = {
         "max_num_seqs": 5,
         "max_model_len": 48,
     },
+    "images": {**CACHING, "encoder_budget": 5, "encoder_cache_size": 6},
     "no chunks": {"enable_chunked_prefill": False, "long_prefill_token_threshold": 0, "order": "priority"},
 }
 """Knobs that are fixed in some of the seeded runs, where what they reach is rare otherwise."""
@@ -138,3 +139,14 @@ def test_runs_meet_every_limit() -> None:
     assert sum(stat.finished["repetition"] for stat in stats) >= 5
     assert sum(world.num_completions for world in worlds) >= 5
     assert sum(world.num_cached_tokens for world in worlds) >= 50
+
+
+def test_runs_with_images_meet_their_limits() -> None:
+    """As above: both bounds hold somebody back, entries are shared, and make room for others."""
+    crowded = {**FOCUS["images"], "max_num_seqs": 5, "max_num_batched_tokens": 20, "num_blocks": 30, "block_size": 2}
+    worlds = [drive(seed, RULES_PER_SEED, **crowded) for seed in range(2_000_000, 2_000_080)]
+    stats = [world.scheduler.stats() for world in worlds]
+    waits = Counter({name: sum(stat.deferrals[name] for stat in stats) for name in ("encoder_budget", "encoder_cache")})
+    assert waits.total() >= 5, waits
+    assert sum(stat.num_encoder_computed for stat in stats) >= 200
+    assert sum(stat.num_encoder_reused for stat in stats) >= 50

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from hypothesis import strategies as st
 
-from pointsman.core import Request, SchedulerConfig
+from pointsman.core import EncoderInput, Request, SchedulerConfig
 
 from .shadow import EOS
 
@@ -21,6 +21,8 @@ T = TypeVar("T")
 
 ADAPTERS: tuple[tuple[str, int | str], ...] = (("a", 0), ("b", 0), ("a", 1), ("c", "0"))
 """Names that are salts too, and two versions of one."""
+IMAGE_SIZES = {"p": 0, "q": 0, "r": 2, "s": 4}
+"""Embeddings of each image; 0: one for each placeholder."""
 MAX_LIVE = 10  # requests alive at once; more makes runs slower and finds nothing new in pools of 12 blocks
 
 
@@ -114,6 +116,8 @@ def make_config(choose: Chooser, **overrides: Any) -> SchedulerConfig:
     }
     if choose.chance(25):
         values["max_num_active_seqs"] = choose.integer(1, max_num_seqs)
+    if choose.chance(35):
+        values |= {"encoder_budget": choose.integer(2, 9), "encoder_cache_size": choose.integer(2, 9)}
     return SchedulerConfig(**_with_effect({**values, **overrides}, overrides, choose))
 
 
@@ -125,6 +129,12 @@ def _with_effect(values: dict[str, Any], overrides: dict[str, Any], choose: Choo
         values["long_prefill_token_threshold"] = 0
     values["count_common_prefix"] &= values["enable_prefix_caching"]
     values["enable_kv_cache_events"] &= values["enable_prefix_caching"]
+    if values.get("encoder_budget") and (values["batching"] == "prefill-first" or values["enable_kv_cache_events"]):
+        if "encoder_budget" in overrides:
+            values["enable_kv_cache_events"] = False
+            values["batching"] = "mixed"
+        else:
+            values["encoder_budget"] = values["encoder_cache_size"] = 0
     if values["batching"] != "mixed":
         values["admit_after_preemption"] = False
     if not values["full_sequence_must_fit"]:
@@ -153,7 +163,7 @@ def _with_effect(values: dict[str, Any], overrides: dict[str, Any], choose: Choo
         if values["long_prefill_token_threshold"] and values["max_num_partial_prefills"] != 1 and choose.chance(40):
             values.setdefault("max_long_partial_prefills", 1)
     capped = values.get("max_num_partial_prefills") or values.get("max_long_partial_prefills")
-    if values["max_loras"] or capped:
+    if values["max_loras"] or values.get("encoder_budget") or capped:
         values.setdefault("max_overtakes", choose.choice((0, 1, 3)))
     return values
 
@@ -182,6 +192,8 @@ class RequestSpec:
     """The longest and the shortest pattern, and how many of them in a row end it; None: none do."""
     salt: str | None = None
     adapter: tuple[str, int | str] | None = None
+    images: tuple[tuple[str, int, int], ...] = ()
+    """Names of images, the text before each, and its placeholders: those that the prompt has room for."""
     use_prefix_cache: bool = True
     runs_ahead: bool = True
     reuses_id: bool = False
@@ -195,15 +207,28 @@ class RequestSpec:
         if self.continues is not None and conversations:
             prompt = list(conversations[self.continues % len(conversations)])
         prompt = (prompt + list(self.tail))[:longest]
+        inputs = self._encoder_inputs(len(prompt))
+        for item in inputs:
+            prompt[item.start : item.end] = [0] * item.length
         names = ("max_pattern_size", "min_pattern_size", "min_count")
         repetition = dict(zip(names, self.repetition, strict=True)) if self.repetition else None
         return Request(
             request_id, prompt, arrival_time=float(self.arrival), max_tokens=self.max_tokens,
             max_total_tokens=self.max_total_tokens, min_tokens=self.min_tokens, priority=self.priority,
             eos_token_ids=self.eos, ignore_eos=self.ignore_eos, stop_token_ids=self.stops, cache_salt=self.salt,
-            adapter=self.adapter, use_prefix_cache=self.use_prefix_cache, runs_ahead=self.runs_ahead,
-            repetition_detection=repetition,
+            adapter=self.adapter, encoder_inputs=inputs, use_prefix_cache=self.use_prefix_cache,
+            runs_ahead=self.runs_ahead, repetition_detection=repetition,
         )  # fmt: skip
+
+    def _encoder_inputs(self, num_tokens: int) -> list[EncoderInput]:
+        inputs: list[EncoderInput] = []
+        end = 0
+        for name, gap, length in self.images:
+            start, end = end + gap, end + gap + length
+            if end > num_tokens:
+                break
+            inputs.append(EncoderInput(name, start, length, IMAGE_SIZES[name] or None))
+        return inputs
 
 
 def document(index: int) -> tuple[int, ...]:
@@ -236,8 +261,17 @@ def make_request_spec(choose: Chooser, config: SchedulerConfig) -> RequestSpec:
         repetition=choose.choice(((1, 1, 2), (2, 0, 2), (3, 2, 2), (4, 0, 3))) if choose.chance(30) else None,
         salt=choose.choice((None, None, None, "a", "b")),
         adapter=choose.choice(ADAPTERS) if choose.chance(60 if config.max_loras else 3) else None,
+        images=_images(choose) if choose.chance(60 if config.encoder_budget else 3) else (),
         use_prefix_cache=not choose.chance(10),
         runs_ahead=not choose.chance(15),
         reuses_id=choose.chance(15),
         park=choose.choice(("grammar", "remote_kvs", "streaming_req")) if choose.chance(8) else None,
+    )
+
+
+def _images(choose: Chooser) -> tuple[tuple[str, int, int], ...]:
+    names = tuple(IMAGE_SIZES)
+    return tuple(
+        (choose.choice(names), choose.choice((0, 0, 1, 3)), choose.choice((1, 2, 3, 5)))
+        for _ in range(choose.integer(1, 4))
     )

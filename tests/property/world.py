@@ -238,6 +238,13 @@ class World:
         require(self.scheduler.pause_mode is mode, f"pause_mode is {self.scheduler.pause_mode}, expected {mode}")
         self.check()
 
+    def reset_encoder_cache(self) -> None:
+        """The next output must say so, before anything is computed."""
+        self._tick("reset_encoder_cache")
+        self.scheduler.reset_encoder_cache(self.now)
+        self.host.encoder.distrust()
+        self.check()
+
     def reset_prefix_cache(self, *, preempt_running: bool = False) -> None:
         self._tick("reset_prefix_cache")
         self.scheduler.reset_prefix_cache(self.now, preempt_running=preempt_running)

@@ -1,0 +1,77 @@
+"""The shadow host's encoder: it remembers which embeddings are there, and refuses a step that needs one that is not."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from pointsman.core import EncoderEntry, EncoderInput, Request, SchedulerConfig, SchedulerOutput
+
+from .faults import require
+
+
+def placeholder_marks(request: Request) -> dict[int, Hashable]:
+    """What stands at each placeholder of a prompt: its content, and the place in it."""
+    return {
+        position: (item.entry, item.length, position - item.start)
+        for item in request.encoder_inputs
+        for position in range(item.start, item.end)
+    }
+
+
+def inputs_between(request: Request, start: int, end: int) -> list[EncoderInput]:
+    """The encoder inputs with placeholders at positions [start, end)."""
+    return [item for item in request.encoder_inputs if item.start < end and item.end > start]
+
+
+class ShadowEncoder:
+    """An encoder and the embeddings that it has computed."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._budget = config.encoder_budget
+        self._size = config.encoder_cache_size
+        self.present: dict[EncoderEntry, bool] = {}
+        """What is there, and whether it is sound: what a void step computed may be garbage."""
+
+    def snapshot(self) -> dict[EncoderEntry, bool]:
+        return dict(self.present)
+
+    def execute(self, output: SchedulerOutput) -> None:
+        """Free, compute, and look whether every row has what it needs."""
+        for entry in output.freed_encoder_entries:
+            self.present.pop(entry, None)
+        num_computed = 0
+        for request, index in output.encoder_inputs:
+            entry = request.encoder_inputs[index].entry
+            require(request in output.requests, f"{entry} is computed for {request.request_id}, which does not run")
+            require(entry not in self.present, f"{entry} is computed, and it is there")
+            self.present[entry] = True
+            num_computed += entry.num_embeddings
+        require(num_computed <= self._budget, f"{num_computed} embeddings in a step, of {self._budget}")
+        total = sum(entry.num_embeddings for entry in self.present)
+        require(total <= self._size, f"{total} embeddings are kept, of {self._size}")
+        needed = set[EncoderEntry]()
+        for index, request in enumerate(output.requests):
+            start = int(output.num_computed_tokens[index])
+            for item in inputs_between(request, start, start + int(output.num_scheduled_tokens[index])):
+                name = request.request_id
+                require(item.entry in self.present, f"{name} computes {item}, whose embeddings are not there")
+                require(self.present[item.entry], f"{name} computes {item} from the embeddings of a void step")
+                needed.add(item.entry)
+        for request, index in output.encoder_inputs:
+            entry = request.encoder_inputs[index].entry
+            require(entry in needed, f"{entry} is computed, and no row reaches it in this step")
+
+    def distrust(self) -> None:
+        """Whatever is there is of no use any longer."""
+        self.present = dict.fromkeys(self.present, False)
+
+    def void(self, outputs: list[SchedulerOutput], before: dict[EncoderEntry, bool] | None) -> None:
+        """These steps are void; `before`: what was there before the first, if the workers never got it."""
+        if before is not None:
+            self.present = dict(before)
+            return
+        for output in outputs:
+            for request, index in output.encoder_inputs:
+                entry = request.encoder_inputs[index].entry
+                if entry in self.present:
+                    self.present[entry] = False
