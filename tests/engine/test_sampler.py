@@ -71,6 +71,8 @@ def step_of(rows: list[SamplingRow]) -> tuple[SchedulerOutput, np.ndarray, np.nd
         is_resumed=np.zeros(n, dtype=np.bool_),
         block_ids=none,
         block_offsets=np.zeros(n + 1, dtype=np.int64),
+        encoder_inputs=(),
+        freed_encoder_entries=(),
         preempted=[],
         finished=[],
     )
