@@ -38,6 +38,8 @@ def engine_arguments(knobs: Mapping[str, Any], preset: str | None = None) -> dic
         arguments["kv_cache_bytes"] = size(arguments["kv_cache_bytes"])
         if "num_blocks" in arguments:
             raise ValueError("--num-blocks and --kv-cache-bytes both set the size of the pool; give one of them")
+    if "draft_table" in arguments:
+        arguments["draft_table"] = draft_table(arguments["draft_table"])
     for name in NUMBERS_OR_WORDS & arguments.keys():
         arguments[name] = number_or_word(arguments[name])
     names = {field.name for field in fields(SchedulerConfig)}
@@ -65,6 +67,21 @@ def kv_events_config(text: str) -> dict[str, Any]:
         raise ValueError(f"--kv-events-config is {text!r}; it must be a JSON object, like {{}}")
     KVEventsConfig.of(values)
     return values
+
+
+def draft_table(text: str) -> tuple[tuple[int, ...], ...]:
+    """Pairs of running requests and drafts, of text like 16:2,64:0.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        pairs = tuple(tuple(int(number) for number in pair.split(":")) for pair in text.split(","))
+    except ValueError:
+        pairs = ()
+    if not pairs or any(len(pair) != 2 for pair in pairs):
+        raise ValueError(f"draft_table is {text!r}; give pairs of running requests and drafts, like 16:2,64:0")
+    return pairs
 
 
 def number_or_word(value: int | str) -> int | str:

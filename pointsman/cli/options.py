@@ -128,6 +128,23 @@ KNOBS: dict[str, Any] = {
         int | None,
         typer.Option(help="2: the next step is scheduled while one executes (asynchronous scheduling) [default: 1]."),
     ],
+    "num_draft_tokens": Annotated[
+        int | None,
+        typer.Option(help="Speculation: most drafts from the request's own text that a step verifies [default: 0]."),
+    ],
+    "draft_table": Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUNNING:DRAFTS,...",
+            help="Fewer drafts as more requests run: 16:2,64:0 is 2 from 16 on and none from 64 on.",
+        ),
+    ],
+    "prompt_lookup_min": Annotated[
+        int | None, typer.Option(help="Newest tokens that must have occurred before for a draft [default: 2].")
+    ],
+    "prompt_lookup_max": Annotated[
+        int | None, typer.Option(help="Newest tokens that are looked for, at most [default: 5].")
+    ],
     "order": Annotated[str | None, typer.Option(metavar="NAME", help="fcfs or priority [default: fcfs].")],
     "victim": Annotated[
         str | None,

@@ -35,6 +35,7 @@ from pointsman.engine.output import RequestOutput
 from pointsman.engine.output_processor import OutputProcessor
 from pointsman.engine.pausing import PauseChoice, Pausing
 from pointsman.engine.pooling import SILENT, PoolingParams, check_can_pool
+from pointsman.engine.proposer import DEFAULT_MAX, DEFAULT_MIN, PromptLookup, check_prompt_lookup
 from pointsman.engine.request_checks import check_request_id, checked_token_ids
 from pointsman.engine.sampling_params import SamplingParams
 from pointsman.engine.steps_in_flight import StepsInFlight
@@ -76,6 +77,8 @@ class Engine:
         grammar_timeout: seconds that compiling the grammar of a request with structured output may take.
         kv_events_config: where to publish what enters and leaves the prefix cache, see `kv_events.py`; None: nowhere.
         stream_interval: tokens from one output of a request to the next; its first token and its end come at once.
+        prompt_lookup_min, prompt_lookup_max: with `num_draft_tokens`: how many of its newest tokens a request must have
+            had before for drafts to be taken from there, at least, and how many are looked for (`proposer.py`).
 
     All other arguments are fields of `SchedulerConfig` and mean what they say there.
 
@@ -123,6 +126,10 @@ class Engine:
         grammar_timeout: float = DEFAULT_TIMEOUT,
         stream_interval: int = 1,
         kv_events_config: KVEventsConfig | Mapping[str, Any] | None = None,
+        num_draft_tokens: int = 0,
+        draft_table: Sequence[tuple[int, int]] = (),
+        prompt_lookup_min: int = DEFAULT_MIN,
+        prompt_lookup_max: int = DEFAULT_MAX,
     ) -> None:
         events_config = KVEventsConfig.of(kv_events_config)
         self.loaded, self.attention = load_with_attention(
@@ -164,7 +171,10 @@ class Engine:
             batching=batching,
             log_request_events=log_request_events,
             enable_kv_cache_events=events_config is not None,
+            num_draft_tokens=num_draft_tokens,
+            draft_table=tuple(draft_table),
         )
+        check_prompt_lookup(config, prompt_lookup_min, prompt_lookup_max)
         self.kv_pool = KVPool(
             self.loaded.layers,
             num_blocks=num_blocks,
@@ -175,6 +185,7 @@ class Engine:
         self.kv_pool.log_capacity(self.max_model_len)
         self.scheduler = Scheduler(config, recorder=recorder)
         self.runner = ModelRunner(self.loaded, self.kv_pool, self.scheduler, seed=seed, backend=self.attention)
+        self.proposer = PromptLookup(self.scheduler, prompt_lookup_min, prompt_lookup_max) if num_draft_tokens else None
         self.clock = clock
         self.last_output: SchedulerOutput | None = None
         """The last step's decisions, for displays."""
@@ -497,6 +508,8 @@ class Engine:
         outputs, stops = self.outputs.process(output, update, execution, now)
         for request_id, num_tokens, stop, reason, detail in stops:
             self.scheduler.finish(request_id, reason, now, keep_tokens=num_tokens, detail=detail, stop_reason=stop)
+        if self.proposer is not None:
+            self.proposer.propose(output, now)
         if self.on_output is not None:
             for one in outputs:
                 self.on_output(one)

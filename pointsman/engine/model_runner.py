@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -30,8 +31,9 @@ from pointsman.engine.model_loader import LoadedModel
 from pointsman.engine.pooling import Float32Array, PooledChunk, Pooler, hidden_states
 from pointsman.engine.race import Int64Array
 from pointsman.engine.sampled_tokens import SampledTokens
-from pointsman.engine.sampler import Sampled, Sampler
+from pointsman.engine.sampler import Sampler
 from pointsman.engine.sampling_batch import SamplingBatch
+from pointsman.engine.verification import Verification
 
 if TYPE_CHECKING:
     from pointsman.core import Scheduler
@@ -62,7 +64,7 @@ class PreparedStep:
     positions: Tensor
     """[T] int64."""
     sampling: Int64Array
-    """[s] row indices that sample."""
+    """[s] row indices that sample; a row with drafts once for each of its positions."""
     sampling_batch: SamplingBatch
     logits_at: Int64Array
     """Flat positions whose logits are wanted: first the s that are sampled from, then those of `prompt_chunks`; behind
@@ -70,6 +72,8 @@ class PreparedStep:
     num_logits: int
     prompt_chunks: Sequence[PromptChunk] = ()
     pooled_chunks: Sequence[PooledChunk] = ()
+    verification: Verification | None = None
+    """Of its drafts; None: it has none."""
     links: StepLinks | None = None
     """How it hangs together with other steps in flight; None: there are none."""
 
@@ -91,8 +95,9 @@ class StepExecution:
     """What a step gave: for the scheduler, and for the callers of its requests."""
 
     result: StepResult
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    """Row index of the output -> those of the sampled token, where they were asked for."""
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    """Row index of the output -> those of each sampled token, where they were asked for; with drafts, of rejected ones
+    too."""
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     """Row index of the output -> those of the prompt tokens that this step reached, where they were asked for."""
     embeddings: dict[int, Float32Array] = field(default_factory=dict)
@@ -156,7 +161,12 @@ class ModelRunner:
             self.pool.block_size,
         )
         sampling = output.samples.nonzero()[0]
-        sampling_batch = self.sampler.prepare(output, sampling, batch.kv_lens[sampling])
+        behind: Int64Array | int = 0  # positions from a place whose logits are wanted to the last one of its row
+        verification = None
+        if len(output.draft_token_ids):
+            verification = Verification.of(output, sampling)
+            sampling, behind = verification.sampling, verification.behind
+        sampling_batch = self.sampler.prepare(output, sampling, batch.kv_lens[sampling] - behind)
         sampled = self._sampled_tokens
         token_ids = self.scheduler.input_token_ids(output, allow_unsampled=sampled is not None).astype(np.int64)
         prepared = PreparedStep(
@@ -166,8 +176,9 @@ class ModelRunner:
             positions=torch.from_numpy(batch.positions),
             sampling=sampling,
             sampling_batch=sampling_batch,
-            logits_at=batch.query_starts[sampling + 1] - 1,
+            logits_at=batch.query_starts[sampling + 1] - 1 - behind,
             num_logits=len(sampling),
+            verification=verification,
         )
         if sampling_batch.prompt_logprobs:
             self._prepare_prompt_logprobs(output, prepared)
@@ -263,11 +274,15 @@ class ModelRunner:
         if not len(sampling):
             return StepExecution(StepResult(token_ids=np.empty(0, dtype=np.int64)))
         sampled = self.sampler.run(logits, prepared.sampling_batch)
+        if prepared.verification is not None:
+            result, ok = prepared.verification.judge(sampled.token_ids, sampled.ok, prepared.num_rows)
+            result.errors = {} if ok.all() else _errors(prepared, logits, ok)
+            return StepExecution(result, sampled.logprobs)
         if prepared.links is not None and self._sampled_tokens is not None:
             self._sampled_tokens.put(prepared.links.sampled, sampled.token_ids)
         if sampled.ok.all():
             return StepExecution(StepResult(token_ids=sampled.token_ids), sampled.logprobs)
-        result = StepResult(token_ids=sampled.token_ids[sampled.ok], errors=_errors(prepared, logits, sampled))
+        result = StepResult(token_ids=sampled.token_ids[sampled.ok], errors=_errors(prepared, logits, sampled.ok))
         return StepExecution(result, sampled.logprobs)
 
 
@@ -297,9 +312,9 @@ def _add_vectors(execution: StepExecution, vectors: dict[int, Float32Array]) -> 
         execution.result.errors = {**execution.result.errors, **bad}
 
 
-def _errors(prepared: PreparedStep, logits: Tensor, sampled: Sampled) -> dict[int, str]:
+def _errors(prepared: PreparedStep, logits: Tensor, ok: npt.NDArray[np.bool_]) -> dict[int, str]:
     """Row index -> why it could not be sampled: the model's fault, or that of the request's own parameters."""
-    bad = (~sampled.ok).nonzero()[0]
+    bad = (~ok).nonzero()[0]
     had_choice = torch.isfinite(logits[torch.from_numpy(bad).to(logits.device)].amax(dim=-1)).tolist()
     errors = prepared.sampling_batch.errors
     return {

@@ -136,6 +136,8 @@ class OutputProcessor:
             self._take_logprobs(output, update, execution)
         for request in update.finished:
             live[request].mode = CAREFUL
+        if len(update.token_ids) > len(update.counts) or (update.counts > 1).any():
+            return self._process_runs(output, update, now)
         outputs: list[RequestOutput] = []
         stops: list[StopFound] = []
         for request, token_id in _tokens_by_request(output, update):
@@ -162,9 +164,43 @@ class OutputProcessor:
                     outputs.append(one)
             except Exception as error:  # of the tokenizer, which is not ours
                 outputs.append(self._fail(transcript, error, now, stops))
-        without_token = [live[request] for request in update.finished if request in live]  # their rows had errors
-        outputs += [self._finish(failed, len(failed.token_ids), now) for failed in without_token]
-        return outputs, stops
+        return outputs + self._finish_without_token(update, now), stops
+
+    def _process_runs(
+        self, output: SchedulerOutput, update: StepUpdate, now: float
+    ) -> tuple[list[RequestOutput], list[StopFound]]:
+        """The same for a step that verified drafts: a request's tokens come in one output."""
+        outputs: list[RequestOutput] = []
+        stops: list[StopFound] = []
+        token_ids, start = update.token_ids.tolist(), 0
+        for request, count in zip(output.requests, update.counts.tolist(), strict=True):
+            run = token_ids[start : start + count]
+            start += count
+            if run and (one := self._take_run(self._live[request], run, now, stops)) is not None:
+                outputs.append(one)
+        return outputs + self._finish_without_token(update, now), stops
+
+    def _take_run(
+        self, transcript: Transcript, run: list[int], now: float, stops: list[StopFound]
+    ) -> RequestOutput | None:
+        """Take in tokens one by one, up to a stop string, and report them together."""
+        num_reported = len(transcript.token_ids)
+        try:
+            for token_id in run[:-1]:
+                transcript.token_ids.append(token_id)
+                if transcript.is_eager and transcript.detokenizer is not None:
+                    transcript.make_text(len(transcript.token_ids))
+                    if transcript.detokenizer.stop_reason is not None:
+                        return self._stop(transcript, now, stops, num_reported)
+            transcript.token_ids.append(run[-1])
+            return self._advance(transcript, now, stops, num_reported)
+        except Exception as error:  # of the tokenizer, which is not ours
+            return self._fail(transcript, error, now, stops, num_reported)
+
+    def _finish_without_token(self, update: StepUpdate, now: float) -> list[RequestOutput]:
+        """The last outputs of requests whose rows had errors."""
+        failed = [self._live[request] for request in update.finished if request in self._live]
+        return [self._finish(transcript, len(transcript.token_ids), now) for transcript in failed]
 
     def note_scheduled(self, request: Request, now: float) -> None:
         """A request was admitted; the first time counts."""
@@ -179,14 +215,17 @@ class OutputProcessor:
             return None
         return self._finish(transcript, len(transcript.token_ids), now)
 
-    def _advance(self, transcript: Transcript, now: float, stops: list[StopFound]) -> RequestOutput | None:
-        """Do whatever a new token may call for."""
+    def _advance(
+        self, transcript: Transcript, now: float, stops: list[StopFound], num_reported: int | None = None
+    ) -> RequestOutput | None:
+        """Do whatever a new token may call for; all but it, or `num_reported`, were reported."""
         request, num_tokens = transcript.request, len(transcript.token_ids)
+        num_reported = num_tokens - 1 if num_reported is None else num_reported
         params: SamplingParams = request.metadata
         if transcript.metrics.first_token_time is None:
             self._note_first_token(transcript, now)
         if request.is_finished:
-            return self._finish(transcript, num_tokens - 1, now)
+            return self._finish(transcript, num_reported, now)
         kind = params.output_kind
         is_spaced = transcript.stream_interval > 1 and kind is not RequestOutputKind.FINAL_ONLY
         transcript.mode = SPACED if is_spaced else _MODES[kind]
@@ -194,12 +233,13 @@ class OutputProcessor:
             transcript.mode += EAGER
             transcript.make_text(num_tokens)
             if transcript.detokenizer is not None and transcript.detokenizer.stop_reason is not None:
-                return self._stop(transcript, now, stops)
+                return self._stop(transcript, now, stops, num_reported)
         if kind is RequestOutputKind.FINAL_ONLY:
             return None
         if is_spaced:
-            return self._report(transcript)
-        return RequestOutput(transcript, num_tokens - 1 if kind is RequestOutputKind.DELTA else 0, num_tokens)
+            is_due = num_reported == 0 or num_tokens - transcript.num_reported >= transcript.stream_interval
+            return self._report(transcript) if is_due else None
+        return RequestOutput(transcript, num_reported if kind is RequestOutputKind.DELTA else 0, num_tokens)
 
     def _report(self, transcript: Transcript) -> RequestOutput:
         """What has come since the last output, or all of it."""
@@ -208,18 +248,27 @@ class OutputProcessor:
         transcript.num_reported = len(transcript.token_ids)
         return RequestOutput(transcript, start, transcript.num_reported)
 
-    def _stop(self, transcript: Transcript, now: float, stops: list[StopFound]) -> RequestOutput:
+    def _stop(
+        self, transcript: Transcript, now: float, stops: list[StopFound], num_reported: int | None = None
+    ) -> RequestOutput:
         """End a running request whose newest token completed a stop string."""
         num_tokens = len(transcript.token_ids)
-        output = self._finish(transcript, num_tokens - 1, now)
+        output = self._finish(transcript, num_tokens - 1 if num_reported is None else num_reported, now)
         stops.append(StopFound(output.request_id, num_tokens, str(output.stop_reason)))
         return output
 
-    def _fail(self, transcript: Transcript, error: Exception, now: float, stops: list[StopFound]) -> RequestOutput:
+    def _fail(
+        self,
+        transcript: Transcript,
+        error: Exception,
+        now: float,
+        stops: list[StopFound],
+        num_reported: int | None = None,
+    ) -> RequestOutput:
         """End a running request whose text the tokenizer failed to make."""
         num_tokens = len(transcript.token_ids)
         detail = _give_up_text(transcript, error)
-        output = self._finish(transcript, num_tokens - 1, now)
+        output = self._finish(transcript, num_tokens - 1 if num_reported is None else num_reported, now)
         transcript.finish("error", detail, None)
         stops.append(StopFound(output.request_id, num_tokens, None, FinishReason.ERROR, detail))
         return output
@@ -267,8 +316,8 @@ class OutputProcessor:
                 self._count_prompt(transcript)
 
     def _take_logprobs(self, output: SchedulerOutput, update: StepUpdate, execution: StepExecution) -> None:
-        for row, entry in execution.logprobs.items():
-            if update.counts[row]:
+        for row, entries in execution.logprobs.items():
+            for entry in entries[: update.counts[row]]:
                 self._live[output.requests[row]].add_logprobs(entry)
         for row, chunk in execution.prompt_logprobs.items():
             transcript = self._live.get(output.requests[row])

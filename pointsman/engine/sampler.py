@@ -53,7 +53,7 @@ class Sampled:
     """[n]."""
     ok: npt.NDArray[np.bool_]
     """[n] False: the edited logits had no finite maximum, or the batch has an error; the token means nothing."""
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     """By row index of the output, for rows that asked and are ok."""
 
 
@@ -102,7 +102,8 @@ class Sampler:
 
         Args:
             output: the step; the metadata of its requests are SamplingParams.
-            sampling: [n] row indices of the output that sample, in ascending order.
+            sampling: [n] row indices of the output that sample, in ascending order; a row with drafts once for each of
+                its positions.
             positions: [n] place in its sequence of each token to be drawn.
         """
         if self._edited or self._grammars:
@@ -161,18 +162,19 @@ class Sampler:
         return sampled
 
     @staticmethod
-    def _logprobs(logits: Tensor, batch: SamplingBatch, sampled: Sampled) -> dict[int, TokenLogprobs]:
-        """Rows that want equally many go together."""
+    def _logprobs(logits: Tensor, batch: SamplingBatch, sampled: Sampled) -> dict[int, list[TokenLogprobs]]:
+        """Rows that want equally many go together; a row that verifies drafts has one entry for each position."""
         groups: dict[int, list[tuple[int, int]]] = {}
         for at, index, k in batch.logprobs:
             if sampled.ok[at]:
                 groups.setdefault(k, []).append((at, index))
-        found: dict[int, TokenLogprobs] = {}
+        found: dict[int, list[TokenLogprobs]] = {}
         for k, members in groups.items():
             rows = np.array([at for at, _ in members])
             some = logits if len(rows) == len(logits) else logits[torch.from_numpy(rows).to(logits.device)]
             entries = token_logprobs(some, sampled.token_ids[rows], k)
-            found.update(zip((index for _, index in members), entries, strict=True))
+            for (_, index), entry in zip(members, entries, strict=True):
+                found.setdefault(index, []).append(entry)
         return found
 
 

@@ -53,8 +53,8 @@ class Host:
         self.scheduler.add(self.requests[name], 0.0)
 
     def take(self, output: SchedulerOutput, execution: StepExecution) -> None:
-        for index, entry in execution.logprobs.items():
-            self.logprobs.setdefault(output.requests[index].request_id, []).append(entry)
+        for index, entries in execution.logprobs.items():
+            self.logprobs.setdefault(output.requests[index].request_id, []).extend(entries)
         for index, part in execution.prompt_logprobs.items():
             entries = self.prompt_logprobs.setdefault(output.requests[index].request_id, {})
             entries.update(enumerate(part.entries, part.start))
