@@ -163,6 +163,28 @@ def test_a_row_with_nan_leaves_the_others_alone(backend: str) -> None:
     assert got[1].isnan().all() and got[[0, 2, 3, 4]].isfinite().all()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_keys_and_values_may_lie_head_by_head(backend: str) -> None:
+    """As transformers hands them over: tokens of one head behind each other."""
+    setting = Setting(*MIXED, LayerShape(3, 8, 6, 6), block_size=8, backend=backend)
+    want = setting.expected(0.3, None, None, None)
+    for rows in (setting.keys, setting.values):
+        rows[:] = [one.transpose(0, 1) for one in rows]
+    pool = setting.pool.keys[0], setting.pool.values[0]
+
+    def cut(parts: list[torch.Tensor], first: np.ndarray, counts: np.ndarray) -> torch.Tensor:
+        return torch.cat([parts[r][:, first[r] : first[r] + counts[r]] for r in np.nonzero(counts)[0]], dim=1)
+
+    for first, counts in ((np.zeros_like(setting.computed), setting.computed), (setting.computed, setting.query_lens)):
+        rows = np.nonzero(counts)[0]
+        batch = PagedBatch.build(counts[rows], first[rows], setting.tables[rows], setting.block_size)
+        plan = setting.backend.plan(batch)
+        key, value = (cut(parts, first, counts) for parts in (setting.keys, setting.values))
+        setting.backend.write(plan, key.transpose(0, 1), value.transpose(0, 1), *pool)
+    got = setting.backend.attend(plan, setting.query, *pool, scale=0.3, window=None, softcap=None, sinks=None)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-6)
+
+
 @pytest.mark.parametrize("rows", [MIXED, DECODES], ids=["mixed", "decodes"])
 def test_rows_behind_the_batch_are_left_out(rows: tuple[list[int], list[int]]) -> None:
     """Steps are filled up to a round number of rows, of which nothing may reach the pool."""

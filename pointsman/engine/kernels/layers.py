@@ -212,9 +212,13 @@ def heads_kernel(activations: torch.dtype, cache_dtype: torch.dtype) -> Kernel:
             return
         num_tokens, num_heads, num_kv_heads = a[NUM_TOKENS], a[NUM_HEADS], a[NUM_KV_HEADS]
         k_dim, v_dim, size, rotary_dim = a[K_DIM], a[V_DIM], a[BLOCK_SIZE], a[ROTARY_DIM]
-        query = carray(pointer(a[QUERY]), (num_tokens * a[QUERY_STRIDE],), activation_type)
-        key = carray(pointer(a[KEY]), (num_tokens * a[KEY_STRIDE],), activation_type)
-        value = carray(pointer(a[VALUE]), (num_tokens * a[VALUE_STRIDE],), activation_type)
+        # Lengths that no slice goes beyond, whichever of the strides is the larger: a slice would be cut there.
+        query_length = num_tokens * a[QUERY_STRIDE] + num_heads * a[QUERY_HEAD_STRIDE]
+        key_length = num_tokens * a[KEY_STRIDE] + num_kv_heads * a[KEY_HEAD_STRIDE]
+        value_length = num_tokens * a[VALUE_STRIDE] + num_kv_heads * a[VALUE_HEAD_STRIDE]
+        query = carray(pointer(a[QUERY]), (query_length,), activation_type)
+        key = carray(pointer(a[KEY]), (key_length,), activation_type)
+        value = carray(pointer(a[VALUE]), (value_length,), activation_type)
         query_out = carray(pointer(a[QUERY_OUT]), (num_tokens, num_heads, k_dim), activation_type)
         keys = carray(pointer(a[KEYS]), (a[NUM_BLOCKS], num_kv_heads, size, k_dim), cache_type)
         values = carray(pointer(a[VALUES]), (a[NUM_BLOCKS], num_kv_heads, size, v_dim), cache_type)
