@@ -41,14 +41,13 @@ class Drafts:
         self._batch = batch
         self._counters = counters
         self._columns = np.arange(config.num_draft_tokens)
-        self.last_updated: SchedulerOutput | None = None
+        self.last_updated_step = -1
 
     def propose(self, output: SchedulerOutput, token_ids: Integers, counts: Integers) -> int:
         """Let drafts wait at the rows of an updated output; see `Scheduler.propose`."""
-        last = self.last_updated
-        if last is None or output.step_id > last.step_id:
+        if output.step_id > self.last_updated_step:
             raise StepOrderError(f"drafts for step {output.step_id} cannot be proposed before its update")
-        if output is not last:
+        if output.step_id < self.last_updated_step:
             return 0
         batch = self._batch
         proposed, tokens = self._checked(output, token_ids, counts)

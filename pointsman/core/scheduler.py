@@ -309,7 +309,7 @@ class Scheduler:
         self._life.tell_time(now)
         update = self._update.apply(in_flight[0], output, result)
         in_flight.popleft()
-        self._drafts.last_updated = output
+        self._drafts.last_updated_step = output.step_id
         self._batch.fence_passed(output.step_id)
         if not in_flight:
             self._kv.journal = None
