@@ -17,7 +17,7 @@ from pointsman.core.errors import (
 )
 from pointsman.core.output import SchedulerOutput, StepResult, StepUpdate
 from pointsman.core.pause import PauseMode
-from pointsman.core.reason import Reason
+from pointsman.core.reason import Holder, Reason
 from pointsman.core.recording import Recorder, RecordingError, ReplayDifference, ReplayReport, replay
 from pointsman.core.repetition import RepetitionDetectionParams
 from pointsman.core.request import Request
@@ -34,6 +34,7 @@ __all__ = [
     "EncoderInput",
     "Explanation",
     "FinishReason",
+    "Holder",
     "InvalidTransition",
     "InvariantError",
     "ParkReason",

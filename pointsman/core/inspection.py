@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from pointsman.core.batch import Batch
+from pointsman.core.causes import CAUSES, MAX_HOLDERS, sentence
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.lifecycle import Lifecycle
 from pointsman.core.pause import PauseMode
@@ -20,15 +21,22 @@ def explain(request: Request, batch: Batch, kv: KVCacheManager, life: Lifecycle)
     position = life.queue.position(request) if request in life.queue else None
     if position and reason is not Reason.PAUSED and not _was_asked(request, position, life):
         reason = Reason.BEHIND
+    has_own = deferral is not None and reason is deferral.reason
+    missing = deferral.missing if deferral is not None and has_own else 0
+    holders = CAUSES[reason].holders(request, batch, life) if reason is not None else []
     return Explanation(
         request_id=request.request_id,
         status=request.status,
         phase=request.phase,
         reason=reason,
-        blocker=_blocker(request, reason, batch, life),
+        sentence=sentence(request, reason, missing, holders, life),
+        resource=CAUSES[reason].resource if reason is not None else None,
+        holders=tuple(holders[:MAX_HOLDERS]),
+        num_holders=len(holders),
+        blocker=holders[0].request_id if holders else None,
         adapter_slots=dict(life.adapters.held) if reason is Reason.ADAPTER_SLOTS else {},
-        missing=deferral.missing if deferral and reason is deferral.reason else 0,
-        since=deferral.since if deferral and reason is deferral.reason else None,
+        missing=missing,
+        since=deferral.since if deferral is not None and has_own else None,
         position=position,
         num_tokens=request.num_tokens,
         num_computed_tokens=request.num_computed_tokens,
@@ -55,31 +63,6 @@ def _was_asked(request: Request, position: int, life: Lifecycle) -> bool:
     if request in life.passed:
         return True
     return request is life.wall and position == len(life.passed)
-
-
-def _blocker(request: Request, reason: Reason | None, batch: Batch, life: Lifecycle) -> str | None:
-    if reason is Reason.BEHIND:
-        in_the_way = life.wall if life.wall is not request else None
-        return (in_the_way or life.queue.peek()).request_id
-    if reason is Reason.ENCODER_CACHE and life.encoder is not None and life.encoder.holders():
-        return life.encoder.holders()[0].request_id
-    if reason is Reason.ADAPTER_SLOTS and life.adapters.held:
-        longest = next(iter(life.adapters.held))
-        return next(r.request_id for r in batch.members.requests if r.adapter == longest)
-    if reason is Reason.PARTIAL_PREFILLS:
-        return next((r.request_id for r in batch.members.requests if r.phase == "prefill"), None)
-    rungs = (
-        Reason.WATERMARK,
-        Reason.FULL_SEQUENCE,
-        Reason.DECODE_RESERVE,
-        Reason.BLOCKS,
-        Reason.SEQUENCE_LIMIT,
-        Reason.STATIC_BATCH,
-    )
-    members = batch.members
-    if reason in rungs and len(members):
-        return members.requests[int(batch.num_slots[members.rows].argmax())].request_id
-    return None
 
 
 def snapshot(counters: Counters, batch: Batch, kv: KVCacheManager, life: Lifecycle) -> SchedulerStats:

@@ -16,6 +16,7 @@ from pointsman.core.encoder_cache import EncoderCache
 from pointsman.core.errors import DuplicateRequest, UnknownRequest
 from pointsman.core.in_flight import AdmittedRequest, StepRecord
 from pointsman.core.kv_cache import KVCacheManager
+from pointsman.core.output import SchedulerOutput
 from pointsman.core.pause import Pause
 from pointsman.core.queue import Order
 from pointsman.core.reason import Deferral, Reason
@@ -65,6 +66,8 @@ class Lifecycle:
         self.parked: dict[str, Request] = {}
         self.requests: dict[str, Request] = {}
         """Every request whose id is in use: those that have not ended, and ends that no output has told of."""
+        self.last_output: SchedulerOutput | None = None
+        """The newest output, for explanations."""
         self.in_flight: deque[StepRecord] = deque()
         """Steps scheduled and not yet updated, oldest first."""
         self.pause: Pause | None = None

@@ -68,3 +68,13 @@ class Deferral:
     missing: int
     """Blocks, tokens, seats, slots, places or embeddings that it lacks, by the reason; 0 where nothing is counted."""
     since: float
+
+
+class Holder(NamedTuple):
+    """Who has some of what a request waits for."""
+
+    request_id: str
+    amount: int
+    """How much of the resource, in its unit; 0 where nothing is counted."""
+    what: str = ""
+    """Of an adapter slot: the name of the adapter."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pointsman.core.adapters import Adapter
-from pointsman.core.reason import Reason
+from pointsman.core.reason import Holder, Reason
 from pointsman.core.request_events import RequestEvent
 from pointsman.core.status import FinishReason, RequestStatus
 
@@ -117,13 +117,22 @@ class Explanation:
     reason: Reason | None
     """Why it waits; None if it runs and nothing is paused, or has ended, or no step has been scheduled since it was
     added."""
+    sentence: str
+    """All of it in words."""
+    resource: str | None
+    """What it lacks, such as "KV blocks" or "seats": the unit of `missing`, and of what the holders hold. None: nothing
+    that is counted."""
+    holders: tuple[Holder, ...]
+    """Who holds that, the most first, at most 8 of them: running requests for blocks and seats, the requests of the
+    last step for the budget, one for each adapter; of a request that is not the head, the one that it waits behind."""
+    num_holders: int
+    """How many hold some of it."""
     blocker: str | None
-    """For whom it waits: a request before it in the queue, the running request that holds most blocks, or one of those
-    whose adapter has held its slot longest."""
+    """The first of the holders."""
     adapter_slots: dict[Adapter, int]
     """The adapters that hold the slots, longest first, each with its running requests, if that is the reason."""
     missing: int
-    """Blocks, tokens, seats, adapter slots or embeddings that it lacks, by the reason."""
+    """How much of `resource` it lacks; 0 where nothing is counted."""
     since: float | None
     """When this reason began, on the caller's clock."""
     position: int | None

@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar
 from fastapi import APIRouter, Path, Query
 from starlette.responses import JSONResponse, Response
 
+from pointsman.core import Explanation
 from pointsman.core.errors import UnknownRequest
 from pointsman.engine.errors import EngineDeadError
 from pointsman.server.descriptions import errors
@@ -92,6 +93,13 @@ def describe(known: RequestExplanation, service: Service) -> dict[str, Any]:
         "reason": None if of_scheduler.reason is None else of_scheduler.reason.value,
         "blocker": None if of_scheduler.blocker is None else service.names.shown(of_scheduler.blocker),
         "missing": of_scheduler.missing,
+        "resource": of_scheduler.resource,
+        "holders": [
+            {"id": service.names.shown(holder.request_id), "amount": holder.amount, "what": holder.what}
+            for holder in of_scheduler.holders
+        ],
+        "num_holders": of_scheduler.num_holders,
+        "explanation": _in_words(of_scheduler, service),
         "since": None if waiting_for is None else round(time.time() - waiting_for, 3),
         "waiting_for": waiting_for,
         "position": of_scheduler.position,
@@ -111,3 +119,11 @@ def describe(known: RequestExplanation, service: Service) -> dict[str, Any]:
             for event in of_scheduler.events
         ],
     }
+
+
+def _in_words(explanation: Explanation, service: Service) -> str:
+    """The sentence of an explanation, with requests called as their clients know them."""
+    sentence = explanation.sentence
+    for engine_id in {explanation.request_id, *(holder.request_id for holder in explanation.holders)}:
+        sentence = sentence.replace(engine_id, service.names.shown(engine_id))
+    return sentence

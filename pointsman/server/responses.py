@@ -219,6 +219,14 @@ class RequestStateEvent(BaseModel):
     detail: str = Field(description="Of parked: what it waits for.")
 
 
+class RequestHolder(BaseModel):
+    """A request that has some of what another one waits for."""
+
+    id: str
+    amount: int = Field(description="How much of the resource; 0 where nothing is counted.")
+    what: str = Field(description="Of an adapter slot: the name of the adapter.")
+
+
 class RequestState(BaseModel):
     """Where a request of the engine stands, and why it does not advance."""
 
@@ -228,7 +236,13 @@ class RequestState(BaseModel):
     phase: str
     reason: str | None = Field(description="Why it waits; null if it does not, or has not been tried in a step.")
     blocker: str | None = Field(description="The request it waits for.")
-    missing: int = Field(description="Blocks, tokens or seats that it lacks, by the reason.")
+    missing: int = Field(description="How much of the resource it lacks.")
+    resource: str | None = Field(
+        description="What it lacks, such as KV blocks or seats; null: nothing that is counted."
+    )
+    holders: list[RequestHolder] = Field(description="Who holds that, the most first; at most 8.")
+    num_holders: int = Field(description="How many hold some of it.")
+    explanation: str = Field(description="All of it in a sentence.")
     since: float | None = Field(description="When this reason began, in Unix time.")
     waiting_for: float | None = Field(description="Seconds since then.")
     position: int | None = Field(description="How many stand before it in the queue.")

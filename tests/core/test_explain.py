@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pointsman.core import ParkReason, Reason, RequestStatus
+from pointsman.core.causes import CAUSES, PARKED_FOR
+from pointsman.core.reason import Holder
 from tests.core.helpers import Host
 
 
@@ -161,3 +165,111 @@ def test_asking_changes_no_decision() -> None:
         return made
 
     assert decisions(ask=True) == decisions(ask=False)
+
+
+# ------------------------------------------------------------------------------------- who holds what it lacks
+
+
+def test_every_reason_has_a_meaning_and_so_has_all_that_one_can_be_parked_for() -> None:
+    assert set(CAUSES) == set(Reason)
+    assert set(PARKED_FOR) == {reason.status for reason in ParkReason}
+    assert all(cause.text for cause in CAUSES.values())
+
+
+def test_blocks_are_held_by_those_whose_tables_are_longest() -> None:
+    host = Host(num_blocks=8, max_model_len=32)
+    host.add("small", 4, max_tokens=20)
+    host.add("large", 12, max_tokens=20)
+    host.step()
+    host.add("head", 17)
+    host.step()
+    told = host.explain("head")
+    assert (told.resource, told.holders, told.num_holders) == (
+        "KV blocks",
+        (Holder("large", 4), Holder("small", 2)),
+        2,
+    )
+    assert told.sentence == "head waits for 3 more KV blocks: the KV cache is full. Held by large (4), small (2)."
+
+
+def test_seats_are_held_by_those_who_run_the_one_that_came_first_in_front() -> None:
+    host = Host(max_num_seqs=2)
+    for request_id in "abc":
+        host.add(request_id, 4)
+    host.step()
+    told = host.explain("c")
+    assert (told.resource, told.missing, told.holders) == ("seats", 1, (Holder("a", 1), Holder("b", 1)))
+    assert told.sentence == "c waits for 1 more seats: all seats are taken. Held by a (1), b (1)."
+
+
+def test_the_budget_is_held_by_what_the_last_step_computed() -> None:
+    host = Host(max_num_batched_tokens=8)
+    host.add("a", 3)
+    host.add("b", 7)
+    host.add("c", 4)
+    host.step()
+    told = host.explain("c")
+    assert (told.reason, told.resource) == (Reason.BUDGET, "tokens of the step's budget")
+    assert told.holders == (Holder("b", 5), Holder("a", 3))
+    host.abort("b")
+    assert host.explain("c").holders == (Holder("a", 3),), "who has ended holds nothing"
+
+
+def test_a_displacer_is_named() -> None:
+    host = Host(order="priority", max_num_seqs=1)
+    host.add("low", 4, priority=5)
+    host.step()
+    host.add("urgent", 4, priority=0)
+    host.step()
+    told = host.explain("low")
+    assert (told.reason, told.blocker) == (Reason.DISPLACEMENT, "urgent")
+    assert told.sentence == (
+        "low waits: a more urgent request got the room that was made in this step. Held by urgent."
+    )
+
+
+def test_who_stands_behind_the_head_is_told_what_the_head_waits_for() -> None:
+    host = Host(max_num_seqs=1)
+    for request_id in "abc":
+        host.add(request_id, 4)
+    host.step()
+    assert host.explain("c").sentence == "c waits behind b, which waits: all seats are taken."
+
+
+def test_a_preempted_request_with_samples_in_flight_waits_for_them() -> None:
+    host = Host(max_steps_in_flight=2)
+    host.add("a", 4)
+    output = host.schedule()
+    host.park("a")
+    host.ready("a")
+    host.schedule()
+    told = host.explain("a")
+    assert (told.reason, told.resource, told.missing, told.holders) == (Reason.IN_FLIGHT, "samples", 1, ())
+    host.update(output)
+
+
+@pytest.mark.parametrize("reason", ParkReason)
+def test_a_parked_request_says_what_for(reason: ParkReason) -> None:
+    host = Host()
+    host.add("a", 4, park=reason)
+    assert host.explain("a").sentence == f"a waits: {PARKED_FOR[reason.status]}."
+
+
+def test_what_does_not_wait_says_so() -> None:
+    host = Host()
+    host.add("a", 4, max_tokens=1)
+    assert host.explain("a").sentence == "a has not been tried in a step yet."
+    output = host.schedule()
+    assert host.explain("a").sentence == "a runs."
+    host.update(output)
+    assert host.explain("a").sentence == "a has ended."
+
+
+def test_of_many_holders_some_are_named_and_all_are_counted() -> None:
+    host = Host(max_num_seqs=12, max_num_batched_tokens=16)
+    for index in range(13):
+        host.add(f"r{index}", 1)
+    host.step()
+    told = host.explain("r12")
+    assert (len(told.holders), told.num_holders) == (8, 12)
+    assert told.sentence.endswith("Held by r0 (1), r1 (1), r2 (1) and 9 more.")

@@ -301,9 +301,17 @@ def check_explanations(world: World) -> None:
         else:
             wrong = (Reason.PARKED, Reason.PAUSED)
             require(told.reason not in wrong, f"{name} is ready, and is explained as {told.reason}")
-        if told.blocker is not None:
-            is_live = world.scheduler.get_request(told.blocker) is not None
-            require(is_live, f"{name} is explained as waiting for {told.blocker}, which is not live")
+        for holder in told.holders:
+            is_live = world.scheduler.get_request(holder.request_id) is not None
+            require(is_live, f"{name} is explained as waiting for {holder.request_id}, which is not live")
+            if told.resource == "KV blocks":
+                held = len(world.host.table(world.scheduler.get_request(holder.request_id)))
+                stale = world.host.blocks_in_use() is None
+                require(stale or held == holder.amount, f"{holder} holds {held} blocks")
+        amounts = [holder.amount for holder in told.holders]
+        require(amounts == sorted(amounts, reverse=True) or told.adapter_slots != {}, f"{told.holders} are not sorted")
+        require(told.blocker == (told.holders[0].request_id if told.holders else None), "the blocker is no holder")
+        require(name in told.sentence, f"{name} is explained as {told.sentence!r}")
 
 
 def malformed_results(step: ExecutedStep) -> list[StepResult]:

@@ -47,3 +47,15 @@ def test_without_a_log_there_is_none() -> None:
     host.add("a")
     host.step()
     assert describe(explained(host, "a", age=1.0), SERVICE)["events"] == []
+
+
+def test_who_holds_what_it_lacks_is_told_by_the_names_that_clients_know() -> None:
+    host = Host(max_num_seqs=1)
+    host.add("internal-1")
+    host.add("internal-2")
+    host.step()
+    service = cast(Any, SimpleNamespace(names=SimpleNamespace(shown=lambda name: name.replace("internal", "mine"))))
+    state = RequestState.model_validate(describe(explained(host, "internal-2", age=1.0), service))
+    assert (state.id, state.blocker, state.resource, state.missing) == ("mine-2", "mine-1", "seats", 1)
+    assert [(holder.id, holder.amount) for holder in state.holders] == [("mine-1", 1)] and state.num_holders == 1
+    assert state.explanation == "mine-2 waits for 1 more seats: all seats are taken. Held by mine-1 (1)."

@@ -1,0 +1,158 @@
+"""What a reason to wait means: which resource is short, who holds it, and how to say it to a person.
+
+`CAUSES` has an entry for every `Reason`. Nothing here is computed unless somebody asks for an explanation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from pointsman.core.batch import Batch
+from pointsman.core.lifecycle import Lifecycle
+from pointsman.core.reason import Holder, Reason
+from pointsman.core.request import Request
+from pointsman.core.status import RequestStatus
+
+MAX_HOLDERS = 8
+"""Most holders that an explanation names."""
+
+
+class Cause(NamedTuple):
+    """The meaning of a reason."""
+
+    resource: str | None
+    """What is short, as the unit of `missing` and `Holder.amount`; None: nothing that could be counted."""
+    text: str
+    """What is the matter, as the end of a sentence that begins "it waits: ..."."""
+    holders: Callable[[Request, Batch, Lifecycle], list[Holder]]
+    """Who holds the resource, the most first."""
+
+
+PARKED_FOR: dict[RequestStatus, str] = {
+    RequestStatus.WAITING_FOR_GRAMMAR: "its grammar is being compiled",
+    RequestStatus.WAITING_FOR_REMOTE_KVS: "its KV is on its way from elsewhere",
+    RequestStatus.WAITING_FOR_STREAMING_REQ: "its caller has more input to send",
+}
+"""What a parked request waits for."""
+
+
+def _nobody(request: Request, batch: Batch, life: Lifecycle) -> list[Holder]:
+    return []
+
+
+def _of_blocks(request: Request, batch: Batch, life: Lifecycle) -> list[Holder]:
+    """The running requests, by the KV blocks in their tables; what several share counts for each."""
+    members = batch.members
+    blocks = batch.num_slots[members.rows] // batch.block_size
+    return _most((r.request_id, n) for r, n in zip(members.requests, blocks.tolist(), strict=True))
+
+
+def _of_seats(request: Request, batch: Batch, life: Lifecycle) -> list[Holder]:
+    """The running requests, a seat each, the one that has run longest first."""
+    return [Holder(other.request_id, 1) for other in batch.members.requests]
+
+
+def _of_budget(request: Request, batch: Batch, life: Lifecycle) -> list[Holder]:
+    """The requests of the last step, by the tokens that they compute in it."""
+    output = life.last_output
+    if output is None:
+        return []
+    tokens = zip(output.requests, output.num_scheduled_tokens.tolist(), strict=True)
+    return _most((other.request_id, n) for other, n in tokens if not other.is_finished)
+
+
+def _of_adapters(request: Request, batch: Batch, life: Lifecycle) -> list[Holder]:
+    """For every adapter that holds a slot, longest first: a request that runs with it, and how many do."""
+    first: dict[object, str] = {}
+    for other in batch.members.requests:
+        first.setdefault(other.adapter, other.request_id)
+    return [Holder(first[adapter], n, adapter.name) for adapter, n in life.adapters.held.items()]
+
+
+def _of_prefills(request: Request, batch: Batch, life: Lifecycle) -> list[Holder]:
+    """The running requests whose prompts are half done, the one that was admitted first in front."""
+    return [Holder(other.request_id, 1) for other in batch.members.requests if other.phase == "prefill"]
+
+
+def _of_embeddings(request: Request, batch: Batch, life: Lifecycle) -> list[Holder]:
+    """The requests that hold entries of the encoder cache."""
+    return [] if life.encoder is None else [Holder(other.request_id, 0) for other in life.encoder.holders()]
+
+
+def _displacer(request: Request, batch: Batch, life: Lifecycle) -> list[Holder]:
+    output = life.last_output
+    admitted = output.admitted if output is not None else ()
+    return [Holder(other.request_id, 0) for other in admitted if not other.is_finished]
+
+
+def _before_it(request: Request, batch: Batch, life: Lifecycle) -> list[Holder]:
+    """The request that is a wall to those behind it; none if it was not found yet: then the head of the queue."""
+    wall = life.wall
+    stands = wall is not None and wall is not request and wall in life.queue
+    before = wall if wall is not None and stands else life.queue.peek()
+    return [Holder(before.request_id, 0)]
+
+
+def _most(amounts: Iterable[tuple[str, int]]) -> list[Holder]:
+    return [Holder(name, n) for name, n in sorted(amounts, key=lambda entry: -entry[1])]
+
+
+_BLOCKS = "KV blocks"
+
+CAUSES: dict[Reason, Cause] = {
+    Reason.WATERMARK: Cause(_BLOCKS, "the KV blocks left are headroom for what runs (watermark)", _of_blocks),
+    Reason.FULL_SEQUENCE: Cause(
+        _BLOCKS, "its whole sequence does not fit beside what half-computed prompts are owed", _of_blocks
+    ),
+    Reason.DECODE_RESERVE: Cause(_BLOCKS, "the output that is expected of it would not fit", _of_blocks),
+    Reason.BLOCKS: Cause(_BLOCKS, "the KV cache is full", _of_blocks),
+    Reason.SEQUENCE_LIMIT: Cause("seats", "all seats are taken", _of_seats),
+    Reason.BUDGET: Cause("tokens of the step's budget", "the step is full", _of_budget),
+    Reason.PREEMPTION: Cause(
+        None, "running requests ran out of KV blocks, and a step in which one gave way admits nobody", _of_blocks
+    ),
+    Reason.DISPLACEMENT: Cause(None, "a more urgent request got the room that was made in this step", _displacer),
+    Reason.STATIC_BATCH: Cause(None, "the static batch still runs", _of_seats),
+    Reason.ADAPTER_SLOTS: Cause(
+        "adapter slots", "other adapters hold them, or who waited longer has claimed the next", _of_adapters
+    ),
+    Reason.PARTIAL_PREFILLS: Cause(None, "as many prompts as allowed are half done", _of_prefills),
+    Reason.ENCODER_BUDGET: Cause(
+        "embeddings", "the step's budget for its encoder inputs is spent", _nobody
+    ),
+    Reason.ENCODER_CACHE: Cause("embeddings", "others hold the encoder cache", _of_embeddings),
+    Reason.PAUSED: Cause(None, "the scheduler is paused", _nobody),
+    Reason.IN_FLIGHT: Cause(
+        "samples", "it was preempted with steps in flight, and what they sampled has to come back first", _nobody
+    ),
+    Reason.BEHIND: Cause(None, "it is not its turn", _before_it),
+    Reason.PARKED: Cause(None, "it is parked", _nobody),
+}
+
+
+def sentence(request: Request, reason: Reason | None, missing: int, holders: list[Holder], life: Lifecycle) -> str:
+    """What to tell a person who asks why a request does not advance."""
+    name = request.request_id
+    if reason is None:
+        where = {"finished": "has ended", "waiting": "has not been tried in a step yet"}
+        return f"{name} {where.get(request.phase, 'runs')}."
+    cause = CAUSES[reason]
+    text = PARKED_FOR.get(request.status, cause.text) if reason is Reason.PARKED else cause.text
+    if reason is Reason.BEHIND:
+        before = life.requests[holders[0].request_id]
+        why = before.deferral.reason if before.deferral is not None else None
+        return f"{name} waits behind {before.request_id}" + (f", which waits: {CAUSES[why].text}." if why else ".")
+    lacks = f" for {missing} more {cause.resource}" if missing and cause.resource else ""
+    told = f"{name} waits{lacks}: {text}"
+    if not holders:
+        return f"{told}."
+    named = ", ".join(_shown(holder) for holder in holders[:3])
+    more = f" and {len(holders) - 3} more" if len(holders) > 3 else ""
+    return f"{told}. Held by {named}{more}."
+
+
+def _shown(holder: Holder) -> str:
+    if holder.what:
+        return f"adapter {holder.what} ({holder.request_id}, {holder.amount} running)"
+    return f"{holder.request_id} ({holder.amount})" if holder.amount else holder.request_id
