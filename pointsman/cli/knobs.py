@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -34,6 +35,8 @@ def engine_arguments(knobs: Mapping[str, Any], preset: str | None = None) -> dic
         raise ValueError(f"--stream-interval is {arguments['stream_interval']}; it must be at least 1: every token")
     if "kv_events_config" in arguments:
         arguments["kv_events_config"] = kv_events_config(arguments["kv_events_config"])
+    if not 0 <= arguments.get("watchdog_seconds", 0) < math.inf:
+        raise ValueError(f"--watchdog-seconds is {arguments['watchdog_seconds']}; give 0 or more seconds, 0 for never")
     if "kv_cache_bytes" in arguments:
         arguments["kv_cache_bytes"] = size(arguments["kv_cache_bytes"])
         if "num_blocks" in arguments:

@@ -110,6 +110,10 @@ KNOBS: dict[str, Any] = {
             help='Where to publish what the prefix cache holds, like {"endpoint": "tcp://*:5557"}; vLLM\'s fields.',
         ),
     ],
+    "watchdog_seconds": Annotated[
+        float | None,
+        typer.Option(help="Seconds without progress, after which a request is told of in the log [default: 0, never]."),
+    ],
     "num_blocks": Annotated[int | None, typer.Option(help="KV blocks in the pool [default: 1 GiB of them or less].")],
     "kv_cache_bytes": Annotated[
         str | None,

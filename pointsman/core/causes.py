@@ -118,9 +118,7 @@ CAUSES: dict[Reason, Cause] = {
         "adapter slots", "other adapters hold them, or who waited longer has claimed the next", _of_adapters
     ),
     Reason.PARTIAL_PREFILLS: Cause(None, "as many prompts as allowed are half done", _of_prefills),
-    Reason.ENCODER_BUDGET: Cause(
-        "embeddings", "the step's budget for its encoder inputs is spent", _nobody
-    ),
+    Reason.ENCODER_BUDGET: Cause("embeddings", "the step's budget for its encoder inputs is spent", _nobody),
     Reason.ENCODER_CACHE: Cause("embeddings", "others hold the encoder cache", _of_embeddings),
     Reason.PAUSED: Cause(None, "the scheduler is paused", _nobody),
     Reason.IN_FLIGHT: Cause(

@@ -55,6 +55,7 @@ from pointsman.core.rewind import take_back
 from pointsman.core.stats import Counters, Explanation, SchedulerStats
 from pointsman.core.status import FinishReason, ParkReason, RequestStatus
 from pointsman.core.update import Update
+from pointsman.core.watchdog import Stall, Watchdog
 from pointsman.core.work import Idle, make_work
 
 Int32Array = npt.NDArray[np.int32]
@@ -102,6 +103,7 @@ class Scheduler:
         self._idle = Idle(self._running, self._intake.admit)
         self._update = Update(self._batch, self._kv, self._life, self._counters)
         self._most_active_seqs = config.num_seats
+        self._watchdog = Watchdog()
         self._next_step_id = 0
         self._emission = Emission(self._batch, self._kv, self._life, counts_common_prefix=config.count_common_prefix)
         self._unpublished: list[Request] = []
@@ -439,6 +441,12 @@ class Scheduler:
         """
         request = self._life.requests.get(request_id) or self._life.require(request_id)
         return explain(request, self._batch, self._kv, self._life)
+
+    def stalled(self, now: float, seconds: float) -> list[Stall]:
+        """Requests without progress for `seconds` or longer, longest first. Progress is what changed between two calls,
+        so call it a few times in that many seconds; it costs a look at every request, and steps cost nothing more.
+        """
+        return self._watchdog.stalled(self._life, self.explain, now, seconds)
 
     def stats(self) -> SchedulerStats:
         """A snapshot of counters and gauges."""

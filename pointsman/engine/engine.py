@@ -41,6 +41,7 @@ from pointsman.engine.sampling_params import SamplingParams
 from pointsman.engine.steps_in_flight import StepsInFlight
 from pointsman.engine.threads import set_num_threads
 from pointsman.engine.tokenizing import encode
+from pointsman.engine.watchdog import make_watchdog
 
 if TYPE_CHECKING:
     from pointsman.core.preemption import Victim
@@ -79,6 +80,7 @@ class Engine:
         stream_interval: tokens from one output of a request to the next; its first token and its end come at once.
         prompt_lookup_min, prompt_lookup_max: with `num_draft_tokens`: how many of its newest tokens a request must have
             had before for drafts to be taken from there, at least, and how many are looked for (`proposer.py`).
+        watchdog_seconds: without progress, after which a request is told of in the log (`watchdog.py`); 0: never.
 
     All other arguments are fields of `SchedulerConfig` and mean what they say there.
 
@@ -130,6 +132,7 @@ class Engine:
         draft_table: Sequence[tuple[int, int]] = (),
         prompt_lookup_min: int = DEFAULT_MIN,
         prompt_lookup_max: int = DEFAULT_MAX,
+        watchdog_seconds: float = 0.0,
     ) -> None:
         events_config = KVEventsConfig.of(kv_events_config)
         self.loaded, self.attention = load_with_attention(
@@ -187,6 +190,7 @@ class Engine:
         self.runner = ModelRunner(self.loaded, self.kv_pool, self.scheduler, seed=seed, backend=self.attention)
         self.proposer = PromptLookup(self.scheduler, prompt_lookup_min, prompt_lookup_max) if num_draft_tokens else None
         self.clock = clock
+        self.watchdog = make_watchdog(self.scheduler, watchdog_seconds, clock)
         self.last_output: SchedulerOutput | None = None
         """The last step's decisions, for displays."""
         self.counters = EngineCounters()
@@ -484,6 +488,8 @@ class Engine:
         self._unreported += self.end_overdue()  # before they cost anything
         if self.grammars.num_waiting:
             self._unreported += self.take_grammars()
+        if self.watchdog is not None:
+            self.watchdog.tick()
         now = self.clock()
         self.last_output = output = self.scheduler.schedule(now)
         for request in output.admitted:

@@ -248,6 +248,8 @@ class EngineThread:
                     give_back_freed_pages()
                 self._check_loops()
                 self._engine.end_overdue()  # of those that are parked or paused
+            if self._engine.watchdog is not None:
+                self._engine.watchdog.tick()
             if self._stats_log is not None:
                 # The last line before silence; or silence ends, and it is no part of the next interval.
                 self._stats_log.tick()

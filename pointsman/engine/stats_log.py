@@ -42,11 +42,14 @@ class EngineStats:
     counters: EngineCounters
     """Tokens, steps and time, since the engine was made."""
     scheduler: SchedulerStats
+    num_stalled: int = 0
+    """Requests without progress; see `watchdog.py`."""
 
 
 def read_stats(engine: Engine, now: float) -> EngineStats:
     """The engine's state at `now`, in seconds. Only the thread that owns the engine may ask."""
-    return EngineStats(now, copy.copy(engine.counters), engine.scheduler.stats())
+    num_stalled = engine.watchdog.num_stalled if engine.watchdog is not None else 0
+    return EngineStats(now, copy.copy(engine.counters), engine.scheduler.stats(), num_stalled)
 
 
 def stats_line(before: EngineStats, after: EngineStats) -> str:

@@ -135,6 +135,15 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
     ),
     (
         Definition(
+            "pointsman:stalled_requests",
+            "gauge",
+            "requests",
+            "Requests without progress for --watchdog-seconds or longer, at the last look; 0 without a watchdog.",
+        ),
+        lambda stats: stats.num_stalled,
+    ),
+    (
+        Definition(
             "vllm:kv_cache_usage_perc",
             "gauge",
             "ratio, 0 to 1",

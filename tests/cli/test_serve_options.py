@@ -147,6 +147,7 @@ def test_a_file_may_set_every_option_but_secrets(tmp_path: Path) -> None:
         "grammar_timeout": "5",
         "stream_interval": "4",
         "kv_events_config": '\'{"endpoint": "tcp://127.0.0.1:*"}\'',
+        "watchdog_seconds": "30",
         "kv_cache_bytes": "64MiB",
         "block_size": "16",
         "max_model_len": "512",

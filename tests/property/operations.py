@@ -114,6 +114,7 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("set_max_num_active_seqs", 2, lambda world, choose: world.set_max_num_active_seqs(choose.integer(0, 6))),
     Operation("pause", 1, lambda world, choose: world.set_pause(choose.choice(tuple(PauseMode)))),
     Operation("resume", 8, lambda world, choose: world.set_pause(None)),
+    Operation("stalled", 4, lambda world, choose: world.look_for_stalls(choose.choice((0.25, 1.0, 4.0)))),
     Operation("misuse", 1, _on_request(lambda world, entry, choose: world.misuse(entry))),
     Operation("add_duplicate", 2, _duplicate),
     Operation("abort_unknown", 1, lambda world, choose: world.abort_unknown(_gone(world, choose))),

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+import pointsman.core.causes as causes_module
 import pointsman.core.encoder_cache as encoder_cache_module
 import pointsman.core.reserve as reserve_module
-from pointsman.core import FinishReason, InvariantError, Scheduler
+from pointsman.core import FinishReason, Holder, InvariantError, Scheduler
 from pointsman.core.adapters import Adapter, AdapterSlots
 from pointsman.core.admission import Admission
 from pointsman.core.batch import VERIFYING, Batch
@@ -41,6 +42,7 @@ from pointsman.core.reserve import DecodeReserve, Watermark
 from pointsman.core.rewind import rewind as real_rewind
 from pointsman.core.running import Running
 from pointsman.core.update import Update, stop_condition
+from pointsman.core.watchdog import Watchdog
 
 from .operations import drive
 from .shadow import ShadowFault
@@ -292,6 +294,18 @@ def a_step_that_preempted_admits(patch: Patch) -> None:
         return granted, counts, blocks, False
 
     around(patch, InOrder, "_walk", walk)
+
+
+def stall_begins_anew_at_every_look(patch: Patch) -> None:
+    def stalled(original: Any, dog: Watchdog, life: Lifecycle, *args: Any) -> Any:
+        dog._seen = {}
+        return original(dog, life, *args)
+
+    around(patch, Watchdog, "stalled", stalled)
+
+
+def holder_is_not_the_one_that_holds_most(patch: Patch) -> None:
+    patch.setattr(causes_module, "_most", lambda amounts: [Holder(name, n) for name, n in amounts])
 
 
 def prefix_is_not_found(patch: Patch) -> None:
@@ -613,6 +627,8 @@ BOOKKEEPING: tuple[Fault, ...] = (
     (victim_is_not_put_in_front, {"order": "fcfs-front"}),
     (any_chunk_may_be_cut, {"first_chunk_only": True, "enable_chunked_prefill": True}),
     (a_step_that_preempted_admits, {"shortage": "in-order", "admit_after_preemption": False}),
+    (stall_begins_anew_at_every_look, {}),
+    (holder_is_not_the_one_that_holds_most, {}),
     (prefix_is_not_found, CACHING),
     (slot_is_not_given_back, ADAPTERS),
     (slot_is_taken_by_the_first_row_alone, ADAPTERS),

@@ -80,6 +80,9 @@ class World:
         self.num_cached_tokens = 0
         self.resync_due = False
         self.pause: PauseMode | None = None
+        self.stands: dict[
+            Entry, tuple[tuple[Any, ...], float]
+        ] = {}  # where each stood at the last look, and since when
         self.untold: dict[Entry, int] = {}  # admissions whose full block table is due since a step failed
 
     # ================================================================ requests
@@ -225,6 +228,31 @@ class World:
             require(before == self._snapshot(), "a limit out of range changed the scheduler")
         told = self.scheduler.config.max_num_active_seqs
         require(told is None or told == self.num_seats, f"max_num_active_seqs is {told}, expected {self.num_seats}")
+        self.check()
+
+    def look_for_stalls(self, seconds: float) -> None:
+        """Those that stand where they stood at an earlier look, `seconds` ago or more, and no pause holds up."""
+        self._tick("stalled")
+        before, stands = self._snapshot(), {}
+        for entry in self.live:
+            where = (
+                entry.request.status,
+                entry.last_admission,
+                entry.num_tokens,
+                entry.num_computed,
+                self.pause is None,
+            )
+            seen = self.stands.get(entry)
+            stands[entry] = seen if seen is not None and seen[0] == where else (where, self.now)
+        self.stands = stands
+        held = {None: (), PauseMode.ADMISSIONS: (Place.QUEUED,), PauseMode.ALL: (Place.QUEUED, Place.RUNNING)}[
+            self.pause
+        ]
+        late = {e.request.request_id: since for e, (_, since) in stands.items() if e.place not in held}
+        expected = {name: since for name, since in late.items() if self.now - since >= seconds}
+        told = {stall.explanation.request_id: stall.since for stall in self.scheduler.stalled(self.now, seconds)}
+        require(told == expected, f"stalled are {told}, expected {expected}")
+        require(before == self._snapshot(), "looking for stalls changed the scheduler")
         self.check()
 
     def set_pause(self, mode: PauseMode | None) -> None:

@@ -1,0 +1,71 @@
+"""Tells of requests that make no progress: a line in the log for each stall, and a number for the metrics.
+
+It looks at the scheduler four times in `watchdog_seconds`, between steps or while the engine has nothing to run. A step
+that hangs keeps it from looking, too; that shows from outside (`/ready`, see the server).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+
+from pointsman.core import Scheduler
+
+logger = logging.getLogger(__name__)
+
+LOOKS = 4
+"""In `watchdog_seconds`."""
+MOST_LINES = 10
+"""In the log, of one look; the others are counted in one more."""
+
+
+class EngineWatchdog:
+    """Watches the requests of one scheduler, in the thread that owns it.
+
+    Args:
+        seconds: without progress, after which a request is told of.
+        clock: the one by which the scheduler is called.
+
+    Raises:
+        ValueError: the seconds are not a number above 0.
+    """
+
+    def __init__(self, scheduler: Scheduler, seconds: float, clock: Callable[[], float]) -> None:
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
+            raise ValueError(
+                f"watchdog_seconds is {seconds!r}; give the seconds without progress after which a request is told of, "
+                "or 0 for none"
+            )
+        self._scheduler = scheduler
+        self._seconds = float(seconds)
+        self._clock = clock
+        self._next_look = -math.inf
+        self._told: dict[str, float] = {}  # request id -> since when it stalls
+        self.num_stalled = 0
+        """Requests without progress at the last look."""
+
+    def tick(self) -> None:
+        """Look, if it is time."""
+        now = self._clock()
+        if now < self._next_look:
+            return
+        self._next_look = now + self._seconds / LOOKS
+        stalls = self._scheduler.stalled(now, self._seconds)
+        new = [stall for stall in stalls if self._told.get(stall.explanation.request_id) != stall.since]
+        for stall in new[:MOST_LINES]:
+            logger.warning("no progress for %.1f s: %s", now - stall.since, stall.explanation.sentence)
+        if len(new) > MOST_LINES:
+            logger.warning("no progress for %g s or more: %d further requests", self._seconds, len(new) - MOST_LINES)
+        self._told = {stall.explanation.request_id: stall.since for stall in stalls}
+        self.num_stalled = len(stalls)
+
+
+def make_watchdog(scheduler: Scheduler, seconds: float, clock: Callable[[], float]) -> EngineWatchdog | None:
+    """A watchdog; None for 0 seconds.
+
+    Raises:
+        ValueError: the seconds are no number of 0 or more.
+    """
+    is_off = not isinstance(seconds, bool) and isinstance(seconds, (int, float)) and seconds == 0
+    return None if is_off else EngineWatchdog(scheduler, seconds, clock)

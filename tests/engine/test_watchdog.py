@@ -1,0 +1,133 @@
+"""Requests without progress are told of: once for each stall in the log, and as a number."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import pytest
+from tiny_models import FAMILIES, build
+
+from pointsman.core import ParkReason, PauseMode
+from pointsman.engine import AsyncEngine, Engine, SamplingParams
+from pointsman.engine.model_loader import wrap_model
+from pointsman.engine.stats_log import read_stats
+from pointsman.engine.watchdog import MOST_LINES, EngineWatchdog
+from tests.core.helpers import Host
+
+
+class Watched:
+    """A scheduler with a watchdog, and a clock that is set by hand."""
+
+    def __init__(self, seconds: float, **config: Any) -> None:
+        self.host = Host(**config)
+        self.dog = EngineWatchdog(self.host.scheduler, seconds, lambda: self.host.now)
+
+    def look(self, later: float) -> None:
+        self.host.now += later
+        self.dog.tick()
+
+
+def test_a_stall_is_told_once_with_its_reason_and_counted_while_it_lasts(caplog: pytest.LogCaptureFixture) -> None:
+    watched = Watched(8.0, max_num_seqs=1)
+    watched.host.add("runs", 4)
+    watched.host.add("waits", 4)
+    watched.host.step()
+    for _ in range(12):
+        watched.host.step()
+        watched.dog.tick()
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 1 and told[0].startswith("no progress for ") and "waits for 1 more seats" in told[0]
+    assert "Held by runs" in told[0]
+    assert watched.dog.num_stalled == 1
+    watched.host.abort("runs")
+    watched.host.step()
+    watched.look(2.0)
+    assert watched.dog.num_stalled == 0
+    watched.look(4.0)
+    watched.look(8.0)
+    assert watched.dog.num_stalled == 1
+    assert len(caplog.records) == 2, "a stall of its own, for another reason"
+
+
+def test_it_looks_four_times_in_its_seconds_and_no_more_often() -> None:
+    watched = Watched(8.0)
+    asked: list[float] = []
+    watched.host.scheduler.stalled = lambda now, seconds: asked.append(now) or []  # type: ignore[method-assign]
+    for _ in range(17):
+        watched.look(0.5)
+    assert asked == [0.5, 2.5, 4.5, 6.5, 8.5]
+
+
+def test_many_stalls_make_few_lines(caplog: pytest.LogCaptureFixture) -> None:
+    watched = Watched(1.0)
+    for index in range(MOST_LINES + 5):
+        watched.host.add(f"r{index}", 1)
+    watched.dog.tick()
+    watched.look(1.0)
+    assert len(caplog.records) == MOST_LINES + 1
+    assert "5 further requests" in caplog.records[-1].getMessage()
+    assert watched.dog.num_stalled == MOST_LINES + 5
+
+
+def test_a_pause_is_no_stall(caplog: pytest.LogCaptureFixture) -> None:
+    watched = Watched(1.0)
+    watched.host.add("a", 1)
+    watched.host.scheduler.pause(watched.host.now, PauseMode.ALL)
+    for _ in range(4):
+        watched.look(1.0)
+    assert not caplog.records and watched.dog.num_stalled == 0
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), "1", True, None])
+def test_seconds_that_make_no_sense_are_refused(seconds: Any) -> None:
+    with pytest.raises(ValueError, match="watchdog_seconds is"):
+        Engine(
+            wrap_model(build(FAMILIES["qwen3"](), seed=1)),
+            num_blocks=8,
+            block_size=4,
+            fuse=False,
+            watchdog_seconds=seconds,
+        )
+
+
+def test_an_engine_tells_of_a_request_that_waits_behind_another(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, logger="pointsman.engine.watchdog")
+    now = 0.0
+    model = wrap_model(build(FAMILIES["qwen3"](), seed=1))
+    engine = Engine(
+        model, num_blocks=64, block_size=4, fuse=False, max_num_seqs=1, watchdog_seconds=3.0, clock=lambda: now
+    )
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    for request_id in ("first", "second"):
+        engine.add_request(request_id, [1, 2, 3], params)
+    for _ in range(8):
+        engine.step()
+        now += 1.0
+    assert [record.getMessage().split(":")[1].split()[0] for record in caplog.records] == ["second"]
+    assert read_stats(engine, now).num_stalled == 1
+    while engine.has_unfinished_requests():
+        engine.step()
+        now += 1.0
+    assert read_stats(engine, now).num_stalled == 0
+
+
+def test_an_idle_engine_is_watched_too(caplog: pytest.LogCaptureFixture) -> None:
+    """A parked request, and nothing that runs: no step is scheduled, and the thread waits for messages."""
+    model = wrap_model(build(FAMILIES["qwen3"](), seed=1))
+    inner = Engine(model, num_blocks=64, block_size=4, fuse=False, watchdog_seconds=0.2)
+
+    async def check() -> None:
+        async with AsyncEngine.from_engine(inner, log_stats_interval=None) as engine:
+            params = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)
+            outputs = engine.generate([1, 2, 3], params, request_id="a")
+            await anext(outputs)
+            await engine._call(lambda e: e.scheduler.park("a", ParkReason.GRAMMAR, e.clock()))
+            deadline = time.monotonic() + 20.0
+            while not caplog.records and time.monotonic() < deadline:
+                await asyncio.sleep(0.05)
+
+    asyncio.run(check())
+    assert "its grammar is being compiled" in caplog.records[0].getMessage()
