@@ -37,6 +37,7 @@ from pointsman.core.in_order import make_running
 from pointsman.core.input_tokens import input_token_ids
 from pointsman.core.inspection import explain, snapshot
 from pointsman.core.intake import Intake
+from pointsman.core.invariants import check
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.kv_events import KVEvent
 from pointsman.core.lifecycle import End, Lifecycle
@@ -59,7 +60,6 @@ from pointsman.core.watchdog import Stall, Watchdog
 from pointsman.core.work import Idle, make_work
 
 Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
 
 
 class Scheduler:
@@ -443,9 +443,7 @@ class Scheduler:
         return explain(request, self._batch, self._kv, self._life)
 
     def stalled(self, now: float, seconds: float) -> list[Stall]:
-        """Requests without progress for `seconds` or longer, longest first. Progress is what changed between two calls,
-        so call it a few times in that many seconds; it costs a look at every request, and steps cost nothing more.
-        """
+        """Requests without progress for `seconds` or longer; call it a few times in that many (see `watchdog.py`)."""
         return self._watchdog.stalled(self._life, self.explain, now, seconds)
 
     def stats(self) -> SchedulerStats:
@@ -462,8 +460,6 @@ class Scheduler:
         Raises:
             InvariantError: naming the promise that is broken.
         """
-        from pointsman.core.invariants import check
-
         check(self.config, self._batch, self._kv, self._life, self._most_active_seqs)
 
     # ------------------------------------------------------------------ parts of `schedule`

@@ -12,10 +12,15 @@ from tiny_models import FAMILIES, build
 
 from pointsman.core import ParkReason, PauseMode
 from pointsman.engine import AsyncEngine, Engine, SamplingParams
-from pointsman.engine.model_loader import wrap_model
+from pointsman.engine.model_loader import LoadedModel, wrap_model
 from pointsman.engine.stats_log import read_stats
 from pointsman.engine.watchdog import MOST_LINES, EngineWatchdog
 from tests.core.helpers import Host
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return wrap_model(build(FAMILIES["qwen3"](), seed=1))
 
 
 class Watched:
@@ -82,7 +87,7 @@ def test_a_pause_is_no_stall(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), "1", True, None])
-def test_seconds_that_make_no_sense_are_refused(seconds: Any) -> None:
+def test_seconds_that_make_no_sense_are_refused(loaded: LoadedModel, seconds: Any) -> None:
     with pytest.raises(ValueError, match="watchdog_seconds is"):
         Engine(
             wrap_model(build(FAMILIES["qwen3"](), seed=1)),
@@ -93,13 +98,10 @@ def test_seconds_that_make_no_sense_are_refused(seconds: Any) -> None:
         )
 
 
-def test_an_engine_tells_of_a_request_that_waits_behind_another(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_tells_of_a_request_that_waits(loaded: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, logger="pointsman.engine.watchdog")
     now = 0.0
-    model = wrap_model(build(FAMILIES["qwen3"](), seed=1))
-    engine = Engine(
-        model, num_blocks=64, block_size=4, fuse=False, max_num_seqs=1, watchdog_seconds=3.0, clock=lambda: now
-    )
+    engine = Engine(loaded, num_blocks=64, block_size=4, max_num_seqs=1, watchdog_seconds=3.0, clock=lambda: now)
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     for request_id in ("first", "second"):
         engine.add_request(request_id, [1, 2, 3], params)
@@ -114,10 +116,9 @@ def test_an_engine_tells_of_a_request_that_waits_behind_another(caplog: pytest.L
     assert read_stats(engine, now).num_stalled == 0
 
 
-def test_an_idle_engine_is_watched_too(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_idle_engine_is_watched_too(loaded: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
     """A parked request, and nothing that runs: no step is scheduled, and the thread waits for messages."""
-    model = wrap_model(build(FAMILIES["qwen3"](), seed=1))
-    inner = Engine(model, num_blocks=64, block_size=4, fuse=False, watchdog_seconds=0.2)
+    inner = Engine(loaded, num_blocks=64, block_size=4, watchdog_seconds=0.2)
 
     async def check() -> None:
         async with AsyncEngine.from_engine(inner, log_stats_interval=None) as engine:
