@@ -2,7 +2,7 @@
 
 serving      which model, of which size and type, where it runs
 KV cache     how much fits: blocks, tokens, requests of full length
-scheduler    the knobs in force
+scheduler    the size of a step, the order, and every knob that differs from its default
 limits       how much one may ask for, how many may wait, whether a key is needed
 listening    where, and a curl that works
 """
@@ -12,7 +12,10 @@ from __future__ import annotations
 import ipaddress
 import json
 import shlex
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
+
+from pointsman.core import SchedulerConfig
 
 if TYPE_CHECKING:
     from pointsman.server.config import ServerConfig
@@ -22,6 +25,7 @@ LEFT_OUT = frozenset(
     {"num_blocks", "max_model_len", "block_size", "num_reserved_blocks", "max_steps_in_flight", "share_within_step"}
 )
 """Fields of the scheduler's configuration that other lines tell, or that are the engine's affair and no operator's."""
+ALWAYS_TOLD = ("max_num_seqs", "max_num_batched_tokens", "order")
 EXAMPLE_PROMPT = "The import statement"
 
 
@@ -87,17 +91,13 @@ def _capacity(info: EngineInfo) -> str:
 
 
 def _knobs(scheduler: dict[str, Any]) -> str:
-    is_urgent_first = scheduler["order"] == "priority"
-    # What None stands for, as `SchedulerConfig` says.
-    defaults = {
-        "victim": "lowest-priority" if is_urgent_first else "latest",
-        "displace": is_urgent_first and scheduler["batching"] == "mixed",
-    }
-    return ", ".join(
-        f"{name} {_setting(defaults.get(name) if value is None else value)}"
-        for name, value in scheduler.items()
-        if name not in LEFT_OUT
-    )
+    defaults = {field.name: field.default for field in fields(SchedulerConfig)}
+    told = [name for name in scheduler if name not in LEFT_OUT and not _is_default(scheduler[name], defaults[name])]
+    return ", ".join(f"{name} {_setting(scheduler[name])}" for name in dict.fromkeys([*ALWAYS_TOLD, *told]))
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    return bool((tuple(value) if isinstance(value, list) else value) == default)
 
 
 def _limits(info: EngineInfo, config: ServerConfig) -> str:
