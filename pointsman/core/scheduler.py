@@ -286,8 +286,9 @@ class Scheduler:
         self._life.tell_time(now)
         displacer = self._displace()
         advance = self._work(record, displacer, now)
-        if self._unpublished:
-            self._publish_late()
+        for request in self._unpublished:
+            self._kv.publish_prompt(self._batch, request)
+        self._unpublished.clear()
         output = self._emission.emit(record, advance)
         self._life.in_flight.append(record)
         self._next_step_id += 1
@@ -497,8 +498,3 @@ class Scheduler:
             self._kv.publish_prompt(self._batch, request)
         else:
             self._unpublished.append(request)
-
-    def _publish_late(self) -> None:
-        for request in self._unpublished:
-            self._kv.publish_prompt(self._batch, request)
-        self._unpublished = []
