@@ -90,10 +90,9 @@ def test_a_pause_is_no_stall(caplog: pytest.LogCaptureFixture) -> None:
 def test_seconds_that_make_no_sense_are_refused(loaded: LoadedModel, seconds: Any) -> None:
     with pytest.raises(ValueError, match="watchdog_seconds is"):
         Engine(
-            wrap_model(build(FAMILIES["qwen3"](), seed=1)),
+            loaded,
             num_blocks=8,
             block_size=4,
-            fuse=False,
             watchdog_seconds=seconds,
         )
 
