@@ -65,15 +65,15 @@ class Host:
             if step % 7 in self.fail:
                 self.scheduler.fail(output, float(step))
                 continue
-            for index, entry in result[1].items():
-                self.logprobs.setdefault(output.requests[index].request_id, []).append(entry)
+            for index, entries in result[1].items():
+                self.logprobs.setdefault(output.requests[index].request_id, []).extend(entries)
             self.scheduler.update(output, result[0], float(step))
         last = self.scheduler.schedule(0.0)  # says who ended, after which ids are free
         self.scheduler.update(last, self.sample(last)[0], 0.0)
         self.scheduler.check_invariants()
         return {name: request.output_token_ids.tolist() for name, request in added.items()}
 
-    def sample(self, output: SchedulerOutput) -> tuple[StepResult, dict[int, TokenLogprobs]]:
+    def sample(self, output: SchedulerOutput) -> tuple[StepResult, dict[int, list[TokenLogprobs]]]:
         sampling = output.samples.nonzero()[0]
         positions = (output.num_computed_tokens + output.num_scheduled_tokens)[sampling]
         batch = self.sampler.prepare(output, sampling, positions)
