@@ -77,7 +77,8 @@ class Emission:
             finished=finished,
             num_common_prefix_blocks=self._common_prefix.count(advance.rows) if self._common_prefix is not None else 0,
         )
-        record.output = self._life.last_output = output
+        record.output = output
+        self._life.last_output = output if len(self._life.queue) else None
         members = self._batch.members
         count = len(members)
         if len(advance.requests) == count and (samples is members.trues or np.count_nonzero(samples) == count):

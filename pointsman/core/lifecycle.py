@@ -67,7 +67,7 @@ class Lifecycle:
         self.requests: dict[str, Request] = {}
         """Every request whose id is in use: those that have not ended, and ends that no output has told of."""
         self.last_output: SchedulerOutput | None = None
-        """The newest output, for explanations."""
+        """The newest output, for explanations, if it left somebody waiting: it names requests that have ended."""
         self.in_flight: deque[StepRecord] = deque()
         """Steps scheduled and not yet updated, oldest first."""
         self.pause: Pause | None = None
