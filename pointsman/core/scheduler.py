@@ -15,13 +15,11 @@
 
 There is no prefill phase and no decode phase (unless `batching` asks for them, see `work.py`): each request's
 `num_computed_tokens` chases its `num_tokens`, and a prefill chunk is what the budget does to a long prompt. The
-scheduler reads no clock and no random number; the same calls give the same decisions. One thread owns it.
+scheduler reads no clock and no random number; the same calls give the same decisions. One thread owns it. What a host
+may ask without changing anything is in `questions.py`.
 """
 
 from __future__ import annotations
-
-import numpy as np
-import numpy.typing as npt
 
 from pointsman.core.adapters import AdapterSlots
 from pointsman.core.admission import Admission
@@ -34,10 +32,7 @@ from pointsman.core.encoder_cache import EncoderCache
 from pointsman.core.errors import InvalidTransition, RequestRefused, StepOrderError
 from pointsman.core.in_flight import StepRecord
 from pointsman.core.in_order import make_running
-from pointsman.core.input_tokens import input_token_ids
-from pointsman.core.inspection import explain, snapshot
 from pointsman.core.intake import Intake
-from pointsman.core.invariants import check
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.kv_events import KVEvent
 from pointsman.core.lifecycle import End, Lifecycle
@@ -46,6 +41,7 @@ from pointsman.core.output import Integers, SchedulerOutput, StepResult, StepUpd
 from pointsman.core.partial_prefills import make_partial_prefills
 from pointsman.core.pause import Pause, PauseMode
 from pointsman.core.preemption import make_victim
+from pointsman.core.questions import Questions
 from pointsman.core.queue import make_order
 from pointsman.core.recording import Recorder
 from pointsman.core.refusal import settle_limits
@@ -53,16 +49,14 @@ from pointsman.core.request import Request, checked_integer
 from pointsman.core.request_events import RequestLog
 from pointsman.core.reserve import make_reserves
 from pointsman.core.rewind import take_back
-from pointsman.core.stats import Counters, Explanation, SchedulerStats
+from pointsman.core.stats import Counters
 from pointsman.core.status import FinishReason, ParkReason, RequestStatus
 from pointsman.core.update import Update
 from pointsman.core.watchdog import Stall, Watchdog
 from pointsman.core.work import Idle, make_work
 
-Int32Array = npt.NDArray[np.int32]
 
-
-class Scheduler:
+class Scheduler(Questions):
     """Continuous batching over a paged KV cache, for any host that can execute a `SchedulerOutput`.
 
     Args:
@@ -361,107 +355,15 @@ class Scheduler:
         if self._recorder is not None:
             self._recorder.failed(output, now)
 
-    # ------------------------------------------------------------------ questions
-
-    def has_unfinished_requests(self) -> bool:
-        """Whether any request is queued, parked or running."""
-        return bool(len(self._batch) or len(self._life.queue) or self._life.parked)
-
-    def has_runnable_requests(self) -> bool:
-        """Whether a step may run anything now: whether anybody is running or queued, and not held up by a pause.
-
-        If not, a host may wait for a call instead of scheduling empty steps. (The ends since the last output are told
-        by the next one, which a host that needs them schedules all the same.)
-        """
-        mode = self.pause_mode
-        if mode is PauseMode.ALL:
-            return False
-        return bool(len(self._batch) or (mode is None and len(self._life.queue)))
-
-    def get_request(self, request_id: str) -> Request | None:
-        """The request called so that has not ended, or None."""
-        return self._life.get(request_id)
-
-    @property
-    def pause_mode(self) -> PauseMode | None:
-        """How it is paused; None: it is not."""
-        return None if self._life.pause is None else self._life.pause.mode
-
-    @property
-    def num_steps_in_flight(self) -> int:
-        return len(self._life.in_flight)
-
-    @property
-    def oldest_in_flight(self) -> SchedulerOutput | None:
-        """The output that `update` takes next; None: no step is in flight."""
-        return self._life.in_flight[0].output if self._life.in_flight else None
-
-    @property
-    def has_unreported_ends(self) -> bool:
-        """Whether the next output tells of a request's end; until then its id is in use."""
-        return bool(self._life.finished)
-
-    def can_advance(self) -> bool:
-        """Whether a step that is scheduled now may have anything to run: a request is queued, or a running one lacks a
-        token that no step in flight computes, and no pause holds it up. For hosts that run ahead and would rather not
-        run empty steps.
-        """
-        if self.pause_mode is PauseMode.ALL:
-            return False
-        wants = self._running.wants
-        waits = self.pause_mode is None and len(self._life.queue)
-        return bool(waits or wants(with_drafts=False, alone=True)[1].any())
-
-    @property
-    def max_drafts(self) -> int:
-        """Most drafts that a step would verify for a request now, by `num_draft_tokens` and `draft_table`."""
-        return self.config.max_drafts(len(self._batch))
-
-    @property
-    def block_table(self) -> Int32Array:
-        """int32 [rows, blocks]: row `output.rows[i]` is request i's table. Read it only until the next call."""
-        return self._batch.block_table
-
-    def input_token_ids(self, output: SchedulerOutput, *, allow_unsampled: bool = False) -> Int32Array:
-        """[total_num_scheduled_tokens] int32: the tokens that a step computes, row after row, drafts included.
-
-        Args:
-            allow_unsampled: put `UNSAMPLED` for tokens that an earlier step in flight has yet to sample; the host has
-                them itself when it executes the step.
-
-        Raises:
-            StepOrderError: there are such tokens, and they are not allowed.
-        """
-        return input_token_ids(self._batch, output, allow_unsampled)
-
-    def explain(self, request_id: str) -> Explanation:
-        """Where a request stands, why it waits, for whom and since when.
-
-        Raises:
-            UnknownRequest: no such request, or its end has been reported.
-        """
-        request = self._life.requests.get(request_id) or self._life.require(request_id)
-        return explain(request, self._batch, self._kv, self._life)
+    # ------------------------------------------------------------------ what there is to tell
 
     def stalled(self, now: float, seconds: float) -> list[Stall]:
         """Requests without progress for `seconds` or longer; call it a few times in that many (see `watchdog.py`)."""
         return self._watchdog.stalled(self._life, self.explain, now, seconds)
 
-    def stats(self) -> SchedulerStats:
-        """A snapshot of counters and gauges."""
-        return snapshot(self._counters, self._batch, self._kv, self._life)
-
     def take_kv_events(self) -> list[KVEvent]:
         """What entered and left the prefix cache since the last call, in order; with `enable_kv_cache_events`."""
         return self._kv.events.take() if self._kv.events is not None else []
-
-    def check_invariants(self) -> None:
-        """Verify blocks, places and bookkeeping, whatever the state. O(everything): for tests and sampling.
-
-        Raises:
-            InvariantError: naming the promise that is broken.
-        """
-        check(self.config, self._batch, self._kv, self._life, self._most_active_seqs)
 
     # ------------------------------------------------------------------ parts of `schedule`
 
