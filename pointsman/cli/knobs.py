@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from pointsman.cli.options import NUMBERS_OR_WORDS
@@ -13,9 +12,7 @@ from pointsman.cli.units import parse_size
 from pointsman.core import ConfigError, Scheduler, SchedulerConfig
 from pointsman.core.presets import PRESETS
 from pointsman.engine.kv_events import KVEventsConfig
-
-ENGINE_DEFAULTS = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
-"""Defaults of `Engine` that differ from those of `SchedulerConfig`, so that checks need not import PyTorch."""
+from pointsman.engine.scheduler_knobs import DEFAULTS, NAMES
 
 
 def engine_arguments(knobs: Mapping[str, Any], preset: str | None = None) -> dict[str, Any]:
@@ -45,12 +42,11 @@ def engine_arguments(knobs: Mapping[str, Any], preset: str | None = None) -> dic
         arguments["draft_table"] = draft_table(arguments["draft_table"])
     for name in NUMBERS_OR_WORDS & arguments.keys():
         arguments[name] = number_or_word(arguments[name])
-    names = {field.name for field in fields(SchedulerConfig)}
-    own = {name: value for name, value in arguments.items() if name in names}
+    own = {name: value for name, value in arguments.items() if name in NAMES}
     preset = "default" if preset is None else preset
     if preset not in PRESETS:  # the scheduler knows more: systems to compare with, which are not for serving
         raise ConfigError(f"no preset is called {preset!r}; choose one of {', '.join(PRESETS)}")
-    defaults = {name: value for name, value in ENGINE_DEFAULTS.items() if name not in PRESETS[preset]}
+    defaults = {name: value for name, value in DEFAULTS.items() if name not in PRESETS[preset]}
     stand_ins = {"num_blocks": 1, "max_model_len": 1}  # which the model decides
     Scheduler(SchedulerConfig.preset(preset, **(stand_ins | defaults | own)))
     return PRESETS[preset] | arguments

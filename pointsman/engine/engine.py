@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from pointsman.core import FinishReason, ParkReason, Request, Scheduler, SchedulerConfig, SchedulerOutput
 from pointsman.engine import deadlines
@@ -38,14 +38,13 @@ from pointsman.engine.pooling import SILENT, PoolingParams, check_can_pool
 from pointsman.engine.proposer import DEFAULT_MAX, DEFAULT_MIN, PromptLookup, check_prompt_lookup
 from pointsman.engine.request_checks import check_request_id, checked_token_ids
 from pointsman.engine.sampling_params import SamplingParams
+from pointsman.engine.scheduler_knobs import with_defaults
 from pointsman.engine.steps_in_flight import StepsInFlight
 from pointsman.engine.threads import set_num_threads
 from pointsman.engine.tokenizing import encode
 from pointsman.engine.watchdog import make_watchdog
 
 if TYPE_CHECKING:
-    from pointsman.core.preemption import Victim
-    from pointsman.core.queue import Order
     from pointsman.core.recording import Recorder
     from pointsman.engine.attention import AttentionBackend
     from pointsman.engine.backends import AttentionChoice
@@ -81,8 +80,8 @@ class Engine:
         prompt_lookup_min, prompt_lookup_max: with `num_draft_tokens`: how many of its newest tokens a request must have
             had before for drafts to be taken from there, at least, and how many are looked for (`proposer.py`).
         watchdog_seconds: without progress, after which a request is told of in the log (`watchdog.py`); 0: never.
-
-    All other arguments are fields of `SchedulerConfig` and mean what they say there.
+        scheduler_knobs: fields of `SchedulerConfig`, which mean what they say there; where an engine's defaults differ,
+            and what it cannot use, is in `scheduler_knobs.py`.
 
     Raises:
         ModelLoadError, UnsupportedModel: the model cannot be read, or not be run correctly.
@@ -98,26 +97,7 @@ class Engine:
         dtype: str = "float32",
         kv_cache_dtype: str = "auto",
         device: str = "auto",
-        block_size: int = 32,
         max_model_len: int | None = None,
-        max_num_seqs: int = 64,
-        max_num_active_seqs: int | None = None,
-        max_num_batched_tokens: int = 512,
-        max_steps_in_flight: int = 1,
-        order: str | Order = "fcfs",
-        batching: Literal["mixed", "static"] = "mixed",
-        watermark: float = 0.0,
-        decode_reserve: int | Literal["mean"] = 0,
-        enable_prefix_caching: bool = True,
-        enable_chunked_prefill: bool = True,
-        long_prefill_token_threshold: int = 0,
-        long_prefill_token_threshold_adaptive: bool = False,
-        max_num_partial_prefills: int | None = None,
-        max_long_partial_prefills: int | None = None,
-        victim: str | Victim | None = None,
-        displace: bool | None = None,
-        full_sequence_must_fit: bool = True,
-        log_request_events: bool = False,
         seed: int = 0,
         recorder: Recorder | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -128,12 +108,12 @@ class Engine:
         grammar_timeout: float = DEFAULT_TIMEOUT,
         stream_interval: int = 1,
         kv_events_config: KVEventsConfig | Mapping[str, Any] | None = None,
-        num_draft_tokens: int = 0,
-        draft_table: Sequence[tuple[int, int]] = (),
         prompt_lookup_min: int = DEFAULT_MIN,
         prompt_lookup_max: int = DEFAULT_MAX,
         watchdog_seconds: float = 0.0,
+        **scheduler_knobs: Any,
     ) -> None:
+        knobs = with_defaults(scheduler_knobs)
         events_config = KVEventsConfig.of(kv_events_config)
         self.loaded, self.attention = load_with_attention(
             model, dtype, attention, max_model_len=max_model_len, device=device, fuse=fuse, quantization=quantization
@@ -146,55 +126,37 @@ class Engine:
             self.loaded.layers,
             num_blocks=num_blocks,
             kv_cache_bytes=kv_cache_bytes,
-            block_size=block_size,
+            block_size=knobs["block_size"],
             dtype=kv_dtype,
             max_model_len=self.max_model_len,
-            max_num_seqs=max_num_seqs,
+            max_num_seqs=knobs["max_num_seqs"],
         )
         config = SchedulerConfig(
             num_blocks=num_blocks,
             max_model_len=self.max_model_len,
-            block_size=block_size,
-            max_num_seqs=max_num_seqs,
-            max_num_active_seqs=max_num_active_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_steps_in_flight=max_steps_in_flight,
-            enable_chunked_prefill=enable_chunked_prefill,
-            long_prefill_token_threshold=long_prefill_token_threshold,
-            long_prefill_token_threshold_adaptive=long_prefill_token_threshold_adaptive,
-            max_num_partial_prefills=max_num_partial_prefills,
-            max_long_partial_prefills=max_long_partial_prefills,
-            enable_prefix_caching=enable_prefix_caching,
-            order=order,
-            victim=victim,
-            displace=displace,
-            watermark=watermark,
-            decode_reserve=decode_reserve,
-            full_sequence_must_fit=full_sequence_must_fit,
-            batching=batching,
-            log_request_events=log_request_events,
             enable_kv_cache_events=events_config is not None,
-            num_draft_tokens=num_draft_tokens,
-            draft_table=tuple(draft_table),
+            **knobs,
         )
         check_prompt_lookup(config, prompt_lookup_min, prompt_lookup_max)
         self.kv_pool = KVPool(
             self.loaded.layers,
             num_blocks=num_blocks,
-            block_size=block_size,
+            block_size=config.block_size,
             dtype=kv_dtype,
             device=self.loaded.model.device,
         )
         self.kv_pool.log_capacity(self.max_model_len)
         self.scheduler = Scheduler(config, recorder=recorder)
         self.runner = ModelRunner(self.loaded, self.kv_pool, self.scheduler, seed=seed, backend=self.attention)
-        self.proposer = PromptLookup(self.scheduler, prompt_lookup_min, prompt_lookup_max) if num_draft_tokens else None
+        self.proposer = (
+            PromptLookup(self.scheduler, prompt_lookup_min, prompt_lookup_max) if config.num_draft_tokens else None
+        )
         self.clock = clock
         self.watchdog = make_watchdog(self.scheduler, watchdog_seconds, clock)
         self.last_output: SchedulerOutput | None = None
         """The last step's decisions, for displays."""
         self.counters = EngineCounters()
-        self.kv_events = KVEventsPublisher(events_config, block_size) if events_config is not None else None
+        self.kv_events = KVEventsPublisher(events_config, config.block_size) if events_config is not None else None
         if self.kv_events is not None:
             weakref.finalize(self, self.kv_events.close)
         self.steps = StepsInFlight(self.scheduler, self.runner, self.schedule, clock, self.counters)
