@@ -53,6 +53,15 @@ class InOrder(Running):
         want[(batch.flags[batch.members.rows] & PREFILLING) == 0] = 0
         return self._settle(lacks, want, preempt)
 
+    def advance_decodes(self, in_flight: bool, preempt: Callable[[Request], None], *, gave_way: bool) -> Advance:
+        """As `advance`, only for the other rows; without drafts if somebody gave way in this step."""
+        batch = self._batch
+        if batch.num_prefilling == 0 and not gave_way:
+            return self.advance(in_flight, preempt)
+        lacks, want = self.wants(with_drafts=not gave_way)
+        want[(batch.flags[batch.members.rows] & PREFILLING) != 0] = 0
+        return self._settle(lacks, want, preempt)
+
     def _share_out(
         self, lacks: Int64Array, want: Int64Array, preempt: Callable[[Request], None]
     ) -> tuple[Int64Array, Int64Array, Int64Array, bool]:

@@ -77,6 +77,9 @@ def _check_places(batch: Batch, life: Lifecycle) -> None:
         _require(idle and request.row is None, 2, f"{request} is queued")
     for request in life.parked.values():
         _require(request.status.is_parked and request.row is None, 2, f"{request} is parked")
+    for request in life.requests.values():
+        waits = request.awaits_input and not request.is_finished
+        _require(not waits or (request.status.is_parked and not request.parts), 2, f"{request} waits for input")
     reported = set(life.finished)
     for request in life.requests.values():
         _require(not request.is_finished or request in reported, 2, f"the end of {request} would never be reported")

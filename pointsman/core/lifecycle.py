@@ -76,6 +76,7 @@ class Lifecycle:
         self.finished: list[Request] = []
         self._next_sequence_number = 1
         self._next_serial = 1
+        self._num_losses = 0  # of rows, by requests that had not ended
 
     # ------------------------------------------------------------------ looking up
 
@@ -151,16 +152,36 @@ class Lifecycle:
         for request in reversed(requests):
             self._queue_again(request)
 
-    def park(self, request: Request, reason: ParkReason, now: float) -> None:
-        """Out of the queue, or off its row, until `ready`. Parked already: only the reason changes."""
+    def set_priority(self, request: Request, priority: int) -> None:
+        """Another urgency; a queued request changes its place."""
+        queued = request in self.queue
+        if queued:
+            self.leave_queue(request)
+        request.priority = priority
+        if queued:
+            self.queue.push(request)
+        if request.row is not None:
+            self._batch.priority[request.row] = priority
+
+    def park(self, request: Request, reason: ParkReason, now: float, *, is_done: bool = False) -> None:
+        """Out of the queue, or off its row, until `ready`. Parked already: only the reason changes.
+
+        `is_done`: its row had nothing more to do, so that this is no preemption.
+        """
         if request.status is RequestStatus.RUNNING:
-            self._lose_rows([request])
+            self._lose_rows([request], is_done=is_done)
         elif request.status.is_parked:
             del self.parked[request.request_id]
             self._return(request)
         else:
             self.leave_queue(request)
         self._park_idle(request, reason, now)
+
+    def disown_steps_in_flight(self, request: Request) -> None:
+        """What steps in flight still compute for a request without a row is of no use."""
+        request.serial = self._next_serial
+        self._next_serial += 1
+        request.settle_pending(request.num_pending)
 
     def ready(self, request: Request) -> None:
         """From parked back to its place in the queue."""
@@ -235,14 +256,15 @@ class Lifecycle:
 
     # ------------------------------------------------------------------ parts of moves
 
-    def _lose_rows(self, requests: list[Request], publish: bool = True) -> None:
+    def _lose_rows(self, requests: list[Request], *, publish: bool = True, is_done: bool = False) -> None:
         self.release_rows(requests, publish)
-        self._counters.num_preemptions += len(requests)
+        self._num_losses += len(requests)
+        self._counters.num_preemptions += 0 if is_done else len(requests)
         for index, request in enumerate(requests):
-            request.loss_number = self._counters.num_preemptions - index  # of several, the first comes back first
+            request.loss_number = self._num_losses - index  # of several, the first comes back first
             request.lost_tokens = min(request.num_computed_tokens, request.num_tokens)
             request.leave_row(0, request.num_pending)
-            request.num_preemptions += 1
+            request.num_preemptions += not is_done
             request.num_overtaken = 0
         self.preempted += requests
 

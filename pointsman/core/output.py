@@ -167,3 +167,5 @@ class StepUpdate:
     """[n] int64: how many of `token_ids` belong to each row; 0 where a request had ended or sampled nothing."""
     finished: Sequence[Request]
     """Requests that ended by this update, in row order."""
+    completed_parts: Sequence[Request] = ()
+    """Requests whose present part is complete by it, in row order: they wait for the next, or go on with it."""

@@ -45,6 +45,7 @@ _REQUEST_FIELDS = (
     "encoder_inputs",
     "use_prefix_cache",
     "runs_ahead",
+    "more_input",
 )
 _OUTPUT_ARRAYS = (
     "rows",
@@ -119,6 +120,10 @@ class Recorder:
         options = {"keep_tokens": keep_tokens, "detail": detail, "stop_reason": stop_reason}
         self._write({"call": "finish", "now": now, "id": request_id, "reason": reason.value, **options})
 
+    def extended(self, request_id: str, token_ids: Any, more: bool, max_tokens: int, now: float) -> None:
+        options = {"token_ids": np.asarray(token_ids).tolist(), "more": more, "max_tokens": max_tokens}
+        self._write({"call": "extend", "now": now, "id": request_id, **options})
+
     def parked(self, request_id: str, reason: ParkReason, now: float) -> None:
         self._write({"call": "park", "now": now, "id": request_id, "reason": reason.value})
 
@@ -185,6 +190,7 @@ class _Replay:
         self._calls: dict[str, Callable[[Scheduler, dict[str, Any], int], None]] = {
             "add": self._add,
             "finish": self._finish,
+            "extend": self._extend,
             "park": lambda s, call, _: s.park(call["id"], ParkReason(call["reason"]), call["now"]),
             "ready": lambda s, call, _: s.ready(call["id"], call["now"]),
             "set_priority": lambda s, call, _: s.set_priority(call["id"], call["priority"], call["now"]),
@@ -261,6 +267,10 @@ class _Replay:
         scheduler.add(Request(**call["request"]), call["now"], park=park)
         self._num_requests += 1
 
+    def _extend(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
+        options = {name: call[name] for name in ("more", "max_tokens")}
+        scheduler.extend(call["id"], call["token_ids"], call["now"], **options)
+
     def _finish(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
         options = {name: call[name] for name in ("keep_tokens", "detail", "stop_reason")}
         scheduler.finish(call["id"], FinishReason(call["reason"]), call["now"], **options)
@@ -321,6 +331,7 @@ def _update_decision(update: StepUpdate) -> dict[str, Any]:
     return {
         "kept_token_ids": update.token_ids.tolist(),
         "kept_counts": update.counts.tolist(),
+        "completed_parts": [request.request_id for request in update.completed_parts],
         "finished": [
             [r.request_id, r.finish_reason.value if r.finish_reason else None, r.finish_detail, r.stop_reason]
             for r in update.finished

@@ -9,31 +9,40 @@ from pointsman.core.request import Request
 _NO_ROOM = ", which leaves no room for a generated token"
 
 
-def settle_limits(config: SchedulerConfig, request: Request) -> str | None:
-    """Fix at how many tokens the request ends, and how it is watched until then; why it can never run, or None."""
-    prompt = request.num_prompt_tokens
-    room = min(request.max_tokens, 1)  # for what it must be able to generate
-    if prompt + room > config.max_model_len:
+def too_long(config: SchedulerConfig, request: Request, length: int, max_tokens: int) -> str | None:
+    """Why a prompt of `length` tokens, and one generated token unless `max_tokens` is 0, would never fit; or None."""
+    room = min(max_tokens, 1)
+    if length + room > config.max_model_len:
         return (
-            f"the prompt has {prompt} tokens and max_model_len is {config.max_model_len}"
+            f"the prompt has {length} tokens and max_model_len is {config.max_model_len}"
             f"{_NO_ROOM if room else ''}; shorten the prompt to {config.max_model_len - room} tokens"
         )
-    if prompt > config.num_usable_tokens:
-        needed = -(-prompt // config.block_size)
+    if length > config.num_usable_tokens:
+        needed = -(-length // config.block_size)
         return (
-            f"the prompt has {prompt} tokens and needs {needed} KV blocks of {config.block_size}, and the pool has "
+            f"the prompt has {length} tokens and needs {needed} KV blocks of {config.block_size}, and the pool has "
             f"{config.num_usable_blocks}; shorten the prompt or give the pool at least "
             f"{needed + config.num_reserved_blocks} blocks"
         )
-    if not config.enable_chunked_prefill and prompt > config.max_num_batched_tokens:
+    if request.max_total_tokens is not None and length + room > request.max_total_tokens:
+        return (
+            f"the prompt has {length} tokens and max_total_tokens is {request.max_total_tokens}"
+            f"{_NO_ROOM if room else ''}; raise max_total_tokens"
+        )
+    return None
+
+
+def settle_limits(config: SchedulerConfig, request: Request) -> str | None:
+    """Fix at how many tokens the request ends, and how it is watched until then; why it can never run, or None."""
+    prompt = request.num_prompt_tokens
+    why = too_long(config, request, prompt, request.max_tokens)
+    if why is not None:
+        return why
+    is_new = request.serial == 0  # others may be computed in chunks
+    if is_new and not config.enable_chunked_prefill and prompt > config.max_num_batched_tokens:
         return (
             f"the prompt has {prompt} tokens, more than max_num_batched_tokens {config.max_num_batched_tokens}, and "
             "chunked prefill is off; raise the budget, shorten the prompt or turn chunked prefill on"
-        )
-    if request.max_total_tokens is not None and prompt + room > request.max_total_tokens:
-        return (
-            f"the prompt has {prompt} tokens and max_total_tokens is {request.max_total_tokens}"
-            f"{_NO_ROOM if room else ''}; raise max_total_tokens"
         )
     if request.adapter is not None and config.max_loras == 0:
         return f"it asks for the adapter {request.adapter.name!r} and max_loras is 0: none is accepted; raise max_loras"

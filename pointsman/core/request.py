@@ -7,11 +7,11 @@ from whichever is right, so a reader never needs to know.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 
 from pointsman.core.adapters import Adapter
 from pointsman.core.config import MAX_INT
@@ -19,13 +19,12 @@ from pointsman.core.encoder_inputs import EncoderInput
 from pointsman.core.errors import InvalidTransition, RequestRefused
 from pointsman.core.repetition import RepetitionDetectionParams, RepetitionWatch
 from pointsman.core.status import NEXT, FinishReason, RequestStatus
+from pointsman.core.tokens import Int32Array, IntArray, OutputTokens, shared_prompt
 
 if TYPE_CHECKING:
     from pointsman.core.batch import Batch
+    from pointsman.core.parts import Part
     from pointsman.core.request_events import RequestEvent
-
-IntArray: TypeAlias = npt.NDArray[np.integer]
-Int32Array: TypeAlias = npt.NDArray[np.int32]
 
 
 class Request:
@@ -50,6 +49,7 @@ class Request:
         use_prefix_cache: False: neither looks up nor publishes blocks.
         runs_ahead: False: none of its steps is scheduled while a sample of it is in flight, because the host can
             prepare that step only when it knows the newest token (a grammar, say).
+        more_input: whether the prompt goes on in parts that come later (`Scheduler.extend`, see `parts.py`).
         metadata: the caller's own; never read here.
 
     Raises:
@@ -65,6 +65,7 @@ class Request:
         "_prompt_bytes",
         "adapter",
         "arrival_time",
+        "awaits_input",
         "batch",
         "cache_salt",
         "content_generation",
@@ -82,11 +83,13 @@ class Request:
         "max_total_tokens",
         "metadata",
         "min_tokens",
+        "more_input",
         "num_admitted_tokens",
         "num_cached_tokens",
         "num_overtaken",
         "num_preemptions",
         "num_published_blocks",
+        "parts",
         "prefix_epoch",
         "prefix_node",
         "priority",
@@ -126,10 +129,11 @@ class Request:
         encoder_inputs: Sequence[EncoderInput | Sequence[Any]] = (),
         use_prefix_cache: bool = True,
         runs_ahead: bool = True,
+        more_input: bool = False,
         metadata: Any = None,
     ) -> None:
         self.request_id = request_id
-        self.prompt_token_ids, self._prompt_bytes = _shared_prompt(request_id, prompt_token_ids)
+        self.prompt_token_ids, self._prompt_bytes = shared_prompt(request_id, prompt_token_ids)
         self.arrival_time = self._seconds(arrival_time)
         self.max_tokens = self._integer("max_tokens", max_tokens, 0)
         self.max_total_tokens = (
@@ -146,6 +150,7 @@ class Request:
         self.encoder_inputs = self._encoder_inputs(encoder_inputs) if encoder_inputs else ()
         self.use_prefix_cache = use_prefix_cache
         self.runs_ahead = runs_ahead
+        self.more_input = more_input
         self.metadata = metadata
         self._check()
         self._begin()
@@ -161,6 +166,7 @@ class Request:
         """What happened to it, if the scheduler's `log_request_events` is on."""
         self.num_cached_tokens = 0  # of the last admission
         self.num_admitted_tokens = 0  # known tokens at the last admission
+        self.awaits_input = False  # all parts of its prompt are complete, and more are to come
         self.num_overtaken = 0  # requests behind it that were admitted, since it last lost its row
 
         # What follows is the scheduler's own bookkeeping.
@@ -170,14 +176,15 @@ class Request:
         self.token_limit = self.num_prompt_tokens + self.max_tokens
         self.limit_detail = "max_tokens"
         self.repetition_watch: RepetitionWatch | None = None  # made when it is added
+        self.parts: deque[Part] = deque()  # of the prompt, not taken yet
         self.sequence_number = 0  # order of adding
         self.serial = 0  # the last admission, 0 before the first
         self.batch: Batch | None = None
         self.row: int | None = None
         self.queue_entry: list[Any] | None = None
         self.deferral: Any = None
-        self.lost_tokens = 0  # computed before the last preemption
-        self.loss_number = 0  # of that preemption, in order over all requests
+        self.lost_tokens = 0  # computed before it last lost its row
+        self.loss_number = 0  # of that loss, in order over all requests
         self.num_published_blocks = 0
         self.prefix_node: Any = None
         self.prefix_epoch = 0
@@ -316,6 +323,15 @@ class Request:
         """Keep the first `num_output_tokens` of a request without a row."""
         self._output.truncate(num_output_tokens)
 
+    def continue_with(self, prompt_token_ids: Int32Array, max_tokens: int) -> None:
+        """A longer prompt, and no output yet, for a request without a row."""
+        self.prompt_token_ids, self._prompt_bytes = shared_prompt(self.request_id, prompt_token_ids)
+        self.content_generation = -1  # what stands at its placeholders has yet to enter the key
+        self._output = OutputTokens()
+        self.repetition_watch = None
+        self.max_tokens = max_tokens
+        self.awaits_input = False
+
     @property
     def num_own_output_tokens(self) -> int:
         """Output tokens in the request's own array; the rest, while it has a row, is in the batch's ring."""
@@ -340,7 +356,7 @@ class Request:
     def _check(self) -> None:
         if self.num_prompt_tokens == 0:
             self._refuse("the prompt is empty; give at least one token")
-        if self.min_tokens > self.max_tokens:
+        if self.min_tokens > self.max_tokens and not self.more_input:
             self._refuse(f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}; lower it")
         salt: object = self.cache_salt
         if salt is not None and not isinstance(salt, str):
@@ -417,57 +433,3 @@ def checked_integer(name: str, value: object, least: int) -> int:
     if not least <= value <= MAX_INT:
         raise ValueError(f"{name} is {value}; it must be between {least} and {MAX_INT}")
     return int(value)
-
-
-class OutputTokens:
-    """An int32 array that grows by doubling."""
-
-    __slots__ = ("_array", "_length")
-
-    def __init__(self) -> None:
-        self._array: Int32Array = np.empty(0, dtype=np.int32)
-        self._length = 0
-
-    def __len__(self) -> int:
-        return self._length
-
-    def array(self) -> Int32Array:
-        """A view of the tokens, valid until the next `extend`."""
-        return self._array[: self._length]
-
-    def extend(self, token_ids: IntArray | Sequence[int]) -> None:
-        end = self._length + len(token_ids)
-        if end > len(self._array):
-            grown = np.empty(max(end, 2 * len(self._array), 16), dtype=np.int32)
-            grown[: self._length] = self._array[: self._length]
-            self._array = grown
-        self._array[self._length : end] = token_ids
-        self._length = end
-
-    def truncate(self, length: int) -> None:
-        self._length = min(self._length, length)
-
-
-def _shared_prompt(request_id: str, token_ids: IntArray | Sequence[int]) -> tuple[Int32Array, bytes]:
-    """The prompt as a read-only int32 array over a bytes object: one copy serves the model and the prefix tree."""
-    if isinstance(token_ids, np.ndarray) and token_ids.dtype == np.int32:
-        base: object = token_ids.base
-        if isinstance(base, bytes) and token_ids.nbytes == len(base) and token_ids.min(initial=0) >= 0:
-            return cast(Int32Array, token_ids), base
-    try:
-        wide = np.asarray(token_ids)
-        if wide.size == 0:
-            wide = wide.astype(np.int64)
-        if wide.ndim != 1 or not np.issubdtype(wide.dtype, np.integer):
-            raise TypeError(f"{wide.dtype} of shape {wide.shape}")
-    except (TypeError, ValueError, OverflowError) as error:
-        raise RequestRefused(
-            f"request {request_id!r} refused: prompt_token_ids must be a flat sequence of integers, not {error}"
-        ) from None
-    if wide.size and not (int(wide.min()) >= 0 and int(wide.max()) <= MAX_INT):
-        bad = wide[(wide < 0) | (wide > MAX_INT)][0]
-        raise RequestRefused(
-            f"request {request_id!r} refused: token id {bad} in the prompt; ids must be between 0 and {MAX_INT}"
-        )
-    raw = wide.astype(np.int32).tobytes()
-    return np.frombuffer(raw, dtype=np.int32), raw

@@ -39,6 +39,7 @@ from pointsman.core.lifecycle import End, Lifecycle
 from pointsman.core.limits import FollowsLoad, make_limits
 from pointsman.core.output import Integers, SchedulerOutput, StepResult, StepUpdate
 from pointsman.core.partial_prefills import make_partial_prefills
+from pointsman.core.parts import Parts
 from pointsman.core.pause import Pause, PauseMode
 from pointsman.core.preemption import make_victim
 from pointsman.core.questions import Questions
@@ -95,7 +96,8 @@ class Scheduler(Questions):
             self._running, self._life, self._publish, self._intake.admit, config.batching
         )
         self._idle = Idle(self._running, self._intake.admit)
-        self._update = Update(self._batch, self._kv, self._life, self._counters)
+        self._parts = Parts(config, self._life)
+        self._update = Update(self._batch, self._kv, self._life, self._parts, self._counters)
         self._most_active_seqs = config.num_seats
         self._watchdog = Watchdog()
         self._next_step_id = 0
@@ -129,6 +131,21 @@ class Scheduler(Questions):
         self._counters.num_added += 1
         if self._recorder is not None:
             self._recorder.added(request, now, park)
+
+    def extend(
+        self, request_id: str, token_ids: Integers, now: float, *, more: bool = False, max_tokens: int
+    ) -> Request:
+        """The next part of the prompt of a request that was added with `more_input` (see `parts.py`).
+
+        Raises:
+            UnknownRequest, InvalidTransition, RequestRefused: no such request; its prompt is complete; it is too long.
+        """
+        self._life.tell_time(now)
+        request = self._life.require(request_id)
+        self._parts.extend(request, token_ids, more=more, max_tokens=max_tokens)
+        if self._recorder is not None:
+            self._recorder.extended(request_id, token_ids, more, max_tokens, now)
+        return request
 
     def abort(self, request_id: str, now: float) -> Request | None:
         """End a request at its caller's wish, wherever it is. None: unknown, or ended already."""
@@ -182,7 +199,7 @@ class Scheduler(Questions):
 
         Raises:
             UnknownRequest: no such request, or it has ended.
-            InvalidTransition: it is not parked.
+            InvalidTransition: it is not parked, or waits for input alone.
         """
         request = self._life.require(request_id)
         if not request.status.is_parked:
@@ -190,7 +207,8 @@ class Scheduler(Questions):
                 f"request {request_id!r} is {request.status.name}, not parked; ready() does not apply"
             )
         self._life.tell_time(now)
-        self._life.ready(request)
+        if self._parts.ready(request, now):
+            self._life.ready(request)
         if self._recorder is not None:
             self._recorder.readied(request_id, now)
 
@@ -203,14 +221,7 @@ class Scheduler(Questions):
         """
         request = self._life.require(request_id)
         priority = checked_integer("priority", priority, -MAX_INT)
-        queued = request in self._life.queue
-        if queued:
-            self._life.leave_queue(request)
-        request.priority = priority
-        if queued:
-            self._life.queue.push(request)
-        if request.row is not None:
-            self._batch.priority[request.row] = priority
+        self._life.set_priority(request, priority)
         if self._displacement is not None:
             self._displacement.forget()
         if self._recorder is not None:
@@ -304,7 +315,7 @@ class Scheduler(Questions):
             oldest = f"step {in_flight[0].step_id} is the oldest" if in_flight else "no step is"
             raise StepOrderError(f"step {output.step_id} cannot be updated now: {oldest} in flight")
         self._life.tell_time(now)
-        update = self._update.apply(in_flight[0], output, result)
+        update = self._update.apply(in_flight[0], output, result, now)
         in_flight.popleft()
         self._drafts.last_updated_step = output.step_id
         self._batch.fence_passed(output.step_id)

@@ -17,6 +17,7 @@ from pointsman.core.in_flight import StepRecord
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.lifecycle import End, Lifecycle
 from pointsman.core.output import SchedulerOutput, StepResult, StepUpdate
+from pointsman.core.parts import Parts
 from pointsman.core.repetition import REPETITION_DETECTED
 from pointsman.core.request import Request
 from pointsman.core.runs import Runs
@@ -48,24 +49,27 @@ def stop_condition(request: Request, num_tokens: int, token_id: int) -> End | No
 class Update:
     """Applies step results."""
 
-    def __init__(self, batch: Batch, kv: KVCacheManager, life: Lifecycle, counters: Counters) -> None:
+    def __init__(self, batch: Batch, kv: KVCacheManager, life: Lifecycle, parts: Parts, counters: Counters) -> None:
         self._batch = batch
         self._kv = kv
         self._life = life
+        self._parts = parts
         self._counters = counters
 
-    def apply(self, record: StepRecord, output: SchedulerOutput, result: StepResult) -> StepUpdate:
+    def apply(self, record: StepRecord, output: SchedulerOutput, result: StepResult, now: float) -> StepUpdate:
         """Apply the result of the oldest step in flight.
 
         Raises:
             StepResultError: the result does not fit the output; nothing was applied.
         """
-        update = self._apply(record, output, result)
+        update, ends = self._apply(record, output, result)
+        if ends:
+            self._end(update, ends, now)
         if self._life.log is not None:
             self._life.log.updated()
         return update
 
-    def _apply(self, record: StepRecord, output: SchedulerOutput, result: StepResult) -> StepUpdate:
+    def _apply(self, record: StepRecord, output: SchedulerOutput, result: StepResult) -> tuple[StepUpdate, Ends]:
         if len(output.draft_token_ids):
             return self._apply_runs(output, result)
         members = record.members
@@ -77,7 +81,7 @@ class Update:
         done |= num_tokens >= members.token_limit
         ends = self._find_ends(members.requests, members.rows, token_ids, num_tokens, done)
         self._counters.num_generated_tokens += len(token_ids)
-        return StepUpdate(token_ids, members.ones, self._end(ends) if ends else ())
+        return StepUpdate(token_ids, members.ones, ()), ends
 
     def _find_ends(
         self,
@@ -98,7 +102,7 @@ class Update:
                 ends.append((index, end))
         return ends
 
-    def _apply_general(self, output: SchedulerOutput, result: StepResult) -> StepUpdate:
+    def _apply_general(self, output: SchedulerOutput, result: StepResult) -> tuple[StepUpdate, Ends]:
         sampled, token_ids = _sampled(output, result)
         batch = self._batch
         live = batch.serial[output.rows] == output.serials
@@ -125,11 +129,11 @@ class Update:
                     ends.append((row_index, end))
         kept = token_ids[counts[sampled] > 0]
         self._counters.num_generated_tokens += len(kept)
-        return StepUpdate(kept, counts, self._end(ends))
+        return StepUpdate(kept, counts, []), ends
 
     # ------------------------------------------------------------------ runs
 
-    def _apply_runs(self, output: SchedulerOutput, result: StepResult) -> StepUpdate:
+    def _apply_runs(self, output: SchedulerOutput, result: StepResult) -> tuple[StepUpdate, Ends]:
         """The step verified drafts: each row that samples has a run of tokens, of which those up to a stop count."""
         at, runs = _runs(output, result)
         batch = self._batch
@@ -155,7 +159,7 @@ class Update:
         counts[at] = kept
         token_ids = runs.cut(kept).token_ids
         self._counters.num_generated_tokens += len(token_ids)
-        return StepUpdate(token_ids, counts, self._end(ends))
+        return StepUpdate(token_ids, counts, []), ends
 
     def _append_runs(
         self, requests: list[Request], rows: Int64Array, drafts: Int64Array, runs: Runs
@@ -244,10 +248,18 @@ class Update:
                 ends.append((index, End(request, FinishReason.ERROR, message)))
         return ends
 
-    def _end(self, ends: Ends) -> list[Request]:
+    def _end(self, update: StepUpdate, ends: Ends, now: float) -> None:
+        """End requests, or the present parts of such as go on."""
         ends.sort(key=lambda entry: entry[0])
-        self._life.end([end for _, end in ends])
-        return [end.request for _, end in ends]
+        parts = [end.request for _, end in ends if self._parts.is_part(end)]
+        over = [end for _, end in ends if end.request not in parts]
+        self._life.end(over)
+        if parts and self._life.log is not None:
+            self._life.log.updated()  # a first token comes before the end of its part
+        for request in parts:
+            self._parts.complete(request, now)
+        update.finished = [end.request for end in over] + [request for request in parts if request.is_finished]
+        update.completed_parts = [request for request in parts if not request.is_finished]
 
 
 def _cut_at_stop(request: Request, num_tokens: int, run: list[int]) -> tuple[int, End | None]:

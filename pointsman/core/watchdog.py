@@ -14,6 +14,7 @@ from pointsman.core.lifecycle import Lifecycle
 from pointsman.core.reason import Reason
 from pointsman.core.request import Request
 from pointsman.core.stats import Explanation
+from pointsman.core.status import RequestStatus
 
 
 class Stall(NamedTuple):
@@ -34,7 +35,7 @@ class Watchdog:
         self, life: Lifecycle, explain: Callable[[str], Explanation], now: float, seconds: float
     ) -> list[Stall]:
         """Look at every request that has not ended. Those that stand where they stood `seconds` ago or longer, longest
-        first; not those that a pause holds up, whose time begins anew when it ends."""
+        first; not those that a pause holds up, or that wait for their caller: their time begins anew when that ends."""
         seen: dict[Request, tuple[tuple[Any, ...], float]] = {}
         is_paused = life.pause is not None
         for request in life.requests.values():
@@ -44,7 +45,11 @@ class Watchdog:
             before = self._seen.get(request)
             seen[request] = before if before is not None and before[0] == stands else (stands, now)
         self._seen = seen
-        late = [(since, request) for request, (_, since) in seen.items() if now - since >= seconds]
+        late = [
+            (since, request)
+            for request, (_, since) in seen.items()
+            if now - since >= seconds and request.status is not RequestStatus.WAITING_FOR_STREAMING_REQ
+        ]
         late.sort(key=lambda entry: (entry[0], entry[1].sequence_number))
         stalls = [Stall(since, explain(request.request_id)) for since, request in late]
         return [stall for stall in stalls if stall.explanation.reason is not Reason.PAUSED]

@@ -66,7 +66,10 @@ class PrefillFirst(Mixed):
 
     def __call__(self, record: StepRecord, displacer: Request | None, now: float) -> Advance:
         prefills = super().__call__(record, displacer, now)
-        return prefills if prefills.total or record.admitted else super()._advance()
+        if prefills.total or record.admitted:
+            return prefills
+        in_flight = len(self._life.in_flight) > 0
+        return self._running.advance_decodes(in_flight, self._life.preempt, gave_way=prefills.preempted)
 
     def _advance(self) -> Advance:
         return self._running.advance_prefills(self._life.preempt)

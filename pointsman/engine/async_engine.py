@@ -30,6 +30,7 @@ from pointsman.core import Explanation, Request
 from pointsman.engine.engine import Engine
 from pointsman.engine.engine_thread import EngineThread
 from pointsman.engine.errors import EngineDeadError
+from pointsman.engine.input_feed import InputFeed
 from pointsman.engine.mailbox import LoopMailbox, LoopPort
 from pointsman.engine.messages import Add, Call, Expect, Stop
 from pointsman.engine.output import RequestOutput
@@ -114,7 +115,7 @@ class AsyncEngine:
 
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | AsyncIterator[str | Sequence[int]],
         params: SamplingParams | PoolingParams | None = None,
         request_id: str | None = None,
         *,
@@ -125,7 +126,8 @@ class AsyncEngine:
         """A stream of a request's outputs. It is queued when the stream is first read, or by `await stream.start()`.
 
         Args:
-            prompt: text, or token ids.
+            prompt: text, or token ids; or an asynchronous iterator of such parts, which are computed as they come. The
+                request is then queued with the first one, and answered when the iterator has ended.
             params: None: the defaults of `SamplingParams`. Its `output_kind` says what the stream yields: all so far
                 (CUMULATIVE), what is new (DELTA), or the end (FINAL_ONLY). Steps whose outputs were not read in time
                 come together in one.
@@ -178,8 +180,8 @@ class AsyncEngine:
         """
         return await self._call(lambda _: self._thread.abort(request_id))
 
-    async def tokenize(self, prompt: str) -> list[int]:
-        """The prompt's token ids.
+    async def tokenize(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The prompt's token ids, with BOS and the like where the tokenizer adds them.
 
         Raises:
             ValueError: the model has no tokenizer, or the prompt is no text that one could read.
@@ -187,7 +189,7 @@ class AsyncEngine:
         """
         self.check_health()
         try:
-            future = self._tokenizing.submit(self._engine.tokenize, prompt)
+            future = self._tokenizing.submit(self._engine.tokenize, prompt, add_special_tokens=add_special_tokens)
         except RuntimeError:  # the thread is gone
             raise self._thread.dead_error() from None
         return await asyncio.wrap_future(future)
@@ -328,6 +330,23 @@ class AsyncEngine:
     def _mailbox(self, params: SamplingParams | PoolingParams) -> LoopMailbox:
         return LoopMailbox(self._port(), finished_only=params.output_kind is RequestOutputKind.FINAL_ONLY)
 
+    def _feed(self, request_id: str, parts: AsyncIterator[str | Sequence[int]], mailbox: LoopMailbox) -> InputFeed:
+        thread = self._thread
+
+        async def extend(part: str | Sequence[int], more_input: bool) -> None:
+            text = part if isinstance(part, str) else None
+            tokens = await self.tokenize(part, add_special_tokens=False) if isinstance(part, str) else part
+            if len(tokens) or not more_input:
+                await self._call(
+                    lambda engine: engine.extend(request_id, tokens, more_input=more_input, prompt_text=text)
+                )
+
+        def give_up() -> None:
+            thread.abandon(request_id, mailbox)
+            mailbox.wake()
+
+        return InputFeed(parts, extend, give_up)
+
     def _send_request(
         self,
         request_id: str,
@@ -359,7 +378,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         self,
         engine: AsyncEngine,
         request_id: str,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | AsyncIterator[str | Sequence[int]],
         params: SamplingParams | PoolingParams,
         options: dict[str, Any],
     ) -> None:
@@ -369,6 +388,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         self._params = params
         self._options = options
         self._mailbox: LoopMailbox | None = None
+        self._feed: InputFeed | None = None
         self._starting = asyncio.Lock()
         self._is_started = False
         self._refusal: Exception | None = None
@@ -405,6 +425,10 @@ class RequestStream(AsyncIterator[RequestOutput]):
             self._options["arrival_time"] = engine._engine.clock()
         self._mailbox = mailbox = engine._mailbox(self._params)
         text: str | None = None
+        if isinstance(prompt, AsyncIterator):
+            self._feed = engine._feed(self.request_id, prompt, mailbox)
+            self._options["more_input"] = True
+            prompt = await self._feed.first()
         if isinstance(prompt, str):
             engine._thread.send(Expect(self.request_id, mailbox))
             text, prompt = prompt, await engine.tokenize(prompt)
@@ -412,6 +436,8 @@ class RequestStream(AsyncIterator[RequestOutput]):
             return
         engine._send_request(self.request_id, mailbox, prompt, self._params, {**self._options, "prompt_text": text})
         await mailbox.wait_accepted()
+        if self._feed is not None and not self._is_over:
+            self._feed.start()
 
     def __aiter__(self) -> RequestStream:
         return self
@@ -431,7 +457,10 @@ class RequestStream(AsyncIterator[RequestOutput]):
             raise
         finally:
             self._is_reading = False
-        if output is None:  # closed meanwhile
+        if output is None:  # closed meanwhile, or its prompt broke off
+            self._is_over = True
+            if self._feed is not None and self._feed.error is not None:
+                raise self._feed.error
             raise StopAsyncIteration
         seen, self._seen = self._seen, output
         self._is_over = output.finished
@@ -462,6 +491,8 @@ class RequestStream(AsyncIterator[RequestOutput]):
             self._mailbox.wake()
 
     def _abandon(self) -> None:
+        if self._feed is not None:
+            self._feed.stop()
         if not self._is_over and self._mailbox is not None:
             self._engine._thread.abandon(self.request_id, self._mailbox)
         self._is_over = True

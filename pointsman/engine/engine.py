@@ -36,7 +36,7 @@ from pointsman.engine.output_processor import OutputProcessor
 from pointsman.engine.pausing import PauseChoice, Pausing
 from pointsman.engine.pooling import SILENT, PoolingParams, check_can_pool
 from pointsman.engine.proposer import DEFAULT_MAX, DEFAULT_MIN, PromptLookup, check_prompt_lookup
-from pointsman.engine.request_checks import check_request_id, checked_token_ids
+from pointsman.engine.request_checks import check_may_come_in_parts, check_request_id, checked_token_ids, most_output
 from pointsman.engine.sampling_params import SamplingParams
 from pointsman.engine.scheduler_knobs import with_defaults
 from pointsman.engine.steps_in_flight import StepsInFlight
@@ -174,8 +174,7 @@ class Engine:
         give_back_freed_pages()  # of loading
         self._unreported: list[RequestOutput] = []  # of requests that ended between two steps
         self.on_output: Callable[[RequestOutput], None] | None = None
-        """Gets every output that `update` and `abort` return, whoever calls them: how an `AsyncEngine` sees to its
-        readers."""
+        """Gets every output that `update` and `abort` return, whoever calls them."""
 
     @property
     def tokenizer(self) -> Any | None:
@@ -205,6 +204,7 @@ class Engine:
         deadline: float | None = None,
         prompt_text: str | None = None,
         eager_text: bool = False,
+        more_input: bool = False,
     ) -> Request:
         """Queue a prompt; if its grammar is still to be compiled, park it until that is done.
 
@@ -220,6 +220,7 @@ class Engine:
             prompt_text: what outputs show as the prompt if it is given as token ids.
             eager_text: make the text in `update`, in the engine's thread, and not when an output's text is read; for
                 outputs that other threads read.
+            more_input: whether the prompt goes on in later parts (`extend`); nothing is generated before the last.
 
         Raises:
             RequestRefused, DuplicateRequest, ValueError: it can never run, with the reason; nothing else is disturbed.
@@ -233,6 +234,7 @@ class Engine:
             arrival_time=now if arrival_time is None else arrival_time,
             priority=priority,
             cache_salt=cache_salt,
+            more_input=more_input,
         )
         grammar = self.grammars.find(request.metadata)
         needs_grammar = grammar is None and request.metadata.structured_outputs is not None
@@ -259,6 +261,7 @@ class Engine:
         arrival_time: float,
         priority: int = 0,
         cache_salt: str | None = None,
+        more_input: bool = False,
     ) -> Request:
         """The request for a prompt, not added yet.
 
@@ -275,10 +278,12 @@ class Engine:
         self.outputs.check(request_id, params)
         self.runner.sampler.check(params)
         self.grammars.check(params)
+        if more_input:
+            check_may_come_in_parts(request_id, params, is_pooled=pooling is not None)
         # The text of a structured request ends where its grammar does, even before `min_tokens` and with `ignore_eos`:
         # as long as the text may go on, it is the sampler that keeps it from ending.
         is_structured = params.structured_outputs is not None
-        max_tokens = 0 if pooling else params.max_tokens
+        max_tokens = 0 if pooling or more_input else params.max_tokens
         if max_tokens is None:
             max_tokens = max(1, self.max_model_len - len(token_ids))
         request = Request(
@@ -296,9 +301,37 @@ class Engine:
             # A cached prefix computes neither the logits before a prompt token nor its hidden state.
             use_prefix_cache=params.prompt_logprobs is None and (pooling is None or pooling.pooling == "last"),
             runs_ahead=not is_structured,  # a grammar says what may follow a token when it has seen the token
+            more_input=more_input,
             metadata=params,
         )
         return request
+
+    def extend(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        *,
+        more_input: bool = False,
+        prompt_text: str | None = None,
+    ) -> None:
+        """The next part of the prompt of a request that was added with `more_input`.
+
+        Args:
+            prompt: text, tokenized for itself and without BOS, or token ids; may be empty if it is the last.
+            more_input: whether further parts come.
+            prompt_text: what outputs show for it if it is given as token ids.
+
+        Raises:
+            UnknownRequest, InvalidTransition: there is no such request, or its prompt is complete.
+            ValueError: the part is none, or the prompt would be too long; the request is as before.
+        """
+        tokens = self.tokenize(prompt, add_special_tokens=False) if isinstance(prompt, str) else prompt
+        token_ids = checked_token_ids(request_id, tokens, self.loaded.vocab_size)
+        request = self.scheduler.get_request(request_id)
+        most = 0 if more_input or request is None else most_output(request, len(token_ids), self.max_model_len)
+        request = self.scheduler.extend(request_id, token_ids, self.clock(), more=more_input, max_tokens=most)
+        text = prompt if isinstance(prompt, str) else prompt_text
+        self.outputs.extend(request, "" if text is None and not len(token_ids) else text)
 
     def tokenize(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
         """The prompt's token ids, with BOS and the like where the tokenizer adds them.
@@ -362,27 +395,14 @@ class Engine:
         return len(self.steps) > 0 or self.scheduler.has_unfinished_requests()
 
     def has_runnable_requests(self) -> bool:
-        """Whether there is anything to do: a step in flight, or a request that is neither parked nor held up by a
-        pause."""
+        """Whether there is anything to do: a step is in flight, or a request neither parked nor paused."""
         return len(self.steps) > 0 or self.scheduler.has_runnable_requests()
 
     # -------------------------------------------------------------------------------------------------- pausing
 
     def pause(self, mode: PauseChoice = "abort", *, clear_cache: bool = True) -> Future[None]:
-        """Admit nobody until `resume`, so that the weights can be changed.
-
-        Args:
-            mode: what becomes of the requests that are there: "abort" ends them, "wait" lets those that run go on to
-                their end, "keep" lets all stand still; see `pausing.py`.
-            clear_cache: whether, once nothing computes any more, cached prefixes are forgotten, and what stands still
-                computes its KV anew after `resume`.
-
-        Returns:
-            Done when nothing will be computed until `resume`: at once, or after further steps that let requests end.
-
-        Raises:
-            ValueError: there is no such mode.
-        """
+        """Admit nobody until `resume`, so that weights can be changed. `pausing.py` says what `mode` (or a ValueError)
+        and `clear_cache` mean. Done when nothing will be computed until `resume`: at once, or after further steps."""
         return self.pausing.pause(mode, clear_cache=clear_cache)
 
     def resume(self) -> None:

@@ -117,9 +117,11 @@ class Transcript:
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        if self._prompt_token_ids is None:
+        known = self._prompt_token_ids
+        if known is None or len(known) != self.request.num_prompt_tokens:  # it may come in parts
             self._prompt_token_ids = self.request.prompt_token_ids.tolist()
-        return self._prompt_token_ids
+            return self._prompt_token_ids
+        return known
 
     def add_logprobs(self, entry: TokenLogprobs) -> None:
         """Keep those of the next token, if the caller asked for them."""

@@ -120,6 +120,12 @@ class OutputProcessor:
             stream_interval=max(self._stream_interval, params.stream_interval or 1),
         )
 
+    def extend(self, request: Request, part: str | None) -> None:
+        """A request's prompt goes on; None: with tokens whose text nobody knows, and then nobody knows the whole."""
+        transcript = self._live[request]
+        known = part is not None and transcript.prompt is not None
+        transcript.prompt = f"{transcript.prompt}{part}" if known else None
+
     def process(
         self, output: SchedulerOutput, update: StepUpdate, execution: StepExecution, now: float
     ) -> tuple[list[RequestOutput], list[StopFound]]:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from pointsman.core import Request
     from pointsman.core.output import IntArray
+    from pointsman.engine.sampling_params import SamplingParams
 
 
 def check_request_id(request_id: object) -> None:
@@ -22,6 +24,13 @@ def check_request_id(request_id: object) -> None:
         request_id.encode()
     except UnicodeEncodeError:
         raise ValueError(f"request id {request_id!r} is not valid Unicode (a lone surrogate); remove it") from None
+
+
+def check_may_come_in_parts(request_id: str, params: SamplingParams, *, is_pooled: bool) -> None:
+    """Raises ValueError: what is asked for needs the whole prompt from the start."""
+    what = "embeddings" if is_pooled else "prompt_logprobs" if params.prompt_logprobs is not None else ""
+    if what:
+        raise ValueError(f"request {request_id!r}: {what} need the whole prompt at once; leave out more_input")
 
 
 def checked_token_ids(request_id: str, prompt: Sequence[int], vocab_size: int) -> IntArray | Sequence[int]:
@@ -51,3 +60,10 @@ def checked_token_ids(request_id: str, prompt: Sequence[int], vocab_size: int) -
             "tokenize with the model's own tokenizer"
         )
     return array if array.dtype.kind in "iu" else token_ids
+
+
+def most_output(request: Request, num_last_tokens: int, max_model_len: int) -> int:
+    """How many tokens may be generated behind a prompt in parts, of which `num_last_tokens` are the last part's."""
+    length = request.num_prompt_tokens + sum(len(part.token_ids) for part in request.parts) + num_last_tokens
+    most: int | None = request.metadata.max_tokens
+    return max(1, max_model_len - length) if most is None else most

@@ -153,6 +153,13 @@ class Host:
         self.scheduler.set_max_num_active_seqs(limit, self._tick())
         self.scheduler.check_invariants()
 
+    def extend(self, request_id: str, tokens: int | Sequence[int] = 4, **options: Any) -> Request:
+        """A part; one given as a length gets tokens of its own. The last, with 16 tokens, unless told otherwise."""
+        part = self.prompt(tokens) if isinstance(tokens, int) else tokens
+        request = self.scheduler.extend(request_id, part, self._tick(), **{"max_tokens": 16, **options})
+        self.scheduler.check_invariants()
+        return request
+
     def pause(self, mode: PauseMode = PauseMode.ALL) -> None:
         self.scheduler.pause(self._tick(), mode)
         self.scheduler.check_invariants()

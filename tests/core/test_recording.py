@@ -55,6 +55,10 @@ def recorded() -> list[str]:
     host.abort("c")
     for _ in range(6):
         host.step()
+    host.add("part", 3, max_tokens=0, more_input=True)
+    host.step()
+    host.extend("part", 2, more=True, max_tokens=2)
+    host.extend("part", [], max_tokens=0)
     host.finish("d", FinishReason.STOP, keep_tokens=2, stop_reason="END")
     output = host.schedule()
     errors = {0: "nan"}
@@ -81,6 +85,7 @@ def test_a_recording_replays_without_a_difference_and_the_report_says_what_it_we
     calls = [json.loads(line)["call"] for line in lines[1:]]
     assert set(calls) == {
         "add",
+        "extend",
         "finish",
         "park",
         "ready",
@@ -95,7 +100,7 @@ def test_a_recording_replays_without_a_difference_and_the_report_says_what_it_we
     }
     assert report.num_calls == len(calls)
     assert report.num_steps == calls.count("schedule")
-    assert report.num_requests == 5
+    assert report.num_requests == 6
     assert report.num_preemptions > 1
 
 
@@ -108,7 +113,7 @@ def test_a_recording_is_json_lines_with_a_header() -> None:
 
 
 def test_a_file_can_be_replayed_as_it_is() -> None:
-    assert replay(io.StringIO("".join(recorded()))).num_requests == 5
+    assert replay(io.StringIO("".join(recorded()))).num_requests == 6
 
 
 @pytest.mark.parametrize(

@@ -257,3 +257,18 @@ def test_a_row_is_reused_only_after_every_step_that_names_it() -> None:
     host.add("c", 4)
     assert row in host.schedule().rows.tolist()
     assert blocks_of(third, "b"), "the blocks need no such care: a host executes its steps in order"
+
+
+def test_prefill_first_never_mixes_prompts_and_decoding_even_if_the_row_that_asks_gives_way() -> None:
+    """b finds no block and is the victim itself, so no prompt advances; c's must not advance beside a's decoding."""
+    knobs = {"batching": "prefill-first", "shortage": "look-ahead", "victim": "lowest-priority"}
+    sizes = {"num_blocks": 6, "block_size": 1, "max_model_len": 6, "max_num_batched_tokens": 8}
+    host = Host(**knobs, **sizes, full_sequence_must_fit=False, long_prefill_token_threshold=1)
+    for name, length, priority in (("a", 2, 0), ("b", 3, 2), ("c", 3, 1)):
+        host.add(name, length, priority=priority, max_tokens=3)
+    host.step()
+    host.step()
+    output = host.step()
+    assert tokens_of(output) == {"a": 1} and names(output.preempted) == ["b"]
+    assert tokens_of(host.step()) == {"c": 1}
+    host.run_to_end()

@@ -55,6 +55,19 @@ def test_a_parked_request_stalls_with_what_it_waits_for() -> None:
     assert stall.explanation.reason is Reason.PARKED
 
 
+def test_one_that_waits_for_its_caller_does_not_stall_and_its_time_begins_anew() -> None:
+    host = Host()
+    host.add("a", 4, max_tokens=0, more_input=True)
+    host.step()
+    stalled(host, 10.0)
+    wait(host, 60.0)
+    assert stalled(host, 10.0) == []
+    host.extend("a", 4)
+    assert stalled(host, 10.0) == []
+    wait(host, 10.0)
+    assert [name for name, _ in stalled(host, 10.0)] == ["a"], "nobody runs the step that its part needs"
+
+
 def test_the_longest_stall_comes_first_and_one_that_moves_on_is_gone() -> None:
     host = Host(max_num_seqs=1)
     for request_id in ("runs", "first"):

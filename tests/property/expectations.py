@@ -54,7 +54,7 @@ class Expectations:
             tables={entry.request: len(world.host.table(entry.request)) for entry in running},
             unreported=list(world.unreported),
             unreported_losses=list(world.unreported_losses),
-            num_losses=world.tally.num_preemptions,
+            num_losses=world.num_losses,
             resync=world.resync_due,
             idle=not world.host.in_flight,
             held=list(world.slots.order),

@@ -33,7 +33,7 @@ class Entry:
     """What the ledger knows of one request."""
 
     request: Request
-    reference: Reference
+    reference: Reference  # of its present part
     place: Place
     number: int  # order of adding
     num_output: int = 0
@@ -48,6 +48,12 @@ class Entry:
     num_overtaken: int = 0  # requests behind it that were admitted since it last lost its row
     num_verified: int = 0  # drafts that have come back
     num_accepted: int = 0  # of these, those that became tokens
+    more_input: bool = False  # further parts of its prompt may come
+    parts: list[tuple[list[int], int]] = field(default_factory=list)  # tokens, most output; not taken yet
+    prompt: list[int] = field(default_factory=list)
+    parked_for: str = ""
+    awaits_input: bool = False  # its present part is complete, and there is no other
+    stale_until: int = -1  # steps up to this one are of a part that is complete: what they sample is of no use
     num_lost: int = 0  # tokens that were computed when it last lost its row
     events: list[tuple[str, float, str]] = field(default_factory=list)  # what happened, when, and a detail
     num_admitted: int = 0  # tokens that it had at its last admission
@@ -55,7 +61,23 @@ class Entry:
 
     @property
     def num_tokens(self) -> int:
-        return self.request.num_prompt_tokens + self.num_output
+        return len(self.prompt) + self.num_output
+
+    @property
+    def waits_for_caller(self) -> bool:
+        """Whether its caller is to send something, or is said to be."""
+        return self.place is Place.PARKED and self.parked_for == "waiting_for_streaming_req"
+
+    @property
+    def waits_for_input_alone(self) -> bool:
+        """Whether it is parked for its next part and for nothing else."""
+        return self.waits_for_caller and self.awaits_input
+
+    def is_part_over(self) -> bool:
+        """Whether the end of its present output is not its own end."""
+        if not self.more_input and not self.parts:
+            return False
+        return self.reference.status is not RequestStatus.FINISHED_LENGTH or "max_tokens" in self.reference.details
 
     def runs_since(self, admission: int) -> bool:
         """Whether it runs, and has done so without a break since that admission."""

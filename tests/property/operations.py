@@ -83,6 +83,16 @@ def _finish(world: World, entry: Entry, choose: Chooser) -> None:
     world.finish(entry, reason, choose.integer(0, entry.num_output + 1) if choose.chance(60) else None)
 
 
+def _extend(world: World, choose: Chooser) -> None:
+    """A part for a request that expects one, as a rule."""
+    expecting = [entry for entry in world.live if entry.more_input]
+    entry = choose.choice(expecting) if expecting and not choose.chance(5) else _pick(world, choose)
+    if entry is not None:
+        more = choose.chance(60)
+        tokens = [choose.integer(0, 3) for _ in range(choose.integer(0, 5))]
+        world.extend(entry, tokens, more=more, max_tokens=choose.choice((0, 0, 1, 3, 6)))
+
+
 def _duplicate(world: World, choose: Chooser) -> None:
     requests = [entry.request for entry in world.live] + [r for r in world.unreported if r not in world.repeated]
     in_use = [request.request_id for request in requests]
@@ -115,6 +125,7 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("pause", 1, lambda world, choose: world.set_pause(choose.choice(tuple(PauseMode)))),
     Operation("resume", 8, lambda world, choose: world.set_pause(None)),
     Operation("stalled", 4, lambda world, choose: world.look_for_stalls(choose.choice((0.25, 1.0, 4.0)))),
+    Operation("extend", 5, _extend),
     Operation("misuse", 1, _on_request(lambda world, entry, choose: world.misuse(entry))),
     Operation("add_duplicate", 2, _duplicate),
     Operation("abort_unknown", 1, lambda world, choose: world.abort_unknown(_gone(world, choose))),

@@ -155,6 +155,7 @@ class HostSequence:
     serial: int = -1
     admitted_step: int = -1
     epoch: int = -1  # of the prefix cache when it was admitted: a reset says that older KV is of no use
+    stale_until: int = -1  # steps up to this one are of a part that is complete
     is_stale: bool = False  # the workers missed what it was given, and no output has told them since
 
 
@@ -196,6 +197,17 @@ class ShadowHost:
         """The request has ended."""
         del self.sequences[request]
 
+    def complete_part(self, request: Request) -> None:
+        """What is in flight of the request is of no use."""
+        sequence = self.sequences[request]
+        sequence.stale_until = self.in_flight[-1].output.step_id if self.in_flight else -1
+
+    def extend(self, request: Request, tokens: list[int]) -> None:
+        """A request without a row has another prompt."""
+        self.complete_part(request)
+        sequence = self.sequences[request]
+        sequence.tokens, sequence.contents, sequence.epoch = list(tokens), [], -1
+
     def lose_row(self, request: Request) -> None:
         """The request was preempted or parked."""
         self.sequences[request].table = None
@@ -215,6 +227,7 @@ class ShadowHost:
         return sum(
             int(step.output.samples[index] + step.output.num_draft_tokens[index] + (index in step.completed))
             for step in self.in_flight
+            if step.output.step_id > self.sequences[request].stale_until
             for index, other in enumerate(step.output.requests)
             if other is request
         )
@@ -286,7 +299,12 @@ class ShadowHost:
             for slot in chain.from_iterable(step.written.values()):
                 self.slots[slot] = GARBAGE
         for request, sequence in self.sequences.items():
-            known = next((step.lengths[request] for step in voided if request in step.lengths), len(sequence.tokens))
+            lengths = [
+                step.lengths[request]
+                for step in voided
+                if request in step.lengths and step.output.step_id > sequence.stale_until
+            ]
+            known = lengths[0] if lengths else len(sequence.tokens)
             del sequence.tokens[known:]
             del sequence.contents[known:]
             if sequence.admitted_step >= first.output.step_id:

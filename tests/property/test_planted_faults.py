@@ -16,7 +16,7 @@ import pytest
 import pointsman.core.causes as causes_module
 import pointsman.core.encoder_cache as encoder_cache_module
 import pointsman.core.reserve as reserve_module
-from pointsman.core import FinishReason, Holder, InvariantError, Scheduler
+from pointsman.core import FinishReason, Holder, InvariantError, Request, Scheduler
 from pointsman.core.adapters import Adapter, AdapterSlots
 from pointsman.core.admission import Admission
 from pointsman.core.batch import VERIFYING, Batch
@@ -34,6 +34,7 @@ from pointsman.core.kv_events import BlockStored, KVEvents
 from pointsman.core.lifecycle import Lifecycle
 from pointsman.core.limits import FairLongPrefillThreshold, OneSampleInFlight
 from pointsman.core.partial_prefills import PartialPrefills
+from pointsman.core.parts import Parts
 from pointsman.core.prefix_cache import PrefixCache, Root
 from pointsman.core.queue import FirstComeFirstServed, FrontFirst
 from pointsman.core.repetition import RepetitionWatch
@@ -336,6 +337,46 @@ def silent_rows_sample(patch: Patch) -> None:
         return advance.samples, np.zeros(0, dtype=np.int64)
 
     patch.setattr(Emission, "_without_completions", without)
+
+
+def samples_of_a_complete_part_are_kept(patch: Patch) -> None:
+    """What steps in flight sample after the end of a part is taken for output of the next one."""
+    patch.setattr(Lifecycle, "disown_steps_in_flight", lambda life, request: None)
+
+
+def last_token_of_a_part_stays(patch: Patch) -> None:
+    """The token that ended a part's output becomes part of the prompt, though it was never computed."""
+
+    def take(original: Any, parts: Parts, request: Request) -> None:
+        output = request.output_token_ids
+        request.append_output(output[-1:])
+        original(parts, request)
+
+    around(patch, Parts, "_take", take)
+
+
+def longer_prompt_is_keyed_without_its_images(patch: Patch) -> None:
+    def continue_with(original: Any, request: Request, *args: Any) -> None:
+        generation = request.content_generation
+        original(request, *args)
+        request.content_generation = generation
+
+    around(patch, Request, "continue_with", continue_with)
+
+
+def end_of_a_part_counts_as_a_preemption(patch: Patch) -> None:
+    def lose_rows(original: Any, life: Lifecycle, requests: list[Request], **options: Any) -> None:
+        original(life, requests, **{**options, "is_done": False})
+
+    around(patch, Lifecycle, "_lose_rows", lose_rows)
+
+
+def part_overtakes_another(patch: Patch) -> None:
+    def extend(original: Any, parts: Parts, request: Request, *args: Any, **kwargs: Any) -> None:
+        original(parts, request, *args, **kwargs)
+        request.parts.reverse()
+
+    around(patch, Parts, "extend", extend)
 
 
 def pause_does_not_hold_the_door(patch: Patch) -> None:
@@ -647,6 +688,10 @@ BOOKKEEPING: tuple[Fault, ...] = (
     (completion_is_forgotten_with_the_row, {"max_steps_in_flight": 3}),
     (completion_is_not_rewound, {**SLOW_PREFILL, **WITHOUT_CACHE, "max_steps_in_flight": 3, "batching": "mixed"}),
     (silent_rows_sample, {}),
+    (samples_of_a_complete_part_are_kept, {"max_steps_in_flight": 3}),
+    (last_token_of_a_part_stays, {}),
+    (part_overtakes_another, {}),
+    (end_of_a_part_counts_as_a_preemption, {}),
     (pause_does_not_hold_the_door, {}),
     (pause_lets_the_urgent_displace, {"order": "priority", "displace": True, "batching": "mixed"}),
     (reset_preempts_one_too_few, {}),
@@ -658,6 +703,7 @@ WRONG_CONTENT: tuple[Fault, ...] = (
     (adapter_is_taken_for_a_salt, ADAPTERS),
     (content_is_no_part_of_the_key, {**CACHING, **IMAGES}),
     (contents_of_equal_length_have_one_mark, SMALL_IMAGE_BLOCKS),
+    (longer_prompt_is_keyed_without_its_images, SMALL_IMAGE_BLOCKS),
     (chunk_is_cut_one_token_too_late, {**IMAGES, "encoder_cache_size": 30}),
     (void_embeddings_are_kept, IMAGES),
     (freed_is_not_told, IMAGES),

@@ -196,6 +196,7 @@ class RequestSpec:
     """Names of images, the text before each, and its placeholders: those that the prompt has room for."""
     use_prefix_cache: bool = True
     runs_ahead: bool = True
+    more_input: bool = False
     reuses_id: bool = False
     """Whether it takes the id of a request whose end has been reported, if there is one."""
     park: str | None = None
@@ -217,7 +218,7 @@ class RequestSpec:
             max_total_tokens=self.max_total_tokens, min_tokens=self.min_tokens, priority=self.priority,
             eos_token_ids=self.eos, ignore_eos=self.ignore_eos, stop_token_ids=self.stops, cache_salt=self.salt,
             adapter=self.adapter, encoder_inputs=inputs, use_prefix_cache=self.use_prefix_cache,
-            runs_ahead=self.runs_ahead, repetition_detection=repetition,
+            runs_ahead=self.runs_ahead, more_input=self.more_input, repetition_detection=repetition,
         )  # fmt: skip
 
     def _encoder_inputs(self, num_tokens: int) -> list[EncoderInput]:
@@ -264,6 +265,7 @@ def make_request_spec(choose: Chooser, config: SchedulerConfig) -> RequestSpec:
         images=_images(choose) if choose.chance(60 if config.encoder_budget else 3) else (),
         use_prefix_cache=not choose.chance(10),
         runs_ahead=not choose.chance(15),
+        more_input=choose.chance(12),
         reuses_id=choose.chance(15),
         park=choose.choice(("grammar", "remote_kvs", "streaming_req")) if choose.chance(8) else None,
     )

@@ -40,7 +40,7 @@ from .expectations import Expectations, check_explanations, malformed_results, w
 from .kv_mirror import KVMirror
 from .ledger import Entry, Kept, Place, Tally, place_of
 from .partials import check_caps
-from .shadow import ExecutedStep, ShadowHost, reference_run, require
+from .shadow import ExecutedStep, Reference, ShadowHost, reference_run, require
 from .slots import HeldSlots
 from .workload import RequestSpec
 
@@ -71,7 +71,9 @@ class World:
         self.tally = Tally()
         self.num_requests = 0
         self.num_admissions = 0
+        self.num_losses = 0  # of rows, by requests that had not ended
         self.batch_forms = False  # static: only the token budget kept the last step from admitting more
+        self.num_completed_parts = 0
         self.num_capacity_ends = 0
         self.num_completions = 0  # of requests that sample nothing
         self.last_row_error_step = -1  # the newest step that was scheduled when a row failed on its own
@@ -110,6 +112,9 @@ class World:
             reference=reference_run(request, self.config),
             place=Place.PARKED if park else Place.QUEUED,
             number=self.num_requests,
+            more_input=request.more_input,
+            prompt=request.prompt_token_ids.tolist(),
+            parked_for=park.status.value if park else "",
         )
         entry.events.append(("PARKED", self.now, park.status.value) if park else ("QUEUED", self.now, ""))
         self.tally.num_added += 1
@@ -118,6 +123,79 @@ class World:
         self.host.add(request)
         self.check()
         return entry
+
+    def extend(self, entry: Entry, tokens: list[int], *, more: bool, max_tokens: int) -> None:
+        """The next part of a request's prompt; refused if none is expected, or if it would be too long."""
+        self._tick("extend")
+        name, known = entry.request.request_id, len(tokens) + sum(len(part) for part, _ in entry.parts)
+        call = partial(self.scheduler.extend, name, tokens, self.now, more=more, max_tokens=max_tokens)
+        length, room = entry.request.num_prompt_tokens + known, min(max_tokens, 1)
+        limits = (self.config.max_model_len - room, (entry.request.max_total_tokens or length + room) - room)
+        before = self._snapshot()
+        if not entry.more_input:
+            self._expect(InvalidTransition, call)
+        elif (more and not tokens) or length > min(*limits, self.config.num_usable_tokens):
+            self._expect(RequestRefused, call)
+        else:
+            call()
+            entry.more_input = more
+            entry.parts.append((tokens, max_tokens))
+            if entry.awaits_input:
+                self._take_parts(entry)
+            self.check()
+            return
+        require(before == self._snapshot(), "a part that was refused changed the scheduler")
+        self.check()
+
+    def _complete_part(self, entry: Entry) -> None:
+        """The present part of a request is complete: it waits for the next, or goes on with it."""
+        request = entry.request
+        if not entry.parts:  # otherwise its output is part of its prompt by now
+            self._check_tokens(entry)
+        if entry.place is Place.RUNNING:
+            self.host.lose_row(request)
+            self.unreported_losses.append(request)
+            self._lose_row(entry, self.scheduler.stats().num_evictions, is_done=True)
+        if entry.place is not Place.PARKED:
+            self._park(entry, ParkReason.STREAMING_REQ)
+        entry.kept = None
+        entry.stale_until = self.host.in_flight[-1].output.step_id if self.host.in_flight else -1
+        self.host.complete_part(request)
+        self.num_admissions += 1  # it is behind those that lost their rows before
+        entry.last_admission = self.num_admissions
+        entry.awaits_input = True
+        self.num_completed_parts += 1
+        if entry.parts:
+            self._take_parts(entry)
+
+    def _take_parts(self, entry: Entry) -> None:
+        """The next part, and those behind parts without output, become part of the prompt."""
+        request = entry.request
+        tokens = entry.prompt + list(entry.reference.tokens[: max(0, entry.num_output - 1)])
+        while True:
+            part, max_tokens = entry.parts.pop(0)
+            tokens += part
+            if max_tokens or not entry.parts:
+                break
+        require(request.prompt_token_ids.tolist() == tokens, f"{request.request_id} has another prompt than its parts")
+        require(request.max_tokens == max_tokens, f"{request.request_id} has another max_tokens than its part")
+        is_next = entry.waits_for_input_alone
+        entry.awaits_input, entry.prompt, entry.num_output = False, tokens, 0
+        room = min(max_tokens, 1)
+        total = request.max_total_tokens or len(tokens) + room
+        if len(tokens) + room > min(self.config.max_model_len, total) or len(tokens) > self.config.num_usable_tokens:
+            entry.reference = Reference((), len(tokens), RequestStatus.FINISHED_LENGTH, None, frozenset())
+            self._end(entry, RequestStatus.FINISHED_LENGTH)
+            return
+        entry.reference = reference_run(request, self.config)
+        self.host.extend(request, tokens)
+        if is_next:
+            entry.place = Place.QUEUED
+            entry.events.append(("QUEUED", self.now, ""))
+
+    def _park(self, entry: Entry, reason: ParkReason) -> None:
+        entry.place, entry.parked_for = Place.PARKED, reason.status.value
+        entry.events.append(("PARKED", self.now, reason.status.value))
 
     def add_duplicate(self, request_id: str) -> None:
         """An id is in use until an output has reported its end."""
@@ -179,8 +257,7 @@ class World:
             self.host.lose_row(entry.request)
             self.unreported_losses.append(entry.request)
             self._lose_row(entry, self.scheduler.stats().num_evictions)
-        entry.place = Place.PARKED
-        entry.events.append(("PARKED", self.now, reason.status.value))
+        self._park(entry, reason)
         require(entry.request.status is reason.status, f"parked for {reason}, but {entry.request.status}")
         self.check()
 
@@ -188,7 +265,10 @@ class World:
         """What a parked request waited for is there; one that is not parked is an error."""
         self._tick("ready")
         call = partial(self.scheduler.ready, entry.request.request_id, self.now)
-        if entry.place is Place.PARKED:
+        if entry.awaits_input and not entry.waits_for_input_alone:
+            call()
+            self._park(entry, ParkReason.STREAMING_REQ)
+        elif entry.place is Place.PARKED and not entry.awaits_input:
             call()
             entry.place = Place.QUEUED
             entry.events.append(("QUEUED", self.now, ""))
@@ -231,7 +311,8 @@ class World:
         self.check()
 
     def look_for_stalls(self, seconds: float) -> None:
-        """Those that stand where they stood at an earlier look, `seconds` ago or more, and no pause holds up."""
+        """Those that stand where they stood at an earlier look, `seconds` ago or more, unless a pause holds them up or
+        they wait for their caller."""
         self._tick("stalled")
         before, stands = self._snapshot(), {}
         for entry in self.live:
@@ -248,8 +329,12 @@ class World:
         held = {None: (), PauseMode.ADMISSIONS: (Place.QUEUED,), PauseMode.ALL: (Place.QUEUED, Place.RUNNING)}[
             self.pause
         ]
-        late = {e.request.request_id: since for e, (_, since) in stands.items() if e.place not in held}
-        expected = {name: since for name, since in late.items() if self.now - since >= seconds}
+        watched = {
+            e.request.request_id: since
+            for e, (_, since) in stands.items()
+            if e.place not in held and not e.waits_for_caller
+        }
+        expected = {name: since for name, since in watched.items() if self.now - since >= seconds}
         told = {stall.explanation.request_id: stall.since for stall in self.scheduler.stalled(self.now, seconds)}
         require(told == expected, f"stalled are {told}, expected {expected}")
         require(before == self._snapshot(), "looking for stalls changed the scheduler")
@@ -381,10 +466,11 @@ class World:
         tokens: list[int] = []
         counts: list[int] = []
         finished: list[Request] = []
+        over: list[Entry] = []
         for index, request in enumerate(step.output.requests):
             entry = self.entries[request]
             counts.append(0)
-            if entry.place is Place.ENDED:
+            if entry.place is Place.ENDED or (step.output.step_id <= entry.stale_until and index not in failed):
                 continue
             if index in failed:
                 finished.append(request)
@@ -397,14 +483,24 @@ class World:
                 counts[-1] = self._check_run(entry, step, index)
                 tokens += step.sampled[index][: counts[-1]]
                 if entry.num_output == len(entry.reference.tokens):
-                    finished.append(request)
-                    self._end_by_itself(entry)
+                    over.append(entry)
                 else:
                     self._check_tokens(entry)
             elif index in step.completed:
-                finished.append(request)
-                self._end_by_itself(entry)
+                over.append(entry)
                 self.num_completions += 1
+        parts = [entry for entry in over if entry.is_part_over()]
+        for entry in over:
+            if entry not in parts:
+                finished.append(entry.request)
+                self._end_by_itself(entry)
+        order = list(step.output.requests)
+        finished.sort(key=order.index)
+        for entry in parts:
+            self._complete_part(entry)
+        finished += [entry.request for entry in parts if entry.place is Place.ENDED]
+        completed = [entry.request for entry in parts if entry.place is not Place.ENDED]
+        require(list(done.completed_parts) == completed, f"update completed {done.completed_parts}, not {completed}")
         require(done.counts.tolist() == counts, f"update kept {done.counts.tolist()} tokens, expected {counts}")
         require(done.token_ids.tolist() == tokens, f"update kept {done.token_ids.tolist()}, expected {tokens}")
         require(list(done.finished) == finished, f"update ended {done.finished}, expected {finished}")
@@ -543,7 +639,9 @@ class World:
         self.set_pause(None)
         for entry in [entry for entry in self.live if entry.place is Place.PARKED]:
             self.ready(entry)
-        bound = 50 + 4 * sum(entry.request.num_prompt_tokens + len(entry.reference.tokens) for entry in self.live)
+        for entry in [entry for entry in self.live if entry.more_input]:
+            self.extend(entry, [], more=False, max_tokens=0)
+        bound = 50 + 8 * sum(entry.request.num_prompt_tokens + len(entry.reference.tokens) for entry in self.live)
         steps = 0
         while self.live:
             require(steps <= bound, f"livelock: {len(self.live)} requests still live after {steps} steps")
@@ -663,8 +761,8 @@ class World:
         right = list(entry.reference.tokens[: entry.num_output])
         require(output == right, f"{entry.request.request_id} has generated {output}, alone it generates {right}")
 
-    def _lose_row(self, entry: Entry, num_evictions: int) -> None:
-        """It was preempted or parked; `num_evictions` is how many there had been before."""
+    def _lose_row(self, entry: Entry, num_evictions: int, *, is_done: bool = False) -> None:
+        """It was preempted or parked, or (`is_done`) a part is complete; `num_evictions`: how many there had been."""
         self.proposed.pop(entry.request, None)
         entry.num_lost = min(entry.num_computed, entry.num_tokens)
         entry.kept = None
@@ -673,10 +771,12 @@ class World:
             entry.kept = Kept(entry.num_lost, (num_evictions, self.num_withdrawals))
         entry.num_computed = 0
         entry.ran_before = True
-        entry.num_preemptions += 1
+        if not is_done:
+            entry.num_preemptions += 1
+            self.tally.num_preemptions += 1
         entry.num_overtaken = 0
-        self.tally.num_preemptions += 1
-        entry.loss = self.tally.num_preemptions
+        self.num_losses += 1
+        entry.loss = self.num_losses
 
     def _snapshot(self) -> tuple[Any, ...]:
         """Whatever a refused call must leave as it was."""

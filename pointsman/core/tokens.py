@@ -1,0 +1,78 @@
+"""Tokens as arrays: those of a prompt, given in whatever form, and those of an output, which grows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.config import MAX_INT
+from pointsman.core.errors import RequestRefused
+
+IntArray: TypeAlias = npt.NDArray[np.integer]
+Int32Array: TypeAlias = npt.NDArray[np.int32]
+
+
+class OutputTokens:
+    """An int32 array that grows by doubling."""
+
+    __slots__ = ("_array", "_length")
+
+    def __init__(self) -> None:
+        self._array: Int32Array = np.empty(0, dtype=np.int32)
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def array(self) -> Int32Array:
+        """A view of the tokens, valid until the next `extend`."""
+        return self._array[: self._length]
+
+    def extend(self, token_ids: IntArray | Sequence[int]) -> None:
+        end = self._length + len(token_ids)
+        if end > len(self._array):
+            grown = np.empty(max(end, 2 * len(self._array), 16), dtype=np.int32)
+            grown[: self._length] = self._array[: self._length]
+            self._array = grown
+        self._array[self._length : end] = token_ids
+        self._length = end
+
+    def truncate(self, length: int) -> None:
+        self._length = min(self._length, length)
+
+
+def shared_prompt(request_id: str, token_ids: IntArray | Sequence[int]) -> tuple[Int32Array, bytes]:
+    """The prompt as a read-only int32 array over a bytes object: one copy serves the model and the prefix tree."""
+    if isinstance(token_ids, np.ndarray) and token_ids.dtype == np.int32:
+        base: object = token_ids.base
+        if isinstance(base, bytes) and token_ids.nbytes == len(base) and token_ids.min(initial=0) >= 0:
+            return cast(Int32Array, token_ids), base
+    raw = token_array(request_id, token_ids).tobytes()
+    return np.frombuffer(raw, dtype=np.int32), raw
+
+
+def token_array(request_id: str, token_ids: IntArray | Sequence[int]) -> Int32Array:
+    """Token ids as an int32 array of its own.
+
+    Raises:
+        RequestRefused: they are no token ids.
+    """
+    try:
+        wide = np.asarray(token_ids)
+        if wide.size == 0:
+            wide = wide.astype(np.int64)
+        if wide.ndim != 1 or not np.issubdtype(wide.dtype, np.integer):
+            raise TypeError(f"{wide.dtype} of shape {wide.shape}")
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RequestRefused(
+            f"request {request_id!r} refused: prompt_token_ids must be a flat sequence of integers, not {error}"
+        ) from None
+    if wide.size and not (int(wide.min()) >= 0 and int(wide.max()) <= MAX_INT):
+        bad = wide[(wide < 0) | (wide > MAX_INT)][0]
+        raise RequestRefused(
+            f"request {request_id!r} refused: token id {bad} in the prompt; ids must be between 0 and {MAX_INT}"
+        )
+    return wide.astype(np.int32)
