@@ -56,6 +56,11 @@ class BlockPool:
         return self._num_blank + self._num_cached
 
     @property
+    def usage(self) -> float:
+        """Share of the usable blocks that are referenced, 0 to 1."""
+        return 1.0 - self.num_free / self.num_usable
+
+    @property
     def num_usable(self) -> int:
         return self.num_blocks - self.num_reserved_blocks
 

@@ -80,7 +80,7 @@ def snapshot(counters: Counters, batch: Batch, kv: KVCacheManager, life: Lifecyc
         num_blocks=pool.num_usable,
         num_free_blocks=pool.num_free,
         num_cached_free_blocks=pool.num_cached_free,
-        kv_cache_usage=1.0 - pool.num_free / pool.num_usable,
+        kv_cache_usage=pool.usage,
         num_steps=counters.num_steps,
         num_scheduled_tokens=counters.num_scheduled_tokens,
         num_generated_tokens=counters.num_generated_tokens,

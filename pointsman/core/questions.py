@@ -51,10 +51,35 @@ class Questions:
         """The request called so that has not ended, or None."""
         return self._life.get(request_id)
 
+    def is_id_in_use(self, request_id: str) -> bool:
+        """Whether a request that is called so would be refused as a duplicate: one has not ended, or its end has not
+        been told by an output."""
+        return request_id in self._life.requests
+
     @property
     def pause_mode(self) -> PauseMode | None:
         """How it is paused; None: it is not."""
         return None if self._life.pause is None else self._life.pause.mode
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold blocks and take part in steps."""
+        return len(self._batch)
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait for capacity."""
+        return len(self._life.queue)
+
+    @property
+    def num_parked(self) -> int:
+        """Requests that wait for something other than capacity."""
+        return len(self._life.parked)
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the blocks that requests hold, 0 to 1."""
+        return self._kv.pool.usage
 
     @property
     def num_steps_in_flight(self) -> int:

@@ -1,0 +1,84 @@
+"""What a model runner of vLLM returned, as our `StepResult`; and what our scheduler made of it, as outputs for clients.
+
+In a step where every row has a token and nobody's output says more than tokens, the outputs are one list
+comprehension. Whoever's output says more (events, log probabilities, an end, ...) is gone through afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+
+from pointsman.core import FinishReason as Reason
+from pointsman.core import Request, StepResult, StepUpdate
+from pointsman.core import SchedulerOutput as Output
+
+FINISH_REASONS: Mapping[Reason, FinishReason] = {
+    Reason.STOP: FinishReason.STOP,
+    Reason.LENGTH: FinishReason.LENGTH,
+    Reason.ABORT: FinishReason.ABORT,
+    Reason.ERROR: FinishReason.ERROR,
+    Reason.REFUSED: FinishReason.ERROR,
+    Reason.DEADLINE: FinishReason.ABORT,
+    Reason.REPETITION: FinishReason.REPETITION,
+}
+
+
+@dataclass(slots=True)
+class Sampled:
+    """What came back, in the order of our output's rows."""
+
+    lists: list[list[int]]
+    """[n] the tokens of each row."""
+    places: list[int] | None
+    """[n] where each row is in the runner's arrays; None: at its own index."""
+
+    def place(self, index: int) -> int:
+        return index if self.places is None else self.places[index]
+
+
+def read_sampled(result: Any, ids: list[str]) -> Sampled:
+    """The tokens of a `ModelRunnerOutput`, which has an order of its own."""
+    if not ids:
+        return Sampled([], None)
+    lists = result.sampled_token_ids
+    if result.req_ids == ids:
+        return Sampled(lists or [[] for _ in ids], None)
+    index_of = result.req_id_to_index
+    places = [index_of[name] for name in ids]
+    return Sampled([lists[place] for place in places] if lists else [[] for _ in ids], places)
+
+
+def to_result(output: Output, sampled: Sampled) -> StepResult:
+    """What our scheduler's `update` takes."""
+    token_ids = list(chain.from_iterable(sampled.lists))
+    if not len(output.draft_token_ids):
+        return StepResult(token_ids)
+    return StepResult(token_ids, counts=np.fromiter(map(len, sampled.lists), dtype=np.int64, count=output.num_rows))
+
+
+def plain_outputs(output: Output, update: StepUpdate, ids: list[str], sampled: Sampled) -> tuple[list[Any], list[int]]:
+    """An output of its tokens for each row that has some, and their row indices.
+
+    The tokens that do not count are cut off the runner's lists, as vLLM's own scheduler does.
+    """
+    lists = sampled.lists
+    if len(update.token_ids) == len(ids) and not len(output.draft_token_ids):
+        return [EngineCoreOutput(name, tokens) for name, tokens in zip(ids, lists, strict=True)], list(range(len(ids)))
+    indices = []
+    for index, count in enumerate(update.counts.tolist()):
+        del lists[index][count:]
+        if count:
+            indices.append(index)
+    return [EngineCoreOutput(ids[index], lists[index]) for index in indices], indices
+
+
+def finish_reason(request: Request) -> FinishReason:
+    """How vLLM calls the reason for which a request ended."""
+    assert request.finish_reason is not None
+    return FINISH_REASONS[request.finish_reason]

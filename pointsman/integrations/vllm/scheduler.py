@@ -1,0 +1,490 @@
+"""The scheduler that vLLM's engine core makes and calls: the methods of vLLM's `SchedulerInterface`, over ours.
+
+It is no subclass of vLLM's abstract class, which gains abstract methods between versions; vLLM asks for no type. Its
+own request objects stay the clients' view of a request; where a request stands is ours to know.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import vllm
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import GrammarOutput
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.request import RequestStatus
+from vllm.v1.structured_output.utils import strip_speculative_padding
+
+from pointsman.core import FinishReason, ParkReason, PauseMode, Request, RequestRefused
+from pointsman.core import Scheduler as Core
+from pointsman.core import SchedulerOutput as Output
+from pointsman.integrations.vllm.requests import to_request
+from pointsman.integrations.vllm.results import Sampled, finish_reason, plain_outputs, read_sampled, to_result
+from pointsman.integrations.vllm.schedules import Schedules
+from pointsman.integrations.vllm.settings import read_settings, scheduler_config
+from pointsman.integrations.vllm.statistics import Statistics
+from pointsman.integrations.vllm.support import check_supported
+from pointsman.integrations.vllm.versions import check_version, make
+
+logger = logging.getLogger("vllm.pointsman")  # where vLLM's own log goes
+
+STATUSES = {
+    FinishReason.STOP: RequestStatus.FINISHED_STOPPED,
+    FinishReason.LENGTH: RequestStatus.FINISHED_LENGTH_CAPPED,
+    FinishReason.ABORT: RequestStatus.FINISHED_ABORTED,
+    FinishReason.ERROR: RequestStatus.FINISHED_ERROR,
+    FinishReason.REPETITION: RequestStatus.FINISHED_REPETITION,
+}
+REASONS = {status: reason for reason, status in STATUSES.items()} | {
+    RequestStatus.FINISHED_IGNORED: FinishReason.ERROR,
+}
+PAUSES = {PauseState.PAUSED_NEW: PauseMode.ADMISSIONS, PauseState.PAUSED_ALL: PauseMode.ALL}
+
+
+@dataclass(slots=True)
+class Step:
+    """A step in flight, in both forms."""
+
+    of_vllm: Any
+    output: Output
+    ids: list[str]
+
+
+class Scheduler:
+    """vLLM's scheduler, by name: `--scheduler-cls pointsman.integrations.vllm.Scheduler`.
+
+    Raises:
+        UnsupportedVLLM: this version, or what it is configured to do, is not supported.
+        ConfigError: a knob in `--additional-config` means nothing, is out of range, or has no effect.
+    """
+
+    connector = None
+    ec_connector = None
+
+    def __init__(
+        self,
+        *,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        structured_output_manager: Any,
+        block_size: int,
+        include_finished_set: bool = False,
+        log_stats: bool = False,
+        **_: Any,
+    ) -> None:
+        check_version(vllm.__version__)
+        check_supported(vllm_config, kv_cache_config)
+        settings = read_settings(vllm_config.additional_config)
+        config = scheduler_config(vllm_config, kv_cache_config, block_size, settings.knobs)
+        self.core = Core(config)
+        self.requests: dict[str, Any] = {}
+        """vLLM's requests that have not ended, by id."""
+        self._of_id: dict[str, Request] = {}
+        self._grammars = structured_output_manager
+        self._compiling: dict[str, Any] = {}
+        self._structured: set[str] = set()
+        self._speaking: set[str] = set()  # whose next output says more than tokens
+        self._always_speaking: set[str] = set()
+        self._unsent: list[Any] = []  # who ended outside `update_from_output`, which alone reaches the client
+        self._steps: deque[Step] = deque()
+        self._last_step: Step | None = None
+        asynchronous = bool(vllm_config.scheduler_config.async_scheduling)
+        self._runs_ahead = asynchronous or config.max_steps_in_flight == 1
+        self._schedules = Schedules(
+            v2_runner=bool(vllm_config.use_v2_model_runner),
+            sends_tokens=vllm_config.parallel_config.pipeline_parallel_size > 1 and not asynchronous,
+            runs_ahead=config.max_steps_in_flight > 1,
+        )
+        self._statistics = Statistics(self.core, config.num_draft_tokens) if log_stats else None
+        self._finished_ids: dict[int, set[str]] | None = defaultdict(set) if include_finished_set else None
+        self._clock_offset = time.time() - time.monotonic()  # of vLLM's arrival times
+        self._pause_state = PauseState.UNPAUSED
+        self._has_clients = False  # more than the first
+
+    # ------------------------------------------------------------------ requests
+
+    def add_request(self, request: Any) -> None:
+        """Queue one of vLLM's requests; one with a grammar waits for it first."""
+        name = request.request_id
+        now = time.monotonic()
+        needs_grammar = request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+        self.requests[name] = request
+        self._has_clients |= request.client_index != 0
+        try:
+            ours = to_request(
+                request,
+                self._free_id(name),
+                prompt_token_ids=request.prompt_token_ids,
+                arrival_time=request.arrival_time - self._clock_offset,
+                runs_ahead=self._runs_ahead,
+            )
+            self.core.add(ours, now, park=ParkReason.GRAMMAR if needs_grammar else None)
+        except RequestRefused as error:
+            logger.error("%s", error)
+            self._end(request, FinishReason.ERROR)
+            self._unsent.append(request)
+            return
+        self._of_id[name] = ours
+        if needs_grammar:
+            self._compiling[name] = request
+        if request.use_structured_output:
+            self._structured.add(name)
+        sampling = request.sampling_params
+        if request.trace_headers or (sampling is not None and sampling.num_logprobs is not None):
+            self._always_speaking.add(name)
+        self._speaking.add(name)  # of how long it was queued, and what of its prompt was cached
+        if self._statistics is not None:
+            request.record_event(EngineCoreEventType.QUEUED)
+
+    def _free_id(self, name: str) -> str:
+        """Its own name; another one while the end of a request of that name has not been told to the workers."""
+        taken = self.core.is_id_in_use
+        if not taken(name):
+            return name
+        return next(other for number in range(1, 2**31) if not taken(other := f"{name}#{number}"))
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Any]:
+        """End requests from outside; None: all. Those that are unknown or have ended are passed over.
+
+        Returns:
+            vLLM's requests that ended.
+        """
+        if request_ids is None:
+            names: Iterable[str] = list(self.requests)
+        else:
+            names = (request_ids,) if isinstance(request_ids, str) else dict.fromkeys(request_ids)
+        ended = []
+        now = time.monotonic()
+        for name in names:
+            request = self.requests.get(name)
+            if request is None:
+                continue
+            self.core.finish(self._of_id[name].request_id, REASONS[finished_status], now)
+            self._end(request, REASONS[finished_status])
+            request.status = finished_status
+            ended.append(request)
+        return ended
+
+    def _end(self, request: Any, reason: FinishReason) -> None:
+        """Forget a request that ended."""
+        name = request.request_id
+        request.status = STATUSES[reason]
+        del self.requests[name]
+        self._of_id.pop(name, None)
+        self._compiling.pop(name, None)
+        for names in (self._structured, self._speaking, self._always_speaking):
+            names.discard(name)
+        if self._finished_ids is not None:
+            self._finished_ids[request.client_index].add(name)
+
+    def _take_grammars(self, now: float) -> None:
+        """Requests whose grammar has been compiled join the queue; those whose grammar failed end."""
+        for name, request in list(self._compiling.items()):
+            grammar = request.structured_output_request.grammar
+            if grammar is None:
+                continue
+            del self._compiling[name]
+            if isinstance(grammar, Exception):
+                logger.error("the grammar of request %s cannot be used: %s", name, grammar)
+                self.core.finish(self._of_id[name].request_id, FinishReason.ERROR, now, detail=str(grammar))
+                self._end(request, FinishReason.ERROR)
+                self._unsent.append(request)
+            else:
+                self.core.ready(self._of_id[name].request_id, now)
+
+    # ------------------------------------------------------------------ the step
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        """Decide what runs in the next step, as vLLM's `SchedulerOutput`."""
+        now = time.monotonic()
+        if self._compiling:
+            self._take_grammars(now)
+        output = self.core.schedule(now)
+        ids = self._schedules.ids(output.requests)
+        of_vllm = self._schedules.make(output, self.core.max_drafts)
+        if output.preempted or output.finished or output.num_continued < len(ids):
+            self._note_changes(output, now)
+        if self._structured:
+            self._mark_structured(of_vllm, output, ids)
+        self._steps.append(Step(of_vllm, output, ids))
+        return of_vllm
+
+    def _note_changes(self, output: Output, now: float) -> None:
+        """Who was admitted, preempted, or ended by the decision itself."""
+        for ours in output.finished:
+            request = ours.metadata
+            if self._of_id.get(request.request_id) is ours:  # nobody has been told
+                self._end(request, ours.finish_reason or FinishReason.ERROR)
+                request.stop_reason = ours.stop_reason
+                self._unsent.append(request)
+        if self._statistics is None:
+            return
+        for ours in output.preempted:
+            self._note_event(ours, EngineCoreEventType.PREEMPTED, now)
+        for ours, num_cached in zip(output.admitted, output.num_cached_tokens.tolist(), strict=True):
+            self._note_event(ours, EngineCoreEventType.SCHEDULED, now)
+            stats = ours.metadata.prefill_stats
+            if stats is not None and not ours.num_preemptions:
+                stats.set(
+                    num_prompt_tokens=ours.num_prompt_tokens,
+                    num_local_cached_tokens=num_cached,
+                    num_external_cached_tokens=0,
+                )
+        self._statistics.scheduled(output)
+
+    def _note_event(self, ours: Request, kind: EngineCoreEventType, now: float) -> None:
+        request = ours.metadata
+        if request.request_id in self.requests:
+            request.record_event(kind, now)
+            self._speaking.add(request.request_id)
+
+    def _mark_structured(self, of_vllm: Any, output: Output, ids: list[str]) -> None:
+        """Whether the step samples under a grammar, and whether a token that it must see first is in flight."""
+        last = output.num_computed_tokens + output.num_scheduled_tokens - output.num_draft_tokens
+        for index, name in enumerate(ids):
+            if name in self._structured and output.samples[index]:
+                of_vllm.has_structured_output_requests = True
+                if last[index] > output.requests[index].num_tokens:
+                    of_vllm.pending_structured_output_tokens = True
+
+    def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
+        """The masks of the rows that sample under a grammar; None: there are none."""
+        if not scheduler_output.has_structured_output_requests:
+            return None
+        step = next(step for step in self._steps if step.of_vllm is scheduler_output)
+        rows = zip(step.ids, step.output.samples.tolist(), strict=True)
+        names = [name for name, samples in rows if samples and name in self._structured]
+        if not names:
+            return None
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        mask = self._grammars.grammar_bitmask(self.requests, names, drafts)
+        acceptable = [len(strip_speculative_padding(drafts.get(name, []))) for name in names]
+        values = {
+            "structured_output_request_ids": names,
+            "grammar_bitmask": mask,
+            "num_acceptable_drafts": acceptable,
+        }
+        return make(GrammarOutput, values)
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
+        """Take in what the model runner returned for the oldest step in flight.
+
+        Returns:
+            `EngineCoreOutputs` by client, for those that have some.
+        """
+        step = self._steps.popleft()
+        if step.of_vllm is not scheduler_output:
+            raise ValueError("this SchedulerOutput is not that of the oldest step in flight; update them in order")
+        output, ids = step.output, step.ids
+        sampled = read_sampled(model_runner_output, ids)
+        update = self.core.update(output, to_result(output, sampled), time.monotonic())
+        self._last_step = step
+        outputs, indices = plain_outputs(output, update, ids, sampled)
+        if self._statistics is not None and len(output.draft_token_ids):
+            self._statistics.verified(output, update)
+        if len(output.completes):
+            self._add_pooled(step, sampled, model_runner_output.pooler_output, outputs, indices)
+        if self._speaking or self._always_speaking or model_runner_output.num_nans_in_logits:
+            self._speak(step, sampled, model_runner_output, outputs, indices)
+        if self._structured:
+            self._accept(outputs)
+        if update.finished:
+            self._finish(update.finished, ids, outputs, indices)
+        return self._by_client(step, outputs, indices, model_runner_output)
+
+    def _add_pooled(self, step: Step, sampled: Sampled, pooled: Any, outputs: list[Any], indices: list[int]) -> None:
+        """What a pooling model made of the prompts that are complete now."""
+        for index in step.output.completes.tolist():
+            name = step.ids[index]
+            if name in self.requests:
+                outputs.append(EngineCoreOutput(name, [], pooling_output=pooled[sampled.place(index)]))
+                indices.append(index)
+
+    def _speak(self, step: Step, sampled: Sampled, result: Any, outputs: list[Any], indices: list[int]) -> None:
+        """What outputs say beside tokens: events, log probabilities, how the prompt was computed."""
+        for index, output in zip(indices, outputs, strict=True):
+            name = output.request_id
+            if name in self._speaking:
+                self._speaking.discard(name)
+                self._tell_events(self.requests[name], self._of_id[name], output)
+                output.new_prompt_logprobs_tensors = result.prompt_logprobs_dict.get(name)
+                output.prompt_token_id_logprobs = result.prompt_token_id_logprobs_dict.get(name)
+            if name in self._always_speaking:
+                request = self.requests[name]
+                output.trace_headers = request.trace_headers
+                if result.logprobs is not None and request.sampling_params.num_logprobs is not None:
+                    place, count = sampled.place(index), len(output.new_token_ids)
+                    output.new_logprobs = result.logprobs.slice_request(place, count)
+            if result.num_nans_in_logits and name in result.num_nans_in_logits:
+                output.num_nans_in_logits = result.num_nans_in_logits[name]
+
+    def _tell_events(self, request: Any, ours: Request, output: Any) -> None:
+        output.events = request.take_events()
+        stats = request.take_prefill_stats()
+        if stats is not None:
+            if self.core.config.enable_prefix_caching:
+                stats.finalize(ours.num_prompt_tokens // self.core.config.block_size * self.core.config.block_size)
+            output.prefill_stats = stats
+
+    def _accept(self, outputs: list[Any]) -> None:
+        """Grammars take in the tokens of their requests."""
+        for output in outputs:
+            name = output.request_id
+            if name not in self._structured or not output.new_token_ids:
+                continue
+            request = self.requests[name]
+            request._output_token_ids.extend(output.new_token_ids)  # where a reasoning parser reads them
+            request._all_token_ids.extend(output.new_token_ids)
+            if not self._grammars.accept_tokens(request, output.new_token_ids):
+                logger.error("the grammar of request %s does not allow %s; it ends", name, output.new_token_ids)
+                self.core.finish(self._of_id[name].request_id, FinishReason.ERROR, time.monotonic())
+                self._end(request, FinishReason.ERROR)
+                output.finish_reason = request.get_finished_reason()
+
+    def _finish(self, finished: Iterable[Request], ids: list[str], outputs: list[Any], indices: list[int]) -> None:
+        """Those that ended by this update."""
+        at_row = None if len(indices) == len(ids) else {index: at for at, index in enumerate(indices)}
+        for ours in finished:
+            request = ours.metadata
+            name = request.request_id
+            if name not in self.requests:  # its grammar ended it
+                continue
+            index = ids.index(name)
+            output = outputs[index if at_row is None else at_row[index]]
+            output.finish_reason = finish_reason(ours)
+            output.stop_reason = request.stop_reason = ours.stop_reason
+            self._end(request, ours.finish_reason or FinishReason.ERROR)
+
+    def _by_client(self, step: Step, outputs: list[Any], indices: list[int], result: Any) -> dict[int, Any]:
+        """The outputs, sorted by the client that they are for; the first one gets the statistics too."""
+        by_client: dict[int, list[Any]] = {}
+        if outputs and not self._has_clients:
+            by_client[0] = outputs
+        else:
+            for index, output in zip(indices, outputs, strict=True):
+                client = step.output.requests[index].metadata.client_index
+                by_client.setdefault(client, []).append(output)
+        for request in self._unsent:
+            ended = EngineCoreOutput(
+                request.request_id,
+                [],
+                finish_reason=request.get_finished_reason(),
+                stop_reason=request.stop_reason,
+                events=request.take_events(),
+                trace_headers=request.trace_headers,
+            )
+            by_client.setdefault(request.client_index, []).append(ended)
+        self._unsent.clear()
+        found = {client: EngineCoreOutputs(outputs=its) for client, its in by_client.items()}
+        if self._finished_ids:
+            for client, names in self._finished_ids.items():
+                found.setdefault(client, EngineCoreOutputs()).finished_requests = names
+            self._finished_ids.clear()
+        if self._statistics is not None:
+            first = next(iter(found.values()), None)
+            if first is None:
+                first = found[0] = EngineCoreOutputs()
+            first.scheduler_stats = self._statistics.take(result.cudagraph_stats)
+        return found
+
+    # ------------------------------------------------------------------ drafts
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        """What vLLM's proposer guesses to follow the tokens of the step that was updated last."""
+        step = self._last_step
+        if step is None:
+            return
+        drafts = dict(zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True))
+        most = self.core.config.num_draft_tokens
+        proposed: list[int] = []
+        counts = []
+        for name in step.ids:
+            own = drafts.get(name) or []
+            if own and name in self._structured:
+                own = self._grammars.validate_tokens(self.requests[name], own)
+            own = own[:most]
+            proposed += own
+            counts.append(len(own))
+        self.core.propose(step.output, proposed, counts, time.monotonic())
+
+    def update_draft_token_ids_in_output(self, draft_token_ids: Any, scheduler_output: Any) -> None:
+        """Only of asynchronous speculation, which is refused at the start."""
+        raise NotImplementedError("speculation runs synchronously here")
+
+    # ------------------------------------------------------------------ questions
+
+    def has_request(self, request_id: str) -> bool:
+        return request_id in self.requests
+
+    def has_unfinished_requests(self) -> bool:
+        return self.get_num_unfinished_requests() > 0
+
+    def get_num_unfinished_requests(self) -> int:
+        """Those that may still advance: none of those that a pause holds up."""
+        if self._pause_state == PauseState.PAUSED_ALL:
+            return 0
+        if self._pause_state == PauseState.PAUSED_NEW:
+            return self.core.num_running
+        return len(self.requests)
+
+    def has_finished_requests(self) -> bool:
+        """Whether a further step must tell the workers, or a client, of an end."""
+        return bool(self.core.has_unreported_ends or self._unsent)
+
+    def has_requests(self) -> bool:
+        return self.has_unfinished_requests() or self.has_finished_requests()
+
+    def get_request_counts(self) -> tuple[int, int]:
+        """How many run, and how many wait."""
+        running = self.core.num_running
+        return running, len(self.requests) - running
+
+    def get_kv_cache_usage(self) -> float:
+        return self.core.kv_cache_usage
+
+    def get_kv_connector(self) -> None:
+        return None
+
+    def get_ec_connector(self) -> None:
+        return None
+
+    def get_kv_event_publisher_config(self) -> Any:
+        return None
+
+    def make_stats(self) -> Any:
+        return None if self._statistics is None else self._statistics.take()
+
+    # ------------------------------------------------------------------ pauses and resets
+
+    @property
+    def pause_state(self) -> PauseState:
+        return self._pause_state
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        self._pause_state = pause_state
+        if pause_state == PauseState.UNPAUSED:
+            self.core.resume(time.monotonic())
+        else:
+            self.core.pause(time.monotonic(), PAUSES[pause_state])
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forget every cached prefix; with `reset_running_requests` what runs is computed anew.
+
+        Returns:
+            True: unlike vLLM's own, this succeeds whatever runs, which keeps its KV and shares it with nobody.
+        """
+        self.core.reset_prefix_cache(time.monotonic(), preempt_running=reset_running_requests)
+        if self._statistics is not None:
+            self._statistics.reset_prefix_cache()
+        return True
+
+    def reset_encoder_cache(self) -> None:
+        """There is none."""
+
+    def shutdown(self) -> None:
+        """Nothing is open."""

@@ -1,0 +1,119 @@
+"""Which flag of vLLM is which knob of ours, and what further knobs `--additional-config` may hold.
+
+    vllm serve MODEL --scheduler-cls pointsman.integrations.vllm.Scheduler \\
+        --additional-config '{"pointsman": {"decode_reserve": "mean", "victim": "latest"}}'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from pointsman.core import ConfigError, SchedulerConfig
+from pointsman.core.presets import PRESETS, SYSTEMS
+
+FLAGS = {
+    "max_num_seqs": "--max-num-seqs",
+    "max_num_active_seqs": "--max-num-active-seqs",
+    "max_num_batched_tokens": "--max-num-batched-tokens",
+    "max_model_len": "--max-model-len",
+    "block_size": "--block-size",
+    "num_blocks": "--num-gpu-blocks-override",
+    "num_reserved_blocks": "",
+    "max_steps_in_flight": "--async-scheduling",
+    "enable_chunked_prefill": "--enable-chunked-prefill",
+    "long_prefill_token_threshold": "--long-prefill-token-threshold",
+    "long_prefill_token_threshold_adaptive": "--long-prefill-token-threshold-adaptive",
+    "enable_prefix_caching": "--enable-prefix-caching",
+    "watermark": "--watermark",
+    "full_sequence_must_fit": "--scheduler-reserve-full-isl",
+    "max_loras": "--max-loras",
+    "num_draft_tokens": "--speculative-config",
+    "enable_kv_cache_events": "--kv-events-config",
+}
+"""Knobs of ours that a flag of vLLM sets, which keeps its meaning."""
+_NOT_HERE = {"encoder_budget", "encoder_cache_size", "share_within_step", "log_request_events", "count_common_prefix"}
+
+KNOBS = frozenset(field.name for field in fields(SchedulerConfig)) - FLAGS.keys() - _NOT_HERE
+"""What `--additional-config` may set beside `preset`, `socket` and `record`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What `--additional-config` says, apart from knobs."""
+
+    knobs: Mapping[str, Any]
+    """Of `SchedulerConfig`, a preset's included."""
+    socket: str | None
+    """Where to listen for questions; "" for nowhere, None for a name of its own."""
+    record: str | None
+    """A file that gets a recording of all that happens; None: none."""
+
+
+def read_settings(additional_config: Any) -> Settings:
+    """Our part of vLLM's `additional_config`, which is an object under the key "pointsman".
+
+    Raises:
+        ConfigError: it is no such object, or has a key that means nothing, or that a flag of vLLM sets.
+    """
+    given = additional_config.get("pointsman", {}) if isinstance(additional_config, Mapping) else {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"pointsman in --additional-config is {given!r}; it must be an object of knobs")
+    knobs = dict(given)
+    preset = knobs.pop("preset", "default")
+    socket = knobs.pop("socket", None)
+    record = knobs.pop("record", None)
+    for name, value in (("socket", socket), ("record", record)):
+        if value is not None and not isinstance(value, str):
+            raise ConfigError(f"{name} in --additional-config is {value!r}; it must be a path")
+    if preset not in {"default", *SYSTEMS}:
+        raise ConfigError(
+            f"no preset is called {preset!r} here; choose default or one of {', '.join(SYSTEMS)} (those for serving, "
+            f"such as {next(name for name in PRESETS if name != 'default')}, set what vLLM's own flags set)"
+        )
+    for name in knobs:
+        if name in FLAGS:
+            raise ConfigError(f"{name} is vLLM's own: set it with {FLAGS[name] or 'nothing, it follows the model'}")
+        if name not in KNOBS:
+            raise ConfigError(f"{name} in --additional-config is no knob; choose from {', '.join(sorted(KNOBS))}")
+    of_preset = {name: value for name, value in (PRESETS | SYSTEMS)[preset].items() if name in KNOBS}
+    return Settings({**of_preset, **knobs}, socket, record)
+
+
+def scheduler_config(
+    vllm_config: Any, kv_cache_config: Any, block_size: int, knobs: Mapping[str, Any]
+) -> SchedulerConfig:
+    """The configuration of our scheduler that does what vLLM's flags say.
+
+    Raises:
+        ConfigError: a knob is out of range, or has no effect.
+    """
+    scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+    budget = scheduler.max_num_scheduled_tokens
+    events = vllm_config.kv_events_config
+    order = "priority" if scheduler.policy == "priority" else "fcfs"
+    values: dict[str, Any] = {
+        "num_blocks": kv_cache_config.num_blocks,
+        "num_reserved_blocks": 1,  # vLLM's null block
+        "block_size": block_size,
+        "max_model_len": vllm_config.model_config.max_model_len,
+        "max_num_seqs": scheduler.max_num_seqs,
+        "max_num_active_seqs": getattr(scheduler, "max_num_active_seqs", None),
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens if budget is None else budget,
+        "max_steps_in_flight": vllm_config.max_concurrent_batches,
+        "enable_chunked_prefill": scheduler.enable_chunked_prefill,
+        "long_prefill_token_threshold": scheduler.long_prefill_token_threshold,
+        "long_prefill_token_threshold_adaptive": scheduler.long_prefill_token_threshold > 0
+        and getattr(scheduler, "long_prefill_token_threshold_adaptive", False),
+        "enable_prefix_caching": bool(cache.enable_prefix_caching),
+        "watermark": scheduler.watermark,
+        "full_sequence_must_fit": scheduler.scheduler_reserve_full_isl,
+        "max_loras": vllm_config.lora_config.max_loras if vllm_config.lora_config is not None else 0,
+        "num_draft_tokens": vllm_config.num_speculative_tokens,
+        "enable_kv_cache_events": events is not None and events.enable_kv_cache_events,
+        "order": order,
+    }
+    if knobs.get("order") == "fcfs-front" and order == "priority":  # the preset of vLLM's own decisions
+        knobs = {**knobs, "order": "priority-by-arrival"}
+    return SchedulerConfig(**{**values, **knobs})

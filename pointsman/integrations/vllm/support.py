@@ -1,0 +1,103 @@
+"""What the adapter does not do, found in vLLM's configuration before anything runs, each with its remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pointsman.integrations.vllm.versions import UnsupportedVLLM
+
+GO_BACK = "leave --scheduler-cls out to run vLLM's own scheduler"
+
+
+def check_supported(vllm_config: Any, kv_cache_config: Any | None) -> None:
+    """Nothing, if all that vLLM is configured to do is supported.
+
+    Args:
+        vllm_config: vLLM's `VllmConfig`.
+        kv_cache_config: its `KVCacheConfig`; None: not known yet, so its groups are not looked at.
+
+    Raises:
+        UnsupportedVLLM: it is not; every reason with its remedy.
+    """
+    problems = [*_model_problems(vllm_config), *_engine_problems(vllm_config)]
+    if kv_cache_config is not None:
+        problems += _kv_cache_problems(kv_cache_config)
+    if problems:
+        raise UnsupportedVLLM(f"Pointsman's scheduler cannot run this: {'; '.join(problems)}; or {GO_BACK}")
+
+
+def _model_problems(vllm_config: Any) -> list[str]:
+    model = vllm_config.model_config
+    problems = []
+    if model.is_encoder_decoder:
+        problems.append("encoder-decoder models are not supported: serve a decoder-only model")
+    elif model.supports_multimodal_inputs:
+        problems.append(
+            "multimodal inputs are not supported: serve a text model, or this one's text part alone with "
+            "--language-model-only"
+        )
+    if getattr(model, "is_diffusion", False):
+        problems.append("diffusion models are not supported: serve a model that generates one token after the other")
+    if getattr(model, "enable_prompt_embeds", False):
+        problems.append("prompts given as embeddings are not supported: leave --enable-prompt-embeds out")
+    return problems
+
+
+def _engine_problems(vllm_config: Any) -> list[str]:
+    problems = []
+    if vllm_config.kv_transfer_config is not None:
+        problems.append("KV connectors are not supported: leave --kv-transfer-config out")
+    if vllm_config.ec_transfer_config is not None:
+        problems.append("encoder-cache connectors are not supported: leave --ec-transfer-config out")
+    aux_output = getattr(vllm_config, "aux_output_config", None)
+    if aux_output is not None and aux_output.enabled:
+        problems.append("auxiliary outputs (routed experts) are not supported: do not enable them")
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(parallel, name, 1)
+        if size > 1:
+            problems.append(f"{name} is {size}, and context parallelism is not supported: leave it at 1")
+    scheduler = vllm_config.scheduler_config
+    interval = getattr(scheduler, "prefill_schedule_interval", 1)
+    if interval > 1:
+        problems.append(f"prefill_schedule_interval is {interval}, and is not supported: leave it at 1")
+    return problems + _speculation_problems(vllm_config)
+
+
+def _speculation_problems(vllm_config: Any) -> list[str]:
+    speculation = vllm_config.speculative_config
+    if speculation is None:
+        return []
+    problems = []
+    if vllm_config.scheduler_config.async_scheduling:
+        problems.append(
+            "speculative decoding with asynchronous scheduling is not supported: give --no-async-scheduling"
+        )
+    if vllm_config.num_lookahead_tokens or getattr(speculation, "max_num_new_slots_for_drafting", 0):
+        problems.append(
+            f"speculative decoding by the method {speculation.method!r}, whose drafter keeps KV of its own, is not "
+            'supported: use the method "ngram", or one that needs no KV'
+        )
+    if getattr(speculation, "num_speculative_tokens_per_batch_size", None):
+        problems.append(
+            "num_speculative_tokens_per_batch_size is not supported: give num_speculative_tokens, and draft_table in "
+            "--additional-config"
+        )
+    return problems
+
+
+def _kv_cache_problems(kv_cache_config: Any) -> list[str]:
+    from vllm.v1.kv_cache_interface import is_full_attention_spec
+
+    groups = kv_cache_config.kv_cache_groups
+    if not groups:
+        return ["models without a KV cache are not supported: serve a model with causal attention"]
+    if len(groups) > 1 or not is_full_attention_spec(groups[0].kv_cache_spec):
+        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
+        return [
+            f"the model keeps its KV as {kinds}, and only one group of full attention is supported (no sliding "
+            "windows, no Mamba layers): serve another model"
+        ]
+    if getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
+        return ["the model needs new KV blocks to be zeroed, which is not supported: serve another model"]
+    return []

@@ -1,0 +1,146 @@
+"""Which flags of vLLM are which knobs, and what is refused before anything runs; without vLLM."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pointsman.core import ConfigError
+from pointsman.core.presets import SYSTEMS
+from pointsman.integrations.vllm.settings import FLAGS, KNOBS, read_settings, scheduler_config
+from pointsman.integrations.vllm.support import check_supported
+from pointsman.integrations.vllm.versions import UnsupportedVLLM, check_version
+
+
+def vllm_config(**changes: Any) -> Any:
+    """What we read of a `VllmConfig`; changes are written like model_config__is_encoder_decoder=True."""
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            max_model_len=256, is_encoder_decoder=False, supports_multimodal_inputs=False, is_diffusion=False
+        ),
+        scheduler_config=SimpleNamespace(
+            max_num_seqs=8,
+            max_num_active_seqs=None,
+            max_num_batched_tokens=64,
+            max_num_scheduled_tokens=None,
+            enable_chunked_prefill=True,
+            long_prefill_token_threshold=0,
+            long_prefill_token_threshold_adaptive=False,
+            scheduler_reserve_full_isl=True,
+            watermark=0.0,
+            policy="fcfs",
+            async_scheduling=False,
+        ),
+        cache_config=SimpleNamespace(enable_prefix_caching=True),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+        lora_config=None,
+        kv_events_config=None,
+        kv_transfer_config=None,
+        ec_transfer_config=None,
+        aux_output_config=SimpleNamespace(enabled=False),
+        speculative_config=None,
+        num_speculative_tokens=0,
+        num_lookahead_tokens=0,
+        max_concurrent_batches=1,
+    )
+    for name, value in changes.items():
+        *parts, last = name.split("__")
+        at = config
+        for part in parts:
+            at = getattr(at, part)
+        setattr(at, last, value)
+    return config
+
+
+def settled(knobs: dict[str, Any] | None = None, **changes: Any) -> Any:
+    return scheduler_config(vllm_config(**changes), SimpleNamespace(num_blocks=40), 16, knobs or {})
+
+
+def test_flags_keep_their_meaning() -> None:
+    config = settled(
+        scheduler_config__max_num_batched_tokens=100,
+        scheduler_config__max_num_scheduled_tokens=90,
+        scheduler_config__watermark=0.1,
+        scheduler_config__policy="priority",
+        max_concurrent_batches=2,
+        lora_config=SimpleNamespace(max_loras=3),
+    )
+    assert (config.num_blocks, config.num_reserved_blocks, config.block_size) == (40, 1, 16)
+    assert (config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len) == (8, 90, 256)
+    assert (config.watermark, config.order, config.max_steps_in_flight, config.max_loras) == (0.1, "priority", 2, 3)
+
+
+def test_knobs_and_presets_come_from_the_additional_config() -> None:
+    settings = read_settings({"pointsman": {"decode_reserve": "mean", "socket": "/s", "record": "/r"}})
+    assert (dict(settings.knobs), settings.socket, settings.record) == ({"decode_reserve": "mean"}, "/s", "/r")
+    assert settled({"decode_reserve": "mean"}).decode_reserve == "mean"
+    for absent in ({}, None, {"other": 1}):
+        assert read_settings(absent).knobs == {}
+    for system in SYSTEMS:
+        assert read_settings({"pointsman": {"preset": system}}).knobs.keys() <= KNOBS
+    own = read_settings({"pointsman": {"preset": "vllm"}}).knobs
+    assert settled(dict(own)).order == "fcfs-front"
+    assert settled(dict(own), scheduler_config__policy="priority").order == "priority-by-arrival"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (3, "it must be an object of knobs"),
+        ({"max_num_seqs": 3}, "max_num_seqs is vLLM's own: set it with --max-num-seqs"),
+        ({"max_seqs": 3}, "max_seqs in --additional-config is no knob; choose from"),
+        ({"preset": "high-throughput"}, "no preset is called 'high-throughput' here"),
+        ({"socket": 1}, "socket in --additional-config is 1; it must be a path"),
+    ],
+)
+def test_what_means_nothing_is_refused(given: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_settings({"pointsman": given})
+
+
+def test_every_knob_is_either_vllms_or_ours() -> None:
+    assert not KNOBS & FLAGS.keys()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_config__is_encoder_decoder": True}, "encoder-decoder models"),
+        ({"model_config__supports_multimodal_inputs": True}, "--language-model-only"),
+        ({"model_config__is_diffusion": True}, "diffusion"),
+        ({"model_config__enable_prompt_embeds": True}, "--enable-prompt-embeds"),
+        ({"kv_transfer_config": object()}, "leave --kv-transfer-config out"),
+        ({"ec_transfer_config": object()}, "leave --ec-transfer-config out"),
+        ({"aux_output_config__enabled": True}, "auxiliary outputs"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "decode_context_parallel_size is 2"),
+        ({"scheduler_config__prefill_schedule_interval": 4}, "prefill_schedule_interval is 4"),
+        (
+            {"speculative_config": SimpleNamespace(method="ngram"), "scheduler_config__async_scheduling": True},
+            "--no-async-scheduling",
+        ),
+        ({"speculative_config": SimpleNamespace(method="eagle"), "num_lookahead_tokens": 3}, "the method 'eagle'"),
+    ],
+)
+def test_what_is_not_supported_is_refused_with_a_remedy(changes: dict[str, Any], words: str) -> None:
+    check_supported(vllm_config(), None)
+    with pytest.raises(UnsupportedVLLM, match=words) as refused:
+        check_supported(vllm_config(**changes), None)
+    assert "leave --scheduler-cls out" in str(refused.value)
+
+
+def test_all_reasons_are_told_at_once() -> None:
+    with pytest.raises(UnsupportedVLLM, match=r"diffusion.*--kv-transfer-config"):
+        check_supported(vllm_config(model_config__is_diffusion=True, kv_transfer_config=object()), None)
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1+cpu", "0.33.0"])
+def test_versions_that_are_supported(version: str) -> None:
+    check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.31.0", "0.34.0.dev1", "1.0"])
+def test_other_versions_are_refused_with_the_remedy(version: str) -> None:
+    with pytest.raises(UnsupportedVLLM, match=rf"vLLM {version} is installed.*pip install"):
+        check_version(version)

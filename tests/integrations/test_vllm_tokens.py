@@ -1,0 +1,81 @@
+"""Real vLLM gives the same answers with our scheduler as with its own, however it is set up."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_env import python_of
+
+from tests.integrations.vllm_requests import ENGINE, WAYS, Way, make_requests
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "pointsman" / "engine" / "demo"
+SOAK = bool(os.environ.get("POINTSMAN_SOAK"))
+NUM_REQUESTS = 300 if SOAK else 60
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(
+        not python_of().exists(), reason="vLLM is not installed in .venv-vllm; benchmarks/vllm_env.py makes it"
+    ),
+]
+
+
+def run_vllm(folder: Path, way: Way, *, ours: bool, requests: Any, aborts: Any) -> dict[str, Any]:
+    """What came of the requests in a vLLM of its own."""
+    settings = folder / f"{'ours' if ours else 'theirs'}.json"
+    settings.write_text(
+        json.dumps(
+            {
+                "ours": ours,
+                "async": way.asynchronous,
+                "model": str(DEMO),
+                "engine": {**ENGINE, **way.engine},
+                "requests": requests,
+                "aborts": aborts,
+            }
+        )
+    )
+    command = [python_of(), ROOT / "tests" / "integrations" / "vllm_run.py", settings]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def is_prefix(one: list[int], other: list[int]) -> bool:
+    length = min(len(one), len(other))
+    return one[:length] == other[:length]
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_the_answers_are_those_of_vllms_own_scheduler(tmp_path: Path, name: str) -> None:
+    way = WAYS[name]
+    requests, aborts = make_requests(NUM_REQUESTS, seed=1)
+    theirs = run_vllm(tmp_path, way, ours=False, requests=requests, aborts=aborts)
+    ours = run_vllm(tmp_path, way, ours=True, requests=requests, aborts=aborts)
+    assert theirs["scheduler"].startswith("vllm.") and ours["scheduler"] == "pointsman.integrations.vllm.scheduler"
+    assert ours["answers"].keys() == theirs["answers"].keys() == {request["id"] for request in requests}
+    num_ended = 0
+    for request_id, answer in theirs["answers"].items():
+        got = ours["answers"][request_id]
+        if "aborted" in (answer["reason"], got["reason"]):  # it may end by itself in the step of its abort
+            assert is_prefix(answer["tokens"], got["tokens"])
+        else:
+            assert got == answer
+            num_ended += 1
+    assert num_ended >= 0.85 * len(requests)
+    assert ours["usage"] == 0 and ours["counts"] == [0, 0]
+    if SOAK:
+        assert ours["metrics"]["vllm:num_preemptions"] >= way.least_preemptions
+    elif way.least_preemptions:
+        assert ours["metrics"]["vllm:num_preemptions"] > 0
+    assert ours["metrics"]["vllm:prefix_cache_hits"] > 0
+    assert ours["metrics"].keys() == theirs["metrics"].keys()
+    if way.engine.get("speculative_config"):
+        assert ours["metrics"]["vllm:spec_decode_num_accepted_tokens"] > 0

@@ -1,0 +1,113 @@
+"""Requests through real vLLM, step by step, with its own scheduler or ours: a script for the environment with vLLM.
+
+    python vllm_run.py SETTINGS.json   prints one JSON line
+
+The engine core runs in this process, so that requests are added and aborted at the same step numbers whoever schedules.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.inputs import TokensPrompt
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+OURS = "pointsman.integrations.vllm.Scheduler"
+
+
+def force_async_scheduling() -> None:
+    """Undo what vLLM's CPU platform does: it turns asynchronous scheduling off."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    hook = CpuPlatform.check_and_update_config.__func__
+
+    def forced(cls: Any, vllm_config: Any) -> None:
+        hook(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = classmethod(forced)
+
+
+def sampling_params(given: dict[str, Any]) -> SamplingParams:
+    given = dict(given)
+    regex = given.pop("regex", None)
+    structured = None if regex is None else StructuredOutputsParams(regex=regex)
+    kind = RequestOutputKind.CUMULATIVE
+    return SamplingParams(temperature=0.0, output_kind=kind, structured_outputs=structured, **given)
+
+
+def run(engine: LLMEngine, requests: list[dict[str, Any]], aborts: dict[str, int]) -> dict[str, Any]:
+    """All requests, each added before the step that it names; what each became."""
+    found: dict[str, dict[str, Any]] = {}
+    waiting = sorted(requests, key=lambda request: request["step"])
+    abort_at: dict[int, list[str]] = {}
+    for name, step in aborts.items():
+        abort_at.setdefault(step, []).append(name)
+    step = 0
+    while waiting or engine.has_unfinished_requests():
+        while waiting and waiting[0]["step"] <= step:
+            request = waiting.pop(0)
+            engine.add_request(
+                request["id"],
+                TokensPrompt(prompt_token_ids=request["prompt"]),
+                sampling_params(request["params"]),
+                priority=request.get("priority", 0),
+                arrival_time=float(len(requests) - len(waiting)),
+            )
+        for name in abort_at.get(step, []):
+            if not found.get(name, {}).get("reason"):
+                engine.abort_request([name])
+                found.setdefault(name, {"tokens": [], "stop": None})["reason"] = "aborted"
+        for output in engine.step():
+            completion = output.outputs[0]
+            if found.get(output.request_id, {}).get("reason") == "aborted":
+                continue
+            found[output.request_id] = {
+                "tokens": list(completion.token_ids),
+                "reason": completion.finish_reason,
+                "stop": completion.stop_reason,
+            }
+        step += 1
+    for _ in range(3):  # the workers are told of the last ends
+        engine.step()
+    return {"answers": found, "steps": step}
+
+
+def main() -> None:
+    settings = json.loads(Path(sys.argv[1]).read_text())
+    if settings["async"]:
+        force_async_scheduling()
+    arguments = {"scheduler_cls": OURS} if settings["ours"] else {}
+    engine = LLMEngine.from_engine_args(
+        EngineArgs(
+            model=settings["model"],
+            dtype="float32",
+            enforce_eager=True,
+            seed=0,
+            disable_log_stats=False,
+            **arguments,
+            **settings["engine"],
+        )
+    )
+    scheduler = engine.engine_core.engine_core.scheduler
+    found = run(engine, settings["requests"], settings["aborts"])
+    found["usage"] = scheduler.get_kv_cache_usage()
+    found["counts"] = scheduler.get_request_counts()
+    found["scheduler"] = type(scheduler).__module__
+    metrics = {metric.name: getattr(metric, "value", None) for metric in engine.get_metrics()}
+    found["metrics"] = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
