@@ -14,7 +14,9 @@ from pointsman.core.errors import (
     StepOrderError,
     StepResultError,
     UnknownRequest,
+    UnknownTransfer,
 )
+from pointsman.core.kv_connector import KVConnector, Load, Save
 from pointsman.core.output import SchedulerOutput, StepResult, StepUpdate
 from pointsman.core.pause import PauseMode
 from pointsman.core.reason import Holder, Reason
@@ -37,6 +39,8 @@ __all__ = [
     "Holder",
     "InvalidTransition",
     "InvariantError",
+    "KVConnector",
+    "Load",
     "ParkReason",
     "PauseMode",
     "PointsmanError",
@@ -52,6 +56,7 @@ __all__ = [
     "RequestEventType",
     "RequestRefused",
     "RequestStatus",
+    "Save",
     "Scheduler",
     "SchedulerConfig",
     "SchedulerOutput",
@@ -61,5 +66,6 @@ __all__ = [
     "StepResultError",
     "StepUpdate",
     "UnknownRequest",
+    "UnknownTransfer",
     "replay",
 ]

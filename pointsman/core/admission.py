@@ -20,6 +20,7 @@ from pointsman.core.reason import Blocked, Reason
 from pointsman.core.request import Request
 from pointsman.core.reserve import Demand, Learns, Reserve
 from pointsman.core.status import RequestStatus
+from pointsman.core.transfers import NOTHING, External, Transfers
 
 
 class Grant(NamedTuple):
@@ -27,12 +28,17 @@ class Grant(NamedTuple):
 
     match: Match
     num_tokens: int
-    """Tokens it computes in this step, at least 1."""
+    """Tokens it computes in this step, at least 1 unless `is_async`."""
     num_cached_tokens: int
+    """Tokens it need not compute."""
     num_new_blocks: int
     """Blocks beyond the matched ones."""
     charge: int
     """Tokens that it takes from the step's budget, at least `num_tokens`."""
+    num_external_tokens: int = 0
+    """Of the cached ones, tokens that a connector loads, or has loaded."""
+    is_async: bool = False
+    """Whether it must be loaded before it can be admitted: then it computes nothing in this step."""
 
 
 @dataclass(slots=True)
@@ -58,6 +64,7 @@ class Admission:
         reserves: list[Reserve],
         adapters: AdapterSlots,
         partial_prefills: PartialPrefills | None,
+        transfers: Transfers | None = None,
     ) -> None:
         self.max_num_active_seqs = config.num_seats
         self._full_budget = config.max_num_batched_tokens
@@ -75,6 +82,7 @@ class Admission:
         self._learning = [reserve for reserve in reserves if isinstance(reserve, Learns)]
         self.num_lessons = 0
         """Changes whenever a reserve may ask for other blocks than before."""
+        self._transfers = transfers
         self._remembered: _Remembered | None = None
 
     def open(self) -> None:
@@ -157,6 +165,12 @@ class Admission:
         kv = self._kv
         match = kv.look_up(request)
         known, cached = request.num_tokens, len(match.blocks) * kv.block_size
+        external = NOTHING if self._transfers is None else self._transfers.ask(request, cached)
+        if isinstance(external, Blocked):
+            return external
+        cached += external.num_tokens
+        if external.is_async:
+            return self._judge_load(request, num_running, owed, match, external, key)
         want = known - cached
         whole = known if self.asks_whole else want
         if whole > budget and self._must_fit(request, budget):
@@ -180,7 +194,24 @@ class Admission:
             self._remembered = _Remembered(request, key, demand, required, 0)
             return self._blocked(request, demand, required, num_running > 0)
         charge = min(known, budget) if self._charges_whole else num_tokens
-        return Grant(match, num_tokens, cached, table_blocks - len(match.blocks), charge)
+        loaded = external.num_tokens
+        if request.holding is not None:
+            loaded = request.holding.num_external_blocks * kv.block_size
+        return Grant(match, num_tokens, cached, table_blocks - len(match.blocks), charge, loaded)
+
+    def _judge_load(
+        self, request: Request, num_running: int, owed: int, match: Match, external: External, key: tuple[Any, ...]
+    ) -> Grant | Blocked:
+        """Whether the blocks that are to be loaded fit, with every reserve. It takes neither a seat nor tokens yet."""
+        kv = self._kv
+        cached = len(match.blocks) * kv.block_size + external.num_tokens
+        held = 0 if self.asks_whole else kv.pool.num_in_use(match.blocks)
+        demand = Demand(kv.blocks_for(cached) - held, kv.blocks_for(request.num_tokens) - held, owed)
+        required = self.required_blocks(request, demand, num_running > 0)
+        if required > kv.num_free:
+            self._remembered = _Remembered(request, key, demand, required, 0)
+            return self._blocked(request, demand, required, num_running > 0)
+        return Grant(match, 0, cached, kv.blocks_for(cached) - len(match.blocks), 0, external.num_tokens, True)
 
     def _blocked(self, request: Request, demand: Demand, required: int, something_runs: bool) -> Blocked:
         """Blocked for want of blocks, by the first reserve whose removal alone would let the request in.

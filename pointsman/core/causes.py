@@ -42,10 +42,18 @@ def _nobody(request: Request, batch: Batch, life: Lifecycle) -> list[Holder]:
 
 
 def _of_blocks(request: Request, batch: Batch, life: Lifecycle) -> list[Holder]:
-    """The running requests, by the KV blocks in their tables; what several share counts for each."""
+    """The running requests, by the KV blocks in their tables, and the transfers; what several share counts for each."""
     members = batch.members
     blocks = batch.num_slots[members.rows] // batch.block_size
-    return _most((r.request_id, n) for r, n in zip(members.requests, blocks.tolist(), strict=True))
+    running = [Holder(r.request_id, n) for r, n in zip(members.requests, blocks.tolist(), strict=True)]
+    return _most([*running, *_of_transfers(request, batch, life)])
+
+
+def _of_transfers(request: Request, batch: Batch, life: Lifecycle) -> list[Holder]:
+    """What is held without a row; the request that it was for may have ended."""
+    holdings = life.transfers.holdings() if life.transfers is not None else []
+    others = [holding for holding in holdings if holding.request is not request]
+    return _most(Holder(holding.request_id, len(holding.blocks), transfer=holding.transfer_id) for holding in others)
 
 
 def _of_seats(request: Request, batch: Batch, life: Lifecycle) -> list[Holder]:
@@ -59,7 +67,7 @@ def _of_budget(request: Request, batch: Batch, life: Lifecycle) -> list[Holder]:
     if output is None:
         return []
     tokens = zip(output.requests, output.num_scheduled_tokens.tolist(), strict=True)
-    return _most((other.request_id, n) for other, n in tokens if not other.is_finished)
+    return _most(Holder(other.request_id, n) for other, n in tokens if not other.is_finished)
 
 
 def _of_adapters(request: Request, batch: Batch, life: Lifecycle) -> list[Holder]:
@@ -94,8 +102,8 @@ def _before_it(request: Request, batch: Batch, life: Lifecycle) -> list[Holder]:
     return [Holder(before.request_id, 0)]
 
 
-def _most(amounts: Iterable[tuple[str, int]]) -> list[Holder]:
-    return [Holder(name, n) for name, n in sorted(amounts, key=lambda entry: -entry[1])]
+def _most(holders: Iterable[Holder]) -> list[Holder]:
+    return sorted(holders, key=lambda holder: -holder.amount)
 
 
 _BLOCKS = "KV blocks"
@@ -124,6 +132,9 @@ CAUSES: dict[Reason, Cause] = {
     Reason.IN_FLIGHT: Cause(
         "samples", "it was preempted with steps in flight, and what they sampled has to come back first", _nobody
     ),
+    Reason.KV_CONNECTOR: Cause(None, "the connector has yet to say what KV it could load", _nobody),
+    Reason.KV_ROOM: Cause(_BLOCKS, "the blocks that transfers may own are taken, and it has its turn", _of_transfers),
+    Reason.KV_LOAD: Cause(None, "its KV is being loaded", _nobody),
     Reason.BEHIND: Cause(None, "it is not its turn", _before_it),
     Reason.PARKED: Cause(None, "it is parked", _nobody),
 }
@@ -137,6 +148,8 @@ def sentence(request: Request, reason: Reason | None, missing: int, holders: lis
         return f"{name} {where.get(request.phase, 'runs')}."
     cause = CAUSES[reason]
     text = PARKED_FOR.get(request.status, cause.text) if reason is Reason.PARKED else cause.text
+    if reason is Reason.KV_LOAD and request.holding is not None:
+        text += f" (transfer {request.holding.transfer_id})"
     if reason is Reason.BEHIND:
         before = life.requests[holders[0].request_id]
         why = before.deferral.reason if before.deferral is not None else None
@@ -153,4 +166,5 @@ def sentence(request: Request, reason: Reason | None, missing: int, holders: lis
 def _shown(holder: Holder) -> str:
     if holder.what:
         return f"adapter {holder.what} ({holder.request_id}, {holder.amount} running)"
-    return f"{holder.request_id} ({holder.amount})" if holder.amount else holder.request_id
+    shown = f"{holder.request_id} ({holder.amount})" if holder.amount else holder.request_id
+    return shown if holder.transfer is None else f"transfer {holder.transfer} of {shown}"

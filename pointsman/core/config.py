@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -107,6 +108,13 @@ class SchedulerConfig:
     full_sequence_must_fit: bool = True
     """Admit only if the whole known sequence fits, not just its first chunk, beside what partly computed
     prompts are still owed."""
+
+    kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
+    """With a connector: what becomes of a request whose KV could not all be loaded in time. "recompute": what is
+    missing is computed. "fail": it ends with an error."""
+    kv_load_timeout: float | None = None
+    """With a connector: seconds after which an asynchronous load counts as failed. Its blocks stay aside until the host
+    says that the device is done with them. None: no limit."""
 
     batching: Literal["mixed", "prefill-first", "static"] = "mixed"
     """"mixed": requests join and leave at every step. "prefill-first": a step computes prompts, those partly computed
@@ -246,6 +254,11 @@ class SchedulerConfig:
             raise ConfigError(f"watermark is {self.watermark!r}; it must be a number, a share of the pool")
         if not 0.0 <= self.watermark < 1.0:
             raise ConfigError(f"watermark is {self.watermark}, a share of the pool; choose 0 or more and less than 1")
+        if self.kv_load_timeout is not None:
+            timeout = self.kv_load_timeout
+            if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not 0 < timeout < math.inf:
+                raise ConfigError(f"kv_load_timeout is {timeout!r}; give seconds above 0, or None for no limit")
+        _check_choice("kv_load_failure_policy", self.kv_load_failure_policy, "recompute", "fail")
         _check_choice("batching", self.batching, "mixed", "prefill-first", "static")
         _check_choice("admission_charge", self.admission_charge, "uncached", "whole-fits", "whole")
         _check_choice("shortage", self.shortage, "replan", "in-order", "look-ahead")

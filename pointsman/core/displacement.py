@@ -51,7 +51,7 @@ class Displacement:
         self._running = running
         self._admission = admission
         self._drafts = drafts
-        self._in_vain: tuple[Request, Members, int, int] | None = None
+        self._in_vain: tuple[Request, Members, int, int, int] | None = None
 
     def choose(self, head: Request) -> list[Request]:
         """The running requests that give way to `head`, least urgent first; empty if none need, or none would do."""
@@ -97,7 +97,13 @@ class Displacement:
 
     def _give_up(self, head: Request) -> list[Request]:
         """Nobody can give way to `head`; until something changes it need not be asked again."""
-        self._in_vain = (head, self._batch.members, self._kv.num_publications, self._admission.num_lessons)
+        self._in_vain = (
+            head,
+            self._batch.members,
+            self._kv.num_publications,
+            self._kv.num_returns,
+            self._admission.num_lessons,
+        )
         return []
 
     def _was_in_vain(self, head: Request) -> bool:
@@ -107,7 +113,11 @@ class Displacement:
             return False
         request, members, *counts = self._in_vain
         unchanged = request is head and members is self._batch.members
-        return unchanged and counts == [self._kv.num_publications, self._admission.num_lessons]
+        return unchanged and counts == [
+            self._kv.num_publications,
+            self._kv.num_returns,
+            self._admission.num_lessons,
+        ]
 
 
 class Trial:

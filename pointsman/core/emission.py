@@ -39,10 +39,11 @@ class Emission:
     def emit(self, record: StepRecord, advance: Advance) -> SchedulerOutput:
         """The output of a step that is decided; it is noted in the step's record."""
         num_continued = len(advance.requests)
-        cached, resumed = _NO_INTS, _NO_BOOLS
+        cached, external, resumed = _NO_INTS, _NO_INTS, _NO_BOOLS
         if record.admitted:
             advance = self._with_admitted(advance, record.admitted)
             cached = np.array([entry.grant.num_cached_tokens for entry in record.admitted], dtype=np.int64)
+            external = np.array([entry.grant.num_external_tokens for entry in record.admitted], dtype=np.int64)
             resumed = np.array([entry.previous_status is RequestStatus.PREEMPTED for entry in record.admitted])
         resync = self._resync
         if resync:
@@ -68,6 +69,7 @@ class Emission:
             num_draft_tokens=advance.num_draft_tokens,
             draft_token_ids=advance.draft_token_ids,
             num_cached_tokens=cached,
+            num_external_tokens=external,
             is_resumed=resumed,
             block_ids=advance.block_ids.astype(np.int32),
             block_offsets=advance.block_offsets,
@@ -76,6 +78,8 @@ class Emission:
             preempted=preempted,
             finished=finished,
             num_common_prefix_blocks=self._common_prefix.count(advance.rows) if self._common_prefix is not None else 0,
+            loads=record.loads,
+            saves=self._kv.take_saves(),
         )
         record.output = output
         self._life.last_output = output if len(self._life.queue) else None

@@ -24,6 +24,13 @@ class UnknownRequest(PointsmanError, KeyError):
         return str(self.args[0]) if self.args else ""
 
 
+class UnknownTransfer(PointsmanError, KeyError):
+    """A transfer that is not under way: it never was, or its end has been told."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
 class InvalidTransition(PointsmanError, RuntimeError):
     """A change of status that the life of a request does not allow."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,7 +10,9 @@ import numpy.typing as npt
 
 from pointsman.core.admission import Grant
 from pointsman.core.batch import Members
+from pointsman.core.errors import StepOrderError
 from pointsman.core.kv_cache import Journal
+from pointsman.core.kv_connector import Load
 from pointsman.core.output import SchedulerOutput
 from pointsman.core.request import Request
 from pointsman.core.status import RequestStatus
@@ -37,6 +40,32 @@ class StepRecord:
     journal: Journal = field(default_factory=list)
     """What entered the prefix tree while this was the newest step."""
     admitted: list[AdmittedRequest] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    """What it asks the host to load, for admitted requests and for those that wait for it."""
     output: SchedulerOutput | None = None
+    is_over: bool = False
+    """Whether its result has come."""
     members: Members | None = None
     """The running rows, if the output names all of them and all sample: then `update` need not look them up."""
+
+
+def require_room(in_flight: deque[StepRecord], most: int) -> None:
+    """Raises StepOrderError if no further step may be scheduled before the oldest one is updated."""
+    if len(in_flight) >= most:
+        raise StepOrderError(
+            f"{len(in_flight)} step(s) in flight, and max_steps_in_flight is {most}; "
+            f"update step {in_flight[0].step_id} first"
+        )
+
+
+def require_oldest(in_flight: deque[StepRecord], output: SchedulerOutput) -> None:
+    """Raises StepOrderError unless `output` is that of the oldest step in flight."""
+    if not in_flight or in_flight[0].output is not output:
+        oldest = f"step {in_flight[0].step_id} is the oldest" if in_flight else "no step is"
+        raise StepOrderError(f"step {output.step_id} cannot be updated now: {oldest} in flight")
+
+
+def require_in_flight(in_flight: deque[StepRecord], output: SchedulerOutput) -> None:
+    """Raises StepOrderError unless `output` is that of a step in flight."""
+    if not any(record.output is output for record in in_flight):
+        raise StepOrderError(f"step {output.step_id} is not in flight: it was updated or failed before")

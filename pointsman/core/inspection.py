@@ -41,7 +41,8 @@ def explain(request: Request, batch: Batch, kv: KVCacheManager, life: Lifecycle)
         num_tokens=request.num_tokens,
         num_computed_tokens=request.num_computed_tokens,
         num_cached_tokens=request.num_cached_tokens,
-        num_blocks=0 if request.row is None else len(kv.table(batch, request.row)),
+        num_blocks=_num_blocks(request, batch, kv),
+        transfer=request.holding.transfer_id if request.holding is not None and request.holding.is_open else None,
         num_preemptions=request.num_preemptions,
         events=tuple(request.events),
     )
@@ -65,9 +66,15 @@ def _was_asked(request: Request, position: int, life: Lifecycle) -> bool:
     return request is life.wall and position == len(life.passed)
 
 
+def _num_blocks(request: Request, batch: Batch, kv: KVCacheManager) -> int:
+    if request.row is not None:
+        return len(kv.table(batch, request.row))
+    return 0 if request.holding is None else len(request.holding.blocks)
+
+
 def snapshot(counters: Counters, batch: Batch, kv: KVCacheManager, life: Lifecycle) -> SchedulerStats:
     """Counters and gauges at this moment."""
-    pool, encoder = kv.pool, life.encoder
+    pool, encoder, transfers = kv.pool, life.encoder, life.transfers
     per_pos = tuple(sum(counters.accepted_drafts[place:]) for place in range(1, len(counters.accepted_drafts)))
     parked: dict[str, int] = {}
     for request in life.parked.values():
@@ -99,6 +106,12 @@ def snapshot(counters: Counters, batch: Batch, kv: KVCacheManager, life: Lifecyc
         num_encoder_computed=encoder.counts.computed if encoder else 0,
         num_encoder_reused=encoder.counts.reused if encoder else 0,
         encoder_cache_usage=encoder.num_held / encoder.size if encoder else 0.0,
+        num_transfers=0 if transfers is None else transfers.num_open,
+        num_transfer_blocks=0 if transfers is None else transfers.num_blocks,
+        num_loads=counters.num_loads,
+        num_failed_loads=counters.num_failed_loads,
+        num_loaded_tokens=counters.num_loaded_tokens,
+        num_saved_blocks=kv.num_saves,
         prefix_queries=counters.fresh_prefix.queries,
         prefix_hits=counters.fresh_prefix.hits,
         resumed_prefix_queries=counters.resumed_prefix.queries,

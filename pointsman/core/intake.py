@@ -16,6 +16,7 @@ from pointsman.core.config import MAX_INT, SchedulerConfig
 from pointsman.core.in_flight import AdmittedRequest, StepRecord
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.lifecycle import Lifecycle
+from pointsman.core.loading import Loading
 from pointsman.core.reason import Blocked, Deferral, Reason
 from pointsman.core.request import Request
 from pointsman.core.running import Advance, Running
@@ -39,6 +40,7 @@ class Intake:
         life: Lifecycle,
         counters: Counters,
         publish: Callable[[Request], None],
+        loading: Loading | None = None,
     ) -> None:
         self._budget = config.max_num_batched_tokens
         self._static = config.batching == "static"
@@ -51,6 +53,7 @@ class Intake:
         self._life = life
         self._counters = counters
         self._publish = publish
+        self._loading = loading
         self._batch_forms = True  # static: only the token budget kept the last step from admitting more
 
     def admit(self, record: StepRecord, advance: Advance, displacer: Request | None, now: float) -> None:
@@ -69,6 +72,8 @@ class Intake:
         num_running = len(batch)
         owed = self._running.blocks_owed()
         passed: list[tuple[Request, int]] = []  # with how many were admitted before it was asked
+        if self._loading is not None:
+            self._loading.open(displacer, now)
         while len(queue):
             head = queue.peek()
             if closed is None and displacer is not None and head is not displacer:
@@ -85,7 +90,11 @@ class Intake:
                 life.wall = head
                 self._batch_forms = verdict.reason is Reason.BUDGET
                 break
-            entry = self._start(head, verdict)
+            if verdict.is_async:
+                assert self._loading is not None
+                self._loading.start(head, verdict, record, now)
+                continue
+            entry = self._start(head, verdict, record)
             record.admitted.append(entry)
             budget -= verdict.charge
             num_running += 1
@@ -122,12 +131,15 @@ class Intake:
         else:
             request.deferral = Deferral(verdict.reason, verdict.missing, now)
 
-    def _start(self, request: Request, grant: Grant) -> AdmittedRequest:
+    def _start(self, request: Request, grant: Grant, record: StepRecord) -> AdmittedRequest:
         """Admit one request: blocks, a row, its first chunk."""
         kv, batch = self._kv, self._batch
         status, serial = request.status, request.serial
         blocks = kv.admit(request, grant.match, grant.num_new_blocks)
         self._admission.take(request, grant)
+        if grant.num_external_tokens or request.holding is not None:
+            assert self._loading is not None
+            self._loading.admit(request, grant, record, blocks)
         self._count_admission(request, grant)
         computed = grant.num_cached_tokens + grant.num_tokens
         row = self._life.place(request, computed, len(blocks) * kv.block_size)
@@ -146,6 +158,6 @@ class Intake:
         if self._kv.prefix is not None and request.use_prefix_cache:
             prefix = counters.resumed_prefix if resumed else counters.fresh_prefix
             prefix.queries += request.num_tokens
-            prefix.hits += grant.num_cached_tokens
+            prefix.hits += grant.num_cached_tokens - grant.num_external_tokens
         if resumed:
             counters.num_recomputed_tokens += max(0, request.lost_tokens - grant.num_cached_tokens)

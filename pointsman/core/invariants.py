@@ -1,7 +1,7 @@
 """The promises that can be checked at any moment, each under its number.
 
-    1  blocks are conserved: blank, cached free and referenced ones are the pool; references are block-table entries;
-       every cached block can be reached in the prefix tree
+    1  blocks are conserved: blank, cached free and referenced ones are the pool; references are block-table entries and
+       what is held for transfers; every cached block can be reached in the prefix tree
     2  a request is in exactly one place: queued, parked, running, or finished
     3  a step never exceeds the token budget, the sequence limit, the adapter slots, the encoder budget
     9  a cached block is keyed by exactly the content that it holds
@@ -22,17 +22,28 @@ from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.lifecycle import Lifecycle
 from pointsman.core.prefix_cache import TOKEN_BYTES, Root
 from pointsman.core.status import RequestStatus
+from pointsman.core.transfers import Holding, Transfers
 
 
-def check(config: SchedulerConfig, batch: Batch, kv: KVCacheManager, life: Lifecycle, most_active_seqs: int) -> None:
+def check(
+    config: SchedulerConfig,
+    batch: Batch,
+    kv: KVCacheManager,
+    life: Lifecycle,
+    most_active_seqs: int,
+) -> None:
     """Verify everything that must hold between two calls; no more than `most_active_seqs` were ever to run at once.
 
     Raises:
         InvariantError: naming the promise that is broken.
     """
-    _check_blocks(batch, kv)
+    transfers = life.transfers
+    holdings = [] if transfers is None else transfers.holdings()
+    _check_blocks(batch, kv, holdings)
     _check_places(batch, life)
     _require(len(batch) <= most_active_seqs, 3, f"{len(batch)} requests run, of {most_active_seqs}")
+    if transfers is not None:
+        _check_transfers(transfers, life)
     _check_steps(config, life)
     _check_adapters(config, batch, life)
     _check_encoder(config, batch, life)
@@ -46,7 +57,7 @@ def _require(condition: bool, promise: int, what: str) -> None:
         raise InvariantError(f"promise {promise} is broken: {what}")
 
 
-def _check_blocks(batch: Batch, kv: KVCacheManager) -> None:
+def _check_blocks(batch: Batch, kv: KVCacheManager, holdings: list[Holding]) -> None:
     pool = kv.pool
     blank, cached_free = pool.blank_blocks(), pool.cached_free_blocks()
     referenced = pool.num_references.nonzero()[0].tolist()
@@ -55,7 +66,11 @@ def _check_blocks(batch: Batch, kv: KVCacheManager) -> None:
     entries = np.zeros(pool.num_blocks, dtype=np.int64)
     for row in batch.members.rows.tolist():
         np.add.at(entries, kv.table(batch, row), 1)
-    _require(np.array_equal(entries, pool.num_references), 1, "reference counts differ from block-table entries")
+    for holding in holdings:
+        np.add.at(entries, holding.blocks, 1)
+    _require(
+        np.array_equal(entries, pool.num_references), 1, "reference counts differ from block-table entries and holdings"
+    )
     cached = set(pool.is_cached.nonzero()[0].tolist())
     in_tree = kv.prefix.blocks() if kv.prefix is not None else []
     _require(sorted(in_tree) == sorted(cached), 1, "cached blocks are not those that the prefix tree reaches")
@@ -90,6 +105,25 @@ def _check_places(batch: Batch, life: Lifecycle) -> None:
     idle_rows = [*batch._free_rows, *(row for _, row in batch._fenced_rows)]
     _require(sorted([*rows, *idle_rows]) == list(range(len(batch.serial))), 2, "a row was lost, or is used twice")
     _require(not batch.serial[idle_rows].any(), 2, "a free row belongs to an admission")
+
+
+def _check_transfers(transfers: Transfers, life: Lifecycle) -> None:
+    holdings = transfers.holdings()
+    held = sum(len(holding.blocks) for holding in holdings)
+    _require(held == transfers.num_blocks, 1, f"{held} blocks are held, counted {transfers.num_blocks}")
+    _require(held <= transfers.max_blocks, 1, f"{held} blocks are held outside the batch, of {transfers.max_blocks}")
+    holders = transfers.holders()
+    _require(len(set(holders)) == len(holders), 1, "a request holds blocks twice")
+    for holding in holdings:
+        request = holding.request
+        if request is None:
+            _require(holding.is_open, 1, f"transfer {holding.transfer_id} has ended, and its blocks are still held")
+            continue
+        _require(request.holding is holding, 1, f"{request} does not know what it holds")
+        waits = request.request_id in life.parked if holding.is_open else request in life.queue
+        _require(waits, 2, f"{request} holds blocks for transfer {holding.transfer_id}")
+    for request in life.requests.values():
+        _require(request.holding is None or request in holders, 1, f"{request} holds blocks that nobody knows of")
 
 
 def _check_steps(config: SchedulerConfig, life: Lifecycle) -> None:

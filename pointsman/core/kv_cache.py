@@ -7,7 +7,7 @@ flight is noted in the journal of the newest such step, and taken out again if t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,9 +16,11 @@ import numpy.typing as npt
 from pointsman.core.batch import Batch
 from pointsman.core.block_pool import NO_BLOCKS, BlockPool
 from pointsman.core.config import SchedulerConfig
+from pointsman.core.content_keys import block_keys
 from pointsman.core.encoder_inputs import ContentMarks
+from pointsman.core.kv_connector import Save
 from pointsman.core.kv_events import KVEvents
-from pointsman.core.prefix_cache import TOKEN_BYTES, Node, Place, PrefixCache, Root, Span
+from pointsman.core.prefix_cache import Node, Place, PrefixCache, Root, Span
 from pointsman.core.request import Request
 
 Int64Array = npt.NDArray[np.int64]
@@ -44,11 +46,19 @@ class KVCacheManager:
         self.events: KVEvents | None = None
         """What enters and leaves the prefix tree, if the configuration asks for it."""
         if config.enable_kv_cache_events and self.prefix is not None:
-            self.events = self.prefix.listener = KVEvents(config.block_size * TOKEN_BYTES)
+            self.events = self.prefix.listener = KVEvents(config.block_size)
         self.journal: Journal | None = None
         """Where publications are noted; None: no step is in flight, so what is published is computed."""
         self.num_evictions = 0
         self._marks = ContentMarks()
+        self.num_returns = 0
+        """Changes whenever blocks come back that no row held."""
+        self.num_saves = 0
+        self.saves: list[Save] | None = None
+        """Evictions that no output has told of; None: nobody wants to know."""
+        self._newest_step = 0
+        self._oldest_step = 0
+        self._key_of: dict[int, tuple[bytes, int]] = {}  # of each published block, if somebody asks: (key, step)
 
     @property
     def num_free(self) -> int:
@@ -60,6 +70,12 @@ class KVCacheManager:
         """Changes whenever a look-up could find more than before."""
         return self.prefix.num_publications if self.prefix is not None else 0
 
+    def open_step(self, step_id: int, journal: Journal, oldest: int) -> None:
+        """Step `step_id` is being scheduled; `oldest` is the first one that is not over: what was published before it
+        is there for good."""
+        self.journal = journal
+        self._newest_step, self._oldest_step = step_id, oldest
+
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
@@ -67,7 +83,12 @@ class KVCacheManager:
     # ------------------------------------------------------------------ admission
 
     def look_up(self, request: Request) -> Match:
-        """Cached blocks of the request's known tokens; at least one token is left to compute, so there is a logit."""
+        """Cached blocks of the request's known tokens; at least one token is left to compute, so there is a logit.
+
+        A request that holds loaded blocks goes on behind them, and is not looked up again.
+        """
+        if request.holding is not None:
+            return Match(request.holding.blocks.tolist(), request.prefix_node)
         root = Root.of(request)
         if self.prefix is None or not request.use_prefix_cache:
             return Match([], root)
@@ -84,6 +105,9 @@ class KVCacheManager:
     def admit(self, request: Request, match: Match, num_new_blocks: int) -> Int64Array:
         """Hold the matched blocks and `num_new_blocks` more; returns the request's block table."""
         cached = match.blocks
+        if request.holding is not None:
+            new = self._take(num_new_blocks)
+            return np.concatenate([request.holding.blocks, new])
         if cached:
             self.pool.acquire(cached)
         new = self._take(num_new_blocks)
@@ -135,6 +159,15 @@ class KVCacheManager:
         computed = min(int(batch.num_computed_tokens[row]), request.num_prompt_tokens)
         self._publish(request, self.table(batch, row), computed // self.block_size, request.prompt_bytes)
 
+    def publish_loaded(self, request: Request, blocks: Int64Array) -> None:
+        """Publish what was loaded for a request that holds these blocks, the first ones of its table."""
+        self._publish(request, blocks, len(blocks), request.known_bytes())
+
+    def take_back(self, blocks: Int64Array) -> None:
+        """Blocks that were held without a row, in table order."""
+        self.pool.release(blocks)
+        self.num_returns += 1
+
     def release(self, batch: Batch, request: Request, *, num_valid_tokens: int, publish: bool = True) -> None:
         """Give back a row's blocks, after publishing those that its first `num_valid_tokens` tokens fill."""
         row = request.row
@@ -159,7 +192,8 @@ class KVCacheManager:
                     continue
                 prefix.forget(block)
                 self.pool.uncache([block])
-                if request.row is not None:  # it publishes them again when they are computed again
+                if request.row is not None or request.holding is not None:
+                    # It publishes them again when they are computed again.
                     request.num_published_blocks -= 1
                     request.prefix_node = Place(run, index - 1) if index else run.parent
 
@@ -194,11 +228,14 @@ class KVCacheManager:
         if prefix is None or end <= first or not request.use_prefix_cache or request.prefix_epoch != prefix.epoch:
             return
         blocks = table[first:end]
-        spans = prefix.publish(request.prefix_node, token_bytes, first, blocks)
+        spans = prefix.publish(request.prefix_node, token_bytes, first, blocks, request)
         run, start, length = spans[-1]
         request.prefix_node = Place(run, start + length - 1)
         request.num_published_blocks = end
         self.pool.set_cached(blocks)
+        if self.saves is not None:
+            keys = block_keys(request, self.block_size)[first:end]
+            self._key_of.update((b, (key, self._newest_step)) for b, key in zip(blocks.tolist(), keys, strict=True))
         if self.journal is not None:
             self.journal.append((request, blocks.tolist(), spans))
 
@@ -207,7 +244,24 @@ class KVCacheManager:
         if len(evicted) and self.prefix is not None:
             self.prefix.evict(evicted)
             self.num_evictions += len(evicted)
+            if self.saves is not None:
+                self._note_saves(self.saves, evicted)
         return blocks
+
+    def _note_saves(self, saves: list[Save], evicted: Int64Array) -> None:
+        """Somebody may want these. A block of a step that is not over may yet turn out not to have been computed."""
+        for block in evicted.tolist():
+            key, step = self._key_of.pop(block)
+            if step < self._oldest_step:
+                saves.append(Save(block, key))
+                self.num_saves += 1
+
+    def take_saves(self) -> Sequence[Save]:
+        """Evictions since the last call, for an output."""
+        if not self.saves:
+            return ()
+        saves, self.saves = self.saves, []
+        return saves
 
 
 def _nodes(blocks: list[int], spans: list[Span]) -> list[tuple[int, Place]]:

@@ -1,10 +1,6 @@
 """What enters and leaves the prefix cache, for whoever keeps a picture of it: routers, caches of other machines.
 
-Other processes need a name for a block that says all that is before it, so here, and only where events are asked for,
-blocks have chained hashes:
-
-    hash of a block = SHA-256(hash of the block before it, or of the root, then its tokens as little-endian int32)
-    hash of a root  = SHA-256 of the canonical JSON of [cache salt, adapter name, adapter version]
+Blocks have names here that say all that is before them, and mean the same in every process: see `content_keys.py`.
 
 An event tells of content, not of blocks: it is stored with the first block that holds it and removed with the last, so
 that what was stored and not removed is, at any moment, just what a look-up could find. A prompt is told of when it is
@@ -13,13 +9,13 @@ scheduled, and taken back if its step fails. A removed block comes after everyth
 
 from __future__ import annotations
 
-import hashlib
-import json
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-import numpy as np
-
+from pointsman.core.content_keys import block_keys
 from pointsman.core.prefix_cache import Root, Run
+
+if TYPE_CHECKING:
+    from pointsman.core.request import Request
 
 
 class BlockStored(NamedTuple):
@@ -47,23 +43,12 @@ class AllBlocksCleared(NamedTuple):
 KVEvent: TypeAlias = "BlockStored | BlockRemoved | AllBlocksCleared"
 
 
-def root_hash(root: Root) -> bytes:
-    """What the hash of a sequence's first block begins with."""
-    name, version = root.adapter if root.adapter is not None else (None, None)
-    return hashlib.sha256(json.dumps([root.cache_salt, name, version], separators=(",", ":")).encode()).digest()
-
-
-def block_hash(before: bytes, token_bytes: bytes) -> bytes:
-    """The hash of a block: `before` is that of the block before it, or of the root."""
-    return hashlib.sha256(before + token_bytes).digest()
-
-
 class KVEvents:
     """Listens to a prefix cache and keeps what happened until somebody takes it."""
 
-    def __init__(self, block_bytes: int) -> None:
-        self._block_bytes = block_bytes
-        self._hashes: dict[int, tuple[Root, list[bytes]]] = {}  # by the id of the run: its root, its blocks' hashes
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._hashes: dict[int, list[bytes]] = {}  # by the id of a run: those of its blocks
         self._events: list[KVEvent] = []
 
     def take(self) -> list[KVEvent]:
@@ -71,25 +56,18 @@ class KVEvents:
         events, self._events = self._events, []
         return events
 
-    def added(self, run: Run) -> None:
-        """A run of blocks entered the tree."""
-        if isinstance(run.parent, Root):
-            root, parent = run.parent, None
-        else:
-            root, before = self._hashes[run.parent.run.run_id]
-            parent = before[run.parent.at]
-        size, last = self._block_bytes, parent if parent is not None else root_hash(root)
-        hashes: list[bytes] = []
-        for start in range(0, len(run.token_bytes), size):
-            last = block_hash(last, run.token_bytes[start : start + size])
-            hashes.append(last)
-        self._hashes[run.run_id] = (root, hashes)
-        token_ids = np.frombuffer(run.token_bytes, dtype=np.int32).tolist()
-        self._events.append(BlockStored(list(hashes), parent, token_ids, root))
+    def added(self, run: Run, request: Request, first: int) -> None:
+        """A request's blocks from `first` on entered the tree, as a run."""
+        size, end = self._block_size, first + run.length
+        keys = block_keys(request, size)
+        hashes = self._hashes[run.run_id] = keys[first:end]
+        parent = keys[first - 1] if first else None
+        token_ids = request.tokens(first * size, end * size).tolist()
+        self._events.append(BlockStored(list(hashes), parent, token_ids, Root.of(request)))
 
     def shrunk(self, run: Run, length: int) -> None:
         """Only the first `length` blocks of a run are left in the tree."""
-        _, hashes = self._hashes[run.run_id]
+        hashes = self._hashes[run.run_id]
         if length < len(hashes):
             self._events.append(BlockRemoved(hashes[length:][::-1]))
             del hashes[length:]

@@ -13,7 +13,7 @@ from pointsman.core.adapters import AdapterSlots
 from pointsman.core.admission import Admission
 from pointsman.core.batch import Batch
 from pointsman.core.encoder_cache import EncoderCache
-from pointsman.core.errors import DuplicateRequest, UnknownRequest
+from pointsman.core.errors import DuplicateRequest, InvalidTransition, UnknownRequest
 from pointsman.core.in_flight import AdmittedRequest, StepRecord
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.output import SchedulerOutput
@@ -24,6 +24,7 @@ from pointsman.core.request import Request
 from pointsman.core.request_events import RequestLog
 from pointsman.core.stats import Counters
 from pointsman.core.status import FinishReason, ParkReason, RequestStatus
+from pointsman.core.transfers import Transfers
 
 
 class End(NamedTuple):
@@ -48,6 +49,7 @@ class Lifecycle:
         admission: Admission,
         counters: Counters,
         log: RequestLog | None = None,
+        transfers: Transfers | None = None,
     ) -> None:
         self._batch = batch
         self._kv = kv
@@ -55,6 +57,8 @@ class Lifecycle:
         self._counters = counters
         self.log = log
         """Where each request's events go; None: nobody keeps them."""
+        self.transfers = transfers
+        """Blocks that are held without a row; None: without a connector there are none."""
         self.queue = queue
         self.adapters = adapters
         self.encoder = encoder
@@ -96,6 +100,24 @@ class Lifecycle:
             raise UnknownRequest(f"no request {request_id!r} is waiting, parked or running; it may have ended")
         return request
 
+    def require_parked(self, request_id: str) -> Request:
+        """The request called so, which `ready` may be said of.
+
+        Raises:
+            UnknownRequest: there is none.
+            InvalidTransition: it is not parked, or a transfer brings it back.
+        """
+        request = self.require(request_id)
+        if not request.status.is_parked:
+            raise InvalidTransition(
+                f"request {request_id!r} is {request.status.name}, not parked; ready() does not apply"
+            )
+        if request.holding is not None:
+            raise InvalidTransition(
+                f"request {request_id!r} waits for transfer {request.holding.transfer_id}; end it with transfer_done()"
+            )
+        return request
+
     def require_free_id(self, request_id: str) -> None:
         """Raises DuplicateRequest if the id is in use."""
         if request_id in self.requests:
@@ -108,6 +130,10 @@ class Lifecycle:
     def newest_step_id(self) -> int | None:
         """The newest step in flight."""
         return self.in_flight[-1].step_id if self.in_flight else None
+
+    def holders(self) -> list[Request]:
+        """Requests that hold blocks without a row."""
+        return [] if self.transfers is None else self.transfers.holders()
 
     # ------------------------------------------------------------------ moves
 
@@ -138,6 +164,7 @@ class Lifecycle:
         request.num_admitted_tokens = request.num_tokens
         if request.adapter is not None:
             self.adapters.take(request.adapter)
+        request.may_load = True
         return self._batch.place(request, num_computed_tokens, num_slots)
 
     def preempt(self, request: Request) -> None:
@@ -168,6 +195,7 @@ class Lifecycle:
 
         `is_done`: its row had nothing more to do, so that this is no preemption.
         """
+        self._let_go(request)
         if request.status is RequestStatus.RUNNING:
             self._lose_rows([request], is_done=is_done)
         elif request.status.is_parked:
@@ -191,13 +219,16 @@ class Lifecycle:
         self._enqueue(request)
 
     def end(self, ends: list[End]) -> None:
-        """From wherever they are to their end; their blocks are free at once."""
+        """From wherever they are to their end; their blocks are free at once, but for those that a device uses."""
         running = [end for end in ends if end.request.status is RequestStatus.RUNNING]
         if running:
+            if self.transfers is not None:
+                self._hold_what_is_sent([end.request for end in running if end.reason is not FinishReason.ERROR])
             self.release_rows([end.request for end in running if end.reason is not FinishReason.ERROR])
             self.release_rows([end.request for end in running if end.reason is FinishReason.ERROR], publish=False)
         for end in ends:
             request = end.request
+            self._let_go(request)
             if request.status.is_parked:
                 del self.parked[request.request_id]
             elif request in self.queue:
@@ -249,8 +280,11 @@ class Lifecycle:
                 del self.requests[request.request_id]
         return preempted, finished
 
-    def repeat_reports(self, preempted: list[Request], finished: list[Request]) -> None:
-        """An output that told of these is void: the next one tells again."""
+    def repeat_reports(self, void: list[StepRecord]) -> None:
+        """The outputs of these steps are void, newest first: the next one tells again of whom they told."""
+        outputs = [record.output for record in reversed(void) if record.output is not None]
+        preempted = [request for output in outputs for request in output.preempted]
+        finished = [request for output in outputs for request in output.finished]
         self.preempted = list(dict.fromkeys([*preempted, *self.preempted]))
         self.finished = list(dict.fromkeys([*finished, *self.finished]))
 
@@ -278,6 +312,35 @@ class Lifecycle:
         self.queue.push(request)
         if self.log is not None:
             self.log.preempted(request)
+
+    def _let_go(self, request: Request) -> None:
+        """It gives up what it holds without a row."""
+        if request.holding is not None:
+            assert self.transfers is not None
+            self.transfers.let_go(request)
+
+    def _hold_what_is_sent(self, requests: list[Request]) -> None:
+        """Before their rows are released: blocks that are still being sent stay as they are."""
+        assert self.transfers is not None
+        for request in requests:
+            assert request.row is not None
+            valid = self._num_sound(request)
+            table = self._kv.table(self._batch, request.row)
+            self.transfers.hold_if_sending(request, table[: self._kv.blocks_for(valid)], valid)
+
+    def _num_sound(self, request: Request) -> int:
+        """Tokens of a running request whose KV is there for good: steps that are not over may yet fail, and with them
+        what they load, or share with an admission."""
+        count = request.num_computed_tokens
+        for record in self.in_flight:
+            output = record.output
+            if output is None or record.is_over:
+                continue
+            if any(entry.serial == request.serial for entry in record.admitted):
+                return 0
+            own = (output.rows == request.row) & (output.serials == request.serial)
+            count -= int(output.num_scheduled_tokens[own].sum())
+        return count
 
     def leave_queue(self, request: Request) -> None:
         """Take a request out of the queue; why it waited in the newest step is of no use any longer."""

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from pointsman.core.adapters import Adapter
 from pointsman.core.encoder_inputs import EncoderEntry
+from pointsman.core.kv_connector import Load, Save
 from pointsman.core.request import Request
 
 IntArray: TypeAlias = npt.NDArray[np.integer]
@@ -58,7 +59,10 @@ class SchedulerOutput:
     0). The request ends with this step's update; whatever is made of its hidden states is the host's."""
 
     num_cached_tokens: IntArray
-    """[n - num_continued] int64: tokens of each admitted row that were found in the prefix cache."""
+    """[n - num_continued] int64: tokens of each admitted row that need not be computed: they were found in the prefix
+    cache, or are loaded."""
+    num_external_tokens: IntArray
+    """[n - num_continued] int64: of these, tokens that come from a connector, loaded before or for this step."""
     is_resumed: BoolArray
     """[n - num_continued] bool: whether the admitted row ran before and was preempted."""
 
@@ -82,6 +86,10 @@ class SchedulerOutput:
     num_common_prefix_blocks: int = 0
     """With `count_common_prefix`: so many blocks are the same, one by one, at the beginning of the tables of all rows.
     Some may be written in this step: without a causal mask, read no further than the least `num_computed_tokens`."""
+    loads: Sequence[Load] = ()
+    """What a connector loads, see `kv_connector.py`: before the step computes, or, if asynchronous, from now on."""
+    saves: Sequence[Save] = ()
+    """Blocks whose content is given up: copy them out first, in this order, or it is lost."""
 
     @property
     def num_rows(self) -> int:

@@ -95,8 +95,8 @@ class Span(NamedTuple):
 class RunListener(Protocol):
     """Who is told what enters and leaves the tree."""
 
-    def added(self, run: Run) -> None:
-        """A run of blocks entered the tree."""
+    def added(self, run: Run, request: Request, first: int) -> None:
+        """A request's blocks from `first` on entered the tree, as a run."""
 
     def shrunk(self, run: Run, length: int) -> None:
         """Only the first `length` blocks of a run are left in the tree."""
@@ -173,8 +173,10 @@ class PrefixCache:
 
     # ------------------------------------------------------------------ publishing
 
-    def publish(self, node: Node, token_bytes: bytes, first: int, blocks: Int64Array) -> list[Span]:
+    def publish(self, node: Node, token_bytes: bytes, first: int, blocks: Int64Array, request: Request) -> list[Span]:
         """Make blocks `first`, `first` + 1, ... of a sequence known, behind the node of block `first` - 1.
+
+        The listener is told that they are blocks of `request`.
 
         Returns the nodes that they are; the last one is where the next publication goes on. What is in the tree already
         gets these blocks as duplicates, the rest becomes a run.
@@ -184,7 +186,7 @@ class PrefixCache:
         while start < end:
             span = self._successors(node, token_bytes, start, end)
             if span is None:
-                span = self._add_run(node, token_bytes, start, end, blocks[start - first :])
+                span = self._add_run(node, token_bytes, start, end, blocks[start - first :], request)
             else:
                 self._add_duplicates(span, blocks[start - first : start - first + span.length])
             spans.append(span)
@@ -193,7 +195,9 @@ class PrefixCache:
         self.num_publications += 1
         return spans
 
-    def _add_run(self, node: Node, token_bytes: bytes, start: int, end: int, blocks: Int64Array) -> Span:
+    def _add_run(
+        self, node: Node, token_bytes: bytes, start: int, end: int, blocks: Int64Array, request: Request
+    ) -> Span:
         size = self._block_bytes
         run = Run(self._next_run_id, node, token_bytes[start * size : end * size], blocks.tolist())
         self._next_run_id += 1
@@ -206,7 +210,7 @@ class PrefixCache:
         self._run_of[blocks] = run.run_id
         self._index_of[blocks] = self._counting[: run.length]
         if self.listener is not None:
-            self.listener.added(run)
+            self.listener.added(run, request, start)
         return Span(run, 0, run.length)
 
     def _add_duplicates(self, span: Span, blocks: Int64Array) -> None:

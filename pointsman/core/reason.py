@@ -38,6 +38,12 @@ class Reason(enum.Enum):
     """The operator has paused the scheduler, or its admissions."""
     IN_FLIGHT = "in_flight"
     """Its own samples from before its preemption have not come back."""
+    KV_CONNECTOR = "kv_connector"
+    """The connector has yet to say what it could load."""
+    KV_ROOM = "kv_room"
+    """Other transfers own as many blocks as they may; it has the next turn."""
+    KV_LOAD = "kv_load"
+    """Its KV is being loaded."""
     BEHIND = "behind"
     """It is not the head of the queue."""
     PARKED = "parked"
@@ -78,3 +84,5 @@ class Holder(NamedTuple):
     """How much of the resource, in its unit; 0 where nothing is counted."""
     what: str = ""
     """Of an adapter slot: the name of the adapter."""
+    transfer: int | None = None
+    """Of blocks that are held for a transfer, or since it ended: which one. Its request may have ended."""

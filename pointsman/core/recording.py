@@ -16,6 +16,7 @@ import numpy as np
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import ConfigError, PointsmanError
+from pointsman.core.kv_connector import AnswerLog, RecordedConnector
 from pointsman.core.output import Integers, SchedulerOutput, StepResult, StepUpdate
 from pointsman.core.pause import PauseMode
 from pointsman.core.preemption import VICTIMS
@@ -57,6 +58,7 @@ _OUTPUT_ARRAYS = (
     "draft_token_ids",
     "completes",
     "num_cached_tokens",
+    "num_external_tokens",
     "is_resumed",
     "block_ids",
     "block_offsets",
@@ -95,13 +97,16 @@ class Recorder:
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
+        self._answers: AnswerLog | None = None
 
-    def start(self, config: SchedulerConfig) -> None:
-        """The header; called once, by the scheduler."""
+    def start(self, config: SchedulerConfig, answers: AnswerLog | None = None) -> None:
+        """The header; called once, by the scheduler. `answers`: those of its connector."""
         from pointsman import __version__
 
         header = {"format": FORMAT, "format_version": FORMAT_VERSION, "library_version": __version__}
-        self._write({**header, "config": config.to_dict()})
+        self._answers = answers
+        connector = None if answers is None else {"saves_evicted": answers.saves_evicted}
+        self._write({**header, "config": config.to_dict(), "connector": connector})
 
     def added(self, request: Request, now: float, park: ParkReason | None) -> None:
         fields: dict[str, Any] = {name: getattr(request, name) for name in _REQUEST_FIELDS}
@@ -148,6 +153,12 @@ class Recorder:
     def reset_prefix_cache(self, preempt_running: bool, now: float) -> None:
         self._write({"call": "reset_prefix_cache", "now": now, "preempt_running": preempt_running})
 
+    def transfer_done(
+        self, transfer_id: int, num_loaded_tokens: int | None, failed_blocks: list[int], now: float
+    ) -> None:
+        options = {"num_loaded_tokens": num_loaded_tokens, "failed_blocks": failed_blocks}
+        self._write({"call": "transfer_done", "now": now, "transfer": transfer_id, **options})
+
     def scheduled(self, output: SchedulerOutput, now: float) -> None:
         self._write({"call": "schedule", "now": now, "step": output.step_id, "decision": _decision(output)})
 
@@ -168,6 +179,9 @@ class Recorder:
         self._write({"call": "fail", "now": now, "step": output.step_id})
 
     def _write(self, line: dict[str, Any]) -> None:
+        """One line: a call, with what the connector answered in it."""
+        if self._answers is not None and (answers := self._answers.take()):
+            line["answers"] = answers
         self._file.write(json.dumps(line, separators=(",", ":"), default=_plain) + "\n")
 
 
@@ -184,6 +198,7 @@ def replay(file: Iterable[str]) -> ReplayReport:
 class _Replay:
     def __init__(self) -> None:
         self._scheduler: Scheduler | None = None
+        self._connector: RecordedConnector | None = None
         self._outputs: dict[int, SchedulerOutput] = {}
         self._updated: SchedulerOutput | None = None
         self._num_calls = self._num_steps = self._num_requests = 0
@@ -201,6 +216,7 @@ class _Replay:
             "reset_prefix_cache": lambda s, call, _: s.reset_prefix_cache(
                 call["now"], preempt_running=call["preempt_running"]
             ),
+            "transfer_done": self._transfer_done,
             "schedule": self._schedule,
             "update": self._update,
             "propose": self._propose,
@@ -231,6 +247,8 @@ class _Replay:
         name = call.get("call")
         if name not in self._calls:
             raise RecordingError(f"line {number} calls {name!r}, which no scheduler has")
+        if self._connector is not None:
+            self._connector.expect(call.get("answers", []))
         self._calls[name](self._scheduler, call, number)
         self._num_calls += 1
 
@@ -251,8 +269,10 @@ class _Replay:
                 raise RecordingError(
                     f"{knob} {config[knob]!r} is not built in, so this recording cannot be replayed here"
                 )
+        if header.get("connector") is not None:
+            self._connector = RecordedConnector(header["connector"]["saves_evicted"])
         try:
-            return Scheduler(SchedulerConfig(**config))
+            return Scheduler(SchedulerConfig(**config), connector=self._connector)
         except (TypeError, ConfigError) as error:
             raise RecordingError(f"the header's configuration cannot be used: {error}") from error
 
@@ -274,6 +294,10 @@ class _Replay:
     def _finish(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
         options = {name: call[name] for name in ("keep_tokens", "detail", "stop_reason")}
         scheduler.finish(call["id"], FinishReason(call["reason"]), call["now"], **options)
+
+    def _transfer_done(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
+        options = {name: call[name] for name in ("num_loaded_tokens", "failed_blocks")}
+        scheduler.transfer_done(call["transfer"], call["now"], **options)
 
     def _schedule(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
         output = scheduler.schedule(call["now"])
@@ -323,6 +347,11 @@ def _decision(output: SchedulerOutput) -> dict[str, Any]:
         "preempted": [request.request_id for request in output.preempted],
         "finished": [[r.request_id, r.finish_reason.value if r.finish_reason else None] for r in output.finished],
     }
+    decision["loads"] = [
+        [load.transfer_id, load.request_id, load.block_ids.tolist(), load.first_token, load.is_async]
+        for load in output.loads
+    ]
+    decision["saves"] = [[save.block_id, save.key.hex()] for save in output.saves]
     decision.update((name, getattr(output, name).tolist()) for name in _OUTPUT_ARRAYS)
     return decision
 

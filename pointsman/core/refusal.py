@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pointsman.core.config import SchedulerConfig
+from pointsman.core.errors import InvalidTransition, RequestRefused
 from pointsman.core.repetition import RepetitionWatch
 from pointsman.core.request import Request
+from pointsman.core.status import FinishReason, RequestStatus
 
 _NO_ROOM = ", which leaves no room for a generated token"
 
@@ -88,3 +90,25 @@ def _encoder_inputs_fit(config: SchedulerConfig, request: Request) -> str | None
                 f"raise {knob} or turn chunked prefill on"
             )
     return None
+
+
+def refused(request: Request, why: str) -> RequestRefused:
+    """End a request that can never run; returns the error that says so."""
+    request.transition(RequestStatus.FINISHED_REFUSED)
+    request.finish_reason, request.finish_detail = FinishReason.REFUSED, why
+    return RequestRefused(f"request {request.request_id!r} refused: {why}")
+
+
+def checked_end(request_id: str, reason: FinishReason, keep_tokens: int | None) -> FinishReason:
+    """The reason for which a host ends a request.
+
+    Raises:
+        InvalidTransition: an accepted request cannot be refused.
+        ValueError: there is no such reason, or no such number of tokens.
+    """
+    reason = FinishReason(reason)
+    if reason is FinishReason.REFUSED:
+        raise InvalidTransition(f"request {request_id!r} was accepted; end it with another reason than REFUSED")
+    if keep_tokens is not None and keep_tokens < 0:
+        raise ValueError(f"keep_tokens is {keep_tokens}; give 0 or more")
+    return reason

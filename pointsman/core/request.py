@@ -67,6 +67,7 @@ class Request:
         "arrival_time",
         "awaits_input",
         "batch",
+        "block_keys",
         "cache_salt",
         "content_generation",
         "deferral",
@@ -75,12 +76,14 @@ class Request:
         "events",
         "finish_detail",
         "finish_reason",
+        "holding",
         "ignore_eos",
         "limit_detail",
         "loss_number",
         "lost_tokens",
         "max_tokens",
         "max_total_tokens",
+        "may_load",
         "metadata",
         "min_tokens",
         "more_input",
@@ -164,7 +167,7 @@ class Request:
         self.num_preemptions = 0
         self.events: list[RequestEvent] = []
         """What happened to it, if the scheduler's `log_request_events` is on."""
-        self.num_cached_tokens = 0  # of the last admission
+        self.num_cached_tokens = 0  # of the last admission, those that a connector loaded included
         self.num_admitted_tokens = 0  # known tokens at the last admission
         self.awaits_input = False  # all parts of its prompt are complete, and more are to come
         self.num_overtaken = 0  # requests behind it that were admitted, since it last lost its row
@@ -185,6 +188,9 @@ class Request:
         self.deferral: Any = None
         self.lost_tokens = 0  # computed before it last lost its row
         self.loss_number = 0  # of that loss, in order over all requests
+        self.holding: Any = None  # blocks that it holds without a row, see `transfers.py`
+        self.may_load = True  # until a load has failed or succeeded, and again once it has run
+        self.block_keys: list[bytes] = []  # see `content_keys.py`
         self.num_published_blocks = 0
         self.prefix_node: Any = None
         self.prefix_epoch = 0
@@ -327,6 +333,7 @@ class Request:
         """A longer prompt, and no output yet, for a request without a row."""
         self.prompt_token_ids, self._prompt_bytes = shared_prompt(self.request_id, prompt_token_ids)
         self.content_generation = -1  # what stands at its placeholders has yet to enter the key
+        self.block_keys = []  # the last output token, of which a block may have been the last, is not in it
         self._output = OutputTokens()
         self.repetition_watch = None
         self.max_tokens = max_tokens

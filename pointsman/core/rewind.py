@@ -6,10 +6,13 @@ from pointsman.core.batch import VERIFYING, Batch
 from pointsman.core.in_flight import StepRecord
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.lifecycle import Lifecycle
+from pointsman.core.loading import Loading
 from pointsman.core.output import SchedulerOutput
 
 
-def take_back(output: SchedulerOutput, batch: Batch, kv: KVCacheManager, life: Lifecycle) -> int:
+def take_back(
+    output: SchedulerOutput, batch: Batch, kv: KVCacheManager, life: Lifecycle, loading: Loading | None
+) -> int:
     """Take back a step in flight and all later ones, newest first. Returns how many they are."""
     in_flight = life.in_flight
     void: list[StepRecord] = []
@@ -17,11 +20,11 @@ def take_back(output: SchedulerOutput, batch: Batch, kv: KVCacheManager, life: L
         void.append(in_flight.pop())
     for record in void:
         rewind(record, batch, kv, life)
-    outputs = [record.output for record in reversed(void) if record.output is not None]
-    life.repeat_reports(
-        [request for o in outputs for request in o.preempted], [request for o in outputs for request in o.finished]
-    )
+        if loading is not None:
+            loading.roll_back(record)
+    life.repeat_reports(void)
     if life.encoder is not None:
+        outputs = [record.output for record in reversed(void) if record.output is not None]
         life.encoder.void(output.step_id, [entry for o in outputs for entry in o.freed_encoder_entries])
     newest = in_flight[-1] if in_flight else None
     kv.journal = newest.journal if newest is not None else None

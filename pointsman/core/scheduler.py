@@ -21,6 +21,8 @@ may ask without changing anything is in `questions.py`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from pointsman.core.adapters import AdapterSlots
 from pointsman.core.admission import Admission
 from pointsman.core.batch import Batch
@@ -29,14 +31,16 @@ from pointsman.core.displacement import make_displacement
 from pointsman.core.drafts import Drafts
 from pointsman.core.emission import Emission
 from pointsman.core.encoder_cache import EncoderCache
-from pointsman.core.errors import InvalidTransition, RequestRefused, StepOrderError
-from pointsman.core.in_flight import StepRecord
+from pointsman.core.errors import InvalidTransition, UnknownTransfer
+from pointsman.core.in_flight import StepRecord, require_in_flight, require_oldest, require_room
 from pointsman.core.in_order import make_running
 from pointsman.core.intake import Intake
 from pointsman.core.kv_cache import KVCacheManager
+from pointsman.core.kv_connector import AnswerLog, KVConnector
 from pointsman.core.kv_events import KVEvent
 from pointsman.core.lifecycle import End, Lifecycle
 from pointsman.core.limits import FollowsLoad, make_limits
+from pointsman.core.loading import make_loading
 from pointsman.core.output import Integers, SchedulerOutput, StepResult, StepUpdate
 from pointsman.core.partial_prefills import make_partial_prefills
 from pointsman.core.parts import Parts
@@ -45,13 +49,14 @@ from pointsman.core.preemption import make_victim
 from pointsman.core.questions import Questions
 from pointsman.core.queue import make_order
 from pointsman.core.recording import Recorder
-from pointsman.core.refusal import settle_limits
+from pointsman.core.refusal import checked_end, refused, settle_limits
 from pointsman.core.request import Request, checked_integer
 from pointsman.core.request_events import RequestLog
 from pointsman.core.reserve import make_reserves
 from pointsman.core.rewind import take_back
 from pointsman.core.stats import Counters
 from pointsman.core.status import FinishReason, ParkReason, RequestStatus
+from pointsman.core.transfers import make_transfers
 from pointsman.core.update import Update
 from pointsman.core.watchdog import Stall, Watchdog
 from pointsman.core.work import Idle, make_work
@@ -63,37 +68,40 @@ class Scheduler(Questions):
     Args:
         config: every knob.
         recorder: where to write every call and every decision, so that they can be replayed; None: nowhere.
+        connector: where KV comes from and goes to besides the pool, see `kv_connector.py`; None: nowhere.
 
     Raises:
-        ConfigError: the configuration names a policy that does not exist.
+        ConfigError: the configuration names a policy that does not exist, or is about a connector that is not there.
     """
 
-    def __init__(self, config: SchedulerConfig, *, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self, config: SchedulerConfig, *, recorder: Recorder | None = None, connector: KVConnector | None = None
+    ) -> None:
         self.config = config
+        answers = None if recorder is None or connector is None else AnswerLog(connector)
         max_blocks = min(-(-config.max_model_len // config.block_size), config.num_usable_blocks)
-        self._batch = Batch(config.block_size, max_blocks, config.num_draft_tokens)
-        self._kv = KVCacheManager(config)
-        self._counters = Counters(accepted_drafts=[0] * (1 + config.num_draft_tokens))
-        self._drafts = Drafts(config, self._batch, self._counters)
+        self._batch = batch = Batch(config.block_size, max_blocks, config.num_draft_tokens)
+        self._kv = kv = KVCacheManager(config)
+        self._counters = counters = Counters(accepted_drafts=[0] * (1 + config.num_draft_tokens))
+        self._drafts = drafts = Drafts(config, batch, counters)
         encoder = EncoderCache(config) if config.encoder_budget else None
         limits = make_limits(config, encoder)
         self._load_limits = [limit for limit in limits if isinstance(limit, FollowsLoad)]
         queue = make_order(config.order)
         adapters = AdapterSlots(config)
-        victim = make_victim(config, queue.name)
-        self._running = make_running(config, self._batch, self._kv, limits, victim, self._drafts)
-        partial = make_partial_prefills(config, self._batch)
-        self._admission = Admission(config, self._kv, limits, make_reserves(config), adapters, partial)
+        transfers = make_transfers(config, kv, answers or connector)
+        self._running = running = make_running(config, batch, kv, limits, make_victim(config, queue.name), drafts)
+        partial, reserves = make_partial_prefills(config, batch), make_reserves(config)
+        self._admission = Admission(config, kv, limits, reserves, adapters, partial, transfers)
         self._displacement = make_displacement(
-            config, queue, self._batch, self._kv, self._running, self._admission, adapters, encoder, self._drafts
+            config, queue, batch, kv, running, self._admission, adapters, encoder, drafts
         )
         log = RequestLog() if config.log_request_events else None
-        self._life = Lifecycle(self._batch, self._kv, queue, adapters, encoder, self._admission, self._counters, log)
-        self._intake = Intake(
-            config, self._batch, self._kv, self._running, self._admission, self._life, self._counters, self._publish
-        )
+        self._life = life = Lifecycle(batch, kv, queue, adapters, encoder, self._admission, counters, log, transfers)
+        self._loading = loading = make_loading(config, kv, life, transfers, counters)
+        self._intake = Intake(config, batch, kv, running, self._admission, life, counters, self._publish, loading)
         self._usual_work = self._work = make_work(
-            self._running, self._life, self._publish, self._intake.admit, config.batching
+            self._running, life, self._publish, self._intake.admit, config.batching
         )
         self._idle = Idle(self._running, self._intake.admit)
         self._parts = Parts(config, self._life)
@@ -105,7 +113,7 @@ class Scheduler(Questions):
         self._unpublished: list[Request] = []
         self._recorder = recorder
         if recorder is not None:
-            recorder.start(config)
+            recorder.start(config, answers)
 
     # ------------------------------------------------------------------ requests
 
@@ -122,10 +130,8 @@ class Scheduler(Questions):
             raise InvalidTransition(f"request {request.request_id!r} was added before; make a new Request")
         why = settle_limits(self.config, request)
         if why is not None:
-            request.transition(RequestStatus.FINISHED_REFUSED)
-            request.finish_reason, request.finish_detail = FinishReason.REFUSED, why
             self._counters.num_refused += 1
-            raise RequestRefused(f"request {request.request_id!r} refused: {why}")
+            raise refused(request, why)
         self._life.tell_time(now)
         self._life.add(request, now, park)
         self._counters.num_added += 1
@@ -168,11 +174,7 @@ class Scheduler(Questions):
         request = self._life.get(request_id)
         if request is None:
             return None
-        reason = FinishReason(reason)
-        if reason is FinishReason.REFUSED:
-            raise InvalidTransition(f"request {request_id!r} was accepted; end it with another reason than REFUSED")
-        if keep_tokens is not None and keep_tokens < 0:
-            raise ValueError(f"keep_tokens is {keep_tokens}; give 0 or more")
+        reason = checked_end(request_id, reason, keep_tokens)
         self._life.tell_time(now)
         self._life.end([End(request, reason, detail, stop_reason)])
         if keep_tokens is not None:
@@ -201,11 +203,7 @@ class Scheduler(Questions):
             UnknownRequest: no such request, or it has ended.
             InvalidTransition: it is not parked, or waits for input alone.
         """
-        request = self._life.require(request_id)
-        if not request.status.is_parked:
-            raise InvalidTransition(
-                f"request {request_id!r} is {request.status.name}, not parked; ready() does not apply"
-            )
+        request = self._life.require_parked(request_id)
         self._life.tell_time(now)
         if self._parts.ready(request, now):
             self._life.ready(request)
@@ -228,15 +226,17 @@ class Scheduler(Questions):
             self._recorder.set_priority(request_id, priority, now)
 
     def reset_prefix_cache(self, now: float, *, preempt_running: bool = False) -> None:
-        """Forget every cached prefix (after the weights changed, say).
+        """Forget every cached prefix (after the weights changed, say), in the pool and in the connector.
 
         What runs goes on with the KV that it has, and publishes no more. With `preempt_running` it computes it anew
         instead: it returns to the queue with its tokens, and with the samples of steps in flight when they come back.
         """
+        self._life.tell_time(now)
         if preempt_running:
-            self._life.tell_time(now)
             self._life.preempt_all()
         self._kv.reset()
+        if self._loading is not None:
+            self._loading.forget()
         if self._recorder is not None:
             self._recorder.reset_prefix_cache(preempt_running, now)
 
@@ -279,6 +279,26 @@ class Scheduler(Questions):
         if self._recorder is not None:
             self._recorder.resumed(now)
 
+    def transfer_done(
+        self, transfer_id: int, now: float, *, num_loaded_tokens: int | None = None, failed_blocks: Iterable[int] = ()
+    ) -> Request | None:
+        """An asynchronous load, or a send, has ended: the device will not touch its blocks any more.
+
+        Of a load, `num_loaded_tokens` are there, from its first one on (None: all), as far as the first of the
+        `failed_blocks`. Returns the request that ends by it (`kv_load_failure_policy` "fail"), or None.
+
+        Raises:
+            UnknownTransfer: no such transfer is under way.
+        """
+        if self._loading is None:
+            raise UnknownTransfer(f"no transfer {transfer_id!r} is under way: this scheduler has no connector")
+        self._life.tell_time(now)
+        failed = sorted(int(block) for block in failed_blocks)
+        ended = self._loading.done(transfer_id, num_loaded_tokens, failed)
+        if self._recorder is not None:
+            self._recorder.transfer_done(transfer_id, num_loaded_tokens, failed, now)
+        return ended
+
     # ------------------------------------------------------------------ the step
 
     def schedule(self, now: float) -> SchedulerOutput:
@@ -287,8 +307,7 @@ class Scheduler(Questions):
         Raises:
             StepOrderError: `max_steps_in_flight` outputs wait for their update already.
         """
-        record = self._open_step()
-        self._life.tell_time(now)
+        record = self._open_step(now)
         displacer = self._displace()
         advance = self._work(record, displacer, now)
         for request in self._unpublished:
@@ -311,9 +330,7 @@ class Scheduler(Questions):
             StepResultError: the result does not fit the output. Nothing was applied; the step is still in flight.
         """
         in_flight = self._life.in_flight
-        if not in_flight or in_flight[0].output is not output:
-            oldest = f"step {in_flight[0].step_id} is the oldest" if in_flight else "no step is"
-            raise StepOrderError(f"step {output.step_id} cannot be updated now: {oldest} in flight")
+        require_oldest(in_flight, output)
         self._life.tell_time(now)
         update = self._update.apply(in_flight[0], output, result, now)
         in_flight.popleft()
@@ -357,11 +374,9 @@ class Scheduler(Questions):
         Raises:
             StepOrderError: `output` is not in flight.
         """
-        in_flight = self._life.in_flight
-        if not any(record.output is output for record in in_flight):
-            raise StepOrderError(f"step {output.step_id} is not in flight: it was updated or failed before")
+        require_in_flight(self._life.in_flight, output)
         self._life.tell_time(now)
-        self._counters.num_failed_steps += take_back(output, self._batch, self._kv, self._life)
+        self._counters.num_failed_steps += take_back(output, self._batch, self._kv, self._life, self._loading)
         self._emission.resync()
         if self._recorder is not None:
             self._recorder.failed(output, now)
@@ -378,17 +393,16 @@ class Scheduler(Questions):
 
     # ------------------------------------------------------------------ parts of `schedule`
 
-    def _open_step(self) -> StepRecord:
+    def _open_step(self, now: float) -> StepRecord:
         in_flight = self._life.in_flight
-        if len(in_flight) >= self.config.max_steps_in_flight:
-            raise StepOrderError(
-                f"{len(in_flight)} step(s) in flight, and max_steps_in_flight is {self.config.max_steps_in_flight}; "
-                f"update step {in_flight[0].step_id} first"
-            )
+        require_room(in_flight, self.config.max_steps_in_flight)
+        self._life.tell_time(now)
+        if self._loading is not None:
+            self._loading.expire(now)
         record = StepRecord(self._next_step_id)
-        self._kv.journal = record.journal
         for limit in self._load_limits:
             limit.open_step(len(self._life.queue) + len(self._batch))
+        self._kv.open_step(record.step_id, record.journal, in_flight[0].step_id if in_flight else record.step_id)
         if self._life.encoder is not None:
             self._life.encoder.open(record.step_id)
         return record

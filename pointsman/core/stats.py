@@ -42,6 +42,9 @@ class Counters:
     """Drafts that were scheduled."""
     accepted_drafts: list[int] = field(default_factory=lambda: [0])
     """How often 0, 1, 2, ... of the drafts of a row and step became tokens."""
+    num_loads: int = 0
+    num_failed_loads: int = 0
+    num_loaded_tokens: int = 0
     fresh_prefix: PrefixCounts = field(default_factory=PrefixCounts)
     resumed_prefix: PrefixCounts = field(default_factory=PrefixCounts)
     deferrals: list[int] = field(default_factory=lambda: [0] * len(Reason))
@@ -94,6 +97,18 @@ class SchedulerStats:
     """Embeddings that requests found in the encoder cache."""
     encoder_cache_usage: float
     """Share of the encoder cache that running requests hold, 0 to 1."""
+    num_transfers: int
+    """Asynchronous loads and sends under way."""
+    num_transfer_blocks: int
+    """Blocks that requests or transfers hold outside the batch; one that several hold counts for each."""
+    num_loads: int
+    """Loads that a connector was asked for."""
+    num_failed_loads: int
+    """Asynchronous ones that brought less than asked for, or took too long."""
+    num_loaded_tokens: int
+    """Tokens that came from a connector."""
+    num_saved_blocks: int
+    """Evicted blocks whose content a connector was offered."""
     prefix_queries: int
     """Tokens of fresh requests that were looked up in the prefix cache."""
     prefix_hits: int
@@ -123,8 +138,9 @@ class Explanation:
     """What it lacks, such as "KV blocks" or "seats": the unit of `missing`, and of what the holders hold. None: nothing
     that is counted."""
     holders: tuple[Holder, ...]
-    """Who holds that, the most first, at most 8 of them: running requests for blocks and seats, the requests of the
-    last step for the budget, one for each adapter; of a request that is not the head, the one that it waits behind."""
+    """Who holds that, the most first, at most 8 of them: running requests for blocks and seats, transfers for blocks,
+    the requests of the last step for the budget, one for each adapter; of a request that is not the head, the one that
+    it waits behind."""
     num_holders: int
     """How many hold some of it."""
     blocker: str | None
@@ -141,6 +157,9 @@ class Explanation:
     num_computed_tokens: int
     num_cached_tokens: int
     num_blocks: int
+    """Blocks that it holds, on its row or for its load."""
+    transfer: int | None
+    """The load that it waits for."""
     num_preemptions: int
     events: tuple[RequestEvent, ...]
     """What happened to it and when; empty unless `log_request_events` is on."""

@@ -71,11 +71,12 @@ class Update:
 
     def _apply(self, record: StepRecord, output: SchedulerOutput, result: StepResult) -> tuple[StepUpdate, Ends]:
         if len(output.draft_token_ids):
-            return self._apply_runs(output, result)
+            return self._apply_runs(record, output, result)
         members = record.members
         if members is None or members is not self._batch.members or result.counts is not None or result.errors:
-            return self._apply_general(output, result)
+            return self._apply_general(record, output, result)
         token_ids = _tokens(result, len(members))
+        record.is_over = True
         num_tokens = self._batch.append(members.requests, members.rows, members.ring_base, token_ids)
         done = token_ids == members.eos_token_id
         done |= num_tokens >= members.token_limit
@@ -102,8 +103,11 @@ class Update:
                 ends.append((index, end))
         return ends
 
-    def _apply_general(self, output: SchedulerOutput, result: StepResult) -> tuple[StepUpdate, Ends]:
+    def _apply_general(
+        self, record: StepRecord, output: SchedulerOutput, result: StepResult
+    ) -> tuple[StepUpdate, Ends]:
         sampled, token_ids = _sampled(output, result)
+        record.is_over = True
         batch = self._batch
         live = batch.serial[output.rows] == output.serials
         ends = self._errors(output, result) + self._completions(output, result)
@@ -133,9 +137,10 @@ class Update:
 
     # ------------------------------------------------------------------ runs
 
-    def _apply_runs(self, output: SchedulerOutput, result: StepResult) -> tuple[StepUpdate, Ends]:
+    def _apply_runs(self, record: StepRecord, output: SchedulerOutput, result: StepResult) -> tuple[StepUpdate, Ends]:
         """The step verified drafts: each row that samples has a run of tokens, of which those up to a stop count."""
         at, runs = _runs(output, result)
+        record.is_over = True
         batch = self._batch
         ends = self._errors(output, result) + self._completions(output, result)
         rows: Int64Array = output.rows[at].astype(np.int64, copy=False)
@@ -239,11 +244,12 @@ class Update:
     def _errors(self, output: SchedulerOutput, result: StepResult) -> Ends:
         """Rows that failed on their own: what they wrote in this step and since is not to be found again."""
         ends: Ends = []
+        readers = [*self._batch.members.requests, *self._life.holders()] if result.errors else []
         for index, message in result.errors.items():
             request = output.requests[index]
             if self._life.encoder is not None:
                 self._life.encoder.retract(request, output.step_id)
-            self._kv.retract([record.journal for record in self._life.in_flight], request, self._batch.members.requests)
+            self._kv.retract([record.journal for record in self._life.in_flight], request, readers)
             if not request.is_finished:
                 ends.append((index, End(request, FinishReason.ERROR, message)))
         return ends

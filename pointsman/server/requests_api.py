@@ -95,13 +95,19 @@ def describe(known: RequestExplanation, service: Service) -> dict[str, Any]:
         "missing": of_scheduler.missing,
         "resource": of_scheduler.resource,
         "holders": [
-            {"id": service.names.shown(holder.request_id), "amount": holder.amount, "what": holder.what}
+            {
+                "id": service.names.shown(holder.request_id),
+                "amount": holder.amount,
+                "what": holder.what,
+                "transfer": holder.transfer,
+            }
             for holder in of_scheduler.holders
         ],
         "num_holders": of_scheduler.num_holders,
         "explanation": _in_words(of_scheduler, service),
         "since": None if waiting_for is None else round(time.time() - waiting_for, 3),
         "waiting_for": waiting_for,
+        "transfer": of_scheduler.transfer,
         "position": of_scheduler.position,
         "num_prompt_tokens": known.num_prompt_tokens,
         "num_output_tokens": known.num_output_tokens,

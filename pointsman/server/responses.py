@@ -225,6 +225,7 @@ class RequestHolder(BaseModel):
     id: str
     amount: int = Field(description="How much of the resource; 0 where nothing is counted.")
     what: str = Field(description="Of an adapter slot: the name of the adapter.")
+    transfer: int | None = Field(description="Of blocks held for a KV transfer: which; its request may have ended.")
 
 
 class RequestState(BaseModel):
@@ -245,6 +246,7 @@ class RequestState(BaseModel):
     explanation: str = Field(description="All of it in a sentence.")
     since: float | None = Field(description="When this reason began, in Unix time.")
     waiting_for: float | None = Field(description="Seconds since then.")
+    transfer: int | None = Field(description="The KV transfer it waits for.")
     position: int | None = Field(description="How many stand before it in the queue.")
     num_prompt_tokens: int
     num_output_tokens: int

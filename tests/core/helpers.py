@@ -14,6 +14,7 @@ import numpy.typing as npt
 from pointsman.core import (
     Explanation,
     FinishReason,
+    KVConnector,
     ParkReason,
     PauseMode,
     Recorder,
@@ -50,9 +51,11 @@ def next_token(tokens: npt.NDArray[np.integer]) -> int:
 class Host:
     """Drives one scheduler. `now` is the time of the last call; each call is one second later."""
 
-    def __init__(self, *, recorder: Recorder | None = None, **overrides: Any) -> None:
+    def __init__(
+        self, *, recorder: Recorder | None = None, connector: KVConnector | None = None, **overrides: Any
+    ) -> None:
         self.config = small_config(**overrides)
-        self.scheduler = Scheduler(self.config, recorder=recorder)
+        self.scheduler = Scheduler(self.config, recorder=recorder, connector=connector)
         self.now = 0.0
         self._next_prompt_token = 1000
 
@@ -172,6 +175,11 @@ class Host:
         self.scheduler.reset_prefix_cache(self._tick(), **options)
         self.scheduler.check_invariants()
 
+    def transfer_done(self, transfer_id: int, **options: Any) -> Request | None:
+        ended = self.scheduler.transfer_done(transfer_id, self._tick(), **options)
+        self.scheduler.check_invariants()
+        return ended
+
     def explain(self, request_id: str) -> Explanation:
         return self.scheduler.explain(request_id)
 
@@ -189,6 +197,39 @@ class Host:
     def _tick(self) -> float:
         self.now += 1.0
         return self.now
+
+
+class Connector:
+    """Offers what a test says, and remembers what it was asked."""
+
+    saves_evicted = True
+
+    def __init__(self) -> None:
+        self.offers: dict[str, tuple[int | None, bool]] = {}  # by request id: tokens from position 0 on, and how
+        self.sends: set[str] = set()
+        self.asked: list[str] = []
+        self.ended: list[tuple[str, int, int]] = []
+        self.num_resets = 0
+
+    def num_external_tokens(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
+        self.asked.append(request.request_id)
+        count, is_async = self.offers.get(request.request_id, (0, False))
+        return (None if count is None else max(0, count - num_local_tokens)), is_async
+
+    def request_ended(
+        self, request: Request, block_ids: npt.NDArray[np.int64], num_tokens: int, transfer_id: int
+    ) -> bool:
+        self.ended.append((request.request_id, num_tokens, transfer_id))
+        return request.request_id in self.sends
+
+    def reset(self) -> None:
+        self.num_resets += 1
+
+
+def connected(**overrides: Any) -> tuple[Host, Connector]:
+    """A host with a connector, and a pool of 16 blocks of 4 tokens, of which a request of full length takes 8."""
+    connector = Connector()
+    return Host(connector=connector, **{"max_model_len": 32, **overrides}), connector
 
 
 def names(requests: Iterable[Request]) -> list[str]:

@@ -7,7 +7,7 @@ import pytest
 from pointsman.core import ParkReason, Reason, RequestStatus
 from pointsman.core.causes import CAUSES, PARKED_FOR
 from pointsman.core.reason import Holder
-from tests.core.helpers import Host
+from tests.core.helpers import Host, connected
 
 
 def test_a_request_that_no_step_has_seen_yet_has_no_reason() -> None:
@@ -273,3 +273,29 @@ def test_of_many_holders_some_are_named_and_all_are_counted() -> None:
     told = host.explain("r12")
     assert (len(told.holders), told.num_holders) == (8, 12)
     assert told.sentence.endswith("Held by r0 (1), r1 (1), r2 (1) and 9 more.")
+
+
+def test_a_request_whose_kv_is_loaded_names_the_transfer() -> None:
+    host, connector = connected()
+    connector.offers["a"] = (8, True)
+    host.add("a", 12)
+    (load,) = host.step().loads
+    began = host.now - 1
+    told = host.explain("a")
+    assert (told.reason, told.transfer, told.since, told.num_blocks) == (Reason.KV_LOAD, load.transfer_id, began, 2)
+    assert told.sentence == f"a waits: its KV is being loaded (transfer {load.transfer_id})."
+
+
+def test_blocks_are_held_by_transfers_too_and_by_those_of_requests_that_have_ended() -> None:
+    host, connector = connected()
+    connector.offers |= {"gone": (12, True), "loads": (16, True), "waits": (16, True)}
+    for name, length in (("gone", 16), ("loads", 20), ("waits", 20)):
+        host.add(name, length)
+    gone, loads = host.step().loads
+    host.abort("gone")
+    told = host.explain("waits")
+    assert (told.reason, told.missing, told.resource) == (Reason.KV_ROOM, 3, "KV blocks")
+    assert told.holders == (Holder("loads", 4, "", loads.transfer_id), Holder("gone", 3, "", gone.transfer_id))
+    assert told.sentence.endswith(
+        f"Held by transfer {loads.transfer_id} of loads (4), transfer {gone.transfer_id} of gone (3)."
+    )

@@ -10,8 +10,27 @@ from typing import Any
 
 import pytest
 
-from pointsman.core import ConfigError, FinishReason, PauseMode, Reason, RequestRefused, RequestStatus, StepResult
-from tests.core.helpers import Host, blocks_of, cached_of, names, reference_output, small_config, tokens_of
+from pointsman.core import (
+    ConfigError,
+    EncoderInput,
+    FinishReason,
+    PauseMode,
+    Reason,
+    RequestRefused,
+    RequestStatus,
+    StepResult,
+    UnknownTransfer,
+)
+from tests.core.helpers import (
+    Host,
+    blocks_of,
+    cached_of,
+    connected,
+    names,
+    reference_output,
+    small_config,
+    tokens_of,
+)
 
 NO_CACHE = {"enable_prefix_caching": False}
 
@@ -424,3 +443,75 @@ def test_pausing_twice_is_undone_by_one_resume() -> None:
     host.scheduler.resume(host.now)
     host.run_to_end()
     assert request.status is RequestStatus.FINISHED_LENGTH
+
+
+# ------------------------------------------------------------ KV from elsewhere, and embeddings
+
+
+@pytest.mark.parametrize("order", ["abort first", "loaded first", "abort after its admission"])
+def test_an_abort_and_the_end_of_a_load_may_come_in_any_order(order: str) -> None:
+    """The blocks of a load that was aborted were free at once, while the device still wrote them; or they were kept for
+    an end of the load that had come before and did not come again; or the end met a request that was gone, and an
+    assertion stopped the engine: vLLM, in turns."""
+    host, connector = connected()
+    connector.offers["a"] = (8, True)
+    host.add("a", 12)
+    (load,) = host.step().loads
+    if order == "abort first":
+        host.abort("a")
+        requests = [host.add(name, 28, max_tokens=1) for name in ("b", "c")]
+        taken = {block for output in host.run_to_end() for block in output.block_ids.tolist()}
+        assert len(taken) == 14 and not taken & set(load.block_ids.tolist()), "the device may still write the others"
+        assert host.transfer_done(load.transfer_id) is None
+        assert [request.num_output_tokens for request in requests] == [1, 1]
+    else:
+        host.transfer_done(load.transfer_id)
+        if order == "abort after its admission":
+            assert cached_of(host.step()) == {"a": 8}
+        host.abort("a")
+    host.step()
+    assert (host.stats().num_free_blocks, host.stats().num_transfers) == (16, 0)
+    connector.offers["a"] = (0, False)
+    again = host.add("a", 8, max_tokens=2)
+    with pytest.raises(UnknownTransfer):
+        host.transfer_done(load.transfer_id)
+    host.run_to_end()
+    assert again.output_token_ids.tolist() == reference_output(again.prompt_token_ids, 2)
+
+
+def test_a_loaded_request_and_one_that_lacks_its_blocks_do_not_wait_for_each_other() -> None:
+    """The first in the queue lacked blocks, which a loaded request behind it held, and the loaded one had to wait for
+    its turn: nothing ran ever again, with offloading to host memory in vLLM."""
+    host, connector = connected(max_model_len=40)
+    connector.offers["loaded"] = (24, True)
+    host.add("runs", 20, max_tokens=3)
+    loaded = host.add("loaded", 28, max_tokens=2)
+    (load,) = [load for _ in range(2) for load in host.step().loads]
+    first = host.add("first", 38, max_tokens=2, arrival_time=0.0)
+    host.transfer_done(load.transfer_id)
+    host.step()
+    told = host.explain("first")
+    assert (told.reason, host.explain("loaded").blocker) == (Reason.FULL_SEQUENCE, "first")
+    assert [holder.request_id for holder in told.holders] == ["runs", "loaded"]
+    host.run_to_end()
+    assert (first.num_output_tokens, loaded.num_output_tokens) == (2, 2)
+
+
+def test_a_request_that_waits_holds_no_embeddings() -> None:
+    """Its place in the encoder cache was taken before its blocks, and kept when these could not be had, or while its KV
+    was loaded. Those who ran had no room for their own, and nothing moved: vLLM."""
+    host, connector = connected(encoder_budget=8, encoder_cache_size=8, num_blocks=10, max_model_len=24)
+    connector.offers["loads"] = (8, True)
+    host.add("runs", 16, max_tokens=8)
+    host.step()
+    host.add("loads", 20, max_tokens=1, encoder_inputs=[EncoderInput("picture", 10, 8)])
+    (load,) = host.step().loads
+    assert host.stats().encoder_cache_usage == 0.0
+    for _ in range(4):
+        host.step()
+    host.transfer_done(load.transfer_id, num_loaded_tokens=0)
+    host.step()
+    assert host.explain("loads").reason is Reason.FULL_SEQUENCE
+    assert host.stats().encoder_cache_usage == 0.0
+    host.run_to_end()
+    assert host.stats().num_encoder_computed == 8

@@ -7,7 +7,7 @@ import io
 import pytest
 
 from pointsman.core import ParkReason, PauseMode, Reason, Recorder
-from tests.core.helpers import Host
+from tests.core.helpers import Host, connected
 
 
 def stalled(host: Host, seconds: float) -> list[tuple[str, float]]:
@@ -66,6 +66,17 @@ def test_one_that_waits_for_its_caller_does_not_stall_and_its_time_begins_anew()
     assert stalled(host, 10.0) == []
     wait(host, 10.0)
     assert [name for name, _ in stalled(host, 10.0)] == ["a"], "nobody runs the step that its part needs"
+
+
+def test_a_load_that_does_not_end_is_a_stall_that_names_the_transfer() -> None:
+    host, connector = connected()
+    connector.offers["a"] = (8, True)
+    host.add("a", 12)
+    (load,) = host.step().loads
+    stalled(host, 30.0)
+    wait(host, 30.0)
+    (stall,) = host.scheduler.stalled(host.now, 30.0)
+    assert (stall.explanation.reason, stall.explanation.transfer) == (Reason.KV_LOAD, load.transfer_id)
 
 
 def test_the_longest_stall_comes_first_and_one_that_moves_on_is_gone() -> None:

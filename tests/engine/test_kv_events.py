@@ -15,7 +15,8 @@ import pytest
 import zmq
 from tiny_models import FAMILIES, build
 
-from pointsman.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, block_hash, root_hash
+from pointsman.core.content_keys import block_key, root_key
+from pointsman.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from pointsman.core.prefix_cache import Root
 from pointsman.engine import Engine, SamplingParams
 from pointsman.engine.kv_events import END_OF_REPLAY, KVEventsConfig, KVEventsPublisher
@@ -128,9 +129,9 @@ def cached_names(engine: Engine) -> set[bytes]:
     names = set()
     for block in prefix.blocks():
         root, token_bytes = prefix.content(block)
-        name = root_hash(root)
+        name = root_key(root)
         for start in range(0, len(token_bytes), 16):
-            name = block_hash(name, token_bytes[start : start + 16])
+            name = block_key(name, token_bytes[start : start + 16])
         names.add(name)
     return names
 

@@ -68,6 +68,7 @@ def step_of(rows: list[SamplingRow]) -> tuple[SchedulerOutput, np.ndarray, np.nd
         draft_token_ids=none,
         completes=none,
         num_cached_tokens=ones - 1,
+        num_external_tokens=ones - 1,
         is_resumed=np.zeros(n, dtype=np.bool_),
         block_ids=none,
         block_offsets=np.zeros(n + 1, dtype=np.int64),

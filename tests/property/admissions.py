@@ -24,12 +24,12 @@ def check_admissions(
     `tried_first`: admissions were tried before the running rows advanced.
     """
     after = world.scheduler.stats()
-    _check_displacement(world, output, victims, after.num_displaced - before.num_displaced)
+    _check_displacement(world, output, victims, after.num_displaced - before.num_displaced, tried_first)
     _check_deferrals(world, output, before, after, tried_first)
     if world.host.blocks_in_use() is not None:
         if world.config.shortage != "look-ahead":
             _check_need_of_victims(world, output, victims, after.num_free_blocks)
-        if not victims and not len(output.admitted):
+        if not victims and not len(output.admitted) and not output.loads:
             _check_missed_displacement(world, output, after.num_free_blocks)
     if len(output.admitted):
         num_running = sum(entry.place is Place.RUNNING for entry in world.live)
@@ -39,15 +39,18 @@ def check_admissions(
         _check_own_hits(world, output, after.num_evictions)
 
 
-def _check_displacement(world: World, output: SchedulerOutput, victims: list[Entry], num_displaced: int) -> None:
+def _check_displacement(
+    world: World, output: SchedulerOutput, victims: list[Entry], num_displaced: int, tried_first: bool
+) -> None:
     """Nobody gives way in vain: whoever displaced is admitted in that very step, and alone."""
     require(not num_displaced or world.pause is None, f"{num_displaced} displaced while admissions are paused")
     require(num_displaced <= len(victims), f"{num_displaced} displaced, but {len(victims)} lost their rows")
     if num_displaced:
         require(world.config.order == "priority" and world.config.displace is not False, "displaced without urgency")
-        admitted = list(output.admitted)
+        admitted = [*output.admitted, *(load.request for load in output.loads if load.is_async)]
         require(len(admitted) == 1, f"step {output.step_id} displaced {num_displaced} and admitted {admitted}")
-    if victims and len(output.admitted) and not world.config.admit_after_preemption:
+    begun = len(output.admitted) + (0 if tried_first else len(output.loads))
+    if victims and begun and not world.config.admit_after_preemption:
         require(num_displaced == len(victims), f"{num_displaced} count as displaced, {len(victims)} were")
 
 
@@ -62,6 +65,7 @@ def _check_missed_displacement(world: World, output: SchedulerOutput, num_free: 
     running = [entry for entry in world.live if entry.place is Place.RUNNING]
     stays = [entry for entry in running if entry.request.priority <= head.request.priority]
     held = {block for entry in stays for block in world.host.table(entry.request)}
+    held |= world.host.device.blocks() if world.host.device is not None else set()
     in_use = world.host.blocks_in_use()
     num_freed = len(in_use - held) if in_use is not None else 0
     tokens = dict(zip(output.requests, output.num_scheduled_tokens.tolist(), strict=True))
@@ -70,10 +74,14 @@ def _check_missed_displacement(world: World, output: SchedulerOutput, num_free: 
     has_budget = unclipped and budget >= _least_budget(config, head)
     has_blocks = num_free + num_freed >= _enough_blocks(world, head, stays)
     # A head that lacks only tokens of budget waits: displacement is for seats and blocks.
-    lacks_budget_alone = world.scheduler.explain(head.request.request_id).reason is Reason.BUDGET
     if lacks_slot(config, head, stays) or may_lack_place(config) or config.encoder_budget:
         return
     has_seat = len(stays) < min(len(running), world.num_seats) and len(running) <= world.num_seats
+    lacks_budget_alone = world.scheduler.explain(head.request.request_id).reason in (
+        Reason.BUDGET,
+        Reason.KV_CONNECTOR,
+        Reason.KV_ROOM,
+    )
     missed = has_seat and has_budget and has_blocks and not lacks_budget_alone
     require(not missed, f"{head.request} waits, though it had room without the less urgent of {running}")
 
@@ -179,7 +187,7 @@ def _expected_output(world: World, entry: Entry) -> int:
 
 def _check_need_of_victims(world: World, output: SchedulerOutput, victims: list[Entry], num_free: int) -> None:
     """Whoever alone gave way could not have stayed: his blocks were used, or there was none for his own next tokens."""
-    if len(victims) != 1 or len(output.admitted):
+    if len(victims) != 1 or len(output.admitted) or output.loads:
         return
     (entry,) = victims
     tables = world.host.in_flight[-1].tables
@@ -196,7 +204,7 @@ def _check_reserves(world: World, output: SchedulerOutput, num_free: int) -> Non
     reserved = 0
     running = [entry for entry in world.live if entry.place is Place.RUNNING]
     last = world.entries[output.admitted[-1]]
-    if len(running) > 1:  # neither applies to a request that is alone
+    if len(running) > 1 and not output.loads:  # neither applies to a request that is alone
         reserved += _watermark(config) + _expected_output(world, last)
     if config.full_sequence_must_fit:
         reserved += sum(_num_owed(world, entry) for entry in (running if config.count_owed_blocks else [last]))
@@ -212,6 +220,8 @@ def _num_owed(world: World, entry: Entry) -> int:
 
 def _check_hits(world: World, output: SchedulerOutput) -> None:
     """Prompt blocks that a continuing row has computed before must be found by a request with the same prefix."""
+    if not world.config.enable_prefix_caching:
+        return
     size = world.config.block_size
     holders = [
         (world.host.sequences[request], min(int(output.num_computed_tokens[index]), request.num_prompt_tokens))
@@ -219,7 +229,10 @@ def _check_hits(world: World, output: SchedulerOutput) -> None:
         # After an error of some row, prefixes may be withdrawn from those that ran beside it.
         if world.entries[request].admitted_step > world.last_row_error_step
     ]
+    resumed = world.host.device.resumed if world.host.device is not None else set()
     for index, request in enumerate(output.admitted):
+        if request in resumed:  # looked up when its load began
+            continue
         sequence = world.host.sequences[request]
         most = (world.entries[request].num_tokens - 1) // size
         at_least = max((min(most, _num_common_blocks(sequence, *holder, size)) for holder in holders), default=0)

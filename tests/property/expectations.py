@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pointsman.core import Adapter, PauseMode, Reason, Request, SchedulerConfig, SchedulerOutput, StepResult
+from pointsman.core import Adapter, Holder, PauseMode, Reason, Request, SchedulerConfig, SchedulerOutput, StepResult
 
 from .ledger import Entry, Place
 from .partials import LACKS_EMBEDDINGS, PASSING
@@ -37,6 +37,8 @@ class Expectations:
     held: list[Adapter]  # adapters that run, the one that came first in front
     batch_forms: bool  # static: only the budget kept the last step from admitting more
     pause: PauseMode | None
+    num_held: int  # blocks held outside the batch
+    passed: list[Entry] = field(default_factory=list)  # who may stay behind, once that is known
 
     @classmethod
     def of(cls, world: World) -> Expectations:
@@ -60,6 +62,7 @@ class Expectations:
             held=list(world.slots.order),
             batch_forms=world.batch_forms,
             pause=world.pause,
+            num_held=_num_held(world),
         )
 
     def check(self, output: SchedulerOutput) -> None:
@@ -181,11 +184,21 @@ class Expectations:
                 held = self.tables[request] + len(output.blocks(index))
                 require(held <= enough, f"{name} has {held} blocks with drafts, in a step that preempted")
 
+    def contenders(self, output: SchedulerOutput) -> list[Entry]:
+        """Who may be admitted, in the order in which they are asked: where the configuration wants it, also those that
+        lost their row in this very step."""
+        losses = self._losses(output) if self.config.admit_after_preemption else {}
+        order = str(self.config.order)
+        return sorted([*self.queue, *losses], key=lambda entry: entry.queue_key(order, losses.get(entry, 0)))
+
     def _check_admitted(self, output: SchedulerOutput) -> None:
         admitted = [self.entries[request] for request in output.admitted]
-        losses = self._losses(output) if self.config.admit_after_preemption else {}
-        ready = [entry for entry in [*self.queue, *losses] if entry.request not in self.pending]
-        ready.sort(key=lambda entry: entry.queue_key(str(self.config.order), losses.get(entry, 0)))
+        contenders = self.contenders(output)
+        loading = {load.request for load in output.loads if load.is_async}
+        early = [request for request in loading if self.entries[request] not in contenders]
+        require(not early, f"{early} are to be loaded, but they do not wait")
+        absent = self.pending | loading
+        ready = [entry for entry in contenders if entry.request not in absent]
         for index, entry in enumerate(admitted):
             name = entry.request.request_id
             require(entry in ready, f"{name} is admitted, but it was {entry.place}, or its samples are in flight")
@@ -195,9 +208,10 @@ class Expectations:
             require(start == cached, f"{name} starts at {start} with {cached} cached tokens")
             require(cached < entry.num_tokens, f"{name}: all of its {cached} tokens are cached, so there is no logit")
             require(cached % self.config.block_size == 0, f"{name}: {cached} cached tokens are not whole blocks")
+            local = cached - int(output.num_external_tokens[index])
             if not (self.config.enable_prefix_caching and entry.request.use_prefix_cache):
-                require(cached == 0, f"{name} does not use the prefix cache, but {cached} tokens are cached")
-            ran_before = entry.ran_before or entry in losses
+                require(local == 0, f"{name} does not use the prefix cache, but {cached} tokens are cached")
+            ran_before = entry.ran_before or entry in self.running
             require(bool(output.is_resumed[index]) == ran_before, f"{name}: is_resumed is wrong")
             if not self.config.enable_chunked_prefill and not ran_before:
                 end = start + scheduled
@@ -215,12 +229,12 @@ class Expectations:
 
     def _check_order(self, output: SchedulerOutput, admitted: list[Entry], ready: list[Entry]) -> None:
         """Promise 5: who is admitted is who waits longest in the most urgent class, without gaps, except for those that
-        lack an adapter slot or embeddings."""
+        lack an adapter slot, embeddings, an answer from the connector or room for a load."""
         stays = [entry for entry in self.running if entry.request not in output.preempted]
         adapters = {entry.request.adapter for entry in stays}
         held = [adapter for adapter in self.held if adapter in adapters]
         surely = {entry for entry in ready if lacks_no_embeddings(self.config, entry, output, stays)}
-        check_passing(self.config, held, ready, admitted, surely)
+        check_passing(self.config, held, ready, admitted, surely, self.passed)
 
     def _check_preempted(self, output: SchedulerOutput) -> None:
         """Who lost a row; a step that preempted admits nobody, unless more urgent ones took their room."""
@@ -247,13 +261,23 @@ class Expectations:
 
     def _check_progress(self, output: SchedulerOutput) -> None:
         """Promise 4: with nothing in flight and something to run, a step runs something."""
-        queue = self.queue if self.pause is None else []
+        absent = {load.request for load in output.loads if load.is_async} | {entry.request for entry in self.passed}
+        queue = [entry for entry in self.queue if entry.request not in absent] if self.pause is None else []
         running = self.running if self.pause is not PauseMode.ALL else []
         if self.idle and (queue or running):
             # In order, a row that asks and must itself give way keeps those behind it from running.
             gave_way = self.config.shortage != "replan" and bool(self._losses(output))
             did_run = output.total_num_scheduled_tokens > 0 or gave_way
             require(did_run, f"step {output.step_id} is empty, with {queue} waiting and {running} running")
+
+
+def _num_held(world: World) -> int:
+    """And the device begins to note what it is asked."""
+    device = world.host.device
+    if device is None:
+        return 0
+    device.open_step()
+    return device.num_held
 
 
 def why_refused(request: Request, config: SchedulerConfig) -> str | None:
@@ -288,6 +312,9 @@ def check_explanations(world: World) -> None:
         if entry.place is Place.RUNNING:
             right = Reason.PAUSED if world.pause is PauseMode.ALL else None
             require(told.reason is right, f"{name} runs, and is explained as waiting for {told.reason}")
+        elif entry.load is not None:
+            right = (Reason.KV_LOAD, entry.load.transfer_id)
+            require((told.reason, told.transfer) == right, f"{name} is explained by {told}, it waits for {right}")
         elif entry.place is Place.PARKED or world.pause is not None:
             right = Reason.PARKED if entry.place is Place.PARKED else Reason.PAUSED
             require(told.reason is right, f"{name} waits for {told.reason}, expected {right}")
@@ -296,12 +323,16 @@ def check_explanations(world: World) -> None:
             own = told.reason is Reason.ADAPTER_SLOTS and entry.request.adapter is not None
             own |= told.reason is Reason.PARTIAL_PREFILLS
             own |= told.reason in LACKS_EMBEDDINGS and len(entry.request.encoder_inputs) > 0
+            own |= told.reason in (Reason.KV_CONNECTOR, Reason.KV_ROOM) and entry.request.use_prefix_cache
             sound = told.reason is Reason.BEHIND or own or reasons <= PASSING
             require(sound, f"{name} waits for {told.reason}, those before it for {reasons}")
         else:
             wrong = (Reason.PARKED, Reason.PAUSED)
             require(told.reason not in wrong, f"{name} is ready, and is explained as {told.reason}")
         for holder in told.holders:
+            if holder.transfer is not None:
+                _check_held_for_transfer(world, name, holder)
+                continue
             is_live = world.scheduler.get_request(holder.request_id) is not None
             require(is_live, f"{name} is explained as waiting for {holder.request_id}, which is not live")
             if told.resource == "KV blocks":
@@ -312,6 +343,17 @@ def check_explanations(world: World) -> None:
         require(amounts == sorted(amounts, reverse=True) or told.adapter_slots != {}, f"{told.holders} are not sorted")
         require(told.blocker == (told.holders[0].request_id if told.holders else None), "the blocker is no holder")
         require(name in told.sentence, f"{name} is explained as {told.sentence!r}")
+
+
+def _check_held_for_transfer(world: World, name: str, holder: Holder) -> None:
+    """A request is said to wait for blocks that are held without a row: by one that waits, or for a transfer."""
+    device, number = world.host.device, holder.transfer
+    require(device is not None, f"{name} is explained as waiting for {holder}")
+    assert device is not None
+    waits = {e.request: e.held_for for e in world.live if e.request in device.holders}
+    held = [blocks for r, blocks in device.holders.items() if waits[r] == number and r.request_id != name]
+    held += [t.blocks for t in device.transfers.values() if t.request is None and t.transfer_id == number]
+    require([len(blocks) for blocks in held] == [holder.amount], f"{holder} is said to hold blocks, it is {held}")
 
 
 def malformed_results(step: ExecutedStep) -> list[StepResult]:

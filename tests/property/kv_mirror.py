@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pointsman.core import Scheduler
-from pointsman.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, block_hash, root_hash
+from pointsman.core.content_keys import block_key, root_key
+from pointsman.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from pointsman.core.prefix_cache import TOKEN_BYTES
 
 from .shadow import require
@@ -48,8 +49,8 @@ class KVMirror:
         names = set()
         for block in prefix.blocks() if prefix is not None and self._scheduler.config.enable_kv_cache_events else ():
             root, token_bytes = prefix.content(block)
-            name = root_hash(root)
+            name = root_key(root)
             for start in range(0, len(token_bytes), size * TOKEN_BYTES):
-                name = block_hash(name, token_bytes[start : start + size * TOKEN_BYTES])
+                name = block_key(name, token_bytes[start : start + size * TOKEN_BYTES])
             names.add(name)
         return names

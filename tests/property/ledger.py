@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pointsman.core import Request, RequestStatus, SchedulerStats
 
 from .shadow import Reference, require
+from .transfers import Transfer
 
 
 class Place(enum.Enum):
@@ -54,6 +55,9 @@ class Entry:
     parked_for: str = ""
     awaits_input: bool = False  # its present part is complete, and there is no other
     stale_until: int = -1  # steps up to this one are of a part that is complete: what they sample is of no use
+    load: Transfer | None = None  # what it waits for
+    load_since: float = 0.0
+    held_for: int | None = None  # the load whose blocks it holds, or held last
     num_lost: int = 0  # tokens that were computed when it last lost its row
     events: list[tuple[str, float, str]] = field(default_factory=list)  # what happened, when, and a detail
     num_admitted: int = 0  # tokens that it had at its last admission
@@ -127,6 +131,9 @@ class Tally:
     resumed_prefix_queries: int = 0
     resumed_prefix_hits: int = 0
     num_recomputed_tokens: int = 0
+    num_loads: int = 0
+    num_failed_loads: int = 0
+    num_loaded_tokens: int = 0
     finished: Counter[str] = field(default_factory=Counter)
 
     def admit(self, *, resumed: bool, queried: int, hit: int, recomputed: int) -> None:

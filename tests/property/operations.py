@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, TextIO
 
 from pointsman.core import FinishReason, ParkReason, PauseMode, Request
 
+from . import transfer_operations as transfers
 from .ledger import Entry
-from .workload import MAX_LIVE, Chooser, SeededChooser, make_config, make_request_spec
+from .workload import MAX_LIVE, Chooser, SeededChooser, make_config, make_connector_seed, make_request_spec
 from .world import World
 
 EXECUTED: Counter[str] = Counter()
@@ -107,6 +108,11 @@ def _gone(world: World, choose: Chooser) -> str:
     return choose.choice(["nobody", *ended[-6:]])
 
 
+def _end_transfer(world: World, choose: Chooser) -> None:
+    num_missing = choose.integer(1, 4) if choose.chance(35) else 0
+    transfers.end(world, choose.integer(0, 5), num_missing=num_missing, by_blocks=choose.chance(50))
+
+
 OPERATIONS: tuple[Operation, ...] = (
     Operation("step", 44, _step),
     Operation("update", 14, _update),
@@ -126,6 +132,9 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("resume", 8, lambda world, choose: world.set_pause(None)),
     Operation("stalled", 4, lambda world, choose: world.look_for_stalls(choose.choice((0.25, 1.0, 4.0)))),
     Operation("extend", 5, _extend),
+    Operation("write_blocks", 4, lambda w, c: transfers.write(w, c.integer(0, 5), c.integer(1, 3))),
+    Operation("end_transfer", 7, _end_transfer),
+    Operation("misuse_transfer", 1, lambda world, choose: transfers.misuse(world, choose.integer(0, 5))),
     Operation("misuse", 1, _on_request(lambda world, entry, choose: world.misuse(entry))),
     Operation("add_duplicate", 2, _duplicate),
     Operation("abort_unknown", 1, lambda world, choose: world.abort_unknown(_gone(world, choose))),
@@ -141,6 +150,13 @@ def run_operation(operation: Operation, world: World, choose: Chooser) -> None:
     operation.run(world, choose)
 
 
+def make_world(choose: Chooser, overrides: dict[str, Any], **options: Any) -> World:
+    """A random configuration (with `overrides`), maybe with a connector."""
+    knobs = dict(overrides)
+    connector_seed = make_connector_seed(choose, knobs)
+    return World(make_config(choose, **knobs), connector_seed=connector_seed, **options)
+
+
 def drive(
     seed: int, num_operations: int, *, recording: TextIO | None = None, shadow_only: bool = False, **overrides: Any
 ) -> World:
@@ -150,7 +166,7 @@ def drive(
         AssertionError: a promise is broken (`ShadowFault` and `InvariantError` are kinds of it).
     """
     choose = SeededChooser(seed)
-    world = World(make_config(choose, **overrides), recording=recording, shadow_only=shadow_only)
+    world = make_world(choose, overrides, recording=recording, shadow_only=shadow_only)
     wheel = [operation for operation in OPERATIONS for _ in range(operation.weight)]
     for _ in range(num_operations):
         run_operation(choose.choice(wheel), world, choose)

@@ -13,7 +13,13 @@ if TYPE_CHECKING:
     from .world import World
 
 LACKS_EMBEDDINGS = (Reason.ENCODER_BUDGET, Reason.ENCODER_CACHE)
-PASSING = {Reason.ADAPTER_SLOTS, Reason.PARTIAL_PREFILLS, *LACKS_EMBEDDINGS}
+PASSING = {
+    Reason.ADAPTER_SLOTS,
+    Reason.PARTIAL_PREFILLS,
+    Reason.KV_CONNECTOR,
+    Reason.KV_ROOM,
+    *LACKS_EMBEDDINGS,
+}
 """Reasons for which one is passed over."""
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import chain, takewhile
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,6 +27,9 @@ from pointsman.core import EncoderEntry, Request, RequestStatus, Scheduler, Sche
 
 from .embeddings import ShadowEncoder, placeholder_marks
 from .faults import ShadowFault, require
+
+if TYPE_CHECKING:
+    from .transfers import Device
 
 VOCABULARY = 6
 EOS = 5
@@ -176,9 +180,8 @@ class ExecutedStep:
 class ShadowHost:
     """Executes outputs over a shadow KV cache and keeps block tables from the deltas in the outputs alone."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
-        self.config: SchedulerConfig = scheduler.config
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
         self.contents = ContentIds()
         self.slots = [UNWRITTEN] * (self.config.num_blocks * self.config.block_size)
         self.last_writes = [-1] * len(self.slots)  # the step that wrote each slot last
@@ -186,6 +189,8 @@ class ShadowHost:
         self.in_flight: list[ExecutedStep] = []
         self.encoder = ShadowEncoder(self.config)
         self.epoch = 0
+        self.device: Device | None = None
+        self.scheduler: Scheduler  # set by whoever makes it, with the device as its connector
 
     # -------------------------------------------------------------- requests come and go
 
@@ -196,6 +201,8 @@ class ShadowHost:
     def forget(self, request: Request) -> None:
         """The request has ended."""
         del self.sequences[request]
+        if self.device is not None:
+            self.device.let_go(request)
 
     def complete_part(self, request: Request) -> None:
         """What is in flight of the request is of no use."""
@@ -220,7 +227,8 @@ class ShadowHost:
         """Every block that some row's table names; None while some table is out of date."""
         if any(sequence.is_stale for sequence in self.sequences.values() if sequence.table is not None):
             return None
-        return {block for sequence in self.sequences.values() for block in sequence.table or ()}
+        without_row = self.device.blocks() if self.device is not None else set()
+        return without_row | {block for sequence in self.sequences.values() for block in sequence.table or ()}
 
     def num_pending(self, request: Request) -> int:
         """Samples and drafts of `request` of which the scheduler has not been told what became."""
@@ -264,6 +272,8 @@ class ShadowHost:
         for request in output.preempted:
             if request in self.sequences:
                 self.sequences[request].table = None
+        if self.device is not None:
+            step.written = self.device.begin(output)
         for index in range(output.num_rows):
             self._take_table(output, index)
         self._check_common_prefix(output)
@@ -279,6 +289,7 @@ class ShadowHost:
     def spoil(self, request: Request, step: ExecutedStep) -> None:
         """A row failed on its own: what it wrote in `step` is garbage, as far as nobody holds or has rewritten it."""
         held = {b for other, s in self.sequences.items() if other is not request for b in s.table or ()}
+        held |= self.device.blocks() if self.device is not None else set()
         for slot in step.written.get(request, ()):
             rewritten = self.last_writes[slot] != step.output.step_id
             if slot // self.config.block_size not in held and not rewritten:
@@ -364,6 +375,12 @@ class ShadowHost:
         row, serial, told = int(output.rows[index]), int(output.serials[index]), output.blocks(index).tolist()
         if index >= output.num_continued:
             require(sequence.table is None, f"{name} is admitted although it has a row")
+            if self.device is not None:
+                held = self.device.holders.get(sequence.request, [])
+                require(told[: len(held)] == held, f"{name} is admitted with {told}, it holds {held}")
+                if held:
+                    self.device.resumed.add(sequence.request)
+                self.device.let_go(sequence.request)
             for step in self.in_flight:
                 taken = row in step.output.rows.tolist()
                 require(not taken, f"{name} is admitted to row {row}, which step {step.output.step_id} in flight names")
@@ -375,6 +392,8 @@ class ShadowHost:
             same = (sequence.row, sequence.serial) == (row, serial)
             require(same, f"{name} continues as row {row} serial {serial}, not {sequence.row}, {sequence.serial}")
             sequence.table = told if output.resync else (sequence.table or []) + told
+        if self.device is not None:
+            self.device.check_free(told, name)
         table = sequence.table
         if index >= output.num_continued or output.resync:
             sequence.is_stale = False
@@ -399,15 +418,32 @@ class ShadowHost:
         if sequence.epoch == self.epoch:
             return
         sequence.epoch = self.epoch
-        request = sequence.request
-        shares = self.config.enable_prefix_caching and request.use_prefix_cache
+        sequence.contents = self.contents_for(sequence.request, sequence.tokens)
+
+    def contents_for(self, request: Request, tokens: Sequence[int]) -> list[int]:
+        """[len(tokens)] what the KV of a request is from now on."""
+        shares = self.config.enable_prefix_caching or self.device is not None
+        shares &= request.use_prefix_cache
         shared = ("salt", request.cache_salt, "adapter", request.adapter)
         content = self.contents.root((self.epoch, *shared) if shares else (self.epoch, id(request)))
-        sequence.contents = []
+        contents = []
         marks = placeholder_marks(request)
-        for position, token in enumerate(sequence.tokens):
+        for position, token in enumerate(tokens):
             content = self.contents.extend(content, token, marks.get(position))
-            sequence.contents.append(content)
+            contents.append(content)
+        return contents
+
+    def contents_of(self, blocks: Sequence[int]) -> list[int]:
+        """What the slots of some blocks hold."""
+        size = self.config.block_size
+        return [content for block in blocks for content in self.slots[block * size : (block + 1) * size]]
+
+    def write(self, blocks: Sequence[int], contents: Sequence[Sequence[int]]) -> None:
+        """A device fills blocks."""
+        size = self.config.block_size
+        for block, content in zip(blocks, contents, strict=True):
+            self.slots[block * size : (block + 1) * size] = content
+            self.last_writes[block * size : (block + 1) * size] = [-1] * size
 
     def _run(self, step: ExecutedStep) -> None:
         output = step.output
@@ -431,7 +467,8 @@ class ShadowHost:
                 self._read(sequence, start)
         for sequence, start, end, drafts in spans:
             computed = range(start, end + len(drafts))
-            slots = step.written[sequence.request] = [self._slot(sequence, position) for position in computed]
+            slots = [self._slot(sequence, position) for position in computed]
+            step.written.setdefault(sequence.request, []).extend(slots)
             contents = sequence.contents[start:end]
             for draft in drafts:
                 contents.append(self.contents.extend(contents[-1], draft))

@@ -29,12 +29,17 @@ class HeldSlots:
 
 
 def check_passing(
-    config: SchedulerConfig, held: list[Adapter], queue: list[Entry], admitted: list[Entry], surely: set[Entry]
+    config: SchedulerConfig,
+    held: list[Adapter],
+    queue: list[Entry],
+    admitted: list[Entry],
+    surely: set[Entry],
+    unloaded: list[Entry],
 ) -> None:
     """Who is admitted is who comes first in the queue, without those that must be passed over, and nobody else is.
 
     `held` are the adapters that run when the queue is asked, the one that came first in front; `surely` are those that
-    did not lack embeddings. Counts in the ledger who was overtaken.
+    did not lack embeddings; `unloaded` wait for their connector, or for room. Counts in the ledger who was overtaken.
     """
     held, claims = list(held), set[Adapter]()
     expected = list(admitted)
@@ -42,6 +47,9 @@ def check_passing(
     for entry in queue:
         if not expected:
             break
+        if entry in unloaded:
+            passed.append(entry)
+            continue
         adapter = entry.request.adapter
         name = entry.request.request_id
         has_slot = _has_slot(config, entry, held, len(claims))

@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 import pointsman.core.causes as causes_module
+import pointsman.core.content_keys as content_keys_module
 import pointsman.core.encoder_cache as encoder_cache_module
+import pointsman.core.kv_cache as kv_cache_module
 import pointsman.core.reserve as reserve_module
-from pointsman.core import FinishReason, Holder, InvariantError, Request, Scheduler
+from pointsman.core import ConfigError, FinishReason, InvariantError, Request, Scheduler
 from pointsman.core.adapters import Adapter, AdapterSlots
 from pointsman.core.admission import Admission
 from pointsman.core.batch import VERIFYING, Batch
@@ -33,6 +35,7 @@ from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.kv_events import BlockStored, KVEvents
 from pointsman.core.lifecycle import Lifecycle
 from pointsman.core.limits import FairLongPrefillThreshold, OneSampleInFlight
+from pointsman.core.loading import Loading
 from pointsman.core.partial_prefills import PartialPrefills
 from pointsman.core.parts import Parts
 from pointsman.core.prefix_cache import PrefixCache, Root
@@ -42,9 +45,11 @@ from pointsman.core.request_events import RequestLog
 from pointsman.core.reserve import DecodeReserve, Watermark
 from pointsman.core.rewind import rewind as real_rewind
 from pointsman.core.running import Running
+from pointsman.core.transfers import External, Transfers
 from pointsman.core.update import Update, stop_condition
 from pointsman.core.watchdog import Watchdog
 
+from . import transfers as device_module
 from .operations import drive
 from .shadow import ShadowFault
 
@@ -58,6 +63,9 @@ ADAPTERS = {**CACHING, "max_loras": 2}
 CROWDED = {"max_loras": 1, "max_overtakes": 1, "max_num_seqs": 5, "max_num_batched_tokens": 15, "batching": "mixed"}
 ROOMY = {**SLOW_PREFILL, "num_blocks": 14, "max_model_len": 48, "max_num_seqs": 5, "max_num_batched_tokens": 8}
 ROOMY |= {"batching": "mixed", "max_loras": 0, "full_sequence_must_fit": False}
+TRANSFERS = {"connector": True, "enable_prefix_caching": True, "max_model_len": 8, "num_blocks": 14}
+WIDE = {**CACHING, "max_num_seqs": 5, "max_num_batched_tokens": 19, "num_blocks": 14, "batching": "mixed"}
+WIDE |= {"num_draft_tokens": 0}
 SPECULATION = {"num_draft_tokens": 5, "draft_table": (), "max_num_seqs": 4, "max_model_len": 48}
 HALF_DONE = {**SLOW_PREFILL, "max_num_partial_prefills": 1, "max_num_seqs": 5, "max_num_batched_tokens": 15}
 WITHOUT_CACHE = {"enable_prefix_caching": False, "share_within_step": True}
@@ -167,7 +175,12 @@ def end_is_not_reported(patch: Patch) -> None:
 
 
 def end_is_not_repeated(patch: Patch) -> None:
-    around(patch, Lifecycle, "repeat_reports", lambda original, life, preempted, _: original(life, preempted, []))
+    def repeat_reports(original: Any, life: Lifecycle, void: list[Any]) -> None:
+        finished = life.finished
+        original(life, void)
+        life.finished = finished
+
+    around(patch, Lifecycle, "repeat_reports", repeat_reports)
 
 
 def watch_misses_what_was_in_flight(patch: Patch) -> None:
@@ -266,8 +279,8 @@ def duplicates_are_told(patch: Patch) -> None:
     def add(original: Any, cache: PrefixCache, span: Any, blocks: Any) -> None:
         original(cache, span, blocks)
         if isinstance(cache.listener, KVEvents):
-            root, hashes = cache.listener._hashes[span.run.run_id]
-            cache.listener._events.append(BlockStored(hashes[span.first : span.first + 1], None, [], root))
+            hashes = cache.listener._hashes[span.run.run_id]
+            cache.listener._events.append(BlockStored(hashes[span.first : span.first + 1], None, [], Root()))
 
     around(patch, PrefixCache, "_add_duplicates", add)
 
@@ -306,7 +319,7 @@ def stall_begins_anew_at_every_look(patch: Patch) -> None:
 
 
 def holder_is_not_the_one_that_holds_most(patch: Patch) -> None:
-    patch.setattr(causes_module, "_most", lambda amounts: [Holder(name, n) for name, n in amounts])
+    patch.setattr(causes_module, "_most", list)
 
 
 def prefix_is_not_found(patch: Patch) -> None:
@@ -634,6 +647,89 @@ def encoder_cache_is_too_large(patch: Patch) -> None:
     around(patch, EncoderCache, "__init__", init)
 
 
+# ------------------------------------------------------------- KV transfers
+
+
+def bound_of_holders_is_ignored(patch: Patch) -> None:
+    patch.setattr(
+        Transfers, "_fit", lambda transfers, local, external: External(external * transfers._kv.block_size, True)
+    )
+
+
+def holder_does_not_hand_over(patch: Patch) -> None:
+    def admit(original: Any, loading: Loading, request: Any, *args: Any) -> None:
+        holding = request.holding
+        original(loading, request, *args)
+        if holding is not None:
+            request.holding = holding
+
+    around(patch, Loading, "admit", admit)
+
+
+def transfer_ends_twice(patch: Patch) -> None:
+    def end(original: Any, transfers: Transfers, holding: Any) -> None:
+        original(transfers, holding)
+        transfers._open[holding.transfer_id] = holding
+
+    around(patch, Transfers, "end", end)
+
+
+def partial_load_counts_as_whole(patch: Patch) -> None:
+    def shorten(original: Any, transfers: Transfers, holding: Any, num_blocks: int) -> None:
+        original(transfers, holding, len(holding.blocks) if num_blocks else 0)
+
+    around(patch, Transfers, "shorten", shorten)
+
+
+def abandoned_blocks_are_free_at_once(patch: Patch) -> None:
+    """The device may still write them."""
+
+    def let_go(original: Any, transfers: Transfers, request: Any) -> None:
+        holding = request.holding
+        original(transfers, request)
+        if holding.is_open:
+            transfers._kv.take_back(holding.blocks)
+            transfers.num_blocks -= len(holding.blocks)
+            holding.blocks = holding.blocks[:0]
+
+    around(patch, Transfers, "let_go", let_go)
+
+
+def load_is_published_when_it_starts(patch: Patch) -> None:
+    def start(original: Any, loading: Loading, request: Any, *args: Any) -> None:
+        original(loading, request, *args)
+        loading._kv.publish_loaded(request, request.holding.blocks)
+
+    around(patch, Loading, "start", start)
+
+
+def sent_blocks_are_not_held(patch: Patch) -> None:
+    def hold(original: Any, transfers: Transfers, request: Any, blocks: Any, num_tokens: int) -> None:
+        before = transfers.num_open
+        original(transfers, request, blocks, num_tokens)
+        if transfers.num_open > before:
+            transfers._kv.pool.num_references[blocks] -= 1
+
+    around(patch, Transfers, "hold_if_sending", hold)
+
+
+def void_load_stands(patch: Patch) -> None:
+    patch.setattr(Loading, "roll_back", lambda loading, record: None)
+
+
+def keys_forget_the_salt(patch: Patch) -> None:
+    patch.setattr(content_keys_module, "root_key", lambda root: b"root")
+
+
+def keys_forget_the_parent(patch: Patch) -> None:
+    def block_keys(request: Any, block_size: int) -> list[bytes]:
+        tokens, size = request.known_bytes(), 4 * block_size
+        return [tokens[start : start + size] for start in range(0, len(tokens) - size + 1, size)]
+
+    for module in (kv_cache_module, device_module):
+        patch.setattr(module, "block_keys", block_keys)
+
+
 Fault = tuple[Callable[[Patch], None], dict[str, Any]]  # how to plant it, and knobs under which it shows soon
 
 BOOKKEEPING: tuple[Fault, ...] = (
@@ -695,6 +791,10 @@ BOOKKEEPING: tuple[Fault, ...] = (
     (pause_does_not_hold_the_door, {}),
     (pause_lets_the_urgent_displace, {"order": "priority", "displace": True, "batching": "mixed"}),
     (reset_preempts_one_too_few, {}),
+    (bound_of_holders_is_ignored, TRANSFERS),
+    (holder_does_not_hand_over, TRANSFERS),
+    (transfer_ends_twice, TRANSFERS),
+    (void_load_stands, {**TRANSFERS, "max_steps_in_flight": 3}),
 )
 WRONG_CONTENT: tuple[Fault, ...] = (
     (salt_is_ignored, CACHING),
@@ -715,8 +815,14 @@ WRONG_CONTENT: tuple[Fault, ...] = (
     (epoch_is_ignored, ROOMY),
     (reset_does_nothing, CACHING),
     (reset_keeps_what_is_preempted, CACHING),
-    (sharing_within_a_step_is_not_asked, {**CACHING, "share_within_step": False}),
+    (sharing_within_a_step_is_not_asked, {**WIDE, "share_within_step": False}),
     (published_too_far, SLOW_PREFILL),
+    (partial_load_counts_as_whole, {**TRANSFERS, "kv_load_failure_policy": "recompute"}),
+    (abandoned_blocks_are_free_at_once, TRANSFERS),
+    (load_is_published_when_it_starts, TRANSFERS),
+    (sent_blocks_are_not_held, TRANSFERS),
+    (keys_forget_the_salt, TRANSFERS),
+    (keys_forget_the_parent, TRANSFERS),
 )
 
 
@@ -724,9 +830,11 @@ def first_catch(overrides: dict[str, Any], kind: type[AssertionError]) -> Assert
     """What the first check that notices something says. Crashes, and asserts of the core, do not count as caught."""
     for seed in range(MAX_SEEDS):
         try:
-            drive(seed, RULES_PER_SEED, shadow_only=kind is ShadowFault, **overrides)
+            drive(seed, RULES_PER_SEED, shadow_only=kind is ShadowFault, **{"connector": False, **overrides})
         except kind as error:
             return error
+        except ConfigError:
+            raise
         except Exception:
             continue
     raise LookupError(f"no check noticed anything in {MAX_SEEDS} runs of {RULES_PER_SEED} rules")
@@ -750,7 +858,19 @@ def test_wrong_content_is_caught_by_the_shadow_alone(
 ) -> None:
     plant(monkeypatch)
     error = str(first_catch(overrides, ShadowFault))
-    assert any(words in error for words in ("reads position", "names a block", "embeddings", "and it is there")), error
+    signs = (
+        "reads position",
+        "names a block",
+        "embeddings",
+        "and it is there",
+        "is handed",
+        "are held",
+        "sent",
+        "is saved",
+        "its blocks hold",
+        "offered",
+    )
+    assert any(sign in error for sign in signs), error
 
 
 def test_without_a_fault_nothing_is_caught() -> None:

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from .operations import EXECUTED, OPERATIONS, Operation, drive, run_operation
-from .workload import DrawChooser, make_config
+from .operations import EXECUTED, OPERATIONS, Operation, drive, make_world, run_operation
+from .workload import DrawChooser
 from .world import World
 
 SOAK = os.environ.get("POINTSMAN_SOAK") == "1"
@@ -42,11 +42,15 @@ FOCUS: dict[str, dict[str, Any]] = {
         "max_model_len": 48,
     },
     "images": {**CACHING, "encoder_budget": 5, "encoder_cache_size": 6},
+    "transfers": {"connector": True, "enable_prefix_caching": True},
+    "transfers in flight": {"connector": True, "max_steps_in_flight": 3},
+    "transfers of images": {**CACHING, "connector": True, "encoder_budget": 5, "encoder_cache_size": 6},
     "no chunks": {"enable_chunked_prefill": False, "long_prefill_token_threshold": 0, "order": "priority"},
 }
 """Knobs that are fixed in some of the seeded runs, where what they reach is rare otherwise."""
 
 NEEDS_REQUESTS = {"abort", "finish", "park", "ready", "set_priority", "misuse"}
+NEEDS_TRANSFERS = {"write_blocks", "end_transfer"}
 NEEDS_STEPS = {"update", "fail", "update_malformed", "update_out_of_order"}
 
 
@@ -58,6 +62,8 @@ def _useful(operation: Operation) -> Callable[[SchedulerMachine], bool]:
             return bool(machine.world.live)
         if operation.name in NEEDS_STEPS:
             return bool(machine.world.host.in_flight)
+        if operation.name in NEEDS_TRANSFERS:
+            return machine.world.host.device is not None and bool(machine.world.host.device.transfers)
         return True
 
     return check
@@ -78,7 +84,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(data=st.data())
     def configure(self, data: st.DataObject) -> None:
-        self.world = World(make_config(DrawChooser(data.draw)))
+        self.world = make_world(DrawChooser(data.draw), {})
 
     def teardown(self) -> None:
         if hasattr(self, "world"):
@@ -144,7 +150,14 @@ def test_runs_meet_every_limit() -> None:
 
 def test_runs_with_images_meet_their_limits() -> None:
     """As above: both bounds hold somebody back, entries are shared, and make room for others."""
-    crowded = {**FOCUS["images"], "max_num_seqs": 5, "max_num_batched_tokens": 20, "num_blocks": 30, "block_size": 2}
+    crowded = {
+        **FOCUS["images"],
+        "connector": False,
+        "max_num_seqs": 5,
+        "max_num_batched_tokens": 20,
+        "num_blocks": 30,
+        "block_size": 2,
+    }
     worlds = [drive(seed, RULES_PER_SEED, **crowded) for seed in range(2_000_000, 2_000_080)]
     stats = [world.scheduler.stats() for world in worlds]
     waits = Counter({name: sum(stat.deferrals[name] for stat in stats) for name in ("encoder_budget", "encoder_cache")})

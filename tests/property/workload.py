@@ -127,6 +127,8 @@ def _with_effect(values: dict[str, Any], overrides: dict[str, Any], choose: Choo
         values["max_num_active_seqs"] = overrides.get("max_num_active_seqs")
     if values["long_prefill_token_threshold"] >= values["max_num_batched_tokens"]:
         values["long_prefill_token_threshold"] = 0
+    if not values["num_draft_tokens"]:
+        values["draft_table"] = overrides.get("draft_table", ())
     values["count_common_prefix"] &= values["enable_prefix_caching"]
     values["enable_kv_cache_events"] &= values["enable_prefix_caching"]
     if values.get("encoder_budget") and (values["batching"] == "prefill-first" or values["enable_kv_cache_events"]):
@@ -168,6 +170,21 @@ def _with_effect(values: dict[str, Any], overrides: dict[str, Any], choose: Choo
     return values
 
 
+def make_connector_seed(choose: Chooser, overrides: dict[str, Any]) -> int | None:
+    """The seed of a connector, or None for none: as `overrides` say under "connector", which is taken out of them.
+
+    A connector wants a pool that holds more than one request of full length, or nothing may be held outside the batch.
+    """
+    if not overrides.pop("connector", choose.chance(30)):
+        return None
+    overrides.setdefault("kv_load_failure_policy", choose.choice(("recompute", "recompute", "fail")))
+    overrides.setdefault("kv_load_timeout", choose.choice((None, None, 1.5)))
+    if not choose.chance(20):
+        overrides.setdefault("max_model_len", choose.integer(4, 16))
+        overrides.setdefault("num_blocks", choose.integer(8, 18))
+    return choose.integer(0, 1 << 20)
+
+
 # ------------------------------------------------------------------------------------- requests
 
 
@@ -199,6 +216,8 @@ class RequestSpec:
     more_input: bool = False
     reuses_id: bool = False
     """Whether it takes the id of a request whose end has been reported, if there is one."""
+    preloaded: bool = False
+    """Whether a connector, if there is one, has its prompt."""
     park: str | None = None
     """The reason for which it is parked when it is added, or None."""
 
@@ -267,6 +286,7 @@ def make_request_spec(choose: Chooser, config: SchedulerConfig) -> RequestSpec:
         runs_ahead=not choose.chance(15),
         more_input=choose.chance(12),
         reuses_id=choose.chance(15),
+        preloaded=choose.chance(40),
         park=choose.choice(("grammar", "remote_kvs", "streaming_req")) if choose.chance(8) else None,
     )
 

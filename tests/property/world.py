@@ -21,6 +21,7 @@ from pointsman.core import (
     ParkReason,
     PauseMode,
     ProposalError,
+    Reason,
     Recorder,
     Request,
     RequestRefused,
@@ -42,17 +43,31 @@ from .ledger import Entry, Kept, Place, Tally, place_of
 from .partials import check_caps
 from .shadow import ExecutedStep, Reference, ShadowHost, reference_run, require
 from .slots import HeldSlots
+from .transfer_operations import end_transfer, give_up, overdue, passed_over, roll_back, take_over
+from .transfers import Device
 from .workload import RequestSpec
 
 
 class World:
     """One scheduler and everything that happens to it."""
 
-    def __init__(self, config: SchedulerConfig, *, recording: TextIO | None = None, shadow_only: bool = False) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        connector_seed: int | None = None,
+        recording: TextIO | None = None,
+        shadow_only: bool = False,
+    ) -> None:
         self.config = config
         self.shadow_only = shadow_only  # only the host checks what it is told, for faults that it alone must see
-        self.scheduler = Scheduler(config, recorder=Recorder(recording) if recording is not None else None)
-        self.host = ShadowHost(self.scheduler)
+        self.host = ShadowHost(config)
+        if connector_seed is not None:
+            full_length = min(-(-config.max_model_len // config.block_size), config.num_usable_blocks)
+            most = config.num_usable_blocks - full_length
+            self.host.device = Device(self.host, connector_seed, max_held_blocks=most)
+        recorder = Recorder(recording) if recording is not None else None
+        self.host.scheduler = self.scheduler = Scheduler(config, recorder=recorder, connector=self.host.device)
         self.mirror = KVMirror(self.scheduler)
         self.now = 0.0
         self.calls: Counter[str] = Counter()
@@ -121,6 +136,8 @@ class World:
         self.live.append(entry)
         self.entries[request] = entry
         self.host.add(request)
+        if spec.preloaded and request.use_prefix_cache and self.host.device is not None:
+            self.host.device.preload(request)
         self.check()
         return entry
 
@@ -253,6 +270,7 @@ class World:
         """Park a waiting or running request, or change what a parked one waits for."""
         self._tick("park")
         self.scheduler.park(entry.request.request_id, reason, self.now)
+        give_up(self, entry, parks=True)
         if entry.place is Place.RUNNING:
             self.host.lose_row(entry.request)
             self.unreported_losses.append(entry.request)
@@ -268,7 +286,7 @@ class World:
         if entry.awaits_input and not entry.waits_for_input_alone:
             call()
             self._park(entry, ParkReason.STREAMING_REQ)
-        elif entry.place is Place.PARKED and not entry.awaits_input:
+        elif entry.place is Place.PARKED and not entry.awaits_input and entry.load is None:
             call()
             entry.place = Place.QUEUED
             entry.events.append(("QUEUED", self.now, ""))
@@ -368,6 +386,8 @@ class World:
             self._lose_row(entry, self.scheduler.stats().num_evictions)
             entry.events.append(("PREEMPTED", self.now, ""))
             entry.place = Place.QUEUED
+        for entry in self.live:
+            give_up(self, entry)
         self.host.epoch += 1
         self.num_withdrawals += 1
         self.check()
@@ -383,16 +403,25 @@ class World:
             require(snapshot == self._snapshot(), "a refused step changed the scheduler")
             self.check()
             return None
+        overtime = [entry for entry in self.live if entry.load is not None]
+        late = overdue(self)
         expected, before = Expectations.of(self), self.scheduler.stats()
         can_advance = self.scheduler.can_advance()
+        expected.unreported += [entry.request for entry in late]
         output = self.scheduler.schedule(self.now)
-        require(can_advance or not output.num_rows, "a step has rows, though it was said that none could advance")
+        for entry in late:
+            self._end(entry, RequestStatus.FINISHED_ERROR)
+        is_told = can_advance or bool(overtime)  # a load that takes too long is found when a step is scheduled
+        require(is_told or not output.num_rows, "a step has rows, though it was said that none could advance")
         self.host.execute(output)
+        expected.passed = passed_over(self, output, expected.contenders(output), expected.num_held)
         if not self.shadow_only:
             expected.check(output)
         victims = [entry for entry in expected.running if entry.request in output.preempted]
         self._take_over(output, before.num_evictions)
-        self.batch_forms = self.scheduler.stats().deferrals["budget"] > before.deferrals["budget"]
+        self.batch_forms = self.config.batching == "static" and any(
+            self.scheduler.explain(entry.request.request_id).reason is Reason.BUDGET for entry in self.queue()
+        )
         if not self.shadow_only:
             check_admissions(self, output, before, victims, tried_first=expected.is_decode_step(output))
         self.check()
@@ -423,6 +452,7 @@ class World:
             entry.num_computed = int(output.num_computed_tokens[index] + output.num_scheduled_tokens[index])
             self.proposed.pop(request, None)
         self.tally.num_draft_tokens += int(output.num_draft_tokens.sum())
+        take_over(self, output)
         self.unreported.clear()
         if output.resync:
             told = [self.entries[request] for request in output.requests]
@@ -435,11 +465,12 @@ class World:
     def _count_admission(self, output: SchedulerOutput, index: int) -> None:
         """Count a look-up in the prefix cache. It stays counted if the step fails: counters never fall."""
         request = output.admitted[index]
-        hit, resumed = int(output.num_cached_tokens[index]), bool(output.is_resumed[index])
+        known, resumed = int(output.num_cached_tokens[index]), bool(output.is_resumed[index])
+        hit = known - int(output.num_external_tokens[index])
         looks_up = self.config.enable_prefix_caching and request.use_prefix_cache
         entry = self.entries[request]
         queried = entry.num_tokens if looks_up else 0
-        self.tally.admit(resumed=resumed, queried=queried, hit=hit, recomputed=max(0, entry.num_lost - hit))
+        self.tally.admit(resumed=resumed, queried=queried, hit=hit, recomputed=max(0, entry.num_lost - known))
 
     def update(self, errors: Iterable[int] = (), *, explicit_counts: bool = False) -> StepUpdate | None:
         """Hand back the oldest step's samples; rows in `errors` (taken modulo the rows) failed on the host."""
@@ -617,6 +648,7 @@ class World:
         for entry in self.live:
             if entry.place is Place.RUNNING:
                 self._rewind(entry, [step.output for step in voided])
+        roll_back(self, [step.output for step in voided])
         self.resync_due = True
         self.num_withdrawals += 1
         self.untold |= {entry: entry.last_admission for entry in self.live if entry.place is Place.RUNNING}
@@ -637,10 +669,13 @@ class World:
     def drain(self) -> None:
         """Let everything finish: nothing may wait for ever, and every block must come back."""
         self.set_pause(None)
-        for entry in [entry for entry in self.live if entry.place is Place.PARKED]:
+        for entry in [entry for entry in self.live if entry.place is Place.PARKED and entry.load is None]:
             self.ready(entry)
         for entry in [entry for entry in self.live if entry.more_input]:
             self.extend(entry, [], more=False, max_tokens=0)
+        device = self.host.device
+        if device is not None:
+            device.is_calm = True
         bound = 50 + 8 * sum(entry.request.num_prompt_tokens + len(entry.reference.tokens) for entry in self.live)
         steps = 0
         while self.live:
@@ -651,10 +686,17 @@ class World:
                 self._propose_some(steps)
             self.schedule()
             steps += 1
+            for entry in self.live:
+                if entry.load is not None:
+                    end_transfer(self, entry.load)
         while self.host.in_flight:
             self.update()
         self.schedule()
         self.update()
+        for transfer in list(device.transfers.values()) if device is not None else []:
+            end_transfer(self, transfer)  # that nobody waited for: it may never have ended
+        free = self.scheduler.stats().num_free_blocks
+        require(free == self.config.num_usable_blocks, f"everything ended, and {free} blocks are free")
         require(not self.unreported, f"ends never reported: {self.unreported}")
         require(not self.scheduler.has_unfinished_requests(), "everything ended, but the scheduler says otherwise")
 
@@ -698,6 +740,10 @@ class World:
         require(self.scheduler.has_unreported_ends == bool(self.unreported), "unreported ends are miscounted")
         check_caps(self)
         self.mirror.check()
+        device = self.host.device
+        if device is not None:
+            held, most = device.num_held, device.max_held_blocks
+            require(held <= most, f"{held} blocks are held outside the batch, of {most}")
         check_explanations(self)
         self.tally.check(self.scheduler.stats(), self.live, self.host.blocks_in_use())
         if self.live:
@@ -728,10 +774,10 @@ class World:
         request = entry.request
         require(request.status is status, f"{request.request_id} ended as {request.status}, expected {status}")
         self._check_tokens(entry)
-        entry.place = Place.ENDED
         self.proposed.pop(request, None)
         entry.events.append(("FINISHED", self.now, request.finish_reason.value if request.finish_reason else ""))
         self._check_events(entry)
+        entry.place, entry.load = Place.ENDED, None
         self.live.remove(entry)
         self.host.forget(request)
         ended_by_itself = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION)

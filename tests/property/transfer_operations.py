@@ -1,0 +1,174 @@
+"""What happens to transfers between steps: the device writes, a transfer ends or takes too long, and what must be."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from pointsman.core import RequestStatus, SchedulerOutput, UnknownTransfer
+
+from .ledger import Entry, Place
+from .shadow import require
+from .transfers import Transfer
+
+if TYPE_CHECKING:
+    from .world import World
+
+
+def _pick(world: World, index: int) -> Transfer | None:
+    device = world.host.device
+    if device is None or not device.transfers:
+        return None
+    transfers = list(device.transfers.values())
+    return transfers[index % len(transfers)]
+
+
+def write(world: World, index: int, count: int) -> None:
+    """The device writes up to `count` blocks of some load."""
+    world._tick("write_blocks")
+    transfer = _pick(world, index)
+    if transfer is not None and world.host.device is not None:
+        world.host.device.write(transfer, count)
+    world.check()
+
+
+def end(world: World, index: int, *, num_missing: int, by_blocks: bool) -> None:
+    """Some transfer ends; of a load, `num_missing` blocks are not there, told by number or by name."""
+    world._tick("transfer_done")
+    transfer = _pick(world, index)
+    if transfer is not None:
+        end_transfer(world, transfer, num_missing=num_missing, by_blocks=by_blocks)
+    world.check()
+
+
+def end_transfer(world: World, transfer: Transfer, *, num_missing: int = 0, by_blocks: bool = False) -> None:
+    device, size, scheduler = world.host.device, world.config.block_size, world.scheduler
+    assert device is not None
+    number, now = transfer.transfer_id, world.now
+    if transfer.is_send:
+        require(scheduler.transfer_done(number, now) is None, "a send ended a request")
+        device.end(transfer, 0)
+        return
+    count = len(transfer.blocks)
+    num_loaded = max(0, count - num_missing)
+    device.write(transfer, num_loaded)
+    request = transfer.request
+    if num_loaded == count:
+        ended = scheduler.transfer_done(number, now)
+    elif by_blocks:
+        ended = scheduler.transfer_done(number, now, failed_blocks=transfer.blocks[num_loaded:][::-2])
+        num_loaded = min(transfer.blocks.index(block) for block in transfer.blocks[num_loaded:][::-2])
+        device.write(transfer, num_loaded)
+    else:
+        ended = scheduler.transfer_done(number, now, num_loaded_tokens=num_loaded * size + size - 1)
+    device.end(transfer, num_loaded)
+    if request is None:
+        require(ended is None, f"{ended} ended by a transfer that nobody waits for")
+        return
+    entry = world.entries[request]
+    entry.load = None
+    world.tally.num_loaded_tokens += num_loaded * size
+    world.tally.num_failed_loads += num_loaded < count
+    if num_loaded < count and world.config.kv_load_failure_policy == "fail":
+        require(ended is request, f"{request.request_id} goes on, though {num_loaded} of {count} blocks were loaded")
+        world._end(entry, RequestStatus.FINISHED_ERROR)
+    else:
+        require(ended is None, f"{ended} ended by a load of {num_loaded} of {count} blocks")
+        _return(world, entry)
+
+
+def misuse(world: World, index: int) -> None:
+    """A transfer that is not under way, or an answer that does not fit: an error, and nothing happens."""
+    world._tick("misuse_transfer")
+    before, done = world._snapshot(), world.scheduler.transfer_done
+    device = world.host.device
+    ended = [] if device is None else [n for n in range(device.num_loads) if n not in device.transfers]
+    for number in [*ended[-2:], 10**6]:
+        world._expect(UnknownTransfer, partial(done, number, world.now))
+    transfer = _pick(world, index)
+    if transfer is not None and not transfer.is_send:
+        too_many = len(transfer.blocks) * world.config.block_size + 1
+        world._expect(ValueError, partial(done, transfer.transfer_id, world.now, num_loaded_tokens=too_many))
+        strange = [next(block for block in range(10**6) if block not in transfer.blocks)]
+        world._expect(ValueError, partial(done, transfer.transfer_id, world.now, failed_blocks=strange))
+    require(before == world._snapshot(), "an end of a transfer that makes no sense changed the scheduler")
+    world.check()
+
+
+def overdue(world: World) -> list[Entry]:
+    """Requests whose loads the next step finds too long: the ledger lets go of them. Returns those that end."""
+    timeout, device = world.config.kv_load_timeout, world.host.device
+    late = [e for e in world.live if e.load is not None and timeout is not None and world.now - e.load_since >= timeout]
+    for entry in late:
+        assert device is not None
+        device.let_go(entry.request)
+        entry.load = None
+        world.tally.num_failed_loads += 1
+        if world.config.kv_load_failure_policy == "recompute":
+            _return(world, entry)
+    return [entry for entry in late if entry.place is Place.PARKED]
+
+
+def take_over(world: World, output: SchedulerOutput) -> None:
+    """Requests that an output loads for wait for it; the ones that it admits do not."""
+    for load in output.loads:
+        world.tally.num_loads += 1
+        if load.is_async:
+            entry = world.entries[load.request]
+            assert world.host.device is not None
+            entry.place = Place.PARKED
+            entry.events.append(("PARKED", world.now, "waiting_for_remote_kvs"))
+            entry.load, entry.load_since = world.host.device.transfers[load.transfer_id], world.now
+            entry.held_for = load.transfer_id
+        else:
+            world.tally.num_loaded_tokens += load.num_tokens
+
+
+def roll_back(world: World, voided: list[SchedulerOutput]) -> None:
+    """Loads that void steps started: their requests return to the queue, and give up what was loaded meanwhile."""
+    device = world.host.device
+    for load in [load for output in voided for load in output.loads if load.is_async]:
+        entry = world.entries[load.request]
+        if entry.place is not Place.ENDED and entry.held_for == load.transfer_id and device is not None:
+            give_up(world, entry)
+
+
+def give_up(world: World, entry: Entry, *, parks: bool = False) -> None:
+    """A request holds nothing without a row, and waits for no load; `parks`: but for something else."""
+    device = world.host.device
+    if device is not None and entry.request in device.holders:
+        device.let_go(entry.request)
+    if entry.load is not None:
+        entry.load = None
+        if not parks:
+            _return(world, entry)
+
+
+def _return(world: World, entry: Entry) -> None:
+    entry.place = Place.QUEUED
+    entry.events.append(("QUEUED", world.now, ""))
+
+
+def passed_over(world: World, output: SchedulerOutput, queue: list[Entry], num_held: int) -> list[Entry]:
+    """Who may stay behind while others are admitted: no answer from the connector, or no room for the load.
+
+    `num_held` blocks were held outside the batch before the step. Behind one that lacks room nobody starts a load.
+    """
+    device = world.host.device
+    if device is None:
+        return []
+    num_held += sum(len(load.local_blocks) + len(load.block_ids) for load in output.loads if load.is_async)
+    started = {load.request for load in output.loads}.union(output.requests)
+    passed: list[Entry] = []
+    is_claimed = False
+    for entry in queue:
+        offered = device.offered.get(entry.request)
+        if entry.request in started:
+            continue
+        if entry.request in device.undecided:
+            passed.append(entry)
+        elif offered is not None:
+            is_claimed |= num_held + offered > device.max_held_blocks
+            if is_claimed:
+                passed.append(entry)
+    return passed
