@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from pointsman.cli.options import NUMBERS_OR_WORDS
 from pointsman.cli.units import parse_size
 from pointsman.core import ConfigError, Scheduler, SchedulerConfig
+from pointsman.core.kv_connector import RecordedConnector
 from pointsman.core.presets import PRESETS
 from pointsman.engine.kv_events import KVEventsConfig
+from pointsman.engine.kv_knobs import KVKnobs
 from pointsman.engine.scheduler_knobs import DEFAULTS, NAMES
+
+SIZES = {"kv_cache_bytes", "kv_offload_bytes", "kv_store_bytes"}
+"""Knobs that may be given like 64MiB."""
 
 
 def engine_arguments(knobs: Mapping[str, Any], preset: str | None = None) -> dict[str, Any]:
@@ -34,10 +40,10 @@ def engine_arguments(knobs: Mapping[str, Any], preset: str | None = None) -> dic
         arguments["kv_events_config"] = kv_events_config(arguments["kv_events_config"])
     if not 0 <= arguments.get("watchdog_seconds", 0) < math.inf:
         raise ValueError(f"--watchdog-seconds is {arguments['watchdog_seconds']}; give 0 or more seconds, 0 for never")
-    if "kv_cache_bytes" in arguments:
-        arguments["kv_cache_bytes"] = size(arguments["kv_cache_bytes"])
-        if "num_blocks" in arguments:
-            raise ValueError("--num-blocks and --kv-cache-bytes both set the size of the pool; give one of them")
+    for name in SIZES & arguments.keys():
+        arguments[name] = size(arguments[name])
+    if "kv_cache_bytes" in arguments and "num_blocks" in arguments:
+        raise ValueError("--num-blocks and --kv-cache-bytes both set the size of the pool; give one of them")
     if "draft_table" in arguments:
         arguments["draft_table"] = draft_table(arguments["draft_table"])
     for name in NUMBERS_OR_WORDS & arguments.keys():
@@ -48,7 +54,10 @@ def engine_arguments(knobs: Mapping[str, Any], preset: str | None = None) -> dic
         raise ConfigError(f"no preset is called {preset!r}; choose one of {', '.join(PRESETS)}")
     defaults = {name: value for name, value in DEFAULTS.items() if name not in PRESETS[preset]}
     stand_ins = {"num_blocks": 1, "max_model_len": 1}  # which the model decides
-    Scheduler(SchedulerConfig.preset(preset, **(stand_ins | defaults | own)))
+    config = SchedulerConfig.preset(preset, **(stand_ins | defaults | own))
+    kv_knobs = KVKnobs(**{field.name: arguments[field.name] for field in fields(KVKnobs) if field.name in arguments})
+    kv_knobs.check(config)
+    Scheduler(config, connector=RecordedConnector(saves_evicted=False) if kv_knobs.is_on else None)
     return PRESETS[preset] | arguments
 
 

@@ -103,6 +103,32 @@ KNOBS: dict[str, Any] = {
     "stream_interval": Annotated[
         int | None, typer.Option(help="Tokens from one output of a request to the next [default: 1].")
     ],
+    "kv_offload_bytes": Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Host memory for KV that the pool gives up, like 4GiB [default: none]."),
+    ],
+    "kv_store": Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Directory in which KV is kept for other engines and for later."),
+    ],
+    "kv_store_role": Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="What to do with it: producer (write), consumer (read) or both [default: both]."
+        ),
+    ],
+    "kv_store_bytes": Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Most that the directory's files may take [default: no bound].")
+    ],
+    "kv_load_failure_policy": Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="If KV cannot be loaded: recompute it, or fail the request [default: recompute]."
+        ),
+    ],
+    "kv_load_timeout": Annotated[
+        float | None, typer.Option(help="Seconds after which a load from the KV store has failed [default: none].")
+    ],
     "kv_events_config": Annotated[
         str | None,
         typer.Option(

@@ -86,9 +86,9 @@ class Questions:
         return len(self._life.in_flight)
 
     @property
-    def oldest_in_flight(self) -> SchedulerOutput | None:
-        """The output that `update` takes next; None: no step is in flight."""
-        return self._life.in_flight[0].output if self._life.in_flight else None
+    def outputs_in_flight(self) -> list[SchedulerOutput]:
+        """Those that wait for their update, in the order in which `update` takes them."""
+        return [record.output for record in self._life.in_flight if record.output is not None]
 
     @property
     def has_unreported_ends(self) -> bool:

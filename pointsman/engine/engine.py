@@ -27,7 +27,9 @@ from pointsman.engine.counters import EngineCounters
 from pointsman.engine.errors import GrammarError
 from pointsman.engine.grammar_compiler import GrammarCompiler
 from pointsman.engine.grammar_process import DEFAULT_TIMEOUT, GrammarLimits
+from pointsman.engine.kv_connector import make_kv_connector
 from pointsman.engine.kv_events import KVEventsConfig, KVEventsPublisher
+from pointsman.engine.kv_knobs import KVKnobs
 from pointsman.engine.kv_pool import KVPool, choose_kv_dtype, choose_num_blocks
 from pointsman.engine.loading import load_with_attention
 from pointsman.engine.model_runner import ModelRunner
@@ -52,8 +54,8 @@ if TYPE_CHECKING:
     from pointsman.engine.model_runner import StepExecution
 
 
-GRAMMAR_PATIENCE = 0.1
-"""Seconds that a step without anything to run waits for a grammar; then it is an empty step."""
+PATIENCE = 0.1
+"""Seconds that a step without anything to run waits for a grammar or for KV; then it is an empty step."""
 
 
 class Engine:
@@ -75,6 +77,10 @@ class Engine:
         quantization: "int8" for linear layers in 8 bits: faster, and other answers (see `linear.py`).
         num_threads: of PyTorch and the kernels; None: see `threads.py`.
         grammar_timeout: seconds that compiling the grammar of a request with structured output may take.
+        kv_offload_bytes: host memory for KV that the pool gives up, see `kv_offload.py`; None: none.
+        kv_store: a directory in which KV is kept for other engines and for later, see `kv_store.py`; None: nowhere.
+        kv_store_role: "producer": what is computed is written there; "consumer": what is there is not computed; "both".
+        kv_store_bytes: most that the files there may take; None: as much as there is room for.
         kv_events_config: where to publish what enters and leaves the prefix cache, see `kv_events.py`; None: nowhere.
         stream_interval: tokens from one output of a request to the next; its first token and its end come at once.
         prompt_lookup_min, prompt_lookup_max: with `num_draft_tokens`: how many of its newest tokens a request must have
@@ -107,6 +113,10 @@ class Engine:
         num_threads: int | None = None,
         grammar_timeout: float = DEFAULT_TIMEOUT,
         stream_interval: int = 1,
+        kv_offload_bytes: int | None = None,
+        kv_store: str | Path | None = None,
+        kv_store_role: str = "both",
+        kv_store_bytes: int | None = None,
         kv_events_config: KVEventsConfig | Mapping[str, Any] | None = None,
         prompt_lookup_min: int = DEFAULT_MIN,
         prompt_lookup_max: int = DEFAULT_MAX,
@@ -146,8 +156,13 @@ class Engine:
             device=self.loaded.model.device,
         )
         self.kv_pool.log_capacity(self.max_model_len)
-        self.scheduler = Scheduler(config, recorder=recorder)
-        self.runner = ModelRunner(self.loaded, self.kv_pool, self.scheduler, seed=seed, backend=self.attention)
+        self.counters = EngineCounters()
+        kv_knobs = KVKnobs(kv_offload_bytes, kv_store, kv_store_role, kv_store_bytes)
+        self.kv_connector = make_kv_connector(kv_knobs, config, self.loaded, self.kv_pool, self.counters, clock)
+        self.scheduler = Scheduler(config, recorder=recorder, connector=self.kv_connector)
+        self.runner = ModelRunner(
+            self.loaded, self.kv_pool, self.scheduler, self.kv_connector, seed=seed, backend=self.attention
+        )
         self.proposer = (
             PromptLookup(self.scheduler, prompt_lookup_min, prompt_lookup_max) if config.num_draft_tokens else None
         )
@@ -155,7 +170,6 @@ class Engine:
         self.watchdog = make_watchdog(self.scheduler, watchdog_seconds, clock)
         self.last_output: SchedulerOutput | None = None
         """The last step's decisions, for displays."""
-        self.counters = EngineCounters()
         self.kv_events = KVEventsPublisher(events_config, config.block_size) if events_config is not None else None
         if self.kv_events is not None:
             weakref.finalize(self, self.kv_events.close)
@@ -378,6 +392,21 @@ class Engine:
                     self.on_ready(request)
         return ended
 
+    def take_transfers(self) -> list[RequestOutput]:
+        """Requests whose KV has been loaded return to their places in the queue; the last outputs of those that end
+        because it could not be. `schedule` does so too.
+        """
+        connector = self.kv_connector
+        return [] if connector is None else self._report_ends(connector.settle(self.scheduler))
+
+    def _report_ends(self, requests: Sequence[Request]) -> list[RequestOutput]:
+        """The last outputs of requests that the scheduler has ended by itself; of others that have theirs, none."""
+        now = self.clock()
+        outputs = [output for request in requests if (output := self.outputs.end(request, now)) is not None]
+        for output in outputs if self.on_output is not None else ():
+            self.on_output(output)
+        return outputs
+
     def _end(self, request_id: str, reason: FinishReason, now: float, detail: str = "") -> RequestOutput | None:
         request = self.scheduler.finish(request_id, reason, now, detail=detail)
         if request is not None:
@@ -433,7 +462,9 @@ class Engine:
                 so stepping again tries again. So it is after a KeyboardInterrupt that came before `update`.
         """
         if self.grammars.num_waiting and not self.has_runnable_requests():
-            self.grammars.wait(GRAMMAR_PATIENCE)
+            self.grammars.wait(PATIENCE)
+        elif self.kv_connector is not None and not self.has_runnable_requests():
+            self.kv_connector.wait(PATIENCE)
         self.steps.void_if_broken_off()
         try:
             return self.update(*self.steps.run_oldest())
@@ -457,6 +488,8 @@ class Engine:
         another.
         """
         self.steps.close()
+        if self.kv_connector is not None:
+            self.kv_connector.close()
         if self.kv_events is not None:
             self.kv_events.close()
 
@@ -470,12 +503,16 @@ class Engine:
         self._unreported += self.end_overdue()  # before they cost anything
         if self.grammars.num_waiting:
             self._unreported += self.take_grammars()
+        if self.kv_connector is not None:
+            self._unreported += self.take_transfers()
         if self.watchdog is not None:
             self.watchdog.tick()
         now = self.clock()
         self.last_output = output = self.scheduler.schedule(now)
-        for request in output.admitted:
-            self.outputs.note_scheduled(request, now)
+        for request, num_external in zip(output.admitted, output.num_external_tokens.tolist(), strict=True):
+            self.outputs.note_scheduled(request, now, num_external)
+        if self.kv_connector is not None:
+            self._unreported += self._report_ends(output.finished)  # of loads that took too long
         self._tell_kv_events()
         self.counters.num_steps += 1
         self.counters.scheduler_time += time.perf_counter() - started

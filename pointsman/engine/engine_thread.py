@@ -27,11 +27,11 @@ from pointsman.core.errors import DuplicateRequest
 from pointsman.engine.allocation import give_back_freed_pages
 from pointsman.engine.errors import EngineDeadError, EngineStepError, GrammarError
 from pointsman.engine.mailbox import Mailbox, Port
-from pointsman.engine.messages import Abandon, Add, Call, Expect, GrammarDone, Message, Stop
+from pointsman.engine.messages import Abandon, Add, Call, Expect, GrammarDone, Message, Stop, TransferDone
 from pointsman.engine.output import RequestOutput
 from pointsman.engine.stats_log import StatsLogger
-from pointsman.engine.step_worker import EXIT_PATIENCE  # its thread ends after the one here, which may wait for it
 from pointsman.engine.threads import release_helper_threads
+from pointsman.engine.worker import EXIT_PATIENCE  # its thread ends after the one here, which may wait for it
 
 if TYPE_CHECKING:
     from pointsman.core import Request, SchedulerOutput
@@ -74,6 +74,8 @@ class EngineThread:
         engine.on_output = self._deliver
         engine.on_ready = self._accept
         engine.grammars.notify = self._note_grammar
+        if engine.kv_connector is not None:
+            engine.kv_connector.notify = self._note_transfer
         self._max_step_retries = max_step_retries
         self._on_step = on_step
         self._stats_log = None if log_stats_interval is None else StatsLogger(engine, log_stats_interval)
@@ -158,6 +160,9 @@ class EngineThread:
     def _note_grammar(self) -> None:
         self._inbox.put(GrammarDone())
 
+    def _note_transfer(self) -> None:
+        self._inbox.put(TransferDone())
+
     def join(self, timeout: float | None = None) -> None:
         """Wait for the thread's end."""
         if self._thread is not threading.current_thread():
@@ -180,7 +185,15 @@ class EngineThread:
             self.ended.set_result(None)
 
     def _has_work(self) -> bool:
-        return self._has_unreported_ends or self._engine.has_runnable_requests()
+        if self._has_unreported_ends or self._engine.has_runnable_requests():
+            return True
+        deadline = self._load_deadline
+        return deadline is not None and deadline <= self._engine.clock()
+
+    @property
+    def _load_deadline(self) -> float | None:
+        """When a step is due to give up a load."""
+        return None if self._engine.kv_connector is None else self._engine.kv_connector.deadline
 
     @property
     def _has_unreported_ends(self) -> bool:
@@ -260,9 +273,10 @@ class EngineThread:
         wait = None if self._stats_log is None else self._stats_log.wait()
         if self._expected or self._readers:
             wait = LOOP_CHECK_INTERVAL if wait is None else min(wait, LOOP_CHECK_INTERVAL)
-        if self._readers and (deadline := self._engine.deadlines.next()) is not None:
-            left = max(0.0, deadline - self._engine.clock())
-            wait = left if wait is None else min(wait, left)
+        for deadline in (self._engine.deadlines.next(), self._load_deadline):
+            if self._readers and deadline is not None:
+                left = max(0.0, deadline - self._engine.clock())
+                wait = left if wait is None else min(wait, left)
         if self._has_computed:
             wait = SECONDS_TO_IDLE if wait is None else min(wait, SECONDS_TO_IDLE)
         return None if wait is None else min(wait, threading.TIMEOUT_MAX)
@@ -292,6 +306,8 @@ class EngineThread:
                     self._stop = message
             case GrammarDone():
                 self._engine.take_grammars()  # accepts, or delivers ends
+            case TransferDone():
+                self._engine.take_transfers()  # delivers ends
 
     def _add(self, message: Add) -> None:
         request_id, mailbox = message.request_id, message.mailbox
@@ -416,6 +432,8 @@ class EngineThread:
             self._is_closed = True
         self._engine.on_output = self._engine.on_ready = None
         self._engine.grammars.notify = None
+        if self._engine.kv_connector is not None:
+            self._engine.kv_connector.notify = None
         self._engine.grammars.close()
         self._engine.pausing.fail(self.dead_error())
         self._engine.close()

@@ -75,6 +75,10 @@ class KVPool:
             ) from None
 
     @property
+    def device(self) -> torch.device:
+        return self.keys[0].device
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all layers' tensors."""
         return self.num_blocks * bytes_per_block(self.layers, self.block_size, self.dtype)
@@ -92,6 +96,18 @@ class KVPool:
         """
         for tensor in (*self.keys, *self.values):
             tensor.zero_()
+
+    def pin_memory(self) -> None:
+        """Of a pool on the CPU: move it into memory that a GPU can read and write by itself."""
+        self.keys = [tensor.pin_memory() for tensor in self.keys]
+        self.values = [tensor.pin_memory() for tensor in self.values]
+
+    def block(self, block_id: int) -> dict[str, Tensor]:
+        """One block, by names of its parts: "0.keys", "0.values", "1.keys", ... for the layers. Views, not copies."""
+        parts: dict[str, Tensor] = {}
+        for index, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            parts[f"{index}.keys"], parts[f"{index}.values"] = keys[block_id], values[block_id]
+        return parts
 
     def log_capacity(self, max_model_len: int) -> None:
         """Log what fits, in tokens and in requests of `max_model_len` tokens."""

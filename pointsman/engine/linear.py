@@ -103,6 +103,17 @@ class JoinedLinear(nn.Module):
         out: Tensor = torch.ops.quantized.linear_dynamic(x.masked_fill(broken, 0.0), self._stored, not has_vnni())
         return out.masked_fill(broken, torch.nan)
 
+    def plain_weights(self) -> dict[str, Tensor]:
+        """The weights in an order that does not depend on the processor: as they were given, or as they were rounded.
+        A copy, where they are stored in another form."""
+        found = {} if self.bias is None else {"bias": self.bias}
+        if self.form == "packed":
+            return {**found, "weight": self._stored.to_dense()}
+        if self.form == "int8":
+            rounded, _ = torch.ops.quantized.linear_unpack(self._stored)
+            return {**found, "weight": rounded.int_repr(), "scales": rounded.q_per_channel_scales()}
+        return {**found, "weight": self.weight}
+
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.weight.dtype}, {self.form}"
 

@@ -68,4 +68,9 @@ class GrammarDone:
     """Message: a grammar has been compiled, or has failed."""
 
 
-Message: TypeAlias = Expect | Add | Call | Abandon | Stop | GrammarDone
+@dataclass(slots=True, eq=False)
+class TransferDone:
+    """Message: KV has been loaded or stored, or could not be."""
+
+
+Message: TypeAlias = Expect | Add | Call | Abandon | Stop | GrammarDone | TransferDone

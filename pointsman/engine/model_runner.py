@@ -37,6 +37,7 @@ from pointsman.engine.verification import Verification
 
 if TYPE_CHECKING:
     from pointsman.core import Scheduler
+    from pointsman.engine.kv_connector import EngineConnector, StepTransfers
 
 NOT_FINITE = "the model's logits are not finite (NaN or infinity); check the weights, or use dtype float32"
 
@@ -76,6 +77,8 @@ class PreparedStep:
     """Of its drafts; None: it has none."""
     links: StepLinks | None = None
     """How it hangs together with other steps in flight; None: there are none."""
+    transfers: StepTransfers | None = None
+    """KV that is copied before the step computes; None: none is."""
 
 
 @dataclass(slots=True)
@@ -111,6 +114,7 @@ class ModelRunner:
         loaded: the model.
         pool: its KV pool, with the block count and size of the scheduler's configuration.
         scheduler: read for block tables and input tokens, never changed.
+        connector: knows of KV outside the pool; None: there is none.
         seed: requests that give no seed derive theirs from it and their id.
         backend: how attention is computed; None: as the model was checked.
     """
@@ -120,10 +124,12 @@ class ModelRunner:
         loaded: LoadedModel,
         pool: KVPool,
         scheduler: Scheduler,
+        connector: EngineConnector | None = None,
         *,
         seed: int = 0,
         backend: AttentionBackend | None = None,
     ) -> None:
+        self.connector = connector
         self.loaded = loaded
         self.pool = pool
         self.scheduler = scheduler
@@ -187,6 +193,8 @@ class ModelRunner:
             prepared.logits_at = np.concatenate([prepared.logits_at, hidden_at])
         if sampled is not None:
             prepared.links = _links(output, prepared, sampled)
+        if self.connector is not None:
+            prepared.transfers = self.connector.prepare(output)
         return prepared
 
     @staticmethod
@@ -214,6 +222,8 @@ class ModelRunner:
         Raises:
             Exception: see `execute`.
         """
+        if prepared.transfers is not None:
+            prepared.transfers.run()
         if prepared.num_rows == 0:
             return StepExecution(StepResult(token_ids=np.empty(0, dtype=np.int64)))
         started = time.perf_counter()

@@ -35,7 +35,10 @@ class RequestMetrics:
     first_token_time: float | None = None
     finished_time: float | None = None
     num_cached_tokens: int = 0
-    """Tokens found in the prefix cache by the admission that led to its first token."""
+    """Tokens that the admission that led to its first token did not compute: they were found in the prefix cache, or
+    outside the pool."""
+    num_external_tokens: int = 0
+    """Of these, tokens that came from host memory or the KV store."""
     num_preemptions: int = 0
     events: list[RequestEvent] = field(default_factory=list)
     """What happened to it and when, with `log_request_events`."""

@@ -208,11 +208,15 @@ class OutputProcessor:
         failed = [self._live[request] for request in update.finished if request in self._live]
         return [self._finish(transcript, len(transcript.token_ids), now) for transcript in failed]
 
-    def note_scheduled(self, request: Request, now: float) -> None:
-        """A request was admitted; the first time counts."""
+    def note_scheduled(self, request: Request, now: float, num_external_tokens: int = 0) -> None:
+        """A request was admitted, with so many tokens from outside the pool; the first time counts."""
         transcript = self._live.get(request)
-        if transcript is not None and transcript.metrics.first_scheduled_time is None:
+        if transcript is None:
+            return
+        if transcript.metrics.first_scheduled_time is None:
             transcript.metrics.first_scheduled_time = now
+        if transcript.metrics.first_token_time is None:  # it may have been preempted
+            transcript.metrics.num_external_tokens = num_external_tokens
 
     def end(self, request: Request, now: float) -> RequestOutput | None:
         """The last output of a request that was ended from outside; None if it is not followed."""
@@ -288,6 +292,7 @@ class OutputProcessor:
         transcript.metrics.num_cached_tokens = request.num_cached_tokens
         self._counters.num_prompt_tokens += request.num_prompt_tokens
         self._counters.num_cached_tokens += request.num_cached_tokens
+        self._counters.num_external_tokens += transcript.metrics.num_external_tokens
 
     def _finish(self, transcript: Transcript, num_reported: int, now: float) -> RequestOutput:
         """The last output; the request is forgotten here. `num_reported` tokens were in an output before."""

@@ -2,7 +2,7 @@
 
     output, execution = steps.run_oldest()     schedules and submits as many as may be in flight, waits for the oldest
 
-With one step in flight everything happens in the caller's thread. With more, a `StepWorker` executes the steps, and the
+With one step in flight everything happens in the caller's thread. With more, a `Worker` executes the steps, and the
 caller has the time of the forward pass for everything else.
 """
 
@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from pointsman.engine.errors import EngineStepError
-from pointsman.engine.step_worker import StepWorker
+from pointsman.engine.worker import Worker
 
 if TYPE_CHECKING:
     from pointsman.core import Scheduler, SchedulerOutput
@@ -56,7 +56,7 @@ class StepsInFlight:
         self._clock = clock
         self._counters = counters
         self._most = scheduler.config.max_steps_in_flight
-        self._worker = StepWorker() if self._most > 1 else None
+        self._worker = Worker("pointsman-steps", computes=True) if self._most > 1 else None
         self._steps: deque[_Step] = deque()
 
     def __len__(self) -> int:
@@ -102,9 +102,11 @@ class StepsInFlight:
         wait([future for future in futures if not future.cancel()])
         self._steps.clear()
         self._runner.loaded.context.end()
-        oldest = self._scheduler.oldest_in_flight
-        if oldest is not None:
-            self._scheduler.fail(oldest, self._clock())
+        void = self._scheduler.outputs_in_flight
+        if void and self._runner.connector is not None:
+            self._runner.connector.void(void)
+        if void:
+            self._scheduler.fail(void[0], self._clock())
 
     def void_if_broken_off(self) -> None:
         """Take back everything if a call ended, by an exception, between the scheduler's decision and here."""

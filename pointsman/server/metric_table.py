@@ -98,6 +98,15 @@ def _blocks(stats: EngineStats) -> Reading:
     }
 
 
+KV_TRANSFERS = ("offloaded", "restored", "stored", "loaded")
+
+
+def _kv_transfer_blocks(stats: EngineStats) -> Reading:
+    counters = stats.counters
+    done = {name: getattr(counters, f"num_{name}_blocks") for name in KV_TRANSFERS}
+    return {**done, "not_stored": counters.num_unstored_blocks, "not_loaded": counters.num_unloaded_blocks}
+
+
 SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
     (
         Definition("vllm:num_requests_running", "gauge", "requests", "Requests that hold a place in the batch."),
@@ -176,13 +185,13 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
             "counter",
             "tokens",
             "The same by where their KV came from: computed here (local_compute), found in the prefix cache "
-            "(local_cache_hit) or fetched from elsewhere (external_kv_transfer, never so far).",
+            "(local_cache_hit), or fetched from host memory or the KV store (external_kv_transfer).",
             "source",
         ),
         lambda stats: {
             "local_compute": stats.counters.num_prompt_tokens - stats.counters.num_cached_tokens,
-            "local_cache_hit": stats.counters.num_cached_tokens,
-            "external_kv_transfer": 0,
+            "local_cache_hit": stats.counters.num_cached_tokens - stats.counters.num_external_tokens,
+            "external_kv_transfer": stats.counters.num_external_tokens,
         },
     ),
     (
@@ -271,6 +280,51 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
             "Cached blocks whose content was given up for new content.",
         ),
         lambda stats: stats.scheduler.num_evictions,
+    ),
+    (
+        Definition(
+            "vllm:external_prefix_cache_queries_total",
+            "counter",
+            "tokens",
+            "With host memory or a KV store: tokens of newly admitted requests that the prefix cache did not have.",
+        ),
+        lambda stats: stats.counters.num_external_queries,
+    ),
+    (
+        Definition("vllm:external_prefix_cache_hits_total", "counter", "tokens", "Those of them that came from there."),
+        lambda stats: stats.counters.num_external_hits,
+    ),
+    (
+        Definition(
+            "pointsman:kv_transfer_blocks_total",
+            "counter",
+            "blocks",
+            "KV blocks that were copied to host memory (offloaded) and back (restored), written to the KV store "
+            "(stored) and read from it (loaded), or that were to be and could not (not_stored, not_loaded).",
+            "transfer",
+        ),
+        _kv_transfer_blocks,
+    ),
+    (
+        Definition(
+            "pointsman:kv_transfer_bytes_total", "counter", "bytes", "The same in bytes of what was done.", "transfer"
+        ),
+        lambda stats: {name: getattr(stats.counters, f"num_{name}_bytes") for name in KV_TRANSFERS},
+    ),
+    (
+        Definition(
+            "pointsman:kv_transfers", "gauge", "transfers", "Loads from the KV store, and stores, that are under way."
+        ),
+        lambda stats: stats.scheduler.num_transfers,
+    ),
+    (
+        Definition(
+            "pointsman:kv_transfer_held_blocks",
+            "gauge",
+            "blocks",
+            "KV blocks that are held for them, or for requests that have been loaded and do not run yet.",
+        ),
+        lambda stats: stats.scheduler.num_transfer_blocks,
     ),
     (
         Definition(

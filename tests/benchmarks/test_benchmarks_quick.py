@@ -125,6 +125,15 @@ def test_async_scheduling() -> None:
 
 
 @pytest.mark.e2e
+def test_kv_transfer() -> None:
+    pytest.importorskip("torch")
+    figures = run_quick("kv_transfer.py")
+    assert figures["offload"]["computed_ratio"] < 0.4  # counts, which do not depend on the machine
+    assert max(figures["offload"]["preemptions"]["without"]) > 0 < figures["offload"]["restored_blocks"]
+    assert figures["store"]["first_token_ratio"] > 1  # 16 times fewer tokens to compute
+
+
+@pytest.mark.e2e
 def test_server_throughput() -> None:
     pytest.importorskip("uvicorn")
     figures = run_quick("server_throughput.py")

@@ -20,6 +20,9 @@ def test_only_what_was_given_is_passed_on() -> None:
     assert engine_arguments({"threads": 2, "dtype": "bfloat16"}) == {"num_threads": 2, "dtype": "bfloat16"}
     assert engine_arguments({"kv_cache_bytes": "1.5MiB"}) == {"kv_cache_bytes": 3 * 2**19}
     assert engine_arguments({"kv_cache_bytes": 4096}) == {"kv_cache_bytes": 4096}
+    assert engine_arguments({"kv_offload_bytes": "2KiB"}) == {"kv_offload_bytes": 2048}
+    store = {"kv_store": "there", "kv_store_role": "consumer", "kv_load_timeout": 2.5, "kv_load_failure_policy": "fail"}
+    assert engine_arguments(store) == store
     events = '{"endpoint": "tcp://127.0.0.1:*"}'
     assert engine_arguments({"kv_events_config": events}) == {"kv_events_config": {"endpoint": "tcp://127.0.0.1:*"}}
     assert engine_arguments({"decode_reserve": "64"}) == {"decode_reserve": 64}
@@ -44,6 +47,18 @@ def test_a_preset_lies_underneath(name: str) -> None:
         ({"kv_events_config": "[]"}, None, "must be a JSON object"),
         ({"kv_events_config": '{"port": 1}'}, None, "no field 'port'; known are enable_kv_cache_events"),
         ({"kv_events_config": '{"hwm": 0}'}, None, "hwm is 0"),
+        ({"kv_offload_bytes": "many"}, None, "many"),
+        ({"kv_offload_bytes": "1GiB", "enable_prefix_caching": False}, None, "enable_prefix_caching is off"),
+        ({"kv_store_role": "producer"}, None, "there is no kv_store"),
+        ({"kv_store": "there", "kv_store_role": "reader"}, None, "kv_store_role is 'reader'; choose one of both, prod"),
+        (
+            {"kv_store": "there", "kv_store_role": "consumer", "kv_store_bytes": "1GiB"},
+            None,
+            "a consumer writes nothing",
+        ),
+        ({"kv_store": "there", "kv_load_timeout": 0}, None, "kv_load_timeout is 0"),
+        ({"kv_store": "there", "kv_store_role": "producer", "kv_load_timeout": 1}, None, "no request waits for KV"),
+        ({"kv_load_failure_policy": "fail"}, None, "no request waits for KV"),
         ({"decode_reserve": "median"}, None, "decode_reserve is 'median'"),
         ({"displace": True}, None, 'under order "fcfs"'),
         ({"order": "random"}, None, "no order is called 'random'"),

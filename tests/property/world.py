@@ -735,8 +735,8 @@ class World:
         if self.config.batching != "prefill-first":
             most = self.config.max_num_seqs
             require(running <= most, f"{running} requests run, and a step has room for {most}")
-        oldest = self.host.in_flight[0].output if self.host.in_flight else None
-        require(self.scheduler.oldest_in_flight is oldest, "another step is the oldest in flight")
+        outputs = [step.output for step in self.host.in_flight]
+        require(self.scheduler.outputs_in_flight == outputs, "other steps are in flight")
         require(self.scheduler.has_unreported_ends == bool(self.unreported), "unreported ends are miscounted")
         check_caps(self)
         self.mirror.check()

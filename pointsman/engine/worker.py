@@ -1,7 +1,8 @@
-"""The thread that executes steps while the thread that owns the scheduler decides the next one.
+"""A thread that calls functions in the order in which they were submitted: steps, loads and stores of KV.
 
-Steps execute in the order in which they were submitted. PyTorch's operators and the compiled kernels release Python's
-lock while they compute; meanwhile the other thread takes in the last step's tokens, makes their text, and schedules.
+A thread of its own for the steps is worth it because PyTorch's operators and the compiled kernels release Python's lock
+while they compute; meanwhile the thread that owns the scheduler takes in the last step's tokens, makes their text, and
+decides the next step. So do reading and writing files.
 """
 
 from __future__ import annotations
@@ -21,13 +22,20 @@ Task: TypeAlias = tuple["Future[Any]", Callable[[], Any]]
 Inbox: TypeAlias = "SimpleQueue[Task | None]"
 
 EXIT_PATIENCE = 10.0
-"""Seconds that the interpreter's exit waits for a step in progress."""
+"""Seconds that the interpreter's exit waits for what is in progress."""
 
 
-class StepWorker:
-    """One thread that calls functions in order. It is started by the first one, and ends with the worker."""
+class Worker:
+    """One thread that calls functions in order. It is started by the first one, and ends with the worker.
 
-    def __init__(self) -> None:
+    Args:
+        name: of the thread.
+        computes: whether it takes over computing from the thread that starts it.
+    """
+
+    def __init__(self, name: str, *, computes: bool = False) -> None:
+        self._name = name
+        self._computes = computes
         self._inbox: Inbox = SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -47,10 +55,11 @@ class StepWorker:
             thread.join(EXIT_PATIENCE)
 
     def _start(self) -> None:
-        release_helper_threads()  # of the thread that loaded the model: it computes no further
+        if self._computes:
+            release_helper_threads()  # of the thread that loaded the model: it computes no further
         self._inbox = SimpleQueue()  # not that of a thread which a fork has left behind
         # The thread must not keep the worker: one that is dropped takes its thread along.
-        self._thread = threading.Thread(target=_work, args=(self._inbox,), name="pointsman-steps", daemon=True)
+        self._thread = threading.Thread(target=_work, args=(self._inbox,), name=self._name, daemon=True)
         finalize(self, self._inbox.put, None).atexit = False
         self._thread.start()
         _live.add(self)
@@ -62,12 +71,12 @@ def _work(inbox: Inbox) -> None:
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(function())
-            except BaseException as error:  # whatever it is, it is for whoever collects the step
+            except BaseException as error:  # whatever it is, it is for whoever waits for the answer
                 future.set_exception(error)
         del task, future, function  # nothing is kept while it waits
 
 
-_live: WeakSet[StepWorker] = WeakSet()
+_live: WeakSet[Worker] = WeakSet()
 
 
 @atexit.register

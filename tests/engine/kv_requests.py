@@ -1,0 +1,69 @@
+"""Requests that share prefixes, come again, and are too many for the pool; for the tests of KV outside the pool."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from pointsman.engine import Engine, SamplingParams
+from pointsman.engine.model_loader import LoadedModel
+
+TIGHT = {"num_blocks": 22, "full_sequence_must_fit": False}
+"""A pool in which such requests preempt each other, and no prefix lasts."""
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def make(loaded: LoadedModel, **knobs: Any) -> Engine:
+    defaults = {
+        "num_blocks": 400,
+        "block_size": 4,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 32,
+        "max_model_len": 64,
+    }
+    return Engine(loaded, **{**defaults, **knobs})
+
+
+def prompt_of(number: int) -> list[int]:
+    """12 to 34 tokens, of which four numbers each share the first 8."""
+    return [3 + number % 4] * 8 + [5 + (7 * number + 3 * place) % 150 for place in range(4 + 5 * number % 23)]
+
+
+def add_round(engine: Engine, name: int, count: int = 10) -> None:
+    for number in range(count):
+        engine.add_request(f"{name}-{number}", prompt_of(number), PARAMS)
+
+
+def drain(engine: Engine) -> dict[str, list[int]]:
+    """Step to the end, with everything checked at every step: the tokens of each request, by its id."""
+    done: dict[str, list[int]] = {}
+    while engine.has_unfinished_requests():
+        done.update((output.request_id, list(output.token_ids)) for output in engine.step() if output.finished)
+        check(engine)
+    return done
+
+
+def check(engine: Engine) -> None:
+    engine.scheduler.check_invariants()
+    if engine.kv_connector is not None and engine.kv_connector.tier is not None:
+        engine.kv_connector.tier.check()
+
+
+def run_rounds(engine: Engine, count: int = 3) -> dict[str, list[int]]:
+    """The same requests several times over."""
+    done: dict[str, list[int]] = {}
+    for name in range(count):
+        add_round(engine, name)
+        done |= drain(engine)
+    return done
+
+
+def settle(engine: Engine, seconds: float = 10.0) -> None:
+    """Until no transfer is under way and every block is free."""
+    deadline = time.monotonic() + seconds
+    while engine.scheduler.stats().num_transfers and time.monotonic() < deadline:
+        time.sleep(0.01)
+        engine.take_transfers()
+    stats = engine.scheduler.stats()
+    assert (stats.num_transfers, stats.num_free_blocks) == (0, stats.num_blocks)
+    check(engine)
