@@ -56,7 +56,7 @@ def is_prefix(one: list[int], other: list[int]) -> bool:
 @pytest.mark.parametrize("name", WAYS)
 def test_the_answers_are_those_of_vllms_own_scheduler(tmp_path: Path, name: str) -> None:
     way = WAYS[name]
-    requests, aborts = make_requests(NUM_REQUESTS, seed=1)
+    requests, aborts = make_requests(NUM_REQUESTS, seed=1, most_tokens=way.most_tokens)
     theirs = run_vllm(tmp_path, way, ours=False, requests=requests, aborts=aborts)
     ours = run_vllm(tmp_path, way, ours=True, requests=requests, aborts=aborts)
     assert theirs["scheduler"].startswith("vllm.") and ours["scheduler"] == "pointsman.integrations.vllm.scheduler"

@@ -15,14 +15,16 @@ class Way:
 
     engine: dict[str, Any] = field(default_factory=dict)
     asynchronous: bool = False
+    most_tokens: int = 60
+    """Of an output."""
     least_preemptions: int = 0
 
 
-_SMALL_POOL = {"num_gpu_blocks_override": 20}  # 19 blocks, for requests of up to 10
+_SMALL_POOL = {"num_gpu_blocks_override": 20}  # 19 blocks, for requests of up to 13
 WAYS = {
     "plain": Way(),
     "chunked": Way({"max_num_batched_tokens": 256}),
-    "pressure": Way(_SMALL_POOL, least_preemptions=50),
+    "pressure": Way(_SMALL_POOL, most_tokens=130, least_preemptions=50),
     "priority": Way({**_SMALL_POOL, "scheduling_policy": "priority"}, least_preemptions=50),
     "ngram": Way(
         {
@@ -35,12 +37,12 @@ WAYS = {
         }
     ),
     "async": Way(asynchronous=True),
-    "async-pressure": Way(_SMALL_POOL, asynchronous=True, least_preemptions=50),
+    "async-pressure": Way(_SMALL_POOL, asynchronous=True, most_tokens=130, least_preemptions=50),
 }
 ENGINE = {"max_model_len": 512, "block_size": 32, "max_num_seqs": 32, "max_num_batched_tokens": 2048}
 
 
-def make_requests(count: int, seed: int) -> tuple[list[dict[str, Any]], dict[str, int]]:
+def make_requests(count: int, seed: int, most_tokens: int) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """Requests of mixed lengths with shared prefixes, priorities, stop tokens and grammars; and who is aborted at which
     step."""
     rng = random.Random(seed)
@@ -56,7 +58,7 @@ def make_requests(count: int, seed: int) -> tuple[list[dict[str, Any]], dict[str
             prompt = rng.choice(prefixes) + prompt
         if rng.random() < 0.2:
             prompt = prompt + prompt[-10:] * 3  # something to be found again
-        params: dict[str, Any] = {"max_tokens": rng.randrange(1, 60), "ignore_eos": rng.random() < 0.3}
+        params: dict[str, Any] = {"max_tokens": rng.randrange(1, most_tokens), "ignore_eos": rng.random() < 0.3}
         if rng.random() < 0.2:
             params["stop_token_ids"] = tokens(200)
         if rng.random() < 0.1:
