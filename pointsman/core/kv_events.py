@@ -29,6 +29,18 @@ class BlockStored(NamedTuple):
     root: Root
     """What else must be equal: cache salt and adapter."""
 
+    @property
+    def adapter_name(self) -> str | None:
+        return self.root.adapter.name if self.root.adapter is not None else None
+
+    def extra_keys(self) -> list[tuple[str, ...] | None]:
+        """For each block, what names its content beside tokens, as vLLM lists it: the adapter, and with the first of a
+        sequence the salt."""
+        own = () if self.adapter_name is None else (self.adapter_name,)
+        salt = self.root.cache_salt
+        first = own if salt is None or self.parent_block_hash is not None else (*own, salt)
+        return [first or None, *[own or None] * (len(self.block_hashes) - 1)]
+
 
 class BlockRemoved(NamedTuple):
     """Blocks cannot be found any longer; the last of a sequence comes first."""

@@ -205,8 +205,6 @@ class KVEventsPublisher:
 
     def _as_map(self, event: KVEvent) -> dict[str, Any]:
         if isinstance(event, BlockStored):
-            adapter, salt = event.root.adapter, event.root.cache_salt
-            name = adapter.name if adapter is not None else None
             stored: dict[str, Any] = {
                 "type": "BlockStored",
                 "block_hashes": event.block_hashes,
@@ -215,13 +213,11 @@ class KVEventsPublisher:
                 "block_size": self._block_size,
                 "lora_id": None,
                 "medium": MEDIUM,
-                "lora_name": name,
+                "lora_name": event.adapter_name,
             }
-            own = [] if name is None else [name]
-            first = own if salt is None or event.parent_block_hash is not None else [*own, salt]
-            if own or first:
-                others = [own or None] * (len(event.block_hashes) - 1)
-                stored["extra_keys"] = [first or None, *others]
+            extra_keys = event.extra_keys()
+            if any(extra_keys):
+                stored["extra_keys"] = extra_keys
             return stored
         if isinstance(event, BlockRemoved):
             return {"type": "BlockRemoved", "block_hashes": event.block_hashes, "medium": MEDIUM}

@@ -23,9 +23,11 @@ from vllm.v1.structured_output.utils import strip_speculative_padding
 from pointsman.core import FinishReason, ParkReason, PauseMode, Request, RequestRefused
 from pointsman.core import Scheduler as Core
 from pointsman.core import SchedulerOutput as Output
+from pointsman.integrations.vllm.kv_events import KVEvents
 from pointsman.integrations.vllm.requests import to_request
 from pointsman.integrations.vllm.results import Sampled, finish_reason, plain_outputs, read_sampled, to_result
 from pointsman.integrations.vllm.schedules import Schedules
+from pointsman.integrations.vllm.sessions import Sessions, close_turn, open_turn
 from pointsman.integrations.vllm.settings import read_settings, scheduler_config
 from pointsman.integrations.vllm.statistics import Statistics
 from pointsman.integrations.vllm.support import check_supported
@@ -90,6 +92,7 @@ class Scheduler:
         self._structured: set[str] = set()
         self._speaking: set[str] = set()  # whose next output says more than tokens
         self._always_speaking: set[str] = set()
+        self._sessions = Sessions()
         self._unsent: list[Any] = []  # who ended outside `update_from_output`, which alone reaches the client
         self._steps: deque[Step] = deque()
         self._last_step: Step | None = None
@@ -101,6 +104,7 @@ class Scheduler:
             runs_ahead=config.max_steps_in_flight > 1,
         )
         self._statistics = Statistics(self.core, config.num_draft_tokens) if log_stats else None
+        self._kv_events = KVEvents(vllm_config, block_size) if config.enable_kv_cache_events else None
         self._finished_ids: dict[int, set[str]] | None = defaultdict(set) if include_finished_set else None
         self._clock_offset = time.time() - time.monotonic()  # of vLLM's arrival times
         self._pause_state = PauseState.UNPAUSED
@@ -109,7 +113,32 @@ class Scheduler:
     # ------------------------------------------------------------------ requests
 
     def add_request(self, request: Any) -> None:
-        """Queue one of vLLM's requests; one with a grammar waits for it first."""
+        """Queue one of vLLM's requests; one with a grammar waits for it first. One whose name is that of a session is
+        its next part."""
+        name = request.request_id
+        session = self.requests.get(name)
+        if session is None:
+            if request.resumable:
+                self._sessions.begin(name)
+            self._queue(request)
+            return
+        if name not in self._sessions:
+            raise ValueError(f"request id {name!r} is in use; wait for the end of the request that has it")
+        self._sessions.add(name, request)
+        if name not in self._of_id:
+            self._sessions.num_idle -= 1
+            self._next_turn(session)
+
+    def _next_turn(self, session: Any) -> None:
+        """A session goes on with its next part, which is there, or ends."""
+        part = self._sessions.take(session.request_id)
+        if part is None:
+            self._end(session, FinishReason.ABORT)
+        else:
+            open_turn(session, part)
+            self._queue(session)
+
+    def _queue(self, request: Any) -> None:
         name = request.request_id
         now = time.monotonic()
         needs_grammar = request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
@@ -164,7 +193,10 @@ class Scheduler:
             request = self.requests.get(name)
             if request is None:
                 continue
-            self.core.finish(self._of_id[name].request_id, REASONS[finished_status], now)
+            if name in self._of_id:
+                self.core.finish(self._of_id[name].request_id, REASONS[finished_status], now)
+            else:
+                self._sessions.num_idle -= 1
             self._end(request, REASONS[finished_status])
             request.status = finished_status
             ended.append(request)
@@ -177,6 +209,7 @@ class Scheduler:
         del self.requests[name]
         self._of_id.pop(name, None)
         self._compiling.pop(name, None)
+        self._sessions.end(name)
         for names in (self._structured, self._speaking, self._always_speaking):
             names.discard(name)
         if self._finished_ids is not None:
@@ -218,7 +251,7 @@ class Scheduler:
         """Who was admitted, preempted, or ended by the decision itself."""
         for ours in output.finished:
             request = ours.metadata
-            if self._of_id.get(request.request_id) is ours:  # nobody has been told
+            if self._of_id.get(request.request_id) is ours:  # no update told of it
                 self._end(request, ours.finish_reason or FinishReason.ERROR)
                 request.stop_reason = ours.stop_reason
                 self._unsent.append(request)
@@ -295,6 +328,8 @@ class Scheduler:
             self._accept(outputs)
         if update.finished:
             self._finish(update.finished, ids, outputs, indices)
+        if self._kv_events is not None:
+            self._kv_events.publish(self.core.take_kv_events())
         return self._by_client(step, outputs, indices, model_runner_output)
 
     def _add_pooled(self, step: Step, sampled: Sampled, pooled: Any, outputs: list[Any], indices: list[int]) -> None:
@@ -358,7 +393,22 @@ class Scheduler:
             output = outputs[index if at_row is None else at_row[index]]
             output.finish_reason = finish_reason(ours)
             output.stop_reason = request.stop_reason = ours.stop_reason
-            self._end(request, ours.finish_reason or FinishReason.ERROR)
+            if name in self._sessions and ours.finish_reason is not FinishReason.ERROR:
+                self._end_turn(request, ours)
+            else:
+                self._end(request, ours.finish_reason or FinishReason.ERROR)
+
+    def _end_turn(self, session: Any, ours: Request) -> None:
+        """A part of a session is answered."""
+        name = session.request_id
+        close_turn(session, ours)
+        del self._of_id[name]
+        for names in (self._structured, self._speaking, self._always_speaking):
+            names.discard(name)
+        if self._sessions.has_part(name):
+            self._next_turn(session)
+        else:
+            self._sessions.num_idle += 1
 
     def _by_client(self, step: Step, outputs: list[Any], indices: list[int], result: Any) -> dict[int, Any]:
         """The outputs, sorted by the client that they are for; the first one gets the statistics too."""
@@ -430,7 +480,7 @@ class Scheduler:
             return 0
         if self._pause_state == PauseState.PAUSED_NEW:
             return self.core.num_running
-        return len(self.requests)
+        return len(self.requests) - self._sessions.num_idle
 
     def has_finished_requests(self) -> bool:
         """Whether a further step must tell the workers, or a client, of an end."""
@@ -454,7 +504,7 @@ class Scheduler:
         return None
 
     def get_kv_event_publisher_config(self) -> Any:
-        return None
+        return None if self._kv_events is None else self._kv_events.config
 
     def make_stats(self) -> Any:
         return None if self._statistics is None else self._statistics.take()
@@ -487,4 +537,5 @@ class Scheduler:
         """There is none."""
 
     def shutdown(self) -> None:
-        """Nothing is open."""
+        if self._kv_events is not None:
+            self._kv_events.close()

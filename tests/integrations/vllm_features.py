@@ -1,0 +1,234 @@
+"""One feature of real vLLM, with its own scheduler or ours: a script for the environment with vLLM.
+
+python vllm_features.py FEATURE ours|theirs MODEL FOLDER   prints one JSON line: what must be equal
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+import numpy as np
+from vllm import LLM, AsyncEngineArgs, SamplingParams
+from vllm.inputs import TokensPrompt
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+OURS = "pointsman.integrations.vllm.Scheduler"
+KNOBS = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "seed": 0,
+    "max_model_len": 512,
+    "block_size": 32,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 128,
+    "num_gpu_blocks_override": 40,
+}
+TEXTS = ["The import statement", "A class is", "def main():", "Functions may", "The import statement combines two"]
+
+
+def knobs(ours: bool, **more: Any) -> dict[str, Any]:
+    return {**KNOBS, **more, **({"scheduler_cls": OURS} if ours else {})}
+
+
+def rounded(value: float) -> float:
+    return round(value, 4)
+
+
+def sampling(ours: bool, model: str, folder: Path) -> Any:
+    """Several samples of a prompt, log probabilities of output and prompt, grammars."""
+    llm = LLM(model, **knobs(ours))
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=24, logprobs=3, prompt_logprobs=2),
+        SamplingParams(temperature=0.9, max_tokens=24, n=3, seed=7),
+        SamplingParams(
+            temperature=0.0, max_tokens=40, structured_outputs=StructuredOutputsParams(choice=["yes", "no"])
+        ),
+        SamplingParams(temperature=0.0, max_tokens=40, structured_outputs=StructuredOutputsParams(regex="[0-9]{3,5}")),
+        SamplingParams(temperature=0.0, max_tokens=40, min_tokens=20, stop=["the"], frequency_penalty=0.5),
+    ]
+    found = []
+    for output in llm.generate(TEXTS, params, use_tqdm=False):
+        logprobs = [
+            [{token: rounded(entry.logprob) for token, entry in place.items()} for place in completion.logprobs]
+            for completion in output.outputs
+            if completion.logprobs is not None
+        ]
+        of_prompt = [
+            {token: rounded(entry.logprob) for token, entry in place.items()}
+            for place in output.prompt_logprobs or []
+            if place is not None
+        ]
+        answers = [[each.text, list(each.token_ids), each.finish_reason, each.stop_reason] for each in output.outputs]
+        found.append([answers, logprobs, of_prompt])
+    return found
+
+
+def pooling(ours: bool, model: str, folder: Path) -> Any:
+    """Embeddings, of prompts that take several steps too."""
+    llm = LLM(model, runner="pooling", **knobs(ours))
+    outputs = llm.embed([*TEXTS, " ".join(TEXTS * 8)], use_tqdm=False)
+    return [[rounded(value) for value in output.outputs.embedding] for output in outputs]
+
+
+def lora(ours: bool, model: str, folder: Path) -> Any:
+    """Two adapters at once; then one after the other, as only one fits a step.
+
+    (No request runs without: vLLM 0.32 on a CPU gives such a row the last slot's adapter, whoever schedules it.)
+    """
+    found = []
+    adapters = [LoRARequest(name, number, str(folder / name)) for number, name in enumerate(("one", "two"), start=1)]
+    for max_loras in (2, 1):
+        llm = LLM(model, **knobs(ours, enable_lora=True, max_loras=max_loras, max_lora_rank=8, max_cpu_loras=4))
+        texts = TEXTS * 3
+        requests = [adapters[number * number % 3 % 2] for number in range(len(texts))]
+        params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+        outputs = llm.generate(texts, params, use_tqdm=False, lora_request=requests)
+        found.append([list(output.outputs[0].token_ids) for output in outputs])
+        del llm
+    return found
+
+
+def make_adapters(model: str, folder: Path) -> None:
+    """Two adapters of random weights, in the format of PEFT."""
+    from safetensors.numpy import save_file
+
+    config = json.loads((Path(model) / "config.json").read_text())
+    hidden, head_dim = config["hidden_size"], config["head_dim"]
+    widths = {"q_proj": config["num_attention_heads"] * head_dim, "v_proj": config["num_key_value_heads"] * head_dim}
+    for seed, name in enumerate(("one", "two")):
+        rng = np.random.default_rng(seed)
+        weights = {}
+        for layer in range(config["num_hidden_layers"]):
+            for target, width in widths.items():
+                path = f"base_model.model.model.layers.{layer}.self_attn.{target}"
+                weights[f"{path}.lora_A.weight"] = rng.standard_normal((8, hidden), dtype=np.float32) * 0.2
+                weights[f"{path}.lora_B.weight"] = rng.standard_normal((width, 8), dtype=np.float32) * 0.2
+        (folder / name).mkdir()
+        save_file(weights, folder / name / "adapter_model.safetensors")
+        described = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 16, "bias": "none"}
+        described |= {"target_modules": list(widths), "base_model_name_or_path": model}
+        (folder / name / "adapter_config.json").write_text(json.dumps(described))
+
+
+def sessions(ours: bool, model: str, folder: Path) -> Any:
+    """Prompts in parts, two sessions beside other requests."""
+    from vllm.engine.protocol import StreamingInput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    async def parts(number: int) -> AsyncIterator[Any]:
+        for at in range(3):
+            yield StreamingInput(TokensPrompt(prompt_token_ids=[5 + number + at] * (20 + 30 * at)))
+            await asyncio.sleep(0.2 * number)
+
+    async def one(engine: Any, prompt: Any, name: str, max_tokens: int) -> list[int]:
+        params = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+        )
+        tokens: list[int] = []
+        async for output in engine.generate(prompt, params, name):
+            tokens += output.outputs[0].token_ids
+        return tokens
+
+    async def all_of_them() -> Any:
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **knobs(ours)))
+        try:
+            plain = [one(engine, TokensPrompt(prompt_token_ids=[9] * 30), f"plain-{n}", 40) for n in range(4)]
+            streamed = [one(engine, parts(number), f"session-{number}", 10) for number in range(2)]
+            return await asyncio.wait_for(asyncio.gather(*plain, *streamed), 60)
+        finally:
+            engine.shutdown()
+
+    return asyncio.run(all_of_them())
+
+
+def pauses(ours: bool, model: str, folder: Path) -> Any:
+    """What runs when generation is paused, its caches reset, and resumed, is as if nothing had happened."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    async def all_of_them() -> Any:
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **knobs(ours)))
+        params = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
+
+        async def one(text: str, name: str) -> list[int]:
+            tokens: list[int] = []
+            async for output in engine.generate(text, params, name):
+                tokens = list(output.outputs[0].token_ids)
+            return tokens
+
+        try:
+            asked = [asyncio.ensure_future(one(text, f"r{number}")) for number, text in enumerate(TEXTS)]
+            await asyncio.sleep(0.3)
+            await engine.pause_generation(mode="keep", clear_cache=False)
+            assert await engine.is_paused()
+            done_before = sum(task.done() for task in asked)
+            await engine.reset_prefix_cache(reset_running_requests=True)
+            await asyncio.sleep(0.3)
+            assert sum(task.done() for task in asked) == done_before < len(asked)
+            await engine.resume_generation()
+            return await asyncio.wait_for(asyncio.gather(*asked), 60)
+        finally:
+            engine.shutdown()
+
+    return asyncio.run(all_of_them())
+
+
+def kv_events(ours: bool, model: str, folder: Path) -> Any:
+    """What a subscriber knows to be in the prefix cache when all is done: token sequences, whatever their hashes."""
+    import msgspec
+    import zmq
+    from vllm.config.kv_events import KVEventsConfig
+    from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, KVEventBatch
+
+    endpoint = f"ipc://{folder}/events-{'ours' if ours else 'theirs'}"
+    config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint)
+    llm = LLM(model, **knobs(ours, kv_events_config=config, num_gpu_blocks_override=200))
+    socket = zmq.Context.instance().socket(zmq.SUB)
+    socket.subscribe(b"")
+    socket.connect(endpoint)
+    time.sleep(0.5)
+    params = SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True)
+    llm.generate([" ".join(TEXTS * times) for times in (1, 3, 3, 6)], params, use_tqdm=False)
+    llm.reset_prefix_cache()
+    llm.generate([" ".join(TEXTS * times) for times in (2, 4)], params, use_tqdm=False)
+    llm.generate(["."], SamplingParams(max_tokens=2), use_tqdm=False)  # what the last end left is told with a step
+    known: dict[bytes, list[int]] = {}
+    num_cleared = 0
+    while socket.poll(1000):
+        _, _, payload = socket.recv_multipart()
+        for event in msgspec.msgpack.decode(payload, type=KVEventBatch).events:
+            if isinstance(event, AllBlocksCleared):
+                known.clear()
+                num_cleared += 1
+            elif isinstance(event, BlockRemoved):
+                for name in event.block_hashes:
+                    del known[name]
+            else:
+                before = known[event.parent_block_hash] if event.parent_block_hash is not None else []
+                for at, name in enumerate(event.block_hashes, start=1):
+                    known[name] = before + event.token_ids[: at * event.block_size]
+    return [num_cleared, sorted(known.values())]
+
+
+def main() -> None:
+    feature, whose, model, folder = sys.argv[1:]
+    if feature == "adapters":
+        make_adapters(model, Path(folder))
+        return
+    features = {each.__name__: each for each in (sampling, pooling, lora, sessions, pauses, kv_events)}
+    print(json.dumps(features[feature](whose == "ours", model, Path(folder))))
+
+
+if __name__ == "__main__":
+    main()
