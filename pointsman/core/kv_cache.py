@@ -216,6 +216,13 @@ class KVCacheManager:
             if isinstance(request.prefix_node, Place) and not request.prefix_node.is_alive:
                 request.prefix_epoch = NO_EPOCH
 
+    def continue_reports(self, before: KVCacheManager) -> None:
+        """Go on with the count of evictions and the events of a manager that this one takes the place of."""
+        self.num_evictions = before.num_evictions
+        if self.prefix is not None and before.events is not None:
+            before.reset()
+            self.events = self.prefix.listener = before.events
+
     def reset(self) -> None:
         """Forget every cached prefix; rows that run keep their blocks but publish no more."""
         if self.prefix is not None:

@@ -79,7 +79,8 @@ class Lifecycle:
         self.preempted: list[Request] = []
         self.finished: list[Request] = []
         self._next_sequence_number = 1
-        self._next_serial = 1
+        self.next_serial = 1
+        """Of the next admission."""
         self._num_losses = 0  # of rows, by requests that had not ended
 
     # ------------------------------------------------------------------ looking up
@@ -155,8 +156,8 @@ class Lifecycle:
         """From the head of the queue to a row of its own; returns the row."""
         self.queue.pop()
         self._admission.forget()
-        request.serial = self._next_serial
-        self._next_serial += 1
+        request.serial = self.next_serial
+        self.next_serial += 1
         if self.log is not None:
             self.log.admitted(request, request.status)
         request.transition(RequestStatus.RUNNING)
@@ -207,8 +208,8 @@ class Lifecycle:
 
     def disown_steps_in_flight(self, request: Request) -> None:
         """What steps in flight still compute for a request without a row is of no use."""
-        request.serial = self._next_serial
-        self._next_serial += 1
+        request.serial = self.next_serial
+        self.next_serial += 1
         request.settle_pending(request.num_pending)
 
     def ready(self, request: Request) -> None:

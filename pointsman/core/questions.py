@@ -95,6 +95,11 @@ class Questions:
         """Whether the next output tells of a request's end; until then its id is in use."""
         return bool(self._life.finished)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is there: no request, no step in flight, and nothing that the next output would tell of."""
+        return not (self._life.requests or self._life.in_flight or self._life.preempted or self._life.finished)
+
     def can_advance(self) -> bool:
         """Whether a step that is scheduled now may have anything to run: a request is queued, or a running one lacks a
         token that no step in flight computes, and no pause holds it up. For hosts that run ahead and would rather not

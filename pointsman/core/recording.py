@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, is_dataclass
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -82,6 +82,17 @@ class ReplayDifference(PointsmanError):
         self.replayed = replayed
 
 
+class Start(NamedTuple):
+    """Where a scheduler's numbers begin: those of one that has been at work before it is recorded go on."""
+
+    step_id: int = 0
+    serial: int = 1
+
+
+NEW = Start()
+"""Of a new scheduler."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReplayReport:
     """What a replay without a difference went through."""
@@ -92,21 +103,27 @@ class ReplayReport:
     num_preemptions: int
 
 
-class Recorder:
-    """Writes a recording to a text file as the calls happen. One recorder serves one scheduler."""
+class Lines(Protocol):
+    """Where a recording goes: a text file, or whatever takes lines as one."""
 
-    def __init__(self, file: TextIO) -> None:
+    def write(self, line: str, /) -> object: ...
+
+
+class Recorder:
+    """Writes a recording as the calls happen, a line with each `write`. One recorder serves one scheduler."""
+
+    def __init__(self, file: Lines) -> None:
         self._file = file
         self._answers: AnswerLog | None = None
 
-    def start(self, config: SchedulerConfig, answers: AnswerLog | None = None) -> None:
+    def start(self, config: SchedulerConfig, start: Start, answers: AnswerLog | None = None) -> None:
         """The header; called once, by the scheduler. `answers`: those of its connector."""
         from pointsman import __version__
 
         header = {"format": FORMAT, "format_version": FORMAT_VERSION, "library_version": __version__}
         self._answers = answers
         connector = None if answers is None else {"saves_evicted": answers.saves_evicted}
-        self._write({**header, "config": config.to_dict(), "connector": connector})
+        self._write({**header, "config": config.to_dict(), "start": start._asdict(), "connector": connector})
 
     def added(self, request: Request, now: float, park: ParkReason | None) -> None:
         fields: dict[str, Any] = {name: getattr(request, name) for name in _REQUEST_FIELDS}
@@ -272,7 +289,7 @@ class _Replay:
         if header.get("connector") is not None:
             self._connector = RecordedConnector(header["connector"]["saves_evicted"])
         try:
-            return Scheduler(SchedulerConfig(**config), connector=self._connector)
+            return Scheduler(SchedulerConfig(**config), connector=self._connector, start=Start(**header["start"]))
         except (TypeError, ConfigError) as error:
             raise RecordingError(f"the header's configuration cannot be used: {error}") from error
 

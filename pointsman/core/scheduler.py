@@ -48,7 +48,7 @@ from pointsman.core.pause import Pause, PauseMode
 from pointsman.core.preemption import make_victim
 from pointsman.core.questions import Questions
 from pointsman.core.queue import make_order
-from pointsman.core.recording import Recorder
+from pointsman.core.recording import NEW, Recorder, Start
 from pointsman.core.refusal import checked_end, refused, settle_limits
 from pointsman.core.request import Request, checked_integer
 from pointsman.core.request_events import RequestLog
@@ -67,29 +67,46 @@ class Scheduler(Questions):
 
     Args:
         config: every knob.
-        recorder: where to write every call and every decision, so that they can be replayed; None: nowhere.
+        recorder: where to write every call and every decision, so that they can be replayed; None: nowhere, until
+            `start_recording`.
         connector: where KV comes from and goes to besides the pool, see `kv_connector.py`; None: nowhere.
+        start: where the numbers of steps and admissions begin; a replay takes them from the recording.
 
     Raises:
         ConfigError: the configuration names a policy that does not exist, or is about a connector that is not there.
     """
 
     def __init__(
-        self, config: SchedulerConfig, *, recorder: Recorder | None = None, connector: KVConnector | None = None
+        self,
+        config: SchedulerConfig,
+        *,
+        recorder: Recorder | None = None,
+        connector: KVConnector | None = None,
+        start: Start = NEW,
     ) -> None:
         self.config = config
+        self._counters = Counters(accepted_drafts=[0] * (1 + config.num_draft_tokens))
         answers = None if recorder is None or connector is None else AnswerLog(connector)
+        self._has_connector = connector is not None
+        self._assemble(start, answers or connector)
+        self._recorder = recorder
+        if recorder is not None:
+            recorder.start(config, start, answers)
+
+    def _assemble(self, start: Start, connector: KVConnector | None = None) -> None:
+        """Make all parts anew, for the present configuration; only the counters go on."""
+        config, counters = self.config, self._counters
         max_blocks = min(-(-config.max_model_len // config.block_size), config.num_usable_blocks)
         self._batch = batch = Batch(config.block_size, max_blocks, config.num_draft_tokens)
         self._kv = kv = KVCacheManager(config)
-        self._counters = counters = Counters(accepted_drafts=[0] * (1 + config.num_draft_tokens))
         self._drafts = drafts = Drafts(config, batch, counters)
+        drafts.last_updated_step = start.step_id - 1
         encoder = EncoderCache(config) if config.encoder_budget else None
         limits = make_limits(config, encoder)
         self._load_limits = [limit for limit in limits if isinstance(limit, FollowsLoad)]
         queue = make_order(config.order)
         adapters = AdapterSlots(config)
-        transfers = make_transfers(config, kv, answers or connector)
+        transfers = make_transfers(config, kv, connector)
         self._running = running = make_running(config, batch, kv, limits, make_victim(config, queue.name), drafts)
         partial, reserves = make_partial_prefills(config, batch), make_reserves(config)
         self._admission = Admission(config, kv, limits, reserves, adapters, partial, transfers)
@@ -98,6 +115,7 @@ class Scheduler(Questions):
         )
         log = RequestLog() if config.log_request_events else None
         self._life = life = Lifecycle(batch, kv, queue, adapters, encoder, self._admission, counters, log, transfers)
+        life.next_serial = start.serial
         self._loading = loading = make_loading(config, kv, life, transfers, counters)
         self._intake = Intake(config, batch, kv, running, self._admission, life, counters, self._publish, loading)
         self._usual_work = self._work = make_work(
@@ -108,12 +126,9 @@ class Scheduler(Questions):
         self._update = Update(self._batch, self._kv, self._life, self._parts, self._counters)
         self._most_active_seqs = config.num_seats
         self._watchdog = Watchdog()
-        self._next_step_id = 0
+        self._next_step_id = start.step_id
         self._emission = Emission(self._batch, self._kv, self._life, counts_common_prefix=config.count_common_prefix)
         self._unpublished: list[Request] = []
-        self._recorder = recorder
-        if recorder is not None:
-            recorder.start(config, answers)
 
     # ------------------------------------------------------------------ requests
 
@@ -390,6 +405,42 @@ class Scheduler(Questions):
     def take_kv_events(self) -> list[KVEvent]:
         """What entered and left the prefix cache since the last call, in order; with `enable_kv_cache_events`."""
         return self._kv.events.take() if self._kv.events is not None else []
+
+    # ------------------------------------------------------------------ recordings
+
+    def start_recording(self, recorder: Recorder) -> None:
+        """Record all that happens from now on.
+
+        A replay begins with a new scheduler, so this one becomes as a new one: it forgets every cached prefix, and what
+        it learned of the requests so far. Counters go on, a pause stays, and so do the numbers of steps and admissions.
+
+        Raises:
+            InvalidTransition: a recording is under way, requests are here, or an output has yet to tell of something;
+                or the host keeps embeddings, or a connector blocks, which a new scheduler would not know of.
+        """
+        if self._recorder is not None:
+            raise InvalidTransition("a recording is under way; stop_recording() first")
+        if self.config.encoder_budget or self._has_connector:
+            what = "a connector" if self._has_connector else "encoder_budget"
+            raise InvalidTransition(f"with {what} a recording begins with the scheduler: give it a recorder")
+        if not self.is_idle:
+            raise InvalidTransition(
+                f"a recording begins when nobody is here: {self.num_running} running, {self.num_queued} queued, "
+                f"{self.num_parked} parked, {self.num_steps_in_flight} step(s) in flight, and ends to tell of"
+            )
+        # One step's number is left out, so that drafts for a step of before come too late instead of being looked at.
+        start = Start(self._next_step_id + 1, self._life.next_serial)
+        kv, pause = self._kv, self._life.pause
+        self._assemble(start)
+        self._kv.continue_reports(kv)
+        self._recorder = recorder
+        recorder.start(self.config, start)
+        if pause is not None:
+            self.pause(pause.since, pause.mode)
+
+    def stop_recording(self) -> None:
+        """Record nothing from now on; what has been recorded so far can be replayed. Nothing happens if nothing is."""
+        self._recorder = None
 
     # ------------------------------------------------------------------ parts of `schedule`
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 
 from pointsman.core import (
     FinishReason,
+    InvalidTransition,
     ParkReason,
     PauseMode,
     Recorder,
@@ -236,6 +238,111 @@ def test_what_a_call_refused_is_not_in_the_recording() -> None:
             call()
     assert host.abort("ghost") is None
     assert len(file.getvalue().splitlines()) == 2, "the header and one add"
+
+
+# ------------------------------------------------------------------ recordings that begin in the middle
+
+
+def used_host(**overrides: Any) -> Host:
+    """A host whose pool, prefix cache and numbers show that requests have been there; nobody is left."""
+    host = Host(num_blocks=9, max_model_len=28, max_steps_in_flight=2, decode_reserve="mean", **overrides)
+    for name, length in (("a", 9), ("b", 5), ("c", 13)):
+        host.add(name, length, max_tokens=6)
+    for _ in range(3):
+        host.step()
+    host.abort("b")
+    host.run_to_end()
+    host.step()
+    assert host.scheduler.is_idle
+    return host
+
+
+def test_a_recording_may_begin_in_the_middle_and_replays() -> None:
+    host, file = used_host(), io.StringIO()
+    before = host.stats()
+    host.scheduler.start_recording(Recorder(file))
+    assert host.stats() == dataclasses.replace(before, num_cached_free_blocks=0)
+    for name in "abcd":
+        host.add(name, 9, max_tokens=9)
+    host.run_to_end()
+    host.step()
+    report = replay(file.getvalue().splitlines())
+    assert (report.num_requests, report.num_steps) == (4, host.stats().num_steps - before.num_steps)
+    assert report.num_preemptions == host.stats().num_preemptions - before.num_preemptions > 0
+
+
+def test_the_numbers_of_steps_and_admissions_go_on() -> None:
+    host = used_host()
+    host.add("x", 5, max_tokens=1)
+    last = host.step()
+    host.run_to_end()
+    host.step()
+    host.scheduler.start_recording(Recorder(io.StringIO()))
+    host.add("y", 5, max_tokens=1)
+    output = host.schedule()
+    assert output.step_id > last.step_id
+    assert output.serials[0] > last.serials[0]
+
+
+def test_what_was_cached_before_a_recording_is_forgotten_and_listeners_are_told() -> None:
+    host = used_host(enable_kv_cache_events=True)
+    assert host.stats().num_cached_free_blocks
+    host.scheduler.take_kv_events()
+    host.scheduler.start_recording(Recorder(io.StringIO()))
+    assert [type(event).__name__ for event in host.scheduler.take_kv_events()] == ["AllBlocksCleared"]
+    host.add("a", 9, max_tokens=1)
+    assert host.schedule().num_cached_tokens.tolist() == [0]
+    assert host.scheduler.take_kv_events()
+
+
+def test_a_pause_goes_on_and_is_recorded() -> None:
+    host, file = used_host(), io.StringIO()
+    host.pause(PauseMode.ADMISSIONS)
+    host.scheduler.start_recording(Recorder(file))
+    host.add("a", 4, max_tokens=1)
+    assert not host.schedule().num_rows
+    assert [json.loads(line).get("call") for line in file.getvalue().splitlines()[1:]] == ["pause", "add", "schedule"]
+    replay(file.getvalue().splitlines())
+
+
+def test_drafts_for_a_step_of_before_come_too_late() -> None:
+    host = Host(num_draft_tokens=2, num_blocks=64, max_num_seqs=8, max_num_batched_tokens=64)
+    for name in "abcdefgh":
+        host.add(name, 3, max_tokens=1)
+    output = host.step()
+    host.step()
+    host.scheduler.start_recording(Recorder(io.StringIO()))
+    assert host.scheduler.propose(output, [1] * 8, [1] * 8, host.now) == 0
+
+
+def test_a_recording_begins_only_when_nobody_is_here() -> None:
+    host = Host()
+    recorder = Recorder(file := io.StringIO())
+
+    def refused(words: str) -> None:
+        with pytest.raises(InvalidTransition, match=words):
+            host.scheduler.start_recording(recorder)
+
+    host.add("a", 4, max_tokens=1)
+    refused("1 queued")
+    output = host.schedule()
+    refused("1 running")
+    host.update(output)
+    refused("ends to tell of")
+    output = host.schedule()
+    refused(r"1 step\(s\) in flight")
+    host.update(output)
+    host.scheduler.start_recording(recorder)
+    refused("stop_recording")
+    host.scheduler.stop_recording()
+    host.add("b", 4, max_tokens=1)
+    assert len(file.getvalue().splitlines()) == 1
+
+
+def test_with_embeddings_a_recording_begins_with_the_scheduler() -> None:
+    host = Host(encoder_budget=8, encoder_cache_size=8)
+    with pytest.raises(InvalidTransition, match="encoder_budget"):
+        host.scheduler.start_recording(Recorder(io.StringIO()))
 
 
 def test_numpy_integers_are_recorded_as_what_they_are() -> None:

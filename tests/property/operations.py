@@ -94,6 +94,15 @@ def _extend(world: World, choose: Chooser) -> None:
         world.extend(entry, tokens, more=more, max_tokens=choose.choice((0, 0, 1, 3, 6)))
 
 
+def _start_recording(world: World, choose: Chooser) -> None:
+    """When nobody is here, if that can be had without ending a crowd; otherwise it is refused."""
+    if len(world.live) <= 2 and choose.chance(80):
+        mode = world.pause
+        world.drain()
+        world.set_pause(mode if choose.chance(50) else None)
+    world.start_recording()
+
+
 def _duplicate(world: World, choose: Chooser) -> None:
     requests = [entry.request for entry in world.live] + [r for r in world.unreported if r not in world.repeated]
     in_use = [request.request_id for request in requests]
@@ -131,6 +140,7 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("pause", 1, lambda world, choose: world.set_pause(choose.choice(tuple(PauseMode)))),
     Operation("resume", 8, lambda world, choose: world.set_pause(None)),
     Operation("stalled", 4, lambda world, choose: world.look_for_stalls(choose.choice((0.25, 1.0, 4.0)))),
+    Operation("start_recording", 1, _start_recording),
     Operation("extend", 5, _extend),
     Operation("write_blocks", 4, lambda w, c: transfers.write(w, c.integer(0, 5), c.integer(1, 3))),
     Operation("end_transfer", 7, _end_transfer),

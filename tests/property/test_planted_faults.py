@@ -109,6 +109,31 @@ def one_decrement_is_skipped(patch: Patch) -> None:
     around(patch, BlockPool, "release", release)
 
 
+def recording_begins_with_a_used_pool(patch: Patch) -> None:
+    """The free blocks are handed out in the order in which they came back, which a replay does not know."""
+
+    def assemble(original: Any, scheduler: Scheduler, *args: Any) -> None:
+        kv = getattr(scheduler, "_kv", None)
+        original(scheduler, *args)
+        if kv is not None:
+            kv.reset()
+            scheduler._kv.pool._blank = kv.pool._blank
+
+    around(patch, Scheduler, "_assemble", assemble)
+
+
+def recording_begins_with_what_was_learned(patch: Patch) -> None:
+    """The mean output of requests of before goes on to reserve blocks."""
+
+    def assemble(original: Any, scheduler: Scheduler, *args: Any) -> None:
+        admission = getattr(scheduler, "_admission", None)
+        original(scheduler, *args)
+        if admission is not None:
+            scheduler._admission._reserves = admission._reserves
+
+    around(patch, Scheduler, "_assemble", assemble)
+
+
 def row_is_not_left(patch: Patch) -> None:
     def leave(original: Any, batch: Batch, requests: list[Any], last_step: int | None) -> None:
         members = batch.members
@@ -734,6 +759,8 @@ Fault = tuple[Callable[[Patch], None], dict[str, Any]]  # how to plant it, and k
 
 BOOKKEEPING: tuple[Fault, ...] = (
     (pool_loses_a_block, {}),
+    (recording_begins_with_a_used_pool, WITHOUT_CACHE),
+    (recording_begins_with_what_was_learned, {"decode_reserve": "mean", "num_blocks": 12}),
     (pool_invents_a_block, {}),
     (one_decrement_is_skipped, CACHING),
     (row_is_not_left, {}),

@@ -144,6 +144,7 @@ def test_runs_meet_every_limit() -> None:
     assert sum(world.num_capacity_ends for world in worlds) >= 5
     assert sum(stat.finished["repetition"] for stat in stats) >= 5
     assert sum(world.num_completed_parts for world in worlds) >= 10
+    assert sum(world.num_recordings for world in worlds) >= 20
     assert sum(world.num_completions for world in worlds) >= 5
     assert sum(world.num_cached_tokens for world in worlds) >= 50
 

@@ -7,6 +7,7 @@ of `World` makes one call, compares the answer with what the ledger expects, and
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -23,6 +24,7 @@ from pointsman.core import (
     ProposalError,
     Reason,
     Recorder,
+    ReplayDifference,
     Request,
     RequestRefused,
     RequestStatus,
@@ -34,6 +36,7 @@ from pointsman.core import (
     StepResultError,
     StepUpdate,
     UnknownRequest,
+    replay,
 )
 
 from .admissions import check_admissions
@@ -41,7 +44,7 @@ from .expectations import Expectations, check_explanations, malformed_results, w
 from .kv_mirror import KVMirror
 from .ledger import Entry, Kept, Place, Tally, place_of
 from .partials import check_caps
-from .shadow import ExecutedStep, Reference, ShadowHost, reference_run, require
+from .shadow import ExecutedStep, Reference, ShadowFault, ShadowHost, reference_run, require
 from .slots import HeldSlots
 from .transfer_operations import end_transfer, give_up, overdue, passed_over, roll_back, take_over
 from .transfers import Device
@@ -68,6 +71,8 @@ class World:
             self.host.device = Device(self.host, connector_seed, max_held_blocks=most)
         recorder = Recorder(recording) if recording is not None else None
         self.host.scheduler = self.scheduler = Scheduler(config, recorder=recorder, connector=self.host.device)
+        self.is_recorded = recording is not None
+        self.recording: io.StringIO | None = None  # one that began in the middle
         self.mirror = KVMirror(self.scheduler)
         self.now = 0.0
         self.calls: Counter[str] = Counter()
@@ -89,8 +94,10 @@ class World:
         self.num_losses = 0  # of rows, by requests that had not ended
         self.batch_forms = False  # static: only the token budget kept the last step from admitting more
         self.num_completed_parts = 0
+        self.num_recordings = 0  # that began in the middle
         self.num_capacity_ends = 0
         self.num_completions = 0  # of requests that sample nothing
+        self.newest_step_id = -1
         self.last_row_error_step = -1  # the newest step that was scheduled when a row failed on its own
         self.slots = HeldSlots()
         self.num_withdrawals = 0  # times that something may have left the prefix cache, other than by eviction
@@ -392,6 +399,48 @@ class World:
         self.num_withdrawals += 1
         self.check()
 
+    def start_recording(self) -> None:
+        """Record from now on, if nobody is here; whatever was recorded so far must replay. Otherwise it is refused."""
+        self._tick("start_recording")
+        self.check_recording()
+        idle = not (self.live or self.host.in_flight or self.unreported or self.unreported_losses)
+        require(self.scheduler.is_idle == idle, f"is_idle is {not idle}, with {len(self.live)} requests")
+        if self.recording is not None:
+            self._expect_no_recording()
+            self.scheduler.stop_recording()
+            self.recording = None
+        if self.is_recorded or self.config.encoder_budget or self.host.device is not None or not idle:
+            self._expect_no_recording()
+            return
+        self.recording = io.StringIO()
+        self.scheduler.start_recording(Recorder(self.recording))
+        self.num_recordings += 1
+        self.host.epoch += 1
+        self.num_withdrawals += 1
+        self.output_lengths.clear()
+        self.untold.clear()
+        self.resync_due = False
+        self.older_update, self.last_update = self.last_update, None
+        require(
+            self.scheduler.pause_mode is self.pause, f"a recording changed the pause to {self.scheduler.pause_mode}"
+        )
+        self.check()
+
+    def _expect_no_recording(self) -> None:
+        before = self._snapshot()
+        self._expect(InvalidTransition, lambda: self.scheduler.start_recording(Recorder(io.StringIO())))
+        require(before == self._snapshot(), "a recording that was refused changed the scheduler")
+        self.check()
+
+    def check_recording(self) -> None:
+        """What has been recorded since somebody asked for it replays."""
+        if self.recording is None or self.shadow_only:
+            return
+        try:
+            replay(io.StringIO(self.recording.getvalue()))
+        except ReplayDifference as difference:
+            raise ShadowFault(f"a recording does not replay: {difference}") from difference
+
     # ================================================================ steps
 
     def schedule(self) -> SchedulerOutput | None:
@@ -409,6 +458,7 @@ class World:
         can_advance = self.scheduler.can_advance()
         expected.unreported += [entry.request for entry in late]
         output = self.scheduler.schedule(self.now)
+        self.newest_step_id = output.step_id
         for entry in late:
             self._end(entry, RequestStatus.FINISHED_ERROR)
         is_told = can_advance or bool(overtime)  # a load that takes too long is found when a step is scheduled
@@ -506,7 +556,7 @@ class World:
             if index in failed:
                 finished.append(request)
                 self.host.spoil(request, step)
-                self.last_row_error_step = self.tally.num_steps - 1
+                self.last_row_error_step = self.newest_step_id
                 self.num_withdrawals += 1
                 self._end(entry, RequestStatus.FINISHED_ERROR)
                 require(f"row {index} broke" in request.finish_detail, f"detail {request.finish_detail!r}")
@@ -699,6 +749,7 @@ class World:
         require(free == self.config.num_usable_blocks, f"everything ended, and {free} blocks are free")
         require(not self.unreported, f"ends never reported: {self.unreported}")
         require(not self.scheduler.has_unfinished_requests(), "everything ended, but the scheduler says otherwise")
+        self.check_recording()
 
     def _propose_some(self, number: int) -> None:
         """Drafts for all rows of the last update, the first few of them right."""
