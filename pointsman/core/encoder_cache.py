@@ -24,7 +24,7 @@ import numpy.typing as npt
 from pointsman.core.batch import ENCODER_INPUTS, PREFILLING, Batch
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.encoder_inputs import EncoderEntry, EncoderInput
-from pointsman.core.reason import Blocked, Reason
+from pointsman.core.reason import Blocked, Deferral, Reason
 from pointsman.core.request import Request
 from pointsman.core.status import RequestStatus
 
@@ -59,6 +59,9 @@ class EncoderCache:
         self._holds: dict[Request, list[EncoderInput]] = {}
         self._computed: list[tuple[Request, int]] = []
         self._freed: dict[EncoderEntry, None] = {}  # not yet in an output
+        self._now = 0.0
+        self._waiting: dict[Request, Deferral] = {}  # rows that this step gives no token, for want of embeddings
+        self._waited: dict[Request, Deferral] = {}  # the same of the step before
         self.num_used = 0
         """Embeddings that are there."""
         self.num_held = 0
@@ -69,9 +72,10 @@ class EncoderCache:
 
     # ------------------------------------------------------------------ the step
 
-    def open(self, step_id: int) -> None:
+    def open(self, step_id: int, now: float) -> None:
         """A step begins: what rows have passed is given back, and the budget is full again."""
-        self._step_id = step_id
+        self._step_id, self._now = step_id, now
+        self._waited, self._waiting = self._waiting, {}
         if self._budget < self._full_budget:
             self._budget = self._full_budget
             self.revision += 1
@@ -94,8 +98,10 @@ class EncoderCache:
         both = PREFILLING | ENCODER_INPUTS
         plan = _Plan(self)
         for index in ((batch.flags[rows] & both) == both).nonzero()[0].tolist():
-            start = int(batch.num_computed_tokens[rows[index]])
-            want[index], _ = plan.reach(batch.members.requests[index], start, int(want[index]))
+            start, request = int(batch.num_computed_tokens[rows[index]]), batch.members.requests[index]
+            want[index], blocked = plan.reach(request, start, int(want[index]))
+            if blocked is not None and want[index] == 0:
+                self._waits(request, blocked)
 
     def admit(self, request: Request, start: int, want: int) -> int | Blocked:
         """How many of `want` tokens from `start` on a request to be admitted can compute."""
@@ -130,11 +136,13 @@ class EncoderCache:
 
     def release(self, request: Request) -> None:
         """A request loses its row, and with it what it holds."""
+        self._waiting.pop(request, None)
         if request in self._holds:
             self._let_go(request, [])
 
     def void(self, first_step: int, freed: list[EncoderEntry]) -> None:
         """This step and all after it are void; `freed` is what their outputs freed."""
+        self._waiting.clear()
         for request in list(self._holds):
             self._let_go(request, [])
         for entry in [entry for entry, (step, _) in self._origin.items() if step >= first_step]:
@@ -171,6 +179,10 @@ class EncoderCache:
         """Embeddings that this step may still compute."""
         return self._budget
 
+    def deferral(self, request: Request) -> Deferral | None:
+        """What a running request waits for, if it stands before an input that it cannot have yet."""
+        return self._waiting.get(request)
+
     def holders(self) -> list[Request]:
         """The running requests that hold entries."""
         return list(self._holds)
@@ -182,6 +194,11 @@ class EncoderCache:
     def entries(self) -> list[EncoderEntry]:
         """Everything that is there."""
         return list(self._origin)
+
+    def _waits(self, request: Request, blocked: Blocked) -> None:
+        before = self._waited.get(request)
+        since = before.since if before is not None and before.reason is blocked.reason else self._now
+        self._waiting[request] = Deferral(blocked.reason, blocked.missing, since)
 
     def _hold(self, request: Request, index: int, item: EncoderInput) -> None:
         entry = item.entry

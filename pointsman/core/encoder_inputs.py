@@ -9,10 +9,13 @@ The numbers are handed out one after the other, so equal bytes mean equal conten
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from pointsman.core.checks import checked_integer
 
 if TYPE_CHECKING:
     from pointsman.core.request import Request
@@ -50,6 +53,33 @@ class EncoderInput(NamedTuple):
     def entry(self) -> EncoderEntry:
         """What holds its embeddings."""
         return EncoderEntry(self.key, self.length if self.num_embeddings is None else self.num_embeddings)
+
+
+def read_encoder_inputs(
+    given: Sequence[EncoderInput | Sequence[Any]], num_tokens: int, of: str = "prompt"
+) -> tuple[EncoderInput, ...]:
+    """The encoder inputs of a prompt, or of what else is to be named, of `num_tokens` tokens.
+
+    Raises:
+        ValueError: they are none, or not in the order of placeholders among these tokens which do not overlap.
+    """
+    inputs: list[EncoderInput] = []
+    end = 0
+    for item in given:
+        if not isinstance(item, (tuple, list)) or not 3 <= len(item) <= 4 or not (isinstance(item[0], str) and item[0]):
+            raise ValueError(f"an encoder input is {item!r}; give (key, start, length, num_embeddings), the key a text")
+        key, start, length, num_embeddings = (*item, None)[:4]
+        start = checked_integer("an encoder input's start", start, 0)
+        length = checked_integer("an encoder input's length", length, 1)
+        num_embeddings = length if num_embeddings is None else num_embeddings
+        num_embeddings = checked_integer("an encoder input's num_embeddings", num_embeddings, 1)
+        if start < end:
+            raise ValueError(f"encoder input {key!r} starts at {start}, before {end}, where the one before it ends")
+        end = start + length
+        if end > num_tokens:
+            raise ValueError(f"encoder input {key!r} ends at {end}, and the {of} has {num_tokens} tokens")
+        inputs.append(EncoderInput(key, start, length, num_embeddings))
+    return tuple(inputs)
 
 
 Content = tuple[str, int, int | bytes]  # key, placeholders, and their tokens: one number if all are the same

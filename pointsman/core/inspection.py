@@ -55,6 +55,8 @@ def _deferral(request: Request, life: Lifecycle) -> Deferral | None:
         is_held = request in life.queue or (request.row is not None and pause.mode is PauseMode.ALL)
         if is_held:
             return Deferral(Reason.PAUSED, 0, pause.since)
+    if request.row is not None and life.encoder is not None:
+        return life.encoder.deferral(request)
     deferral: Deferral | None = request.deferral
     return deferral
 

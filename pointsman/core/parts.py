@@ -13,15 +13,17 @@ without its last token, which was sampled and never computed (as in vLLM), and t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from pointsman.core.checks import checked_integer
 from pointsman.core.config import SchedulerConfig
+from pointsman.core.encoder_inputs import EncoderInput, read_encoder_inputs
 from pointsman.core.errors import InvalidTransition, RequestRefused
 from pointsman.core.lifecycle import End, Lifecycle
-from pointsman.core.refusal import settle_limits, too_long
-from pointsman.core.request import Request, checked_integer
+from pointsman.core.refusal import encoder_inputs_fit, settle_limits, too_long
+from pointsman.core.request import Request
 from pointsman.core.status import FinishReason, ParkReason, RequestStatus
 from pointsman.core.tokens import Int32Array, IntArray, token_array
 
@@ -31,6 +33,8 @@ class Part(NamedTuple):
 
     token_ids: Int32Array
     max_tokens: int
+    encoder_inputs: tuple[EncoderInput, ...]
+    """Their placeholders are counted from its own first token."""
 
 
 class Parts:
@@ -40,27 +44,38 @@ class Parts:
         self._config = config
         self._life = life
 
-    def extend(self, request: Request, token_ids: IntArray | Sequence[int], *, more: bool, max_tokens: int) -> None:
+    def extend(
+        self,
+        request: Request,
+        token_ids: IntArray | Sequence[int],
+        encoder_inputs: Sequence[EncoderInput | Sequence[Any]],
+        *,
+        more: bool,
+        max_tokens: int,
+    ) -> Part:
         """The next part of a request's prompt.
 
         Raises:
             InvalidTransition: its prompt is complete.
-            RequestRefused: the part is none, or the prompt would be too long; the request is as before.
+            RequestRefused: the part is none, or the prompt would be too long, or an encoder input too large; the
+                request is as before.
         """
         name = request.request_id
         if not request.more_input:
             raise InvalidTransition(f"request {name!r} expects no more input; add it with more_input=True")
-        part = Part(token_array(name, token_ids), _checked(name, max_tokens))
+        part = _read_part(name, token_ids, max_tokens, encoder_inputs)
         if more and not len(part.token_ids):
             raise RequestRefused(f"request {name!r}: a part without tokens; give some, or say that it is the last")
         length = request.num_prompt_tokens + sum(len(one.token_ids) for one in [*request.parts, part])
         why = too_long(self._config, request, length, part.max_tokens)
+        why = why or encoder_inputs_fit(self._config, part.encoder_inputs, whole=False)
         if why is not None:
             raise RequestRefused(f"request {name!r} not extended: {why}")
         request.more_input = more
         request.parts.append(part)
         if request.awaits_input:
             self._take(request)
+        return part
 
     def is_part(self, end: End) -> bool:
         """Whether what ended is a part of a request, and not the request."""
@@ -97,12 +112,17 @@ class Parts:
         """Make a longer prompt of the request, whose part is complete, and the parts that are there: the next one, and
         those behind parts for which nothing is generated. It goes on then, unless its output has filled the model.
         """
-        part = request.parts.popleft()
-        tokens = [request.prompt_token_ids, request.output_token_ids[:-1], part.token_ids]
-        while part.max_tokens == 0 and request.parts:
+        tokens = [request.prompt_token_ids, request.output_token_ids[:-1]]
+        inputs = list(request.encoder_inputs)
+        length = sum(len(some) for some in tokens)
+        max_tokens = 0
+        while max_tokens == 0 and request.parts:
             part = request.parts.popleft()
+            inputs += [item._replace(start=length + item.start) for item in part.encoder_inputs]
             tokens.append(part.token_ids)
-        request.continue_with(np.concatenate(tokens), part.max_tokens)
+            length += len(part.token_ids)
+            max_tokens = part.max_tokens
+        request.continue_with(np.concatenate(tokens), max_tokens, tuple(inputs))
         why = settle_limits(self._config, request)
         if why is not None:
             self._life.end([End(request, FinishReason.LENGTH, why)])
@@ -110,8 +130,15 @@ class Parts:
             self._life.ready(request)
 
 
-def _checked(name: str, max_tokens: int) -> int:
+def _read_part(
+    name: str,
+    token_ids: IntArray | Sequence[int],
+    max_tokens: int,
+    encoder_inputs: Sequence[EncoderInput | Sequence[Any]],
+) -> Part:
+    tokens = token_array(name, token_ids)
     try:
-        return checked_integer("max_tokens", max_tokens, 0)
+        most = checked_integer("max_tokens", max_tokens, 0)
+        return Part(tokens, most, read_encoder_inputs(encoder_inputs, len(tokens), "part"))
     except ValueError as error:
         raise RequestRefused(f"request {name!r} not extended: {error}") from None

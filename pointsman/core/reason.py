@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Reason(enum.Enum):
-    """Why a request was not admitted in a step.
+    """Why a request was not admitted in a step; a running one may wait for embeddings, too.
 
     The first six are the rungs of the graded response to memory pressure: the one counted is the rung whose removal
     alone would have let the request in.

@@ -25,6 +25,7 @@ from pointsman.core.request import Request
 from pointsman.core.status import FinishReason, ParkReason
 
 if TYPE_CHECKING:
+    from pointsman.core.parts import Part
     from pointsman.core.scheduler import Scheduler
 
 FORMAT = "pointsman-recording"
@@ -142,9 +143,10 @@ class Recorder:
         options = {"keep_tokens": keep_tokens, "detail": detail, "stop_reason": stop_reason}
         self._write({"call": "finish", "now": now, "id": request_id, "reason": reason.value, **options})
 
-    def extended(self, request_id: str, token_ids: Any, more: bool, max_tokens: int, now: float) -> None:
-        options = {"token_ids": np.asarray(token_ids).tolist(), "more": more, "max_tokens": max_tokens}
-        self._write({"call": "extend", "now": now, "id": request_id, **options})
+    def extended(self, request_id: str, part: Part, more: bool, now: float) -> None:
+        options = {"max_tokens": part.max_tokens, "encoder_inputs": part.encoder_inputs}
+        tokens = part.token_ids.tolist()
+        self._write({"call": "extend", "now": now, "id": request_id, "token_ids": tokens, "more": more, **options})
 
     def parked(self, request_id: str, reason: ParkReason, now: float) -> None:
         self._write({"call": "park", "now": now, "id": request_id, "reason": reason.value})
@@ -305,7 +307,7 @@ class _Replay:
         self._num_requests += 1
 
     def _extend(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
-        options = {name: call[name] for name in ("more", "max_tokens")}
+        options = {name: call[name] for name in ("more", "max_tokens", "encoder_inputs")}
         scheduler.extend(call["id"], call["token_ids"], call["now"], **options)
 
     def _finish(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:

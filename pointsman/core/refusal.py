@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pointsman.core.config import SchedulerConfig
+from pointsman.core.encoder_inputs import EncoderInput
 from pointsman.core.errors import InvalidTransition, RequestRefused
 from pointsman.core.repetition import RepetitionWatch
 from pointsman.core.request import Request
@@ -48,7 +51,8 @@ def settle_limits(config: SchedulerConfig, request: Request) -> str | None:
         )
     if request.adapter is not None and config.max_loras == 0:
         return f"it asks for the adapter {request.adapter.name!r} and max_loras is 0: none is accepted; raise max_loras"
-    why = _encoder_inputs_fit(config, request) if request.encoder_inputs else None
+    whole = is_new and not config.enable_chunked_prefill
+    why = encoder_inputs_fit(config, request.encoder_inputs, whole=whole)
     if why is not None:
         return why
     if request.max_tokens == 0:
@@ -66,15 +70,16 @@ def settle_limits(config: SchedulerConfig, request: Request) -> str | None:
     return None
 
 
-def _encoder_inputs_fit(config: SchedulerConfig, request: Request) -> str | None:
-    """Why its encoder inputs can never be computed, or None."""
+def encoder_inputs_fit(config: SchedulerConfig, inputs: Sequence[EncoderInput], *, whole: bool) -> str | None:
+    """Why a request's encoder inputs can never be computed, or None; `whole`: all of them must be in one step."""
+    if not inputs:
+        return None
     if not config.encoder_budget:
-        count = len(request.encoder_inputs)
         return (
-            f"it has {count} encoder input(s) and encoder_budget is 0: none is accepted; set encoder_budget and "
+            f"it has {len(inputs)} encoder input(s) and encoder_budget is 0: none is accepted; set encoder_budget and "
             "encoder_cache_size"
         )
-    entries = {item.entry for item in request.encoder_inputs}
+    entries = {item.entry for item in inputs}
     largest = max(entries, key=lambda entry: entry.num_embeddings)
     total = sum(entry.num_embeddings for entry in entries)
     for knob in ("encoder_budget", "encoder_cache_size"):
@@ -84,7 +89,7 @@ def _encoder_inputs_fit(config: SchedulerConfig, request: Request) -> str | None
                 f"its encoder input {largest.key!r} has {largest.num_embeddings} embeddings, more than {knob} {bound}; "
                 f"raise {knob} or send a smaller input"
             )
-        if total > bound and not config.enable_chunked_prefill:
+        if total > bound and whole:
             return (
                 f"its encoder inputs have {total} embeddings, more than {knob} {bound}, and chunked prefill is off; "
                 f"raise {knob} or turn chunked prefill on"

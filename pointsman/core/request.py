@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from pointsman.core.adapters import Adapter
+from pointsman.core.checks import checked_integer
 from pointsman.core.config import MAX_INT
-from pointsman.core.encoder_inputs import EncoderInput
+from pointsman.core.encoder_inputs import EncoderInput, read_encoder_inputs
 from pointsman.core.errors import InvalidTransition, RequestRefused
 from pointsman.core.repetition import RepetitionDetectionParams, RepetitionWatch
 from pointsman.core.status import NEXT, FinishReason, RequestStatus
@@ -329,9 +330,12 @@ class Request:
         """Keep the first `num_output_tokens` of a request without a row."""
         self._output.truncate(num_output_tokens)
 
-    def continue_with(self, prompt_token_ids: Int32Array, max_tokens: int) -> None:
+    def continue_with(
+        self, prompt_token_ids: Int32Array, max_tokens: int, encoder_inputs: tuple[EncoderInput, ...]
+    ) -> None:
         """A longer prompt, and no output yet, for a request without a row."""
         self.prompt_token_ids, self._prompt_bytes = shared_prompt(self.request_id, prompt_token_ids)
+        self.encoder_inputs = encoder_inputs
         self.content_generation = -1  # what stands at its placeholders has yet to enter the key
         self.block_keys = []  # the last output token, of which a block may have been the last, is not in it
         self._output = OutputTokens()
@@ -392,30 +396,10 @@ class Request:
         )
 
     def _encoder_inputs(self, given: Sequence[EncoderInput | Sequence[Any]]) -> tuple[EncoderInput, ...]:
-        inputs = []
-        end = 0
-        for item in given:
-            if (
-                not isinstance(item, (tuple, list))
-                or not 3 <= len(item) <= 4
-                or not (isinstance(item[0], str) and item[0])
-            ):
-                self._refuse(f"an encoder input is {item!r}; give (key, start, length, num_embeddings), the key a text")
-            key, start, length, num_embeddings = (*item, None)[:4]
-            start = self._integer("an encoder input's start", start, 0)
-            length = self._integer("an encoder input's length", length, 1)
-            num_embeddings = length if num_embeddings is None else num_embeddings
-            inputs.append(
-                EncoderInput(key, start, length, self._integer("an encoder input's num_embeddings", num_embeddings, 1))
-            )
-            if start < end:
-                self._refuse(f"encoder input {key!r} starts at {start}, before {end}, where the one before it ends")
-            end = start + length
-        if end > self.num_prompt_tokens:
-            self._refuse(
-                f"encoder input {inputs[-1].key!r} ends at {end}, and the prompt has {self.num_prompt_tokens} tokens"
-            )
-        return tuple(inputs)
+        try:
+            return read_encoder_inputs(given, self.num_prompt_tokens)
+        except ValueError as error:
+            self._refuse(str(error))
 
     def _adapter(self, given: Sequence[Any]) -> Adapter:
         if isinstance(given, (tuple, list)) and len(given) == 2:
@@ -427,16 +411,3 @@ class Request:
 
     def _refuse(self, why: str) -> NoReturn:
         raise RequestRefused(f"request {self.request_id!r} refused: {why}")
-
-
-def checked_integer(name: str, value: object, least: int) -> int:
-    """The value as a Python int.
-
-    Raises:
-        ValueError: it is no integer, or not between `least` and 2**31 - 1.
-    """
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}; it must be an integer")
-    if not least <= value <= MAX_INT:
-        raise ValueError(f"{name} is {value}; it must be between {least} and {MAX_INT}")
-    return int(value)

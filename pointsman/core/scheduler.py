@@ -21,16 +21,19 @@ may ask without changing anything is in `questions.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from pointsman.core.adapters import AdapterSlots
 from pointsman.core.admission import Admission
 from pointsman.core.batch import Batch
+from pointsman.core.checks import checked_integer
 from pointsman.core.config import MAX_INT, SchedulerConfig
 from pointsman.core.displacement import make_displacement
 from pointsman.core.drafts import Drafts
 from pointsman.core.emission import Emission
 from pointsman.core.encoder_cache import EncoderCache
+from pointsman.core.encoder_inputs import EncoderInput
 from pointsman.core.errors import InvalidTransition, UnknownTransfer
 from pointsman.core.in_flight import StepRecord, require_in_flight, require_oldest, require_room
 from pointsman.core.in_order import make_running
@@ -50,7 +53,7 @@ from pointsman.core.questions import Questions
 from pointsman.core.queue import make_order
 from pointsman.core.recording import NEW, Recorder, Start
 from pointsman.core.refusal import checked_end, refused, settle_limits
-from pointsman.core.request import Request, checked_integer
+from pointsman.core.request import Request
 from pointsman.core.request_events import RequestLog
 from pointsman.core.reserve import make_reserves
 from pointsman.core.rewind import take_back
@@ -154,18 +157,32 @@ class Scheduler(Questions):
             self._recorder.added(request, now, park)
 
     def extend(
-        self, request_id: str, token_ids: Integers, now: float, *, more: bool = False, max_tokens: int
+        self,
+        request_id: str,
+        token_ids: Integers,
+        now: float,
+        *,
+        more: bool = False,
+        max_tokens: int,
+        encoder_inputs: Sequence[EncoderInput | Sequence[Any]] = (),
     ) -> Request:
         """The next part of the prompt of a request that was added with `more_input` (see `parts.py`).
 
+        Args:
+            token_ids: of the part; may be none if it is the last.
+            more: whether further parts come.
+            max_tokens: most tokens to generate before the next part is taken; 0: the part is only computed.
+            encoder_inputs: of the part, as for `Request`; their placeholders are counted from its own first token.
+
         Raises:
-            UnknownRequest, InvalidTransition, RequestRefused: no such request; its prompt is complete; it is too long.
+            UnknownRequest, InvalidTransition: there is no such request, or its prompt is complete.
+            RequestRefused: the part is none, or what it leads to could never run; the request is as before.
         """
         self._life.tell_time(now)
         request = self._life.require(request_id)
-        self._parts.extend(request, token_ids, more=more, max_tokens=max_tokens)
+        part = self._parts.extend(request, token_ids, encoder_inputs, more=more, max_tokens=max_tokens)
         if self._recorder is not None:
-            self._recorder.extended(request_id, token_ids, more, max_tokens, now)
+            self._recorder.extended(request_id, part, more, now)
         return request
 
     def abort(self, request_id: str, now: float) -> Request | None:
@@ -455,7 +472,7 @@ class Scheduler(Questions):
             limit.open_step(len(self._life.queue) + len(self._batch))
         self._kv.open_step(record.step_id, record.journal, in_flight[0].step_id if in_flight else record.step_id)
         if self._life.encoder is not None:
-            self._life.encoder.open(record.step_id)
+            self._life.encoder.open(record.step_id, now)
         return record
 
     def _displace(self) -> Request | None:

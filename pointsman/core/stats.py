@@ -130,8 +130,8 @@ class Explanation:
     status: RequestStatus
     phase: str
     reason: Reason | None
-    """Why it waits; None if it runs and nothing is paused, or has ended, or no step has been scheduled since it was
-    added."""
+    """Why it waits; None if it has ended, if no step has been scheduled since it was added, or if it runs and neither a
+    pause nor a want of embeddings holds it up."""
     sentence: str
     """All of it in words."""
     resource: str | None

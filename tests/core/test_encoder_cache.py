@@ -11,6 +11,7 @@ from pointsman.core import (
     ConfigError,
     EncoderEntry,
     EncoderInput,
+    ParkReason,
     Reason,
     Request,
     RequestRefused,
@@ -140,6 +141,39 @@ def test_what_others_hold_leaves_no_room_in_the_cache() -> None:
     assert (told.reason, told.missing, told.blocker) == (Reason.ENCODER_CACHE, 4, "a")
     output = host.step()
     assert (tokens_of(output), freed(output)) == ({"a": 4, "b": 4}, ["cat"]), "a has passed its image"
+
+
+def test_a_running_row_says_that_it_stands_before_an_input_and_since_when() -> None:
+    host = ImageHost(max_num_batched_tokens=8, long_prefill_token_threshold=2, encoder_cache_size=8)
+    host.add("a", 12, encoder_inputs=[image("cat", 0, 8)])
+    host.add("b", 8, encoder_inputs=[image("dog", 2, 4)])
+    assert tokens_of(host.step()) == {"a": 2, "b": 2} and host.explain("b").reason is None
+    began = host.now + 1
+    for _ in range(3):
+        assert tokens_of(host.step()) == {"a": 2}
+        told = host.explain("b")
+        assert (told.phase, told.reason, told.missing, told.since) == ("prefill", Reason.ENCODER_CACHE, 4, began)
+        assert told.sentence == "b waits for 4 more embeddings: others hold the encoder cache. Held by a."
+    host.pause()
+    host.step()
+    assert host.explain("b").reason is Reason.PAUSED
+    host.resume()
+    assert tokens_of(host.step()) == {"a": 2, "b": 2} and host.explain("b").reason is None
+
+
+def test_a_running_row_that_lost_its_place_waits_for_what_any_request_waits_for() -> None:
+    host = ImageHost(encoder_budget=4)
+    host.add("a", 12, encoder_inputs=[image("cat", 4, 4), image("emu", 8, 4)])
+    host.add("b", 12, encoder_inputs=[image("dog", 4, 4)])
+    assert tokens_of(host.step()) == {"a": 8, "b": 4}
+    assert tokens_of(host.step()) == {"a": 4}
+    told = host.explain("b")
+    assert (told.reason, told.missing, told.num_holders) == (Reason.ENCODER_BUDGET, 4, 0)
+    host.park("b", ParkReason.GRAMMAR)
+    assert host.explain("b").reason is Reason.PARKED
+    host.ready("b")
+    assert host.explain("b").reason is None, "no step has tried it"
+    host.run_to_end()
 
 
 def test_rows_in_the_middle_of_their_inputs_do_not_wait_for_each_other() -> None:

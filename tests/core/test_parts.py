@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 
 from pointsman.core import (
@@ -152,6 +155,38 @@ def test_the_next_part_comes_behind_images_and_finds_only_those_of_its_own() -> 
     output = host.schedule()
     assert cached_of(output) == {"cat": 4, "dog": 4}
     assert not set(blocks_of(output, "cat")) & set(blocks_of(output, "dog"))
+
+
+def test_a_part_may_have_encoder_inputs_of_its_own() -> None:
+    host = Host(num_blocks=64, max_num_batched_tokens=64, encoder_budget=8, encoder_cache_size=16)
+    request = host.add("a", 6, max_tokens=3, more_input=True, encoder_inputs=[("cat", 1, 3)])
+    while request.status is not AWAITS:
+        host.step()
+    part = [0, 0, 0, 0, 7]
+    host.extend("a", part, more=True, max_tokens=0, encoder_inputs=[("dog", 0, 4)])
+    host.extend("a", [8, 0], max_tokens=1, encoder_inputs=[("cow", 1, 1, 2)])
+    output = host.schedule()
+    assert request.encoder_inputs == (("cat", 1, 3, 3), ("dog", 8, 4, 4)), "behind six tokens and two of three sampled"
+    assert [request.encoder_inputs[index].key for _, index in output.encoder_inputs] == ["dog"]
+    host.update(output)
+    host.step()
+    assert request.encoder_inputs[2] == ("cow", 14, 1, 2) and request.is_finished
+
+
+@pytest.mark.parametrize(
+    ("inputs", "why"),
+    [
+        ([("dog", 0, 9)], "'a' not extended: its encoder input 'dog' has 9 embeddings, more than encoder_budget 8"),
+        ([("dog", 8, 3)], "'a' not extended: encoder input 'dog' ends at 11, and the part has 10 tokens"),
+        (["dog"], "'a' not extended: an encoder input is 'dog'; give"),
+    ],
+)
+def test_a_part_with_encoder_inputs_that_cannot_be_is_refused(inputs: list[Any], why: str) -> None:
+    host = Host(encoder_budget=8, encoder_cache_size=16)
+    request = host.add("a", 6, max_tokens=0, more_input=True)
+    with pytest.raises(RequestRefused, match=re.escape(why)):
+        host.extend("a", 10, encoder_inputs=inputs)
+    assert request.more_input and not request.parts
 
 
 def test_speculation_goes_on_in_the_next_part() -> None:

@@ -311,7 +311,9 @@ def check_explanations(world: World) -> None:
         require(told.position == position, f"{name} is explained at position {told.position}, it is at {position}")
         if entry.place is Place.RUNNING:
             right = Reason.PAUSED if world.pause is PauseMode.ALL else None
-            require(told.reason is right, f"{name} runs, and is explained as waiting for {told.reason}")
+            lacks = world.pause is not PauseMode.ALL and entry in world.stands_before_an_input
+            sound = told.reason is right or (lacks and told.reason in LACKS_EMBEDDINGS)
+            require(sound, f"{name} runs, and is explained as waiting for {told.reason}")
         elif entry.load is not None:
             right = (Reason.KV_LOAD, entry.load.transfer_id)
             require((told.reason, told.transfer) == right, f"{name} is explained by {told}, it waits for {right}")

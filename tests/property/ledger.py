@@ -5,8 +5,9 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from pointsman.core import Request, RequestStatus, SchedulerStats
+from pointsman.core import EncoderInput, Request, RequestStatus, SchedulerStats
 
 from .shadow import Reference, require
 from .transfers import Transfer
@@ -27,6 +28,14 @@ class Kept:
 
     num_tokens: int
     marks: tuple[int, int]  # evictions and withdrawals so far; later ones may have hit what it left
+
+
+class Part(NamedTuple):
+    """What comes behind a prompt."""
+
+    tokens: list[int]
+    max_tokens: int
+    inputs: list[EncoderInput]  # counted from its own first token
 
 
 @dataclass(slots=True, eq=False)
@@ -50,8 +59,9 @@ class Entry:
     num_verified: int = 0  # drafts that have come back
     num_accepted: int = 0  # of these, those that became tokens
     more_input: bool = False  # further parts of its prompt may come
-    parts: list[tuple[list[int], int]] = field(default_factory=list)  # tokens, most output; not taken yet
+    parts: list[Part] = field(default_factory=list)  # not taken yet
     prompt: list[int] = field(default_factory=list)
+    inputs: list[EncoderInput] = field(default_factory=list)  # of the prompt
     parked_for: str = ""
     awaits_input: bool = False  # its present part is complete, and there is no other
     stale_until: int = -1  # steps up to this one are of a part that is complete: what they sample is of no use

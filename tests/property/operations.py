@@ -13,7 +13,16 @@ from pointsman.core import FinishReason, ParkReason, PauseMode, Request
 
 from . import transfer_operations as transfers
 from .ledger import Entry
-from .workload import MAX_LIVE, Chooser, SeededChooser, make_config, make_connector_seed, make_request_spec
+from .workload import (
+    MAX_LIVE,
+    Chooser,
+    SeededChooser,
+    make_config,
+    make_connector_seed,
+    make_images,
+    make_request_spec,
+    place_images,
+)
 from .world import World
 
 EXECUTED: Counter[str] = Counter()
@@ -91,7 +100,8 @@ def _extend(world: World, choose: Chooser) -> None:
     if entry is not None:
         more = choose.chance(60)
         tokens = [choose.integer(0, 3) for _ in range(choose.integer(0, 5))]
-        world.extend(entry, tokens, more=more, max_tokens=choose.choice((0, 0, 1, 3, 6)))
+        inputs = place_images(make_images(choose, world.config), tokens)
+        world.extend(entry, tokens, inputs, more=more, max_tokens=choose.choice((0, 0, 1, 3, 6)))
 
 
 def _start_recording(world: World, choose: Chooser) -> None:

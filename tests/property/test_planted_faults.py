@@ -18,7 +18,7 @@ import pointsman.core.content_keys as content_keys_module
 import pointsman.core.encoder_cache as encoder_cache_module
 import pointsman.core.kv_cache as kv_cache_module
 import pointsman.core.reserve as reserve_module
-from pointsman.core import ConfigError, FinishReason, InvariantError, Request, Scheduler
+from pointsman.core import ConfigError, EncoderInput, FinishReason, InvariantError, Request, Scheduler
 from pointsman.core.adapters import Adapter, AdapterSlots
 from pointsman.core.admission import Admission
 from pointsman.core.batch import VERIFYING, Batch
@@ -393,6 +393,19 @@ def last_token_of_a_part_stays(patch: Patch) -> None:
     around(patch, Parts, "_take", take)
 
 
+def placeholders_of_a_part_are_not_moved(patch: Patch) -> None:
+    """The first of them stands where the part's own text begins, and not behind what was there before."""
+
+    def continue_with(
+        original: Any, request: Request, tokens: Any, most: int, inputs: tuple[EncoderInput, ...]
+    ) -> None:
+        known, end = len(request.encoder_inputs), len(tokens) - request.num_tokens
+        moved = [item._replace(start=max(item.start - end, 0)) for item in inputs[known:]]
+        original(request, tokens, most, (*inputs[:known], *moved))
+
+    around(patch, Request, "continue_with", continue_with)
+
+
 def longer_prompt_is_keyed_without_its_images(patch: Patch) -> None:
     def continue_with(original: Any, request: Request, *args: Any) -> None:
         generation = request.content_generation
@@ -632,6 +645,15 @@ def cap_is_off_by_one(patch: Patch) -> None:
 # ------------------------------------------------------------- encoder inputs
 
 
+def waiting_for_embeddings_is_told_for_ever(patch: Patch) -> None:
+    def open_step(original: Any, encoder: EncoderCache, *args: Any) -> None:
+        waiting = dict(encoder._waiting)
+        original(encoder, *args)
+        encoder._waiting.update(waiting)
+
+    around(patch, EncoderCache, "open", open_step)
+
+
 def content_is_no_part_of_the_key(patch: Patch) -> None:
     patch.setattr(ContentMarks, "key", lambda marks, request: False)
 
@@ -661,7 +683,12 @@ def lost_row_keeps_its_embeddings(patch: Patch) -> None:
 
 
 def encoder_budget_is_not_spent(patch: Patch) -> None:
-    around(patch, EncoderCache, "_hold", lambda original, cache, *args: (original(cache, *args), cache.open(1 << 60)))
+    def hold(original: Any, cache: EncoderCache, *args: Any) -> None:
+        budget = cache._budget
+        original(cache, *args)
+        cache._budget = budget
+
+    around(patch, EncoderCache, "_hold", hold)
 
 
 def encoder_cache_is_too_large(patch: Patch) -> None:
@@ -805,8 +832,9 @@ BOOKKEEPING: tuple[Fault, ...] = (
     (rejected_drafts_count_as_computed, SPECULATION),
     (stop_within_a_run_is_missed, SPECULATION),
     (encoder_cache_is_too_large, IMAGES),
-    (encoder_budget_is_not_spent, IMAGES),
+    (encoder_budget_is_not_spent, {**IMAGES, "encoder_cache_size": 30}),
     (lost_row_keeps_its_embeddings, IMAGES),
+    (waiting_for_embeddings_is_told_for_ever, IMAGES),
     (displaces_in_vain, {"order": "priority", "displace": True, "batching": "mixed"}),
     (completion_is_forgotten_with_the_row, {"max_steps_in_flight": 3}),
     (completion_is_not_rewound, {**SLOW_PREFILL, **WITHOUT_CACHE, "max_steps_in_flight": 3, "batching": "mixed"}),
@@ -814,6 +842,7 @@ BOOKKEEPING: tuple[Fault, ...] = (
     (samples_of_a_complete_part_are_kept, {"max_steps_in_flight": 3}),
     (last_token_of_a_part_stays, {}),
     (part_overtakes_another, {}),
+    (placeholders_of_a_part_are_not_moved, SMALL_IMAGE_BLOCKS),
     (end_of_a_part_counts_as_a_preemption, {}),
     (pause_does_not_hold_the_door, {}),
     (pause_lets_the_urgent_displace, {"order": "priority", "displace": True, "batching": "mixed"}),

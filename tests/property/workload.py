@@ -23,6 +23,8 @@ ADAPTERS: tuple[tuple[str, int | str], ...] = (("a", 0), ("b", 0), ("a", 1), ("c
 """Names that are salts too, and two versions of one."""
 IMAGE_SIZES = {"p": 0, "q": 0, "r": 2, "s": 4}
 """Embeddings of each image; 0: one for each placeholder."""
+Image = tuple[str, int, int]
+"""A name, the text before it, and its placeholders."""
 MAX_LIVE = 10  # requests alive at once; more makes runs slower and finds nothing new in pools of 12 blocks
 
 
@@ -209,8 +211,8 @@ class RequestSpec:
     """The longest and the shortest pattern, and how many of them in a row end it; None: none do."""
     salt: str | None = None
     adapter: tuple[str, int | str] | None = None
-    images: tuple[tuple[str, int, int], ...] = ()
-    """Names of images, the text before each, and its placeholders: those that the prompt has room for."""
+    images: tuple[Image, ...] = ()
+    """Those that the prompt has room for."""
     use_prefix_cache: bool = True
     runs_ahead: bool = True
     more_input: bool = False
@@ -227,9 +229,7 @@ class RequestSpec:
         if self.continues is not None and conversations:
             prompt = list(conversations[self.continues % len(conversations)])
         prompt = (prompt + list(self.tail))[:longest]
-        inputs = self._encoder_inputs(len(prompt))
-        for item in inputs:
-            prompt[item.start : item.end] = [0] * item.length
+        inputs = place_images(self.images, prompt)
         names = ("max_pattern_size", "min_pattern_size", "min_count")
         repetition = dict(zip(names, self.repetition, strict=True)) if self.repetition else None
         return Request(
@@ -240,15 +240,18 @@ class RequestSpec:
             runs_ahead=self.runs_ahead, more_input=self.more_input, repetition_detection=repetition,
         )  # fmt: skip
 
-    def _encoder_inputs(self, num_tokens: int) -> list[EncoderInput]:
-        inputs: list[EncoderInput] = []
-        end = 0
-        for name, gap, length in self.images:
-            start, end = end + gap, end + gap + length
-            if end > num_tokens:
-                break
-            inputs.append(EncoderInput(name, start, length, IMAGE_SIZES[name] or None))
-        return inputs
+
+def place_images(images: Sequence[Image], tokens: list[int]) -> list[EncoderInput]:
+    """The images that these tokens have room for; their placeholders become zeros."""
+    inputs: list[EncoderInput] = []
+    end = 0
+    for name, gap, length in images:
+        start, end = end + gap, end + gap + length
+        if end > len(tokens):
+            break
+        inputs.append(EncoderInput(name, start, length, IMAGE_SIZES[name] or None))
+        tokens[start:end] = [0] * length
+    return inputs
 
 
 def document(index: int) -> tuple[int, ...]:
@@ -281,7 +284,7 @@ def make_request_spec(choose: Chooser, config: SchedulerConfig) -> RequestSpec:
         repetition=choose.choice(((1, 1, 2), (2, 0, 2), (3, 2, 2), (4, 0, 3))) if choose.chance(30) else None,
         salt=choose.choice((None, None, None, "a", "b")),
         adapter=choose.choice(ADAPTERS) if choose.chance(60 if config.max_loras else 3) else None,
-        images=_images(choose) if choose.chance(60 if config.encoder_budget else 3) else (),
+        images=make_images(choose, config),
         use_prefix_cache=not choose.chance(10),
         runs_ahead=not choose.chance(15),
         more_input=choose.chance(12),
@@ -291,7 +294,10 @@ def make_request_spec(choose: Chooser, config: SchedulerConfig) -> RequestSpec:
     )
 
 
-def _images(choose: Chooser) -> tuple[tuple[str, int, int], ...]:
+def make_images(choose: Chooser, config: SchedulerConfig) -> tuple[Image, ...]:
+    """As a rule some if there is an encoder, and none if there is not."""
+    if not choose.chance(60 if config.encoder_budget else 3):
+        return ()
     names = tuple(IMAGE_SIZES)
     return tuple(
         (choose.choice(names), choose.choice((0, 0, 1, 3)), choose.choice((1, 2, 3, 5)))

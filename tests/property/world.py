@@ -17,6 +17,7 @@ from typing import Any, TextIO
 from pointsman.core import (
     ConfigError,
     DuplicateRequest,
+    EncoderInput,
     FinishReason,
     InvalidTransition,
     ParkReason,
@@ -42,7 +43,7 @@ from pointsman.core import (
 from .admissions import check_admissions
 from .expectations import Expectations, check_explanations, malformed_results, why_refused
 from .kv_mirror import KVMirror
-from .ledger import Entry, Kept, Place, Tally, place_of
+from .ledger import Entry, Kept, Part, Place, Tally, place_of
 from .partials import check_caps
 from .shadow import ExecutedStep, Reference, ShadowFault, ShadowHost, reference_run, require
 from .slots import HeldSlots
@@ -104,6 +105,7 @@ class World:
         self.num_cached_tokens = 0
         self.resync_due = False
         self.pause: PauseMode | None = None
+        self.stands_before_an_input: set[Entry] = set()  # who runs, and got no token in the newest step
         self.stands: dict[
             Entry, tuple[tuple[Any, ...], float]
         ] = {}  # where each stood at the last look, and since when
@@ -136,6 +138,7 @@ class World:
             number=self.num_requests,
             more_input=request.more_input,
             prompt=request.prompt_token_ids.tolist(),
+            inputs=list(request.encoder_inputs),
             parked_for=park.status.value if park else "",
         )
         entry.events.append(("PARKED", self.now, park.status.value) if park else ("QUEUED", self.now, ""))
@@ -148,22 +151,30 @@ class World:
         self.check()
         return entry
 
-    def extend(self, entry: Entry, tokens: list[int], *, more: bool, max_tokens: int) -> None:
-        """The next part of a request's prompt; refused if none is expected, or if it would be too long."""
+    def extend(
+        self, entry: Entry, tokens: list[int], inputs: list[EncoderInput], *, more: bool, max_tokens: int
+    ) -> None:
+        """The next part of a request's prompt; refused if none is expected, or if it would be too long or large."""
         self._tick("extend")
-        name, known = entry.request.request_id, len(tokens) + sum(len(part) for part, _ in entry.parts)
-        call = partial(self.scheduler.extend, name, tokens, self.now, more=more, max_tokens=max_tokens)
+        name, known = entry.request.request_id, len(tokens) + sum(len(part.tokens) for part in entry.parts)
+        options = {"more": more, "max_tokens": max_tokens, "encoder_inputs": inputs}
+        call = partial(self.scheduler.extend, name, tokens, self.now, **options)
+        largest = max((item.entry.num_embeddings for item in inputs), default=0)
         length, room = entry.request.num_prompt_tokens + known, min(max_tokens, 1)
         limits = (self.config.max_model_len - room, (entry.request.max_total_tokens or length + room) - room)
         before = self._snapshot()
         if not entry.more_input:
             self._expect(InvalidTransition, call)
-        elif (more and not tokens) or length > min(*limits, self.config.num_usable_tokens):
+        elif (
+            (more and not tokens)
+            or length > min(*limits, self.config.num_usable_tokens)
+            or largest > min(self.config.encoder_budget, self.config.encoder_cache_size)
+        ):
             self._expect(RequestRefused, call)
         else:
             call()
             entry.more_input = more
-            entry.parts.append((tokens, max_tokens))
+            entry.parts.append(Part(tokens, max_tokens, inputs))
             if entry.awaits_input:
                 self._take_parts(entry)
             self.check()
@@ -197,10 +208,15 @@ class World:
         request = entry.request
         tokens = entry.prompt + list(entry.reference.tokens[: max(0, entry.num_output - 1)])
         while True:
-            part, max_tokens = entry.parts.pop(0)
-            tokens += part
-            if max_tokens or not entry.parts:
+            part = entry.parts.pop(0)
+            entry.inputs += [item._replace(start=item.start + len(tokens)) for item in part.inputs]
+            tokens += part.tokens
+            if part.max_tokens or not entry.parts:
                 break
+        max_tokens = part.max_tokens
+        given = [(item.start, item.entry) for item in request.encoder_inputs]
+        expected = [(item.start, item.entry) for item in entry.inputs]
+        require(given == expected, f"{request.request_id} has the inputs {given}, expected {expected}")
         require(request.prompt_token_ids.tolist() == tokens, f"{request.request_id} has another prompt than its parts")
         require(request.max_tokens == max_tokens, f"{request.request_id} has another max_tokens than its part")
         is_next = entry.waits_for_input_alone
@@ -501,6 +517,13 @@ class World:
                 self._count_admission(output, index - output.num_continued)
             entry.num_computed = int(output.num_computed_tokens[index] + output.num_scheduled_tokens[index])
             self.proposed.pop(request, None)
+        self.stands_before_an_input = {
+            entry
+            for entry in self.live
+            if entry.place is Place.RUNNING
+            and entry.request not in output.requests
+            and any(item.start <= entry.num_computed < item.end for item in entry.inputs)
+        }
         self.tally.num_draft_tokens += int(output.num_draft_tokens.sum())
         take_over(self, output)
         self.unreported.clear()
@@ -722,7 +745,7 @@ class World:
         for entry in [entry for entry in self.live if entry.place is Place.PARKED and entry.load is None]:
             self.ready(entry)
         for entry in [entry for entry in self.live if entry.more_input]:
-            self.extend(entry, [], more=False, max_tokens=0)
+            self.extend(entry, [], [], more=False, max_tokens=0)
         device = self.host.device
         if device is not None:
             device.is_calm = True
