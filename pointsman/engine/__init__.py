@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         EngineDeadError,
         EngineStepError,
         GrammarError,
+        GrammarQueueFullError,
         ModelLoadError,
         UnsupportedModel,
     )
@@ -45,6 +46,7 @@ _HOMES = {
     "CompletionOutput": "output",
     "EngineStepError": "errors",
     "GrammarError": "errors",
+    "GrammarQueueFullError": "errors",
     "ModelLoadError": "errors",
     "UnsupportedModel": "errors",
 }
@@ -59,6 +61,7 @@ __all__ = [
     "EngineStats",
     "EngineStepError",
     "GrammarError",
+    "GrammarQueueFullError",
     "Logprob",
     "ModelLoadError",
     "PoolingParams",

@@ -382,7 +382,7 @@ class Engine:
         ended = []
         for request, grammar in self.grammars.take():
             if isinstance(grammar, GrammarError):
-                output = self._end(request.request_id, FinishReason.ERROR, now, str(grammar))
+                output = self._end(request.request_id, FinishReason.ERROR, now, str(grammar), grammar)
                 if output is not None:
                     ended.append(output)
             elif request.status.is_parked:
@@ -407,12 +407,14 @@ class Engine:
             self.on_output(output)
         return outputs
 
-    def _end(self, request_id: str, reason: FinishReason, now: float, detail: str = "") -> RequestOutput | None:
+    def _end(
+        self, request_id: str, reason: FinishReason, now: float, detail: str = "", error: GrammarError | None = None
+    ) -> RequestOutput | None:
         request = self.scheduler.finish(request_id, reason, now, detail=detail)
         if request is not None:
             self._tell_kv_events()
             self.grammars.forget(request)
-        output = None if request is None else self.outputs.end(request, now)
+        output = None if request is None else self.outputs.end(request, now, error)
         if output is not None and self.on_output is not None:
             self.on_output(output)
         if self.pausing.waiting:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from copy import copy
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakSet
@@ -382,7 +383,7 @@ class EngineThread:
             self._parked.discard(mailbox)
             self._ports_to_ring[mailbox.port] = None
             if output.finish_reason == "error":
-                mailbox.fail(GrammarError(output.finish_detail))
+                mailbox.fail(copy(output.error or GrammarError(output.finish_detail)))  # others may raise it, too
                 return
             mailbox.accept()
         if mailbox.is_abandoned:

@@ -36,6 +36,10 @@ class GrammarError(PointsmanError, ValueError):
     that ask for it are concerned."""
 
 
+class GrammarQueueFullError(GrammarError):
+    """Nothing is wrong with the grammar, but too many others wait: an overload, which passes."""
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, at most 200 characters."""
     lines = str(error).strip().splitlines()

@@ -35,7 +35,7 @@ from importlib.util import find_spec
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from pointsman.engine.errors import GrammarError, first_line
+from pointsman.engine.errors import GrammarError, GrammarQueueFullError, first_line
 from pointsman.engine.grammar_process import (
     Cancelled,
     CompiledGrammar,
@@ -64,13 +64,6 @@ CACHE_BYTES = 256 * 1024**2
 MAX_FAILURES = 256
 FAILURE_MEMORY = 60.0
 """Seconds for which a failure is kept."""
-TOO_MANY_GRAMMARS = "too many grammars"
-"""How the reason begins for which a `GrammarQueueFullError` ends a request."""
-
-
-class GrammarQueueFullError(GrammarError):
-    """Nothing is wrong with the grammar, but too many others wait: an overload, which passes."""
-
 
 Outcome: TypeAlias = CompiledGrammar | GrammarError
 
@@ -132,7 +125,7 @@ class _Worker:
 
 def _queue_full(limit: int, which: str = "") -> GrammarQueueFullError:
     return GrammarQueueFullError(
-        f"{TOO_MANY_GRAMMARS}{which} wait to be compiled, and the most is {limit}; try again later"
+        f"too many grammars{which} wait to be compiled, and the most is {limit}; try again later"
     )
 
 

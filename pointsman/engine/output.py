@@ -69,8 +69,8 @@ class Transcript:
         stream_interval: tokens from one output to the next.
     """
 
-    __slots__ = ("_final_text", "_prompt_token_ids", "_rest", "decoder", "detokenizer", "embedding", "finish_detail",
-                 "finish_reason", "has_hidden_end", "is_eager", "logprob_sums", "logprobs", "metrics",
+    __slots__ = ("_final_text", "_prompt_token_ids", "_rest", "decoder", "detokenizer", "embedding", "error",
+                 "finish_detail", "finish_reason", "has_hidden_end", "is_eager", "logprob_sums", "logprobs", "metrics",
                  "mode", "num_reported", "prompt", "prompt_logprobs", "request", "skips_special_tokens",
                  "stop_reason", "stream_interval", "texts", "token_ids")  # fmt: skip
 
@@ -111,6 +111,8 @@ class Transcript:
         self.metrics = RequestMetrics(arrival_time=request.arrival_time, events=request.events)
         self.finish_reason: str | None = None
         self.finish_detail = ""
+        self.error: Exception | None = None
+        """What ended it from outside, if that was an error."""
         self.stop_reason: int | str | None = None
         self.has_hidden_end = False
         """Whether the last token, which stopped the request, is not part of the text."""
@@ -344,6 +346,11 @@ class RequestOutput:
     @property
     def finish_detail(self) -> str:
         return self._sample.finish_detail
+
+    @property
+    def error(self) -> Exception | None:
+        """The error that kept it from being computed (a `GrammarError`), in its last output."""
+        return self._transcript.error if self.finished else None
 
     @property
     def stop_reason(self) -> int | str | None:

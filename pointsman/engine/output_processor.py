@@ -218,11 +218,12 @@ class OutputProcessor:
         if transcript.metrics.first_token_time is None:  # it may have been preempted
             transcript.metrics.num_external_tokens = num_external_tokens
 
-    def end(self, request: Request, now: float) -> RequestOutput | None:
-        """The last output of a request that was ended from outside; None if it is not followed."""
+    def end(self, request: Request, now: float, error: Exception | None = None) -> RequestOutput | None:
+        """The last output of a request that was ended from outside, by an error perhaps; None if it is not followed."""
         transcript = self._live.get(request)
         if transcript is None:
             return None
+        transcript.error = error
         return self._finish(transcript, len(transcript.token_ids), now)
 
     def _advance(

@@ -19,8 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pointsman.engine.errors import EngineDeadError, GrammarError, first_line
-from pointsman.engine.grammar_compiler import TOO_MANY_GRAMMARS
+from pointsman.engine.errors import EngineDeadError, GrammarQueueFullError, first_line
 from pointsman.engine.grammar_process import DEFAULT_TIMEOUT
 from pointsman.server.engine_client import EngineStalledError
 
@@ -111,8 +110,7 @@ def from_engine(error: Exception) -> ApiError:
         return ApiError(500, f"the engine has ended: {first_line(error)}", reason="engine_dead")
     if isinstance(error, EngineStalledError):
         return ApiError(503, first_line(error), headers={"retry-after": "1"}, reason="other")
-    # What ends a request that waits for its grammar comes as text, whatever its class was.
-    if isinstance(error, GrammarError) and str(error).startswith(TOO_MANY_GRAMMARS):
+    if isinstance(error, GrammarQueueFullError):
         return ApiError(503, one_line(str(error)), headers={"retry-after": str(GRAMMAR_RETRY_AFTER)}, reason="other")
     if isinstance(error, ValueError):
         return ApiError(400, one_line(str(error)))

@@ -151,14 +151,10 @@ def test_runs_meet_every_limit() -> None:
 
 def test_runs_with_images_meet_their_limits() -> None:
     """As above: both bounds hold somebody back, entries are shared, and make room for others."""
-    crowded = {
-        **FOCUS["images"],
-        "connector": False,
-        "max_num_seqs": 5,
-        "max_num_batched_tokens": 20,
-        "num_blocks": 30,
-        "block_size": 2,
-    }
+    crowded = {**FOCUS["images"], "connector": False, "encoder_cache_size": 5, "max_num_seqs": 5}
+    crowded |= {"max_num_batched_tokens": 20, "num_blocks": 30, "block_size": 2, "batching": "mixed"}
+    crowded |= {"full_sequence_must_fit": False, "decode_reserve": 0, "max_num_partial_prefills": None}
+    crowded |= {"enable_chunked_prefill": True, "long_prefill_token_threshold": 2}
     worlds = [drive(seed, RULES_PER_SEED, **crowded) for seed in range(2_000_000, 2_000_080)]
     stats = [world.scheduler.stats() for world in worlds]
     waits = Counter({name: sum(stat.deferrals[name] for stat in stats) for name in ("encoder_budget", "encoder_cache")})

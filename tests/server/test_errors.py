@@ -9,9 +9,10 @@ import pytest
 from starlette.exceptions import HTTPException
 
 from pointsman.core.errors import RequestRefused
-from pointsman.engine.errors import EngineDeadError, GrammarError
+from pointsman.engine.errors import EngineDeadError, GrammarError, GrammarQueueFullError
 from pointsman.server.errors import ApiError, ErrorAnswers, error_body, from_engine, not_found, shown
 from pointsman.server.responses import ErrorResponse
+from pointsman.server.wire import portable
 
 
 def test_the_body_is_that_of_vllm() -> None:
@@ -46,8 +47,10 @@ def test_what_the_engine_says_has_a_status() -> None:
     assert refused.status_code == 400 and refused.detail == "the prompt has 9 tokens"
     dead = from_engine(EngineDeadError("killed"))
     assert dead.status_code == 500 and dead.reason == "engine_dead" and "killed" in dead.detail
-    bad_grammar = from_engine(GrammarError("the JSON schema '{}' cannot be used: too many grammars"))
+    bad_grammar = from_engine(GrammarError("too many grammars in the schema"))
     assert bad_grammar.status_code == 400
+    overload = from_engine(portable(GrammarQueueFullError("too many grammars wait")))
+    assert overload.status_code == 503 and int((overload.headers or {})["retry-after"]) >= 1
     assert from_engine(refused) is refused
     with pytest.raises(KeyError):  # a fault of ours stays one
         from_engine(KeyError("x"))
