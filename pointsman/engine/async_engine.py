@@ -223,6 +223,14 @@ class AsyncEngine:
             lambda engine: engine.scheduler.reset_prefix_cache(engine.clock(), preempt_running=preempt_running)
         )
 
+    async def set_max_num_active_seqs(self, limit: int | None) -> None:
+        """Change how many requests may run at once, from the next step on; None: `max_num_seqs`. Who runs goes on.
+
+        Raises:
+            ConfigError: the limit is out of range.
+        """
+        await self._call(lambda engine: engine.scheduler.set_max_num_active_seqs(limit, engine.clock()))
+
     async def pause(self, mode: PauseChoice = "abort", *, clear_cache: bool = True) -> None:
         """Admit nobody until `resume`, and return when nothing is computed any more: the weights may be changed then.
 

@@ -251,6 +251,15 @@ class EngineClient:
         """Forget every cached prefix. What runs goes on with the KV it has, or computes it anew (`preempt_running`)."""
         await self._ask("reset_prefix_cache", preempt_running)
 
+    async def set_max_num_active_seqs(self, limit: int | None) -> int:
+        """Change how many requests may run at once; None: `max_num_seqs`. Returns how many that are now.
+
+        Raises:
+            ConfigError: the limit is out of range.
+        """
+        seats: int = await self._ask("set_max_num_active_seqs", limit)
+        return seats
+
     async def pause(self, mode: PauseChoice, clear_cache: bool) -> None:
         """Start nothing until `resume`, and return when nothing is computed any more; see `Engine.pause`.
 

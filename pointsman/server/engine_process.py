@@ -182,6 +182,11 @@ class EngineProcess:
         engine.scheduler.reset_prefix_cache(engine.clock(), preempt_running=preempt_running)
 
     @staticmethod
+    def _set_max_num_active_seqs(limit: int | None, engine: Engine) -> int:
+        engine.scheduler.set_max_num_active_seqs(limit, engine.clock())
+        return engine.scheduler.config.num_seats
+
+    @staticmethod
     def _pause(how: tuple[PauseChoice, bool], engine: Engine) -> Future[None]:
         mode, clear_cache = how
         return engine.pause(mode, clear_cache=clear_cache)

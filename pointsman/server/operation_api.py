@@ -1,11 +1,12 @@
-"""What operators do to a running engine, under vLLM's names: pause it, let it go on, empty its prefix cache.
+"""What operators do to a running engine: pause it, let it go on, empty its prefix cache, throttle it.
 
     POST /pause?mode=abort|wait|keep&clear_cache=true     answers when nothing is computed any more
     POST /resume
     GET  /is_paused
     POST /reset_prefix_cache?reset_running_requests=false
+    POST /max_num_active_seqs?limit=4                     ours
 
-vLLM has them in its development mode only; here they ask for the key, as everything that is about requests.
+vLLM has the others in its development mode only; here they ask for the key, as everything that is about requests.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 from starlette.responses import JSONResponse, Response
 
+from pointsman.core import ConfigError
 from pointsman.engine.pausing import PauseChoice, ResumedError
 from pointsman.server.descriptions import errors
 from pointsman.server.errors import ApiError
 from pointsman.server.requests_api import ask
-from pointsman.server.responses import PausedResponse, ResetResponse, StatusResponse
+from pointsman.server.responses import ActiveSeqsResponse, PausedResponse, ResetResponse, StatusResponse
 from pointsman.server.service import Service
 
 
@@ -67,5 +69,16 @@ def operation_router(service: Service) -> APIRouter:
         """Forget every cached prefix."""
         await ask(service, client.reset_prefix_cache(preempt_running=reset_running_requests))
         return JSONResponse({"success": True})
+
+    @router.post("/max_num_active_seqs", response_model=ActiveSeqsResponse, responses=errors(400, 500, 503))
+    async def set_max_num_active_seqs(
+        limit: Annotated[int | None, Query(description="From 1 to max_num_seqs, which it is if left out.")] = None,
+    ) -> Response:
+        """Change how many requests may run at once. Who runs goes on; until fewer do, nobody is admitted."""
+        try:
+            seats = await ask(service, client.set_max_num_active_seqs(limit))
+        except ConfigError as error:
+            raise ApiError(400, str(error), param="limit") from error
+        return JSONResponse({"max_num_active_seqs": seats})
 
     return router

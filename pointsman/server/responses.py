@@ -211,6 +211,12 @@ class ResetResponse(BaseModel):
     success: bool
 
 
+class ActiveSeqsResponse(BaseModel):
+    """How many requests may run at once."""
+
+    max_num_active_seqs: int
+
+
 class RequestStateEvent(BaseModel):
     """What happened to a request."""
 

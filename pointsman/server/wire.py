@@ -67,7 +67,16 @@ class Abandon:
     key: int
 
 
-Question: TypeAlias = Literal["stats", "explain", "explain_all", "reset_prefix_cache", "pause", "resume", "is_paused"]
+Question: TypeAlias = Literal[
+    "stats",
+    "explain",
+    "explain_all",
+    "reset_prefix_cache",
+    "set_max_num_active_seqs",
+    "pause",
+    "resume",
+    "is_paused",
+]
 
 
 @dataclass(slots=True)
@@ -125,7 +134,7 @@ class EngineInfo:
 
     @property
     def max_num_running(self) -> int:
-        """Most requests that run at once."""
+        """Most requests that run at once, if nobody has changed that since."""
         active: int | None = self.scheduler["max_num_active_seqs"]
         seats: int = self.scheduler["max_num_seqs"]
         return seats if active is None else active

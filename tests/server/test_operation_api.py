@@ -140,9 +140,33 @@ def test_a_reset_can_make_what_runs_compute_its_cache_anew() -> None:
     with_server(test)
 
 
+def test_the_number_of_running_requests_can_be_moved() -> None:
+    async def test(http: httpx.AsyncClient, client: EngineClient) -> None:
+        answer = await http.post("/max_num_active_seqs", params={"limit": 1})
+        assert (answer.status_code, answer.json()) == (200, {"max_num_active_seqs": 1})
+        asked = [asyncio.ensure_future(http.post("/v1/completions", json=LONG)) for _ in range(3)]
+        await until_it_runs(http)
+        assert sorted(await states(http), key=str) == [
+            ("running", None),
+            ("waiting", "behind"),
+            ("waiting", "sequence_limit"),
+        ]
+        for limit in (0, 10**6, "many"):
+            refused = await http.post("/max_num_active_seqs", params={"limit": limit})
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == "limit"
+        answer = await http.post("/max_num_active_seqs")
+        assert answer.json()["max_num_active_seqs"] == client.info.max_num_running
+        while (await states(http)).count(("running", None)) < 3:
+            await asyncio.sleep(0.005)
+        answers = await asyncio.gather(*asked)
+        assert len({one.json()["choices"][0]["text"] for one in answers}) == 1
+
+    with_server(test)
+
+
 def test_operators_need_the_key() -> None:
     async def test(http: httpx.AsyncClient, client: EngineClient) -> None:
-        for method, path in (("POST", "/pause"), ("POST", "/resume"), ("GET", "/is_paused")):
+        for method, path in (("POST", "/pause"), ("GET", "/is_paused"), ("POST", "/max_num_active_seqs")):
             assert (await http.request(method, path)).status_code == 401
         headers = {"authorization": "Bearer secret"}
         assert (await http.get("/is_paused", headers=headers)).json() == {"is_paused": False}

@@ -105,6 +105,7 @@ def test_supervisors_need_no_key(path: str) -> None:
         "/pause",
         "/resume",
         "/is_paused",
+        "/max_num_active_seqs",
     ],
 )
 def test_everything_else_needs_one(path: str) -> None:
