@@ -16,6 +16,7 @@ import tempfile
 import time
 import urllib.request
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,12 +129,13 @@ class VllmSide(Side):
     Args:
         knobs: what it is told.
         eager: without compiling the model, which takes a minute.
+        options: further options of its command line.
 
     Raises:
         RuntimeError: it did not start; the message ends with what it printed last.
     """
 
-    def __init__(self, knobs: Knobs, *, eager: bool) -> None:
+    def __init__(self, knobs: Knobs, *, eager: bool, options: Sequence[str] = ()) -> None:
         self.name = "vllm-eager" if eager else "vllm"
         self.port = _free_port()
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process lives
@@ -144,6 +146,7 @@ class VllmSide(Side):
         command += ["--max-model-len", str(knobs.max_model_len), "--block-size", str(knobs.block_size)]
         if eager:
             command.append("--enforce-eager")
+        command += options
         environment = {
             **{name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"},
             "HF_HUB_OFFLINE": "1",
@@ -151,6 +154,7 @@ class VllmSide(Side):
             "VLLM_CPU_KVCACHE_SPACE": str(knobs.kv_cache_gib),
             "VLLM_CPU_OMP_THREADS_BIND": f"0-{knobs.threads - 1}" if knobs.threads > 1 else "0",
             "VLLM_NO_USAGE_STATS": "1",
+            "PYTHONPATH": str(Path(__file__).resolve().parents[1]),  # for a scheduler of ours
         }
         self._process = subprocess.Popen(
             command, stdout=self._log, stderr=subprocess.STDOUT, env=environment, process_group=0

@@ -12,46 +12,7 @@ from pointsman.core.presets import SYSTEMS
 from pointsman.integrations.vllm.settings import FLAGS, KNOBS, read_settings, scheduler_config
 from pointsman.integrations.vllm.support import check_supported
 from pointsman.integrations.vllm.versions import UnsupportedVLLM, check_version
-
-
-def vllm_config(**changes: Any) -> Any:
-    """What we read of a `VllmConfig`; changes are written like model_config__is_encoder_decoder=True."""
-    config = SimpleNamespace(
-        model_config=SimpleNamespace(
-            max_model_len=256, is_encoder_decoder=False, supports_multimodal_inputs=False, is_diffusion=False
-        ),
-        scheduler_config=SimpleNamespace(
-            max_num_seqs=8,
-            max_num_active_seqs=None,
-            max_num_batched_tokens=64,
-            max_num_scheduled_tokens=None,
-            enable_chunked_prefill=True,
-            long_prefill_token_threshold=0,
-            long_prefill_token_threshold_adaptive=False,
-            scheduler_reserve_full_isl=True,
-            watermark=0.0,
-            policy="fcfs",
-            async_scheduling=False,
-        ),
-        cache_config=SimpleNamespace(enable_prefix_caching=True),
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
-        lora_config=None,
-        kv_events_config=None,
-        kv_transfer_config=None,
-        ec_transfer_config=None,
-        aux_output_config=SimpleNamespace(enabled=False),
-        speculative_config=None,
-        num_speculative_tokens=0,
-        num_lookahead_tokens=0,
-        max_concurrent_batches=1,
-    )
-    for name, value in changes.items():
-        *parts, last = name.split("__")
-        at = config
-        for part in parts:
-            at = getattr(at, part)
-        setattr(at, last, value)
-    return config
+from tests.integrations.vllm_configs import vllm_config
 
 
 def settled(knobs: dict[str, Any] | None = None, **changes: Any) -> Any:
