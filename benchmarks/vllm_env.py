@@ -6,20 +6,26 @@ builds of torch that only its device code needs are left out.
 
     python benchmarks/vllm_env.py [options for pip, such as --index-url]
 
-Takes about a minute, and 3 GB of disk. Does nothing if the environment is there and complete.
+Takes about a minute, and 3 GB of disk. Does nothing if the environment is there and complete. Puts the
+the version after it, whose dataclasses the drop-in is checked with, are put beside it: there is no build of it for CPUs.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from zipfile import ZipFile
 
 from _environment import Pip, make_environment, python_in
 
 VLLM_VERSION = "0.32.0"
+NEXT_VERSION = "0.33.0"
 TORCH_VERSION = "2.13.0"
 ENVIRONMENT = Path(__file__).resolve().parent.parent / ".venv-vllm"
+NEXT_SOURCES = ENVIRONMENT / f"vllm-{NEXT_VERSION}"
 
 # Image, audio and video decoding: a scheduler imports none of it, and each would pull another build of torch.
 LEFT_OUT = {"torch", "torchaudio", "torchvision", "torchcodec"}
@@ -67,8 +73,33 @@ def fill(pip_install: Pip) -> None:
     pip_install("--constraint", str(constraints), *requirements_of_vllm(ENVIRONMENT))
 
 
+def fetch_next_sources(pip_options: list[str]) -> None:
+    """Put the Python files of the next version where `NEXT_SOURCES` says, unless they are there.
+
+    Raises:
+        CalledProcessError: its wheel cannot be had.
+    """
+    if NEXT_SOURCES.exists():
+        return
+    with tempfile.TemporaryDirectory(dir=ENVIRONMENT) as temporary:
+        command = [str(python_of()), "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+        subprocess.run([*command, "--dest", temporary, *pip_options, f"vllm=={NEXT_VERSION}"], check=True)
+        (wheel,) = Path(temporary).glob("*.whl")
+        sources = Path(temporary) / "sources"
+        with ZipFile(wheel) as archive:
+            archive.extractall(sources, [name for name in archive.namelist() if name.endswith((".py", "/METADATA"))])
+        os.replace(sources, NEXT_SOURCES)
+    print(f"{NEXT_SOURCES}: sources of vLLM {NEXT_VERSION}")
+
+
 def main() -> int:
-    return make_environment(ENVIRONMENT, f"vLLM {VLLM_VERSION}", is_complete, fill, sys.argv[1:])
+    code = make_environment(ENVIRONMENT, f"vLLM {VLLM_VERSION}", is_complete, fill, sys.argv[1:])
+    if code == 0:
+        try:
+            fetch_next_sources(sys.argv[1:])
+        except subprocess.CalledProcessError:  # pip has printed its own message
+            print(f"the sources of vLLM {NEXT_VERSION} could not be fetched; what checks them is skipped")
+    return code
 
 
 def _name(requirement: str) -> str:

@@ -11,6 +11,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import vllm
@@ -107,6 +108,8 @@ class Scheduler:
         self._kv_events = KVEvents(vllm_config, block_size) if config.enable_kv_cache_events else None
         self._finished_ids: dict[int, set[str]] | None = defaultdict(set) if include_finished_set else None
         self._clock_offset = time.time() - time.monotonic()  # of vLLM's arrival times
+        self.kv_cache_config = kv_cache_config
+        self.kv_cache_manager = _group_metadata(kv_cache_config, block_size)
         self._pause_state = PauseState.UNPAUSED
         self._has_clients = False  # more than the first
 
@@ -539,3 +542,12 @@ class Scheduler:
     def shutdown(self) -> None:
         if self._kv_events is not None:
             self._kv_events.close()
+
+
+def _group_metadata(kv_cache_config: Any, block_size: int) -> Any:
+    """The part of vLLM's `KVCacheManager` that its engine core reads: the block size of each group."""
+    managers = [
+        SimpleNamespace(block_size=block_size, kv_cache_spec=group.kv_cache_spec)
+        for group in kv_cache_config.kv_cache_groups
+    ]
+    return SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=managers))
