@@ -6,8 +6,8 @@ builds of torch that only its device code needs are left out.
 
     python benchmarks/vllm_env.py [options for pip, such as --index-url]
 
-Takes about a minute, and 3 GB of disk. Does nothing if the environment is there and complete. Puts the
-the version after it, whose dataclasses the drop-in is checked with, are put beside it: there is no build of it for CPUs.
+Takes about a minute, and 3 GB of disk. Does nothing if the environment is there and complete. The Python files of the
+next version, which has no build for CPUs, are put beside it: the drop-in is checked with them.
 """
 
 from __future__ import annotations
