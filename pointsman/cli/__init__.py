@@ -6,6 +6,8 @@
     config_file.py   the YAML file of `serve`
     serve.py         what the server is started with, and where each setting comes from
     chat.py          a conversation with a running server
+    ask.py           questions to a scheduler inside vLLM
+    vllm.py          what concerns a vLLM that is installed here
     workload.py      what to run: built-in prompts, a file of prompts, a trace
     generate.py      the loop around the engine: arrivals, steps, an orderly end
     progress.py      what is known about the run, and its summary

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import pointsman
-from pointsman.cli import options
+from pointsman.cli import ask, options, vllm
 from pointsman.cli.display import choose_display, one_line
 from pointsman.cli.errors import EXIT_FAILED, EXIT_OK, CommandError
 from pointsman.cli.generate import run_workload
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 # Plain help: the framed kind cuts off long option names in a narrow terminal.
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+app.add_typer(vllm.app, name="vllm")
 
 # The built-in prompts run with few seats and a small pool, so that requests wait and give way while one looks on.
 DEMO_STEP = {"max_num_seqs": 8, "max_num_batched_tokens": 128}
@@ -173,6 +175,39 @@ def replay(
         f"{report.num_preemptions} preemptions): no difference"
     )
     return EXIT_OK
+
+
+@app.command()
+def explain(
+    socket: options.Socket,
+    request: options.AskedRequest = None,
+    limit: options.MostRequests = 100,
+    as_json: options.AsJsonLines = False,
+) -> int:
+    """Show where the requests of a vLLM stand that this scheduler runs in, and why they wait.
+
+    The log of vLLM tells the socket at the start. With a request, all about it; an id as clients know it will do.
+    """
+    return ask.explain(socket, request, limit, as_json=as_json)
+
+
+@app.command()
+def metrics(socket: options.Socket) -> int:
+    """Print what vLLM's own metrics lack of this scheduler, in the text format of Prometheus."""
+    return ask.metrics(socket)
+
+
+@app.command()
+def record(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="Where to; it will hold prompts, as token ids.")],
+    socket: options.Socket,
+    seconds: Annotated[float | None, typer.Option(help="How long [default: until Ctrl-C].")] = None,
+) -> int:
+    """Record every call and decision of the scheduler in a vLLM that runs, for pointsman replay.
+
+    It waits for a moment without requests, and then empties the prefix cache, because a replay begins with nothing.
+    """
+    return ask.record(socket, file, seconds)
 
 
 def _shorten(value: object, length: int = 400) -> str:

@@ -64,6 +64,13 @@ RecordFile = Annotated[
     typer.Option(metavar="FILE", help="Write a recording that pointsman replay checks."),
 ]
 
+# ---------------------------------------------------------------------- questions to a vLLM that runs
+
+Socket = Annotated[str, typer.Option(metavar="PATH", help="Of the vLLM; its log tells it at the start.")]
+AskedRequest = Annotated[str | None, typer.Argument(metavar="[ID]", help="One request, or those of one answer.")]
+MostRequests = Annotated[int, typer.Option(help="Most requests to show, the oldest first.")]
+AsJsonLines = Annotated[bool, typer.Option("--json", help="One JSON line per request.")]
+
 # ---------------------------------------------------------------------- knobs of the engine and the scheduler
 
 Preset = Annotated[

@@ -10,7 +10,11 @@ def vllm_config(**changes: Any) -> Any:
     """What we read of a `VllmConfig`; changes are written like model_config__is_encoder_decoder=True."""
     config = SimpleNamespace(
         model_config=SimpleNamespace(
-            max_model_len=256, is_encoder_decoder=False, supports_multimodal_inputs=False, is_diffusion=False
+            max_model_len=256,
+            served_model_name="demo",
+            is_encoder_decoder=False,
+            supports_multimodal_inputs=False,
+            is_diffusion=False,
         ),
         scheduler_config=SimpleNamespace(
             max_num_seqs=8,
@@ -33,6 +37,7 @@ def vllm_config(**changes: Any) -> Any:
             data_parallel_index=0,
         ),
         additional_config={},
+        device_config=SimpleNamespace(device_type="cpu"),
         use_v2_model_runner=False,
         lora_config=None,
         kv_events_config=None,

@@ -138,6 +138,7 @@ def make_scheduler(*, v2: bool, asynchronous: bool, pipeline: int, policy: str) 
         scheduler_config__policy=policy,
         model_config__max_model_len=60,
         parallel_config__pipeline_parallel_size=pipeline,
+        additional_config={"pointsman": {"socket": ""}},
         use_v2_model_runner=v2,
         max_concurrent_batches=ahead,
     )

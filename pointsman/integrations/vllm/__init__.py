@@ -6,6 +6,10 @@ vLLM makes the scheduler in its engine-core process and calls it as it calls its
 `scheduler.py` (what vLLM calls), `requests.py` (its requests as ours), `schedules.py` (our decisions as its
 `SchedulerOutput`) and `results.py` (what its model runner returned as our `StepResult`, and the outputs for clients);
 `support.py` says what is refused at the start, and `settings.py` which flag of vLLM is which knob of ours.
+
+What operators have of it is in `operation.py`: a socket (`control.py`) on which questions are answered
+(`questions.py`), recordings among them (`recordings.py`). `client.py` and `exposition.py` are the other end, which
+needs no vLLM; `check.py` tells whether the vLLM that is installed will do.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.request import RequestStatus
 
 from pointsman.core import FinishReason as Reason
 from pointsman.core import Request, StepResult, StepUpdate
@@ -26,6 +27,17 @@ FINISH_REASONS: Mapping[Reason, FinishReason] = {
     Reason.REFUSED: FinishReason.ERROR,
     Reason.DEADLINE: FinishReason.ABORT,
     Reason.REPETITION: FinishReason.REPETITION,
+}
+
+STATUSES = {
+    Reason.STOP: RequestStatus.FINISHED_STOPPED,
+    Reason.LENGTH: RequestStatus.FINISHED_LENGTH_CAPPED,
+    Reason.ABORT: RequestStatus.FINISHED_ABORTED,
+    Reason.ERROR: RequestStatus.FINISHED_ERROR,
+    Reason.REPETITION: RequestStatus.FINISHED_REPETITION,
+}
+REASONS = {status: reason for reason, status in STATUSES.items()} | {
+    RequestStatus.FINISHED_IGNORED: Reason.ERROR,
 }
 
 

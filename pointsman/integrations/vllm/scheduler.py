@@ -2,63 +2,56 @@
 
 It is no subclass of vLLM's abstract class, which gains abstract methods between versions; vLLM asks for no type. Its
 own request objects stay the clients' view of a request; where a request stands is ours to know.
+
+One thread of vLLM calls all of this. What changes anything holds `lock` while it does, because operators ask from
+threads of their own (`questions.py`). What vLLM only reads (`reads.py`) needs none: all that operators change is an
+idle scheduler, into one that gives the same answers.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable
-from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import vllm
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
-from vllm.v1.structured_output.utils import strip_speculative_padding
 
-from pointsman.core import FinishReason, ParkReason, PauseMode, Request, RequestRefused
+from pointsman.core import FinishReason, ParkReason, PauseMode, Recorder, Request, RequestRefused
 from pointsman.core import Scheduler as Core
 from pointsman.core import SchedulerOutput as Output
 from pointsman.integrations.vllm.kv_events import KVEvents
+from pointsman.integrations.vllm.locking import alone
+from pointsman.integrations.vllm.operation import Operation, open_record
+from pointsman.integrations.vllm.reads import Reads, Step, group_metadata
 from pointsman.integrations.vllm.requests import to_request
-from pointsman.integrations.vllm.results import Sampled, finish_reason, plain_outputs, read_sampled, to_result
+from pointsman.integrations.vllm.results import (
+    REASONS,
+    STATUSES,
+    Sampled,
+    finish_reason,
+    plain_outputs,
+    read_sampled,
+    to_result,
+)
 from pointsman.integrations.vllm.schedules import Schedules
 from pointsman.integrations.vllm.sessions import Sessions, close_turn, open_turn
 from pointsman.integrations.vllm.settings import read_settings, scheduler_config
 from pointsman.integrations.vllm.statistics import Statistics
 from pointsman.integrations.vllm.support import check_supported
-from pointsman.integrations.vllm.versions import check_version, make
+from pointsman.integrations.vllm.versions import check_version
 
 logger = logging.getLogger("vllm.pointsman")  # where vLLM's own log goes
 
-STATUSES = {
-    FinishReason.STOP: RequestStatus.FINISHED_STOPPED,
-    FinishReason.LENGTH: RequestStatus.FINISHED_LENGTH_CAPPED,
-    FinishReason.ABORT: RequestStatus.FINISHED_ABORTED,
-    FinishReason.ERROR: RequestStatus.FINISHED_ERROR,
-    FinishReason.REPETITION: RequestStatus.FINISHED_REPETITION,
-}
-REASONS = {status: reason for reason, status in STATUSES.items()} | {
-    RequestStatus.FINISHED_IGNORED: FinishReason.ERROR,
-}
 PAUSES = {PauseState.PAUSED_NEW: PauseMode.ADMISSIONS, PauseState.PAUSED_ALL: PauseMode.ALL}
 
 
-@dataclass(slots=True)
-class Step:
-    """A step in flight, in both forms."""
-
-    of_vllm: Any
-    output: Output
-    ids: list[str]
-
-
-class Scheduler:
+class Scheduler(Reads):
     """vLLM's scheduler, by name: `--scheduler-cls pointsman.integrations.vllm.Scheduler`.
 
     Raises:
@@ -84,10 +77,16 @@ class Scheduler:
         check_supported(vllm_config, kv_cache_config)
         settings = read_settings(vllm_config.additional_config)
         config = scheduler_config(vllm_config, kv_cache_config, block_size, settings.knobs)
-        self.core = Core(config)
+        recording = open_record(settings.record, vllm_config)
+        self.core = Core(config, recorder=None if recording is None else Recorder(recording))
+        self.lock = threading.Lock()
+        """Whoever holds it has `core` to itself."""
+        self.step_seconds = 0.0
+        """How long the steps took in here so far."""
         self.requests: dict[str, Any] = {}
         """vLLM's requests that have not ended, by id."""
-        self._of_id: dict[str, Request] = {}
+        self.of_id: dict[str, Request] = {}
+        """Ours, by the ids of vLLM's."""
         self._grammars = structured_output_manager
         self._compiling: dict[str, Any] = {}
         self._structured: set[str] = set()
@@ -109,15 +108,23 @@ class Scheduler:
         self._finished_ids: dict[int, set[str]] | None = defaultdict(set) if include_finished_set else None
         self._clock_offset = time.time() - time.monotonic()  # of vLLM's arrival times
         self.kv_cache_config = kv_cache_config
-        self.kv_cache_manager = _group_metadata(kv_cache_config, block_size)
+        self.kv_cache_manager = group_metadata(kv_cache_config, block_size)
         self._pause_state = PauseState.UNPAUSED
         self._has_clients = False  # more than the first
+        self._operation = Operation(self, vllm_config, settings, recording)
+
+    def forget_steps(self) -> None:
+        """A recording begins: the scheduler knows nothing of earlier steps."""
+        self._last_step = None
 
     # ------------------------------------------------------------------ requests
 
+    @alone
     def add_request(self, request: Any) -> None:
         """Queue one of vLLM's requests; one with a grammar waits for it first. One whose name is that of a session is
         its next part."""
+        if self._operation.recordings.waiting is not None:
+            self._operation.recordings.try_to_begin()
         name = request.request_id
         session = self.requests.get(name)
         if session is None:
@@ -128,7 +135,7 @@ class Scheduler:
         if name not in self._sessions:
             raise ValueError(f"request id {name!r} is in use; wait for the end of the request that has it")
         self._sessions.add(name, request)
-        if name not in self._of_id:
+        if name not in self.of_id:
             self._sessions.num_idle -= 1
             self._next_turn(session)
 
@@ -161,7 +168,7 @@ class Scheduler:
             self._end(request, FinishReason.ERROR)
             self._unsent.append(request)
             return
-        self._of_id[name] = ours
+        self.of_id[name] = ours
         if needs_grammar:
             self._compiling[name] = request
         if request.use_structured_output:
@@ -180,6 +187,7 @@ class Scheduler:
             return name
         return next(other for number in range(1, 2**31) if not taken(other := f"{name}#{number}"))
 
+    @alone
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Any]:
         """End requests from outside; None: all. Those that are unknown or have ended are passed over.
 
@@ -196,8 +204,8 @@ class Scheduler:
             request = self.requests.get(name)
             if request is None:
                 continue
-            if name in self._of_id:
-                self.core.finish(self._of_id[name].request_id, REASONS[finished_status], now)
+            if name in self.of_id:
+                self.core.finish(self.of_id[name].request_id, REASONS[finished_status], now)
             else:
                 self._sessions.num_idle -= 1
             self._end(request, REASONS[finished_status])
@@ -210,7 +218,7 @@ class Scheduler:
         name = request.request_id
         request.status = STATUSES[reason]
         del self.requests[name]
-        self._of_id.pop(name, None)
+        self.of_id.pop(name, None)
         self._compiling.pop(name, None)
         self._sessions.end(name)
         for names in (self._structured, self._speaking, self._always_speaking):
@@ -227,17 +235,23 @@ class Scheduler:
             del self._compiling[name]
             if isinstance(grammar, Exception):
                 logger.error("the grammar of request %s cannot be used: %s", name, grammar)
-                self.core.finish(self._of_id[name].request_id, FinishReason.ERROR, now, detail=str(grammar))
+                self.core.finish(self.of_id[name].request_id, FinishReason.ERROR, now, detail=str(grammar))
                 self._end(request, FinishReason.ERROR)
                 self._unsent.append(request)
             else:
-                self.core.ready(self._of_id[name].request_id, now)
+                self.core.ready(self.of_id[name].request_id, now)
 
     # ------------------------------------------------------------------ the step
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """Decide what runs in the next step, as vLLM's `SchedulerOutput`."""
-        now = time.monotonic()
+        with self.lock:
+            began = time.monotonic()
+            of_vllm = self._schedule(began)
+            self.step_seconds += time.monotonic() - began
+            return of_vllm
+
+    def _schedule(self, now: float) -> Any:
         if self._compiling:
             self._take_grammars(now)
         output = self.core.schedule(now)
@@ -254,7 +268,7 @@ class Scheduler:
         """Who was admitted, preempted, or ended by the decision itself."""
         for ours in output.finished:
             request = ours.metadata
-            if self._of_id.get(request.request_id) is ours:  # no update told of it
+            if self.of_id.get(request.request_id) is ours:  # no update told of it
                 self._end(request, ours.finish_reason or FinishReason.ERROR)
                 request.stop_reason = ours.stop_reason
                 self._unsent.append(request)
@@ -288,37 +302,25 @@ class Scheduler:
                 if last[index] > output.requests[index].num_tokens:
                     of_vllm.pending_structured_output_tokens = True
 
-    def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
-        """The masks of the rows that sample under a grammar; None: there are none."""
-        if not scheduler_output.has_structured_output_requests:
-            return None
-        step = next(step for step in self._steps if step.of_vllm is scheduler_output)
-        rows = zip(step.ids, step.output.samples.tolist(), strict=True)
-        names = [name for name, samples in rows if samples and name in self._structured]
-        if not names:
-            return None
-        drafts = scheduler_output.scheduled_spec_decode_tokens
-        mask = self._grammars.grammar_bitmask(self.requests, names, drafts)
-        acceptable = [len(strip_speculative_padding(drafts.get(name, []))) for name in names]
-        values = {
-            "structured_output_request_ids": names,
-            "grammar_bitmask": mask,
-            "num_acceptable_drafts": acceptable,
-        }
-        return make(GrammarOutput, values)
-
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
         """Take in what the model runner returned for the oldest step in flight.
 
         Returns:
             `EngineCoreOutputs` by client, for those that have some.
         """
+        with self.lock:
+            began = time.monotonic()
+            outputs = self._update(scheduler_output, model_runner_output, began)
+            self.step_seconds += time.monotonic() - began
+            return outputs
+
+    def _update(self, scheduler_output: Any, model_runner_output: Any, now: float) -> dict[int, Any]:
         step = self._steps.popleft()
         if step.of_vllm is not scheduler_output:
             raise ValueError("this SchedulerOutput is not that of the oldest step in flight; update them in order")
         output, ids = step.output, step.ids
         sampled = read_sampled(model_runner_output, ids)
-        update = self.core.update(output, to_result(output, sampled), time.monotonic())
+        update = self.core.update(output, to_result(output, sampled), now)
         self._last_step = step
         outputs, indices = plain_outputs(output, update, ids, sampled)
         if self._statistics is not None and len(output.draft_token_ids):
@@ -349,7 +351,7 @@ class Scheduler:
             name = output.request_id
             if name in self._speaking:
                 self._speaking.discard(name)
-                self._tell_events(self.requests[name], self._of_id[name], output)
+                self._tell_events(self.requests[name], self.of_id[name], output)
                 output.new_prompt_logprobs_tensors = result.prompt_logprobs_dict.get(name)
                 output.prompt_token_id_logprobs = result.prompt_token_id_logprobs_dict.get(name)
             if name in self._always_speaking:
@@ -380,7 +382,7 @@ class Scheduler:
             request._all_token_ids.extend(output.new_token_ids)
             if not self._grammars.accept_tokens(request, output.new_token_ids):
                 logger.error("the grammar of request %s does not allow %s; it ends", name, output.new_token_ids)
-                self.core.finish(self._of_id[name].request_id, FinishReason.ERROR, time.monotonic())
+                self.core.finish(self.of_id[name].request_id, FinishReason.ERROR, time.monotonic())
                 self._end(request, FinishReason.ERROR)
                 output.finish_reason = request.get_finished_reason()
 
@@ -405,7 +407,7 @@ class Scheduler:
         """A part of a session is answered."""
         name = session.request_id
         close_turn(session, ours)
-        del self._of_id[name]
+        del self.of_id[name]
         for names in (self._structured, self._speaking, self._always_speaking):
             names.discard(name)
         if self._sessions.has_part(name):
@@ -447,6 +449,7 @@ class Scheduler:
 
     # ------------------------------------------------------------------ drafts
 
+    @alone
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         """What vLLM's proposer guesses to follow the tokens of the step that was updated last."""
         step = self._last_step
@@ -469,55 +472,9 @@ class Scheduler:
         """Only of asynchronous speculation, which is refused at the start."""
         raise NotImplementedError("speculation runs synchronously here")
 
-    # ------------------------------------------------------------------ questions
-
-    def has_request(self, request_id: str) -> bool:
-        return request_id in self.requests
-
-    def has_unfinished_requests(self) -> bool:
-        return self.get_num_unfinished_requests() > 0
-
-    def get_num_unfinished_requests(self) -> int:
-        """Those that may still advance: none of those that a pause holds up."""
-        if self._pause_state == PauseState.PAUSED_ALL:
-            return 0
-        if self._pause_state == PauseState.PAUSED_NEW:
-            return self.core.num_running
-        return len(self.requests) - self._sessions.num_idle
-
-    def has_finished_requests(self) -> bool:
-        """Whether a further step must tell the workers, or a client, of an end."""
-        return bool(self.core.has_unreported_ends or self._unsent)
-
-    def has_requests(self) -> bool:
-        return self.has_unfinished_requests() or self.has_finished_requests()
-
-    def get_request_counts(self) -> tuple[int, int]:
-        """How many run, and how many wait."""
-        running = self.core.num_running
-        return running, len(self.requests) - running
-
-    def get_kv_cache_usage(self) -> float:
-        return self.core.kv_cache_usage
-
-    def get_kv_connector(self) -> None:
-        return None
-
-    def get_ec_connector(self) -> None:
-        return None
-
-    def get_kv_event_publisher_config(self) -> Any:
-        return None if self._kv_events is None else self._kv_events.config
-
-    def make_stats(self) -> Any:
-        return None if self._statistics is None else self._statistics.take()
-
     # ------------------------------------------------------------------ pauses and resets
 
-    @property
-    def pause_state(self) -> PauseState:
-        return self._pause_state
-
+    @alone
     def set_pause_state(self, pause_state: PauseState) -> None:
         self._pause_state = pause_state
         if pause_state == PauseState.UNPAUSED:
@@ -525,6 +482,7 @@ class Scheduler:
         else:
             self.core.pause(time.monotonic(), PAUSES[pause_state])
 
+    @alone
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget every cached prefix; with `reset_running_requests` what runs is computed anew.
 
@@ -540,14 +498,7 @@ class Scheduler:
         """There is none."""
 
     def shutdown(self) -> None:
+        """Answer no more, and close what is open."""
+        self._operation.close()
         if self._kv_events is not None:
             self._kv_events.close()
-
-
-def _group_metadata(kv_cache_config: Any, block_size: int) -> Any:
-    """The part of vLLM's `KVCacheManager` that its engine core reads: the block size of each group."""
-    managers = [
-        SimpleNamespace(block_size=block_size, kv_cache_spec=group.kv_cache_spec)
-        for group in kv_cache_config.kv_cache_groups
-    ]
-    return SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=managers))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pointsman.integrations.vllm.versions import UnsupportedVLLM
+from pointsman.integrations.vllm.versions import TESTED_BY_RUNNING, UnsupportedVLLM, minor_version
 
 GO_BACK = "leave --scheduler-cls out to run vLLM's own scheduler"
 
@@ -19,11 +19,31 @@ def check_supported(vllm_config: Any, kv_cache_config: Any | None) -> None:
     Raises:
         UnsupportedVLLM: it is not; every reason with its remedy.
     """
-    problems = [*_model_problems(vllm_config), *_engine_problems(vllm_config)]
-    if kv_cache_config is not None:
-        problems += _kv_cache_problems(kv_cache_config)
+    problems = problems_of(vllm_config, kv_cache_config)
     if problems:
         raise UnsupportedVLLM(f"Pointsman's scheduler cannot run this: {'; '.join(problems)}; or {GO_BACK}")
+
+
+def problems_of(vllm_config: Any, kv_cache_config: Any | None) -> list[str]:
+    """What is not supported, each with its remedy; arguments as for `check_supported`."""
+    problems = [*_model_problems(vllm_config), *_engine_problems(vllm_config)]
+    return problems if kv_cache_config is None else problems + _kv_cache_problems(kv_cache_config)
+
+
+def what_was_not_run(vllm_config: Any, version: str) -> list[str]:
+    """What is supported by the letter of vLLM's interface, and has been run with no vLLM so far."""
+    parallel = vllm_config.parallel_config
+    found = []
+    if minor_version(version) != TESTED_BY_RUNNING:
+        found.append(f"vLLM {version} (only {TESTED_BY_RUNNING})")
+    if vllm_config.device_config.device_type != "cpu":
+        found.append(f"a device of type {vllm_config.device_config.device_type} (only the CPU)")
+    if vllm_config.use_v2_model_runner:
+        found.append("vLLM's second model runner")
+    if vllm_config.lora_config is not None:
+        found.append("LoRA adapters")
+    sizes = ("pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size")
+    return found + [f"{name} {getattr(parallel, name)}" for name in sizes if getattr(parallel, name, 1) > 1]
 
 
 def _model_problems(vllm_config: Any) -> list[str]:

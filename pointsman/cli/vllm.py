@@ -1,0 +1,40 @@
+"""`pointsman vllm ...`: what concerns a vLLM that is installed here."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from pointsman.cli.errors import CommandError
+
+app = typer.Typer(help="Pointsman as the scheduler of vLLM.", rich_markup_mode=None, no_args_is_help=True)
+
+
+@app.callback()
+def root() -> None:
+    """Pointsman as the scheduler of vLLM."""
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def check(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="As vllm serve takes it; its weights are not loaded.")],
+) -> int:
+    """Whether the vLLM that is installed here can serve a model with this scheduler.
+
+    All further options are vLLM's own, as on the command line of vllm serve.
+
+    Exit code 0: it can; 1: it cannot, for the reasons that are printed; 2: vLLM is not here, or does not take the
+    options.
+    """
+    from pointsman.integrations.vllm.check import CannotCheck
+    from pointsman.integrations.vllm.check import check as check_vllm
+
+    try:
+        report = check_vllm(model, list(context.args))
+    except CannotCheck as error:
+        raise CommandError(str(error)) from None
+    for line in report.lines():
+        print(line)
+    return 1 if report.problems else 0

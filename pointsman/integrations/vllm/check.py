@@ -1,0 +1,180 @@
+"""Will it work? Found from vLLM's own configuration of a model, without loading its weights.
+
+report = check("MODEL", ["--max-num-seqs", "64"])
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pointsman
+from pointsman.core import ConfigError, SchedulerConfig
+from pointsman.integrations.vllm.settings import FLAGS, read_settings, scheduler_config
+from pointsman.integrations.vllm.support import GO_BACK, problems_of, what_was_not_run
+from pointsman.integrations.vllm.versions import TESTED, UnsupportedVLLM, check_version, minor_version
+
+SCHEDULER_CLS = "pointsman.integrations.vllm.Scheduler"
+_STAND_IN_BLOCKS = 1 << 20  # how many there are is known when the weights are loaded
+
+
+class CannotCheck(Exception):
+    """There is no vLLM, or it does not take the options."""
+
+
+@dataclass
+class Report:
+    """What was found."""
+
+    version: str
+    model: str
+    problems: list[str] = field(default_factory=list)
+    """Why it will not work, each with its remedy."""
+    not_run: list[str] = field(default_factory=list)
+    """What has been run by nobody so far."""
+    kv_cache: str = ""
+    """What is known of the KV cache before the weights are loaded."""
+    knobs: dict[str, str] = field(default_factory=dict)
+    """Each knob of the scheduler as it would be, with the flag that sets it."""
+    socket: str = ""
+
+    def lines(self) -> list[str]:
+        """All of it, for a person."""
+        found = [f"vLLM {self.version}: {self._of_version()}", f"model {self.model}"]
+        if self.problems:
+            found.append("it will not work:")
+            found += [f"  - {problem}" for problem in self.problems]
+            found.append(f"  - or {GO_BACK}")
+        else:
+            found.append(f"it will work: vllm serve {self.model} --scheduler-cls {SCHEDULER_CLS}")
+        if self.not_run:
+            found.append(f"not run by Pointsman's authors so far: {', '.join(self.not_run)}")
+        if self.kv_cache:
+            found.append(f"KV cache: {self.kv_cache}")
+        if self.knobs:
+            found.append("the scheduler's knobs, as they would be:")
+            width = max(map(len, self.knobs))
+            found += [f"  {name:{width}}  {value}" for name, value in self.knobs.items()]
+        if self.socket:
+            found.append(f"questions: {self.socket}")
+        return found
+
+    def _of_version(self) -> str:
+        tested = TESTED.get(minor_version(self.version))
+        return f"Pointsman {pointsman.__version__} supports it ({tested})" if tested else "not supported"
+
+
+def check(model: str, options: list[str]) -> Report:
+    """What vLLM would do with a model and options of its command line, if our scheduler took the place of its own.
+
+    Raises:
+        CannotCheck: vLLM is not installed here, does not take the options, or cannot read the model.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise CannotCheck(
+            "vLLM is not installed in this Python environment; run this in the one that vLLM is in, after: "
+            "pip install pointsman"
+        )
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    import vllm
+
+    report = Report(vllm.__version__, model)
+    try:
+        check_version(vllm.__version__)
+    except UnsupportedVLLM as error:
+        report.problems.append(str(error))
+        return report
+    vllm_config = _vllm_config(model, options)
+    report.problems += problems_of(vllm_config, None)
+    report.problems += _kv_cache_problems(vllm_config.model_config)
+    report.not_run = what_was_not_run(vllm_config, vllm.__version__)
+    _read_knobs(report, vllm_config)
+    return report
+
+
+def _vllm_config(model: str, options: list[str]) -> Any:
+    """vLLM's configuration, as its server makes it."""
+    from vllm import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = _parser(FlexibleArgumentParser(prog="pointsman vllm check"))
+    words = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(words), contextlib.redirect_stdout(words):
+            given = parser.parse_args(options)
+    except SystemExit:
+        said = words.getvalue().strip().splitlines() or ["--help"]
+        raise CannotCheck(f"vLLM does not take these options: {said[-1]}") from None
+    given.model = model
+    try:
+        return AsyncEngineArgs.from_cli_args(given).create_engine_config()
+    except Exception as error:  # of many types, by what is the matter
+        raise CannotCheck(f"vLLM cannot run {model} with these options: {_first_line(error)}") from error
+
+
+def _parser(parser: Any) -> Any:
+    """All options of vLLM's server where it tells them, or else those of its engine."""
+    from vllm import AsyncEngineArgs
+
+    try:
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    except ImportError:  # another version
+        return AsyncEngineArgs.add_cli_args(parser)
+    return make_arg_parser(parser)
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:3]) if lines else type(error).__name__
+
+
+def _kv_cache_problems(model: Any) -> list[str]:
+    """What the model's configuration tells of groups that are refused when its KV cache is made."""
+    if getattr(model, "is_attention_free", False):
+        return ["models without attention keep no KV cache, which is not supported: serve another model"]
+    if getattr(model, "is_hybrid", False):
+        return ["models that mix attention with other layers are not supported: serve another model"]
+    window = model.get_sliding_window() if hasattr(model, "get_sliding_window") else None
+    if window is not None and not getattr(model, "disable_sliding_window", False):
+        return [
+            f"some of its layers have a sliding window of {window} tokens, which is not supported: serve another "
+            "model, or give --disable-sliding-window, which shortens what it can read"
+        ]
+    return []
+
+
+def _read_knobs(report: Report, vllm_config: Any) -> None:
+    """The knobs, and what is wrong with those of ours."""
+    cache = vllm_config.cache_config
+    blocks = cache.num_gpu_blocks_override
+    size = getattr(cache, "block_size", None) or 16
+    try:
+        settings = read_settings(vllm_config.additional_config)
+        stand_in = SimpleNamespace(num_blocks=blocks or _STAND_IN_BLOCKS)
+        config = scheduler_config(vllm_config, stand_in, size, settings.knobs)
+    except ConfigError as error:
+        report.problems.append(str(error))
+        return
+    told = f"{blocks} blocks of {size} tokens" if blocks else f"blocks of {size} tokens, as many as memory holds"
+    report.kv_cache = f"{told}; how the layers share it is known for certain when the weights are loaded"
+    report.knobs = _knobs(config, settings.knobs, has_blocks=bool(blocks))
+    socket = settings.socket
+    report.socket = "no socket" if socket == "" else f"a socket, {socket or 'whose name the log tells at the start'}"
+
+
+def _knobs(config: SchedulerConfig, own: Mapping[str, Any], *, has_blocks: bool) -> dict[str, str]:
+    knobs = {}
+    for name, value in config.to_dict().items():
+        if name == "num_blocks" and not has_blocks:
+            continue
+        if FLAGS.get(name):
+            knobs[name] = f"{value}  ({FLAGS[name]})"
+        elif name in own:
+            knobs[name] = f"{value}  (--additional-config)"
+    return knobs

@@ -1,0 +1,250 @@
+"""A Unix socket on which the scheduler answers operators, in JSON lines.
+
+    -> {"ask": "explain", "limit": 100}
+    <- {"requests": [...], "counts": {...}}        or {"error": "..."}
+
+A thread accepts, and each client has a thread of its own, so a client that reads slowly, or not at all, keeps nobody
+waiting but itself, and loses its place after `CLIENT_SECONDS`. What is asked and answered is in `questions.py`; nothing
+here knows of vLLM, or of a scheduler.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import glob
+import json
+import os
+import socket
+import stat
+import tempfile
+import threading
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager, suppress
+from typing import Any
+
+from pointsman.core import ConfigError
+
+MAX_CLIENTS = 16
+MAX_QUESTION = 4096
+"""Bytes of a line that a client sends."""
+CLIENT_SECONDS = 60.0
+"""That a client gets to take an answer, or to ask its next question."""
+MAX_OWN = 1000
+"""Sockets of one process."""
+MAX_PATH = 107
+"""Bytes of a socket's name on Linux."""
+
+
+class ControlError(ValueError):
+    """A question that cannot be answered. The message is the answer."""
+
+
+class Client:
+    """The other end of a connection, with the files that it handed over."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._buffer = bytearray()
+        self._files: list[int] = []
+
+    def questions(self) -> Iterator[dict[str, Any]]:
+        """Its questions, until it closes its end.
+
+        Raises:
+            ControlError: a question is longer than allowed, or no JSON object; what follows cannot be understood.
+            OSError: it has gone, or is silent for too long.
+        """
+        while True:
+            line, newline, rest = bytes(self._buffer).partition(b"\n")
+            if newline:
+                self._buffer = bytearray(rest)
+                yield _parse(line)
+            elif len(self._buffer) > MAX_QUESTION:
+                raise ControlError(f"the question is longer than {MAX_QUESTION} bytes")
+            elif not self._receive(CLIENT_SECONDS):
+                return
+
+    def has_spoken(self, seconds: float) -> bool:
+        """Whether it says something, or closes its end, within so many seconds."""
+        try:
+            return bool(self._buffer) or not self._receive(seconds) or bool(self._buffer)
+        except TimeoutError:
+            return False
+
+    def send(self, answer: dict[str, Any]) -> None:
+        """One line."""
+        self._connection.settimeout(CLIENT_SECONDS)
+        self._connection.sendall(json.dumps(answer, separators=(",", ":")).encode() + b"\n")
+
+    def take_file(self) -> int | None:
+        """The descriptor of a file that it handed over, which is the caller's from now on; None: there is none."""
+        return self._files.pop(0) if self._files else None
+
+    def close_files(self) -> None:
+        """Those that nobody took."""
+        while self._files:
+            os.close(self._files.pop())
+
+    def _receive(self, seconds: float) -> bool:
+        self._connection.settimeout(seconds)
+        data, files, _, _ = socket.recv_fds(self._connection, MAX_QUESTION, 1)
+        self._files += files
+        self._buffer += data
+        return bool(data)
+
+
+Answer = Callable[[dict[str, Any], Client], Generator[dict[str, Any], None, None]]
+"""From a question to the lines that answer it. Raises ControlError."""
+
+
+class ControlSocket:
+    """Listens until it is closed, or the process ends.
+
+    Args:
+        path: where; None: a name of its own in a folder that is the user's alone.
+        answer: called in the thread of a client.
+
+    Raises:
+        ConfigError: nothing can listen there, or another process does.
+    """
+
+    def __init__(self, path: str | None, answer: Answer) -> None:
+        self.path = own_path() if path is None else os.path.abspath(path)
+        self._answer = answer
+        self._listening = _listen(self.path)
+        self._inode = os.stat(self.path).st_ino
+        self._places = threading.BoundedSemaphore(MAX_CLIENTS)
+        threading.Thread(target=self._accept, name="pointsman-control", daemon=True).start()
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Listen no more, and leave nothing behind. Twice is fine."""
+        atexit.unregister(self.close)
+        with suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._listening.close()
+        with suppress(OSError):
+            if os.stat(self.path).st_ino == self._inode:  # not that of a process which took the place since
+                os.unlink(self.path)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listening.accept()
+            except OSError:  # closed
+                return
+            if self._places.acquire(blocking=False):
+                threading.Thread(target=self._serve, args=(connection,), name="pointsman-client", daemon=True).start()
+            else:
+                with connection, suppress(OSError):
+                    connection.settimeout(0)
+                    Client(connection).send({"error": f"{MAX_CLIENTS} clients are connected already; try again later"})
+
+    def _serve(self, connection: socket.socket) -> None:
+        client = Client(connection)
+        try:
+            with connection, suppress(OSError):  # whoever has gone needs no answer
+                try:
+                    for question in client.questions():
+                        self._reply(client, question)
+                except ControlError as error:
+                    client.send({"error": str(error)})
+        finally:
+            client.close_files()
+            self._places.release()
+
+    def _reply(self, client: Client, question: dict[str, Any]) -> None:
+        try:
+            with closing(self._answer(question, client)) as lines:
+                for line in lines:
+                    client.send(line)
+        except ControlError as error:
+            client.send({"error": str(error)})
+
+
+def own_path() -> str:
+    """A name for this process in a folder that is the user's alone, from which those of processes that were killed are
+    removed: vLLM ends its engine so, as a rule."""
+    folder = os.environ.get("XDG_RUNTIME_DIR", "")
+    if not _is_ours_alone(folder):
+        folder = os.path.join(tempfile.gettempdir(), f"pointsman-{os.getuid()}")
+        with suppress(OSError):
+            os.mkdir(folder, 0o700)
+        if not _is_ours_alone(folder):  # somebody else has the name
+            folder = tempfile.mkdtemp(prefix="pointsman-")
+    with _alone_in(folder):
+        for left in glob.glob(os.path.join(glob.escape(folder), "vllm-*.sock")):
+            with suppress(ConfigError, OSError):
+                _make_way(left)
+        names = (f"vllm-{os.getpid()}{suffix}.sock" for suffix in ("", *(f"-{n}" for n in range(2, MAX_OWN))))
+        return next(path for name in names if not os.path.exists(path := os.path.join(folder, name)))
+
+
+def _is_ours_alone(folder: str) -> bool:
+    try:
+        found = os.lstat(folder)
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+
+
+def _listen(path: str) -> socket.socket:
+    if len(os.fsencode(path)) > MAX_PATH:
+        raise ConfigError(f"the socket {path} has a name of more than {MAX_PATH} bytes; choose a shorter one")
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with _alone_in(os.path.dirname(path)):
+            _make_way(path)
+            os.fchmod(listening.fileno(), 0o600)  # on Linux what it is bound with, so that it is never open to others
+            listening.bind(path)
+            os.chmod(path, 0o600)
+        listening.listen(MAX_CLIENTS)
+    except OSError as error:
+        listening.close()
+        raise ConfigError(f"cannot listen on the socket {path}: {error.strerror}; choose another one") from None
+    except ConfigError:
+        listening.close()
+        raise
+    return listening
+
+
+@contextmanager
+def _alone_in(folder: str) -> Iterator[None]:
+    """Nobody else who does this makes way for a socket in the folder meanwhile."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _make_way(path: str) -> None:
+    """Remove the socket of a process that has ended; nothing else."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(found.st_mode):
+        raise ConfigError(f"{path} is there and no socket; choose another name")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+        except TimeoutError:  # it is alive and busy
+            raise ConfigError(f"another process listens on {path}; choose another name") from None
+        else:
+            raise ConfigError(f"another process listens on {path}; choose another name")
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    try:
+        question = json.loads(line)
+    except ValueError:
+        raise ControlError("the question is no JSON") from None
+    if not isinstance(question, dict):
+        raise ControlError("the question is no JSON object")
+    return question

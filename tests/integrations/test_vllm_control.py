@@ -1,0 +1,314 @@
+"""The control socket: who may ask, what is answered, and that nobody who asks can hold up the scheduler."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pointsman.core import ConfigError
+from pointsman.integrations.vllm import control
+from pointsman.integrations.vllm.client import ControlUnavailable, Refused, connect
+from pointsman.integrations.vllm.control import MAX_CLIENTS, ControlSocket
+from tests.integrations.vllm_operated import Operated, operated, stepping
+
+
+def ask(path: Path, kind: str, **arguments: Any) -> dict[str, Any]:
+    with connect(str(path)) as connection:
+        return connection.ask(kind, **arguments)
+
+
+def raw(path: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(10)
+    sock.connect(path)
+    return sock
+
+
+def nobody(question: dict[str, Any], client: control.Client) -> Any:
+    yield {}
+
+
+# ------------------------------------------------------------------ the socket
+
+
+def test_only_its_owner_may_ask_and_nothing_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with operated(path):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert not path.exists()
+
+
+def dead_socket(path: Path) -> Path:
+    """As a process leaves it that is killed."""
+    left = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    left.bind(str(path))
+    left.close()
+    return path
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder for temporary files; there is none for the user alone."""
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_without_a_name_it_is_in_a_folder_of_the_users_alone(temporary: Path) -> None:
+    with operated(None) as host:
+        path = Path(host.control.path)
+        assert path.parent == temporary / f"pointsman-{os.getuid()}" and str(os.getpid()) in path.name
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        assert ask(path, "explain")["requests"] == []
+    assert list(path.parent.iterdir()) == []
+
+
+def test_a_process_may_have_several(temporary: Path) -> None:
+    with operated(None) as one, operated(None) as other:
+        one.add("a")
+        found = [len(ask(Path(host.control.path), "explain")["requests"]) for host in (one, other)]
+    assert found == [1, 0]
+
+
+def test_what_killed_processes_left_there_is_removed(temporary: Path) -> None:
+    with operated(None) as host:
+        folder = Path(host.control.path).parent
+        live = Path(host.control.path).rename(folder / "vllm-1.sock")
+        dead, other = dead_socket(folder / "vllm-2.sock"), dead_socket(folder / "mine.sock")
+        with operated(None):
+            assert live.exists() and other.exists() and not dead.exists()
+
+
+def test_a_folder_that_others_may_enter_is_not_used(temporary: Path) -> None:
+    taken = temporary / f"pointsman-{os.getuid()}"
+    taken.mkdir()
+    taken.chmod(0o755)
+    with operated(None) as host:
+        folder = Path(host.control.path).parent
+        assert folder != taken and stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(("mode", "used"), [(0o700, True), (0o755, False)])
+def test_the_runtime_folder_is_used_if_it_is_the_users_alone(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, mode: int, used: bool
+) -> None:
+    runtime = temporary / "run"
+    runtime.mkdir()
+    runtime.chmod(mode)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    with operated(None) as host:
+        assert (Path(host.control.path).parent == runtime) is used
+    assert list(runtime.iterdir()) == []
+
+
+def test_the_socket_of_a_dead_process_is_replaced(tmp_path: Path) -> None:
+    path = dead_socket(tmp_path / "s")
+    with operated(path):
+        assert ask(path, "explain")["requests"] == []
+
+
+def test_a_live_socket_is_refused_and_stays(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with operated(path):
+        with pytest.raises(ConfigError, match="another process listens on"):
+            ControlSocket(str(path), nobody)
+        assert ask(path, "explain")["requests"] == []
+
+
+def test_one_that_took_the_place_is_not_removed(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    host = Operated(path)
+    path.rename(tmp_path / "moved")
+    with operated(path):
+        host.close()
+        assert ask(path, "explain")["requests"] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("file", "is there and no socket"),
+        ("nowhere/s", "cannot listen on the socket .*No such file"),
+        ("x" * 200, "more than 107 bytes"),
+    ],
+)
+def test_a_name_that_cannot_be_used_is_refused(tmp_path: Path, name: str, words: str) -> None:
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(ConfigError, match=words):
+        ControlSocket(str(tmp_path / name), nobody)
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_a_process_that_ends_leaves_nothing(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from tests.integrations.vllm_operated import Operated; "
+        "host = Operated(Path(sys.argv[1])); assert Path(sys.argv[1]).exists()"
+    )
+    subprocess.run([sys.executable, "-c", program, tmp_path / "s"], check=True, cwd=Path(__file__).parents[2])
+    assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------ questions
+
+
+def test_requests_are_explained_oldest_first(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with operated(path) as host:
+        for name in ("a-0-x", "a-1-y", "b", "c"):
+            host.add(name, priority=3)
+        host.step()
+        answer = ask(path, "explain")
+        assert answer["counts"] == {"running": 2, "waiting": 2, "parked": 0}
+        assert [request["id"] for request in answer["requests"]] == ["a-0-x", "a-1-y", "b", "c"]
+        b, c = answer["requests"][2:]
+        assert (b["state"], b["reason"], b["position"], b["missing"]) == ("waiting", "sequence_limit", 0, 1)
+        assert b["holders"] == [{"id": name, "amount": 1, "what": ""} for name in ("a-0-x", "a-1-y")]
+        assert c["explanation"] == "c waits behind b, which waits: all seats are taken."
+        assert (b["num_prompt_tokens"], b["max_tokens"], b["num_blocks"], b["priority"]) == (6, 8, 0, 3)
+        assert 0 <= b["waiting_for"] <= b["age"] < 60
+        assert (answer["requests"][0]["num_output_tokens"], answer["requests"][0]["num_blocks"]) == (1, 2)
+        assert [request["id"] for request in ask(path, "explain", limit=3)["requests"]] == ["a-0-x", "a-1-y", "b"]
+
+
+def test_one_request_is_found_by_its_name_or_by_that_of_its_answer(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with operated(path) as host:
+        for name in ("a-0-x", "a-1-y", "ab"):
+            host.add(name)
+        assert [request["id"] for request in ask(path, "explain", id="a")["requests"]] == ["a-0-x", "a-1-y"]
+        assert [request["id"] for request in ask(path, "explain", id="ab")["requests"]] == ["ab"]
+        with pytest.raises(Refused, match="no request 'b' is waiting, parked or running"):
+            ask(path, "explain", id="b")
+
+
+def test_an_idle_scheduler_answers(tmp_path: Path) -> None:
+    with operated(tmp_path / "s") as host:
+        host.add("a")
+        host.run_to_end()
+        assert ask(tmp_path / "s", "explain")["counts"] == {"running": 0, "waiting": 0, "parked": 0}
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b"hello\n", "no JSON"),
+        (b"[1]\n", "no JSON object"),
+        (b'{"ask": "explode"}\n', "nobody can be asked 'explode'"),
+        (b"{}\n", "nobody can be asked None"),
+        (b'{"ask": "explain", "limit": 0}\n', "limit is 0; give 1 to 1000"),
+        (b'{"ask": "explain", "limit": "x"}\n', "limit is 'x'"),
+        (b'{"ask": "explain", "id": 7}\n', "no request 7"),
+        (b'{"ask": "record"}\n', "no file came with the question"),
+        (b"x" * 5000, "longer than 4096 bytes"),
+    ],
+)
+def test_what_makes_no_sense_gets_an_error_and_others_go_on(tmp_path: Path, line: bytes, words: str) -> None:
+    path = tmp_path / "s"
+    with operated(path), raw(str(path)) as sock:
+        sock.sendall(line)
+        assert words in json.loads(sock.makefile().readline())["error"]
+        assert ask(path, "explain")["requests"] == []
+
+
+def test_a_client_may_ask_again_and_split_its_lines(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with operated(path), raw(str(path)) as sock:
+        lines = sock.makefile()
+        sock.sendall(b'{"ask": "explain"}\n{"ask": "met')
+        assert "requests" in json.loads(lines.readline())
+        sock.sendall(b'rics"}\n')
+        assert "stats" in json.loads(lines.readline())
+
+
+def test_so_many_clients_and_no_more(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with operated(path):
+        clients = [raw(str(path)) for _ in range(MAX_CLIENTS)]
+        with pytest.raises(Refused, match="16 clients are connected already"):
+            ask(path, "explain")
+        clients.pop().close()
+        until = time.monotonic() + 10
+        while True:
+            try:
+                assert ask(path, "explain")["requests"] == []
+                break
+            except (Refused, ControlUnavailable):
+                assert time.monotonic() < until
+        for client in clients:
+            client.close()
+
+
+def test_a_silent_client_loses_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "CLIENT_SECONDS", 0.05)
+    with operated(tmp_path / "s"), raw(str(tmp_path / "s")) as sock:
+        assert sock.recv(1) == b""
+
+
+# ------------------------------------------------------------------ nobody holds up the scheduler
+
+
+def test_a_client_that_does_not_read_holds_up_only_itself(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with operated(path) as host, raw(str(path)) as lazy:
+        for number in range(300):
+            host.add(f"r{number}")
+        lazy.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            while True:  # until nothing more fits between the two
+                lazy.sendall(b'{"ask": "explain", "limit": 1000}\n' * 50)
+        began = time.monotonic()
+        for _ in range(20):
+            host.step()
+        assert len(ask(path, "explain", limit=300)["requests"]) == len(host.of_id)
+        assert time.monotonic() - began < control.CLIENT_SECONDS / 4
+
+
+def test_a_question_waits_for_whoever_has_the_scheduler(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with operated(path) as host:
+        answers: list[dict[str, Any]] = []
+        thread = threading.Thread(target=lambda: answers.append(ask(path, "metrics")))
+        with host.lock:
+            thread.start()
+            time.sleep(0.2)
+            assert not answers
+        thread.join(timeout=10)
+        assert len(answers) == 1
+
+
+def test_questions_while_steps_run_see_a_sound_scheduler(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    errors: list[BaseException] = []
+
+    def ask_on() -> None:
+        try:
+            for _ in range(40):
+                for request in ask(path, "explain", limit=1000)["requests"]:
+                    assert request["num_computed_tokens"] <= request["num_prompt_tokens"] + request["num_output_tokens"]
+                    assert (request["state"] == "running") == (request["num_blocks"] > 0)
+        except BaseException as error:
+            errors.append(error)
+
+    with operated(path, num_blocks=14) as host, stepping(host):
+        threads = [threading.Thread(target=ask_on) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        number = 0
+        while any(thread.is_alive() for thread in threads):
+            if len(host.of_id) < 50:
+                host.add(f"r{number}", length=6 + number % 20, max_tokens=9)
+                number += 1
+            time.sleep(0.001)
+        host.core.check_invariants()
+    assert not errors, errors[0]
+    assert number > 50

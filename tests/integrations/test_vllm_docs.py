@@ -1,0 +1,209 @@
+"""Every command of docs/vllm.md, against a real vLLM; and that installing Pointsman changes nothing of vLLM's."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from _server_sides import write_vllm_metadata
+from prometheus_client.parser import text_string_to_metric_families
+from vllm_env import python_of
+
+from pointsman.integrations.vllm.exposition import NAMES
+from tests.test_docs import VLLM, blocks, commands
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "pointsman" / "engine" / "demo"
+MODEL, SOCKET = "Qwen/Qwen3-0.6B", "/run/pointsman.sock"
+"""In the document."""
+COMMANDS = [line for _, language, text in blocks(VLLM) if language == "sh" for line in commands(text)]
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(
+        not python_of().exists(), reason="vLLM is not installed in .venv-vllm; benchmarks/vllm_env.py makes it"
+    ),
+]
+
+
+@dataclass
+class Server:
+    """A vLLM that serves."""
+
+    url: str
+    socket: Path
+    log: Path
+
+    def complete(self, name: str, max_tokens: int) -> str:
+        body = {"prompt": "The import statement", "max_tokens": max_tokens, "ignore_eos": True}
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions",
+            json.dumps(body).encode(),
+            {"content-type": "application/json", "x-request-id": name},
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return json.load(answer)["id"]
+
+
+@contextlib.contextmanager
+def serving(folder: Path) -> Iterator[Server]:
+    """The server that the document starts, smaller."""
+    (line,) = (line for line in COMMANDS if line.startswith("vllm serve"))
+    path, log = folder / "pointsman.sock", folder / "log"
+    words = shlex.split(line.replace(MODEL, str(DEMO)).replace(SOCKET, str(path)))
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    words[words.index("--max-num-seqs") + 1] = "1"  # so that requests wait
+    words += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--dtype", "float32"]
+    words += ["--max-model-len", "2048", "--block-size", "32", "--max-num-batched-tokens", "2048"]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{write_vllm_metadata(folder / 'stub')}:{ROOT}",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [python_of().parent / words[0], *words[1:]],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            process_group=0,
+        )
+    try:
+        server = Server(f"http://127.0.0.1:{port}", path, log)
+        until = time.monotonic() + 240
+        while True:
+            assert process.poll() is None and time.monotonic() < until, log.read_text()[-4000:]
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{server.url}/health", timeout=5):
+                break
+            time.sleep(0.5)
+        yield server
+        process.terminate()
+        process.wait(60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def run(line: str, server: Server, cwd: Path, *, code: int = 0) -> str:
+    """A command of the document, in an environment without vLLM."""
+    words = shlex.split(line.replace(SOCKET, str(server.socket)))
+    command = [sys.executable, "-m", *words]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, f"{line}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def test_commands_run_in_the_order_of_the_document(tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        asking = [line for line in COMMANDS if SOCKET in line and line.startswith("pointsman")]
+        assert len(asking) == 5
+        names = ["first", "my-request", "third"]
+        threads = [threading.Thread(target=server.complete, args=(name, 1500)) for name in names]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.5)
+        table, one, every = (run(line, server, tmp_path) for line in asking[:3])
+        assert table.startswith("1 running, 2 waiting, 0 parked") and "sequence_limit" in table and "behind" in table
+        assert re.match(
+            r"cmpl-my-request-0-\w+ waits for 1 more seats: all seats are taken. Held by cmpl-first-0-\w+ \(1\).", one
+        )
+        found = [json.loads(line) for line in every.splitlines()]
+        assert [re.sub("-0-.*", "", request["id"]) for request in found] == [f"cmpl-{name}" for name in names]
+        metrics = {family.name: family for family in text_string_to_metric_families(run(asking[3], server, tmp_path))}
+        assert {f"{name}_total" if f"{name}_total" in NAMES else name for name in metrics} >= set(NAMES)
+        with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
+            theirs = {family.name for family in text_string_to_metric_families(answer.read().decode())}
+        assert not theirs & metrics.keys()
+        for thread in threads:
+            thread.join()
+        recording = threading.Thread(target=run, args=(asking[4], server, tmp_path))
+        recording.start()
+        until = time.monotonic() + 60
+        while not (tmp_path / "run.jsonl").exists() or not (tmp_path / "run.jsonl").stat().st_size:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        assert server.complete("recorded", 8) == "cmpl-recorded"
+        recording.join()
+        replays = [line for line in COMMANDS if line.startswith("pointsman replay")]
+        printed = run(replays[0], server, tmp_path)
+        assert re.match(r"\d+ steps replayed \(\d+ calls, 1 requests, 0 preemptions\): no difference", printed)
+    run(asking[0], server, tmp_path, code=1)  # nobody is there any more
+    log = server.log.read_text()
+    assert "Pointsman 0.1.0 schedules for vLLM 0.32.0" in log
+    assert "order fcfs, 2048 tokens and 1 requests a step" in log and "victim latest" in log
+    assert f"pointsman explain --socket {server.socket}" in log
+
+
+def check_vllm(*options: str) -> subprocess.CompletedProcess[str]:
+    """The command of the document that asks before, with further options, where vLLM is."""
+    (line,) = (line for line in COMMANDS if line.startswith("pointsman vllm check"))
+    words = shlex.split(line.replace(MODEL, str(DEMO)))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    command = [python_of(), "-m", *words, *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+
+
+def test_check_says_that_it_will_work_and_with_which_knobs() -> None:
+    done = check_vllm("--additional-config", '{"pointsman": {"decode_reserve": "mean", "socket": ""}}')
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "vLLM 0.32.0: Pointsman 0.1.0 supports it (run)" in done.stdout
+    assert "--scheduler-cls pointsman.integrations.vllm.Scheduler" in done.stdout
+    assert re.search(r"max_num_seqs +64 +\(--max-num-seqs\)", done.stdout)
+    assert re.search(r"decode_reserve +mean +\(--additional-config\)", done.stdout)
+    assert "no socket" in done.stdout
+
+
+def test_check_says_all_that_will_not_work() -> None:
+    done = check_vllm(
+        "--enable-prompt-embeds",
+        "--kv-transfer-config",
+        '{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}',
+        "--additional-config",
+        '{"pointsman": {"max_seqs": 2}}',
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    for words in ("leave --enable-prompt-embeds out", "leave --kv-transfer-config out", "max_seqs", "or leave --sched"):
+        assert words in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--max-num-seqs", "many"], "vLLM does not take these options"),
+        (["--no-such-option"], "vLLM does not take these options"),
+        (["--max-num-seqs", "0"], "vLLM cannot run"),
+    ],
+)
+def test_check_says_what_vllm_does_not_take(options: list[str], words: str) -> None:
+    done = check_vllm(*options)
+    assert done.returncode == 2 and done.stdout == ""
+    assert words in done.stderr and "Traceback" not in done.stderr
+
+
+def test_installing_changes_nothing_of_vllms() -> None:
+    pip = [python_of(), "-m", "pip", "install", "--dry-run", "--no-index", "--no-build-isolation", str(ROOT)]
+    done = subprocess.run(pip, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if line.startswith("Would install")] == [
+        "Would install pointsman-0.1.0"
+    ]
