@@ -30,8 +30,8 @@ def run_feature(feature: str, whose: str, folder: Path) -> Any:
     return json.loads(done.stdout.splitlines()[-1]) if done.stdout else None
 
 
-@pytest.mark.parametrize("feature", ["sampling", "pooling", "lora", "sessions", "pauses", "kv_events"])
-def test_a_feature_is_as_with_vllms_own_scheduler(tmp_path: Path, feature: str) -> None:
+@pytest.mark.parametrize("feature", ["offline", "online", "pooling", "lora"])
+def test_features_are_as_with_vllms_own_scheduler(tmp_path: Path, feature: str) -> None:
     if feature == "lora":
         run_feature("adapters", "-", tmp_path)
     theirs = run_feature(feature, "theirs", tmp_path)

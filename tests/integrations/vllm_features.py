@@ -18,11 +18,18 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
+import msgspec
 import numpy as np
+import zmq
+from safetensors.numpy import save_file
 from vllm import LLM, AsyncEngineArgs, SamplingParams
+from vllm.config.kv_events import KVEventsConfig
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, KVEventBatch
+from vllm.engine.protocol import StreamingInput
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.v1.engine.async_llm import AsyncLLM
 
 OURS = "pointsman.integrations.vllm.Scheduler"
 KNOBS = {
@@ -46,9 +53,16 @@ def rounded(value: float) -> float:
     return round(value, 4)
 
 
-def sampling(ours: bool, model: str, folder: Path) -> Any:
+def offline(ours: bool, model: str, folder: Path) -> Any:
+    """What one engine is asked after the other."""
+    endpoint = f"ipc://{folder}/events-{'ours' if ours else 'theirs'}"
+    config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint)
+    llm = LLM(model, **knobs(ours, kv_events_config=config, num_gpu_blocks_override=200))
+    return {"sampling": sampling(llm), "kv_events": kv_events(llm, endpoint)}
+
+
+def sampling(llm: LLM) -> Any:
     """Several samples of a prompt, log probabilities of output and prompt, grammars."""
-    llm = LLM(model, **knobs(ours))
     params = [
         SamplingParams(temperature=0.0, max_tokens=24, logprobs=3, prompt_logprobs=2),
         SamplingParams(temperature=0.9, max_tokens=24, n=3, seed=7),
@@ -102,8 +116,6 @@ def lora(ours: bool, model: str, folder: Path) -> Any:
 
 def make_adapters(model: str, folder: Path) -> None:
     """Two adapters of random weights, in the format of PEFT."""
-    from safetensors.numpy import save_file
-
     config = json.loads((Path(model) / "config.json").read_text())
     hidden, head_dim = config["hidden_size"], config["head_dim"]
     widths = {"q_proj": config["num_attention_heads"] * head_dim, "v_proj": config["num_key_value_heads"] * head_dim}
@@ -122,82 +134,66 @@ def make_adapters(model: str, folder: Path) -> None:
         (folder / name / "adapter_config.json").write_text(json.dumps(described))
 
 
-def sessions(ours: bool, model: str, folder: Path) -> Any:
+def online(ours: bool, model: str, folder: Path) -> Any:
+    """What one asynchronous engine is asked after the other."""
+
+    async def both() -> Any:
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **knobs(ours)))
+        try:
+            streamed = await asyncio.wait_for(sessions(engine), 60)
+            return {"sessions": streamed, "pauses": await asyncio.wait_for(pauses(engine), 60)}
+        finally:
+            engine.shutdown()
+
+    return asyncio.run(both())
+
+
+async def generate(engine: AsyncLLM, prompt: Any, name: str, max_tokens: int) -> list[int]:
+    params = SamplingParams(
+        temperature=0.0, max_tokens=max_tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+    )
+    tokens: list[int] = []
+    async for output in engine.generate(prompt, params, name):
+        tokens += output.outputs[0].token_ids
+    return tokens
+
+
+async def sessions(engine: AsyncLLM) -> Any:
     """Prompts in parts, two sessions beside other requests."""
-    from vllm.engine.protocol import StreamingInput
-    from vllm.v1.engine.async_llm import AsyncLLM
 
     async def parts(number: int) -> AsyncIterator[Any]:
         for at in range(3):
             yield StreamingInput(TokensPrompt(prompt_token_ids=[5 + number + at] * (20 + 30 * at)))
             await asyncio.sleep(0.2 * number)
 
-    async def one(engine: Any, prompt: Any, name: str, max_tokens: int) -> list[int]:
-        params = SamplingParams(
-            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA
-        )
-        tokens: list[int] = []
-        async for output in engine.generate(prompt, params, name):
-            tokens += output.outputs[0].token_ids
-        return tokens
-
-    async def all_of_them() -> Any:
-        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **knobs(ours)))
-        try:
-            plain = [one(engine, TokensPrompt(prompt_token_ids=[9] * 30), f"plain-{n}", 40) for n in range(4)]
-            streamed = [one(engine, parts(number), f"session-{number}", 10) for number in range(2)]
-            return await asyncio.wait_for(asyncio.gather(*plain, *streamed), 60)
-        finally:
-            engine.shutdown()
-
-    return asyncio.run(all_of_them())
+    plain = [generate(engine, TokensPrompt(prompt_token_ids=[9] * 30), f"plain-{n}", 40) for n in range(4)]
+    streamed = [generate(engine, parts(number), f"session-{number}", 10) for number in range(2)]
+    return await asyncio.gather(*plain, *streamed)
 
 
-def pauses(ours: bool, model: str, folder: Path) -> Any:
+async def pauses(engine: AsyncLLM) -> Any:
     """What runs when generation is paused, its caches reset, and resumed, is as if nothing had happened."""
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    async def all_of_them() -> Any:
-        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **knobs(ours)))
-        params = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
-
-        async def one(text: str, name: str) -> list[int]:
-            tokens: list[int] = []
-            async for output in engine.generate(text, params, name):
-                tokens = list(output.outputs[0].token_ids)
-            return tokens
-
-        try:
-            asked = [asyncio.ensure_future(one(text, f"r{number}")) for number, text in enumerate(TEXTS)]
-            await asyncio.sleep(0.3)
-            await engine.pause_generation(mode="keep", clear_cache=False)
-            assert await engine.is_paused()
-            done_before = sum(task.done() for task in asked)
-            await engine.reset_prefix_cache(reset_running_requests=True)
-            await asyncio.sleep(0.3)
-            assert sum(task.done() for task in asked) == done_before < len(asked)
-            await engine.resume_generation()
-            return await asyncio.wait_for(asyncio.gather(*asked), 60)
-        finally:
-            engine.shutdown()
-
-    return asyncio.run(all_of_them())
+    asked = [
+        asyncio.ensure_future(generate(engine, text, f"paused-{number}", 300)) for number, text in enumerate(TEXTS)
+    ]
+    await asyncio.sleep(0.3)
+    await engine.pause_generation(mode="keep", clear_cache=False)
+    assert await engine.is_paused()
+    done_before = sum(task.done() for task in asked)
+    await engine.reset_prefix_cache(reset_running_requests=True)
+    await asyncio.sleep(0.3)
+    assert sum(task.done() for task in asked) == done_before < len(asked)
+    await engine.resume_generation()
+    return await asyncio.gather(*asked)
 
 
-def kv_events(ours: bool, model: str, folder: Path) -> Any:
+def kv_events(llm: LLM, endpoint: str) -> Any:
     """What a subscriber knows to be in the prefix cache when all is done: token sequences, whatever their hashes."""
-    import msgspec
-    import zmq
-    from vllm.config.kv_events import KVEventsConfig
-    from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, KVEventBatch
-
-    endpoint = f"ipc://{folder}/events-{'ours' if ours else 'theirs'}"
-    config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint)
-    llm = LLM(model, **knobs(ours, kv_events_config=config, num_gpu_blocks_override=200))
     socket = zmq.Context.instance().socket(zmq.SUB)
     socket.subscribe(b"")
     socket.connect(endpoint)
     time.sleep(0.5)
+    llm.reset_prefix_cache()
     params = SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True)
     llm.generate([" ".join(TEXTS * times) for times in (1, 3, 3, 6)], params, use_tqdm=False)
     llm.reset_prefix_cache()
@@ -226,7 +222,7 @@ def main() -> None:
     if feature == "adapters":
         make_adapters(model, Path(folder))
         return
-    features = {each.__name__: each for each in (sampling, pooling, lora, sessions, pauses, kv_events)}
+    features = {each.__name__: each for each in (offline, online, pooling, lora)}
     print(json.dumps(features[feature](whose == "ours", model, Path(folder))))
 
 
