@@ -331,11 +331,6 @@ class SchedulerConfig:
             raise ConfigError(
                 'encoder inputs need batching "mixed" or "static", and it is "prefill-first"; set encoder_budget to 0'
             )
-        if self.encoder_budget and self.enable_kv_cache_events:
-            raise ConfigError(
-                "KV events name tokens and know no contents of encoder inputs; set encoder_budget to 0, or turn "
-                "enable_kv_cache_events off"
-            )
 
     def _check_speculation(self) -> None:
         needed = self.max_num_seqs * (1 + self.num_draft_tokens)

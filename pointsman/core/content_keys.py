@@ -57,7 +57,7 @@ def block_keys(request: Request, block_size: int) -> list[bytes]:
     if first >= end:
         return keys
     last = keys[-1] if keys else root_key(Root.of(request))
-    placed = _placed(request, first, end, block_size) if request.encoder_inputs else {}
+    placed = placed_inputs(request, first, end, block_size)
     token_bytes = request.tokens(first * block_size, end * block_size).tobytes()
     size = block_size * TOKEN_BYTES
     for index in range(first, end):
@@ -67,13 +67,8 @@ def block_keys(request: Request, block_size: int) -> list[bytes]:
     return keys
 
 
-def tokens_digest(token_bytes: bytes) -> str:
-    """What tells the tokens of an input's placeholders apart."""
-    return hashlib.sha256(token_bytes).hexdigest()
-
-
-def _placed(request: Request, first: int, end: int, block_size: int) -> dict[int, list[Placed]]:
-    """The encoder inputs of blocks `first` to `end` - 1, in order."""
+def placed_inputs(request: Request, first: int, end: int, block_size: int) -> dict[int, list[Placed]]:
+    """The encoder inputs in those of blocks `first` to `end` - 1 that have any, each in the order of the prompt."""
     placed: dict[int, list[Placed]] = {}
     for item in request.encoder_inputs:
         blocks = range(max(first, item.start // block_size), min(end, -(-item.end // block_size)))
@@ -82,6 +77,11 @@ def _placed(request: Request, first: int, end: int, block_size: int) -> dict[int
             entry = Placed(item.key, item.start - block * block_size, item.length, digest)
             placed.setdefault(block, []).append(entry)
     return placed
+
+
+def tokens_digest(token_bytes: bytes) -> str:
+    """What tells the tokens of an input's placeholders apart."""
+    return hashlib.sha256(token_bytes).hexdigest()
 
 
 def _json(value: object) -> bytes:

@@ -9,9 +9,10 @@ scheduled, and taken back if its step fails. A removed block comes after everyth
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from pointsman.core.content_keys import block_keys
+from pointsman.core.content_keys import Placed, block_keys, placed_inputs
 from pointsman.core.prefix_cache import Root, Run
 
 if TYPE_CHECKING:
@@ -28,18 +29,22 @@ class BlockStored(NamedTuple):
     """Of all these blocks."""
     root: Root
     """What else must be equal: cache salt and adapter."""
+    inputs: Sequence[Sequence[Placed]] = ()
+    """Of each block, the encoder inputs that stand in it; empty: none has any."""
 
     @property
     def adapter_name(self) -> str | None:
         return self.root.adapter.name if self.root.adapter is not None else None
 
-    def extra_keys(self) -> list[tuple[str, ...] | None]:
-        """For each block, what names its content beside tokens, as vLLM lists it: the adapter, and with the first of a
-        sequence the salt."""
-        own = () if self.adapter_name is None else (self.adapter_name,)
-        salt = self.root.cache_salt
-        first = own if salt is None or self.parent_block_hash is not None else (*own, salt)
-        return [first or None, *[own or None] * (len(self.block_hashes) - 1)]
+    def extra_keys(self) -> list[tuple[str | tuple[str, int], ...] | None]:
+        """For each block, what names its content beside tokens, as vLLM lists it: the adapter, each encoder input with
+        its offset from the block's first token, and with the first of a sequence the salt."""
+        adapter = () if self.adapter_name is None else (self.adapter_name,)
+        inputs = [tuple((item.key, item.offset) for item in items) for items in self.inputs]
+        keys = [(*adapter, *of_block) for of_block in inputs or [()] * len(self.block_hashes)]
+        if self.parent_block_hash is None and self.root.cache_salt is not None:
+            keys[0] = (*keys[0], self.root.cache_salt)
+        return [of_block or None for of_block in keys]
 
 
 class BlockRemoved(NamedTuple):
@@ -75,7 +80,9 @@ class KVEvents:
         hashes = self._hashes[run.run_id] = keys[first:end]
         parent = keys[first - 1] if first else None
         token_ids = request.tokens(first * size, end * size).tolist()
-        self._events.append(BlockStored(list(hashes), parent, token_ids, Root.of(request)))
+        placed = placed_inputs(request, first, end, size)
+        inputs = [placed.get(block, ()) for block in range(first, end)] if placed else ()
+        self._events.append(BlockStored(list(hashes), parent, token_ids, Root.of(request), inputs))
 
     def shrunk(self, run: Run, length: int) -> None:
         """Only the first `length` blocks of a run are left in the tree."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from pointsman.core import EncoderInput
 from pointsman.core.adapters import Adapter
 from pointsman.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from pointsman.core.prefix_cache import Root
@@ -75,6 +76,23 @@ def test_salts_and_adapters_have_names_of_their_own() -> None:
     roots = ["[null,null,null]", '["s",null,null]', '[null,"x",3]']
     assert [event.block_hashes for event in stored] == [chain(root, prompt) for root in roots]
     assert stored[2].root.adapter == Adapter("x", 3)
+
+
+def test_contents_of_encoder_inputs_are_told_with_the_tokens_and_are_in_the_names() -> None:
+    host = telling(encoder_budget=8, encoder_cache_size=16, max_num_batched_tokens=32)
+    prompt = host.prompt(12)
+    for name in ("cat", "dog"):
+        host.add(name, prompt, encoder_inputs=[EncoderInput(name, 3, 3)], max_tokens=1)
+    host.run_to_end()
+    cat, dog = [event for event in host.scheduler.take_kv_events() if isinstance(event, BlockStored)]
+    assert cat.token_ids == dog.token_ids == prompt, "tokens as the host gave them"
+    assert not set(cat.block_hashes) & set(dog.block_hashes)
+    assert [[(item.key, item.offset) for item in of_block] for of_block in cat.inputs] == [
+        [("cat", 3)],
+        [("cat", -1)],
+        [],
+    ]
+    assert cat.extra_keys() == [(("cat", 3),), (("cat", -1),), None]
 
 
 def test_a_failed_step_is_taken_back() -> None:

@@ -306,6 +306,7 @@ def check_explanations(world: World) -> None:
     for entry in world.live:
         name = entry.request.request_id
         told = world.scheduler.explain(name)
+        world.reasons_told[told.reason] += 1
         require(told.status is entry.request.status, f"{name} is explained as {told.status}")
         position = queue.index(entry) if entry in queue else None
         require(told.position == position, f"{name} is explained at position {told.position}, it is at {position}")

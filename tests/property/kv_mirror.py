@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from pointsman.core import Scheduler
-from pointsman.core.content_keys import block_key, root_key
+from pointsman.core.content_keys import Placed, block_key, root_key, tokens_digest
 from pointsman.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
-from pointsman.core.prefix_cache import TOKEN_BYTES
 
 from .shadow import require
 
@@ -38,7 +39,11 @@ class KVMirror:
         count, parent = len(event.block_hashes), event.parent_block_hash
         require(count > 0 and len(event.token_ids) == count * size, f"{event} has not {size} tokens a block")
         require(parent is None or parent in self._parents, "a block is stored behind one that is not")
-        for name in event.block_hashes:
+        last = parent if parent is not None else root_key(event.root)
+        for index, name in enumerate(event.block_hashes):
+            tokens = np.array(event.token_ids[index * size : (index + 1) * size], dtype=np.int32).tobytes()
+            last = block_key(last, tokens, event.inputs[index] if event.inputs else ())
+            require(last == name, f"{event} does not say what the name of block {index} is made of")
             require(name not in self._parents, "a block is stored twice")
             self._parents[name] = parent
             parent = name
@@ -50,7 +55,29 @@ class KVMirror:
         for block in prefix.blocks() if prefix is not None and self._scheduler.config.enable_kv_cache_events else ():
             root, token_bytes = prefix.content(block)
             name = root_key(root)
-            for start in range(0, len(token_bytes), size * TOKEN_BYTES):
-                name = block_key(name, token_bytes[start : start + size * TOKEN_BYTES])
+            numbers = np.frombuffer(token_bytes, dtype=np.int32).tolist()
+            for start in range(0, len(numbers), size):
+                tokens, inputs = self._read(numbers[start : start + size])
+                name = block_key(name, np.array(tokens, dtype=np.int32).tobytes(), inputs)
             names.add(name)
         return names
+
+    def _read(self, numbers: list[int]) -> tuple[list[int], list[Placed]]:
+        """What numbers of the prefix tree stand for: tokens, and the encoder inputs whose marks are among them."""
+        tokens, inputs = [], list[Placed]()
+        for place, number in enumerate(numbers):
+            if number >= 0:
+                tokens.append(number)
+                continue
+            (key, length, text), first = next(
+                (content, first)
+                for content, first in self._scheduler._kv._marks._first.items()
+                if first <= -number < first + content[1]
+            )
+            own = [text] * length if isinstance(text, int) else np.frombuffer(text, dtype=np.int32).tolist()
+            at = -number - first
+            tokens.append(own[at])
+            digest = tokens_digest(np.array(own, dtype=np.int32).tobytes())
+            if place == 0 or at == 0:
+                inputs.append(Placed(key, place - at, length, digest))
+        return tokens, inputs

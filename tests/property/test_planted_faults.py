@@ -54,14 +54,30 @@ from .operations import drive
 from .shadow import ShadowFault
 
 MAX_SEEDS = 250
-RULES_PER_SEED = 60
+RULES_PER_SEED = 120  # twice as many rules catch four times as much: many faults need a crowd
 CACHING = {"enable_prefix_caching": True, "share_within_step": True}
 SLOW_PREFILL = {**CACHING, "block_size": 4, "enable_chunked_prefill": True, "long_prefill_token_threshold": 1}
 IMAGES = {"encoder_budget": 5, "encoder_cache_size": 5}
 SMALL_IMAGE_BLOCKS = {**CACHING, **IMAGES, "block_size": 1, "num_blocks": 24, "max_model_len": 24, "max_loras": 0}
 ADAPTERS = {**CACHING, "max_loras": 2}
-CROWDED = {"max_loras": 1, "max_overtakes": 0, "max_num_seqs": 5, "max_num_batched_tokens": 40, "batching": "mixed"}
-CROWDED |= {"order": "fcfs", "num_blocks": 14, "block_size": 3}
+PLAIN = {
+    "encoder_budget": 0,
+    "encoder_cache_size": 0,
+    "num_draft_tokens": 0,
+    "watermark": 0.0,
+    "decode_reserve": 0,
+    "enable_chunked_prefill": True,
+    "long_prefill_token_threshold": 0,
+    "max_num_partial_prefills": None,
+    "max_long_partial_prefills": None,
+    "batching": "mixed",
+    "max_num_seqs": 5,
+    "max_num_batched_tokens": 20,
+}
+"""Nothing is short but what is made so."""
+CROWDED = {**PLAIN, "max_loras": 1, "max_overtakes": 0, "order": "fcfs"}
+CROWDED |= {"block_size": 1, "num_blocks": 60, "max_model_len": 24, "max_num_batched_tokens": 30}
+SHORT_OF_BLOCKS = {**PLAIN, "block_size": 1, "num_blocks": 10, "full_sequence_must_fit": False}
 SLOW_IMAGES = {**IMAGES, "enable_chunked_prefill": True, "long_prefill_token_threshold": 2, "batching": "mixed"}
 SLOW_IMAGES |= {"max_num_partial_prefills": None, "max_num_seqs": 5, "max_num_batched_tokens": 20, "num_blocks": 30}
 ROOMY = {**SLOW_PREFILL, "num_blocks": 14, "max_model_len": 48, "max_num_seqs": 5, "max_num_batched_tokens": 8}
@@ -72,6 +88,8 @@ WIDE |= {"num_draft_tokens": 0}
 SPECULATION = {"num_draft_tokens": 5, "draft_table": (), "max_num_seqs": 4, "max_model_len": 48}
 HALF_DONE = {**SLOW_PREFILL, "max_num_partial_prefills": 1, "max_num_seqs": 5, "max_num_batched_tokens": 15}
 WITHOUT_CACHE = {"enable_prefix_caching": False, "share_within_step": True}
+UNCACHED_CHUNKS = {**PLAIN, **WITHOUT_CACHE}
+UNCACHED_CHUNKS |= {"block_size": 2, "num_blocks": 20, "long_prefill_token_threshold": 2}
 Patch = pytest.MonkeyPatch
 
 
@@ -818,9 +836,9 @@ BOOKKEEPING: tuple[Fault, ...] = (
     (duplicates_are_told, {**CACHING, "enable_kv_cache_events": True}),
     (owed_blocks_are_forgotten, {"full_sequence_must_fit": True, "enable_chunked_prefill": True}),
     (prompts_do_not_keep_decoding_out, {"batching": "prefill-first"}),
-    (victim_is_not_put_in_front, {"order": "fcfs-front"}),
+    (victim_is_not_put_in_front, {**SHORT_OF_BLOCKS, "order": "fcfs-front"}),
     (any_chunk_may_be_cut, {"first_chunk_only": True, "enable_chunked_prefill": True}),
-    (a_step_that_preempted_admits, {"shortage": "in-order", "admit_after_preemption": False}),
+    (a_step_that_preempted_admits, {**SHORT_OF_BLOCKS, "shortage": "in-order", "admit_after_preemption": False}),
     (stall_begins_anew_at_every_look, {}),
     (holder_is_not_the_one_that_holds_most, {}),
     (prefix_is_not_found, CACHING),
@@ -840,7 +858,7 @@ BOOKKEEPING: tuple[Fault, ...] = (
     (waiting_for_embeddings_is_told_for_ever, SLOW_IMAGES),
     (displaces_in_vain, {"order": "priority", "displace": True, "batching": "mixed"}),
     (completion_is_forgotten_with_the_row, {"max_steps_in_flight": 3}),
-    (completion_is_not_rewound, {**SLOW_PREFILL, **WITHOUT_CACHE, "max_steps_in_flight": 3, "batching": "mixed"}),
+    (completion_is_not_rewound, {**UNCACHED_CHUNKS, "max_steps_in_flight": 3}),
     (silent_rows_sample, {}),
     (samples_of_a_complete_part_are_kept, {"max_steps_in_flight": 3}),
     (last_token_of_a_part_stays, {}),
@@ -848,7 +866,7 @@ BOOKKEEPING: tuple[Fault, ...] = (
     (placeholders_of_a_part_are_not_moved, SMALL_IMAGE_BLOCKS),
     (end_of_a_part_counts_as_a_preemption, {}),
     (pause_does_not_hold_the_door, {}),
-    (pause_lets_the_urgent_displace, {"order": "priority", "displace": True, "batching": "mixed"}),
+    (pause_lets_the_urgent_displace, {**PLAIN, "order": "priority", "displace": True, "max_num_seqs": 2}),
     (reset_preempts_one_too_few, {}),
     (bound_of_holders_is_ignored, TRANSFERS),
     (holder_does_not_hand_over, TRANSFERS),
@@ -876,7 +894,7 @@ WRONG_CONTENT: tuple[Fault, ...] = (
     (reset_keeps_what_is_preempted, CACHING),
     (sharing_within_a_step_is_not_asked, {**WIDE, "share_within_step": False}),
     (published_too_far, SLOW_PREFILL),
-    (partial_load_counts_as_whole, {**TRANSFERS, "kv_load_failure_policy": "recompute"}),
+    (partial_load_counts_as_whole, {**PLAIN, **TRANSFERS, "block_size": 1, "kv_load_failure_policy": "recompute"}),
     (abandoned_blocks_are_free_at_once, TRANSFERS),
     (load_is_published_when_it_starts, TRANSFERS),
     (sent_blocks_are_not_held, TRANSFERS),

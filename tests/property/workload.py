@@ -133,9 +133,8 @@ def _with_effect(values: dict[str, Any], overrides: dict[str, Any], choose: Choo
         values["draft_table"] = overrides.get("draft_table", ())
     values["count_common_prefix"] &= values["enable_prefix_caching"]
     values["enable_kv_cache_events"] &= values["enable_prefix_caching"]
-    if values.get("encoder_budget") and (values["batching"] == "prefill-first" or values["enable_kv_cache_events"]):
+    if values.get("encoder_budget") and values["batching"] == "prefill-first":
         if "encoder_budget" in overrides:
-            values["enable_kv_cache_events"] = False
             values["batching"] = "mixed"
         else:
             values["encoder_budget"] = values["encoder_cache_size"] = 0
