@@ -25,6 +25,8 @@ class PointsmanSession(Session):
                 max_num_seqs=settings.max_num_seqs,
                 max_num_batched_tokens=settings.max_num_batched_tokens,
                 max_steps_in_flight=settings.max_steps_in_flight,
+                num_draft_tokens=settings.num_draft_tokens,
+                max_loras=settings.num_loras,
                 enable_prefix_caching=True,
             )
         )
@@ -32,6 +34,7 @@ class PointsmanSession(Session):
         self.add = lambda request: scheduler.add(request, 0.0)
         self.schedule = lambda: scheduler.schedule(0.0)
         self.update = lambda output, result: scheduler.update(output, result, 0.0)
+        self.propose = lambda output, token_ids, counts: scheduler.propose(output, token_ids, counts, 0.0)
         self.abort = lambda request_id: scheduler.abort(request_id, 0.0)
 
     def make_request(self, request_id: str, prompt: npt.NDArray[np.int32], max_tokens: int) -> Request:
@@ -42,6 +45,7 @@ class PointsmanSession(Session):
             max_tokens=max_tokens,
             eos_token_ids=(EOS,),
             ignore_eos=True,
+            adapter=(f"adapter {len(prompt) % self.settings.num_loras}", 1) if self.settings.num_loras else None,
         )
 
     def result(self, output: SchedulerOutput) -> StepResult:
@@ -49,6 +53,10 @@ class PointsmanSession(Session):
 
     def decode_result(self, like: SchedulerOutput) -> StepResult:
         return StepResult(self.tokens(like.num_rows))
+
+    def verified_result(self, running: int) -> StepResult:
+        counts = self.rng.integers(1, 2 + self.settings.num_draft_tokens, size=running)
+        return StepResult(self.tokens(int(counts.sum())), counts)
 
     def num_scheduled(self, output: SchedulerOutput) -> tuple[int, int]:
         return output.num_rows, output.total_num_scheduled_tokens

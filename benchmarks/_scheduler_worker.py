@@ -41,6 +41,8 @@ class Settings:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_steps_in_flight: int = 1  # more: each step is scheduled before the one ahead of it is updated
+    num_draft_tokens: int = 0  # drafts that every request has verified in every step
+    num_loras: int = 0  # adapters, of which every request has one
 
 
 class Session(ABC):
@@ -57,6 +59,8 @@ class Session(ABC):
     """Hand an output and its result to the scheduler."""
     abort: Callable[[str], object]
     """End the request of that id at the user's wish."""
+    propose: Callable[[Any, Any, Any], object]
+    """Drafts for the rows of an output that was updated; only a side that is measured with drafts has it."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -73,6 +77,10 @@ class Session(ABC):
     @abstractmethod
     def decode_result(self, like: Any) -> Any:
         """A fresh result for a step in which the requests of the output `like` decode again."""
+
+    def verified_result(self, running: int) -> Any:
+        """A result for a step in which every request has drafts verified."""
+        raise NotImplementedError("this side is not measured with drafts")
 
     @abstractmethod
     def num_scheduled(self, output: Any) -> tuple[int, int]:
@@ -137,6 +145,33 @@ class Session(ABC):
         if self.counts() != before or self.num_scheduled(output) != (before[0], before[0]):
             raise RuntimeError(f"not steady: {before} running and waiting became {self.counts()}")
         return {"us": seconds / steps * 1e6}
+
+    def time_speculation(self, steps: int) -> dict[str, Any]:
+        """CPU microseconds per step of `schedule`, `update` and `propose`, where every request has drafts verified.
+
+        Of each row and step 0 to all drafts are accepted, each as often.
+        """
+        before, drafts = self.counts(), self.settings.num_draft_tokens
+        self.propose(self.last_output, *self.drafts(before[0]))
+        # A host has just written what it answers and proposes, so they are in the processor's cache: a few take turns.
+        results = [self.verified_result(before[0]) for _ in range(8)]
+        proposals = [self.drafts(before[0]) for _ in range(8)]
+        schedule, update, propose = self.schedule, self.update, self.propose
+        start = process_time()
+        for step in range(steps):
+            output = schedule()
+            update(output, results[step % 8])
+            propose(output, *proposals[step % 8])
+        seconds = process_time() - start
+        self.last_output = output
+        if self.counts() != before or self.num_scheduled(output) != (before[0], before[0] * (1 + drafts)):
+            raise RuntimeError(f"not steady: {before} running and waiting became {self.counts()}")
+        return {"us": seconds / steps * 1e6}
+
+    def drafts(self, running: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """A proposal for a step: tokens, and how many for each row."""
+        each = self.settings.num_draft_tokens
+        return self.tokens(running * each), np.full(running, each)
 
     def time_abort(self, count: int) -> dict[str, Any]:
         """CPU microseconds of aborting a waiting request: the mean of `count` anywhere in the queue."""
@@ -235,6 +270,8 @@ def _answer(command: dict[str, Any], session_type: type[Session], sessions: dict
         return session.open_decode(command["running"], command["waiting"])
     if what == "decode":
         return sessions[name].time_decode(command["steps"])
+    if what == "speculation":
+        return sessions[name].time_speculation(command["steps"])
     if what == "abort":
         return sessions[name].time_abort(command["count"])
     if what == "backlog":

@@ -4,7 +4,8 @@ Four measurements, in CPU time, the two schedulers taking turns in one run with 
 prefix caching and statistics on):
 
 1. steady decode: microseconds of `schedule` + `update` when every running request decodes one token;
-2. the same with two steps in flight, each scheduled before the last one's tokens are there (Pointsman alone);
+2. the same beside features that every request uses: two steps in flight, each scheduled before the last one's tokens
+   are there; drafts to verify (with `propose`); adapters (Pointsman alone);
 3. the same with requests waiting behind a head that cannot be admitted, and what aborting a waiting one costs;
 4. the Azure conversation trace as a closed backlog: CPU seconds of all scheduler calls per million generated tokens,
    in a pool that is roomy (20,000 blocks) and in one that forces preemption (4,000).
@@ -33,8 +34,18 @@ STEPS_PER_ROUND = {1: 500, 16: 400, 64: 200, 256: 96, 1024: 64, 4096: 40}
 # A round of few rows is over in milliseconds, and a shared machine has slow moments as long: the median needs many.
 ROUNDS = 9
 ROUNDS_PER_SIZE = {1: 25, 16: 25, 64: 25, 256: 25}
-AHEAD_RUNNING = 256
-MOST_FOR_RUNNING_AHEAD = 2.0  # times a plain step
+FEATURES_RUNNING = 256
+FEATURES: dict[str, dict[str, int]] = {  # settings, for every request of the batch
+    "asynchronous": {"max_steps_in_flight": 2},
+    "speculation": {"num_draft_tokens": 3},
+    "lora": {"num_loras": 8},
+}
+FEATURES_IN_WORDS = {
+    "asynchronous": "two steps in flight",
+    "speculation": "3 drafts for each, 0 to 3 accepted",
+    "lora": "an adapter of 8 for each",
+}
+MOST_FOR_A_FEATURE = 2.0  # times a plain step
 WAITING = (0, 10_000, 100_000)
 WAITING_RUNNING = 256
 WAITING_STEPS = 48
@@ -75,25 +86,27 @@ def measure_decode(workers: Sequence[WorkerProcess], size: int, rounds: int) -> 
     return figures
 
 
-def measure_running_ahead(worker: WorkerProcess, rounds: int) -> dict[int, list[float]]:
-    """CPU us per step of steady decode, per round, by steps in flight: one, and two."""
-    steps = STEPS_PER_ROUND[AHEAD_RUNNING]
-    blocks_each = -(-(HEADROOM + rounds * steps) // BLOCK_SIZE)
-    for in_flight in (1, 2):
+def measure_features(worker: WorkerProcess, rounds: int) -> dict[str, list[float]]:
+    """CPU us per step of decoding, per round, plain and with each of `FEATURES` at every request."""
+    steps = STEPS_PER_ROUND[FEATURES_RUNNING]
+    for name, settings in {"plain": {}, **FEATURES}.items():
+        most = 1 + settings.get("num_draft_tokens", 0)  # tokens of a request and step
+        blocks_each = -(-(HEADROOM + rounds * steps * most) // BLOCK_SIZE)
         settings = {
-            "num_blocks": 1 + AHEAD_RUNNING * blocks_each,
+            "num_blocks": 1 + FEATURES_RUNNING * blocks_each,
             "max_model_len": MAX_MODEL_LEN,
-            "max_num_seqs": AHEAD_RUNNING,
+            "max_num_seqs": FEATURES_RUNNING,
             "max_num_batched_tokens": TOKEN_BUDGET,
-            "max_steps_in_flight": in_flight,
+            **settings,
         }
-        worker.ask("open", name=str(in_flight), settings=settings, running=AHEAD_RUNNING, waiting=None)
-    figures: dict[int, list[float]] = {1: [], 2: []}
+        worker.ask("open", name=name, settings=settings, running=FEATURES_RUNNING, waiting=None)
+    figures: dict[str, list[float]] = {name: [] for name in ("plain", *FEATURES)}
     for _ in range(rounds):
-        for in_flight, seconds in figures.items():
-            seconds.append(worker.ask("decode", name=str(in_flight), steps=steps)["us"])
-    for in_flight in figures:
-        worker.ask("close", name=str(in_flight))
+        for name, seconds in figures.items():
+            what = "speculation" if name == "speculation" else "decode"
+            seconds.append(worker.ask(what, name=name, steps=steps)["us"])
+    for name in figures:
+        worker.ask("close", name=name)
     return figures
 
 
@@ -175,14 +188,18 @@ def report_decode(
     }
 
 
-def report_running_ahead(worker: WorkerProcess, rounds: int, targets: Targets) -> dict[str, Any]:
-    """Two steps in flight beside one: table, figures, target."""
-    figures = measure_running_ahead(worker, rounds)
-    times = _paired_ratio(figures[2], figures[1])
-    rows = [["plain", median(figures[1]), None], ["asynchronous, 2 in flight", median(figures[2]), times]]
-    print_table(f"steady decode of {AHEAD_RUNNING} ahead of the results, CPU us per step", ["", "us", "times"], rows)
-    targets.at_most("a step with two in flight / a plain one", times, MOST_FOR_RUNNING_AHEAD)
-    return {"asynchronous_us": round(median(figures[2]), 2), "asynchronous_ratio": round(times, 3)}
+def report_features(worker: WorkerProcess, rounds: int, targets: Targets) -> dict[str, Any]:
+    """Features beside plain decoding: table, figures, targets."""
+    figures = measure_features(worker, rounds)
+    rows: list[list[object]] = [["plain", median(figures["plain"]), None]]
+    named: dict[str, Any] = {}
+    for name, what in FEATURES_IN_WORDS.items():
+        times = _paired_ratio(figures[name], figures["plain"])
+        rows.append([what, median(figures[name]), times])
+        targets.at_most(f"a step with {what} / a plain one", times, MOST_FOR_A_FEATURE)
+        named |= {f"{name}_us": round(median(figures[name]), 2), f"{name}_ratio": round(times, 3)}
+    print_table(f"decoding of {FEATURES_RUNNING}, CPU us per step", ["", "us", "times"], rows)
+    return named
 
 
 def report_waiting(workers: Sequence[WorkerProcess], rounds: int, targets: Targets) -> dict[str, Any]:
@@ -253,7 +270,7 @@ def main() -> int:
     workers = start_workers(arguments.no_vllm, arguments.quick)
     try:
         figures = report_decode(workers, sizes, rounds, targets)
-        figures |= report_running_ahead(workers[0], rounds, targets)
+        figures |= report_features(workers[0], rounds, targets)
         figures |= report_waiting(workers, rounds, targets)
         figures |= report_backlog(workers, arguments.trace, 1 if arguments.quick else 3, targets)
     finally:

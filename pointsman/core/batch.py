@@ -1,10 +1,10 @@
 """The requests that hold KV blocks, as columns: what every step touches, one row per request.
 
-Layout, with R rows (grown by doubling), W = blocks of the longest request and D = most drafts per row:
+Layout, with R rows (grown by doubling) and W = blocks of the longest request:
 
     num_tokens           int64 [R]     known tokens: prompt and output so far
     num_computed_tokens  int64 [R]     tokens whose KV exists, or will when the steps in flight have run
-    num_pending          int64 [R]     samples and drafts scheduled and not yet returned
+    num_pending          int64 [R]     samples scheduled and not yet returned
     num_slots            int64 [R]     tokens that the row's blocks can hold (number of blocks x block size)
     token_limit          int64 [R]     at that many tokens the request ends
     eos_token_id         int64 [R]     the one stop token that is tested for all rows at once; NO_TOKEN: none
@@ -12,16 +12,14 @@ Layout, with R rows (grown by doubling), W = blocks of the longest request and D
     serial               int64 [R]     which admission the row belongs to; 0: none
     flags                uint8 [R]     anything rare, see the constants
     block_table          int32 [R, W]  block ids; valid up to num_slots / block_size
-    recent_tokens        int32 [R, 256]  ring of the newest output tokens, at (position of the token) mod 256
-    num_drafts           int64 [R]     drafts that wait to be scheduled behind the newest token, see `drafts.py`
-    draft_tokens         int32 [R, D]  those drafts
-    num_verified         int64 [R]     drafts that have come back from the model since the row was given out
-    num_accepted         int64 [R]     those of them that it accepted
+    recent_tokens        int32 [R, S]  the newest tokens; S is 256, and more with drafts
+    recent_offset        int64 [R]     the token at position p of a row is at place recent_offset + p of all recent ones
+    recent_limit         int64 [R]     at that many tokens, room might be short for those of a further step
 
 Rows keep their number while a request runs; `members` lists the running rows in admission order, with what never
 changes while they run gathered once, and is replaced, never changed, when the membership changes: an output may keep
-the arrays. Output tokens reach the request's own array when the ring wraps and when the row is released, so a long
-run costs memory for what was generated and not for what might be.
+the arrays. Output tokens reach the request's own array when the room for recent ones is used up and when the row is
+released, so a long run costs memory for what was generated and not for what might be.
 
 A row is free for reuse once every step that names it has been updated (`fence`): until then it waits aside.
 """
@@ -34,6 +32,7 @@ from itertools import compress
 import numpy as np
 import numpy.typing as npt
 
+from pointsman.core.acceptance import Acceptance
 from pointsman.core.config import MAX_INT
 from pointsman.core.request import Request
 from pointsman.core.runs import Runs
@@ -45,13 +44,12 @@ BoolArray = npt.NDArray[np.bool_]
 PREFILLING = 1  # no sample has been scheduled since its admission: known tokens are left to compute
 CUSTOM_STOP = 2  # several stop tokens, or repetitions: tested one by one
 NOT_AHEAD = 4  # none of its steps is scheduled while a sample of it is in flight
-VERIFYING = 8  # drafts are in flight: how many of them are computed tokens is not known
 NO_SAMPLE = 16  # it samples nothing, and ends when its prompt is computed
 ENCODER_INPUTS = 32  # its prompt has placeholders
 
 NO_TOKEN = MAX_INT + 1  # larger than any token id, so that it equals none
-RING = 256  # a power of two; one flush per row and 256 tokens
-RING_MASK = RING - 1
+UNKNOWN = -1  # no token either
+RECENT, RECENT_WITH_DRAFTS = 256, 2048  # one flush per row and so many tokens
 _INITIAL_ROWS = 64
 _COLUMNS = (
     "num_tokens",
@@ -65,10 +63,8 @@ _COLUMNS = (
     "flags",
     "block_table",
     "recent_tokens",
-    "num_drafts",
-    "draft_tokens",
-    "num_verified",
-    "num_accepted",
+    "recent_offset",
+    "recent_limit",
 )
 
 
@@ -76,10 +72,10 @@ class Members:
     """The running rows at one moment, in admission order. Immutable: shared with the outputs."""
 
     __slots__ = (
+        "_stop_token",
         "eos_token_id",
         "ones",
         "requests",
-        "ring_base",
         "rows",
         "serials",
         "token_limit",
@@ -96,7 +92,7 @@ class Members:
         self.rows.flags.writeable = self.serials.flags.writeable = False
         self.token_limit = batch.token_limit[rows]
         self.eos_token_id = batch.eos_token_id[rows]
-        self.ring_base = rows * RING
+        self._stop_token: int | None = UNKNOWN
         self.ones = batch.ones[:count]
         self.trues = batch.trues[:count]
         self.zeros = batch.zeros[:count]
@@ -105,6 +101,14 @@ class Members:
     def __len__(self) -> int:
         return len(self.requests)
 
+    @property
+    def stop_token(self) -> int | None:
+        """The only stop token that any of the rows has, NO_TOKEN if none has one; None: they have different ones."""
+        if self._stop_token is UNKNOWN:
+            found = np.unique(self.eos_token_id[self.eos_token_id != NO_TOKEN]).tolist()
+            self._stop_token = NO_TOKEN if not found else found[0] if len(found) == 1 else None
+        return self._stop_token
+
 
 class Batch:
     """Rows for any number of requests of up to `max_blocks` blocks of `block_size` tokens and `max_drafts` drafts."""
@@ -112,6 +116,7 @@ class Batch:
     def __init__(self, block_size: int, max_blocks: int, max_drafts: int = 0) -> None:
         self.block_size = block_size
         self.max_drafts = max_drafts
+        self._num_recent = max(RECENT_WITH_DRAFTS, 4 * max_drafts) if max_drafts else RECENT
         rows = _INITIAL_ROWS
         self.num_tokens: Int64Array = np.zeros(rows, dtype=np.int64)
         self.num_computed_tokens: Int64Array = np.zeros(rows, dtype=np.int64)
@@ -123,22 +128,19 @@ class Batch:
         self.serial: Int64Array = np.zeros(rows, dtype=np.int64)
         self.flags: npt.NDArray[np.uint8] = np.zeros(rows, dtype=np.uint8)
         self.block_table: Int32Array = np.zeros((rows, max_blocks), dtype=np.int32)
-        self.recent_tokens: Int32Array = np.zeros((rows, RING), dtype=np.int32)
+        self.recent_tokens: Int32Array = np.zeros((rows, self._num_recent), dtype=np.int32)
         self._flat_recent = self.recent_tokens.reshape(-1)
-        self.num_drafts: Int64Array = np.zeros(rows, dtype=np.int64)
-        self.draft_tokens: Int32Array = np.zeros((rows, max_drafts), dtype=np.int32)
-        self.num_verified: Int64Array = np.zeros(rows, dtype=np.int64)
-        self.num_accepted: Int64Array = np.zeros(rows, dtype=np.int64)
+        self.recent_offset: Int64Array = np.zeros(rows, dtype=np.int64)
+        self.recent_limit: Int64Array = np.zeros(rows, dtype=np.int64)
+        self.acceptance = Acceptance(max_drafts)
         self._make_constants()
         self._free_rows = list(range(rows - 1, -1, -1))
         self._fenced_rows: list[tuple[int, int]] = []  # (last step that names the row, row)
         self.num_prefilling = 0
         self.num_custom_stops = 0
         self.num_not_ahead = 0
-        self.num_drafting = 0  # rows whose drafts wait
-        self.num_verifying = 0  # rows whose drafts are in flight
         self.num_no_sample = 0
-        self._least_ring_room = 0  # so many appends can surely go by before a ring is full
+        self._least_room = 0  # so many appends can surely go by before a row's recent tokens must be flushed
         self.members = Members(self, np.zeros(0, dtype=np.int64), [])
 
     def __len__(self) -> int:
@@ -173,9 +175,8 @@ class Batch:
         self.num_custom_stops += custom
         self.num_not_ahead += not request.runs_ahead
         self.num_no_sample += no_sample
-        # `last_tokens` finds the newest token in the ring even before the first sample.
-        self.recent_tokens[row, (num_tokens - 1) & RING_MASK] = request.last_token_id
-        self._least_ring_room = min(self._least_ring_room, RING - (num_tokens & RING_MASK))
+        self._keep_recent(row, num_tokens, request.last_token_id)
+        self._least_room = min(self._least_room, int(self.recent_limit[row]) - num_tokens)
         request.batch, request.row = self, row
         return row
 
@@ -194,9 +195,9 @@ class Batch:
             row = request.row
             assert row is not None
             self.flush(row, request)
-            self.clear_flags(row, PREFILLING | CUSTOM_STOP | NOT_AHEAD | VERIFYING | NO_SAMPLE | ENCODER_INPUTS)
+            self.clear_flags(row, PREFILLING | CUSTOM_STOP | NOT_AHEAD | NO_SAMPLE | ENCODER_INPUTS)
             if self.max_drafts:
-                self._leave_drafts(row, request)
+                request.add_drafts(*self.acceptance.leave(row))
             self.serial[row] = 0
             request.leave_row(int(self.num_computed_tokens[row]), int(self.num_pending[row]))
             if last_step is None:
@@ -206,12 +207,6 @@ class Batch:
         members = self.members
         stays = self.serial[members.rows] != 0
         self.members = Members(self, members.rows[stays], list(compress(members.requests, stays.tolist())))
-
-    def _leave_drafts(self, row: int, request: Request) -> None:
-        """Forget what waits, and let the request take its counts along."""
-        self.num_drafting -= bool(self.num_drafts[row])
-        request.add_drafts(int(self.num_verified[row]), int(self.num_accepted[row]))
-        self.num_drafts[row] = self.num_verified[row] = self.num_accepted[row] = 0
 
     def fence_passed(self, step_id: int) -> None:
         """Step `step_id` and all before it are over: rows that waited for them may be reused."""
@@ -244,7 +239,8 @@ class Batch:
         self.ones: Int64Array = np.ones(rows, dtype=np.int64)
         self.zeros: Int64Array = np.zeros(rows + 1, dtype=np.int64)
         self.trues: BoolArray = np.ones(rows, dtype=np.bool_)
-        for constant in (self.ones, self.zeros, self.trues):
+        self._count_up: Int64Array = np.arange(rows * (1 + self.max_drafts))
+        for constant in (self.ones, self.zeros, self.trues, self._count_up):
             constant.flags.writeable = False
 
     # ------------------------------------------------------------------ flags
@@ -259,78 +255,71 @@ class Batch:
         self.num_prefilling -= bool(held & PREFILLING)
         self.num_custom_stops -= bool(held & CUSTOM_STOP)
         self.num_not_ahead -= bool(held & NOT_AHEAD)
-        self.num_verifying -= bool(held & VERIFYING)
         self.num_no_sample -= bool(held & NO_SAMPLE)
         self.flags[row] &= ~np.uint8(mask)
 
     # ------------------------------------------------------------------ tokens
 
-    def append(
-        self, requests: list[Request], rows: Int64Array, ring_base: Int64Array, token_ids: Int64Array
-    ) -> Int64Array:
+    def append(self, requests: list[Request], rows: Int64Array, token_ids: Int64Array) -> Int64Array:
         """One sampled token for each row (distinct rows). Returns the rows' new `num_tokens`."""
         num_tokens = self.num_tokens[rows]
-        self._flat_recent[ring_base + (num_tokens & RING_MASK)] = token_ids
+        self._flat_recent[self.recent_offset[rows] + num_tokens] = token_ids
         num_tokens += 1
         self.num_tokens[rows] = num_tokens
         pending = self.num_pending[rows]
         pending -= 1
         self.num_pending[rows] = pending
-        self._least_ring_room -= 1
-        if self._least_ring_room <= 0:
-            self._flush_full_rings(requests, rows, num_tokens)
+        self._least_room -= 1
+        if self._least_room <= 0:
+            self._flush_full(requests, rows, num_tokens)
+            running = self.members.rows
+            rooms = self.recent_limit[running] - self.num_tokens[running]
+            self._least_room = int(rooms.min(initial=self._num_recent))
         return num_tokens
 
-    def append_runs(self, requests: Sequence[Request], rows: Int64Array, runs: Runs, longest: int) -> None:
-        """The tokens of each run for the row of its place (distinct rows), at most `longest` for one of them.
+    def append_runs(self, requests: Sequence[Request], rows: Int64Array, runs: Runs, num_tokens: Int64Array) -> None:
+        """The tokens of each run for the row of its place (distinct rows), which then has `num_tokens`.
 
         `num_pending` is the caller's to lower.
         """
-        num_tokens = self.num_tokens[rows]
-        self._least_ring_room -= longest
-        crossing: list[int] = []
-        if self._least_ring_room <= 0:  # a run may pass the end of its ring, and overwrite what is not flushed
-            crossing = ((num_tokens & RING_MASK) + runs.counts >= RING).nonzero()[0].tolist()
-            for index in crossing:
-                self.flush(int(rows[index]), requests[index])
-        positions = np.repeat(num_tokens - runs.starts, runs.counts)
-        positions += np.arange(len(positions))
-        positions &= RING_MASK
-        positions += np.repeat(rows * RING, runs.counts)
-        self._flat_recent[positions] = runs.token_ids
-        self.num_tokens[rows] = num_tokens + runs.counts
-        if self._least_ring_room <= 0:
-            for index in crossing:
-                self.flush(int(rows[index]), requests[index])
-            self._measure_ring_room()
+        places = (self.recent_offset[rows] + num_tokens - runs.ends).repeat(runs.counts)
+        places += self._count_up[: len(places)]
+        self._flat_recent[places] = runs.token_ids.astype(np.int32)  # a scatter that converts takes twice as long
+        self.num_tokens[rows] = num_tokens
+        self._least_room -= 1 + self.max_drafts  # `append` measures it when it must know
+        self._flush_full(requests, rows, num_tokens)
 
-    def _measure_ring_room(self) -> None:
-        running = self.num_tokens[self.members.rows] & RING_MASK
-        self._least_ring_room = RING - int(running.max(initial=0))
+    def _flush_full(self, requests: Sequence[Request], rows: Int64Array, num_tokens: Int64Array) -> None:
+        full = num_tokens >= self.recent_limit[rows]
+        if not np.count_nonzero(full):
+            return
+        for index in full.nonzero()[0].tolist():
+            row, end = int(rows[index]), int(num_tokens[index])
+            newest = int(self._flat_recent[self.recent_offset[row] + end - 1])
+            self.flush(row, requests[index])
+            self._keep_recent(row, end, newest)
 
-    def _flush_full_rings(self, requests: list[Request], rows: Int64Array, num_tokens: Int64Array) -> None:
-        used = num_tokens & RING_MASK
-        for index in (used == 0).nonzero()[0].tolist():
-            self.flush(int(rows[index]), requests[index])
-        self._measure_ring_room()
+    def _keep_recent(self, row: int, num_tokens: int, newest: int) -> None:
+        """Only the newest token of a row, which has `num_tokens`, is kept here from now on."""
+        self.recent_tokens[row, 0] = newest
+        self.recent_offset[row] = row * self._num_recent - (num_tokens - 1)
+        self.recent_limit[row] = num_tokens - 1 + self._num_recent - self.max_drafts
 
     def recent(self, row: int, start: int) -> Int32Array:
-        """Tokens `start` to the end of a row's sequence, which the ring still holds (at most `RING`)."""
-        positions = np.arange(start, int(self.num_tokens[row]))
-        tokens: Int32Array = self.recent_tokens[row, positions & RING_MASK]
-        return tokens
+        """A copy of tokens `start` to the end of a row's sequence, which are not flushed."""
+        return self._recent(row, start).copy()
+
+    def _recent(self, row: int, start: int) -> Int32Array:
+        offset = int(self.recent_offset[row])
+        return self._flat_recent[offset + start : offset + int(self.num_tokens[row])]
 
     def last_tokens(self, rows: npt.NDArray[np.integer]) -> Int32Array:
         """The newest known token of each row."""
-        tokens: Int32Array = self.recent_tokens[rows, (self.num_tokens[rows] - 1) & RING_MASK]
+        tokens: Int32Array = self._flat_recent[self.recent_offset[rows] + self.num_tokens[rows] - 1]
         return tokens
 
     def flush(self, row: int, request: Request) -> None:
-        """Move what the ring holds to the request's own array."""
-        start = request.num_prompt_tokens + request.num_own_output_tokens
-        end = int(self.num_tokens[row])
-        if start < end:
-            low, high = start & RING_MASK, end & RING_MASK
-            ring = self.recent_tokens[row]
-            # At most RING tokens are unflushed, so the span wraps once at most.
-            request.append_output(ring[low:high] if low < high else np.concatenate([ring[low:], ring[:high]]))
+        """Move the recent tokens to the request's own array."""
+        tokens = self._recent(row, request.num_prompt_tokens + request.num_own_output_tokens)
+        if len(tokens):
+            request.append_output(tokens)

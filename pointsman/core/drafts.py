@@ -1,6 +1,6 @@
 """Speculation: tokens that the host guesses for running requests, verified by the model beside the next one.
 
-    propose    a host's drafts wait at the rows that decode: `num_drafts`, `draft_tokens` of the batch
+    propose    a host's drafts wait for the next step of the rows that decode
     schedule   a row computes its newest token and its drafts; what it does not get of them is forgotten
     update     the model accepts the drafts up to the first that it would not have chosen, and adds one token of its
                own: a run of 1 to 1 + drafts tokens from one step (Leviathan et al. 2023, "Fast Inference from
@@ -20,101 +20,151 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.batch import PREFILLING, VERIFYING, Batch
+from pointsman.core.batch import PREFILLING, Batch
 from pointsman.core.config import MAX_INT, SchedulerConfig
 from pointsman.core.errors import ProposalError, StepOrderError
-from pointsman.core.output import Integers, SchedulerOutput
+from pointsman.core.output import IntArray, Integers, SchedulerOutput
+from pointsman.core.runs import Runs
 from pointsman.core.stats import Counters
+from pointsman.core.tokens import NO_TOKENS
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 
-NO_TOKENS: Int32Array = np.zeros(0, dtype=np.int32)
-NO_TOKENS.flags.writeable = False
+NO_ROWS: Int64Array = np.zeros(0, dtype=np.int64)
+NO_ROWS.flags.writeable = False
 
 
 class Drafts:
-    """The drafts of the running requests of one batch."""
+    """The drafts that wait for the next steps of the running requests, as they were proposed: ragged, by row.
+
+    While the same requests run they go into a step as they are. Whoever has lost its row since is known by its serial.
+    """
 
     def __init__(self, config: SchedulerConfig, batch: Batch, counters: Counters) -> None:
         self._config = config
         self._batch = batch
         self._counters = counters
-        self._columns = np.arange(config.num_draft_tokens)
         self.last_updated_step = -1
+        self.waiting = 0
+        """How many drafts wait; those of rows that are gone may count."""
+        self.counts: Int64Array = NO_ROWS
+        """[n] for each of the rows for which drafts were proposed."""
+        self._rows: IntArray = NO_ROWS
+        self._serials: IntArray = NO_ROWS
+        self._token_ids: Int32Array = NO_TOKENS
 
-    def propose(self, output: SchedulerOutput, token_ids: Integers, counts: Integers) -> int:
-        """Let drafts wait at the rows of an updated output; see `Scheduler.propose`."""
+    def forget(self) -> None:
+        """Nothing waits any more."""
+        self._wait(NO_ROWS, NO_ROWS, NO_ROWS, NO_TOKENS)
+
+    # ------------------------------------------------------------------ proposing
+
+    def propose(self, output: SchedulerOutput, token_ids: Integers, counts: Integers, in_flight: bool) -> int:
+        """Let drafts wait for the rows of an updated output; see `Scheduler.propose`.
+
+        `in_flight`: whether another step is.
+        """
         if output.step_id > self.last_updated_step:
             raise StepOrderError(f"drafts for step {output.step_id} cannot be proposed before its update")
         if output.step_id < self.last_updated_step:
             return 0
-        batch = self._batch
+        batch, members = self._batch, self._batch.members
         proposed, tokens = self._checked(output, token_ids, counts)
-        rows = output.rows
-        decodes = (batch.serial[rows] == output.serials) & (batch.num_pending[rows] == 0)
-        decodes &= (batch.flags[rows] & PREFILLING) == 0
-        at = decodes.nonzero()[0]
-        if len(at) < len(rows):
-            tokens = tokens[np.repeat(decodes, proposed)]
-            rows, proposed = rows[at], proposed[at]
-        drafts = np.minimum(proposed, batch.token_limit[rows] - batch.num_tokens[rows] - 1)
-        if batch.num_drafting:
-            batch.num_drafting -= int(np.count_nonzero(batch.num_drafts[rows]))
-        batch.num_drafting += int(np.count_nonzero(drafts))
-        batch.num_drafts[rows] = drafts
-        if len(tokens) == len(rows) * batch.max_drafts:
-            batch.draft_tokens[rows] = tokens.reshape(-1, batch.max_drafts)
-        else:
-            row, column = (self._columns < proposed[:, None]).nonzero()
-            batch.draft_tokens[rows[row], column] = tokens
-        waiting = int(drafts.sum())
-        self._counters.num_proposed_tokens += waiting
-        return waiting
+        rows, serials = output.rows, output.serials
+        limit = members.token_limit
+        if in_flight or rows is not members.rows or batch.num_prefilling:
+            decodes = (batch.serial[rows] == serials) & (batch.num_pending[rows] == 0)
+            decodes &= (batch.flags[rows] & PREFILLING) == 0
+            tokens = tokens[decodes.repeat(proposed)]
+            rows, serials, proposed = rows[decodes], serials[decodes], proposed[decodes]
+            limit = batch.token_limit[rows]
+        num_tokens = batch.num_tokens[rows]
+        if np.count_nonzero(num_tokens + proposed >= limit):
+            runs = Runs.of(proposed, tokens).cut(np.minimum(proposed, limit - 1 - num_tokens))
+            proposed, tokens = runs.counts, runs.token_ids.astype(np.int32)
+        keep = self._keep_others if self.waiting and rows is not self._rows else self._wait
+        keep(rows, serials, proposed, tokens)
+        self._counters.num_proposed_tokens += len(tokens)
+        return len(tokens)
+
+    def _keep_others(self, rows: IntArray, serials: IntArray, counts: Int64Array, token_ids: Int32Array) -> None:
+        """These drafts wait, and those that waited before for other rows."""
+        others = ~self._is_among(rows)
+        left = Runs.of(self.counts, self._token_ids).only(others)
+        self._wait(
+            np.concatenate([self._rows[others], rows]),
+            np.concatenate([self._serials[others], serials]),
+            np.concatenate([left.counts, counts]),
+            np.concatenate([left.token_ids, token_ids]),
+        )
+
+    def _wait(self, rows: IntArray, serials: IntArray, counts: Int64Array, token_ids: Int32Array) -> None:
+        """Just these drafts wait."""
+        self._rows, self._serials, self.counts, self._token_ids = rows, serials, counts, token_ids
+        self.waiting = len(token_ids)
+
+    # ------------------------------------------------------------------ scheduling
+
+    def are_for(self, rows: Int64Array) -> bool:
+        """Whether what waits is for just these rows, and the table lets all of it be verified."""
+        if rows is not self._rows:
+            return False
+        return not self._config.draft_table or bool(self.counts.max() <= self._config.max_drafts(len(rows)))
+
+    def take_all(self) -> Int32Array:
+        """All that waits, ragged, is in flight from now on."""
+        token_ids = self._token_ids
+        self._counters.num_draft_tokens += self.waiting
+        self.forget()
+        return token_ids
 
     def wanted(self, rows: Int64Array) -> Int64Array:
         """[rows] drafts that each may have verified in a step, by what waits and by the table."""
-        drafts = self._batch.num_drafts[rows]
+        drafts = self._column(self.counts)[rows]
         if self._config.draft_table:
             np.minimum(drafts, self._config.max_drafts(len(rows)), out=drafts)
         return drafts
 
     def take(self, rows: Int64Array, drafts: Int64Array) -> Int32Array:
-        """The first `drafts` [rows] of what waits, ragged, are in flight from now on; the rest of it is forgotten."""
-        batch = self._batch
+        """The first `drafts` [rows] of what waits, ragged, are in flight; the rest for these rows is forgotten."""
         total = int(drafts.sum())
-        batch.num_drafting -= int(np.count_nonzero(batch.num_drafts[rows]))
-        batch.num_drafts[rows] = 0
-        if not total:
-            return NO_TOKENS
-        batch.num_pending[rows] += drafts
-        verifying = rows if drafts.all() else rows[drafts > 0]
-        batch.flags[verifying] |= VERIFYING
-        batch.num_verifying += len(verifying)
         self._counters.num_draft_tokens += total
-        tokens = batch.draft_tokens[rows]
-        if total < tokens.size:
-            return tokens[self._columns < drafts[:, None]]
-        return tokens.reshape(-1)
+        waiting = Runs.of(self.counts, self._token_ids)
+        starts = self._column(waiting.starts)[rows]
+        places = (starts - (drafts.cumsum() - drafts)).repeat(drafts) + np.arange(total)
+        token_ids: Int32Array = self._token_ids[places]
+        stays = ~self._is_among(rows)
+        left = waiting.only(stays)
+        self._wait(self._rows[stays], self._serials[stays], left.counts, left.token_ids.astype(np.int32))
+        return token_ids
 
-    def forget(self) -> None:
-        """Nothing waits any more."""
-        if self._batch.num_drafting:
-            self._batch.num_drafts[self._batch.members.rows] = 0
-            self._batch.num_drafting = 0
+    def _column(self, values: Int64Array) -> Int64Array:
+        """`values`, one for each of the rows for which drafts wait, by row number; 0 for all other rows."""
+        column = np.zeros_like(self._batch.serial)
+        column[self._rows] = values  # a row that its request has left is nobody's yet: the next step forgets its drafts
+        return column
+
+    def _is_among(self, rows: IntArray) -> BoolArray:
+        """Which of the rows for which drafts wait are among `rows`, or have been left by their requests."""
+        is_named = np.zeros(len(self._batch.serial), dtype=np.bool_)
+        is_named[rows] = True
+        found: BoolArray = is_named[self._rows] | (self._batch.serial[self._rows] != self._serials)
+        return found
 
     def _checked(self, output: SchedulerOutput, token_ids: Integers, counts: Integers) -> tuple[Int64Array, Int32Array]:
         most = self._config.num_draft_tokens
         proposed, tokens = _integers("counts", counts), _integers("token_ids", token_ids)
         if proposed.shape != (output.num_rows,):
             raise ProposalError(f"counts has shape {proposed.shape} and step {output.step_id} {output.num_rows} row(s)")
-        if len(proposed) and not 0 <= proposed.min() <= proposed.max() <= most:
+        # A negative number is huge when read as unsigned, so one reduction finds both kinds of bad ones.
+        if len(proposed) and np.maximum.reduce(proposed.view(np.uint64)) > most:
             bad = proposed[(proposed < 0) | (proposed > most)][0]
             raise ProposalError(f"{bad} drafts for a row, and num_draft_tokens is {most}; propose 0 to {most}")
-        total = int(proposed.sum())
+        total = int(np.add.reduce(proposed))
         if tokens.shape != (total,):
             raise ProposalError(f"token_ids has shape {tokens.shape} and counts asks for {total} token(s)")
-        # A negative id is huge when read as unsigned, so one reduction finds both kinds of bad id.
         if total and np.maximum.reduce(tokens.view(np.uint64)) > MAX_INT:
             bad = tokens[(tokens < 0) | (tokens > MAX_INT)][0]
             raise ProposalError(f"token id {bad} is proposed; ids must be between 0 and {MAX_INT}")

@@ -44,6 +44,7 @@ class EncoderCache:
     """A `Limit` on what rows compute, and the entries behind it."""
 
     limits_decode = False
+    limits_drafts = False
     is_shared = True
 
     def __init__(self, config: SchedulerConfig) -> None:

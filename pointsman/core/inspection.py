@@ -77,7 +77,8 @@ def _num_blocks(request: Request, batch: Batch, kv: KVCacheManager) -> int:
 def snapshot(counters: Counters, batch: Batch, kv: KVCacheManager, life: Lifecycle) -> SchedulerStats:
     """Counters and gauges at this moment."""
     pool, encoder, transfers = kv.pool, life.encoder, life.transfers
-    per_pos = tuple(sum(counters.accepted_drafts[place:]) for place in range(1, len(counters.accepted_drafts)))
+    accepted = batch.acceptance.accepted_drafts
+    per_pos = tuple(sum(accepted[place:]) for place in range(1, len(accepted)))
     parked: dict[str, int] = {}
     for request in life.parked.values():
         parked[request.status.value] = parked.get(request.status.value, 0) + 1
@@ -102,7 +103,7 @@ def snapshot(counters: Counters, batch: Batch, kv: KVCacheManager, life: Lifecyc
         num_failed_steps=counters.num_failed_steps,
         num_proposed_tokens=counters.num_proposed_tokens,
         num_draft_tokens=counters.num_draft_tokens,
-        num_drafts=sum(counters.accepted_drafts),
+        num_drafts=sum(accepted),
         num_accepted_tokens=sum(per_pos),
         num_accepted_tokens_per_pos=per_pos,
         num_encoder_computed=encoder.counts.computed if encoder else 0,

@@ -15,8 +15,9 @@ from collections import Counter
 
 import numpy as np
 
-from pointsman.core.batch import CUSTOM_STOP, ENCODER_INPUTS, NO_SAMPLE, NOT_AHEAD, PREFILLING, VERIFYING, Batch
+from pointsman.core.batch import CUSTOM_STOP, ENCODER_INPUTS, NO_SAMPLE, NOT_AHEAD, PREFILLING, Batch
 from pointsman.core.config import SchedulerConfig
+from pointsman.core.drafts import Drafts
 from pointsman.core.errors import InvariantError
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.lifecycle import Lifecycle
@@ -30,6 +31,7 @@ def check(
     batch: Batch,
     kv: KVCacheManager,
     life: Lifecycle,
+    drafts: Drafts,
     most_active_seqs: int,
 ) -> None:
     """Verify everything that must hold between two calls; no more than `most_active_seqs` were ever to run at once.
@@ -47,8 +49,8 @@ def check(
     _check_steps(config, life)
     _check_adapters(config, batch, life)
     _check_encoder(config, batch, life)
-    _check_columns(config, batch, kv)
-    _check_drafts(config, batch, life)
+    _check_columns(config, batch, kv, _check_in_flight(batch, life))
+    _check_drafts(config, batch, drafts)
     _check_contents(batch, kv)
 
 
@@ -166,7 +168,8 @@ def _check_encoder(config: SchedulerConfig, batch: Batch, life: Lifecycle) -> No
         _require(len(set(entries)) == len(entries), 3, f"step {record.step_id} computes embeddings twice")
 
 
-def _check_columns(config: SchedulerConfig, batch: Batch, kv: KVCacheManager) -> None:
+def _check_columns(config: SchedulerConfig, batch: Batch, kv: KVCacheManager, verifying: dict[int, int]) -> None:
+    """`verifying`: drafts in flight, by serial."""
     prefilling = custom = not_ahead = no_sample = 0
     for row, request in zip(batch.members.rows.tolist(), batch.members.requests, strict=True):
         tokens, computed = int(batch.num_tokens[row]), int(batch.num_computed_tokens[row])
@@ -174,7 +177,9 @@ def _check_columns(config: SchedulerConfig, batch: Batch, kv: KVCacheManager) ->
         flags = int(batch.flags[row])
         _require(request.num_prompt_tokens <= tokens <= request.token_limit, 2, f"{request} has {tokens} tokens")
         _require(len(request.output_token_ids) == request.num_output_tokens, 2, f"{request} lost output tokens")
-        _require(0 <= computed <= tokens + pending, 2, f"{request} has computed {computed} of {tokens} + {pending}")
+        drafts = verifying.get(request.serial, 0)
+        most = tokens + drafts if drafts else tokens + pending
+        _require(0 <= computed <= most, 2, f"{request} has computed {computed} of {tokens} + {most - tokens}")
         _require(computed <= slots == len(kv.table(batch, row)) * kv.block_size, 1, f"{request} outgrew its blocks")
         _require(batch.token_limit[row] == request.token_limit, 2, f"{request} has another limit in its row")
         _require(batch.priority[row] == request.priority, 2, f"{request} has another priority in its row")
@@ -192,8 +197,7 @@ def _check_columns(config: SchedulerConfig, batch: Batch, kv: KVCacheManager) ->
         custom += bool(flags & CUSTOM_STOP)
         not_ahead += bool(flags & NOT_AHEAD)
         _require(bool(flags & NOT_AHEAD) != request.runs_ahead, 2, f"{request} is flagged wrongly")
-        one_step = request.runs_ahead or pending <= 1 or bool(flags & VERIFYING)
-        _require(one_step, 2, f"{request} has {pending} samples in flight")
+        _require(request.runs_ahead or pending <= 1, 2, f"{request} has {pending} samples in flight")
         no_sample += bool(flags & NO_SAMPLE)
         _require(bool(flags & NO_SAMPLE) == (request.max_tokens == 0), 2, f"{request} is flagged wrongly")
     _require(prefilling == batch.num_prefilling, 2, "prefilling rows are miscounted")
@@ -204,32 +208,35 @@ def _check_columns(config: SchedulerConfig, batch: Batch, kv: KVCacheManager) ->
     _require(not_ahead == batch.num_not_ahead, 2, "rows that do not run ahead are miscounted")
 
 
-def _check_drafts(config: SchedulerConfig, batch: Batch, life: Lifecycle) -> None:
-    """Drafts wait where they may be scheduled, and what is pending is what the steps in flight will bring."""
-    drafting = verifying = 0
-    in_flight: dict[int, int] = {}  # by serial
-    drafts_in_flight: set[int] = set()
+def _check_in_flight(batch: Batch, life: Lifecycle) -> dict[int, int]:
+    """What is pending is what the steps in flight will bring. Returns the drafts in flight, by serial."""
+    pending: dict[int, int] = {}  # by serial
+    verifying: dict[int, int] = {}
     for record in life.in_flight:
         output = record.output
         assert output is not None
-        for serial, count in zip(output.serials.tolist(), output.num_pending().tolist(), strict=True):
-            in_flight[serial] = in_flight.get(serial, 0) + count
-        drafts_in_flight.update(output.serials[output.num_draft_tokens > 0].tolist())
-        _require(int(output.num_draft_tokens.sum()) == len(output.draft_token_ids), 3, "drafts are miscounted")
+        serials, drafts = output.serials.tolist(), output.num_draft_tokens.tolist()
+        _require(sum(drafts) == len(output.draft_token_ids), 3, "drafts are miscounted")
+        for serial, count, num_drafts in zip(serials, output.num_pending().tolist(), drafts, strict=True):
+            _require(serial not in verifying, 2, f"row {serial} goes on while its drafts are in flight")
+            pending[serial] = pending.get(serial, 0) + count
+            if num_drafts:
+                verifying[serial] = num_drafts
     for row, request in zip(batch.members.rows.tolist(), batch.members.requests, strict=True):
-        waiting, pending, serial = int(batch.num_drafts[row]), int(batch.num_pending[row]), request.serial
-        _require(pending == in_flight.get(serial, 0), 2, f"{request} has {pending} pending")
-        flagged = bool(batch.flags[row] & VERIFYING)
-        _require(flagged == (serial in drafts_in_flight), 2, f"{request} is wrongly flagged as verifying")
+        count = int(batch.num_pending[row])
+        _require(count == pending.get(request.serial, 0), 2, f"{request} has {count} pending")
+    return verifying
+
+
+def _check_drafts(config: SchedulerConfig, batch: Batch, drafts: Drafts) -> None:
+    """Drafts wait where they may be scheduled."""
+    wanted, rows = drafts.wanted(batch.members.rows), batch.members.rows
+    for row, request, waiting in zip(rows.tolist(), batch.members.requests, wanted.tolist(), strict=True):
         if waiting:
             room = int(batch.token_limit[row] - batch.num_tokens[row]) - 1
             _require(0 < waiting <= min(room, config.num_draft_tokens), 2, f"{request} has {waiting} drafts")
-            decodes = pending == 0 and batch.num_computed_tokens[row] == batch.num_tokens[row] - 1
+            decodes = batch.num_pending[row] == 0 and batch.num_computed_tokens[row] == batch.num_tokens[row] - 1
             _require(bool(decodes), 2, f"{request} has drafts and does not decode")
-        drafting += bool(waiting)
-        verifying += flagged
-    _require(drafting == batch.num_drafting, 2, "rows whose drafts wait are miscounted")
-    _require(verifying == batch.num_verifying, 2, "rows whose drafts are in flight are miscounted")
 
 
 def _check_contents(batch: Batch, kv: KVCacheManager) -> None:

@@ -25,6 +25,8 @@ class Limit(Protocol):
 
     limits_decode: bool
     """Whether steady decoding, where every row wants a single token, must ask it."""
+    limits_drafts: bool
+    """Whether it must be asked where rows that decode want their drafts verified beside that token."""
     is_shared: bool
     """Whether what one row takes is lacking to others."""
     revision: int
@@ -52,6 +54,7 @@ class LongPrefillThreshold:
     """No request advances more than `threshold` tokens in a step (vLLM's `long_prefill_token_threshold`)."""
 
     limits_decode = False
+    limits_drafts = True
     is_shared = False
     revision = 0
 
@@ -88,6 +91,7 @@ class OneSampleInFlight:
     """
 
     limits_decode = False
+    limits_drafts = False
     is_shared = False
     revision = 0
 

@@ -132,9 +132,9 @@ class SchedulerOutput:
         return [request for request, decodes in zip(self.requests, self._decodes(), strict=True) if decodes]
 
     def num_pending(self) -> IntArray:
-        """[n] int64: what the scheduler waits for in this step, by row: a sample and one for each draft, or that the
-        row completes its prompt."""
-        pending: IntArray = self.samples + self.num_draft_tokens
+        """[n] int64: what the scheduler waits for in this step, by row: a sample, or that the row completes its
+        prompt."""
+        pending: IntArray = self.samples.astype(np.int64)
         if len(self.completes):
             pending[self.completes] += 1
         return pending

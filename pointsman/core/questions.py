@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from pointsman.core.batch import Batch
 from pointsman.core.config import SchedulerConfig
+from pointsman.core.drafts import Drafts
 from pointsman.core.input_tokens import input_token_ids
 from pointsman.core.inspection import explain, snapshot
 from pointsman.core.invariants import check
@@ -29,6 +30,7 @@ class Questions:
     _kv: KVCacheManager
     _life: Lifecycle
     _running: Running
+    _drafts: Drafts
     _counters: Counters
     _most_active_seqs: int
 
@@ -152,4 +154,4 @@ class Questions:
         Raises:
             InvariantError: naming the promise that is broken.
         """
-        check(self.config, self._batch, self._kv, self._life, self._most_active_seqs)
+        check(self.config, self._batch, self._kv, self._life, self._drafts, self._most_active_seqs)

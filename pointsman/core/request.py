@@ -233,19 +233,19 @@ class Request:
     def num_draft_tokens(self) -> int:
         """Drafts of it that the model has verified."""
         if self.batch is not None and self.row is not None:
-            return self._num_draft_tokens + int(self.batch.num_verified[self.row])
+            return self._num_draft_tokens + self.batch.acceptance.of(self.row)[0]
         return self._num_draft_tokens
 
     @property
     def num_accepted_tokens(self) -> int:
         """Of these, the drafts that became its tokens."""
         if self.batch is not None and self.row is not None:
-            return self._num_accepted_tokens + int(self.batch.num_accepted[self.row])
+            return self._num_accepted_tokens + self.batch.acceptance.of(self.row)[1]
         return self._num_accepted_tokens
 
     @property
     def num_pending(self) -> int:
-        """Samples and drafts that are scheduled and have not come back."""
+        """Samples that are scheduled and have not come back."""
         if self.batch is not None and self.row is not None:
             return int(self.batch.num_pending[self.row])
         return self._num_pending

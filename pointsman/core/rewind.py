@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pointsman.core.batch import VERIFYING, Batch
+from pointsman.core.batch import Batch
 from pointsman.core.in_flight import StepRecord
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.lifecycle import Lifecycle
@@ -48,8 +48,6 @@ def rewind(record: StepRecord, batch: Batch, kv: KVCacheManager, life: Lifecycle
         request = output.requests[index]
         if request.num_tokens + request.num_pending == request.num_admitted_tokens and request.row is not None:
             batch.set_prefilling(request.row)  # its first sample since the admission is void
-        if output.num_draft_tokens[index]:
-            batch.clear_flags(int(output.rows[index]), VERIFYING)
     for index in (~live & (pending > 0)).nonzero()[0].tolist():
         request = output.requests[index]
         if request.serial == output.serials[index]:  # preempted or parked since: its samples will never come

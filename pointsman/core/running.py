@@ -4,7 +4,7 @@ What a row wants is `num_tokens + num_pending - num_computed_tokens`: its known 
 what is computed; and beside that its drafts, if some wait (`drafts.py`). Three ways lead to what it gets, each only
 where the one before does not apply:
 
-    steady    every row decodes one token: no flags, no drafts, rows <= budget, enough blocks
+    steady    every row decodes one token, and verifies its drafts if it has some: no flags, budget and blocks suffice
     at once   limits, the budget by one cumulative sum, one `grow` for all rows that lack blocks
     again     the pool cannot give: somebody gives way, and the rest is worked out anew
 """
@@ -17,14 +17,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.batch import PREFILLING, VERIFYING, Batch, Members
+from pointsman.core.batch import PREFILLING, Batch, Members
 from pointsman.core.block_pool import NO_BLOCKS
 from pointsman.core.config import SchedulerConfig
-from pointsman.core.drafts import NO_TOKENS, Drafts
+from pointsman.core.drafts import Drafts
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.limits import Limit
 from pointsman.core.preemption import Victim
 from pointsman.core.request import Request
+from pointsman.core.tokens import NO_TOKENS
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -73,13 +74,15 @@ class Running:
         self._drafts = drafts
         self._steady_allowed = not any(limit.limits_decode for limit in limits)
         self._steady_rows = self._budget  # with more rows, not all of them can decode in a step
+        self._speculates = config.num_draft_tokens > 0
+        limited = any(limit.limits_drafts for limit in limits)
+        self._steady_drafts_allowed = not limited and config.num_draft_tokens < config.block_size
 
     def advance(self, in_flight: bool, preempt: Callable[[Request], None]) -> Advance:
         """Decide, and commit, what every running row computes; `preempt` is called for each that gives way."""
         batch = self._batch
-        is_plain = batch.num_prefilling == batch.num_drafting == batch.num_verifying == 0
-        if self._steady_allowed and is_plain and len(batch) <= self._steady_rows:
-            steady = self._advance_steady(in_flight)
+        if self._steady_allowed and batch.num_prefilling == 0 and len(batch) <= self._steady_rows:
+            steady = self._advance_drafts() if self._drafts.waiting else self._advance_steady(in_flight)
             if steady is not None:
                 return steady
         return self._advance_general(preempt)
@@ -114,10 +117,10 @@ class Running:
         expected = batch.num_tokens[rows] + batch.num_pending[rows]
         lacks = expected - batch.num_computed_tokens[rows]
         lacks[expected >= members.token_limit] = 0  # what is in flight brings it to its end
-        if batch.num_verifying:
-            lacks[(batch.flags[rows] & VERIFYING) != 0] = 0  # nobody knows where it goes on
+        if self._speculates:
+            np.maximum(lacks, 0, out=lacks)  # drafts in flight: nobody knows where the row goes on
         want = lacks.copy()
-        if with_drafts and batch.num_drafting:
+        if with_drafts and self._drafts.waiting:
             want += self._drafts.wanted(rows)
         for limit in self._limits:
             if not (alone and limit.is_shared):
@@ -149,19 +152,20 @@ class Running:
         rows = members.rows
         count = len(rows)
         pending = batch.num_pending[rows]
-        if in_flight and (batch.num_not_ahead or (batch.num_tokens[rows] + pending >= members.token_limit).any()):
+        if in_flight and (
+            self._speculates or batch.num_not_ahead or (batch.num_tokens[rows] + pending >= members.token_limit).any()
+        ):
             return None
         computed = batch.num_computed_tokens[rows]
-        full = computed >= batch.num_slots[rows]
-        lacking = full.nonzero()[0]
+        lacking = (computed >= batch.num_slots[rows]).nonzero()[0]
         if len(lacking) > self._kv.num_free:
             return None
         block_ids, offsets = NO_BLOCKS, members.zero_offsets
         if len(lacking):
             block_ids = self._kv.grow_by_one(batch, rows[lacking])
-            offsets = np.empty(count + 1, dtype=np.int64)
-            offsets[0] = 0
-            full.cumsum(out=offsets[1:])
+            offsets = np.zeros(count + 1, dtype=np.int64)
+            offsets[lacking + 1] = 1
+            offsets.cumsum(out=offsets)
         batch.num_computed_tokens[rows] = computed + 1
         pending += 1
         batch.num_pending[rows] = pending
@@ -177,6 +181,44 @@ class Running:
             block_ids=block_ids,
             block_offsets=offsets,
             total=count,
+            preempted=False,
+            unpublished=(),
+        )
+
+    def _advance_drafts(self) -> Advance | None:
+        """Every row decodes one token, and verifies the drafts that wait for it; None as in `_advance_steady`."""
+        batch, members, drafts = self._batch, self._batch.members, self._drafts
+        rows = members.rows
+        total = len(rows) + drafts.waiting
+        if not self._steady_drafts_allowed or total > self._budget or not drafts.are_for(rows):
+            return None
+        num_drafts = drafts.counts
+        granted = num_drafts + 1
+        computed = batch.num_computed_tokens[rows]
+        end = computed + granted
+        lacking = (end > batch.num_slots[rows]).nonzero()[0]
+        if len(lacking) > self._kv.num_free:
+            return None
+        block_ids, offsets = NO_BLOCKS, members.zero_offsets
+        if len(lacking):
+            block_ids = self._kv.grow_by_one(batch, rows[lacking])
+            offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+            offsets[lacking + 1] = 1
+            offsets.cumsum(out=offsets)
+        batch.num_computed_tokens[rows] = end
+        batch.num_pending[rows] = 1
+        return Advance(
+            requests=members.requests,
+            rows=rows,
+            serials=members.serials,
+            num_computed_tokens=computed,
+            num_scheduled_tokens=granted,
+            samples=members.trues,
+            num_draft_tokens=num_drafts,
+            draft_token_ids=drafts.take_all(),
+            block_ids=block_ids,
+            block_offsets=offsets,
+            total=total,
             preempted=False,
             unpublished=(),
         )
@@ -218,7 +260,7 @@ class Running:
     def _give_up_drafts(self, rows: Int64Array, lacks: Int64Array, want: Int64Array) -> bool:
         """Blocks are short: lower `want` so that drafts take none of their own. Whether that changed anything."""
         batch = self._batch
-        if not batch.num_drafting:
+        if not self._drafts.waiting:
             return False
         computed = batch.num_computed_tokens[rows]
         slots = batch.num_slots[rows] + self.blocks_needed(lacks, rows) * self._block_size
@@ -259,7 +301,7 @@ class Running:
         batch.num_computed_tokens[rows] = computed + granted
         batch.num_pending[rows] += samples
         num_drafts, drafts = batch.zeros[: len(rows)], NO_TOKENS
-        if batch.num_drafting:
+        if self._drafts.waiting:
             num_drafts = np.maximum(granted - lacks, 0)
             drafts = self._drafts.take(rows, num_drafts)
         unpublished = []

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 Int64Array = npt.NDArray[np.int64]
+IntArray = npt.NDArray[np.integer]
 
 
 def join_runs(
@@ -30,25 +31,31 @@ class Runs(NamedTuple):
 
     counts: Int64Array
     """[s] tokens of each."""
-    starts: Int64Array
-    """[s] where each begins in `token_ids`."""
-    token_ids: Int64Array
+    ends: Int64Array
+    """[s] where each ends in `token_ids`."""
+    token_ids: IntArray
     """The tokens, run after run."""
 
     @classmethod
-    def of(cls, counts: Int64Array, token_ids: Int64Array) -> Runs:
-        return cls(counts, counts.cumsum() - counts, token_ids)
+    def of(cls, counts: Int64Array, token_ids: IntArray) -> Runs:
+        return cls(counts, counts.cumsum(), token_ids)
+
+    @property
+    def starts(self) -> Int64Array:
+        """[s] where each begins in `token_ids`."""
+        return self.ends - self.counts
 
     def run(self, index: int) -> list[int]:
         """The tokens of one run."""
-        start = int(self.starts[index])
-        return [int(token) for token in self.token_ids[start : start + int(self.counts[index])]]
+        end = int(self.ends[index])
+        tokens: list[int] = self.token_ids[end - int(self.counts[index]) : end].tolist()
+        return tokens
 
     def only(self, which: npt.NDArray[np.bool_]) -> Runs:
         """The runs that are marked."""
-        return Runs.of(self.counts[which], self.token_ids[np.repeat(which, self.counts)])
+        return Runs.of(self.counts[which], self.token_ids[which.repeat(self.counts)])
 
     def cut(self, lengths: Int64Array) -> Runs:
         """The first `lengths` [s] tokens of each (0 to its count)."""
-        within = np.arange(len(self.token_ids)) - np.repeat(self.starts, self.counts)
-        return Runs.of(lengths, self.token_ids[within < np.repeat(lengths, self.counts)])
+        within = np.arange(len(self.token_ids)) - self.starts.repeat(self.counts)
+        return Runs.of(lengths, self.token_ids[within < lengths.repeat(self.counts)])

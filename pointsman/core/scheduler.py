@@ -391,7 +391,7 @@ class Scheduler(Questions):
             StepOrderError: `output` has not been updated.
             ProposalError: the arguments do not fit the output. Nothing was kept.
         """
-        kept = self._drafts.propose(output, token_ids, counts)
+        kept = self._drafts.propose(output, token_ids, counts, len(self._life.in_flight) > 0)
         if self._recorder is not None:
             self._recorder.proposed(output, token_ids, counts, kept, now)
         return kept

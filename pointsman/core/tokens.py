@@ -14,34 +14,36 @@ from pointsman.core.errors import RequestRefused
 IntArray: TypeAlias = npt.NDArray[np.integer]
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 
+NO_TOKENS: Int32Array = np.zeros(0, dtype=np.int32)
+NO_TOKENS.flags.writeable = False
+
 
 class OutputTokens:
-    """An int32 array that grows by doubling."""
+    """int32 tokens that come in pieces, which are joined when somebody reads them."""
 
-    __slots__ = ("_array", "_length")
+    __slots__ = ("_length", "_pieces")
 
     def __init__(self) -> None:
-        self._array: Int32Array = np.empty(0, dtype=np.int32)
+        self._pieces: list[Int32Array] = []
         self._length = 0
 
     def __len__(self) -> int:
         return self._length
 
     def array(self) -> Int32Array:
-        """A view of the tokens, valid until the next `extend`."""
-        return self._array[: self._length]
+        """The tokens, not to be changed."""
+        if len(self._pieces) != 1:
+            self._pieces = [np.concatenate([NO_TOKENS, *self._pieces])]
+        return self._pieces[0]
 
     def extend(self, token_ids: IntArray | Sequence[int]) -> None:
-        end = self._length + len(token_ids)
-        if end > len(self._array):
-            grown = np.empty(max(end, 2 * len(self._array), 16), dtype=np.int32)
-            grown[: self._length] = self._array[: self._length]
-            self._array = grown
-        self._array[self._length : end] = token_ids
-        self._length = end
+        self._pieces.append(np.array(token_ids, dtype=np.int32))
+        self._length += len(token_ids)
 
     def truncate(self, length: int) -> None:
-        self._length = min(self._length, length)
+        if length < self._length:
+            self._pieces = [self.array()[:length]]
+            self._length = length
 
 
 def shared_prompt(request_id: str, token_ids: IntArray | Sequence[int]) -> tuple[Int32Array, bytes]:

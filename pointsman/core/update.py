@@ -7,26 +7,25 @@ step was in flight. A step that verified drafts answers with a run of tokens per
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.batch import CUSTOM_STOP, RING, VERIFYING, Batch
-from pointsman.core.config import MAX_INT
-from pointsman.core.errors import StepResultError
+from pointsman.core.batch import CUSTOM_STOP, Batch, Members
 from pointsman.core.in_flight import StepRecord
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.lifecycle import End, Lifecycle
-from pointsman.core.output import SchedulerOutput, StepResult, StepUpdate
+from pointsman.core.output import IntArray, SchedulerOutput, StepResult, StepUpdate
 from pointsman.core.parts import Parts
 from pointsman.core.repetition import REPETITION_DETECTED
 from pointsman.core.request import Request
+from pointsman.core.results import checked_run_per_row, checked_runs, checked_samples, checked_tokens
 from pointsman.core.runs import Runs
 from pointsman.core.stats import Counters
 from pointsman.core.status import FinishReason
 
 Int64Array = npt.NDArray[np.int64]
-ROW_TOKENS = "row(s) sample in this step; give one token for each"
-RUN_TOKENS = "token(s) are what counts says"
 Ends = list[tuple[int, End]]  # (row index in the output, how it ended)
 
 
@@ -75,9 +74,9 @@ class Update:
         members = record.members
         if members is None or members is not self._batch.members or result.counts is not None or result.errors:
             return self._apply_general(record, output, result)
-        token_ids = _tokens(result, len(members))
+        token_ids = checked_tokens(result, len(members))
         record.is_over = True
-        num_tokens = self._batch.append(members.requests, members.rows, members.ring_base, token_ids)
+        num_tokens = self._batch.append(members.requests, members.rows, token_ids)
         done = token_ids == members.eos_token_id
         done |= num_tokens >= members.token_limit
         ends = self._find_ends(members.requests, members.rows, token_ids, num_tokens, done)
@@ -106,7 +105,7 @@ class Update:
     def _apply_general(
         self, record: StepRecord, output: SchedulerOutput, result: StepResult
     ) -> tuple[StepUpdate, Ends]:
-        sampled, token_ids = _sampled(output, result)
+        sampled, token_ids = checked_samples(output, result)
         record.is_over = True
         batch = self._batch
         live = batch.serial[output.rows] == output.serials
@@ -117,7 +116,7 @@ class Update:
         if len(at):
             rows, tokens = output.rows[at], token_ids[is_live]
             requests = [output.requests[index] for index in at.tolist()]
-            num_tokens = batch.append(requests, rows, rows * RING, tokens)
+            num_tokens = batch.append(requests, rows, tokens)
             done = tokens == batch.eos_token_id[rows]
             done |= num_tokens >= batch.token_limit[rows]
             found = self._find_ends(requests, rows, tokens, num_tokens, done)
@@ -139,84 +138,81 @@ class Update:
 
     def _apply_runs(self, record: StepRecord, output: SchedulerOutput, result: StepResult) -> tuple[StepUpdate, Ends]:
         """The step verified drafts: each row that samples has a run of tokens, of which those up to a stop count."""
-        at, runs = _runs(output, result)
+        members = record.members
+        if members is None or members is not self._batch.members or result.errors:
+            return self._apply_runs_general(record, output, result)
+        runs, accepted = checked_run_per_row(output, result)
         record.is_over = True
-        batch = self._batch
-        ends = self._errors(output, result) + self._completions(output, result)
-        rows: Int64Array = output.rows[at].astype(np.int64, copy=False)
-        drafts: Int64Array = output.num_draft_tokens[at].astype(np.int64, copy=False)
-        live = batch.serial[rows] == output.serials[at]
-        if live.all():
-            kept, found = self._append_runs([output.requests[index] for index in at.tolist()], rows, drafts, runs)
-        else:
-            kept, found = np.zeros(len(at), dtype=np.int64), []
-            which = live.nonzero()[0]
-            requests = [output.requests[index] for index in at[which].tolist()]
-            kept[which], among = self._append_runs(requests, rows[which], drafts[which], runs.only(live))
-            found += [(int(which[index]), end) for index, end in among]
-            for index in (~live).nonzero()[0].tolist():
-                request = output.requests[at[index]]
-                if not request.is_finished and request.serial == output.serials[at[index]]:
-                    kept[index], end = self._deliver_run(request, int(drafts[index]), runs.run(index))
-                    found += [(index, end)] if end is not None else []
-        ends += [(int(at[index]), end) for index, end in found]
-        counts = np.zeros(output.num_rows, dtype=np.int64)
-        counts[at] = kept
-        token_ids = runs.cut(kept).token_ids
-        self._counters.num_generated_tokens += len(token_ids)
-        return StepUpdate(token_ids, counts, []), ends
+        runs, ends = self._append_runs(members, output.num_draft_tokens, runs, accepted)
+        self._counters.num_generated_tokens += len(runs.token_ids)
+        return StepUpdate(runs.token_ids, runs.counts, ()), ends
 
-    def _append_runs(
-        self, requests: list[Request], rows: Int64Array, drafts: Int64Array, runs: Runs
-    ) -> tuple[Int64Array, Ends]:
-        """Append the runs of live rows up to their stops. Returns how many tokens count of each, and who ends."""
-        if not len(rows):
-            return rows, []
-        batch = self._batch
-        kept = runs.counts
+    def _apply_runs_general(
+        self, record: StepRecord, output: SchedulerOutput, result: StepResult
+    ) -> tuple[StepUpdate, Ends]:
+        at, runs = checked_runs(output, result)
+        record.is_over = True
+        ends = self._errors(output, result) + self._completions(output, result)
+        kept = np.zeros(output.num_rows, dtype=np.int64)
+        live = self._batch.serial[output.rows[at]] == output.serials[at]
+        which = at[live]
+        if len(which):
+            rows = Members(self._batch, output.rows[which], [output.requests[index] for index in which.tolist()])
+            some = runs.only(live)
+            appended, found = self._append_runs(rows, output.num_draft_tokens[which], some, some.counts - 1)
+            kept[which] = appended.counts
+            ends += [(int(which[index]), end) for index, end in found]
+        for index in (~live).nonzero()[0].tolist():
+            row_index = int(at[index])
+            request = output.requests[row_index]
+            if not request.is_finished and request.serial == output.serials[row_index]:
+                run, num_drafts = runs.run(index), int(output.num_draft_tokens[row_index])
+                kept[row_index], end = self._deliver_run(request, num_drafts, run)
+                ends += [(row_index, end)] if end is not None else []
+        token_ids = runs.cut(kept[at]).token_ids
+        self._counters.num_generated_tokens += len(token_ids)
+        return StepUpdate(token_ids, kept, ()), ends
+
+    def _append_runs(self, live: Members, drafts: IntArray, runs: Runs, accepted: Int64Array) -> tuple[Runs, Ends]:
+        """Append the runs of live rows up to their stops. Returns what counts of them, and who ends.
+
+        `accepted` [s] are the drafts in each run.
+        """
+        batch, rows = self._batch, live.rows
         num_tokens = batch.num_tokens[rows]
-        done = num_tokens + kept >= batch.token_limit[rows]
-        hits = runs.token_ids == np.repeat(batch.eos_token_id[rows], kept)
-        if hits.any():
-            done |= np.logical_or.reduceat(hits, runs.starts)
+        num_tokens += runs.counts
+        ends: Ends = []
+        done = num_tokens >= live.token_limit
+        stop = live.stop_token
+        stops = runs.token_ids == (live.eos_token_id.repeat(runs.counts) if stop is None else stop)
+        if np.count_nonzero(stops):
+            done |= np.logical_or.reduceat(stops, runs.starts)
         if batch.num_custom_stops:
             done |= (batch.flags[rows] & CUSTOM_STOP) != 0
-        ends: Ends = []
-        lengths = kept.copy()
-        for index in done.nonzero()[0].tolist():
-            lengths[index], end = _cut_at_stop(requests[index], int(num_tokens[index]), runs.run(index))
-            ends += [(index, end)] if end is not None else []
-        scheduled = 1 + drafts
-        batch.num_computed_tokens[rows] -= scheduled - lengths
-        batch.num_pending[rows] -= scheduled
-        self._count_accepted(rows, drafts, np.minimum(lengths, kept - 1))
-        if ends:
-            runs = runs.cut(lengths)
-        batch.append_runs(requests, rows, runs, int(scheduled.max()))
-        return lengths, ends
-
-    def _count_accepted(self, rows: Int64Array, drafts: Int64Array, accepted: Int64Array) -> None:
-        """Drafts of live rows are not in flight any more."""
-        batch = self._batch
-        if not drafts.all():
-            which = drafts.nonzero()[0]
-            rows, drafts, accepted = rows[which], drafts[which], accepted[which]
-        batch.flags[rows] &= ~np.uint8(VERIFYING)
-        batch.num_verifying -= len(rows)
-        batch.num_verified[rows] += drafts
-        batch.num_accepted[rows] += accepted
-        for place, count in enumerate(np.bincount(accepted).tolist()):
-            self._counters.accepted_drafts[place] += count
+        if np.count_nonzero(done):
+            whole = runs
+            runs, ends = _cut_at_stops(live.requests, num_tokens, runs, done)
+            num_tokens -= whole.counts - runs.counts
+            accepted = np.minimum(accepted, runs.counts)
+        if len(self._life.in_flight) == 1:  # then all is known
+            batch.num_computed_tokens[rows] = num_tokens - 1
+            batch.num_pending[rows] = 0
+        else:
+            batch.num_computed_tokens[rows] -= drafts + 1 - runs.counts
+            batch.num_pending[rows] -= 1
+        batch.acceptance.add(rows, drafts, accepted)
+        batch.append_runs(live.requests, rows, runs, num_tokens)
+        return runs, ends
 
     def _deliver_run(self, request: Request, num_drafts: int, run: list[int]) -> tuple[int, End | None]:
         """As `_deliver`, for a row that had drafts in flight."""
         length, end = _cut_at_stop(request, request.num_tokens, run)
         request.append_output(run[:length])
-        request.settle_pending(1 + num_drafts)
+        request.settle_pending(1)
         if num_drafts:
             accepted = min(length, len(run) - 1)
             request.add_drafts(num_drafts, accepted)
-            self._counters.accepted_drafts[accepted] += 1
+            self._batch.acceptance.add_one(accepted)
         return length, end
 
     # ------------------------------------------------------------------ parts
@@ -268,6 +264,22 @@ class Update:
         update.completed_parts = [request for request in parts if not request.is_finished]
 
 
+def _cut_at_stops(
+    requests: Sequence[Request], num_tokens: Int64Array, runs: Runs, done: npt.NDArray[np.bool_]
+) -> tuple[Runs, Ends]:
+    """The runs up to their stops, and who ends with them; only those that are `done` may have one.
+
+    `num_tokens` are those of the requests with their whole runs.
+    """
+    ends: Ends = []
+    lengths = runs.counts.copy()
+    for index in done.nonzero()[0].tolist():
+        run = runs.run(index)
+        lengths[index], end = _cut_at_stop(requests[index], int(num_tokens[index]) - len(run), run)
+        ends += [(index, end)] if end is not None else []
+    return (runs.cut(lengths) if ends else runs), ends
+
+
 def _cut_at_stop(request: Request, num_tokens: int, run: list[int]) -> tuple[int, End | None]:
     """How many tokens of a run behind the first `num_tokens` of its request count: those up to the one that ends it."""
     for length, token_id in enumerate(run, start=1):
@@ -275,64 +287,3 @@ def _cut_at_stop(request: Request, num_tokens: int, run: list[int]) -> tuple[int
         if end is not None:
             return length, end
     return len(run), None
-
-
-def _tokens(result: StepResult, expected: int, wanted: str = ROW_TOKENS) -> Int64Array:
-    """The result's tokens as an array of its own, `expected` of them; `wanted` says why so many."""
-    try:
-        given = np.asarray(result.token_ids)
-    except ValueError as error:
-        raise StepResultError(f"token_ids must be a flat sequence of integers: {error}") from None
-    if given.dtype.kind not in "iu" and given.size:
-        raise StepResultError(f"token_ids must be a flat sequence of integers, and they are of type {given.dtype}")
-    token_ids: Int64Array = given.astype(np.int64)
-    if token_ids.shape != (expected,):
-        raise StepResultError(f"token_ids has shape {token_ids.shape} and {expected} {wanted}")
-    # A negative id is huge when read as unsigned, so one reduction finds both kinds of bad id.
-    if expected and np.maximum.reduce(token_ids.view(np.uint64)) > MAX_INT:
-        bad = token_ids[(token_ids < 0) | (token_ids > MAX_INT)][0]
-        raise StepResultError(f"token id {bad} was sampled; ids must be between 0 and {MAX_INT}")
-    return token_ids
-
-
-def _sampled(output: SchedulerOutput, result: StepResult) -> tuple[Int64Array, Int64Array]:
-    """Which rows have a token in the result, and the tokens, in row order."""
-    expected = _expected(output, result)
-    if result.counts is not None:
-        counts = np.asarray(result.counts)
-        if counts.shape != expected.shape or not np.array_equal(counts, expected.astype(counts.dtype)):
-            raise StepResultError(
-                f"counts is {counts.tolist()}; this step yields {expected.astype(int).tolist()}: one token for a row "
-                "that samples and has no error, none for the others"
-            )
-    sampled = expected.nonzero()[0]
-    return sampled, _tokens(result, len(sampled))
-
-
-def _runs(output: SchedulerOutput, result: StepResult) -> tuple[Int64Array, Runs]:
-    """Which rows have tokens in the result, and the runs of these rows."""
-    expected = _expected(output, result)
-    sampled = expected.nonzero()[0]
-    counts = np.ones(len(sampled), dtype=np.int64)
-    if result.counts is not None:
-        given = np.asarray(result.counts)
-        most = np.where(expected, 1 + output.num_draft_tokens, 0)
-        if given.shape != most.shape or given.dtype.kind not in "iu" or ((given < expected) | (given > most)).any():
-            raise StepResultError(
-                f"counts is {given.tolist()}; this step yields 1 to {most.tolist()}: for a row that samples and has no "
-                "error one token and at most one more for each draft, none for the others"
-            )
-        counts = given[sampled].astype(np.int64)
-    return sampled, Runs.of(counts, _tokens(result, int(counts.sum()), RUN_TOKENS))
-
-
-def _expected(output: SchedulerOutput, result: StepResult) -> npt.NDArray[np.bool_]:
-    """[n] whether a row must have tokens in the result."""
-    if not result.errors:
-        return np.asarray(output.samples)
-    expected = output.samples.copy()
-    for index in result.errors:
-        if not isinstance(index, (int, np.integer)) or not 0 <= index < output.num_rows:
-            raise StepResultError(f"errors names row {index} and the output has rows 0 to {output.num_rows - 1}")
-        expected[index] = False
-    return expected

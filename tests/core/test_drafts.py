@@ -17,6 +17,7 @@ from pointsman.core import (
     StepOrderError,
     StepResult,
     StepResultError,
+    batch,
     replay,
 )
 from tests.core.helpers import EOS, Host, drafts_of, names, reference_output, small_config, tokens_of
@@ -53,7 +54,7 @@ def test_a_step_computes_the_newest_token_and_the_drafts_and_all_of_them_count()
     assert (tokens_of(output), drafts_of(output, 0)) == ({"a": 4}, drafts)
     assert host.scheduler.input_token_ids(output).tolist() == [newest, *drafts]
     assert names(output.decode) == ["a"]
-    assert (request.num_computed_tokens, request.num_pending) == (8, 4)
+    assert (request.num_computed_tokens, request.num_pending) == (8, 1)
     assert host.update(output).counts.tolist() == [4]
     assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 5)
     assert (request.num_tokens, request.num_computed_tokens, request.num_pending) == (9, 8, 0)
@@ -76,7 +77,8 @@ def test_what_is_rejected_is_computed_again_in_the_slots_it_had(num_right: int) 
     assert (request.num_draft_tokens, request.num_accepted_tokens) == (3, num_right)
 
 
-def test_every_step_with_drafts_gives_what_single_steps_give() -> None:
+def test_every_step_with_drafts_gives_what_single_steps_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "RECENT_WITH_DRAFTS", 64)
     host = speculative(max_model_len=600, num_blocks=600, block_size=1)
     request, output = decoding(host, max_tokens=590)
     steps = 0
@@ -85,7 +87,7 @@ def test_every_step_with_drafts_gives_what_single_steps_give() -> None:
         host.propose(output, {"a": [*right(request, length // 2), *[WRONG] * (length - length // 2)]})
         output = host.step()
         steps += 1
-    assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 590), "past the ring's end"
+    assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 590), "past many flushes"
     assert steps < 590
 
 
@@ -242,7 +244,7 @@ def test_tokens_of_a_run_reach_a_request_that_lost_its_row_meanwhile() -> None:
     host.propose(output, {"a": [*right(request, 2), WRONG]})
     output = host.schedule()
     host.park("a")
-    assert (request.num_pending, request.num_computed_tokens) == (4, 0)
+    assert (request.num_pending, request.num_computed_tokens) == (1, 0)
     assert host.update(output).counts.tolist() == [3]
     assert (request.num_pending, request.num_tokens) == (0, 8)
     assert (request.num_draft_tokens, request.num_accepted_tokens) == (3, 2)

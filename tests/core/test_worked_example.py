@@ -21,6 +21,7 @@ class FirstChunk:
     """Holds prompts at 300 tokens a step while it is on: in one step the budget alone could not cut C there."""
 
     limits_decode = False
+    limits_drafts = False
     is_shared = False
     is_on = True
 

@@ -231,9 +231,9 @@ class ShadowHost:
         return without_row | {block for sequence in self.sequences.values() for block in sequence.table or ()}
 
     def num_pending(self, request: Request) -> int:
-        """Samples and drafts of `request` of which the scheduler has not been told what became."""
+        """Samples of `request` of which the scheduler has not been told what became."""
         return sum(
-            int(step.output.samples[index] + step.output.num_draft_tokens[index] + (index in step.completed))
+            int(step.output.samples[index]) + (index in step.completed)
             for step in self.in_flight
             if step.output.step_id > self.sequences[request].stale_until
             for index, other in enumerate(step.output.requests)

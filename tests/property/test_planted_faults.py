@@ -19,9 +19,10 @@ import pointsman.core.encoder_cache as encoder_cache_module
 import pointsman.core.kv_cache as kv_cache_module
 import pointsman.core.reserve as reserve_module
 from pointsman.core import ConfigError, EncoderInput, FinishReason, InvariantError, Request, Scheduler
+from pointsman.core.acceptance import Acceptance
 from pointsman.core.adapters import Adapter, AdapterSlots
 from pointsman.core.admission import Admission
-from pointsman.core.batch import VERIFYING, Batch
+from pointsman.core.batch import Batch
 from pointsman.core.block_pool import BlockPool
 from pointsman.core.common_prefix import CommonPrefix
 from pointsman.core.displacement import Displacement
@@ -86,6 +87,10 @@ TRANSFERS = {"connector": True, "enable_prefix_caching": True, "max_model_len": 
 WIDE = {**CACHING, "max_num_seqs": 5, "max_num_batched_tokens": 19, "num_blocks": 14, "batching": "mixed"}
 WIDE |= {"num_draft_tokens": 0}
 SPECULATION = {"num_draft_tokens": 5, "draft_table": (), "max_num_seqs": 4, "max_model_len": 48}
+STEADY_SPECULATION = {
+    **{**SPECULATION, "num_draft_tokens": 2, "draft_table": ((1, 1),)},
+    **{"block_size": 4, "max_steps_in_flight": 1, "batching": "mixed", "long_prefill_token_threshold": 0},
+}
 HALF_DONE = {**SLOW_PREFILL, "max_num_partial_prefills": 1, "max_num_seqs": 5, "max_num_batched_tokens": 15}
 WITHOUT_CACHE = {"enable_prefix_caching": False, "share_within_step": True}
 UNCACHED_CHUNKS = {**PLAIN, **WITHOUT_CACHE}
@@ -488,21 +493,46 @@ def drafts_make_others_give_way(patch: Patch) -> None:
     patch.setattr(Running, "_give_up_drafts", lambda running, rows, lacks, want: False)
 
 
-def drafts_in_flight_are_not_noted(patch: Patch) -> None:
-    def take(original: Any, drafts: Drafts, rows: Any, counts: Any) -> Any:
-        taken = original(drafts, rows, counts)
-        batch = drafts._batch
-        for row in rows.tolist():
-            batch.clear_flags(row, VERIFYING)
-        return taken
+def a_row_goes_on_while_its_drafts_are_in_flight(patch: Patch) -> None:
+    def wants(original: Any, running: Running, **how: Any) -> Any:
+        batch, rows = running._batch, running._batch.members.rows
+        ahead = np.maximum(batch.num_computed_tokens[rows] - batch.num_tokens[rows], 0)
+        batch.num_pending[rows] += ahead
+        try:
+            return original(running, **how)
+        finally:
+            batch.num_pending[rows] -= ahead
 
-    around(patch, Drafts, "take", take)
+    around(patch, Running, "wants", wants)
+
+
+def drafts_outlive_their_requests(patch: Patch) -> None:
+    def is_among(drafts: Drafts, rows: Any) -> Any:
+        return np.isin(drafts._rows, rows)
+
+    patch.setattr(Drafts, "_is_among", is_among)
+
+
+def drafts_ignore_the_table(patch: Patch) -> None:
+    patch.setattr(Drafts, "are_for", lambda drafts, rows: rows is drafts._rows)
+
+
+def drafts_of_the_last_request_count_for_the_next(patch: Patch) -> None:
+    patch.setattr(Acceptance, "leave", lambda acceptance, row: acceptance.of(row))
+
+
+def recent_tokens_are_moved_too_late(patch: Patch) -> None:
+    def keep_recent(original: Any, batch: Batch, row: int, num_tokens: int, newest: int) -> None:
+        original(batch, row, num_tokens, newest)
+        batch.recent_limit[row] += batch._num_recent
+
+    around(patch, Batch, "_keep_recent", keep_recent)
 
 
 def rejected_drafts_count_as_computed(patch: Patch) -> None:
-    def append_runs(original: Any, update: Update, requests: Any, rows: Any, drafts: Any, runs: Any) -> Any:
-        kept, ends = original(update, requests, rows, drafts, runs)
-        update._batch.num_computed_tokens[rows] += kept < 1 + drafts
+    def append_runs(original: Any, update: Update, live: Any, drafts: Any, runs: Any, accepted: Any) -> Any:
+        kept, ends = original(update, live, drafts, runs, accepted)
+        update._batch.num_computed_tokens[live.rows] += kept.counts < 1 + drafts
         return kept, ends
 
     around(patch, Update, "_append_runs", append_runs)
@@ -849,7 +879,11 @@ BOOKKEEPING: tuple[Fault, ...] = (
     (passed_over_is_not_counted, CROWDED),
     (passed_over_returns_behind_the_next, CROWDED),
     (drafts_make_others_give_way, SPECULATION),
-    (drafts_in_flight_are_not_noted, {**SPECULATION, "max_steps_in_flight": 3}),
+    (a_row_goes_on_while_its_drafts_are_in_flight, {**SPECULATION, "max_steps_in_flight": 3}),
+    (drafts_outlive_their_requests, SPECULATION),
+    (recent_tokens_are_moved_too_late, {**SPECULATION, "num_draft_tokens": 1}),
+    (drafts_ignore_the_table, STEADY_SPECULATION),
+    (drafts_of_the_last_request_count_for_the_next, SPECULATION),
     (rejected_drafts_count_as_computed, SPECULATION),
     (stop_within_a_run_is_missed, SPECULATION),
     (encoder_cache_is_too_large, IMAGES),

@@ -1,0 +1,75 @@
+"""What became of the drafts of the running requests: how many were verified, and how many accepted.
+
+A step only notes its arrays. They are added up when the running requests change, when somebody asks, and after
+`MOST_NOTED` steps, all at once: it costs a fraction of adding them to the rows in every step.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Int64Array = npt.NDArray[np.int64]
+Counts = npt.NDArray[np.integer]
+
+MOST_NOTED = 64
+
+
+class Acceptance:
+    """Counts by row, and over all rows there ever were.
+
+    Args:
+        max_drafts: most drafts for a row in a step.
+    """
+
+    def __init__(self, max_drafts: int) -> None:
+        self._accepted_drafts = [0] * (1 + max_drafts)
+        self._verified: Int64Array = np.zeros(0, dtype=np.int64)  # by row, as the next
+        self._accepted: Int64Array = np.zeros(0, dtype=np.int64)
+        self._rows: Counts = self._verified  # those of the steps that are noted
+        self._steps: list[tuple[Counts, Counts]] = []  # (drafts, accepted) of these rows
+
+    def add(self, rows: Counts, drafts: Counts, accepted: Counts) -> None:
+        """A step verified `drafts` [n] of distinct `rows` [n], none for some, and accepted that many of each."""
+        if rows is not self._rows or len(self._steps) == MOST_NOTED:
+            self._settle()
+            self._rows = rows
+        self._steps.append((drafts, accepted))
+
+    def add_one(self, num_accepted: int) -> None:
+        """Drafts of a request that has no row any more came back."""
+        self._accepted_drafts[num_accepted] += 1
+
+    @property
+    def accepted_drafts(self) -> list[int]:
+        """How often 0, 1, 2, ... of the drafts of a row and step became tokens."""
+        self._settle()
+        return self._accepted_drafts
+
+    def of(self, row: int) -> tuple[int, int]:
+        """Drafts of a row that came back since it was given out, and how many of them were accepted."""
+        self._settle()
+        return (int(self._verified[row]), int(self._accepted[row])) if row < len(self._verified) else (0, 0)
+
+    def leave(self, row: int) -> tuple[int, int]:
+        """The same for the last time: the row will be another request's."""
+        counts = self.of(row)
+        if any(counts):
+            self._verified[row] = self._accepted[row] = 0
+        return counts
+
+    def _settle(self) -> None:
+        if not self._steps:
+            return
+        shape = (len(self._steps), len(self._rows))
+        drafts, accepted = (np.concatenate(arrays).reshape(shape) for arrays in zip(*self._steps, strict=True))
+        self._steps.clear()
+        most = int(self._rows.max(initial=-1))
+        if most >= len(self._verified):
+            more = np.zeros(2 * most + 1 - len(self._verified), dtype=np.int64)
+            self._verified = np.concatenate([self._verified, more])
+            self._accepted = np.concatenate([self._accepted, more])
+        self._verified[self._rows] += drafts.sum(axis=0)
+        self._accepted[self._rows] += accepted.sum(axis=0)
+        for count, times in enumerate(np.bincount(accepted[drafts > 0]).tolist()):
+            self._accepted_drafts[count] += times

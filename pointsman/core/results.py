@@ -1,0 +1,90 @@
+"""Whether what came back from the model fits the output that asked for it."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.config import MAX_INT
+from pointsman.core.errors import StepResultError
+from pointsman.core.output import SchedulerOutput, StepResult
+from pointsman.core.runs import Runs
+
+Int64Array = npt.NDArray[np.int64]
+ROW_TOKENS = "row(s) sample in this step; give one token for each"
+RUN_TOKENS = "token(s) are what counts says"
+
+
+def checked_tokens(result: StepResult, expected: int, wanted: str = ROW_TOKENS) -> Int64Array:
+    """The result's tokens as an array of its own, `expected` of them; `wanted` says why so many."""
+    try:
+        given = np.asarray(result.token_ids)
+    except ValueError as error:
+        raise StepResultError(f"token_ids must be a flat sequence of integers: {error}") from None
+    if given.dtype.kind not in "iu" and given.size:
+        raise StepResultError(f"token_ids must be a flat sequence of integers, and they are of type {given.dtype}")
+    token_ids: Int64Array = given.astype(np.int64)
+    if token_ids.shape != (expected,):
+        raise StepResultError(f"token_ids has shape {token_ids.shape} and {expected} {wanted}")
+    # A negative id is huge when read as unsigned, so one reduction finds both kinds of bad id.
+    if expected and np.maximum.reduce(token_ids.view(np.uint64)) > MAX_INT:
+        bad = token_ids[(token_ids < 0) | (token_ids > MAX_INT)][0]
+        raise StepResultError(f"token id {bad} was sampled; ids must be between 0 and {MAX_INT}")
+    return token_ids
+
+
+def checked_samples(output: SchedulerOutput, result: StepResult) -> tuple[Int64Array, Int64Array]:
+    """Which rows have a token in the result, and the tokens, in row order."""
+    expected = _expected(output, result)
+    if result.counts is not None:
+        counts = np.asarray(result.counts)
+        if counts.shape != expected.shape or not np.array_equal(counts, expected.astype(counts.dtype)):
+            raise StepResultError(
+                f"counts is {counts.tolist()}; this step yields {expected.astype(int).tolist()}: one token for a row "
+                "that samples and has no error, none for the others"
+            )
+    sampled = expected.nonzero()[0]
+    return sampled, checked_tokens(result, len(sampled))
+
+
+def checked_runs(output: SchedulerOutput, result: StepResult) -> tuple[Int64Array, Runs]:
+    """Which rows have tokens in the result, and the runs of these rows."""
+    expected = _expected(output, result)
+    sampled = expected.nonzero()[0]
+    counts = np.ones(len(sampled), dtype=np.int64)
+    if result.counts is not None:
+        given = np.asarray(result.counts)
+        most = np.where(expected, 1 + output.num_draft_tokens, 0)
+        if given.shape != most.shape or given.dtype.kind not in "iu" or ((given < expected) | (given > most)).any():
+            raise StepResultError(
+                f"counts is {given.tolist()}; this step yields 1 to {most.tolist()}: for a row that samples and has no "
+                "error one token and at most one more for each draft, none for the others"
+            )
+        counts = given[sampled].astype(np.int64)
+    return sampled, Runs.of(counts, checked_tokens(result, int(counts.sum()), RUN_TOKENS))
+
+
+def checked_run_per_row(output: SchedulerOutput, result: StepResult) -> tuple[Runs, Int64Array]:
+    """As `checked_runs`, where every row samples and none has an error; and how many of each run are drafts."""
+    given = np.asarray(result.counts)
+    if given.shape == output.num_draft_tokens.shape and given.dtype.kind in "iu":
+        counts: Int64Array = given.astype(np.int64)
+        accepted = counts - 1
+        # A negative number is huge when read as unsigned, so one comparison finds all that are out of range.
+        if not np.count_nonzero(accepted.view(np.uint64) > output.num_draft_tokens.view(np.uint64)):
+            ends = counts.cumsum()
+            return Runs(counts, ends, checked_tokens(result, int(ends[-1]), RUN_TOKENS)), accepted
+    runs = checked_runs(output, result)[1]  # says what is wrong, if something is
+    return runs, runs.counts - 1
+
+
+def _expected(output: SchedulerOutput, result: StepResult) -> npt.NDArray[np.bool_]:
+    """[n] whether a row must have tokens in the result."""
+    if not result.errors:
+        return np.asarray(output.samples)
+    expected = output.samples.copy()
+    for index in result.errors:
+        if not isinstance(index, (int, np.integer)) or not 0 <= index < output.num_rows:
+            raise StepResultError(f"errors names row {index} and the output has rows 0 to {output.num_rows - 1}")
+        expected[index] = False
+    return expected
