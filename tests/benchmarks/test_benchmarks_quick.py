@@ -33,7 +33,8 @@ def test_scheduler_step() -> None:
     assert set(figures["pointsman_us"]) == {"1", "64"}
     assert all(0 < microseconds < 10_000 for microseconds in figures["pointsman_us"].values())
     assert set(figures["waiting_pointsman_us"]) == {"0", "10000", "100000"}
-    assert 0.5 < figures["asynchronous_ratio"] < 4
+    for feature in ("asynchronous", "speculation", "lora"):
+        assert 0.5 < figures[f"{feature}_ratio"] < 4, feature
 
 
 @pytest.mark.e2e
