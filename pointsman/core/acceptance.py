@@ -19,11 +19,11 @@ class Acceptance:
     """Counts by row, and over all rows there ever were.
 
     Args:
-        max_drafts: most drafts for a row in a step.
+        accepted_drafts: how often 0, 1, 2, ... of the drafts of a row and step became tokens; counted on here.
     """
 
-    def __init__(self, max_drafts: int) -> None:
-        self._accepted_drafts = [0] * (1 + max_drafts)
+    def __init__(self, accepted_drafts: list[int]) -> None:
+        self._accepted_drafts = accepted_drafts
         self._verified: Int64Array = np.zeros(0, dtype=np.int64)  # by row, as the next
         self._accepted: Int64Array = np.zeros(0, dtype=np.int64)
         self._rows: Counts = self._verified  # those of the steps that are noted

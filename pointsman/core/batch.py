@@ -111,11 +111,14 @@ class Members:
 
 
 class Batch:
-    """Rows for any number of requests of up to `max_blocks` blocks of `block_size` tokens and `max_drafts` drafts."""
+    """Rows for any number of requests of up to `max_blocks` blocks of `block_size` tokens.
 
-    def __init__(self, block_size: int, max_blocks: int, max_drafts: int = 0) -> None:
+    `accepted_drafts`, one longer than the most drafts of a row: see `Acceptance`.
+    """
+
+    def __init__(self, block_size: int, max_blocks: int, accepted_drafts: list[int]) -> None:
         self.block_size = block_size
-        self.max_drafts = max_drafts
+        self.max_drafts = max_drafts = len(accepted_drafts) - 1
         self._num_recent = max(RECENT_WITH_DRAFTS, 4 * max_drafts) if max_drafts else RECENT
         rows = _INITIAL_ROWS
         self.num_tokens: Int64Array = np.zeros(rows, dtype=np.int64)
@@ -132,7 +135,7 @@ class Batch:
         self._flat_recent = self.recent_tokens.reshape(-1)
         self.recent_offset: Int64Array = np.zeros(rows, dtype=np.int64)
         self.recent_limit: Int64Array = np.zeros(rows, dtype=np.int64)
-        self.acceptance = Acceptance(max_drafts)
+        self.acceptance = Acceptance(accepted_drafts)
         self._make_constants()
         self._free_rows = list(range(rows - 1, -1, -1))
         self._fenced_rows: list[tuple[int, int]] = []  # (last step that names the row, row)

@@ -100,7 +100,7 @@ class Scheduler(Questions):
         """Make all parts anew, for the present configuration; only the counters go on."""
         config, counters = self.config, self._counters
         max_blocks = min(-(-config.max_model_len // config.block_size), config.num_usable_blocks)
-        self._batch = batch = Batch(config.block_size, max_blocks, config.num_draft_tokens)
+        self._batch = batch = Batch(config.block_size, max_blocks, counters.accepted_drafts)
         self._kv = kv = KVCacheManager(config)
         self._drafts = drafts = Drafts(config, batch, counters)
         drafts.last_updated_step = start.step_id - 1

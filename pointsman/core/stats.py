@@ -40,6 +40,8 @@ class Counters:
     """Drafts that the host proposed, less those that were dropped at once."""
     num_draft_tokens: int = 0
     """Drafts that were scheduled."""
+    accepted_drafts: list[int] = field(default_factory=lambda: [0])
+    """How often 0, 1, 2, ... of the drafts of a row and step became tokens; see `Acceptance` for when."""
     num_loads: int = 0
     num_failed_loads: int = 0
     num_loaded_tokens: int = 0

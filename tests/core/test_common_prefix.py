@@ -64,7 +64,7 @@ def num_common(tables: list[list[int]]) -> int:
 @pytest.mark.parametrize("seed", range(30))
 def test_against_brute_force(seed: int) -> None:
     random = np.random.default_rng(seed)
-    batch = Batch(block_size=2, max_blocks=90)
+    batch = Batch(block_size=2, max_blocks=90, accepted_drafts=[0])
     requests = [Request(str(n), [1, 2, 3], arrival_time=0.0, max_tokens=5) for n in range(6)]
     common = random.integers(0, 1000, size=int(random.integers(0, 80)))
     rows, tables = [], []
