@@ -116,7 +116,7 @@ def take_over(world: World, output: SchedulerOutput) -> None:
         if load.is_async:
             entry = world.entries[load.request]
             assert world.host.device is not None
-            entry.place = Place.PARKED
+            entry.place, entry.parked_for = Place.PARKED, "waiting_for_remote_kvs"
             entry.events.append(("PARKED", world.now, "waiting_for_remote_kvs"))
             entry.load, entry.load_since = world.host.device.transfers[load.transfer_id], world.now
             entry.held_for = load.transfer_id
