@@ -536,7 +536,7 @@ class Engine:
         for request_id, num_tokens, stop, reason, detail in stops:
             self.scheduler.finish(request_id, reason, now, keep_tokens=num_tokens, detail=detail, stop_reason=stop)
         if self.proposer is not None:
-            self.proposer.propose(output, now)
+            self.proposer.propose(output, update, now)
         if self.on_output is not None:
             for one in outputs:
                 self.on_output(one)

@@ -10,9 +10,9 @@ from test_engine import byte_tokenizer
 from tiny_models import FAMILIES, build
 
 from pointsman.core import ConfigError
-from pointsman.engine import Engine, RequestOutput, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from pointsman.engine import Engine, RequestOutput, RequestOutputKind, SamplingParams, StructuredOutputsParams, proposer
 from pointsman.engine.model_loader import LoadedModel, wrap_model
-from pointsman.engine.proposer import PromptLookup, look_up
+from pointsman.engine.proposer import LONGEST_REST, History, Pace, PromptLookup, look_up
 from pointsman.engine.verification import Verification
 
 REPETITIVE = [40 + i % 7 for i in range(60)]
@@ -24,7 +24,7 @@ def loaded() -> LoadedModel:
 
 
 def make(loaded: LoadedModel, drafts: int, **knobs: Any) -> Engine:
-    knobs = {"num_blocks": 96, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 48, **knobs}
+    knobs = {"num_blocks": 160, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 48, **knobs}
     lookup = {"prompt_lookup_min": 1} if drafts else {}
     return Engine(loaded, num_draft_tokens=drafts, **lookup, **knobs)
 
@@ -56,7 +56,7 @@ class Oracle(PromptLookup):
 
     answers: dict[str, list[int]]
 
-    def propose(self, output: Any, now: float) -> None:
+    def propose(self, output: Any, update: Any, now: float) -> None:
         counts, drafts = np.zeros(output.num_rows, dtype=np.int64), []
         for index, request in enumerate(output.requests):
             if request.row is not None and request.num_output_tokens:
@@ -221,3 +221,45 @@ def test_prompt_lookup_needs_a_suffix_long_enough() -> None:
 def test_knobs_are_checked(loaded: LoadedModel, knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Engine(loaded, num_blocks=16, max_num_seqs=6, max_num_batched_tokens=47, **knobs)
+
+
+def test_a_request_gets_as_many_drafts_as_it_deserves() -> None:
+    pace = Pace()
+    allowed = []
+    for num_drafts, num_accepted in ((2, 2), (4, 4), (8, 3), (4, 1)):
+        pace.learn(num_drafts, num_accepted)
+        allowed.append(pace.allowed)
+    assert (allowed, pace.rest) == ([4, 8, 4, 2], 0)
+    rests = []
+    for _ in range(9):
+        pace.learn(1, 0)
+        rests.append(pace.rest)
+    assert (rests, pace.allowed) == ([1, 2, 4, 8, 16, 32, 64, 64, LONGEST_REST], 1)
+    pace.rest = 0
+    pace.learn(1, 1)
+    pace.learn(1, 0)
+    assert pace.rest == 1, "it was right in between"
+
+
+def test_wrong_drafts_become_rare(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = loaded.vocab_size - 1
+    monkeypatch.setattr(proposer, "look_up", lambda tokens, most, *_: np.full(most, wrong, dtype=np.int32))
+    engine = make(loaded, 5, max_model_len=256, num_blocks=80)
+    params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, logit_bias={wrong: -100.0})
+    run(engine, [params], prompts_of(1))
+    stats = engine.scheduler.stats()
+    assert stats.num_accepted_tokens == 0
+    assert 3 <= stats.num_draft_tokens <= 12
+
+
+def test_a_history_follows_its_request(loaded: LoadedModel) -> None:
+    engine = make(loaded, 0)
+    request = engine.add_request("a", [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
+    history = History()
+    for step in range(40):
+        before = request.num_output_tokens
+        engine.step()
+        newest = request.output_token_ids[before:].astype(np.int64)
+        if step not in (11, 12, 30):
+            assert history.tokens(request, newest).tolist() == request.all_token_ids.tolist()
+    assert request.num_output_tokens == 40
