@@ -351,4 +351,8 @@ def make_kv_connector(
         return None
     tier = None if knobs.kv_offload_bytes is None else HostTier(pool, knobs.kv_offload_bytes)
     store = None if knobs.kv_store is None else KVStore(knobs.kv_store, loaded, pool, max_bytes=knobs.kv_store_bytes)
+    if tier is not None:
+        logger.info("KV offload: host memory for %d blocks of the pool", tier.num_blocks)
+    if store is not None:
+        logger.info("KV store: %s, as %s", store.folder.path, knobs.kv_store_role)
     return EngineConnector(pool, tier, store, knobs.kv_store_role, counters, clock, config)

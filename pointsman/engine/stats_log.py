@@ -44,12 +44,15 @@ class EngineStats:
     scheduler: SchedulerStats
     num_stalled: int = 0
     """Requests without progress; see `watchdog.py`."""
+    has_external_kv: bool = False
+    """Whether KV is kept outside the pool; see `kv_connector.py`."""
 
 
 def read_stats(engine: Engine, now: float) -> EngineStats:
     """The engine's state at `now`, in seconds. Only the thread that owns the engine may ask."""
     num_stalled = engine.watchdog.num_stalled if engine.watchdog is not None else 0
-    return EngineStats(now, copy.copy(engine.counters), engine.scheduler.stats(), num_stalled)
+    has_external_kv = engine.kv_connector is not None
+    return EngineStats(now, copy.copy(engine.counters), engine.scheduler.stats(), num_stalled, has_external_kv)
 
 
 def stats_line(before: EngineStats, after: EngineStats) -> str:
@@ -77,11 +80,21 @@ def stats_line(before: EngineStats, after: EngineStats) -> str:
         f"KV cache usage: {now.kv_cache_usage:.1%}",
         # No new request was looked up: that is neither a good rate nor a bad one.
         f"Prefix cache hit rate: {f'{hits / queries:.1%}' if queries else 'n/a'}",
+        *_external_hit_rate(before, after),
         f"Preemptions: {now.num_preemptions - was.num_preemptions}",
         f"Scheduler: {f'{scheduler_time / num_steps * 1e6:.0f} us/step' if num_steps else 'n/a'}",
         f"Prefix cache saved: {saved:,} tokens",
     ]
     return ", ".join(parts)
+
+
+def _external_hit_rate(before: EngineStats, after: EngineStats) -> list[str]:
+    """How much of what the prefix cache did not have came from outside the pool, if anything could."""
+    if not after.has_external_kv:
+        return []
+    queries = after.counters.num_external_queries - before.counters.num_external_queries
+    hits = after.counters.num_external_hits - before.counters.num_external_hits
+    return [f"External prefix cache hit rate: {f'{hits / queries:.1%}' if queries else 'n/a'}"]
 
 
 class StatsLogger:

@@ -163,6 +163,24 @@ def test_no_directory_can_be_made_there(tmp_path: Path, loaded: LoadedModel) -> 
         make(loaded, kv_store=tmp_path / "file" / "store")
 
 
+def test_a_write_that_breaks_off_leaves_nothing(
+    tmp_path: Path, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path, loaded)
+    write = Path.write_bytes
+
+    def half(path: Path, data: bytes) -> int:
+        write(path, data[: len(data) // 2])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", half)
+    with pytest.raises(OSError, match="No space"):
+        store.folder.write(KEYS[0], block_of(store, 1))
+    monkeypatch.undo()
+    assert not store.folder.has(KEYS[0]) and not [path for path in tmp_path.glob("*/*/*") if path.is_file()]
+    assert store.folder.write(KEYS[0], block_of(store, 1)) > 0 and store.folder.read(KEYS[0])
+
+
 WRITE_FOREVER = """
 import sys, torch
 from pathlib import Path
@@ -233,6 +251,23 @@ def test_answers_are_the_same_in_a_tight_pool_with_every_tier(
     counters = engine.counters
     assert counters.num_loaded_blocks > 10 < counters.num_restored_blocks
     assert sum(path.stat().st_size for path in tmp_path.glob("*/*/*")) <= 400_000
+
+
+@pytest.mark.parametrize("length", [8, 9, 10, 11])
+def test_a_conversation_goes_on_behind_what_was_generated(tmp_path: Path, loaded: LoadedModel, length: int) -> None:
+    """The last token of an answer has no KV yet, also where it would fill its block."""
+    first = [5 + place for place in range(length)]
+    producer = make(loaded, kv_store=tmp_path)
+    producer.add_request("a", first, PARAMS)
+    second = first + drain(producer)["a"] + [7, 8, 9, 10, 11]
+    settle(producer)
+    answers = []
+    for knobs in ({}, {"kv_store": tmp_path}):
+        engine = make(loaded, **knobs)
+        engine.add_request("b", second, PARAMS)
+        answers.append(drain(engine)["b"])
+    assert answers[0] == answers[1]
+    assert engine.counters.num_loaded_blocks == (length + PARAMS.max_tokens - 1) // 4
 
 
 def test_a_load_parks_its_request_and_explain_says_so(tmp_path: Path, loaded: LoadedModel) -> None:

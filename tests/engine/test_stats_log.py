@@ -76,6 +76,9 @@ def test_the_line_about_two_readings(engine: Engine) -> None:
         "Waiting: 7 reqs, KV cache usage: 45.7%, Prefix cache hit rate: 75.0%, Preemptions: 2, Scheduler: 40 us/step, "
         "Prefix cache saved: 3,016 tokens"
     )
+    counters = replace(after.counters, num_external_queries=400, num_external_hits=100)
+    outside = replace(after, counters=counters, has_external_kv=True)
+    assert "75.0%, External prefix cache hit rate: 25.0%, Preemptions: 2" in stats_line(before, outside)
     later = replace(after, time=108.0)
     assert "hit rate: n/a, Preemptions: 0, Scheduler: n/a, Prefix cache saved: 0" in stats_line(after, later)
     with pytest.raises(ValueError, match="seconds apart"):
