@@ -98,6 +98,8 @@ def snapshot(counters: Counters, batch: Batch, kv: KVCacheManager, life: Lifecyc
         num_refused=counters.num_refused,
         num_preemptions=counters.num_preemptions,
         num_displaced=counters.num_displaced,
+        num_preempted_by_parking=counters.num_preempted_by_parking,
+        num_preempted_by_reset=counters.num_preempted_by_reset,
         num_recomputed_tokens=counters.num_recomputed_tokens,
         num_evictions=kv.num_evictions,
         num_failed_steps=counters.num_failed_steps,

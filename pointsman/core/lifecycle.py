@@ -177,6 +177,7 @@ class Lifecycle:
         """Everybody that runs, without publishing what they computed; they come back in the order in which they ran."""
         requests = list(self._batch.members.requests)
         self._lose_rows(requests, publish=False)
+        self._counters.num_preempted_by_reset += len(requests)
         for request in reversed(requests):
             self._queue_again(request)
 
@@ -199,6 +200,7 @@ class Lifecycle:
         self._let_go(request)
         if request.status is RequestStatus.RUNNING:
             self._lose_rows([request], is_done=is_done)
+            self._counters.num_preempted_by_parking += not is_done
         elif request.status.is_parked:
             del self.parked[request.request_id]
             self._return(request)

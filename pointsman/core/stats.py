@@ -33,6 +33,9 @@ class Counters:
     """Running requests that lost their blocks: for memory, displaced, parked, or by a reset."""
     num_displaced: int = 0
     """Of these, those that gave way to a more urgent waiting request."""
+    num_preempted_by_parking: int = 0
+    num_preempted_by_reset: int = 0
+    """Of a reset of the prefix cache that computes what runs anew. The other preemptions were for memory."""
     num_recomputed_tokens: int = 0
     """Tokens that were computed, lost to a preemption, and scheduled to be computed again."""
     num_failed_steps: int = 0
@@ -77,6 +80,8 @@ class SchedulerStats:
     num_refused: int
     num_preemptions: int
     num_displaced: int
+    num_preempted_by_parking: int
+    num_preempted_by_reset: int
     num_recomputed_tokens: int
     num_evictions: int
     """Cached blocks whose content was given up for new content."""

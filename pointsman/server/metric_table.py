@@ -89,6 +89,16 @@ def _waiting(stats: EngineStats) -> Reading:
     return {**dict.fromkeys((*reasons, "not_tried"), 0), **stats.scheduler.num_waiting_by_reason}
 
 
+def _preemptions(stats: EngineStats) -> Reading:
+    scheduler = stats.scheduler
+    others = {
+        "displaced": scheduler.num_displaced,
+        "parked": scheduler.num_preempted_by_parking,
+        "reset": scheduler.num_preempted_by_reset,
+    }
+    return {"memory": scheduler.num_preemptions - sum(others.values()), **others}
+
+
 def _blocks(stats: EngineStats) -> Reading:
     scheduler = stats.scheduler
     return {
@@ -222,6 +232,17 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
             "holds.",
         ),
         lambda stats: stats.scheduler.num_preemptions,
+    ),
+    (
+        Definition(
+            "pointsman:preemptions_total",
+            "counter",
+            "preemptions",
+            "The preemptions by cause: for memory, displaced by a more urgent request, parked, or by a reset of the "
+            "prefix cache.",
+            "cause",
+        ),
+        _preemptions,
     ),
     (
         Definition(

@@ -70,6 +70,22 @@ def test_evictions_count_cached_blocks_whose_content_was_given_up() -> None:
     assert host.stats().num_evictions == 2, "one block was blank"
 
 
+def test_preemptions_are_counted_by_what_they_were_for() -> None:
+    host = Host(num_blocks=6, max_model_len=24, enable_prefix_caching=False)
+    host.add("a", 10, max_tokens=12)
+    host.add("b", 10, max_tokens=12)
+    while not host.stats().num_preemptions:
+        host.step()
+    host.park("a", ParkReason.GRAMMAR)
+    host.park("b", ParkReason.GRAMMAR)
+    host.ready("a")
+    host.step()
+    host.reset_prefix_cache(preempt_running=True)
+    stats = host.stats()
+    assert (stats.num_preempted_by_parking, stats.num_preempted_by_reset, stats.num_displaced) == (1, 1, 0)
+    assert stats.num_preemptions == 3, "one for memory: who waits loses nothing when it is parked"
+
+
 def test_a_snapshot_does_not_change_afterwards() -> None:
     host = Host(max_num_seqs=1)
     host.add("a", 4)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from vllm_env import python_of
 
+from pointsman.core import replay
 from tests.integrations.vllm_requests import ENGINE, WAYS, Way, make_requests
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,6 +35,7 @@ def run_vllm(folder: Path, way: Way, *, ours: bool, requests: Any, aborts: Any) 
         json.dumps(
             {
                 "ours": ours,
+                "record": str(folder / "recording"),
                 "async": way.asynchronous,
                 "model": str(DEMO),
                 "engine": {**ENGINE, **way.engine},
@@ -78,5 +80,8 @@ def test_the_answers_are_those_of_vllms_own_scheduler(tmp_path: Path, name: str)
         assert ours["metrics"]["vllm:num_preemptions"] > 0
     assert ours["metrics"]["vllm:prefix_cache_hits"] > 0
     assert ours["metrics"].keys() == theirs["metrics"].keys()
+    report = replay((tmp_path / "recording").read_text().splitlines())
+    assert report.num_requests == len(requests)
+    assert report.num_preemptions == ours["metrics"]["vllm:num_preemptions"]
     if way.engine.get("speculative_config"):
         assert ours["metrics"]["vllm:spec_decode_num_accepted_tokens"] > 0

@@ -87,7 +87,8 @@ def main() -> None:
     settings = json.loads(Path(sys.argv[1]).read_text())
     if settings["async"]:
         force_async_scheduling()
-    arguments = {"scheduler_cls": OURS} if settings["ours"] else {}
+    options = {"socket": "", "record": settings["record"]}
+    arguments = {"scheduler_cls": OURS, "additional_config": {"pointsman": options}} if settings["ours"] else {}
     engine = LLMEngine.from_engine_args(
         EngineArgs(
             model=settings["model"],

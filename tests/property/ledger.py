@@ -132,6 +132,8 @@ class Tally:
     num_scheduled_tokens: int = 0
     num_generated_tokens: int = 0
     num_preemptions: int = 0
+    num_preempted_by_parking: int = 0
+    num_preempted_by_reset: int = 0
     num_proposed_tokens: int = 0
     num_draft_tokens: int = 0
     num_drafts: int = 0
@@ -171,7 +173,8 @@ class Tally:
         require(stats.num_parked == dict(parked), f"num_parked {stats.num_parked}, counted {dict(parked)}")
         by_reason = sum(stats.num_waiting_by_reason.values())
         require(by_reason == stats.num_waiting, f"{stats.num_waiting} wait, {by_reason} of them for some reason")
-        require(stats.num_displaced <= stats.num_preemptions, "more requests were displaced than preempted")
+        others = stats.num_displaced + stats.num_preempted_by_parking + stats.num_preempted_by_reset
+        require(others <= stats.num_preemptions, f"{others} preemptions have a cause, of {stats.num_preemptions}")
         if blocks_in_use is not None:
             used = stats.num_blocks - stats.num_free_blocks
             require(used == len(blocks_in_use), f"{used} blocks are held, the outputs gave out {sorted(blocks_in_use)}")

@@ -299,6 +299,7 @@ class World:
             self.host.lose_row(entry.request)
             self.unreported_losses.append(entry.request)
             self._lose_row(entry, self.scheduler.stats().num_evictions)
+            self.tally.num_preempted_by_parking += 1
         self._park(entry, reason)
         require(entry.request.status is reason.status, f"parked for {reason}, but {entry.request.status}")
         self.check()
@@ -408,6 +409,7 @@ class World:
             self.host.lose_row(entry.request)
             self.unreported_losses.append(entry.request)
             self._lose_row(entry, self.scheduler.stats().num_evictions)
+            self.tally.num_preempted_by_reset += 1
             entry.events.append(("PREEMPTED", self.now, ""))
             entry.place = Place.QUEUED
         for entry in self.live:

@@ -18,7 +18,7 @@ NAMES = (
     "pointsman:requests_waiting",
     "pointsman:parked",
     "pointsman:kv_blocks",
-    "pointsman:displaced_total",
+    "pointsman:preemptions_total",
     "pointsman:recomputed_tokens_total",
     "pointsman:resumed_prefix_cache_queries_total",
     "pointsman:resumed_prefix_cache_hits_total",
