@@ -7,6 +7,8 @@ PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
 TORCH_INDEX ?=
+# Tests of the drop-in run real vLLM, in an environment of its own; `make test VLLM=` does without, and skips them.
+VLLM ?= 1
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -47,6 +49,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy --strict pointsman/core
 
 test: lint
+	-@if [ -n "$(VLLM)" ]; then $(BIN)/python benchmarks/vllm_env.py; fi
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 format: $(INSTALLED)
