@@ -6,7 +6,7 @@ from itertools import count
 
 import numpy as np
 import numpy.typing as npt
-from _scheduler_worker import BLOCK_SIZE, EOS, Session, Settings, serve
+from _scheduler_worker import BLOCK_SIZE, EOS, STOP_TOKENS, Session, Settings, serve
 
 from pointsman.core import Request, Scheduler, SchedulerConfig, SchedulerOutput, StepResult
 
@@ -46,6 +46,7 @@ class PointsmanSession(Session):
             eos_token_ids=(EOS,),
             ignore_eos=True,
             adapter=(f"adapter {len(prompt) % self.settings.num_loras}", 1) if self.settings.num_loras else None,
+            stop_token_ids=STOP_TOKENS[: self.settings.num_stop_tokens],
         )
 
     def result(self, output: SchedulerOutput) -> StepResult:

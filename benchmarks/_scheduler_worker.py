@@ -1,4 +1,4 @@
-"""One side of `scheduler_step.py`: a process that owns schedulers of one kind and is told, line by line, what to time.
+"""One side of a benchmark of schedulers: a process that owns some of one kind and is told, line by line, what to time.
 
 The driver starts one worker per side, each in the environment of its scheduler, and lets them take turns. A worker
 reads JSON commands from its standard input and answers each with one JSON line. Whatever a library prints by itself
@@ -26,7 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 EOS = 2
-FIRST_TOKEN = 3  # tokens are drawn from here up, so that none is the EOS
+STOP_TOKENS = (0, 1)
+FIRST_TOKEN = 3  # tokens are drawn from here up, so that none ends a request
 VOCABULARY = 32_000
 BLOCK_SIZE = 16
 WARM_UP_STEPS = 2 * BLOCK_SIZE
@@ -43,6 +44,7 @@ class Settings:
     max_steps_in_flight: int = 1  # more: each step is scheduled before the one ahead of it is updated
     num_draft_tokens: int = 0  # drafts that every request has verified in every step
     num_loras: int = 0  # adapters, of which every request has one
+    num_stop_tokens: int = 0  # of `STOP_TOKENS`, that each request has
 
 
 class Session(ABC):

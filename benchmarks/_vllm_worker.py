@@ -1,4 +1,4 @@
-"""vLLM's side of `scheduler_step.py`, to be run in the environment that `vllm_env.py` makes.
+"""vLLM's side of `scheduler_step.py` and `vllm_scheduler.py`, to be run in the environment that `vllm_env.py` makes.
 
 Builds vLLM's own `Scheduler` from a `VllmConfig` for a tiny model directory (a config.json is all that a scheduler
 needs) with one group of full-attention layers, and feeds it `ModelRunnerOutput`s as its model runner would.
@@ -21,11 +21,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from _scheduler_worker import BLOCK_SIZE, EOS, VOCABULARY, Session, Settings, serve
+from _scheduler_worker import BLOCK_SIZE, EOS, STOP_TOKENS, VOCABULARY, Session, Settings, serve
+from _vllm_runner import StandInRunner, runner_output
 from vllm.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -62,7 +64,7 @@ def model_directory() -> Path:
 
 def build_config(settings: Settings) -> VllmConfig:
     """vLLM's configuration: prefix caching and chunked prefill on, everything else at its default."""
-    return VllmConfig(
+    config = VllmConfig(
         model_config=ModelConfig(
             model=str(model_directory()),
             skip_tokenizer_init=True,
@@ -75,17 +77,20 @@ def build_config(settings: Settings) -> VllmConfig:
             is_encoder_decoder=False,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
-            enable_chunked_prefill=True,
             async_scheduling=False,
+            enable_chunked_prefill=True,
         ),
         parallel_config=ParallelConfig(),
         device_config=DeviceConfig("cpu"),
     )
+    # vLLM turns it off where there is no GPU, whatever is asked for.
+    config.scheduler_config.async_scheduling = settings.max_steps_in_flight > 1
+    return config
 
 
-def build_kv_cache_config(num_blocks: int) -> KVCacheConfig:
+def build_kv_cache_config(num_blocks: int, block_size: int = BLOCK_SIZE) -> KVCacheConfig:
     """One layer of full attention with `num_blocks` blocks."""
-    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=2, head_size=32, dtype=torch.float32)
     return KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[],  # memory for the workers; a scheduler reads none of it
@@ -96,6 +101,9 @@ def build_kv_cache_config(num_blocks: int) -> KVCacheConfig:
 class VllmSession(Session):
     """vLLM's scheduler with its statistics on."""
 
+    scheduler_class: type | None = None
+    """None: vLLM's own."""
+
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         config = build_config(settings)
@@ -103,7 +111,8 @@ class VllmSession(Session):
         hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)
         self.block_hasher = get_request_block_hasher(BLOCK_SIZE, hash_function)
-        self.scheduler = Scheduler(
+        own = AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler
+        self.scheduler = (self.scheduler_class or own)(
             vllm_config=config,
             kv_cache_config=build_kv_cache_config(settings.num_blocks),
             structured_output_manager=StructuredOutputManager(config),
@@ -111,13 +120,18 @@ class VllmSession(Session):
             hash_block_size=BLOCK_SIZE,
             log_stats=True,
         )
+        self.runner = StandInRunner()
         self.add = self.scheduler.add_request
         self.schedule = self.scheduler.schedule
         self.update = self.scheduler.update_from_output
         self.abort = partial(self.scheduler.finish_requests, finished_status=RequestStatus.FINISHED_ABORTED)
 
     def make_request(self, request_id: str, prompt: npt.NDArray[np.int32], max_tokens: int) -> Request:
-        params = SamplingParams(max_tokens=min(max_tokens, self.settings.max_model_len - len(prompt)), ignore_eos=True)
+        params = SamplingParams(
+            max_tokens=min(max_tokens, self.settings.max_model_len - len(prompt)),
+            ignore_eos=True,
+            stop_token_ids=list(STOP_TOKENS[: self.settings.num_stop_tokens]),
+        )
         params.update_from_generation_config({}, EOS)
         return Request(
             request_id=request_id,
@@ -128,17 +142,12 @@ class VllmSession(Session):
         )
 
     def result(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        request_ids = list(output.num_scheduled_tokens)
-        requests = self.scheduler.requests
-        # The scheduler has advanced num_computed_tokens already; a chunk that ends inside the prompt samples nothing.
-        samples = [requests[name].num_computed_tokens >= requests[name].num_tokens for name in request_ids]
-        tokens = self.tokens(len(request_ids)).tolist()
-        sampled = [[token] if wanted else [] for token, wanted in zip(tokens, samples, strict=True)]
-        return _runner_output(request_ids, sampled)
+        tokens = iter(self.tokens(len(output.num_scheduled_tokens)).tolist())
+        return self.runner.execute(output, lambda request_id, position: next(tokens))
 
     def decode_result(self, like: SchedulerOutput) -> ModelRunnerOutput:
         request_ids = list(like.num_scheduled_tokens)
-        return _runner_output(request_ids, [[token] for token in self.tokens(len(request_ids)).tolist()])
+        return runner_output(request_ids, [[token] for token in self.tokens(len(request_ids)).tolist()])
 
     def num_scheduled(self, output: SchedulerOutput) -> tuple[int, int]:
         return len(output.num_scheduled_tokens), output.total_num_scheduled_tokens
@@ -147,12 +156,7 @@ class VllmSession(Session):
         return self.scheduler.get_request_counts()
 
     def num_preemptions(self, request: Request) -> int:
-        return request.num_preemptions
-
-
-def _runner_output(request_ids: list[str], sampled: list[list[int]]) -> ModelRunnerOutput:
-    positions = {name: i for i, name in enumerate(request_ids)}
-    return ModelRunnerOutput(req_ids=request_ids, req_id_to_index=positions, sampled_token_ids=sampled)
+        return self.runner.num_preemptions.get(request.request_id, 0)
 
 
 if __name__ == "__main__":

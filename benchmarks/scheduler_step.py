@@ -63,8 +63,8 @@ HEADROOM = 256
 Side = dict[str, list[float]]  # worker name -> one figure per round
 
 
-def measure_decode(workers: Sequence[WorkerProcess], size: int, rounds: int) -> Side:
-    """CPU us per step of steady decode with `size` running requests, per worker and round."""
+def measure_decode(workers: Sequence[WorkerProcess], size: int, rounds: int, **more: int) -> Side:
+    """CPU us per step of steady decode with `size` running requests, per worker and round; `more` settings for both."""
     steps = STEPS_PER_ROUND.get(size, 40)
     warm_up = steps // 4  # not timed: the other side has just had the processor
     blocks_each = -(-(HEADROOM + rounds * (warm_up + steps)) // BLOCK_SIZE)
@@ -73,6 +73,7 @@ def measure_decode(workers: Sequence[WorkerProcess], size: int, rounds: int) -> 
         "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": size,
         "max_num_batched_tokens": max(TOKEN_BUDGET, size),
+        **more,
     }
     for worker in workers:
         worker.ask("open", name="decode", settings=settings, running=size, waiting=None)

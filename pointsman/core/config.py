@@ -51,7 +51,8 @@ class SchedulerConfig:
     """Whether a prompt may be computed over several steps. Off: a prompt starts only if all its uncached
     tokens fit one step, and one longer than the budget is refused. A resumed request may always be chunked."""
     long_prefill_token_threshold: int = 0
-    """Most tokens that one request may advance in a step, so that a long prompt leaves room for others; 0: no limit."""
+    """Most tokens that one request may advance in a step, so that a long prompt leaves room for others; 0: no limit.
+    Where it is the only one, queued or running, there is nobody to leave room for, and it has the whole budget."""
     max_num_partial_prefills: int | None = None
     """Most prompts that may be half done at once: computed in part, with more to come. One that would be another is
     passed over, see `max_overtakes`: shorter ones that fit the step may start. None: no cap. With one above 1 and no
@@ -61,7 +62,7 @@ class SchedulerConfig:
     shorter ones. None: no such cap."""
     long_prefill_token_threshold_adaptive: bool = False
     """Whether the threshold is at least a fair share of the budget: `max_num_batched_tokens` divided by the number of
-    queued and running requests. A request that is alone may then use all of it."""
+    queued and running requests."""
 
     enable_prefix_caching: bool = True
     """Whether full blocks are kept, after use, to be found again by equal content."""

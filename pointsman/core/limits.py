@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.batch import NOT_AHEAD, Batch
-from pointsman.core.config import SchedulerConfig
+from pointsman.core.config import MAX_INT, SchedulerConfig
 from pointsman.core.encoder_cache import EncoderCache
 from pointsman.core.reason import Blocked
 from pointsman.core.request import Request
@@ -51,7 +51,8 @@ class FollowsLoad(Protocol):
 
 
 class LongPrefillThreshold:
-    """No request advances more than `threshold` tokens in a step (vLLM's `long_prefill_token_threshold`)."""
+    """No request advances more than `threshold` tokens in a step that others are there for, so that it leaves them
+    room (vLLM's `long_prefill_token_threshold`)."""
 
     limits_decode = False
     limits_drafts = True
@@ -59,7 +60,10 @@ class LongPrefillThreshold:
     revision = 0
 
     def __init__(self, threshold: int) -> None:
-        self._threshold = threshold
+        self._least = self._threshold = threshold
+
+    def open_step(self, num_requests: int) -> None:
+        self._threshold = self.revision = self._least if num_requests > 1 else MAX_INT
 
     def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
         np.minimum(want, self._threshold, out=want)
@@ -77,7 +81,6 @@ class FairLongPrefillThreshold(LongPrefillThreshold):
 
     def __init__(self, threshold: int, budget: int) -> None:
         super().__init__(threshold)
-        self._least = threshold
         self._budget = budget
 
     def open_step(self, num_requests: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import openvino_env
+from benchmarks import openvino_env, vllm_env
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -35,6 +35,16 @@ def test_scheduler_step() -> None:
     assert set(figures["waiting_pointsman_us"]) == {"0", "10000", "100000"}
     for feature in ("asynchronous", "speculation", "lora"):
         assert 0.5 < figures[f"{feature}_ratio"] < 4, feature
+
+
+@pytest.mark.e2e
+def test_vllm_scheduler() -> None:
+    figures = run_quick("vllm_scheduler.py", "--sizes", "16", "--no-backlog")["decode"]
+    if not vllm_env.is_complete():
+        assert figures is None
+        return
+    assert set(figures) == {"16", "256, two stop tokens", "256, two steps in flight"}
+    assert all(0 < each["pointsman_us"] < each["vllm_us"] for each in figures.values())
 
 
 @pytest.mark.e2e

@@ -191,8 +191,9 @@ def test_the_table_bounds_them_by_the_number_of_running_requests() -> None:
 
 
 def test_the_budget_goes_to_the_first_rows_and_a_cut_draft_is_forgotten() -> None:
-    host = speculative(max_num_seqs=2, max_num_batched_tokens=8, long_prefill_token_threshold=3)
+    host = speculative(max_num_seqs=1, max_num_batched_tokens=8, long_prefill_token_threshold=3)
     _, output = decoding(host, prompt=2)
+    host.add("waiting")
     host.propose(output, {"a": [WRONG] * 3})
     assert tokens_of(host.step()) == {"a": 3}, "the threshold bounds every request"
     assert tokens_of(host.step()) == {"a": 1}

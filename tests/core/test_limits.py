@@ -18,10 +18,21 @@ def test_the_long_prefill_threshold_bounds_every_request_so_that_a_long_prompt_l
     assert outputs == [{"long": 6, "b": 4}, {"long": 6, "b": 1}, {"long": 2, "b": 1}]
 
 
+def test_the_threshold_is_for_the_sake_of_others() -> None:
+    host = Host(long_prefill_token_threshold=2)
+    host.add("a", 20)
+    assert tokens_of(host.step()) == {"a": 16}, "nobody else is there"
+    host.add("b", 20)
+    assert tokens_of(host.step()) == {"a": 2, "b": 2}
+    host.abort("a")
+    assert tokens_of(host.step()) == {"b": 16}
+
+
 def test_the_threshold_does_not_hold_back_decoding() -> None:
-    host = Host(long_prefill_token_threshold=1)
+    host = Host(long_prefill_token_threshold=1, max_num_seqs=1)
     host.add("a", 2, max_tokens=3)
-    assert [tokens_of(output) for output in host.run_to_end()] == [{"a": 1}, {"a": 1}, {"a": 1}, {"a": 1}]
+    host.add("waiting")
+    assert [tokens_of(host.step()) for _ in range(4)] == [{"a": 1}] * 4
 
 
 def test_the_threshold_counts_tokens_to_compute_not_cached_ones() -> None:

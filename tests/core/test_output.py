@@ -61,12 +61,13 @@ def test_a_chunk_of_the_last_token_of_a_prompt_is_prefill() -> None:
 
 
 def test_computing_a_lost_token_again_is_prefill_even_if_it_was_generated_and_the_chunk_is_one_token() -> None:
-    host = Host(enable_prefix_caching=False, long_prefill_token_threshold=1)
+    host = Host(enable_prefix_caching=False, long_prefill_token_threshold=1, max_num_seqs=1)
     host.add("a", 1)
     for _ in range(3):
         host.step()
     host.park("a")
     host.ready("a")
+    host.add("waiting")
     outputs = [host.step() for _ in range(5)]
     assert [(names(output.prefill), names(output.decode)) for output in outputs[:3]] == [(["a"], [])] * 3
     assert names(outputs[3].decode) == names(outputs[4].decode) == ["a"], "its newest token, and the next"

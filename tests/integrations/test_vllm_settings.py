@@ -30,7 +30,17 @@ def test_flags_keep_their_meaning() -> None:
     )
     assert (config.num_blocks, config.num_reserved_blocks, config.block_size) == (40, 1, 16)
     assert (config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len) == (8, 90, 256)
-    assert (config.watermark, config.order, config.max_steps_in_flight, config.max_loras) == (0.1, "priority", 2, 3)
+    assert (config.order, config.max_steps_in_flight, config.max_loras) == ("priority", 2, 3)
+    assert int(config.watermark * config.num_usable_blocks) == 4, "of 40 blocks, as vLLM counts"
+
+
+def test_flags_that_vllm_accepts_are_not_refused() -> None:
+    own = dict(read_settings({"pointsman": {"preset": "vllm"}}).knobs)
+    assert not settled(own, scheduler_config__scheduler_reserve_full_isl=False).full_sequence_must_fit
+    adaptive = {"scheduler_config__long_prefill_token_threshold_adaptive": True}
+    config = settled(scheduler_config__long_prefill_token_threshold=64, **adaptive)
+    assert config.long_prefill_token_threshold == 0, "vLLM lets a threshold of the whole budget stand without effect"
+    assert settled(scheduler_config__watermark=0.01).watermark == 0.0, "less than a block of 40 is none"
 
 
 def test_knobs_and_presets_come_from_the_additional_config() -> None:

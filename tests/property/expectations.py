@@ -100,8 +100,10 @@ class Expectations:
             self._check_threshold(output)
 
     def _threshold(self) -> int:
-        """Most tokens that a row advances in this step; 0: as many as there are."""
+        """Most tokens that a row advances in this step."""
         threshold, budget = self.config.prefill_threshold, self.config.max_num_batched_tokens
+        if len(self.queue) + len(self.running) <= 1:
+            return budget
         if self.config.long_prefill_token_threshold_adaptive:
             return max(threshold, budget // max(1, len(self.queue) + len(self.running)))
         return threshold

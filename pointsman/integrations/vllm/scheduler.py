@@ -176,7 +176,6 @@ class Scheduler(Reads):
         sampling = request.sampling_params
         if request.trace_headers or (sampling is not None and sampling.num_logprobs is not None):
             self._always_speaking.add(name)
-        self._speaking.add(name)  # of how long it was queued, and what of its prompt was cached
         if self._statistics is not None:
             request.record_event(EngineCoreEventType.QUEUED)
 
@@ -272,26 +271,29 @@ class Scheduler(Reads):
                 self._end(request, ours.finish_reason or FinishReason.ERROR)
                 request.stop_reason = ours.stop_reason
                 self._unsent.append(request)
-        if self._statistics is None:
-            return
-        for ours in output.preempted:
-            self._note_event(ours, EngineCoreEventType.PREEMPTED, now)
         for ours, num_cached in zip(output.admitted, output.num_cached_tokens.tolist(), strict=True):
-            self._note_event(ours, EngineCoreEventType.SCHEDULED, now)
-            stats = ours.metadata.prefill_stats
-            if stats is not None and not ours.num_preemptions:
-                stats.set(
+            request = ours.metadata
+            self._speaking.add(request.request_id)  # of how long it was queued, and what of its prompt was cached
+            if request.prefill_stats is not None and not ours.num_preemptions:
+                request.prefill_stats.set(
                     num_prompt_tokens=ours.num_prompt_tokens,
                     num_local_cached_tokens=num_cached,
                     num_external_cached_tokens=0,
                 )
-        self._statistics.scheduled(output)
+        if self._statistics is not None:
+            self._note_events(output, now)
+            self._statistics.scheduled(output)
 
-    def _note_event(self, ours: Request, kind: EngineCoreEventType, now: float) -> None:
-        request = ours.metadata
-        if request.request_id in self.requests:
-            request.record_event(kind, now)
-            self._speaking.add(request.request_id)
+    def _note_events(self, output: Output, now: float) -> None:
+        """What vLLM's metrics count, request by request. It reaches the client with the request's next output."""
+        for ours in output.preempted:
+            request = ours.metadata
+            if request.request_id in self.requests:
+                request.record_event(EngineCoreEventType.PREEMPTED, now)
+                if ours.num_pending:  # else its next output comes after its next admission
+                    self._speaking.add(request.request_id)
+        for ours in output.admitted:
+            ours.metadata.record_event(EngineCoreEventType.SCHEDULED, now)
 
     def _mark_structured(self, of_vllm: Any, output: Output, ids: list[str]) -> None:
         """Whether the step samples under a grammar, and whether a token that it must see first is in flight."""

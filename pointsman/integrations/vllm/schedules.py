@@ -46,10 +46,12 @@ class Schedules:
 
     def ids(self, requests: Sequence[Request]) -> list[str]:
         """What vLLM calls the requests of an output; the list is ours."""
-        if requests is not self._requests:
-            self._requests = requests
+        if requests is self._requests:
+            return self._ids
+        if requests != self._requests:  # after admissions the next output lists the same ones anew
             self._ids = [request.metadata.request_id for request in requests]
-            self._prompt_lens = np.array([request.num_prompt_tokens for request in requests], dtype=np.int64)
+            self._prompt_lens = np.array([len(request.prompt_token_ids) for request in requests], dtype=np.int64)
+        self._requests = requests
         return self._ids
 
     def make(self, output: Output, num_drafts: int) -> Any:
@@ -80,20 +82,15 @@ class Schedules:
         computed = output.num_computed_tokens[:count]
         ends = computed + output.num_scheduled_tokens[:count] - output.num_draft_tokens[:count]
         num_output_tokens = (ends - self._prompt_lens[:count]).tolist()
-        if not output.samples[:count].all():  # the others end before what is known of them
+        if np.count_nonzero(output.samples[:count]) < count:  # the others end before what is known of them
             for index in (~output.samples[:count]).nonzero()[0].tolist():
                 num_output_tokens[index] = output.requests[index].num_output_tokens
-        block_ids: list[tuple[list[int]] | None] = [None] * count
-        offsets = output.block_offsets
-        if offsets[count]:
-            for index in (offsets[1 : count + 1] != offsets[:count]).nonzero()[0].tolist():
-                block_ids[index] = (output.blocks(index).tolist(),)
         return {
             "req_ids": ids[:count],
             "resumed_req_ids": set(),
             "new_token_ids": self._sampled_before(output) if self._sends_tokens else [],
             "all_token_ids": self._tokens_of_skipped(output, ids) if self._tells_tokens else {},
-            "new_block_ids": block_ids,
+            "new_block_ids": _new_block_ids(output),
             "num_computed_tokens": computed.tolist(),
             "num_output_tokens": num_output_tokens,
         }
@@ -155,6 +152,24 @@ class Schedules:
         if self._sends_tokens:
             end = start + int(output.num_scheduled_tokens[index])
             cached["new_token_ids"].append(request.tokens(start, end).tolist())
+
+
+def _new_block_ids(output: Output) -> list[tuple[list[int]] | None]:
+    """The new blocks of each continued row, None where there are none."""
+    count = output.num_continued
+    found: list[tuple[list[int]] | None] = [None] * count
+    offsets = output.block_offsets
+    total = int(offsets[count])
+    if total:
+        block_ids = output.block_ids[:total].tolist()
+        which = (offsets[1 : count + 1] > offsets[:count]).nonzero()[0]
+        if len(which) == total:
+            for index, block in zip(which.tolist(), block_ids, strict=True):
+                found[index] = ([block],)
+        else:
+            for index in which.tolist():
+                found[index] = (block_ids[offsets[index] : offsets[index + 1]],)
+    return found
 
 
 def _drafts(output: Output, ids: list[str]) -> dict[str, list[int]]:

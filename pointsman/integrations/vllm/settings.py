@@ -91,6 +91,9 @@ def scheduler_config(
     """
     scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
     budget = scheduler.max_num_scheduled_tokens
+    budget = scheduler.max_num_batched_tokens if budget is None else budget
+    threshold = scheduler.long_prefill_token_threshold
+    threshold = threshold if threshold < budget else 0  # vLLM lets it stand without effect
     events = vllm_config.kv_events_config
     order = "priority" if scheduler.policy == "priority" else "fcfs"
     values: dict[str, Any] = {
@@ -100,20 +103,29 @@ def scheduler_config(
         "max_model_len": vllm_config.model_config.max_model_len,
         "max_num_seqs": scheduler.max_num_seqs,
         "max_num_active_seqs": getattr(scheduler, "max_num_active_seqs", None),
-        "max_num_batched_tokens": scheduler.max_num_batched_tokens if budget is None else budget,
+        "max_num_batched_tokens": budget,
         "max_steps_in_flight": vllm_config.max_concurrent_batches,
         "enable_chunked_prefill": scheduler.enable_chunked_prefill,
-        "long_prefill_token_threshold": scheduler.long_prefill_token_threshold,
-        "long_prefill_token_threshold_adaptive": scheduler.long_prefill_token_threshold > 0
+        "long_prefill_token_threshold": threshold,
+        "long_prefill_token_threshold_adaptive": threshold > 0
         and getattr(scheduler, "long_prefill_token_threshold_adaptive", False),
         "enable_prefix_caching": bool(cache.enable_prefix_caching),
-        "watermark": scheduler.watermark,
+        "watermark": _watermark(scheduler.watermark, kv_cache_config.num_blocks),
         "full_sequence_must_fit": scheduler.scheduler_reserve_full_isl,
         "max_loras": vllm_config.lora_config.max_loras if vllm_config.lora_config is not None else 0,
         "num_draft_tokens": vllm_config.num_speculative_tokens,
         "enable_kv_cache_events": events is not None and events.enable_kv_cache_events,
         "order": order,
     }
-    if knobs.get("order") == "fcfs-front" and order == "priority":  # the preset of vLLM's own decisions
-        knobs = {**knobs, "order": "priority-by-arrival"}
-    return SchedulerConfig(**{**values, **knobs})
+    settled = {**values, **knobs}
+    if settled["order"] == "fcfs-front" and order == "priority":  # the preset of vLLM's own decisions
+        settled["order"] = "priority-by-arrival"
+    if not settled["full_sequence_must_fit"]:  # the preset sets what then has no effect
+        settled.pop("count_owed_blocks", None)
+    return SchedulerConfig(**settled)
+
+
+def _watermark(share: float, num_blocks: int) -> float:
+    """The share of the usable blocks that is as many blocks as vLLM's `share` of all `num_blocks`, rounded down."""
+    blocks = int(share * num_blocks)
+    return min(1.0, (blocks + 0.5) / (num_blocks - 1)) if blocks else 0.0

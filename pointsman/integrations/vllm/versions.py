@@ -43,4 +43,6 @@ def _field_names(kind: type) -> frozenset[str]:
 def make(kind: type, values: Mapping[str, Any]) -> Any:
     """An object of one of vLLM's dataclasses, of those values for which the installed version has a field."""
     names = _field_names(kind)
-    return kind(**{name: value for name, value in values.items() if name in names})
+    if not values.keys() <= names:
+        values = {name: value for name, value in values.items() if name in names}
+    return kind(**values)

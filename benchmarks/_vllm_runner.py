@@ -1,0 +1,82 @@
+"""A stand-in for vLLM's first model runner: it samples what it is told to, and believes nothing.
+
+It knows of a request what `SchedulerOutput`s say, as a worker does, and checks that what they say fits together.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
+
+
+@dataclass
+class _Known:
+    """A request as the worker knows it."""
+
+    num_prompt_tokens: int
+    block_ids: list[int]
+
+
+@dataclass
+class StandInRunner:
+    """Takes `SchedulerOutput`s in order."""
+
+    block_size: int = 0
+    """0: whether the blocks suffice is not checked."""
+    num_preemptions: Counter[str] = field(default_factory=Counter)
+    known: dict[str, _Known] = field(default_factory=dict)
+
+    def execute(self, output: SchedulerOutput, sample: Callable[[str, int], int]) -> ModelRunnerOutput:
+        """The result of a step; `sample(request id, position)` is the token for that position of its sequence."""
+        ends = self._take_in(output)
+        request_ids = list(output.num_scheduled_tokens)
+        sampled = [[sample(name, ends[name][0])] if ends[name][1] else [] for name in request_ids]
+        return runner_output(request_ids, sampled)
+
+    def _take_in(self, output: SchedulerOutput) -> dict[str, tuple[int, bool]]:
+        """Of each scheduled request, where its step ends, and whether it samples there."""
+        for name in output.finished_req_ids:
+            self.known.pop(name, None)
+        self.num_preemptions.update(output.preempted_req_ids or ())
+        scheduled = output.num_scheduled_tokens
+        ends = {}
+        for new in output.scheduled_new_reqs:
+            assert new.req_id not in self.known, f"{new.req_id} is new twice"
+            self.known[new.req_id] = _Known(len(new.prompt_token_ids), list(new.block_ids[0]))
+            end = new.num_computed_tokens + scheduled[new.req_id]
+            ends[new.req_id] = (end, end >= len(new.prompt_token_ids))
+        cached = output.scheduled_cached_reqs
+        told = zip(
+            cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens, cached.new_block_ids, strict=True
+        )
+        for name, computed, num_output_tokens, block_ids in told:
+            request = self.known[name]
+            blocks = [] if block_ids is None else block_ids[0]
+            if name in cached.resumed_req_ids:
+                request.block_ids = list(blocks)
+            else:
+                request.block_ids += blocks
+            end = computed + scheduled[name]
+            ends[name] = (end, end >= request.num_prompt_tokens + num_output_tokens)
+        self._check(output, ends)
+        return ends
+
+    def _check(self, output: SchedulerOutput, ends: dict[str, tuple[int, bool]]) -> None:
+        scheduled = output.num_scheduled_tokens
+        assert ends.keys() == scheduled.keys(), f"{ends.keys() ^ scheduled.keys()} are scheduled and not told of"
+        assert sum(scheduled.values()) == output.total_num_scheduled_tokens
+        if self.block_size:
+            for name, (end, _) in ends.items():
+                blocks = self.known[name].block_ids
+                assert len(blocks) == -(-end // self.block_size), f"{name} has {len(blocks)} blocks for {end} tokens"
+                assert 0 not in blocks, f"{name} has the null block"
+
+
+def runner_output(request_ids: list[str], sampled: list[list[int]]) -> ModelRunnerOutput:
+    """What a model runner returns for these requests."""
+    places = {name: place for place, name in enumerate(request_ids)}
+    return ModelRunnerOutput(req_ids=request_ids, req_id_to_index=places, sampled_token_ids=sampled)

@@ -1,0 +1,112 @@
+"""What a step of our scheduler costs inside vLLM, beside vLLM's own.
+
+Both speak vLLM's protocol: its `Request`s in, its `SchedulerOutput`s and `EngineCoreOutput`s out, `schedule` and
+`update_from_output` as its engine core calls them, with results that are made outside the measured time. Both run in
+the environment that `vllm_env.py` makes, each in a process of its own that takes turns with the other, with the same
+configuration (blocks of 16, prefix caching and statistics on). CPU time, medians of several rounds:
+
+1. steady decode, plain; with requests that have two stop tokens, as many models do; and with two steps in flight;
+2. the Azure conversation trace as a closed backlog, in a roomy pool (20,000 blocks) and in one that forces preemption
+   (4,000).
+
+    python benchmarks/vllm_scheduler.py --check
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from _common import AZURE_TRACE, REPOSITORY, Targets, argument_parser, azure_lengths, finish, note, print_table, run
+from _worker_process import WorkerProcess
+from scheduler_step import BACKLOG_BLOCKS, BACKLOG_REQUESTS, measure_backlog, measure_decode
+from vllm_env import VLLM_VERSION, is_complete, python_of
+
+HERE = Path(__file__).resolve().parent
+SIDES = {"vllm": "_vllm_worker.py", "pointsman": "_vllm_drop_in_worker.py"}
+SIZES = (16, 64, 256, 1024)
+TARGET_SIZE, TARGET_RATIO = 256, 12.0
+WAYS: dict[str, dict[str, int]] = {
+    "two stop tokens": {"num_stop_tokens": 2},
+    "two steps in flight": {"max_steps_in_flight": 2},
+}
+TARGET_BACKLOG_RATIO = 7.0
+ROUNDS = 9
+
+
+def compare_decode(workers: Sequence[WorkerProcess], size: int, rounds: int, **settings: int) -> dict[str, float]:
+    """CPU us per step of each side, and how many times more vLLM's own takes."""
+    figures = measure_decode(workers, size, rounds, **settings)
+    own, ours = median(figures["vllm"]), median(figures["pointsman"])
+    return {"vllm_us": round(own, 1), "pointsman_us": round(ours, 1), "ratio": round(own / ours, 2)}
+
+
+def report_decode(
+    workers: Sequence[WorkerProcess], sizes: Sequence[int], rounds: int, targets: Targets
+) -> dict[str, Any]:
+    """Steady decode: table, figures, target."""
+    figures = {str(size): compare_decode(workers, size, rounds) for size in sizes}
+    for way, settings in WAYS.items():
+        figures[f"{TARGET_SIZE}, {way}"] = compare_decode(workers, TARGET_SIZE, rounds, **settings)
+    rows = [[name, each["pointsman_us"], each["vllm_us"], each["ratio"]] for name, each in figures.items()]
+    header = ["running", "Pointsman in vLLM", f"vLLM {VLLM_VERSION}", "ratio"]
+    print_table("steady decode, CPU us of schedule + update_from_output per step", header, rows)
+    for name, each in figures.items():
+        if name.startswith(str(TARGET_SIZE)):
+            targets.at_least(f"vLLM's own / ours at {name} running", each["ratio"], TARGET_RATIO)
+    return {"decode": figures}
+
+
+def report_backlog(workers: Sequence[WorkerProcess], pools: Sequence[int], rounds: int, targets: Targets) -> Any:
+    """The trace as a closed backlog: table, figures, targets."""
+    lengths = azure_lengths(AZURE_TRACE, BACKLOG_REQUESTS)
+    if lengths is None:
+        return {"backlog": None}
+    figures: dict[str, Any] = {}
+    rows: list[list[object]] = []
+    for num_blocks in pools:
+        results = measure_backlog(workers, lengths, num_blocks, rounds)
+        for name, result in results.items():
+            split = [result[f"{part}_seconds"] for part in ("add", "schedule", "update")]
+            counts = [int(result["steps"]), int(result["preemptions"])]
+            rows.append([f"{num_blocks:,}", name, result["per_million"], *split, *counts])
+        ratio = results["vllm"]["per_million"] / results["pointsman"]["per_million"]
+        rows.append([f"{num_blocks:,}", "ratio", ratio, *[None] * 5])
+        if num_blocks == BACKLOG_BLOCKS[0]:
+            targets.at_least("vLLM's own / ours on the Azure backlog", ratio, TARGET_BACKLOG_RATIO)
+        rounded = {name: {key: round(value, 4) for key, value in result.items()} for name, result in results.items()}
+        figures[str(num_blocks)] = {"ratio": round(ratio, 2), **rounded}
+    header = ["blocks", "", "CPU s/M tokens", "add s", "schedule s", "update s", "steps", "preemptions"]
+    print_table(f"Azure trace, first {len(lengths):,} requests at once, 256 sequences, budget 8,192", header, rows)
+    return {"backlog": figures}
+
+
+def main() -> int:
+    parser = argument_parser(__doc__ or "")
+    parser.add_argument("--sizes", help="numbers of running requests, as 16,64")
+    parser.add_argument("--no-backlog", action="store_true", help="measure steady decode alone")
+    arguments = parser.parse_args()
+    sizes = [int(size) for size in arguments.sizes.split(",")] if arguments.sizes else list(SIZES)
+    targets = Targets()
+    if not is_complete():
+        note("skipped: there is no environment for vLLM; python benchmarks/vllm_env.py makes it")
+        return finish("vllm_scheduler", {"quick": arguments.quick, "decode": None}, targets, arguments.check)
+    if arguments.quick:
+        sizes = [size for size in sizes if size <= TARGET_SIZE]
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    workers = [WorkerProcess(name, [python_of(), HERE / script], environment) for name, script in SIDES.items()]
+    try:
+        figures = report_decode(workers, sizes, 3 if arguments.quick else ROUNDS, targets)
+        if not arguments.no_backlog:
+            pools = BACKLOG_BLOCKS[-1:] if arguments.quick else BACKLOG_BLOCKS
+            figures |= report_backlog(workers, pools, 1 if arguments.quick else 3, targets)
+    finally:
+        for worker in workers:
+            worker.close()
+    return finish("vllm_scheduler", {"quick": arguments.quick, **figures}, targets, arguments.check)
+
+
+if __name__ == "__main__":
+    run(main)

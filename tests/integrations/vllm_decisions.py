@@ -1,0 +1,298 @@
+"""Random workloads through vLLM's own scheduler and ours, in lockstep: a script for the environment with vLLM.
+
+    python vllm_decisions.py FIRST COUNT   prints one JSON line: what the workloads met, and where the two differ
+
+(with the root of the repository and its benchmarks in PYTHONPATH).
+
+Both are built as vLLM's engine core builds them and get the same calls; what they decide is executed by a stand-in for
+the model runner, whose token for a position of a request is a function of both. In every step the requests, their
+tokens, who is preempted and who ended must be equal, and afterwards what clients are told.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import sys
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from _scheduler_worker import EOS, Settings
+from _vllm_runner import StandInRunner
+from _vllm_worker import build_config, build_kv_cache_config
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler as OwnScheduler
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from pointsman.integrations.vllm import Scheduler
+
+MAX_STEPS = 3_000
+MOST_REQUESTS = 40
+NUM_TOKENS = 9  # that are sampled; 0 to 4 may be stop tokens
+HASH = get_hash_fn_by_name("sha256")
+
+
+@dataclass
+class Workload:
+    """A configuration, and what happens before which step."""
+
+    seed: int
+    scheduler: dict[str, Any]
+    num_blocks: int
+    block_size: int
+    caches: bool
+    asynchronous: bool
+    max_loras: int
+    arrivals: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    aborts: dict[int, list[str]] = field(default_factory=dict)
+    """Before a step is scheduled."""
+    late_aborts: dict[int, list[str]] = field(default_factory=dict)
+    """While a step is in flight."""
+
+
+def make_workload(seed: int) -> Workload:
+    """Random, with small pools and budgets, and prompts that begin alike."""
+    rng = random.Random(seed)
+    block_size = rng.choice((2, 4, 8))
+    max_model_len = rng.randrange(16, 80)
+    blocks_of_longest = -(-max_model_len // block_size)
+    num_usable = rng.choice((blocks_of_longest, blocks_of_longest + 3, 2 * blocks_of_longest, 5 * blocks_of_longest))
+    chunked = rng.random() < 0.75
+    max_num_seqs = rng.randrange(1, 13)
+    least_budget = max_num_seqs if chunked else max(max_model_len, max_num_seqs)
+    scheduler = {
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": least_budget + rng.choice((0, 3, 10, 40)),
+        "enable_chunked_prefill": chunked,
+        "policy": rng.choice(("fcfs", "priority")),
+        "scheduler_reserve_full_isl": rng.random() < 0.6,
+        "watermark": rng.choice((0.0, 0.0, 0.1, 0.3)),
+        "max_num_active_seqs": rng.choice((None, None, max(1, max_num_seqs // 2))),
+        "long_prefill_token_threshold": rng.choice((0, 0, 3, 7)) if chunked else 0,
+    }
+    scheduler["long_prefill_token_threshold_adaptive"] = rng.random() < 0.5
+    asynchronous, caches = rng.random() < 0.4, rng.random() < 0.7
+    if asynchronous and caches:  # see docs/vllm.md: what is found again where blocks run out is not the same
+        num_usable = MOST_REQUESTS * blocks_of_longest
+    workload = Workload(
+        seed,
+        scheduler,
+        num_blocks=1 + num_usable,
+        block_size=block_size,
+        caches=caches,
+        asynchronous=asynchronous,
+        max_loras=0 if asynchronous else rng.choice((0, 0, 1, 2)),  # see docs/vllm.md: when a slot is given back
+    )
+    _fill(workload, rng, max_model_len)
+    return workload
+
+
+def _fill(workload: Workload, rng: random.Random, max_model_len: int) -> None:
+    prefixes = [[rng.randrange(100) for _ in range(max_model_len)] for _ in range(3)]
+    span = rng.choice((1, 10, 40))
+    for number in range(rng.randrange(3, MOST_REQUESTS)):
+        length = rng.randrange(1, max_model_len)
+        shared = rng.choice((0, rng.randrange(length + 1), length))
+        prompt = rng.choice(prefixes)[:shared] + [rng.randrange(100) for _ in range(length - shared)]
+        params: dict[str, Any] = {"max_tokens": rng.randrange(1, max_model_len + 10), "ignore_eos": rng.random() < 0.3}
+        if rng.random() < 0.3:
+            params["stop_token_ids"] = rng.sample(range(5), rng.randrange(1, 3))
+        if rng.random() < 0.2:
+            params["min_tokens"] = rng.randrange(params["max_tokens"] + 1)
+        request = {"id": f"r{number}", "prompt": prompt, "params": params, "priority": rng.randrange(3)}
+        request["lora"] = rng.randrange(4) if workload.max_loras else 0
+        workload.arrivals.setdefault(rng.randrange(span), []).append(request)
+        if rng.random() < 0.15:
+            when = rng.choice((workload.aborts, workload.late_aborts))
+            when.setdefault(rng.randrange(2 * span + 10), []).append(request["id"])
+
+
+class Side:
+    """One of the schedulers, with a runner of its own."""
+
+    def __init__(self, workload: Workload, config: Any, scheduler_class: type) -> None:
+        self.workload = workload
+        self.scheduler = scheduler_class(
+            vllm_config=config,
+            kv_cache_config=build_kv_cache_config(workload.num_blocks, workload.block_size),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=workload.block_size,
+            hash_block_size=workload.block_size,
+            log_stats=True,
+        )
+        self.runner = StandInRunner(workload.block_size)
+        self.in_flight: deque[tuple[Any, Any]] = deque()
+        self.num_added = 0
+        self.allowed: dict[str, tuple[int, set[int]]] = {}
+        """Of a request, from which position on the sampler may choose its stop tokens, and these."""
+
+    def add(self, request: dict[str, Any]) -> None:
+        params = SamplingParams(**request["params"])
+        params.update_from_generation_config({}, EOS)
+        lora = request["lora"]
+        self.num_added += 1
+        self.allowed[request["id"]] = len(request["prompt"]) + params.min_tokens, params.all_stop_token_ids
+        hasher = get_request_block_hasher(self.workload.block_size, HASH) if self.workload.caches else None
+        self.scheduler.add_request(
+            Request(
+                request_id=request["id"],
+                prompt_token_ids=list(request["prompt"]),
+                sampling_params=params,
+                pooling_params=None,
+                arrival_time=float(self.num_added),
+                priority=request["priority"],
+                lora_request=LoRARequest(f"lora{lora}", lora, "/nowhere") if lora else None,
+                block_hasher=hasher,
+            )
+        )
+
+    def abort(self, names: list[str]) -> None:
+        self.scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
+
+    def schedule(self) -> dict[str, Any]:
+        """Decide a step and execute it; what was decided."""
+        output = self.scheduler.schedule()
+        self.in_flight.append((output, self.runner.execute(output, self._sample)))
+        cached = output.scheduled_cached_reqs
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        return {
+            "tokens": output.num_scheduled_tokens,
+            "starts": dict(sorted(starts.items())),
+            "new": [new.req_id for new in output.scheduled_new_reqs],
+            "resumed": sorted(cached.resumed_req_ids),
+            "preempted": sorted(output.preempted_req_ids or ()),
+            "finished": sorted(output.finished_req_ids),
+        }
+
+    def update(self) -> dict[str, Any]:
+        """Take in the result of the oldest step in flight; what clients are told, by request."""
+        told = {}
+        for outputs in self.scheduler.update_from_output(*self.in_flight.popleft()).values():
+            for each in outputs.outputs:
+                reason = None if each.finish_reason is None else str(each.finish_reason)
+                told[each.request_id] = [list(each.new_token_ids), reason, each.stop_reason]
+        return dict(sorted(told.items()))
+
+    def _sample(self, name: str, position: int) -> int:
+        token = random.Random(f"{self.workload.seed} {name} {position}").randrange(NUM_TOKENS)
+        first, stops = self.allowed[name]
+        return NUM_TOKENS if token in stops and position < first else token
+
+
+def build_sides(base: Any, workload: Workload) -> tuple[Side, Side]:
+    """vLLM's own scheduler and ours, configured alike; ours decides as the preset says."""
+    config = copy.copy(base)
+    config.scheduler_config = copy.copy(base.scheduler_config)
+    config.cache_config = copy.copy(base.cache_config)
+    config.model_config = copy.copy(base.model_config)
+    scheduler = dict(workload.scheduler)
+    config.model_config.max_model_len = scheduler.pop("max_model_len")
+    config.scheduler_config.max_num_scheduled_tokens = None
+    for name, value in scheduler.items():
+        setattr(config.scheduler_config, name, value)
+    config.scheduler_config.async_scheduling = workload.asynchronous
+    config.cache_config.block_size = workload.block_size
+    config.cache_config.enable_prefix_caching = workload.caches
+    config.cache_config.num_gpu_blocks = workload.num_blocks
+    config.lora_config = SimpleNamespace(max_loras=workload.max_loras) if workload.max_loras else None
+    config.additional_config = {"pointsman": {"preset": "vllm"}}
+    own = AsyncScheduler if workload.asynchronous else OwnScheduler
+    return Side(workload, config, own), Side(workload, config, Scheduler)
+
+
+def compare(base: Any, workload: Workload, tally: Counter[str]) -> dict[str, Any] | None:
+    """The first difference of a workload, or None."""
+    sides = build_sides(base, workload)
+    arrivals = dict(workload.arrivals)
+    names = {request["id"] for requests in arrivals.values() for request in requests}
+    ended: set[str] = set()
+    for step in range(MAX_STEPS):
+        for request in arrivals.pop(step, ()):
+            for side in sides:
+                side.add(request)
+        _abort(sides, workload.aborts.get(step), tally)
+        if not arrivals and len(ended) >= len(names) and not any(side.scheduler.has_requests() for side in sides):
+            break
+        theirs, ours = (side.schedule() for side in sides)
+        if theirs != ours:
+            if not workload.scheduler["enable_chunked_prefill"] and _resumes_in_chunks(theirs, ours):
+                tally["resumed in chunks"] += 1
+                return None
+            what = [key for key in theirs if theirs[key] != ours[key]]
+            return {"step": step, "what": what, "theirs": theirs, "ours": ours}
+        _count(theirs, tally)
+        ended.update(theirs["finished"])
+        _abort(sides, workload.late_aborts.get(step), tally)
+        if len(sides[0].in_flight) < 1 + workload.asynchronous and theirs["tokens"]:
+            continue
+        theirs, ours = (side.update() for side in sides)
+        if theirs != ours:
+            which = [name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)]
+            told = [{name: each.get(name) for name in which} for each in (theirs, ours)]
+            return {"step": step, "what": ["told"], "theirs": told[0], "ours": told[1]}
+        tally["stopped"] += sum(told[1] == "stop" for told in theirs.values())
+    else:
+        return {"step": step, "what": ["never ends"], "theirs": len(ended), "ours": len(names)}
+    return None
+
+
+def _resumes_in_chunks(theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
+    """Whether they differ in that ours resumes somebody who fits the step only in part; see docs/vllm.md."""
+    more = [name for name in ours["tokens"] if name not in theirs["tokens"]]
+    same = theirs["tokens"].items() <= ours["tokens"].items() and theirs["preempted"] == ours["preempted"]
+    return same and bool(more) and more[0] in ours["resumed"]
+
+
+def _abort(sides: tuple[Side, Side], names: list[str] | None, tally: Counter[str]) -> None:
+    if names:
+        tally["aborts"] += sum(name in sides[0].scheduler.requests for name in names)
+        for side in sides:
+            side.abort(names)
+
+
+def _count(decision: dict[str, Any], tally: Counter[str]) -> None:
+    tokens, starts = decision["tokens"], decision["starts"]
+    tally["steps"] += 1
+    tally["rows"] += len(tokens)
+    tally["preemptions"] += len(decision["preempted"])
+    tally["resumed"] += len(decision["resumed"])
+    tally["hits"] += sum(starts[name] > 0 for name in decision["new"])
+    tally["chunks"] += sum(count > 1 and starts[name] > 0 for name, count in tokens.items())
+    tally["empty"] += not tokens
+
+
+def main() -> None:
+    first, count = int(sys.argv[1]), int(sys.argv[2])
+    init_none_hash(HASH)
+    base = build_config(Settings(num_blocks=100, max_model_len=1 << 12, max_num_seqs=8, max_num_batched_tokens=1 << 12))
+    tally: Counter[str] = Counter()
+    differences = []
+    for seed in range(first, first + count):
+        workload = make_workload(seed)
+        try:
+            found = compare(base, workload, tally)
+        except Exception as error:
+            found = {"what": [f"{type(error).__name__}: {error}"]}
+            if count == 1:
+                raise
+        tally["asynchronous"] += workload.asynchronous
+        tally["with adapters"] += workload.max_loras > 0
+        if found is not None:
+            names = ("num_blocks", "block_size", "caches", "asynchronous", "max_loras")
+            settings = {name: getattr(workload, name) for name in names} | workload.scheduler
+            differences.append({"seed": seed, **found, "settings": settings})
+    print(json.dumps({"tally": tally, "differences": differences}))
+
+
+if __name__ == "__main__":
+    main()
