@@ -65,6 +65,7 @@ bench-quick: $(INSTALLED)
 	$(BIN)/python benchmarks/time_to_first_token.py --quick
 	$(BIN)/python benchmarks/step_overhead.py --quick
 	$(BIN)/python benchmarks/async_scheduling.py --quick
+	$(BIN)/python benchmarks/speculation.py --quick
 	$(BIN)/python benchmarks/kv_transfer.py --quick
 	$(BIN)/python benchmarks/server_throughput.py --quick
 	$(BIN)/python benchmarks/server_overhead.py --quick
@@ -81,6 +82,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/time_to_first_token.py --check
 	$(BIN)/python benchmarks/step_overhead.py --check
 	$(BIN)/python benchmarks/async_scheduling.py --check
+	$(BIN)/python benchmarks/speculation.py --check
 	$(BIN)/python benchmarks/kv_transfer.py --check
 	$(BIN)/python benchmarks/server_throughput.py --check
 	$(BIN)/python benchmarks/server_overhead.py --check

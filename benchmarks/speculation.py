@@ -1,4 +1,4 @@
-"""What prompt lookup brings: tokens per second with drafts beside without, on text that repeats itself and on other text.
+"""What prompt lookup brings: tokens per second with drafts beside without, on text that repeats itself and on other.
 
 Two engines share a model and take turns at the same requests; with greedy decoding their answers must be equal. Text
 that repeats itself is what the models write when each token is the likeliest: small ones soon go round in circles, so

@@ -349,6 +349,35 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
     ),
     (
         Definition(
+            "vllm:spec_decode_num_drafts_total", "counter", "drafts", "Times that drafts of a request were verified."
+        ),
+        lambda stats: stats.scheduler.num_drafts,
+    ),
+    (
+        Definition("vllm:spec_decode_num_draft_tokens_total", "counter", "tokens", "Draft tokens that were verified."),
+        lambda stats: stats.scheduler.num_draft_tokens,
+    ),
+    (
+        Definition(
+            "vllm:spec_decode_num_accepted_tokens_total",
+            "counter",
+            "tokens",
+            "Draft tokens that became tokens of their requests.",
+        ),
+        lambda stats: stats.scheduler.num_accepted_tokens,
+    ),
+    (
+        Definition(
+            "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+            "counter",
+            "tokens",
+            "The same by their place among the drafts of their step, from 0.",
+            "position",
+        ),
+        lambda stats: {str(place): count for place, count in enumerate(stats.scheduler.num_accepted_tokens_per_pos)},
+    ),
+    (
+        Definition(
             "pointsman:deferrals_total",
             "counter",
             "steps",

@@ -136,6 +136,17 @@ def test_async_scheduling() -> None:
 
 
 @pytest.mark.e2e
+def test_speculation() -> None:
+    pytest.importorskip("torch")
+    models = run_quick("speculation.py")["models"]
+    assert set(models) == {"demo", "10M"}
+    for workloads in models.values():
+        assert all(figures["equal"] for name, figures in workloads.items() if name.startswith("repetitive"))
+        assert all(figures["ratio"] > 0.1 for figures in workloads.values())
+        assert workloads["repetitive, 1 request"]["acceptance"] > 0.1
+
+
+@pytest.mark.e2e
 def test_kv_transfer() -> None:
     pytest.importorskip("torch")
     figures = run_quick("kv_transfer.py")

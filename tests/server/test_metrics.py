@@ -479,6 +479,8 @@ def test_vllms_metrics_have_its_types_and_buckets() -> None:
     source = (VLLM_METRICS[0] / "loggers.py").read_text()
     found = re.findall(r"self\._(\w+)_cls\(\s*name=\"(vllm:\w+)\"", source)
     theirs = {name: kind for kind, name in found}  # counters are named without their suffix there
+    speculation = (VLLM_METRICS[0].parent / "spec_decode" / "metrics.py").read_text()
+    theirs |= dict.fromkeys(re.findall(r"\"(vllm:spec_decode_num_\w+)\"", speculation), "counter")
     assert len(theirs) > 30
     families: dict[str, Any] = runpy.run_path(str(VLLM_METRICS[0] / "buckets.py"))
     family_of = dict(re.findall(r"_histogram_cls\(\s*name=\"(vllm:\w+)\".*?buckets=(\w+)_buckets", source, re.DOTALL))
