@@ -7,7 +7,7 @@ Layout, with R rows (grown by doubling) and W = blocks of the longest request:
     num_pending          int64 [R]     samples scheduled and not yet returned
     num_slots            int64 [R]     tokens that the row's blocks can hold (number of blocks x block size)
     token_limit          int64 [R]     at that many tokens the request ends
-    eos_token_id         int64 [R]     the one stop token that is tested for all rows at once; NO_TOKEN: none
+    eos_token_id         int64 [R]     its one stop token; NO_TOKEN: none, or several (`stop_filter.py`)
     priority             int64 [R]     smaller is more urgent
     serial               int64 [R]     which admission the row belongs to; 0: none
     flags                uint8 [R]     anything rare, see the constants
@@ -36,13 +36,14 @@ from pointsman.core.acceptance import Acceptance
 from pointsman.core.config import MAX_INT
 from pointsman.core.request import Request
 from pointsman.core.runs import Runs
+from pointsman.core.stop_filter import StopFilter
 
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]
 
 PREFILLING = 1  # no sample has been scheduled since its admission: known tokens are left to compute
-CUSTOM_STOP = 2  # several stop tokens, or repetitions: tested one by one
+WATCHED = 2  # a repetition may end it: each of its tokens is looked at
 NOT_AHEAD = 4  # none of its steps is scheduled while a sample of it is in flight
 NO_SAMPLE = 16  # it samples nothing, and ends when its prompt is computed
 ENCODER_INPUTS = 32  # its prompt has placeholders
@@ -140,7 +141,8 @@ class Batch:
         self._free_rows = list(range(rows - 1, -1, -1))
         self._fenced_rows: list[tuple[int, int]] = []  # (last step that names the row, row)
         self.num_prefilling = 0
-        self.num_custom_stops = 0
+        self.num_watched = 0
+        self.stop_filter = StopFilter()
         self.num_not_ahead = 0
         self.num_no_sample = 0
         self._least_room = 0  # so many appends can surely go by before a row's recent tokens must be flushed
@@ -159,23 +161,24 @@ class Batch:
         row = self._free_rows.pop()
         num_tokens = request.num_tokens
         stops = request.stop_set
-        custom = request.has_custom_stops
+        watched = request.repetition_watch is not None
         self.num_tokens[row] = num_tokens
         self.num_computed_tokens[row] = num_computed_tokens
         self.num_pending[row] = 0
         self.num_slots[row] = num_slots
         self.token_limit[row] = request.token_limit
-        self.eos_token_id[row] = next(iter(stops)) if stops and not custom else NO_TOKEN
+        self.eos_token_id[row] = next(iter(stops)) if len(stops) == 1 else NO_TOKEN
         self.priority[row] = request.priority
         self.serial[row] = request.serial
         no_sample = request.max_tokens == 0
         self.flags[row] = (
-            (CUSTOM_STOP if custom else 0)
+            (WATCHED if watched else 0)
             | (0 if request.runs_ahead else NOT_AHEAD)
             | (NO_SAMPLE if no_sample else 0)
             | (ENCODER_INPUTS if request.encoder_inputs else 0)
         )
-        self.num_custom_stops += custom
+        self.num_watched += watched
+        self.stop_filter.add(stops)
         self.num_not_ahead += not request.runs_ahead
         self.num_no_sample += no_sample
         self._keep_recent(row, num_tokens, request.last_token_id)
@@ -198,7 +201,8 @@ class Batch:
             row = request.row
             assert row is not None
             self.flush(row, request)
-            self.clear_flags(row, PREFILLING | CUSTOM_STOP | NOT_AHEAD | NO_SAMPLE | ENCODER_INPUTS)
+            self.clear_flags(row, PREFILLING | WATCHED | NOT_AHEAD | NO_SAMPLE | ENCODER_INPUTS)
+            self.stop_filter.remove(request.stop_set)
             if self.max_drafts:
                 request.add_drafts(*self.acceptance.leave(row))
             self.serial[row] = 0
@@ -256,7 +260,7 @@ class Batch:
     def clear_flags(self, row: int, mask: int) -> None:
         held = int(self.flags[row]) & mask
         self.num_prefilling -= bool(held & PREFILLING)
-        self.num_custom_stops -= bool(held & CUSTOM_STOP)
+        self.num_watched -= bool(held & WATCHED)
         self.num_not_ahead -= bool(held & NOT_AHEAD)
         self.num_no_sample -= bool(held & NO_SAMPLE)
         self.flags[row] &= ~np.uint8(mask)

@@ -15,7 +15,7 @@ from collections import Counter
 
 import numpy as np
 
-from pointsman.core.batch import CUSTOM_STOP, ENCODER_INPUTS, NO_SAMPLE, NOT_AHEAD, PREFILLING, Batch
+from pointsman.core.batch import ENCODER_INPUTS, NO_SAMPLE, NOT_AHEAD, PREFILLING, WATCHED, Batch
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.drafts import Drafts
 from pointsman.core.errors import InvariantError
@@ -23,6 +23,7 @@ from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.lifecycle import Lifecycle
 from pointsman.core.prefix_cache import TOKEN_BYTES, Root
 from pointsman.core.status import RequestStatus
+from pointsman.core.stop_filter import StopFilter
 from pointsman.core.transfers import Holding, Transfers
 
 
@@ -50,6 +51,7 @@ def check(
     _check_adapters(config, batch, life)
     _check_encoder(config, batch, life)
     _check_columns(config, batch, kv, _check_in_flight(batch, life))
+    _check_stop_filter(batch)
     _check_drafts(config, batch, drafts)
     _check_contents(batch, kv)
 
@@ -170,7 +172,7 @@ def _check_encoder(config: SchedulerConfig, batch: Batch, life: Lifecycle) -> No
 
 def _check_columns(config: SchedulerConfig, batch: Batch, kv: KVCacheManager, verifying: dict[int, int]) -> None:
     """`verifying`: drafts in flight, by serial."""
-    prefilling = custom = not_ahead = no_sample = 0
+    prefilling = watched = not_ahead = no_sample = 0
     for row, request in zip(batch.members.rows.tolist(), batch.members.requests, strict=True):
         tokens, computed = int(batch.num_tokens[row]), int(batch.num_computed_tokens[row])
         pending, slots = int(batch.num_pending[row]), int(batch.num_slots[row])
@@ -189,12 +191,12 @@ def _check_columns(config: SchedulerConfig, batch: Batch, kv: KVCacheManager, ve
             f"{request} is flagged wrongly",
         )
         _require(bool(flags & ENCODER_INPUTS) == bool(request.encoder_inputs), 2, f"{request} is flagged wrongly")
-        _require(bool(flags & CUSTOM_STOP) == request.has_custom_stops, 2, f"{request} is flagged wrongly")
         watch = request.repetition_watch
+        _require(bool(flags & WATCHED) == (watch is not None), 2, f"{request} is flagged wrongly")
         seen = request.num_output_tokens if watch is None else watch.num_seen
         _require(seen == request.num_output_tokens, 2, f"{request} was watched for {seen} tokens of its output")
         prefilling += bool(flags & PREFILLING)
-        custom += bool(flags & CUSTOM_STOP)
+        watched += bool(flags & WATCHED)
         not_ahead += bool(flags & NOT_AHEAD)
         _require(bool(flags & NOT_AHEAD) != request.runs_ahead, 2, f"{request} is flagged wrongly")
         _require(request.runs_ahead or pending <= 1, 2, f"{request} has {pending} samples in flight")
@@ -204,8 +206,16 @@ def _check_columns(config: SchedulerConfig, batch: Batch, kv: KVCacheManager, ve
     most = config.max_num_partial_prefills or prefilling
     _require(prefilling <= most, 3, f"{prefilling} prefills are partial, of {most}")
     _require(no_sample == batch.num_no_sample, 2, "rows that sample nothing are miscounted")
-    _require(custom == batch.num_custom_stops, 2, "rows with their own stop conditions are miscounted")
+    _require(watched == batch.num_watched, 2, "rows that repetitions may end are miscounted")
     _require(not_ahead == batch.num_not_ahead, 2, "rows that do not run ahead are miscounted")
+
+
+def _check_stop_filter(batch: Batch) -> None:
+    expected = StopFilter()
+    for request in batch.members.requests:
+        expected.add(request.stop_set)
+    same = batch.stop_filter.num_rows == expected.num_rows and np.array_equal(batch.stop_filter.counts, expected.counts)
+    _require(same, 2, "the stop filter holds others than the stop tokens of the rows with several")
 
 
 def _check_in_flight(batch: Batch, life: Lifecycle) -> dict[int, int]:

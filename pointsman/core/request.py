@@ -276,11 +276,6 @@ class Request:
         return int(own[-1] if len(own) else self.prompt_token_ids[-1])
 
     @property
-    def has_custom_stops(self) -> bool:
-        """Whether more than one stop token, and its length, can end it: such rows are tested one by one."""
-        return len(self.stop_set) > 1 or self.repetition_watch is not None
-
-    @property
     def is_finished(self) -> bool:
         return self.status.is_finished
 

@@ -1,8 +1,9 @@
 """What came back from the model: tokens are appended, stop conditions tested, and what is done is ended.
 
 In the common case (every row sampled, nobody left since) this is one scatter and one vectorised stop test; Python
-loops run only over rows that end, rows with unusual stop conditions, and rows whose request lost its place while the
-step was in flight. A step that verified drafts answers with a run of tokens per row, and is as vectorised.
+loops run only over rows that end or may have sampled one of several stop tokens, rows that repetitions may end, and
+rows whose request lost its place while the step was in flight. A step that verified drafts answers with a run of tokens
+per row, and is as vectorised.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.batch import CUSTOM_STOP, Batch, Members
+from pointsman.core.batch import WATCHED, Batch, Members
 from pointsman.core.in_flight import StepRecord
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.lifecycle import End, Lifecycle
@@ -91,10 +92,12 @@ class Update:
         num_tokens: Int64Array,
         done: npt.NDArray[np.bool_],
     ) -> Ends:
-        """Who ends after an append to live rows: some of those that are `done` or have stop conditions of their own."""
+        """Who ends after an append to live rows: some of those that are `done` or have unusual stop conditions."""
         batch = self._batch
-        if batch.num_custom_stops:
-            done |= (batch.flags[rows] & CUSTOM_STOP) != 0
+        if batch.stop_filter.num_rows:
+            done |= batch.stop_filter.may_stop(token_ids)
+        if batch.num_watched:
+            done |= (batch.flags[rows] & WATCHED) != 0
         ends: Ends = []
         for index in done.nonzero()[0].tolist():
             end = stop_condition(requests[index], int(num_tokens[index]), int(token_ids[index]))
@@ -185,10 +188,12 @@ class Update:
         done = num_tokens >= live.token_limit
         stop = live.stop_token
         stops = runs.token_ids == (live.eos_token_id.repeat(runs.counts) if stop is None else stop)
+        if batch.stop_filter.num_rows:
+            stops |= batch.stop_filter.may_stop(runs.token_ids)
         if np.count_nonzero(stops):
             done |= np.logical_or.reduceat(stops, runs.starts)
-        if batch.num_custom_stops:
-            done |= (batch.flags[rows] & CUSTOM_STOP) != 0
+        if batch.num_watched:
+            done |= (batch.flags[rows] & WATCHED) != 0
         if np.count_nonzero(done):
             whole = runs
             runs, ends = _cut_at_stops(live.requests, num_tokens, runs, done)

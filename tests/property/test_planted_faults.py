@@ -46,6 +46,7 @@ from pointsman.core.request_events import RequestLog
 from pointsman.core.reserve import DecodeReserve, Watermark
 from pointsman.core.rewind import rewind as real_rewind
 from pointsman.core.running import Running
+from pointsman.core.stop_filter import StopFilter
 from pointsman.core.transfers import External, Transfers
 from pointsman.core.update import Update, stop_condition
 from pointsman.core.watchdog import Watchdog
@@ -242,6 +243,20 @@ def watch_misses_what_was_in_flight(patch: Patch) -> None:
         return end
 
     around(patch, Update, "_deliver", deliver)
+
+
+def one_of_several_stop_tokens_is_forgotten(patch: Patch) -> None:
+    def count(original: Any, stops: StopFilter, tokens: Any, change: int) -> None:
+        original(stops, tokens, change)
+        if len(tokens) > 1:
+            stops.counts[max(tokens)] = 0
+
+    around(patch, StopFilter, "_count", count)
+    patch.setattr("pointsman.core.invariants._check_stop_filter", lambda batch: None)
+
+
+def stop_tokens_outlive_their_row(patch: Patch) -> None:
+    patch.setattr(StopFilter, "remove", lambda stops, tokens: None)
 
 
 def short_patterns_count(patch: Patch) -> None:
@@ -852,6 +867,8 @@ BOOKKEEPING: tuple[Fault, ...] = (
     (end_is_not_repeated, {}),
     (watch_misses_what_was_in_flight, {"max_steps_in_flight": 3}),
     (short_patterns_count, {}),
+    (one_of_several_stop_tokens_is_forgotten, {}),
+    (stop_tokens_outlive_their_row, {}),
     (rewind_is_lost, {}),
     (watermark_is_ignored, {"watermark": 0.35}),
     (mean_counts_aborts, {"decode_reserve": "mean"}),

@@ -1,0 +1,82 @@
+"""Several stop tokens per request: tested for all rows at once, and exactly where a token may be one of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import pointsman.core.update as update_module
+from pointsman.core import Request, RequestStatus
+from pointsman.core.stop_filter import SIZE, StopFilter
+
+from .helpers import Host
+
+
+def test_it_misses_no_stop_token_and_lets_others_pass() -> None:
+    stops = StopFilter()
+    stops.add({5, SIZE + 7, 3})
+    assert stops.may_stop(np.array([5, SIZE + 7, 3, 4, 8])).tolist() == [True, True, True, False, False]
+    assert stops.may_stop(np.array([7, SIZE + 5])).all(), "the same low bits: to be looked at, no more"
+
+
+def test_tokens_that_share_a_place_are_counted_apart() -> None:
+    stops = StopFilter()
+    stops.add({5, SIZE + 5})
+    stops.add({5, 6})
+    stops.remove({5, SIZE + 5})
+    assert stops.may_stop(np.array([5, 6])).all() and stops.num_rows == 1
+    stops.remove({5, 6})
+    assert not stops.counts.any() and stops.num_rows == 0
+
+
+def test_a_single_stop_token_is_not_its_business() -> None:
+    stops = StopFilter()
+    stops.add({5})
+    stops.add(())
+    assert stops.num_rows == 0 and not stops.counts.any()
+
+
+def test_a_token_ends_the_requests_whose_stop_token_it_is_and_no_other() -> None:
+    host = Host()
+    first = host.add("a", eos_token_ids=(7, 8))
+    second = host.add("b", eos_token_ids=(9, SIZE + 7))
+    third = host.add("c", eos_token_ids=(7,))
+    host.step({"a": 9, "b": 7, "c": 8})
+    assert not (first.is_finished or second.is_finished or third.is_finished)
+    host.step({"a": 8, "b": SIZE + 7, "c": 7})
+    assert {first.status, second.status, third.status} == {RequestStatus.FINISHED_STOPPED}
+    host.scheduler.check_invariants()
+
+
+def test_what_ended_or_was_preempted_takes_its_stop_tokens_along() -> None:
+    host = Host()
+    host.add("a", eos_token_ids=(7, 8))
+    kept = host.add("b", eos_token_ids=(7, 6))
+    host.step({"a": 1, "b": 1})
+    host.park("a")
+    host.scheduler.check_invariants()
+    host.ready("a")
+    host.step({"b": 2})
+    host.step({"a": 8, "b": 8})
+    assert not kept.is_finished
+    host.scheduler.check_invariants()
+
+
+def test_only_rows_whose_token_may_be_a_stop_token_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host(max_num_seqs=8)
+    for number in range(8):
+        host.add(f"r{number}", [number], eos_token_ids=(100, 101, 102), max_tokens=50)
+    host.step()
+    seen: list[tuple[str, int]] = []
+    real = update_module.stop_condition
+
+    def count(request: Request, num_tokens: int, token_id: int) -> object:
+        seen.append((request.request_id, token_id))
+        return real(request, num_tokens, token_id)
+
+    monkeypatch.setattr(update_module, "stop_condition", count)
+    for _ in range(5):
+        host.step(dict.fromkeys((f"r{number}" for number in range(8)), 3))
+    assert not seen
+    host.step({f"r{number}": 101 if number == 4 else 3 for number in range(8)})
+    assert seen == [("r4", 101)]
