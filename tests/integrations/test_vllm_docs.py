@@ -24,20 +24,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from vllm_env import python_of
 
 from pointsman.integrations.vllm.exposition import NAMES
+from tests.integrations.vllm_process import DEMO, NEEDS_VLLM, ROOT
 from tests.test_docs import VLLM, blocks, commands
 
-ROOT = Path(__file__).resolve().parents[2]
-DEMO = ROOT / "pointsman" / "engine" / "demo"
 MODEL, SOCKET = "Qwen/Qwen3-0.6B", "/run/pointsman.sock"
 """In the document."""
 COMMANDS = [line for _, language, text in blocks(VLLM) if language == "sh" for line in commands(text)]
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.skipif(
-        not python_of().exists(), reason="vLLM is not installed in .venv-vllm; benchmarks/vllm_env.py makes it"
-    ),
-]
+pytestmark = NEEDS_VLLM
 
 
 @dataclass

@@ -13,20 +13,15 @@ import pytest
 from _server_sides import SERVED_MODEL_NAME, Knobs, VllmSide
 from prometheus_client.parser import text_string_to_metric_families
 from server_throughput import bench
-from vllm_env import python_of
 
-DEMO = Path(__file__).resolve().parents[2] / "pointsman" / "engine" / "demo"
+from tests.integrations.vllm_process import DEMO, NEEDS_VLLM
+
 OURS = ("--scheduler-cls", "pointsman.integrations.vllm.Scheduler")
 KNOBS = Knobs(DEMO, threads=1, max_num_seqs=16, max_num_batched_tokens=512, max_model_len=512)
 SMALL_POOL = ("--num-gpu-blocks-override", "40")
 NUM_REQUESTS = 200
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.skipif(
-        not python_of().exists(), reason="vLLM is not installed in .venv-vllm; benchmarks/vllm_env.py makes it"
-    ),
-]
+pytestmark = NEEDS_VLLM
 
 
 @pytest.fixture(scope="module")

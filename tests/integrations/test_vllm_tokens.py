@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_env import python_of
 
 from pointsman.core import replay
+from tests.integrations.vllm_process import DEMO, NEEDS_VLLM, run_in_vllm
 from tests.integrations.vllm_requests import ENGINE, WAYS, Way, make_requests
 
-ROOT = Path(__file__).resolve().parents[2]
-DEMO = ROOT / "pointsman" / "engine" / "demo"
 SOAK = bool(os.environ.get("POINTSMAN_SOAK"))
 NUM_REQUESTS = 300 if SOAK else 60
 ONLY_SOAKED = {"priority", "async-pressure"}  # the long form has them too
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.skipif(
-        not python_of().exists(), reason="vLLM is not installed in .venv-vllm; benchmarks/vllm_env.py makes it"
-    ),
-]
+pytestmark = NEEDS_VLLM
 
 
 def run_vllm(folder: Path, way: Way, *, ours: bool, requests: Any, aborts: Any) -> dict[str, Any]:
@@ -44,11 +36,7 @@ def run_vllm(folder: Path, way: Way, *, ours: bool, requests: Any, aborts: Any) 
             }
         )
     )
-    command = [python_of(), ROOT / "tests" / "integrations" / "vllm_run.py", settings]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_in_vllm("vllm_run.py", settings, timeout=600)
 
 
 def is_prefix(one: list[int], other: list[int]) -> bool:
