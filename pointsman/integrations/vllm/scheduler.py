@@ -25,6 +25,7 @@ from vllm.v1.request import RequestStatus
 from pointsman.core import FinishReason, ParkReason, PauseMode, Recorder, Request, RequestRefused
 from pointsman.core import Scheduler as Core
 from pointsman.core import SchedulerOutput as Output
+from pointsman.integrations.vllm.details import Details
 from pointsman.integrations.vllm.kv_events import KVEvents
 from pointsman.integrations.vllm.locking import alone
 from pointsman.integrations.vllm.operation import Operation, open_record
@@ -90,8 +91,7 @@ class Scheduler(Reads):
         self._grammars = structured_output_manager
         self._compiling: dict[str, Any] = {}
         self._structured: set[str] = set()
-        self._speaking: set[str] = set()  # whose next output says more than tokens
-        self._always_speaking: set[str] = set()
+        self._details = Details(self.requests, self.of_id, block_size if config.enable_prefix_caching else None)
         self._sessions = Sessions()
         self._unsent: list[Any] = []  # who ended outside `update_from_output`, which alone reaches the client
         self._steps: deque[Step] = deque()
@@ -173,9 +173,7 @@ class Scheduler(Reads):
             self._compiling[name] = request
         if request.use_structured_output:
             self._structured.add(name)
-        sampling = request.sampling_params
-        if request.trace_headers or (sampling is not None and sampling.num_logprobs is not None):
-            self._always_speaking.add(name)
+        self._details.add(request)
         if self._statistics is not None:
             request.record_event(EngineCoreEventType.QUEUED)
 
@@ -217,13 +215,17 @@ class Scheduler(Reads):
         name = request.request_id
         request.status = STATUSES[reason]
         del self.requests[name]
-        self.of_id.pop(name, None)
         self._compiling.pop(name, None)
         self._sessions.end(name)
-        for names in (self._structured, self._speaking, self._always_speaking):
-            names.discard(name)
+        self._forget(name)
         if self._finished_ids is not None:
             self._finished_ids[request.client_index].add(name)
+
+    def _forget(self, name: str) -> None:
+        """Our request for one of vLLM's is over."""
+        self.of_id.pop(name, None)
+        self._structured.discard(name)
+        self._details.forget(name)
 
     def _take_grammars(self, now: float) -> None:
         """Requests whose grammar has been compiled join the queue; those whose grammar failed end."""
@@ -273,7 +275,7 @@ class Scheduler(Reads):
                 self._unsent.append(request)
         for ours, num_cached in zip(output.admitted, output.num_cached_tokens.tolist(), strict=True):
             request = ours.metadata
-            self._speaking.add(request.request_id)  # of how long it was queued, and what of its prompt was cached
+            self._details.note(request.request_id)  # of how long it was queued, and what of its prompt was cached
             if request.prefill_stats is not None and not ours.num_preemptions:
                 request.prefill_stats.set(
                     num_prompt_tokens=ours.num_prompt_tokens,
@@ -291,7 +293,7 @@ class Scheduler(Reads):
             if request.request_id in self.requests:
                 request.record_event(EngineCoreEventType.PREEMPTED, now)
                 if ours.num_pending:  # else its next output comes after its next admission
-                    self._speaking.add(request.request_id)
+                    self._details.note(request.request_id)
         for ours in output.admitted:
             ours.metadata.record_event(EngineCoreEventType.SCHEDULED, now)
 
@@ -329,8 +331,7 @@ class Scheduler(Reads):
             self._statistics.verified(output, update)
         if len(output.completes):
             self._add_pooled(step, sampled, model_runner_output.pooler_output, outputs, indices)
-        if self._speaking or self._always_speaking or model_runner_output.num_nans_in_logits:
-            self._speak(step, sampled, model_runner_output, outputs, indices)
+        self._details.tell(outputs, indices, sampled, model_runner_output)
         if self._structured:
             self._accept(outputs)
         if update.finished:
@@ -346,32 +347,6 @@ class Scheduler(Reads):
             if name in self.requests:
                 outputs.append(EngineCoreOutput(name, [], pooling_output=pooled[sampled.place(index)]))
                 indices.append(index)
-
-    def _speak(self, step: Step, sampled: Sampled, result: Any, outputs: list[Any], indices: list[int]) -> None:
-        """What outputs say beside tokens: events, log probabilities, how the prompt was computed."""
-        for index, output in zip(indices, outputs, strict=True):
-            name = output.request_id
-            if name in self._speaking:
-                self._speaking.discard(name)
-                self._tell_events(self.requests[name], self.of_id[name], output)
-                output.new_prompt_logprobs_tensors = result.prompt_logprobs_dict.get(name)
-                output.prompt_token_id_logprobs = result.prompt_token_id_logprobs_dict.get(name)
-            if name in self._always_speaking:
-                request = self.requests[name]
-                output.trace_headers = request.trace_headers
-                if result.logprobs is not None and request.sampling_params.num_logprobs is not None:
-                    place, count = sampled.place(index), len(output.new_token_ids)
-                    output.new_logprobs = result.logprobs.slice_request(place, count)
-            if result.num_nans_in_logits and name in result.num_nans_in_logits:
-                output.num_nans_in_logits = result.num_nans_in_logits[name]
-
-    def _tell_events(self, request: Any, ours: Request, output: Any) -> None:
-        output.events = request.take_events()
-        stats = request.take_prefill_stats()
-        if stats is not None:
-            if self.core.config.enable_prefix_caching:
-                stats.finalize(ours.num_prompt_tokens // self.core.config.block_size * self.core.config.block_size)
-            output.prefill_stats = stats
 
     def _accept(self, outputs: list[Any]) -> None:
         """Grammars take in the tokens of their requests."""
@@ -409,9 +384,7 @@ class Scheduler(Reads):
         """A part of a session is answered."""
         name = session.request_id
         close_turn(session, ours)
-        del self.of_id[name]
-        for names in (self._structured, self._speaking, self._always_speaking):
-            names.discard(name)
+        self._forget(name)
         if self._sessions.has_part(name):
             self._next_turn(session)
         else:

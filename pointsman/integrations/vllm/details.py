@@ -1,0 +1,76 @@
+"""What an output says beside tokens: events, log probabilities, how the prompt was computed.
+
+Most outputs say nothing more. Whose next one does is kept here, and theirs alone are gone through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pointsman.core import Request
+from pointsman.integrations.vllm.results import Sampled
+
+
+class Details:
+    """Of the requests of one scheduler.
+
+    Args:
+        requests: vLLM's requests that have not ended, by id.
+        of_id: ours, by the ids of vLLM's.
+        cached_block_size: tokens per block that prompts are cached in; None: none are.
+    """
+
+    def __init__(
+        self, requests: Mapping[str, Any], of_id: Mapping[str, Request], cached_block_size: int | None
+    ) -> None:
+        self._requests = requests
+        self._of_id = of_id
+        self._cached_block_size = cached_block_size
+        self._once: set[str] = set()  # in their next output
+        self._always: set[str] = set()
+
+    def add(self, request: Any) -> None:
+        """One of vLLM's requests is queued."""
+        sampling = request.sampling_params
+        if request.trace_headers or (sampling is not None and sampling.num_logprobs is not None):
+            self._always.add(request.request_id)
+
+    def note(self, name: str) -> None:
+        """The next output of a request has something to tell."""
+        self._once.add(name)
+
+    def forget(self, name: str) -> None:
+        """There are no further outputs of a request."""
+        self._once.discard(name)
+        self._always.discard(name)
+
+    def tell(self, outputs: list[Any], indices: list[int], sampled: Sampled, result: Any) -> None:
+        """Put the details into outputs, of the rows with these indices, from a `ModelRunnerOutput`."""
+        if not (self._once or self._always or result.num_nans_in_logits):
+            return
+        for index, output in zip(indices, outputs, strict=True):
+            name = output.request_id
+            if name in self._once:
+                self._once.discard(name)
+                self._tell_events(name, output)
+                output.new_prompt_logprobs_tensors = result.prompt_logprobs_dict.get(name)
+                output.prompt_token_id_logprobs = result.prompt_token_id_logprobs_dict.get(name)
+            if name in self._always:
+                request = self._requests[name]
+                output.trace_headers = request.trace_headers
+                if result.logprobs is not None and request.sampling_params.num_logprobs is not None:
+                    place, count = sampled.place(index), len(output.new_token_ids)
+                    output.new_logprobs = result.logprobs.slice_request(place, count)
+            if result.num_nans_in_logits and name in result.num_nans_in_logits:
+                output.num_nans_in_logits = result.num_nans_in_logits[name]
+
+    def _tell_events(self, name: str, output: Any) -> None:
+        request = self._requests[name]
+        output.events = request.take_events()
+        stats = request.take_prefill_stats()
+        if stats is not None:
+            if self._cached_block_size is not None:
+                num_prompt_tokens = self._of_id[name].num_prompt_tokens
+                stats.finalize(num_prompt_tokens - num_prompt_tokens % self._cached_block_size)
+            output.prefill_stats = stats
