@@ -209,18 +209,6 @@ class Trial:
         return int(np.maximum(-(-short // size), 0)[stays].sum())
 
 
-def make_displacement(
-    config: SchedulerConfig,
-    queue: Order,
-    batch: Batch,
-    kv: KVCacheManager,
-    running: Running,
-    admission: Admission,
-    adapters: AdapterSlots,
-    encoder: EncoderCache | None,
-    drafts: Drafts,
-) -> Displacement | None:
-    """The dry run, if the configuration wants it and the order knows who is more urgent."""
-    if not queue.displaces or config.displace is False or config.batching != "mixed":
-        return None
-    return Displacement(config, batch, kv, running, admission, adapters, encoder, drafts)
+def displaces(config: SchedulerConfig, queue: Order) -> bool:
+    """Whether the configuration wants the dry run, and the order knows who is more urgent."""
+    return queue.displaces and config.displace is not False and config.batching == "mixed"

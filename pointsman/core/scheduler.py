@@ -29,7 +29,7 @@ from pointsman.core.admission import Admission
 from pointsman.core.batch import Batch
 from pointsman.core.checks import checked_integer
 from pointsman.core.config import MAX_INT, SchedulerConfig
-from pointsman.core.displacement import make_displacement
+from pointsman.core.displacement import Displacement, displaces
 from pointsman.core.drafts import Drafts
 from pointsman.core.emission import Emission
 from pointsman.core.encoder_cache import EncoderCache
@@ -113,9 +113,9 @@ class Scheduler(Questions):
         self._running = running = make_running(config, batch, kv, limits, make_victim(config, queue.name), drafts)
         partial, reserves = make_partial_prefills(config, batch), make_reserves(config)
         self._admission = Admission(config, kv, limits, reserves, adapters, partial, transfers)
-        self._displacement = make_displacement(
-            config, queue, batch, kv, running, self._admission, adapters, encoder, drafts
-        )
+        self._displacement = None
+        if displaces(config, queue):
+            self._displacement = Displacement(config, batch, kv, running, self._admission, adapters, encoder, drafts)
         log = RequestLog() if config.log_request_events else None
         self._life = life = Lifecycle(batch, kv, queue, adapters, encoder, self._admission, counters, log, transfers)
         life.next_serial = start.serial
