@@ -33,13 +33,19 @@ def test_a_running_request_says_how_far_it_is() -> None:
     assert host.explain("a").phase == "decoding"
 
 
-def test_the_head_waits_for_the_running_request_that_holds_most_blocks() -> None:
+def head_that_lacks_blocks() -> Host:
+    """Two requests run, and a third one finds too few blocks."""
     host = Host(num_blocks=8, max_model_len=32)
     host.add("small", 4, max_tokens=20)
     host.add("large", 12, max_tokens=20)
     host.step()
     host.add("head", 17)
     host.step()
+    return host
+
+
+def test_the_head_waits_for_the_running_request_that_holds_most_blocks() -> None:
+    host = head_that_lacks_blocks()
     told = host.explain("head")
     assert (told.reason, told.blocker) == (Reason.BLOCKS, "large")
     assert told.missing == 3, (
@@ -177,12 +183,7 @@ def test_every_reason_has_a_meaning_and_so_has_all_that_one_can_be_parked_for() 
 
 
 def test_blocks_are_held_by_those_whose_tables_are_longest() -> None:
-    host = Host(num_blocks=8, max_model_len=32)
-    host.add("small", 4, max_tokens=20)
-    host.add("large", 12, max_tokens=20)
-    host.step()
-    host.add("head", 17)
-    host.step()
+    host = head_that_lacks_blocks()
     told = host.explain("head")
     assert (told.resource, told.holders, told.num_holders) == (
         "KV blocks",

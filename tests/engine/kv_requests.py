@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import time
 from typing import Any
 
-from pointsman.engine import Engine, SamplingParams
+import pytest
+
+from pointsman.engine import Engine, EngineStepError, SamplingParams
 from pointsman.engine.model_loader import LoadedModel
+from pointsman.engine.model_runner import PreparedStep, StepExecution
 
 TIGHT = {"num_blocks": 22, "full_sequence_must_fit": False}
 """A pool in which such requests preempt each other, and no prefix lasts."""
@@ -34,11 +38,19 @@ def add_round(engine: Engine, name: int, count: int = 10) -> None:
         engine.add_request(f"{name}-{number}", prompt_of(number), PARAMS)
 
 
-def drain(engine: Engine) -> dict[str, list[int]]:
-    """Step to the end, with everything checked at every step: the tokens of each request, by its id."""
+def drain(engine: Engine, failures: list[EngineStepError] | None = None) -> dict[str, list[int]]:
+    """Step to the end, with everything checked at every step: the tokens of each request, by its id.
+
+    Steps may fail if there is a list for that.
+    """
     done: dict[str, list[int]] = {}
     while engine.has_unfinished_requests():
-        done.update((output.request_id, list(output.token_ids)) for output in engine.step() if output.finished)
+        try:
+            done.update((output.request_id, list(output.token_ids)) for output in engine.step() if output.finished)
+        except EngineStepError as error:
+            if failures is None:
+                raise
+            failures.append(error)
         check(engine)
     return done
 
@@ -49,12 +61,27 @@ def check(engine: Engine) -> None:
         engine.kv_connector.tier.check()
 
 
-def run_rounds(engine: Engine, count: int = 3) -> dict[str, list[int]]:
+def break_passes(engine: Engine, monkeypatch: pytest.MonkeyPatch, choose: random.Random, chance: float) -> None:
+    """Some passes of the model fail before they begin, and as many of the others when they are over."""
+    run = engine.runner.run
+
+    def breaks(prepared: PreparedStep) -> StepExecution:
+        if choose.random() < chance:
+            raise RuntimeError("before")
+        execution = run(prepared)
+        if choose.random() < chance:
+            raise RuntimeError("after")
+        return execution
+
+    monkeypatch.setattr(engine.runner, "run", breaks)
+
+
+def run_rounds(engine: Engine, count: int = 3, failures: list[EngineStepError] | None = None) -> dict[str, list[int]]:
     """The same requests several times over."""
     done: dict[str, list[int]] = {}
     for name in range(count):
         add_round(engine, name)
-        done |= drain(engine)
+        done |= drain(engine, failures)
     return done
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from kv_requests import PARAMS, TIGHT, add_round, check, drain, make, prompt_of, run_rounds, settle
+from kv_requests import PARAMS, TIGHT, add_round, break_passes, drain, make, prompt_of, run_rounds, settle
 from tiny_models import FAMILIES, build
 
 from pointsman.core import ConfigError
@@ -16,7 +16,6 @@ from pointsman.engine import AsyncEngine, EngineStepError
 from pointsman.engine.kv_offload import HostCopies, HostTier, SlotLoad
 from pointsman.engine.kv_pool import KVPool, LayerShape
 from pointsman.engine.model_loader import LoadedModel, wrap_model
-from pointsman.engine.model_runner import PreparedStep, StepExecution
 
 AMPLE, SCARCE = 1 << 20, 1 << 16
 """Bytes of host memory for all blocks that the tests give up, and for some of them."""
@@ -183,7 +182,7 @@ def test_steps_that_fail_leave_nothing_wrong_behind(
     """Before they copied anything, and after, and while copies are planned: saves that were not made are not found."""
     engine = make(loaded, max_steps_in_flight=steps, kv_offload_bytes=AMPLE, **TIGHT)
     assert engine.kv_connector is not None and engine.kv_connector.tier is not None
-    choose, run, plan, num_failures = random.Random(5), engine.runner.run, engine.kv_connector.tier.plan, 0
+    choose, plan = random.Random(5), engine.kv_connector.tier.plan
 
     def breaks_late(*arguments: Any) -> HostCopies:
         copies = plan(*arguments)
@@ -193,26 +192,10 @@ def test_steps_that_fail_leave_nothing_wrong_behind(
 
     monkeypatch.setattr(engine.kv_connector.tier, "plan", breaks_late)
 
-    def breaks(prepared: PreparedStep) -> StepExecution:
-        if choose.random() < 0.1:
-            raise RuntimeError("before")
-        execution = run(prepared)
-        if choose.random() < 0.1:
-            raise RuntimeError("after")
-        return execution
-
-    monkeypatch.setattr(engine.runner, "run", breaks)
-    done: dict[str, list[int]] = {}
-    for name in range(3):
-        add_round(engine, name)
-        while engine.has_unfinished_requests():
-            try:
-                done.update((output.request_id, list(output.token_ids)) for output in engine.step() if output.finished)
-            except EngineStepError:
-                num_failures += 1
-            check(engine)
-    assert done == expected
-    assert num_failures > 10 and engine.counters.num_restored_blocks > 20
+    break_passes(engine, monkeypatch, choose, 0.1)
+    failures: list[EngineStepError] = []
+    assert run_rounds(engine, failures=failures) == expected
+    assert len(failures) > 10 and engine.counters.num_restored_blocks > 20
 
 
 def change_weights(loaded: LoadedModel, factor: float) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from kv_requests import PARAMS, TIGHT, add_round, check, drain, make, prompt_of, run_rounds, settle
+from kv_requests import PARAMS, TIGHT, add_round, break_passes, check, drain, make, prompt_of, run_rounds, settle
 from tiny_models import FAMILIES, build
 from torch import Tensor
 
@@ -25,7 +25,7 @@ from pointsman.engine import AsyncEngine, Engine, EngineStepError, RequestOutput
 from pointsman.engine.kv_connector import EngineConnector
 from pointsman.engine.kv_store import ABANDONED_AFTER, BadBlock, BlockFolder, KVStore
 from pointsman.engine.model_loader import LoadedModel, wrap_model
-from pointsman.engine.model_runner import PreparedStep, StepExecution
+from pointsman.engine.model_runner import PreparedStep
 
 KEYS = [bytes([number]) * 32 for number in range(8)]
 
@@ -400,34 +400,18 @@ def test_steps_that_fail_are_loaded_for_again(
     """Every load is answered once, whether its step had begun it or not."""
     run_and_store(loaded, tmp_path)
     engine = make(loaded, max_steps_in_flight=steps, kv_store=tmp_path, **(TIGHT | {"num_blocks": 32}))
-    choose, run, prepare, num_failures = random.Random(5), engine.runner.run, engine.runner.prepare, 0
-
-    def breaks(prepared: PreparedStep) -> StepExecution:
-        if choose.random() < 0.15:
-            raise RuntimeError("before")
-        execution = run(prepared)
-        if choose.random() < 0.15:
-            raise RuntimeError("after")
-        return execution
+    choose, prepare = random.Random(5), engine.runner.prepare
 
     def breaks_early(output: Any) -> PreparedStep:
         if choose.random() < 0.1:
             raise RuntimeError("early")
         return prepare(output)
 
-    monkeypatch.setattr(engine.runner, "run", breaks)
+    break_passes(engine, monkeypatch, choose, 0.15)
     monkeypatch.setattr(engine.runner, "prepare", breaks_early)
-    done: dict[str, list[int]] = {}
-    for name in range(3):
-        add_round(engine, name)
-        while engine.has_unfinished_requests():
-            try:
-                done.update((output.request_id, list(output.token_ids)) for output in engine.step() if output.finished)
-            except EngineStepError:
-                num_failures += 1
-            check(engine)
-    assert done == expected
-    assert num_failures > 10 and engine.counters.num_loaded_blocks > 20
+    failures: list[EngineStepError] = []
+    assert run_rounds(engine, failures=failures) == expected
+    assert len(failures) > 10 and engine.counters.num_loaded_blocks > 20
     settle(engine)
 
 
