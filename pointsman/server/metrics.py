@@ -5,8 +5,8 @@
     body, content_type = await metrics.render()
 
 Totals and gauges of the engine come from one `EngineStats`, asked for at every scrape; histograms and refusals are
-counted in this process as things happen (`observations.py`); `metric_table.py` lists every metric. `prometheus_client`
-makes the text.
+counted in this process as things happen (`observations.py`); `metric_table.py` and `metric_readings.py` list every
+metric. `prometheus_client` makes the text.
 
 A scrape must never disturb: it asks the engine one question at a time, however many scrapers there are; it waits for
 the answer no longer than `STATS_TIMEOUT`, because an engine answers between two steps and one step may be long; and it
@@ -30,6 +30,7 @@ from prometheus_client.registry import Collector
 
 import pointsman
 from pointsman.engine.errors import EngineDeadError
+from pointsman.server.metric_readings import SCRAPED
 from pointsman.server.metric_table import (
     ADMISSION_REJECTIONS,
     BASE_LABELS,
@@ -38,7 +39,6 @@ from pointsman.server.metric_table import (
     ENGINE_UP,
     OPEN_STREAMS,
     REQUESTS_REFUSED,
-    SCRAPED,
     STATS_AGE,
     Definition,
     Reading,

@@ -19,7 +19,8 @@ import pytest
 from _server_process import ServerProcess
 
 from pointsman.server import metric_table
-from pointsman.server.metric_table import SCRAPED, Definition
+from pointsman.server.metric_readings import SCRAPED
+from pointsman.server.metric_table import Definition
 
 ROOT = Path(__file__).resolve().parents[2]
 BOARD: dict[str, Any] = json.loads((ROOT / "dashboards" / "pointsman.json").read_text())

@@ -23,11 +23,11 @@ from pointsman.engine.output import RequestMetrics
 from pointsman.server import metric_table, metrics
 from pointsman.server.engine_client import EngineClient
 from pointsman.server.metric_buckets import INTER_TOKEN_BUCKETS, token_buckets
+from pointsman.server.metric_readings import SCRAPED
 from pointsman.server.metric_table import (
     FINISH_REASONS,
     HISTOGRAMS,
     REFUSALS,
-    SCRAPED,
     Definition,
 )
 from pointsman.server.metrics import ServerMetrics

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from pointsman.core import SchedulerStats
-from pointsman.server.metric_table import BASE_LABELS, REQUESTS_REFUSED, SCRAPED, Definition, Reading
+from pointsman.server.metric_readings import SCRAPED
+from pointsman.server.metric_table import BASE_LABELS, REQUESTS_REFUSED, Definition, Reading
 
 NAMES = (
     "pointsman:requests_waiting",
