@@ -39,6 +39,7 @@ from pointsman.engine.pausing import PauseChoice, Pausing
 from pointsman.engine.pooling import SILENT, PoolingParams, check_can_pool
 from pointsman.engine.proposer import DEFAULT_MAX, DEFAULT_MIN, PromptLookup, check_prompt_lookup
 from pointsman.engine.request_checks import check_may_come_in_parts, check_request_id, checked_token_ids, most_output
+from pointsman.engine.requests import to_request
 from pointsman.engine.sampling_params import SamplingParams
 from pointsman.engine.scheduler_knobs import with_defaults
 from pointsman.engine.steps_in_flight import StepsInFlight
@@ -47,6 +48,7 @@ from pointsman.engine.tokenizing import encode
 from pointsman.engine.watchdog import make_watchdog
 
 if TYPE_CHECKING:
+    from pointsman.core.output import IntArray
     from pointsman.core.recording import Recorder
     from pointsman.engine.attention import AttentionBackend
     from pointsman.engine.backends import AttentionChoice
@@ -241,11 +243,14 @@ class Engine:
         """
         now = self.clock()
         deadlines.check(request_id, deadline)
-        request = self.make_request(
+        params = params or SamplingParams()
+        request = to_request(
             request_id,
-            prompt,
-            params or SamplingParams(),
+            self._check(request_id, prompt, params, more_input=more_input),
+            params,
             arrival_time=now if arrival_time is None else arrival_time,
+            eos_token_ids=self.eos_token_ids,
+            max_model_len=self.max_model_len,
             priority=priority,
             cache_salt=cache_salt,
             more_input=more_input,
@@ -266,59 +271,32 @@ class Engine:
             self.deadlines.add(request, deadline)
         return request
 
-    def make_request(
+    def _check(
         self,
         request_id: str,
         prompt: str | Sequence[int],
         params: SamplingParams | PoolingParams,
         *,
-        arrival_time: float,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        more_input: bool = False,
-    ) -> Request:
-        """The request for a prompt, not added yet.
+        more_input: bool,
+    ) -> IntArray | Sequence[int]:
+        """The prompt's tokens, if it and what is asked for can be a request of this model.
 
         Raises:
-            RequestRefused, ValueError: the prompt cannot be a request of this model, or the id cannot name one.
+            ValueError: they cannot, or the id cannot name one.
         """
         check_request_id(request_id)
         content = self.tokenize(prompt) if isinstance(prompt, str) else prompt
         token_ids = checked_token_ids(request_id, content, self.loaded.vocab_size)
-        pooling = params if isinstance(params, PoolingParams) else None
+        sampling = params
         if isinstance(params, PoolingParams):
             check_can_pool(self.loaded.model)
-            params = SILENT
-        self.outputs.check(request_id, params)
-        self.runner.sampler.check(params)
-        self.grammars.check(params)
+            sampling = SILENT
+        self.outputs.check(request_id, sampling)
+        self.runner.sampler.check(sampling)
+        self.grammars.check(sampling)
         if more_input:
-            check_may_come_in_parts(request_id, params, is_pooled=pooling is not None)
-        # The text of a structured request ends where its grammar does, even before `min_tokens` and with `ignore_eos`:
-        # as long as the text may go on, it is the sampler that keeps it from ending.
-        is_structured = params.structured_outputs is not None
-        max_tokens = 0 if pooling or more_input else params.max_tokens
-        if max_tokens is None:
-            max_tokens = max(1, self.max_model_len - len(token_ids))
-        request = Request(
-            request_id,
-            token_ids,
-            arrival_time=arrival_time,
-            max_tokens=max_tokens,
-            min_tokens=0 if is_structured else params.min_tokens,
-            priority=priority,
-            eos_token_ids=self.eos_token_ids,
-            ignore_eos=params.ignore_eos and not is_structured,
-            stop_token_ids=tuple(params.stop_token_ids),
-            repetition_detection=params.repetition_detection,
-            cache_salt=cache_salt,
-            # A cached prefix computes neither the logits before a prompt token nor its hidden state.
-            use_prefix_cache=params.prompt_logprobs is None and (pooling is None or pooling.pooling == "last"),
-            runs_ahead=not is_structured,  # a grammar says what may follow a token when it has seen the token
-            more_input=more_input,
-            metadata=params,
-        )
-        return request
+            check_may_come_in_parts(request_id, sampling, is_pooled=sampling is not params)
+        return token_ids
 
     def extend(
         self,
