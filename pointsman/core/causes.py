@@ -57,8 +57,11 @@ def _of_transfers(request: Request, batch: Batch, life: Lifecycle) -> list[Holde
 
 
 def _of_seats(request: Request, batch: Batch, life: Lifecycle) -> list[Holder]:
-    """The running requests, a seat each, the one that has run longest first."""
-    return [Holder(other.request_id, 1) for other in batch.members.requests]
+    """The running requests, a seat each, the one that has run longest first; for one of them, those of the step."""
+    output = life.last_output
+    if request.row is None or output is None:
+        return [Holder(other.request_id, 1) for other in batch.members.requests]
+    return [Holder(other.request_id, 1) for other in output.requests if not other.is_finished]
 
 
 def _of_budget(request: Request, batch: Batch, life: Lifecycle) -> list[Holder]:
@@ -125,12 +128,13 @@ CAUSES: dict[Reason, Cause] = {
     Reason.ADAPTER_SLOTS: Cause(
         "adapter slots", "other adapters hold them, or who waited longer has claimed the next", _of_adapters
     ),
+    Reason.PREFILL_FIRST: Cause(None, "prompts go before decoding, and the step is theirs", _of_budget),
     Reason.PARTIAL_PREFILLS: Cause(None, "as many prompts as allowed are half done", _of_prefills),
     Reason.ENCODER_BUDGET: Cause("embeddings", "the step's budget for its encoder inputs is spent", _nobody),
     Reason.ENCODER_CACHE: Cause("embeddings", "others hold the encoder cache", _of_embeddings),
     Reason.PAUSED: Cause(None, "the scheduler is paused", _nobody),
     Reason.IN_FLIGHT: Cause(
-        "samples", "it was preempted with steps in flight, and what they sampled has to come back first", _nobody
+        "samples", "steps in flight sample for it, and what they sample has to come back first", _nobody
     ),
     Reason.KV_CONNECTOR: Cause(None, "the connector has yet to say what KV it could load", _nobody),
     Reason.KV_ROOM: Cause(_BLOCKS, "the blocks that transfers may own are taken, and it has its turn", _of_transfers),

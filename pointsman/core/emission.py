@@ -82,10 +82,11 @@ class Emission:
             saves=self._kv.take_saves(),
         )
         record.output = output
-        self._life.last_output = output if len(self._life.queue) else None
         members = self._batch.members
         count = len(members)
-        if len(advance.requests) == count and (samples is members.trues or np.count_nonzero(samples) == count):
+        is_whole = len(advance.requests) == count
+        self._life.last_output = output if len(self._life.queue) or not is_whole else None
+        if is_whole and (samples is members.trues or np.count_nonzero(samples) == count):
             record.members = members
         return output
 

@@ -6,7 +6,9 @@ from collections import Counter
 
 from pointsman.core.batch import Batch
 from pointsman.core.causes import CAUSES, MAX_HOLDERS, sentence
+from pointsman.core.config import SchedulerConfig
 from pointsman.core.kv_cache import KVCacheManager
+from pointsman.core.left_out import why_left_out
 from pointsman.core.lifecycle import Lifecycle
 from pointsman.core.pause import PauseMode
 from pointsman.core.reason import Deferral, Reason
@@ -14,15 +16,18 @@ from pointsman.core.request import Request
 from pointsman.core.stats import Counters, Explanation, SchedulerStats
 
 
-def explain(request: Request, batch: Batch, kv: KVCacheManager, life: Lifecycle) -> Explanation:
+def explain(
+    request: Request, batch: Batch, kv: KVCacheManager, life: Lifecycle, config: SchedulerConfig
+) -> Explanation:
     """Where a request stands, why it waits, for whom and since when."""
     deferral = _deferral(request, life)
-    reason = deferral.reason if deferral else None
+    why = deferral or why_left_out(request, batch, life.last_output, config)
+    reason = why.reason if why else None
     position = life.queue.position(request) if request in life.queue else None
     if position and reason is not Reason.PAUSED and not _was_asked(request, position, life):
         reason = Reason.BEHIND
-    has_own = deferral is not None and reason is deferral.reason
-    missing = deferral.missing if deferral is not None and has_own else 0
+    has_own = why is not None and reason is why.reason
+    missing = why.missing if why is not None and has_own else 0
     holders = CAUSES[reason].holders(request, batch, life) if reason is not None else []
     return Explanation(
         request_id=request.request_id,

@@ -142,7 +142,7 @@ class Questions:
             UnknownRequest: no such request, or its end has been reported.
         """
         request = self._life.requests.get(request_id) or self._life.require(request_id)
-        return explain(request, self._batch, self._kv, self._life)
+        return explain(request, self._batch, self._kv, self._life, self.config)
 
     def stats(self) -> SchedulerStats:
         """A snapshot of counters and gauges."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Reason(enum.Enum):
-    """Why a request was not admitted in a step; a running one may wait for embeddings, too.
+    """Why a request was not admitted in a step; or, of one that runs, why it was left out (`left_out.py`).
 
     The first six are the rungs of the graded response to memory pressure: the one counted is the rung whose removal
     alone would have let the request in.
@@ -26,6 +26,8 @@ class Reason(enum.Enum):
     """A more urgent request takes the room that was made in this step."""
     STATIC_BATCH = "static_batch"
     """The static batch still runs."""
+    PREFILL_FIRST = "prefill_first"
+    """The step is for prompts, and the request, which runs, decodes."""
     PARTIAL_PREFILLS = "partial_prefills"
     """As many prompts are half done as may be, and its own would be another."""
     ENCODER_BUDGET = "encoder_budget"

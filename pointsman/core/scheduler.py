@@ -306,7 +306,7 @@ class Scheduler(Questions):
 
     def resume(self, now: float) -> None:
         """Go on after a `pause`; nothing happens if there was none."""
-        self._life.pause = None
+        self._life.pause = self._life.last_output = None  # whom a step in the pause left out, the next one need not
         self._work = self._usual_work
         if self._recorder is not None:
             self._recorder.resumed(now)

@@ -135,8 +135,8 @@ class Explanation:
     status: RequestStatus
     phase: str
     reason: Reason | None
-    """Why it waits; None if it has ended, if no step has been scheduled since it was added, or if it runs and neither a
-    pause nor a want of embeddings holds it up."""
+    """Why it waits; None if it has ended, if no step has been scheduled since it was added, or if it runs and was not
+    left out of the newest step."""
     sentence: str
     """All of it in words."""
     resource: str | None

@@ -7,7 +7,7 @@ import pytest
 from pointsman.core import ParkReason, Reason, RequestStatus
 from pointsman.core.causes import CAUSES, PARKED_FOR
 from pointsman.core.reason import Holder
-from tests.core.helpers import Host, connected
+from tests.core.helpers import Host, connected, names
 
 
 def test_a_request_that_no_step_has_seen_yet_has_no_reason() -> None:
@@ -247,6 +247,83 @@ def test_a_preempted_request_with_samples_in_flight_waits_for_them() -> None:
     told = host.explain("a")
     assert (told.reason, told.resource, told.missing, told.holders) == (Reason.IN_FLIGHT, "samples", 1, ())
     host.update(output)
+
+
+# ------------------------------------------------------------------------- who runs, and got nothing in the last step
+
+
+def test_a_row_for_which_no_budget_is_left_names_those_who_took_it() -> None:
+    host = Host(batching="prefill-first", shortage="in-order", max_num_batched_tokens=2)
+    for name in "abc":
+        host.add(name, 1)
+    host.step()
+    host.step()
+    assert host.explain("a").sentence == "a waits: prompts go before decoding, and the step is theirs. Held by c (1)."
+    host.step()
+    told = host.explain("c")
+    assert (told.reason, told.missing, told.holders) == (Reason.BUDGET, 1, (Holder("a", 1), Holder("b", 1)))
+    assert told.sentence == "c waits for 1 more tokens of the step's budget: the step is full. Held by a (1), b (1)."
+    assert host.explain("a").sentence == "a runs."
+
+
+def test_rows_that_decode_wait_while_a_step_is_for_prompts() -> None:
+    host = Host(batching="prefill-first", shortage="in-order")
+    host.add("decodes", 4)
+    host.step()
+    host.add("prompt", 4)
+    host.step()
+    told = host.explain("decodes")
+    assert (told.reason, told.blocker) == (Reason.PREFILL_FIRST, "prompt")
+    host.step()
+    assert host.explain("decodes").reason is None
+
+
+def test_rows_beyond_those_of_a_step_wait_for_a_seat_in_it() -> None:
+    host = Host(batching="prefill-first", shortage="in-order", max_num_seqs=2, max_num_active_seqs=3)
+    for name in "abc":
+        host.add(name, 4)
+    host.step()
+    host.step()
+    host.step()
+    told = host.explain("c")
+    assert (told.reason, told.missing) == (Reason.SEQUENCE_LIMIT, 1)
+    assert told.holders == (Holder("a", 1), Holder("b", 1))
+
+
+def test_a_row_that_does_not_run_ahead_waits_for_its_own_sample() -> None:
+    host = Host(max_steps_in_flight=2)
+    host.add("a", 4, runs_ahead=False)
+    output = host.schedule()
+    empty = host.schedule()
+    told = host.explain("a")
+    assert (told.reason, told.missing, told.holders) == (Reason.IN_FLIGHT, 1, ())
+    host.update(output)
+    host.update(empty)
+    assert host.explain("a").reason is None
+
+
+def test_rows_behind_one_that_gave_way_in_order_wait_for_blocks() -> None:
+    host = Host(shortage="in-order", order="priority", num_blocks=3, max_model_len=12)
+    host.add("a", 1)
+    host.add("yields", 3, priority=5)
+    host.step()
+    host.add("c", 1)
+    host.step()
+    output = host.step()
+    assert names(output.preempted) == ["yields"] and names(output.requests) == ["a"]
+    told = host.explain("c")
+    assert (told.reason, told.blocker, told.resource) == (Reason.BLOCKS, "a", "KV blocks")
+
+
+def test_who_was_left_out_during_a_pause_is_not_left_out_after_it() -> None:
+    host = Host()
+    host.add("a", 4)
+    host.step()
+    host.pause()
+    host.step()
+    assert host.explain("a").reason is Reason.PAUSED
+    host.resume()
+    assert host.explain("a").sentence == "a runs."
 
 
 @pytest.mark.parametrize("reason", ParkReason)

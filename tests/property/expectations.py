@@ -302,6 +302,20 @@ def why_refused(request: Request, config: SchedulerConfig) -> str | None:
     return None
 
 
+def _is_true_of(reason: Reason | None, world: World, output: SchedulerOutput) -> bool:
+    """Whether an output may have left out a row that could have advanced for such a reason."""
+    config = world.config
+    if reason is Reason.PREFILL_FIRST:
+        return config.batching == "prefill-first" and output.num_rows > 0
+    if reason is Reason.BUDGET:
+        return output.total_num_scheduled_tokens == config.max_num_batched_tokens
+    if reason is Reason.SEQUENCE_LIMIT:
+        return output.num_rows == config.max_num_seqs
+    if reason is Reason.BLOCKS:
+        return len(output.preempted) > 0
+    return reason in (None, Reason.IN_FLIGHT) and config.max_steps_in_flight > 1
+
+
 def check_explanations(world: World) -> None:
     """Every live request can be explained, and its position is its place in the order."""
     queue = world.queue()
@@ -316,6 +330,8 @@ def check_explanations(world: World) -> None:
             right = Reason.PAUSED if world.pause is PauseMode.ALL else None
             lacks = world.pause is not PauseMode.ALL and entry in world.stands_before_an_input
             sound = told.reason is right or (lacks and told.reason in LACKS_EMBEDDINGS)
+            if entry.request in world.left_out and world.pause is not PauseMode.ALL and not lacks:
+                sound = _is_true_of(told.reason, world, world.left_out[entry.request])
             require(sound, f"{name} runs, and is explained as waiting for {told.reason}")
         elif entry.load is not None:
             right = (Reason.KV_LOAD, entry.load.transfer_id)

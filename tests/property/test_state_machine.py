@@ -170,6 +170,7 @@ LIMITS: dict[str, tuple[dict[str, Any], Callable[[World], int]]] = {
     "budget": ({**PLENTY, "max_num_batched_tokens": 6}, _told(Reason.BUDGET)),
     "preemption": ({**TIGHT, "full_sequence_must_fit": False}, _told(Reason.PREEMPTION)),
     "displacement": (URGENT, _told(Reason.DISPLACEMENT)),
+    "prompts before decoding": ({**PLENTY, "batching": "prefill-first"}, _told(Reason.PREFILL_FIRST)),
     "static batch": ({**PLENTY, "batching": "static"}, _told(Reason.STATIC_BATCH)),
     "encoder budget": ({**PLENTY, "encoder_budget": 4, "encoder_cache_size": 8}, _told(Reason.ENCODER_BUDGET)),
     "encoder cache": (

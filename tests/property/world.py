@@ -94,6 +94,7 @@ class World:
         self.num_requests = 0
         self.num_admissions = 0
         self.num_losses = 0  # of rows, by requests that had not ended
+        self.left_out: dict[Request, SchedulerOutput] = {}  # rows that the newest output does without
         self.batch_forms = False  # static: only the token budget kept the last step from admitting more
         self.num_completed_parts = 0
         self.num_recordings = 0  # that began in the middle
@@ -391,6 +392,8 @@ class World:
         else:
             self.scheduler.pause(self.now, mode)
         self.pause = mode
+        if mode is None:
+            self.left_out.clear()
         require(self.scheduler.pause_mode is mode, f"pause_mode is {self.scheduler.pause_mode}, expected {mode}")
         self.check()
 
@@ -488,6 +491,9 @@ class World:
             expected.check(output)
         victims = [entry for entry in expected.running if entry.request in output.preempted]
         self._take_over(output, before.num_evictions)
+        present = set(output.requests)
+        rows = (entry.request for entry in self.live if entry.place is Place.RUNNING)
+        self.left_out = {request: output for request in rows if request not in present}
         self.batch_forms = self.config.batching == "static" and any(
             self.scheduler.explain(entry.request.request_id).reason is Reason.BUDGET for entry in self.queue()
         )
