@@ -88,20 +88,33 @@ def fail_sometimes(engine: Engine, choose: random.Random, share: float) -> None:
 
 
 def run_at_random(engine: Engine, choose: random.Random, expected: list[list[int]], directory: Path) -> int:
-    """Requests come, go, are aborted; what was cached is forgotten now and then. Returns how many steps failed."""
+    """Requests come, some in parts, go, are aborted; what was cached is forgotten now and then. Returns how many steps
+    failed."""
     live: dict[str, int] = {}
+    to_come: dict[str, list[int]] = {}  # of prompts that come in parts
     num_added = num_failures = 0
     while num_added < NUM_REQUESTS or engine.has_unfinished_requests():
         if num_added < NUM_REQUESTS and choose.random() < 0.4:
             name, number = f"r{num_added}", choose.randrange(NUM_PROMPTS)
             priority = choose.randrange(3) if engine.scheduler.config.order == "priority" else 0
-            engine.add_request(name, prompt_of(number), PARAMS, priority=priority)
+            prompt = prompt_of(number)
+            if choose.random() < 0.25:
+                cut = choose.randrange(1, len(prompt))
+                prompt, to_come[name] = prompt[:cut], prompt[cut:]
+            engine.add_request(name, prompt, PARAMS, priority=priority, more_input=name in to_come)
             live[name] = number
             num_added += 1
+        if to_come and choose.random() < 0.2:
+            name = choose.choice(sorted(to_come))
+            part, to_come[name] = to_come[name][:7], to_come[name][7:]
+            engine.extend(name, part, more_input=bool(to_come[name]))
+            if not to_come[name]:
+                del to_come[name]
         if live and choose.random() < 0.05:
             name = choose.choice(sorted(live))
             output = engine.abort(name)
             assert output is not None
+            to_come.pop(name, None)
             assert list(output.token_ids) == expected[live.pop(name)][: len(output.token_ids)], name
         if choose.random() < 0.02:
             engine.scheduler.reset_prefix_cache(engine.clock(), preempt_running=choose.random() < 0.5)

@@ -213,6 +213,14 @@ def build_sides(base: Any, workload: Workload) -> tuple[Side, Side]:
 def compare(base: Any, workload: Workload, tally: Counter[str]) -> dict[str, Any] | None:
     """The first difference of a workload, or None."""
     sides = build_sides(base, workload)
+    try:
+        return _run(sides, workload, tally)
+    finally:
+        for side in sides:
+            side.scheduler.shutdown()
+
+
+def _run(sides: tuple[Side, Side], workload: Workload, tally: Counter[str]) -> dict[str, Any] | None:
     arrivals = dict(workload.arrivals)
     names = {request["id"] for requests in arrivals.values() for request in requests}
     ended: set[str] = set()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import fcntl
 import glob
+import itertools
 import json
 import os
 import socket
@@ -30,8 +31,6 @@ MAX_QUESTION = 4096
 """Bytes of a line that a client sends."""
 CLIENT_SECONDS = 60.0
 """That a client gets to take an answer, or to ask its next question."""
-MAX_OWN = 1000
-"""Sockets of one process."""
 MAX_PATH = 107
 """Bytes of a socket's name on Linux."""
 
@@ -177,7 +176,10 @@ def own_path() -> str:
         for left in glob.glob(os.path.join(glob.escape(folder), "vllm-*.sock")):
             with suppress(ConfigError, OSError):
                 _make_way(left)
-        names = (f"vllm-{os.getpid()}{suffix}.sock" for suffix in ("", *(f"-{n}" for n in range(2, MAX_OWN))))
+        names = (
+            f"vllm-{os.getpid()}{suffix}.sock"
+            for suffix in itertools.chain([""], (f"-{n}" for n in itertools.count(2)))
+        )
         return next(path for name in names if not os.path.exists(path := os.path.join(folder, name)))
 
 
