@@ -59,6 +59,7 @@ format: $(INSTALLED)
 bench-quick: $(INSTALLED)
 	$(BIN)/python benchmarks/scheduler_step.py --quick
 	$(BIN)/python benchmarks/vllm_scheduler.py --quick
+	$(BIN)/python benchmarks/vllm_engine.py --quick
 	$(BIN)/python benchmarks/prefix_scaling.py --quick
 	$(BIN)/python benchmarks/static_vs_continuous.py --quick
 	$(BIN)/python benchmarks/engine_throughput.py --quick
@@ -76,6 +77,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/vllm_env.py
 	$(BIN)/python benchmarks/scheduler_step.py --check
 	$(BIN)/python benchmarks/vllm_scheduler.py --check
+	$(BIN)/python benchmarks/vllm_engine.py --check
 	$(BIN)/python benchmarks/prefix_scaling.py --check
 	$(BIN)/python benchmarks/static_vs_continuous.py --check
 	$(BIN)/python benchmarks/engine_throughput.py --check

@@ -48,6 +48,20 @@ def test_vllm_scheduler() -> None:
 
 
 @pytest.mark.e2e
+def test_vllm_engine() -> None:
+    """It fails, too, where both schedulers do not lead to the same tokens."""
+    figures = run_quick("vllm_engine.py", "--pairs", "1")["requests"]
+    if not vllm_env.is_complete():
+        assert figures is None
+        return
+    assert set(figures) == {"64"}
+    ours, own = figures["64"]["pointsman"], figures["64"]["vllm"]
+    assert 0 < ours["scheduler_us"] < own["scheduler_us"] < own["step_us"]
+    assert 0.1 < figures["64"]["ratio"] < 1.2
+    assert ours["idle_ms"] < own["idle_ms"] + 50
+
+
+@pytest.mark.e2e
 def test_prefix_scaling() -> None:
     figures = run_quick("prefix_scaling.py")
     assert set(figures["admit_ms"]) == {"1000", "10000", "100000"}
