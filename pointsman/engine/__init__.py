@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     )
     from pointsman.engine.llm import LLM
     from pointsman.engine.output import CompletionOutput, Logprob, RequestOutput
-    from pointsman.engine.pooling import EmbeddingRequestOutput, PoolingParams
+    from pointsman.engine.pooling_params import EmbeddingRequestOutput, PoolingParams
     from pointsman.engine.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
     from pointsman.engine.stats_log import EngineStats
     from pointsman.engine.structured_outputs import StructuredOutputsParams
@@ -33,8 +33,8 @@ _HOMES = {
     "Engine": "engine",
     "AsyncEngine": "async_engine",
     "RequestStream": "async_engine",
-    "EmbeddingRequestOutput": "pooling",
-    "PoolingParams": "pooling",
+    "EmbeddingRequestOutput": "pooling_params",
+    "PoolingParams": "pooling_params",
     "EngineStats": "stats_log",
     "EngineDeadError": "errors",
     "SamplingParams": "sampling_params",

@@ -35,7 +35,7 @@ from pointsman.engine.mailbox import LoopMailbox, LoopPort
 from pointsman.engine.messages import Add, Call, Expect, Stop
 from pointsman.engine.output import RequestOutput
 from pointsman.engine.pausing import PauseChoice
-from pointsman.engine.pooling import EmbeddingRequestOutput, PoolingParams
+from pointsman.engine.pooling_params import EmbeddingRequestOutput, PoolingParams
 from pointsman.engine.request_checks import check_request_id
 from pointsman.engine.sampling_params import RequestOutputKind, SamplingParams
 from pointsman.engine.stats_log import DEFAULT_INTERVAL, EngineStats, read_stats

@@ -36,7 +36,8 @@ from pointsman.engine.model_runner import ModelRunner
 from pointsman.engine.output import RequestOutput
 from pointsman.engine.output_processor import OutputProcessor
 from pointsman.engine.pausing import PauseChoice, Pausing
-from pointsman.engine.pooling import SILENT, PoolingParams, check_can_pool
+from pointsman.engine.pooling import check_can_pool
+from pointsman.engine.pooling_params import SILENT, PoolingParams
 from pointsman.engine.proposer import DEFAULT_MAX, DEFAULT_MIN, PromptLookup, check_prompt_lookup
 from pointsman.engine.request_checks import check_may_come_in_parts, check_request_id, checked_token_ids, most_output
 from pointsman.engine.requests import to_request

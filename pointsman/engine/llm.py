@@ -21,7 +21,7 @@ from pointsman.engine.errors import EngineStepError
 from pointsman.engine.interruption import Interruption, noted_interrupts
 from pointsman.engine.model_loader import LoadedModel
 from pointsman.engine.output import RequestOutput
-from pointsman.engine.pooling import EmbeddingRequestOutput, Pooling, PoolingParams
+from pointsman.engine.pooling_params import EmbeddingRequestOutput, Pooling, PoolingParams
 from pointsman.engine.sampling_params import RequestOutputKind, SamplingParams
 from pointsman.engine.stats_log import DEFAULT_INTERVAL, StatsLogger
 from pointsman.engine.tokenizing import render_chat

@@ -28,7 +28,8 @@ from pointsman.engine.linear import whole_rows
 from pointsman.engine.logprobs import PromptLogprobs, TokenLogprobs, token_logprobs
 from pointsman.engine.model_check import lengthened, run_model, takes_logits_to_keep
 from pointsman.engine.model_loader import LoadedModel
-from pointsman.engine.pooling import Float32Array, PooledChunk, Pooler, hidden_states
+from pointsman.engine.pooling import PooledChunk, Pooler, hidden_states
+from pointsman.engine.pooling_params import Float32Array
 from pointsman.engine.race import Int64Array
 from pointsman.engine.sampled_tokens import SampledTokens
 from pointsman.engine.sampler import Sampler

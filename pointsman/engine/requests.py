@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pointsman.core import Request
-from pointsman.engine.pooling import SILENT, PoolingParams
+from pointsman.engine.pooling_params import SILENT, PoolingParams
 from pointsman.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

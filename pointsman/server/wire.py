@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from pointsman.core import Explanation
     from pointsman.engine.output import Logprob, RequestMetrics
-    from pointsman.engine.pooling import PoolingParams
+    from pointsman.engine.pooling_params import PoolingParams
     from pointsman.engine.sampling_params import SamplingParams
 
 _LENGTH = struct.Struct("!I")

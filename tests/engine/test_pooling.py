@@ -15,7 +15,7 @@ from pointsman.core import RequestRefused
 from pointsman.engine import LLM, AsyncEngine, Engine, EngineStepError, PoolingParams, SamplingParams
 from pointsman.engine.model_loader import LoadedModel, wrap_model
 from pointsman.engine.model_runner import NOT_FINITE
-from pointsman.engine.pooling import Pooling
+from pointsman.engine.pooling_params import Pooling
 
 KNOBS: dict[str, Any] = {"num_blocks": 64, "block_size": 4, "max_model_len": 128, "max_num_seqs": 8}
 TOLERANCE = 1e-4
