@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from vllm_env import python_of
 
 from pointsman.integrations.vllm.exposition import NAMES
-from tests.integrations.vllm_process import DEMO, NEEDS_VLLM, ROOT
+from tests.integrations.vllm_process import DEMO, NEEDS_VLLM, ROOT, vllm_parent
 from tests.test_docs import VLLM, blocks, commands
 
 MODEL, SOCKET = "Qwen/Qwen3-0.6B", "/run/pointsman.sock"
@@ -151,10 +151,7 @@ def test_commands_run_in_the_order_of_the_document(tmp_path: Path) -> None:
 def check_vllm(*options: str) -> subprocess.CompletedProcess[str]:
     """The command of the document that asks before, with further options, where vLLM is."""
     (line,) = (line for line in COMMANDS if line.startswith("pointsman vllm check"))
-    words = shlex.split(line.replace(MODEL, str(DEMO)))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    command = [python_of(), "-m", *words, *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    return vllm_parent().run("-m", *shlex.split(line.replace(MODEL, str(DEMO))), *options, timeout=300)
 
 
 def test_check_says_that_it_will_work_and_with_which_knobs() -> None:

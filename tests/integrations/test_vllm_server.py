@@ -6,6 +6,7 @@ import json
 import socket
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,23 +32,15 @@ def ours() -> Iterator[VllmSide]:
     side.stop()
 
 
-def series(side: VllmSide) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """What /metrics says of vLLM, by name and labels."""
+def metrics(side: VllmSide) -> dict[str, float]:
+    """What /metrics says of vLLM, by name, summed over labels."""
     with urllib.request.urlopen(f"http://127.0.0.1:{side.port}/metrics", timeout=30) as answer:
         text = answer.read().decode()
-    return {
-        (sample.name, frozenset(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name.startswith("vllm:")
-    }
-
-
-def metrics(side: VllmSide) -> dict[str, float]:
-    """By name, summed over labels."""
-    found: dict[str, float] = {}
-    for (name, _), value in series(side).items():
-        found[name] = found.get(name, 0.0) + value
+    found: Counter[str] = Counter()
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name.startswith("vllm:"):
+                found[sample.name] += sample.value
     return found
 
 
@@ -94,10 +87,10 @@ def test_clients_that_leave_give_all_blocks_back(ours: VllmSide) -> None:
         time.sleep(0.2)
 
 
-def test_the_metrics_are_those_of_vllm_and_plausible(ours: VllmSide, tmp_path: Path) -> None:
+def test_the_metrics_are_plausible(ours: VllmSide) -> None:
     long_prompt = "The import statement combines two operations. " * 8
     text = complete(ours, long_prompt, 20)
-    assert complete(ours, long_prompt, 20) == text
+    assert text and complete(ours, long_prompt, 20) == text
     seen = metrics(ours)
     assert seen["vllm:num_preemptions_total"] > 0
     assert seen["vllm:prefix_cache_hits_total"] > 0 and seen["vllm:prompt_tokens_cached_total"] > 0
@@ -106,9 +99,3 @@ def test_the_metrics_are_those_of_vllm_and_plausible(ours: VllmSide, tmp_path: P
     for timed in ("request_queue_time", "request_prefill_time", "request_decode_time", "time_to_first_token"):
         assert seen[f"vllm:{timed}_seconds_count"] >= NUM_REQUESTS, timed
         assert seen[f"vllm:{timed}_seconds_sum"] > 0, timed
-    theirs = VllmSide(KNOBS, eager=True, options=SMALL_POOL)
-    try:
-        assert complete(theirs, long_prompt, 20) == text
-        assert series(theirs).keys() == series(ours).keys()
-    finally:
-        theirs.stop()

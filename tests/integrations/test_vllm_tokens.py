@@ -14,7 +14,7 @@ from tests.integrations.vllm_process import DEMO, NEEDS_VLLM, run_in_vllm
 from tests.integrations.vllm_requests import ENGINE, WAYS, Way, make_requests
 
 SOAK = bool(os.environ.get("POINTSMAN_SOAK"))
-NUM_REQUESTS = 300 if SOAK else 60
+NUM_REQUESTS = 300 if SOAK else 200
 ONLY_SOAKED = {"priority", "async-pressure"}  # the long form has them too
 
 pytestmark = NEEDS_VLLM

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -16,6 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import zmq
+from prometheus_client import REGISTRY
 from safetensors.numpy import save_file
 from vllm import LLM, AsyncEngineArgs, SamplingParams
 from vllm.config.kv_events import KVEventsConfig
@@ -136,11 +138,18 @@ def online(ours: bool, model: str, folder: Path) -> Any:
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **knobs(ours)))
         try:
             streamed = await asyncio.wait_for(sessions(engine), 60)
-            return {"sessions": streamed, "pauses": await asyncio.wait_for(pauses(engine), 60)}
+            paused = await asyncio.wait_for(pauses(engine), 60)
+            return {"sessions": streamed, "pauses": paused, "metrics": metrics()}
         finally:
             engine.shutdown()
 
     return asyncio.run(both())
+
+
+def metrics() -> Any:
+    """What is told to Prometheus, without the figures: names and labels."""
+    samples = [sample for family in REGISTRY.collect() for sample in family.samples]
+    return sorted([sample.name, sorted(sample.labels.items())] for sample in samples if "vllm:" in sample.name)
 
 
 async def generate(engine: AsyncLLM, prompt: Any, name: str, max_tokens: int) -> list[int]:
@@ -217,6 +226,8 @@ def main() -> None:
     if feature == "adapters":
         make_adapters(model, Path(folder))
         return
+    if feature != "online":  # no process of the engine's own is needed for what is asked in one thread
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     features = {each.__name__: each for each in (offline, online, pooling, lora)}
     print(json.dumps(features[feature](whose == "ours", model, Path(folder))))
 
