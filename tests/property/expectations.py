@@ -319,9 +319,9 @@ def _is_true_of(reason: Reason | None, world: World, output: SchedulerOutput) ->
 def check_explanations(world: World) -> None:
     """Every live request can be explained, and its position is its place in the order."""
     queue = world.queue()
-    for entry in world.live:
+    explanations = {entry: world.scheduler.explain(entry.request.request_id) for entry in world.live}
+    for entry, told in explanations.items():
         name = entry.request.request_id
-        told = world.scheduler.explain(name)
         world.reasons_told[told.reason] += 1
         require(told.status is entry.request.status, f"{name} is explained as {told.status}")
         position = queue.index(entry) if entry in queue else None
@@ -340,7 +340,7 @@ def check_explanations(world: World) -> None:
             right = Reason.PARKED if entry.place is Place.PARKED else Reason.PAUSED
             require(told.reason is right, f"{name} waits for {told.reason}, expected {right}")
         elif position:
-            reasons = {world.scheduler.explain(other.request.request_id).reason for other in queue[:position]}
+            reasons = {explanations[other].reason for other in queue[:position]}
             own = told.reason is Reason.ADAPTER_SLOTS and entry.request.adapter is not None
             own |= told.reason is Reason.PARTIAL_PREFILLS
             own |= told.reason in LACKS_EMBEDDINGS and len(entry.request.encoder_inputs) > 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import replace
 from functools import partial
 from typing import Any, TextIO
 
@@ -911,7 +911,7 @@ class World:
         """Whatever a refused call must leave as it was."""
         return (
             [(r.status, r.num_tokens, r.num_computed_tokens, r.num_pending, r.priority) for r in self.host.sequences],
-            {**asdict(self.scheduler.stats()), "num_refused": 0},  # a refusal counts itself
+            replace(self.scheduler.stats(), num_refused=0),  # a refusal counts itself
             self.scheduler.has_unfinished_requests(),
         )
 
