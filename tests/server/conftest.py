@@ -9,12 +9,21 @@ import httpx2 as httpx
 import pytest
 from _server_process import ServerProcess, start_server
 
+from tests.server.engine_pool import engine_pool
+
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[ServerProcess]:
     """`pointsman serve` on the demo model, with defaults; shared by all tests of a process, so leave it idle."""
     with start_server("--model", "demo") as running:
         yield running
+
+
+@pytest.fixture(autouse=True, scope="session")
+def engines() -> Iterator[None]:
+    """Ends what the tests have left in the pool."""
+    yield
+    engine_pool().close()
 
 
 @pytest.fixture(scope="session")

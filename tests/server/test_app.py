@@ -28,6 +28,7 @@ from pointsman.server.responses import (
     RequestState,
     TokenizeResponse,
 )
+from tests.server.engine_pool import engine_pool
 
 pytestmark = pytest.mark.e2e
 
@@ -212,17 +213,13 @@ def test_none_of_this_was_a_fault_of_the_server(server: ServerProcess) -> None:
 def with_app(test: Callable[[EngineClient, Any, httpx.AsyncClient], Awaitable[None]], **options: Any) -> None:
     """An app of its own, called without a socket, in front of a real engine process."""
 
-    async def run() -> None:
-        client = await EngineClient.start({"model": "demo", "num_blocks": 512, "num_threads": 1, **options})
-        try:
-            app = create_app(client, ServerConfig())
-            transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
-                await asyncio.wait_for(test(client, app, http), 60)
-        finally:
-            await client.shutdown()
+    async def run(client: EngineClient) -> None:
+        app = create_app(client, ServerConfig())
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+            await test(client, app, http)
 
-    asyncio.run(run())
+    engine_pool().run(run, **{"model": "demo", "num_blocks": 512, "num_threads": 1, **options})
 
 
 def test_a_server_that_ends_finishes_what_it_has_and_takes_no_more() -> None:

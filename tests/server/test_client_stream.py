@@ -16,6 +16,7 @@ from pointsman.engine import SamplingParams
 from pointsman.server.client_stream import ClientStream
 from pointsman.server.engine_client import EngineClient
 from pointsman.server.wire import Delta, EngineRequest
+from tests.server.engine_pool import engine_pool
 
 pytestmark = pytest.mark.e2e
 
@@ -23,21 +24,8 @@ ENDLESS = SamplingParams(max_tokens=1500, temperature=0, ignore_eos=True)
 Work: TypeAlias = Callable[[EngineClient], Awaitable[None]]
 
 
-@pytest.fixture(scope="module")
-def with_client() -> Iterator[Callable[[Work], None]]:
-    """Runs tests with one client, in its event loop; each leaves it without requests."""
-    options: dict[str, Any] = {"model": "demo", "num_blocks": 128, "num_threads": 1}
-    with asyncio.Runner() as runner:
-        client = runner.run(EngineClient.start(options, log_stats_interval=None))
-
-        async def limited(test: Work) -> None:
-            async with asyncio.timeout(60):
-                await test(client)
-                while await client.explain_all():
-                    await asyncio.sleep(0.01)
-
-        yield lambda test: runner.run(limited(test))
-        runner.run(client.shutdown())
+def with_client(test: Work) -> None:
+    engine_pool().run(test, model="demo", num_blocks=512, num_threads=1)
 
 
 _numbers = count()
@@ -47,7 +35,7 @@ def stream_of(client: EngineClient, params: SamplingParams = ENDLESS) -> ClientS
     return client.generate(EngineRequest(f"request-{next(_numbers)}", [5, 6], params))
 
 
-def test_deltas_that_nobody_reads_come_together(with_client: Callable[[Work], None]) -> None:
+def test_deltas_that_nobody_reads_come_together() -> None:
     async def test(client: EngineClient) -> None:
         stream = stream_of(client, SamplingParams(max_tokens=50, temperature=0, ignore_eos=True))
         await stream.start()
@@ -59,7 +47,7 @@ def test_deltas_that_nobody_reads_come_together(with_client: Callable[[Work], No
     with_client(test)
 
 
-def test_a_stream_that_was_closed_before_it_was_sent_asks_for_nothing(with_client: Callable[[Work], None]) -> None:
+def test_a_stream_that_was_closed_before_it_was_sent_asks_for_nothing() -> None:
     async def test(client: EngineClient) -> None:
         stream = stream_of(client)
         await stream.aclose()
@@ -80,7 +68,7 @@ def standing_still(client: EngineClient) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("read", [ClientStream.start, lambda stream: anext(stream, None)], ids=["start", "read"])
-def test_closing_ends_whoever_waits(with_client: Callable[[Work], None], read: Callable[..., Any]) -> None:
+def test_closing_ends_whoever_waits(read: Callable[..., Any]) -> None:
     async def test(client: EngineClient) -> None:
         with standing_still(client):
             stream = stream_of(client)
@@ -93,7 +81,7 @@ def test_closing_ends_whoever_waits(with_client: Callable[[Work], None], read: C
     with_client(test)
 
 
-def test_closing_at_the_moment_of_a_delta_ends_it_all_the_same(with_client: Callable[[Work], None]) -> None:
+def test_closing_at_the_moment_of_a_delta_ends_it_all_the_same() -> None:
     async def test(client: EngineClient) -> None:
         with standing_still(client):
             stream = stream_of(client)
@@ -107,7 +95,7 @@ def test_closing_at_the_moment_of_a_delta_ends_it_all_the_same(with_client: Call
     with_client(test)
 
 
-def test_a_reading_that_is_cancelled_aborts_the_request(with_client: Callable[[Work], None]) -> None:
+def test_a_reading_that_is_cancelled_aborts_the_request() -> None:
     async def test(client: EngineClient) -> None:
         ends: list[tuple[str, str | None]] = []
         client.on_end = lambda request, last, _: ends.append((request.request_id, last.finish_reason))

@@ -16,25 +16,24 @@ from pointsman.engine import LLM, EngineDeadError, SamplingParams
 from pointsman.server.client_stream import ClientStream
 from pointsman.server.engine_client import EngineClient
 from pointsman.server.wire import Delta, EngineRequest, StepNote
+from tests.server.engine_pool import engine_pool
 
 pytestmark = pytest.mark.e2e
 
-OPTIONS: dict[str, Any] = {"model": "demo", "num_blocks": 64, "max_num_seqs": 8, "num_threads": 1}
+OPTIONS: dict[str, Any] = {
+    "model": "demo",
+    "num_blocks": 64,
+    "max_num_seqs": 8,
+    "max_steps_in_flight": 1,
+    "num_threads": 1,
+}
 GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
 ENDLESS = SamplingParams(max_tokens=1500, temperature=0, ignore_eos=True)
 PROMPT = "The import statement"
 
 
 def with_client(test: Callable[[EngineClient], Awaitable[None]], **options: Any) -> None:
-    async def run() -> None:
-        client = await EngineClient.start({**OPTIONS, **options}, log_stats_interval=None)
-        try:
-            await asyncio.wait_for(test(client), 100)
-        finally:
-            await client.shutdown()
-        assert client._process.poll() is not None
-
-    asyncio.run(run())
+    engine_pool().run(test, **{**OPTIONS, **options})
 
 
 async def read(stream: ClientStream) -> Delta:
@@ -51,6 +50,7 @@ def test_texts_are_those_of_the_engine_itself(steps: int) -> None:
     expected = [(one.text, one.token_ids) for one in llm.generate(texts, GREEDY, use_tqdm=False)]
 
     async def test(client: EngineClient) -> None:
+        before = await client.stats()
         steps: list[StepNote] = []
         ends: list[tuple[str, str | None, int]] = []
         client.on_steps = steps.extend
@@ -70,8 +70,10 @@ def test_texts_are_those_of_the_engine_itself(steps: int) -> None:
             assert metrics.first_token_time <= metrics.finished_time
         assert sum(step.num_generated_tokens for step in steps) == 120
         stats = await client.stats()
-        assert stats.scheduler.kv_cache_usage == 0 and stats.counters.num_generated_tokens == 120
-        assert sum(step.num_scheduled_tokens for step in steps) == stats.scheduler.num_scheduled_tokens
+        assert stats.scheduler.kv_cache_usage == 0
+        assert stats.counters.num_generated_tokens - before.counters.num_generated_tokens == 120
+        num_scheduled = stats.scheduler.num_scheduled_tokens - before.scheduler.num_scheduled_tokens
+        assert sum(step.num_scheduled_tokens for step in steps) == num_scheduled
 
     with_client(test, max_steps_in_flight=steps)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
 
 import pytest
 
@@ -16,6 +15,7 @@ from pointsman.server.metrics import ServerMetrics
 from pointsman.server.prompts import Prompt
 from pointsman.server.sampling import for_sample
 from pointsman.server.wire import EngineRequest
+from tests.server.engine_pool import engine_pool
 
 pytestmark = pytest.mark.e2e
 
@@ -24,15 +24,7 @@ BIASES = dict.fromkeys(range(5, 505), -0.5)
 
 
 def with_client(test: Callable[[EngineClient], Awaitable[None]]) -> None:
-    async def run() -> None:
-        options: dict[str, Any] = {"model": "demo", "num_blocks": 512, "max_num_seqs": 16, "num_threads": 1}
-        client = await EngineClient.start(options, log_stats_interval=None)
-        try:
-            await asyncio.wait_for(test(client), 100)
-        finally:
-            await client.shutdown()
-
-    asyncio.run(run())
+    engine_pool().run(test, model="demo", num_blocks=512, num_threads=1)
 
 
 def generation_of(client: EngineClient, name: str, prompt: Prompt, params: Sequence[SamplingParams]) -> Generation:
