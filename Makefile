@@ -16,7 +16,7 @@ INSTALLED := $(VENV)/.installed
 # A thread of PyTorch's that has no work sleeps instead of spinning: CI machines and laptops have other work to do.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help install serve demo test lint format bench bench-quick soak clean
+.PHONY: help install serve demo test lint kernels vllm format bench bench-quick soak clean
 
 help:
 	@echo "make serve   serve the demo model on port 8000, and print a curl that works"
@@ -48,9 +48,17 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict pointsman/core
 
-test: lint
-	-@if [ -n "$(VLLM)" ]; then $(BIN)/python benchmarks/vllm_env.py; fi
+# Both environments are made at once: one waits for the network while the other unpacks.
+test:
+	@$(MAKE) --no-print-directory -j3 lint kernels $(if $(VLLM),vllm)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
+
+# The CPU kernels are compiled once, or every process of the tests would begin with that.
+kernels: $(INSTALLED)
+	@$(BIN)/pointsman generate --json > /dev/null
+
+vllm:
+	-@$(PYTHON) benchmarks/vllm_env.py
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
