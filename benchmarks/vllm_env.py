@@ -49,11 +49,16 @@ def python_of(environment: Path = ENVIRONMENT) -> Path:
 
 
 def is_complete(environment: Path = ENVIRONMENT) -> bool:
-    """Whether vLLM's scheduler can be imported there."""
-    if not python_of(environment).exists():
+    """Whether vLLM's scheduler can be imported there; what was found to be so once is not tried again."""
+    python, proof = python_of(environment), environment / f"vllm-{VLLM_VERSION}-works"
+    if not python.exists():
         return False
-    probe = "import vllm.v1.core.sched.scheduler"
-    return subprocess.run([python_of(environment), "-c", probe], capture_output=True).returncode == 0
+    if not proof.exists():  # the import takes many seconds
+        probe = "import vllm.v1.core.sched.scheduler"
+        if subprocess.run([python, "-c", probe], capture_output=True).returncode:
+            return False
+        proof.touch()
+    return True
 
 
 def requirements_of_vllm(environment: Path) -> list[str]:
