@@ -7,6 +7,7 @@ SIGTERM ends it. Files that a document shows, whose first line is a comment with
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -14,12 +15,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import pytest
 from _server_process import ServerProcess, start_server
 
 from pointsman.cli.options import KNOBS, SERVER
+from tests.forking import ForkingParent
 
 ROOT = Path(__file__).resolve().parent.parent
 VLLM = ROOT / "docs" / "vllm.md"
@@ -96,10 +99,17 @@ def test_the_documents_have_examples_and_commands() -> None:
     assert sum(len(session.talk) for session in SESSIONS) >= 8
 
 
+@cache
+def parent() -> ForkingParent:
+    """A process that has imported what the examples run."""
+    modules = ("pointsman.cli", "pointsman.engine.async_engine", "pointsman.engine.llm")
+    return ForkingParent(sys.executable, modules, {**os.environ, "OMP_NUM_THREADS": "1"})
+
+
 @pytest.mark.e2e
 @pytest.mark.parametrize(("where", "text"), PYTHON, ids=[where for where, _ in PYTHON])
 def test_python_example_runs(where: str, text: str, tmp_path: Path) -> None:
-    run = subprocess.run([sys.executable, "-c", text], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    run = parent().run("-c", text, cwd=tmp_path, timeout=120)
     assert run.returncode == 0, run.stderr
     assert run.stdout
 
@@ -108,8 +118,7 @@ def test_python_example_runs(where: str, text: str, tmp_path: Path) -> None:
 def test_commands_run_in_the_order_of_the_documents(tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("The import statement\nA list is\n")
     for where, line in COMMANDS:
-        words = shlex.split(line, comments=True)
-        run = subprocess.run([sys.executable, "-m", *words], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        run = parent().run("-m", *shlex.split(line, comments=True), cwd=tmp_path, timeout=300)
         assert run.returncode == 0, f"{where}: {line}\n{run.stderr}"
 
 

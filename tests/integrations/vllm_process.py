@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import subprocess
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm_env import python_of
+
+from tests.forking import ForkingParent
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "pointsman" / "engine" / "demo"
@@ -42,43 +42,10 @@ def environment(*sources: Path) -> dict[str, str]:
     }
 
 
-class VllmParent:
-    """A process that has imported vLLM, and forks. One is shared by all tests of a process, see `vllm_parent`."""
-
-    def __init__(self) -> None:
-        command = [str(python_of()), str(Path(__file__).with_name("vllm_parent.py"))]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
-        )
-        atexit.register(self.close)
-
-    def run(self, *arguments: object, timeout: float, **variables: str) -> subprocess.CompletedProcess[str]:
-        """As `subprocess.run([python, *arguments])`, with further variables in its environment.
-
-        Raises:
-            TimeoutExpired: it took more than `timeout` seconds.
-        """
-        assert self._process.stdin is not None and self._process.stdout is not None
-        command = [str(argument) for argument in arguments]
-        with tempfile.TemporaryDirectory() as folder:
-            out, err = Path(folder, "out"), Path(folder, "err")
-            job = {"arguments": command, "environment": variables, "timeout": timeout}
-            self._process.stdin.write(json.dumps({**job, "stdout": str(out), "stderr": str(err)}) + "\n")
-            self._process.stdin.flush()
-            code = json.loads(self._process.stdout.readline())["code"]
-            if code is None:
-                raise subprocess.TimeoutExpired(command, timeout, out.read_text(), err.read_text())
-            return subprocess.CompletedProcess(command, code, out.read_text(), err.read_text())
-
-    def close(self) -> None:
-        """End it."""
-        self._process.communicate()
-
-
 @cache
-def vllm_parent() -> VllmParent:
-    """The one of this process, which lives as long."""
-    return VllmParent()
+def vllm_parent() -> ForkingParent:
+    """A process that has imported vLLM; one for all tests of this process."""
+    return ForkingParent(python_of(), ["tests.integrations.vllm_imports"], environment())
 
 
 def run_in_vllm(script: str, *arguments: object, sources: Path | None = None, timeout: float = 300) -> Any:

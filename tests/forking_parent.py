@@ -1,9 +1,9 @@
-"""The parent of processes that use vLLM: a script for the environment with vLLM.
+"""A process that has imported what others need, and forks them: a script, for `forking.py`.
 
-    python vllm_parent.py   reads a JSON line for every process to start, prints one when it has ended
+    python forking_parent.py MODULES...   reads a JSON line for every process to start, prints one when it has ended
 
-Importing vLLM takes more processor time than most of what the tests do with it. Here it is imported once, and every
-script runs in a fork that begins where the imports have ended.
+Importing PyTorch, or vLLM, takes more processor time than most of what tests do with it. Here that is done once, and
+every process begins where the imports have ended. They must start no thread, or a fork is not sound.
 """
 
 from __future__ import annotations
@@ -16,39 +16,24 @@ import select
 import signal
 import sys
 import traceback
+from importlib import import_module
+from types import ModuleType
 from typing import Any
-
-
-def import_vllm() -> None:
-    """Almost all that an engine imports; no thread is started, so a fork is sound."""
-    import vllm.entrypoints.openai.api_server
-    import vllm.model_executor.models.qwen3
-    import vllm.v1.engine.async_llm
-    import vllm.v1.executor.uniproc_executor
-    import vllm.v1.worker.cpu_worker  # noqa: F401
-
-
-def fork_engines() -> None:
-    """Undo what vLLM's CPU platform does: the processes of an engine would import everything again."""
-    from vllm.platforms.cpu import CpuPlatform
-
-    hook = CpuPlatform.check_and_update_config.__func__
-
-    def forking(cls: Any, vllm_config: Any) -> None:
-        hook(cls, vllm_config)
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-
-    CpuPlatform.check_and_update_config = classmethod(forking)
 
 
 def run(arguments: list[str]) -> None:
     """As `python ARGUMENTS` would."""
-    if arguments[0] == "-m":
-        sys.argv = arguments[1:]
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    how, *rest = arguments
+    if how == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        sys.modules["__main__"] = ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), sys.modules["__main__"].__dict__)
+    elif how == "-m":
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
         sys.argv = arguments
-        runpy.run_path(arguments[0], run_name="__main__")
+        runpy.run_path(how, run_name="__main__")
 
 
 def become(job: dict[str, Any]) -> int:
@@ -61,6 +46,7 @@ def become(job: dict[str, Any]) -> int:
     ):
         os.dup2(os.open(path, flags), number)
     os.environ.update(job["environment"])
+    os.chdir(job["cwd"])
     try:
         run(job["arguments"])
     except SystemExit as end:
@@ -85,8 +71,8 @@ def wait(pid: int, timeout: float) -> int | None:
 
 
 def main() -> None:
-    import_vllm()
-    fork_engines()
+    for name in sys.argv[1:]:
+        import_module(name)
     gc.freeze()
     for line in sys.stdin:
         job = json.loads(line)
