@@ -3,9 +3,9 @@
 The engine core is in a process of its own, as it is behind vLLM's server. This process is the front end, which is not
 counted; it makes no text.
 
-    {"command": "open", "scheduler": "...", "model": "...", "running": 64, ...}  -> {"version": "..."}
-    {"command": "run", "name": "...", "prompts": [[...]], "max_tokens": 256}     -> {"seconds": ..., "core": ..., ...}
-    {"command": "idle", "seconds": 1.0}                                          -> {"core": ...}
+    {"command": "open", "scheduler": "...", "model": "...", "running": 64, "max_model_len": 1024}  -> {"version": "..."}
+    {"command": "run", "name": "...", "prompts": [[...]], "max_tokens": 256, "timed": false}  -> {"core": ..., ...}
+    {"command": "idle", "seconds": 1.0}  -> {"core": ...}
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def open_engine(command: dict[str, Any]) -> LLMEngine:
     return LLMEngine.from_vllm_config(config, disable_log_stats=False)
 
 
-def serve_all(engine: LLMEngine, name: str, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
-    """All prompts at once, greedily.
+def serve_all(engine: LLMEngine, name: str, prompts: list[list[int]], max_tokens: int, timed: bool) -> dict[str, Any]:
+    """All prompts at once, greedily; `timed`: with a clock on the scheduler.
 
     Returns:
         From the moment when the engine core has all requests to the last output: CPU seconds of its process and of the
@@ -66,7 +66,7 @@ def serve_all(engine: LLMEngine, name: str, prompts: list[list[int]], max_tokens
     for number, prompt in enumerate(prompts):
         engine.add_request(f"{name}-{number}", TokensPrompt(prompt_token_ids=prompt), params)
     finished = engine.step()
-    first, before = perf_counter(), _clock(engine)  # asked in line, behind the requests
+    first, before = perf_counter(), _clock(engine, timed)  # asked in line, behind the requests
     while engine.has_unfinished_requests():
         finished += engine.step()
     wall, after = perf_counter() - first, _clock(engine)
@@ -92,8 +92,8 @@ def stand_idle(engine: LLMEngine, seconds: float) -> dict[str, Any]:
     return {"core": _clock(engine)["core"] - before["core"]}
 
 
-def _clock(engine: LLMEngine) -> dict[str, float]:
-    (answer,) = engine.collective_rpc("core_clock")
+def _clock(engine: LLMEngine, timed: bool = False) -> dict[str, float]:
+    (answer,) = engine.collective_rpc("core_clock", args=(timed,))
     return dict(answer)
 
 
@@ -101,7 +101,7 @@ def answer(engine: LLMEngine, command: dict[str, Any]) -> dict[str, Any]:
     """What a command of an engine that is open gives."""
     if command["command"] == "idle":
         return stand_idle(engine, command["seconds"])
-    return serve_all(engine, command["name"], command["prompts"], command["max_tokens"])
+    return serve_all(engine, command["name"], command["prompts"], command["max_tokens"], command["timed"])
 
 
 def main() -> None:
@@ -116,6 +116,7 @@ def main() -> None:
             told = answer(engine, command)
         answers.write(json.dumps(told) + "\n")
         answers.flush()
+    os._exit(0)  # vLLM would wait 5 s for its engine core before it kills it; the driver ends it with the group
 
 
 if __name__ == "__main__":  # vLLM starts its engine core with "spawn", which imports this file again

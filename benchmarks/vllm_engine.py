@@ -7,7 +7,8 @@ all requests to the last output. The front end is not counted, except in the sec
 
 Both sides have vLLM's defaults (prefix caching, synchronous scheduling, as on its CPU platform), statistics, one thread
 for arithmetic, and the model runner in the engine core's process, as on a GPU. They take turns, ours first in every
-other pair, and must answer with the same tokens. A ratio is the median of those of the pairs.
+other pair, and must answer with the same tokens. A ratio is the median of those of the pairs. What the scheduler takes
+of all this is measured in turns of their own.
 
 With a model of some size on the CPU all this drowns in arithmetic. On a GPU it is what the device waits for, or what
 has to be done while it computes.
@@ -18,8 +19,9 @@ has to be done while it computes.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,14 +33,15 @@ from vllm_env import VLLM_VERSION, is_complete, python_of
 
 HERE = Path(__file__).resolve().parent
 SHAPE = Shape("tiny", 64, 1, 2, 1, 32, 128, 512, 1024)
-SIDES = {"pointsman": "TimedDropIn", "vllm": "TimedOwn"}
-NAMES = {"pointsman": "Pointsman", "vllm": f"vLLM {VLLM_VERSION}"}
+SCHEDULERS = {"pointsman": "TimedDropIn", "vllm": "TimedOwn"}
+TITLES = {"pointsman": "Pointsman", "vllm": f"vLLM {VLLM_VERSION}"}
 MOST_CPU = {64: 1.0, 256: 0.9}
 """By concurrent requests: our CPU time, vLLM's being 1."""
 MOST_IDLE_MS = 5.0
 """CPU time of a second without requests, beyond vLLM's."""
 PROMPT_TOKENS, OUTPUT_TOKENS = 32, 256
 PAIRS, PAIRS_QUICK = 7, 3
+TIMED_PAIRS = 3
 IDLE_TURNS, IDLE_SECONDS = 3, 0.5
 SECONDS_TO_OPEN, SECONDS_TO_RUN = 240, 120
 ENVIRONMENT = {
@@ -51,77 +54,115 @@ ENVIRONMENT = {
 Turn = dict[str, Any]
 
 
-def measure(running: int, pairs: int) -> tuple[dict[str, list[Turn]], dict[str, float]]:
-    """With so many requests at once: what each turn of each side gave, and the CPU seconds of an idle turn.
+@dataclass
+class Side:
+    """A vLLM with one scheduler, and what its turns gave."""
+
+    worker: WorkerProcess
+    scheduler: str
+    turns: list[Turn] = field(default_factory=list)
+    timed_turns: list[Turn] = field(default_factory=list)
+    """With a clock on the scheduler, which costs something itself."""
+    idle: list[float] = field(default_factory=list)
+    """CPU seconds of `IDLE_SECONDS` without requests."""
+
+    def open(self, running: int) -> None:
+        settings = {"scheduler": self.scheduler, "running": running, "max_model_len": SHAPE.max_model_len}
+        self.worker.ask("open", SECONDS_TO_OPEN, model=str(model_directory(SHAPE)), **settings)
+
+    def serve(self, name: str, prompts: list[list[int]], timed: bool = False) -> Turn:
+        asked = {"name": name, "prompts": prompts, "max_tokens": OUTPUT_TOKENS, "timed": timed}
+        return self.worker.ask("run", SECONDS_TO_RUN, **asked)
+
+    def stand_idle(self) -> None:
+        self.idle.append(self.worker.ask("idle", SECONDS_TO_RUN, seconds=IDLE_SECONDS)["core"])
+
+
+def measure(running: int, pairs: int) -> dict[str, Side]:
+    """Let both sides take turns, with so many requests at once.
 
     Raises:
-        RuntimeError: the sides answered with different tokens.
+        RuntimeError: the sides gave different tokens.
+        WorkerFailed: a side did not start, or ended.
     """
     command = [python_of(), HERE / "_vllm_engine_worker.py"]
-    workers = {side: WorkerProcess(side, command, ENVIRONMENT) for side in SIDES}
-    turns: dict[str, list[Turn]] = {side: [] for side in SIDES}
+    sides = {name: Side(WorkerProcess(name, command, ENVIRONMENT), of) for name, of in SCHEDULERS.items()}
     try:
         with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda side: _open(workers[side], SIDES[side], running), SIDES))
-        for pair in range(pairs + 1):  # the first one warms up
+            list(pool.map(lambda side: side.open(running), sides.values()))
+        for pair in range(1 + pairs + TIMED_PAIRS):  # the first one warms up
             prompts = make_prompts([Job(PROMPT_TOKENS, OUTPUT_TOKENS)] * running, SHAPE.vocab_size, pair)
-            asked = {"name": str(pair), "prompts": prompts, "max_tokens": OUTPUT_TOKENS}
-            for side in SIDES if pair % 2 else reversed(SIDES):
-                turns[side].append(workers[side].ask("run", SECONDS_TO_RUN, **asked))
-            if len({turns[side][-1]["digest"] for side in SIDES}) > 1:
-                raise RuntimeError(
-                    f"of {running} requests, some got other tokens from one scheduler than from the other"
-                )
-        idle: dict[str, list[float]] = {side: [] for side in SIDES}
-        for side in list(SIDES) * IDLE_TURNS:
-            idle[side].append(workers[side].ask("idle", SECONDS_TO_RUN, seconds=IDLE_SECONDS)["core"])
+            timed = pair > pairs
+            turns = {}
+            for name in sides if pair % 2 else reversed(sides):
+                turns[name] = sides[name].serve(str(pair), prompts, timed)
+            check_same_tokens(turns)
+            for name, side in sides.items():
+                if pair:
+                    (side.timed_turns if timed else side.turns).append(turns[name])
+        for side in list(sides.values()) * IDLE_TURNS:
+            side.stand_idle()
     finally:
         with ThreadPoolExecutor() as pool:
-            list(pool.map(WorkerProcess.close, workers.values()))
-    return {side: each[1:] for side, each in turns.items()}, {side: median(each) for side, each in idle.items()}
+            list(pool.map(lambda side: side.worker.close(), sides.values()))
+    return sides
 
 
-def _open(worker: WorkerProcess, scheduler: str, running: int) -> None:
-    model = str(model_directory(SHAPE))
-    settings = {"scheduler": scheduler, "model": model, "running": running, "max_model_len": SHAPE.max_model_len}
-    worker.ask("open", SECONDS_TO_OPEN, **settings)
+def check_same_tokens(turns: Mapping[str, Turn]) -> None:
+    """Nothing, if the turns of a pair led to the same tokens.
+
+    Raises:
+        RuntimeError: they did not.
+    """
+    if len({turn["digest"] for turn in turns.values()}) > 1:
+        raise RuntimeError("the same requests got other tokens from one scheduler than from the other")
 
 
-def figures_of(turns: Mapping[str, Sequence[Turn]]) -> dict[str, Any]:
+def figures_of(sides: Mapping[str, Side]) -> dict[str, Any]:
     """Medians of each side, and of the ratios of the pairs, ours to vLLM's."""
     figures: dict[str, Any] = {}
-    for side, each in turns.items():
-        figures[side] = {
-            "cpu_seconds_per_1000_tokens": round(median(1000 * turn["core"] / turn["tokens"] for turn in each), 5),
-            "step_us": round(median(1e6 * turn["core"] / turn["steps"] for turn in each), 1),
-            "scheduler_us": round(median(1e6 * turn["scheduler"] / turn["steps"] for turn in each), 1),
-            "scheduler_share": round(median(turn["scheduler"] / turn["core"] for turn in each), 4),
-            "seconds": round(median(turn["seconds"] for turn in each), 4),
+    for name, side in sides.items():
+        turns, timed = side.turns, side.timed_turns
+        figures[name] = {
+            "cpu_seconds_per_1000_tokens": round(median(1000 * _per_token(turn) for turn in turns), 5),
+            "step_us": round(median(1e6 * turn["core"] / turn["steps"] for turn in turns), 1),
+            "scheduler_us": round(median(1e6 * turn["scheduler"] / turn["steps"] for turn in timed), 1),
+            "scheduler_share": round(median(turn["scheduler"] / turn["core"] for turn in timed), 4),
+            "seconds": round(median(turn["seconds"] for turn in turns), 4),
+            "idle_ms": round(1000 * median(side.idle) / IDLE_SECONDS, 2),
         }
-    pairs = list(zip(turns["pointsman"], turns["vllm"], strict=True))
-    ratios = [(ours["core"] / ours["tokens"]) / (own["core"] / own["tokens"]) for ours, own in pairs]
+    pairs = list(zip(sides["pointsman"].turns, sides["vllm"].turns, strict=True))
+    ratios = [_per_token(ours) / _per_token(own) for ours, own in pairs]
     figures["ratios"] = [round(ratio, 4) for ratio in ratios]
     figures["ratio"] = round(median(ratios), 4)
     figures["seconds_ratio"] = round(median(ours["seconds"] / own["seconds"] for ours, own in pairs), 4)
     return figures
 
 
+def _per_token(turn: Turn) -> float:
+    return float(turn["core"] / turn["tokens"])
+
+
 def report(running: int, pairs: int, targets: Targets) -> dict[str, Any]:
     """Table, figures and targets for so many requests at once."""
-    turns, idle = measure(running, pairs)
-    figures = figures_of(turns)
-    rows: list[list[object]] = [[name, *figures[side].values()] for side, name in NAMES.items()]
-    rows.append(["ratio", figures["ratio"], None, None, None, figures["seconds_ratio"]])
-    header = ["scheduler", "CPU s/1,000 tokens", "CPU us a step", "scheduler's us", "its share", "seconds"]
+    figures = figures_of(measure(running, pairs))
+    rows: list[list[object]] = [[title, *figures[name].values()] for name, title in TITLES.items()]
+    rows.append(["ratio", figures["ratio"], None, None, None, figures["seconds_ratio"], None])
+    header = [
+        "scheduler",
+        "CPU s/1,000 tokens",
+        "CPU us/step",
+        "scheduler us/step",
+        "share",
+        "seconds",
+        "idle CPU ms/s",
+    ]
     print_table(f"vLLM's engine core, {running} requests at once, {OUTPUT_TOKENS} tokens each", header, rows)
-    for side, seconds in idle.items():
-        figures[side]["idle_ms"] = round(1000 * seconds / IDLE_SECONDS, 2)
-        note(f"  {NAMES[side]}: {figures[side]['idle_ms']:.3g} ms of CPU in a second without requests")
-    beyond = figures["pointsman"]["idle_ms"] - figures["vllm"]["idle_ms"]
     if running in MOST_CPU:
         targets.at_most(
             f"engine core CPU at {running} requests, ours / vLLM's own", figures["ratio"], MOST_CPU[running]
         )
+    beyond = figures["pointsman"]["idle_ms"] - figures["vllm"]["idle_ms"]
     targets.at_most("ms of CPU in a second without requests, beyond vLLM's own", beyond, MOST_IDLE_MS)
     return figures
 

@@ -50,14 +50,14 @@ def test_vllm_scheduler() -> None:
 @pytest.mark.e2e
 def test_vllm_engine() -> None:
     """It fails, too, where both schedulers do not lead to the same tokens."""
-    figures = run_quick("vllm_engine.py", "--pairs", "1")["requests"]
+    figures = run_quick("vllm_engine.py")["requests"]
     if not vllm_env.is_complete():
         assert figures is None
         return
     assert set(figures) == {"64"}
     ours, own = figures["64"]["pointsman"], figures["64"]["vllm"]
     assert 0 < ours["scheduler_us"] < own["scheduler_us"] < own["step_us"]
-    assert 0.1 < figures["64"]["ratio"] < 1.2
+    assert 0.1 < figures["64"]["ratio"] < 1.5  # beside other tests, on the same cores, it says little
     assert ours["idle_ms"] < own["idle_ms"] + 50
 
 
