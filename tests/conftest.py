@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,22 @@ _common = settings(
 settings.register_profile("short", _common, max_examples=180, stateful_step_count=50)
 settings.register_profile("soak", _common, max_examples=1200, stateful_step_count=60)
 settings.load_profile("soak" if os.environ.get("POINTSMAN_SOAK") == "1" else "short")
+
+
+LONG_ONES = ("test_docs.py", "integrations", "benchmarks", "server", "cli", "engine")
+"""Files and folders with long tests, which come first: what is left at the end, when the workers of pytest-xdist take
+from each other, is then in small pieces."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests first."""
+    here = Path(__file__).parent
+
+    def place(item: pytest.Item) -> int:
+        name = item.path.relative_to(here).parts[0]
+        return LONG_ONES.index(name) if name in LONG_ONES else len(LONG_ONES)
+
+    items.sort(key=place)
 
 
 _rules: Counter[str] = Counter()  # executed by the workers of pytest-xdist
