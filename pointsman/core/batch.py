@@ -81,7 +81,6 @@ class Members:
         "serials",
         "token_limit",
         "trues",
-        "zero_offsets",
         "zeros",
     )
 
@@ -90,14 +89,14 @@ class Members:
         self.rows = rows
         self.requests = requests
         self.serials = batch.serial[rows]
-        self.rows.flags.writeable = self.serials.flags.writeable = False
+        rows.setflags(write=False)
+        self.serials.setflags(write=False)
         self.token_limit = batch.token_limit[rows]
         self.eos_token_id = batch.eos_token_id[rows]
         self._stop_token: int | None = UNKNOWN
         self.ones = batch.ones[:count]
         self.trues = batch.trues[:count]
         self.zeros = batch.zeros[:count]
-        self.zero_offsets = batch.zeros[: count + 1]
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -119,6 +118,7 @@ class Batch:
 
     def __init__(self, block_size: int, max_blocks: int, accepted_drafts: list[int]) -> None:
         self.block_size = block_size
+        self.max_blocks = max_blocks
         self.max_drafts = max_drafts = len(accepted_drafts) - 1
         self._num_recent = max(RECENT_WITH_DRAFTS, 4 * max_drafts) if max_drafts else RECENT
         rows = _INITIAL_ROWS
@@ -133,11 +133,10 @@ class Batch:
         self.flags: npt.NDArray[np.uint8] = np.zeros(rows, dtype=np.uint8)
         self.block_table: Int32Array = np.zeros((rows, max_blocks), dtype=np.int32)
         self.recent_tokens: Int32Array = np.zeros((rows, self._num_recent), dtype=np.int32)
-        self._flat_recent = self.recent_tokens.reshape(-1)
         self.recent_offset: Int64Array = np.zeros(rows, dtype=np.int64)
         self.recent_limit: Int64Array = np.zeros(rows, dtype=np.int64)
         self.acceptance = Acceptance(accepted_drafts)
-        self._make_constants()
+        self._make_views()
         self._free_rows = list(range(rows - 1, -1, -1))
         self._fenced_rows: list[tuple[int, int]] = []  # (last step that names the row, row)
         self.num_prefilling = 0
@@ -236,18 +235,19 @@ class Batch:
             grown = np.zeros((2 * old, *column.shape[1:]), dtype=column.dtype)
             grown[:old] = column
             setattr(self, name, grown)
-        self._flat_recent = self.recent_tokens.reshape(-1)
-        self._make_constants()
+        self._make_views()
         self._free_rows.extend(range(2 * old - 1, old - 1, -1))
 
-    def _make_constants(self) -> None:
-        """Read-only arrays that outputs share slices of."""
+    def _make_views(self) -> None:
+        """The matrices as one row each, where a scatter is faster; read-only arrays that outputs share slices of."""
+        self.flat_table = self.block_table.reshape(-1)
+        self._flat_recent = self.recent_tokens.reshape(-1)
         rows = len(self.num_tokens)
         self.ones: Int64Array = np.ones(rows, dtype=np.int64)
-        self.zeros: Int64Array = np.zeros(rows + 1, dtype=np.int64)
+        self.zeros: Int64Array = np.zeros(rows, dtype=np.int64)
         self.trues: BoolArray = np.ones(rows, dtype=np.bool_)
-        self._count_up: Int64Array = np.arange(rows * (1 + self.max_drafts))
-        for constant in (self.ones, self.zeros, self.trues, self._count_up):
+        self.count_up: Int64Array = np.arange(rows * (1 + self.max_drafts))
+        for constant in (self.ones, self.zeros, self.trues, self.count_up):
             constant.flags.writeable = False
 
     # ------------------------------------------------------------------ flags
@@ -267,15 +267,16 @@ class Batch:
 
     # ------------------------------------------------------------------ tokens
 
-    def append(self, requests: list[Request], rows: Int64Array, token_ids: Int64Array) -> Int64Array:
-        """One sampled token for each row (distinct rows). Returns the rows' new `num_tokens`."""
+    def append(self, requests: list[Request], rows: Int64Array, token_ids: Int64Array, *, is_last: bool) -> Int64Array:
+        """One sampled token for each row (distinct rows). Returns the rows' new `num_tokens`.
+
+        `is_last`: no further sample of them is in flight.
+        """
         num_tokens = self.num_tokens[rows]
         self._flat_recent[self.recent_offset[rows] + num_tokens] = token_ids
         num_tokens += 1
         self.num_tokens[rows] = num_tokens
-        pending = self.num_pending[rows]
-        pending -= 1
-        self.num_pending[rows] = pending
+        self.num_pending[rows] = 0 if is_last else self.num_pending[rows] - 1
         self._least_room -= 1
         if self._least_room <= 0:
             self._flush_full(requests, rows, num_tokens)
@@ -290,7 +291,7 @@ class Batch:
         `num_pending` is the caller's to lower.
         """
         places = (self.recent_offset[rows] + num_tokens - runs.ends).repeat(runs.counts)
-        places += self._count_up[: len(places)]
+        places += self.count_up[: len(places)]
         self._flat_recent[places] = runs.token_ids.astype(np.int32)  # a scatter that converts takes twice as long
         self.num_tokens[rows] = num_tokens
         self._least_room -= 1 + self.max_drafts  # `append` measures it when it must know

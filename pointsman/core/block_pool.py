@@ -17,6 +17,7 @@ Block ids are int64 here, because NumPy takes an index of another type ten times
 The queue of cached free blocks is a queue of segments, one for each released table, so that tables come and go by a few
 array operations. A block that is found again is not searched for in its segment: its `_segment_of` no longer says so,
 and the entry is skipped when the segment's turn comes. When such entries outnumber the pool, the queue is written anew.
+How many entries at the front are surely not to be skipped is remembered, so that a few blocks a step are a slice.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Int64Array = npt.NDArray[np.int64]
 NO_BLOCKS: Int64Array = np.zeros(0, dtype=np.int64)
 
 
-_SKIM = 4096  # entries of a segment that are looked at together when some are to be skipped
+_SKIM = 1024  # entries of a segment that are looked at together, to see which are to be skipped
 
 
 class BlockPool:
@@ -49,6 +50,7 @@ class BlockPool:
         self._next_segment = 1
         self._num_entries = 0  # in all segments, those to be skipped included
         self._num_cached = 0
+        self._num_sure = 0  # entries of the first segment, from its front on, that wait in it
 
     @property
     def num_free(self) -> int:
@@ -94,6 +96,7 @@ class BlockPool:
         left = self.num_references[ids]
         self._num_cached -= int(np.count_nonzero(left == 0))
         self._segment_of[ids] = 0
+        self._num_sure = 0
         self.num_references[ids] = left + 1
 
     def release(self, blocks: Int64Array) -> None:
@@ -121,6 +124,7 @@ class BlockPool:
         self.is_cached[ids] = False
         free = ids[self._segment_of[ids] != 0]
         self._segment_of[free] = 0
+        self._num_sure = 0
         self._num_cached -= len(free)
         self._push_blank(free)
 
@@ -164,28 +168,42 @@ class BlockPool:
         kept = [(number, ids[self._segment_of[ids] == number]) for number, ids in self._segments]
         self._segments = deque((number, ids) for number, ids in kept if len(ids))
         self._num_entries = self._num_cached
+        self._num_sure = 0
 
     def _take_cached(self, count: int) -> Int64Array:
         """The `count` least recently used cached blocks, which are neither cached nor free from now on."""
         parts: list[Int64Array] = []
         missing = count
         while missing:
+            while self._num_sure == 0:
+                self._look_ahead()
             number, ids = self._segments[0]
-            head = taken = ids[:missing]
-            if np.count_nonzero(self._segment_of[head] == number) < len(head):
-                # Some entries are to be skipped: look at many at once.
-                waiting = (self._segment_of[ids[:_SKIM]] == number).nonzero()[0][:missing]
-                head = ids[: int(waiting[-1]) + 1] if len(waiting) == missing else ids[:_SKIM]
-                taken = ids[waiting]
-            if len(head) < len(ids):
-                self._segments[0] = (number, ids[len(head) :])
+            taken = min(missing, self._num_sure)
+            parts.append(ids[:taken])
+            if taken < len(ids):
+                self._segments[0] = (number, ids[taken:])
             else:
                 self._segments.popleft()
-            self._num_entries -= len(head)
-            missing -= len(taken)
-            parts.append(taken)
+            self._num_sure -= taken
+            missing -= taken
         blocks = parts[0] if len(parts) == 1 else np.concatenate(parts)
         self._segment_of[blocks] = 0
         self.is_cached[blocks] = False
+        self._num_entries -= count
         self._num_cached -= count
         return blocks
+
+    def _look_ahead(self) -> None:
+        """Drop the entries at the front of the queue that are to be skipped: those behind them are sure."""
+        number, ids = self._segments.popleft()
+        head, rest = ids[:_SKIM], ids[_SKIM:]
+        waits = self._segment_of[head] == number
+        self._num_sure = int(np.count_nonzero(waits))
+        self._num_entries -= len(head) - self._num_sure
+        if self._num_sure == len(head):
+            self._segments.appendleft((number, ids))
+            return
+        if len(rest):
+            self._segments.appendleft((number, rest))
+        if self._num_sure:
+            self._segments.appendleft((number, head[waits]))

@@ -47,7 +47,7 @@ class Emission:
             resumed = np.array([entry.previous_status is RequestStatus.PREEMPTED for entry in record.admitted])
         resync = self._resync
         if resync:
-            advance.block_ids, advance.block_offsets = self._full_tables(advance)
+            advance.block_ids, advance.block_rows = self._full_tables(advance)
         samples, completes = advance.samples, _NO_INTS
         if self._batch.num_no_sample:
             samples, completes = self._without_completions(advance)
@@ -72,7 +72,7 @@ class Emission:
             num_external_tokens=external,
             is_resumed=resumed,
             block_ids=advance.block_ids.astype(np.int32),
-            block_offsets=advance.block_offsets,
+            block_rows=advance.block_rows,
             encoder_inputs=encoder_inputs,
             freed_encoder_entries=freed_entries,
             preempted=preempted,
@@ -96,22 +96,27 @@ class Emission:
         return advance.samples & ~is_done, is_done.nonzero()[0]
 
     def _with_admitted(self, advance: Advance, admitted: list[AdmittedRequest]) -> Advance:
-        rows = np.array([entry.row for entry in admitted], dtype=np.int64)
-        cached = [entry.grant.num_cached_tokens for entry in admitted]
-        tokens = [entry.grant.num_tokens for entry in admitted]
-        ends = np.cumsum([len(entry.blocks) for entry in admitted]) + advance.block_offsets[-1]
+        batch, end = self._batch, len(advance.requests) + len(admitted)
+        columns = np.array(
+            [
+                (one.row, one.serial, one.grant.num_cached_tokens, one.grant.num_tokens, len(one.blocks))
+                for one in admitted
+            ]
+        )
+        rows, serials, cached, tokens, num_blocks = columns.T
+        indices = batch.count_up[len(advance.requests) : end]
         return Advance(
             requests=[*advance.requests, *(entry.request for entry in admitted)],
             rows=np.concatenate([advance.rows, rows]),
-            serials=np.concatenate([advance.serials, self._batch.serial[rows]]),
+            serials=np.concatenate([advance.serials, serials]),
             num_computed_tokens=np.concatenate([advance.num_computed_tokens, cached]),
             num_scheduled_tokens=np.concatenate([advance.num_scheduled_tokens, tokens]),
-            samples=np.concatenate([advance.samples, self._batch.num_pending[rows] > 0]),
-            num_draft_tokens=np.concatenate([advance.num_draft_tokens, self._batch.zeros[: len(rows)]]),
+            samples=np.concatenate([advance.samples, batch.num_pending[rows] > 0]),
+            num_draft_tokens=np.concatenate([advance.num_draft_tokens, batch.zeros[: len(admitted)]]),
             draft_token_ids=advance.draft_token_ids,
             block_ids=np.concatenate([advance.block_ids, *(entry.blocks for entry in admitted)]),
-            block_offsets=np.concatenate([advance.block_offsets, ends]),
-            total=advance.total + sum(tokens),
+            block_rows=np.concatenate([advance.block_rows, indices.repeat(num_blocks)]),
+            total=advance.total + int(tokens.sum()),
             preempted=advance.preempted,
             unpublished=(),
         )

@@ -24,7 +24,7 @@ from pointsman.core.prefix_cache import Node, Place, PrefixCache, Root, Span
 from pointsman.core.request import Request
 
 Int64Array = npt.NDArray[np.int64]
-Journal = list[tuple[Request, list[int], list[Span]]]  # (who published, which blocks, as which nodes), in order
+Journal = list[tuple[Request, Int64Array, list[Span]]]  # (who published, which blocks, as which nodes), in order
 
 NO_EPOCH = -1  # of a request whose prefix left the tree while it ran
 
@@ -122,7 +122,7 @@ class KVCacheManager:
         """Append one new block to the table of each row. Returns them, in row order."""
         blocks = self._take(len(rows))
         slots = batch.num_slots[rows]
-        batch.block_table[rows, slots // self.block_size] = blocks
+        batch.flat_table[rows * batch.max_blocks + slots // self.block_size] = blocks
         slots += self.block_size
         batch.num_slots[rows] = slots
         return blocks
@@ -144,11 +144,10 @@ class KVCacheManager:
         return batch.block_table[row, : int(batch.num_slots[row]) // self.block_size].astype(np.int64)
 
     def tables(self, batch: Batch, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """The block tables of some rows, ragged: block ids, and offsets ([rows + 1])."""
+        """The block tables of some rows, one behind the other, and for each block the index of its row in `rows`."""
         tables = [self.table(batch, row) for row in rows.tolist()]
-        offsets = np.zeros(len(tables) + 1, dtype=np.int64)
-        np.cumsum([len(table) for table in tables], out=offsets[1:])
-        return np.concatenate([NO_BLOCKS, *tables]), offsets
+        counts = np.array([len(table) for table in tables], dtype=np.int64)
+        return np.concatenate([NO_BLOCKS, *tables]), batch.count_up[: len(rows)].repeat(counts)
 
     # ------------------------------------------------------------------ publishing and freeing
 
@@ -244,7 +243,7 @@ class KVCacheManager:
             keys = block_keys(request, self.block_size)[first:end]
             self._key_of.update((b, (key, self._newest_step)) for b, key in zip(blocks.tolist(), keys, strict=True))
         if self.journal is not None:
-            self.journal.append((request, blocks.tolist(), spans))
+            self.journal.append((request, blocks, spans))
 
     def _take(self, count: int) -> Int64Array:
         blocks, evicted = self.pool.take(count)
@@ -271,7 +270,7 @@ class KVCacheManager:
         return saves
 
 
-def _nodes(blocks: list[int], spans: list[Span]) -> list[tuple[int, Place]]:
+def _nodes(blocks: Int64Array, spans: list[Span]) -> list[tuple[int, Place]]:
     """The blocks of a journal entry, each with the node that it was published as."""
     nodes = (Place(run, first + step) for run, first, count in spans for step in range(count))
-    return list(zip(blocks, nodes, strict=True))
+    return list(zip(blocks.tolist(), nodes, strict=True))

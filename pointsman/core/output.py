@@ -68,8 +68,8 @@ class SchedulerOutput:
 
     block_ids: IntArray
     """Ragged int32: new blocks of continued rows, all blocks of admitted rows (and of every row if `resync`)."""
-    block_offsets: IntArray
-    """[n + 1] int64: row i's blocks are block_ids[block_offsets[i]:block_offsets[i + 1]]."""
+    block_rows: IntArray
+    """int64, parallel to `block_ids` and ascending: the index (0 to n - 1) of the row that each block is for."""
 
     encoder_inputs: Sequence[tuple[Request, int]]
     """Encoder inputs to compute in this step, before the model runs: (request, index into its `encoder_inputs`). What
@@ -95,6 +95,12 @@ class SchedulerOutput:
     def num_rows(self) -> int:
         """n: the requests that run in this step."""
         return len(self.requests)
+
+    @property
+    def block_offsets(self) -> IntArray:
+        """[n + 1] int64: row i's blocks are block_ids[block_offsets[i]:block_offsets[i + 1]]."""
+        offsets: IntArray = self.block_rows.searchsorted(np.arange(self.num_rows + 1))
+        return offsets
 
     @property
     def continued(self) -> Sequence[Request]:
@@ -141,7 +147,8 @@ class SchedulerOutput:
 
     def blocks(self, row_index: int) -> IntArray:
         """Block ids that this output tells of row `row_index` (0 to n - 1): see `block_ids`."""
-        return self.block_ids[self.block_offsets[row_index] : self.block_offsets[row_index + 1]]
+        start = self.block_rows.searchsorted(row_index)
+        return self.block_ids[start : self.block_rows.searchsorted(row_index, side="right")]
 
     def _decodes(self) -> list[bool]:
         prompt_lens = [request.num_prompt_tokens for request in self.requests]

@@ -26,6 +26,7 @@ blocks out newest first; and `prune` takes a node out with everything behind it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -224,10 +225,10 @@ class PrefixCache:
 
     def evict(self, blocks: Int64Array) -> None:
         """Take out blocks whose content is given up, in the order in which they were least recently used."""
-        run_ids = self._run_of[blocks]
         start = 0
-        for end in [*((run_ids[1:] != run_ids[:-1]).nonzero()[0] + 1).tolist(), len(blocks)]:
-            run = self._runs[int(run_ids[start])]
+        for run_id, same in groupby(self._run_of[blocks].tolist()):
+            run = self._runs[run_id]
+            end = start + len(list(same))
             if run.duplicates:
                 for block in blocks[start:end].tolist():
                     self.forget(block)
@@ -286,9 +287,6 @@ class PrefixCache:
         if self.listener is not None:
             self.listener.shrunk(run, length)
         run.length = length
-        if length < len(run.blocks) // 2:  # what is left should not keep a long prompt in memory
-            del run.blocks[length:]
-            run.token_bytes = run.token_bytes[: max(length, 1) * self._block_bytes]
         if length == 0:
             head = run.token_bytes[: self._block_bytes]
             if isinstance(run.parent, Root):
@@ -296,6 +294,10 @@ class PrefixCache:
             else:
                 del run.parent.run.children[run.parent.at, head]
             del self._runs[run.run_id]
+            run.blocks, run.token_bytes = [], head  # who still names it should not keep a long prompt in memory
+        elif length < len(run.blocks) // 2:  # nor should what is left
+            del run.blocks[length:]
+            run.token_bytes = run.token_bytes[: length * self._block_bytes]
 
     def _blocks_behind(self, run: Run, index: int) -> Iterator[int]:
         """All blocks of a run from a node on, and of the runs behind those nodes, which are marked as gone."""

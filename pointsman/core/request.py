@@ -301,9 +301,9 @@ class Request:
 
     def known_bytes(self) -> bytes:
         """All known tokens as bytes; the prompt's own while nothing is generated."""
-        if self.num_output_tokens == 0:
-            return self._prompt_bytes
-        return self._prompt_bytes + self.output_token_ids.tobytes()
+        if self.batch is not None and self.row is not None:
+            self.batch.flush(self.row, self)
+        return self._prompt_bytes + self._output.array().tobytes() if len(self._output) else self._prompt_bytes
 
     # ------------------------------------------------------------------ what the scheduler changes
 

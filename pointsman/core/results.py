@@ -23,7 +23,7 @@ def checked_tokens(result: StepResult, expected: int, wanted: str = ROW_TOKENS) 
         raise StepResultError(f"token_ids must be a flat sequence of integers: {error}") from None
     if given.dtype.kind not in "iu" and given.size:
         raise StepResultError(f"token_ids must be a flat sequence of integers, and they are of type {given.dtype}")
-    token_ids: Int64Array = given.astype(np.int64)
+    token_ids: Int64Array = given.astype(np.int64, copy=given is result.token_ids)  # a list is an array of its own now
     if token_ids.shape != (expected,):
         raise StepResultError(f"token_ids has shape {token_ids.shape} and {expected} {wanted}")
     # A negative id is huge when read as unsigned, so one reduction finds both kinds of bad id.

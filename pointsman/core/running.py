@@ -45,7 +45,7 @@ class Advance:
     num_draft_tokens: Int64Array
     draft_token_ids: Int32Array
     block_ids: Int64Array
-    block_offsets: Int64Array
+    block_rows: Int64Array
     total: int
     preempted: bool
     """Whether somebody had to give way for memory."""
@@ -100,7 +100,7 @@ class Running:
             num_draft_tokens=members.zeros[:0],
             draft_token_ids=NO_TOKENS,
             block_ids=NO_BLOCKS,
-            block_offsets=members.zero_offsets[:1],
+            block_rows=NO_BLOCKS,
             total=0,
             preempted=False,
             unpublished=(),
@@ -150,25 +150,19 @@ class Running:
         """Every row decodes one token; None if that is not so after all, with nothing changed."""
         batch, members = self._batch, self._batch.members
         rows = members.rows
-        count = len(rows)
-        pending = batch.num_pending[rows]
-        if in_flight and (
-            self._speculates or batch.num_not_ahead or (batch.num_tokens[rows] + pending >= members.token_limit).any()
-        ):
-            return None
+        pending: Int64Array | int = 0
+        if in_flight:
+            pending = batch.num_pending[rows]
+            expected = batch.num_tokens[rows] + pending
+            if self._speculates or batch.num_not_ahead or (expected >= members.token_limit).any():
+                return None
         computed = batch.num_computed_tokens[rows]
         lacking = (computed >= batch.num_slots[rows]).nonzero()[0]
         if len(lacking) > self._kv.num_free:
             return None
-        block_ids, offsets = NO_BLOCKS, members.zero_offsets
-        if len(lacking):
-            block_ids = self._kv.grow_by_one(batch, rows[lacking])
-            offsets = np.zeros(count + 1, dtype=np.int64)
-            offsets[lacking + 1] = 1
-            offsets.cumsum(out=offsets)
+        block_ids = self._kv.grow_by_one(batch, rows[lacking]) if len(lacking) else NO_BLOCKS
         batch.num_computed_tokens[rows] = computed + 1
-        pending += 1
-        batch.num_pending[rows] = pending
+        batch.num_pending[rows] = pending + 1
         return Advance(
             requests=members.requests,
             rows=rows,
@@ -179,8 +173,8 @@ class Running:
             num_draft_tokens=members.zeros,
             draft_token_ids=NO_TOKENS,
             block_ids=block_ids,
-            block_offsets=offsets,
-            total=count,
+            block_rows=lacking,
+            total=len(rows),
             preempted=False,
             unpublished=(),
         )
@@ -199,12 +193,7 @@ class Running:
         lacking = (end > batch.num_slots[rows]).nonzero()[0]
         if len(lacking) > self._kv.num_free:
             return None
-        block_ids, offsets = NO_BLOCKS, members.zero_offsets
-        if len(lacking):
-            block_ids = self._kv.grow_by_one(batch, rows[lacking])
-            offsets = np.zeros(len(rows) + 1, dtype=np.int64)
-            offsets[lacking + 1] = 1
-            offsets.cumsum(out=offsets)
+        block_ids = self._kv.grow_by_one(batch, rows[lacking]) if len(lacking) else NO_BLOCKS
         batch.num_computed_tokens[rows] = end
         batch.num_pending[rows] = 1
         return Advance(
@@ -217,7 +206,7 @@ class Running:
             num_draft_tokens=num_drafts,
             draft_token_ids=drafts.take_all(),
             block_ids=block_ids,
-            block_offsets=offsets,
+            block_rows=lacking,
             total=total,
             preempted=False,
             unpublished=(),
@@ -312,8 +301,6 @@ class Running:
                     limit.take(requests[index], int(computed[index]), int(granted[index]))
                 if samples[index]:
                     batch.clear_flags(int(rows[index]), PREFILLING)
-        offsets = np.zeros(len(rows) + 1, dtype=np.int64)
-        np.cumsum(needed, out=offsets[1:])
         return Advance(
             requests=requests,
             rows=rows,
@@ -324,7 +311,7 @@ class Running:
             num_draft_tokens=num_drafts,
             draft_token_ids=drafts,
             block_ids=block_ids,
-            block_offsets=offsets,
+            block_rows=batch.count_up[: len(rows)].repeat(needed),
             total=int(granted.sum()),
             preempted=preempted,
             unpublished=unpublished,

@@ -30,6 +30,8 @@ class RequestStatus(enum.Enum):
     FINISHED_DEADLINE = "finished_deadline"
     FINISHED_REPETITION = "finished_repetition"
 
+    __hash__ = object.__hash__  # equality is identity, and Enum hashes its name in Python
+
     @property
     def is_finished(self) -> bool:
         return self in _FINISHED
@@ -63,6 +65,8 @@ class FinishReason(enum.Enum):
     """The host's: its caller's time was up, whether it waited or ran."""
     REPETITION = "repetition"
     """Its output goes round in circles, see `repetition.py`."""
+
+    __hash__ = object.__hash__
 
     @property
     def status(self) -> RequestStatus:

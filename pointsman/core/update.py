@@ -77,7 +77,7 @@ class Update:
             return self._apply_general(record, output, result)
         token_ids = checked_tokens(result, len(members))
         record.is_over = True
-        num_tokens = self._batch.append(members.requests, members.rows, token_ids)
+        num_tokens = self._batch.append(members.requests, members.rows, token_ids, is_last=self._is_last())
         done = token_ids == members.eos_token_id
         done |= num_tokens >= members.token_limit
         ends = self._find_ends(members.requests, members.rows, token_ids, num_tokens, done)
@@ -119,7 +119,7 @@ class Update:
         if len(at):
             rows, tokens = output.rows[at], token_ids[is_live]
             requests = [output.requests[index] for index in at.tolist()]
-            num_tokens = batch.append(requests, rows, tokens)
+            num_tokens = batch.append(requests, rows, tokens, is_last=self._is_last())
             done = tokens == batch.eos_token_id[rows]
             done |= num_tokens >= batch.token_limit[rows]
             found = self._find_ends(requests, rows, tokens, num_tokens, done)
@@ -199,7 +199,7 @@ class Update:
             runs, ends = _cut_at_stops(live.requests, num_tokens, runs, done)
             num_tokens -= whole.counts - runs.counts
             accepted = np.minimum(accepted, runs.counts)
-        if len(self._life.in_flight) == 1:  # then all is known
+        if self._is_last():  # then all is known
             batch.num_computed_tokens[rows] = num_tokens - 1
             batch.num_pending[rows] = 0
         else:
@@ -221,6 +221,10 @@ class Update:
         return length, end
 
     # ------------------------------------------------------------------ parts
+
+    def _is_last(self) -> bool:
+        """Whether no step behind the one that is updated is in flight."""
+        return len(self._life.in_flight) == 1
 
     def _deliver(self, request: Request, token_id: int) -> End | None:
         """A sample of a request that was preempted, or parked, while it was in flight."""

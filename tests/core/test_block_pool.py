@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from random import Random
+
+import numpy as np
+import pytest
+
+from pointsman.core.block_pool import BlockPool
 from tests.core.helpers import Host, blocks_of, cached_of, names
 
 
@@ -100,3 +106,41 @@ def test_a_request_may_take_the_whole_pool() -> None:
     assert host.stats().kv_cache_usage == 1.0
     host.update(output)
     assert host.stats().kv_cache_usage == 0.0, "it has ended: one token more than the slots is its limit"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_cached_blocks_go_in_the_order_in_which_they_came_back_whatever_was_found_again(seed: int) -> None:
+    random = Random(seed)
+    pool = BlockPool(3000)
+    waiting: list[int] = []  # free and cached, the next one to go first
+    held = [pool.take(count)[0] for count in (1, 2, 1500, 40, 1457)]
+    for table in held:
+        pool.set_cached(table)
+    for _ in range(400):
+        what = random.choice(["release", "take", "take", "find", "forget"])
+        if what == "release" and held:
+            table = held.pop(random.randrange(len(held)))
+            pool.release(table)
+            waiting += table[::-1].tolist()
+        elif what == "take" and waiting and pool.num_free == len(waiting):
+            count = random.randint(1, min(len(waiting), random.choice([3, 3, 3, 1300])))
+            blocks, evicted = pool.take(count)
+            assert blocks.tolist() == evicted.tolist() == waiting[:count]
+            del waiting[:count]
+            pool.set_cached(blocks)
+            held.append(blocks)
+        elif what == "find" and waiting:
+            found = random.sample(waiting, random.randint(1, max(1, len(waiting) // 4)))
+            waiting = [block for block in waiting if block not in set(found)]
+            pool.acquire(found)
+            held.append(np.array(found))
+        elif what == "forget" and waiting and random.random() < 0.1:
+            gone = random.sample(waiting, 1)
+            waiting.remove(gone[0])
+            pool.uncache(gone)
+            blank, evicted = pool.take(1)
+            assert (blank.tolist(), len(evicted)) == (gone, 0)
+            pool.set_cached(blank)
+            held.append(blank)
+        assert pool.cached_free_blocks() == waiting
+        assert pool.num_free == len(waiting)

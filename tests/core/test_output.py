@@ -85,6 +85,9 @@ def test_arrays_have_the_types_and_shapes_that_the_fields_say() -> None:
     assert (output.block_offsets.dtype, output.block_offsets.shape) == (np.int64, (5,))
     assert output.block_offsets[0] == 0
     assert output.block_offsets[-1] == len(output.block_ids)
+    assert (output.block_rows.dtype, output.block_rows.shape) == (np.int64, output.block_ids.shape)
+    for index in range(4):
+        assert np.array_equal(output.blocks(index), output.block_ids[output.block_rows == index])
 
 
 def test_a_resumed_request_is_told_its_whole_table_cached_blocks_included() -> None:

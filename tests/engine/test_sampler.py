@@ -71,7 +71,7 @@ def step_of(rows: list[SamplingRow]) -> tuple[SchedulerOutput, np.ndarray, np.nd
         num_external_tokens=ones - 1,
         is_resumed=np.zeros(n, dtype=np.bool_),
         block_ids=none,
-        block_offsets=np.zeros(n + 1, dtype=np.int64),
+        block_rows=none,
         encoder_inputs=(),
         freed_encoder_entries=(),
         preempted=[],

@@ -68,7 +68,7 @@ def read_sampled(result: Any, ids: list[str]) -> Sampled:
 
 def to_result(output: Output, sampled: Sampled) -> StepResult:
     """What our scheduler's `update` takes."""
-    token_ids = list(chain.from_iterable(sampled.lists))
+    token_ids = np.fromiter(chain.from_iterable(sampled.lists), dtype=np.int64)
     if not len(output.draft_token_ids):
         return StepResult(token_ids)
     return StepResult(token_ids, counts=np.fromiter(map(len, sampled.lists), dtype=np.int64, count=output.num_rows))

@@ -95,7 +95,8 @@ class Scheduler(Reads):
         self._sessions = Sessions()
         self._unsent: list[Any] = []  # who ended outside `update_from_output`, which alone reaches the client
         self._steps: deque[Step] = deque()
-        self._last_step: Step | None = None
+        self._last_step: Step | None = None  # which drafts are for
+        self._speculates = config.num_draft_tokens > 0
         asynchronous = bool(vllm_config.scheduler_config.async_scheduling)
         self._runs_ahead = asynchronous or config.max_steps_in_flight == 1
         self._schedules = Schedules(
@@ -325,7 +326,8 @@ class Scheduler(Reads):
         output, ids = step.output, step.ids
         sampled = read_sampled(model_runner_output, ids)
         update = self.core.update(output, to_result(output, sampled), now)
-        self._last_step = step
+        if self._speculates:
+            self._last_step = step
         outputs, indices = plain_outputs(output, update, ids, sampled)
         if self._statistics is not None and len(output.draft_token_ids):
             self._statistics.verified(output, update)

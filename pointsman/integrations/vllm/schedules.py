@@ -39,7 +39,7 @@ class Schedules:
         self._v2_runner = v2_runner
         self._sends_tokens = sends_tokens
         self._tells_tokens = runs_ahead and not v2_runner
-        self._requests: Sequence[Request] = ()
+        self._requests: Sequence[Request] = []
         self._ids: list[str] = []
         self._prompt_lens: Int64Array = np.zeros(0, dtype=np.int64)
         self._ids_before: Sequence[str] = ()
@@ -48,9 +48,14 @@ class Schedules:
         """What vLLM calls the requests of an output; the list is ours."""
         if requests is self._requests:
             return self._ids
-        if requests != self._requests:  # after admissions the next output lists the same ones anew
-            self._ids = [request.metadata.request_id for request in requests]
-            self._prompt_lens = np.array([len(request.prompt_token_ids) for request in requests], dtype=np.int64)
+        num_known = len(self._requests)
+        if requests[:num_known] != self._requests:
+            num_known, self._ids, self._prompt_lens = 0, [], self._prompt_lens[:0]
+        if num_known < len(requests):
+            new = requests[num_known:]
+            self._ids = self._ids + [request.metadata.request_id for request in new]
+            lens = np.array([len(request.prompt_token_ids) for request in new], dtype=np.int64)
+            self._prompt_lens = np.concatenate([self._prompt_lens, lens])
         self._requests = requests
         return self._ids
 
@@ -80,7 +85,9 @@ class Schedules:
         """Fields of `CachedRequestData` for the rows that ran before."""
         count = output.num_continued
         computed = output.num_computed_tokens[:count]
-        ends = computed + output.num_scheduled_tokens[:count] - output.num_draft_tokens[:count]
+        ends = computed + output.num_scheduled_tokens[:count]
+        if len(output.draft_token_ids):
+            ends -= output.num_draft_tokens[:count]
         num_output_tokens = (ends - self._prompt_lens[:count]).tolist()
         if np.count_nonzero(output.samples[:count]) < count:  # the others end before what is known of them
             for index in (~output.samples[:count]).nonzero()[0].tolist():
@@ -158,17 +165,14 @@ def _new_block_ids(output: Output) -> list[tuple[list[int]] | None]:
     """The new blocks of each continued row, None where there are none."""
     count = output.num_continued
     found: list[tuple[list[int]] | None] = [None] * count
-    offsets = output.block_offsets
-    total = int(offsets[count])
-    if total:
-        block_ids = output.block_ids[:total].tolist()
-        which = (offsets[1 : count + 1] > offsets[:count]).nonzero()[0]
-        if len(which) == total:
-            for index, block in zip(which.tolist(), block_ids, strict=True):
-                found[index] = ([block],)
+    for index, block in zip(output.block_rows.tolist(), output.block_ids.tolist(), strict=True):
+        if index >= count:
+            break
+        blocks = found[index]
+        if blocks is None:
+            found[index] = ([block],)
         else:
-            for index in which.tolist():
-                found[index] = (block_ids[offsets[index] : offsets[index + 1]],)
+            blocks[0].append(block)
     return found
 
 
