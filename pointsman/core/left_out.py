@@ -27,16 +27,19 @@ def why_left_out(
     pending = int(batch.num_pending[request.row])
     if pending:
         return Blocked(Reason.IN_FLIGHT, pending)
-    if config.batching == "prefill-first" and request.phase != "prefill" and _is_for_prompts(output):
+    decodes_alone = config.batching == "prefill-first" and request.phase != "prefill" and output.num_rows > 0
+    if decodes_alone and _is_for_prompts(output):
         return Blocked(Reason.PREFILL_FIRST, 0)
     if output.total_num_scheduled_tokens >= config.max_num_batched_tokens:
         return Blocked(Reason.BUDGET, 1)
     if output.num_rows >= config.max_num_seqs:
         return Blocked(Reason.SEQUENCE_LIMIT, 1)
-    return Blocked(Reason.BLOCKS, 0) if output.preempted else None
+    if output.preempted:
+        return Blocked(Reason.BLOCKS, 0)
+    return Blocked(Reason.PREFILL_FIRST, 0) if decodes_alone else None  # for prompts that lacked one token each
 
 
 def _is_for_prompts(output: SchedulerOutput) -> bool:
-    """Whether a step, of those that are for prompts or for decoding, is for prompts."""
+    """Whether a step is for prompts, of those that are for prompts or for decoding, as far as its rows tell."""
     is_long = np.any(output.num_scheduled_tokens - output.num_draft_tokens > 1)
     return bool(output.admitted) or bool(is_long) or not bool(output.samples.all())

@@ -278,6 +278,17 @@ def test_rows_that_decode_wait_while_a_step_is_for_prompts() -> None:
     assert host.explain("decodes").reason is None
 
 
+def test_a_step_for_the_last_token_of_a_prompt_is_for_prompts_too() -> None:
+    host = Host(batching="prefill-first", shortage="in-order", max_num_batched_tokens=5)
+    host.add("decodes", 1)
+    host.step()
+    host.add("prompt", 6)
+    host.step()
+    output = host.step()
+    assert (names(output.requests), output.total_num_scheduled_tokens) == (["prompt"], 1)
+    assert host.explain("decodes").reason is Reason.PREFILL_FIRST
+
+
 def test_rows_beyond_those_of_a_step_wait_for_a_seat_in_it() -> None:
     host = Host(batching="prefill-first", shortage="in-order", max_num_seqs=2, max_num_active_seqs=3)
     for name in "abc":
