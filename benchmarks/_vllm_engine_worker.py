@@ -116,7 +116,6 @@ def main() -> None:
             told = answer(engine, command)
         answers.write(json.dumps(told) + "\n")
         answers.flush()
-    os._exit(0)  # vLLM would wait 5 s for its engine core before it kills it; the driver ends it with the group
 
 
 if __name__ == "__main__":  # vLLM starts its engine core with "spawn", which imports this file again
