@@ -33,6 +33,7 @@ class ForkingParent:
 
         Raises:
             TimeoutExpired: it took more than `timeout` seconds.
+            RuntimeError: there is nobody who could fork, because a module cannot be imported.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         command = [str(argument) for argument in arguments]
@@ -41,11 +42,15 @@ class ForkingParent:
             job = {"arguments": command, "environment": variables, "timeout": timeout, "cwd": str(cwd or Path.cwd())}
             self._process.stdin.write(json.dumps({**job, "stdout": str(out), "stderr": str(err)}) + "\n")
             self._process.stdin.flush()
-            code = json.loads(self._process.stdout.readline())["code"]
+            answer = self._process.stdout.readline()
+            if not answer:
+                raise RuntimeError(f"the process that forks ended with {self._process.wait()}; it told why on stderr")
+            code = json.loads(answer)["code"]
             if code is None:
                 raise subprocess.TimeoutExpired(command, timeout, out.read_text(), err.read_text())
             return subprocess.CompletedProcess(command, code, out.read_text(), err.read_text())
 
     def close(self) -> None:
         """End it."""
+        atexit.unregister(self.close)
         self._process.communicate()

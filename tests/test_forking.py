@@ -66,3 +66,10 @@ def test_what_takes_too_long_is_killed_with_all_its_own(parent: ForkingParent) -
         assert time.monotonic() < until
         time.sleep(0.01)
     assert parent.run("-c", "print(1)", timeout=30).stdout == "1\n", "the next is not affected"
+
+
+def test_a_module_that_cannot_be_imported_is_told() -> None:
+    parent = ForkingParent(sys.executable, ["no.such.module"], os.environ)
+    with pytest.raises(RuntimeError, match="the process that forks ended with 1"):
+        parent.run("-c", "1", timeout=30)
+    parent.close()
