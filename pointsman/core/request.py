@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from pointsman.core.adapters import Adapter
-from pointsman.core.checks import checked_integer
-from pointsman.core.config import MAX_INT
+from pointsman.core.checks import checked_integer, checked_priority
 from pointsman.core.encoder_inputs import EncoderInput, read_encoder_inputs
 from pointsman.core.errors import InvalidTransition, RequestRefused
 from pointsman.core.repetition import RepetitionDetectionParams, RepetitionWatch
@@ -144,7 +143,7 @@ class Request:
             None if max_total_tokens is None else self._integer("max_total_tokens", max_total_tokens, 1)
         )
         self.min_tokens = self._integer("min_tokens", min_tokens, 0)
-        self.priority = self._integer("priority", priority, -MAX_INT)
+        self.priority = self._priority(priority)
         self.eos_token_ids = tuple(self._integer("an EOS or stop token id", token, 0) for token in eos_token_ids)
         self.ignore_eos = ignore_eos
         self.stop_token_ids = tuple(self._integer("an EOS or stop token id", token, 0) for token in stop_token_ids)
@@ -373,6 +372,12 @@ class Request:
             return checked_integer(name, value, least)
         except ValueError as error:
             raise RequestRefused(f"request {self.request_id!r} refused: {error}") from None
+
+    def _priority(self, value: object) -> int:
+        try:
+            return checked_priority(value)
+        except ValueError as error:
+            self._refuse(str(error))
 
     def _repetition(self, value: object) -> RepetitionDetectionParams | None:
         try:

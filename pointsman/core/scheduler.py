@@ -27,8 +27,8 @@ from typing import Any
 from pointsman.core.adapters import AdapterSlots
 from pointsman.core.admission import Admission
 from pointsman.core.batch import Batch
-from pointsman.core.checks import checked_integer
-from pointsman.core.config import MAX_INT, SchedulerConfig
+from pointsman.core.checks import checked_priority
+from pointsman.core.config import SchedulerConfig
 from pointsman.core.displacement import Displacement, displaces
 from pointsman.core.drafts import Drafts
 from pointsman.core.emission import Emission
@@ -250,7 +250,7 @@ class Scheduler(Questions):
             ValueError: the priority is no integer, or out of range.
         """
         request = self._life.require(request_id)
-        priority = checked_integer("priority", priority, -MAX_INT)
+        priority = checked_priority(priority)
         self._life.set_priority(request, priority)
         if self._displacement is not None:
             self._displacement.forget()

@@ -360,7 +360,7 @@ def test_setting_the_priority_it_has_changes_nothing() -> None:
     assert host.explain("a").position == 0
 
 
-@pytest.mark.parametrize("priority", [2**31, -(2**31), 2**70, 1.5, "high", None], ids=str)
+@pytest.mark.parametrize("priority", [2**63, -(2**63) - 1, 2**70, 1.5, "high", None], ids=str)
 def test_a_priority_out_of_range_is_refused_before_anything_changes(priority: object) -> None:
     host = Host(order="priority", max_num_seqs=1)
     running_one = host.add("a", 4, priority=1)

@@ -41,7 +41,7 @@ def make(prompt: Any = (1, 2, 3), **fields: Any) -> Request:
         ({"max_total_tokens": 0}, f"max_total_tokens is 0; it must be between 1 and {MAX_INT}"),
         ({"min_tokens": -1}, f"min_tokens is -1; it must be between 0 and {MAX_INT}"),
         ({"min_tokens": 5}, "min_tokens is 5, more than max_tokens 4; lower it"),
-        ({"priority": 2**31}, f"priority is 2147483648; it must be between -{MAX_INT} and {MAX_INT}"),
+        ({"priority": 2**63}, f"priority is {2**63}; it must be between {-(2**63)} and {2**63 - 1}"),
         ({"priority": "high"}, "priority is 'high'; it must be an integer"),
         ({"eos_token_ids": (-1,)}, f"an EOS or stop token id is -1; it must be between 0 and {MAX_INT}"),
         ({"stop_token_ids": (3, 2**31)}, "an EOS or stop token id is 2147483648"),
