@@ -20,6 +20,7 @@ MET_PER_100 = {
     "aborts": 100,
     "asynchronous": 25,
     "with adapters": 10,
+    "with work": 500,
 }
 """What so many workloads meet at least, so that they cannot pass by meeting nothing."""
 

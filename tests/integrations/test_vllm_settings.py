@@ -10,7 +10,7 @@ import pytest
 from pointsman.core import ConfigError
 from pointsman.core.presets import SYSTEMS
 from pointsman.integrations.vllm.settings import FLAGS, KNOBS, read_settings, scheduler_config
-from pointsman.integrations.vllm.support import check_supported
+from pointsman.integrations.vllm.support import check_supported, what_was_not_run
 from pointsman.integrations.vllm.versions import UnsupportedVLLM, check_version
 from tests.integrations.vllm_configs import vllm_config
 
@@ -41,6 +41,7 @@ def test_flags_that_vllm_accepts_are_not_refused() -> None:
     config = settled(scheduler_config__long_prefill_token_threshold=64, **adaptive)
     assert config.long_prefill_token_threshold == 0, "vLLM lets a threshold of the whole budget stand without effect"
     assert settled(scheduler_config__watermark=0.01).watermark == 0.0, "less than a block of 40 is none"
+    assert 0.97 < settled(scheduler_config__watermark=0.99).watermark < 1.0, "all but one of the usable blocks"
 
 
 def test_knobs_and_presets_come_from_the_additional_config() -> None:
@@ -63,6 +64,7 @@ def test_knobs_and_presets_come_from_the_additional_config() -> None:
         ({"max_num_seqs": 3}, "max_num_seqs is vLLM's own: set it with --max-num-seqs"),
         ({"max_seqs": 3}, "max_seqs in --additional-config is no knob; choose from"),
         ({"preset": "high-throughput"}, "no preset is called 'high-throughput' here"),
+        ({"kv_load_timeout": 1.0}, "kv_load_timeout in --additional-config is no knob"),
         ({"socket": 1}, "socket in --additional-config is 1; it must be a path"),
     ],
 )
@@ -87,6 +89,11 @@ def test_every_knob_is_either_vllms_or_ours() -> None:
         ({"aux_output_config__enabled": True}, "auxiliary outputs"),
         ({"parallel_config__decode_context_parallel_size": 2}, "decode_context_parallel_size is 2"),
         ({"scheduler_config__prefill_schedule_interval": 4}, "prefill_schedule_interval is 4"),
+        ({"observability_config__kv_cache_metrics": True}, "leave --kv-cache-metrics out"),
+        (
+            {"scheduler_config__async_scheduling": True, "parallel_config__pipeline_parallel_size": 2},
+            "pipeline_parallel_size is 2.*--no-async-scheduling",
+        ),
         (
             {"speculative_config": SimpleNamespace(method="ngram"), "scheduler_config__async_scheduling": True},
             "--no-async-scheduling",
@@ -99,6 +106,19 @@ def test_what_is_not_supported_is_refused_with_a_remedy(changes: dict[str, Any],
     with pytest.raises(UnsupportedVLLM, match=words) as refused:
         check_supported(vllm_config(**changes), None)
     assert "leave --scheduler-cls out" in str(refused.value)
+
+
+def test_what_nobody_has_run_is_told() -> None:
+    assert what_was_not_run(vllm_config(), "0.32.0") == []
+    speculation = SimpleNamespace(method="suffix")
+    changes = {
+        "parallel_config__tensor_parallel_size": 2,
+        "use_v2_model_runner": True,
+        "speculative_config": speculation,
+    }
+    told = ", ".join(what_was_not_run(vllm_config(device_config__device_type="cuda", **changes), "0.33.0"))
+    for part in ("vLLM 0.33.0", "cuda", "second model runner", "'suffix'", "tensor_parallel_size 2"):
+        assert part in told
 
 
 def test_all_reasons_are_told_at_once() -> None:

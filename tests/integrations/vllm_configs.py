@@ -29,7 +29,7 @@ def vllm_config(**changes: Any) -> Any:
             policy="fcfs",
             async_scheduling=False,
         ),
-        cache_config=SimpleNamespace(enable_prefix_caching=True),
+        cache_config=SimpleNamespace(enable_prefix_caching=True, prefix_caching_hash_algo="sha256"),
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
@@ -38,6 +38,9 @@ def vllm_config(**changes: Any) -> Any:
         ),
         additional_config={},
         device_config=SimpleNamespace(device_type="cpu"),
+        observability_config=SimpleNamespace(
+            kv_cache_metrics=False, enable_mfu_metrics=False, per_request_spec_decode_metrics="none"
+        ),
         use_v2_model_runner=False,
         lora_config=None,
         kv_events_config=None,

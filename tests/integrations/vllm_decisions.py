@@ -16,7 +16,7 @@ import json
 import random
 import sys
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -176,17 +176,31 @@ class Side:
 
     def update(self) -> dict[str, Any]:
         """Take in the result of the oldest step in flight; what clients are told, by request."""
-        told = {}
+        told: dict[str, Any] = {}
         for outputs in self.scheduler.update_from_output(*self.in_flight.popleft()).values():
             for each in outputs.outputs:
                 reason = None if each.finish_reason is None else str(each.finish_reason)
-                told[each.request_id] = [list(each.new_token_ids), reason, each.stop_reason]
+                events = [str(event.type) for event in each.events or ()]
+                prefill = None if each.prefill_stats is None else asdict(each.prefill_stats)
+                told[each.request_id] = [list(each.new_token_ids), reason, each.stop_reason, events, prefill]
+            if outputs.scheduler_stats is not None:
+                told["its loggers"] = _logged(outputs.scheduler_stats)
         return dict(sorted(told.items()))
 
     def _sample(self, name: str, position: int) -> int:
         token = random.Random(f"{self.workload.seed} {name} {position}").randrange(NUM_TOKENS)
         first, stops = self.allowed[name]
         return NUM_TOKENS if token in stops and position < first else token
+
+
+def _logged(stats: Any) -> list[Any]:
+    work = stats.perf_stats
+    return [
+        [stats.num_running_reqs, stats.num_waiting_reqs + stats.num_skipped_waiting_reqs],
+        round(stats.kv_cache_usage, 9),
+        asdict(stats.prefix_cache_stats),
+        None if work is None else [work.num_flops_per_gpu, work.num_read_bytes_per_gpu, work.num_write_bytes_per_gpu],
+    ]
 
 
 def build_sides(base: Any, workload: Workload) -> tuple[Side, Side]:
@@ -206,6 +220,8 @@ def build_sides(base: Any, workload: Workload) -> tuple[Side, Side]:
     config.cache_config.num_gpu_blocks = workload.num_blocks
     config.lora_config = SimpleNamespace(max_loras=workload.max_loras) if workload.max_loras else None
     config.additional_config = {"pointsman": {"preset": "vllm"}}
+    config.observability_config = copy.copy(base.observability_config)
+    config.observability_config.enable_mfu_metrics = workload.seed % 4 == 0
     own = AsyncScheduler if workload.asynchronous else OwnScheduler
     return Side(workload, config, own), Side(workload, config, Scheduler)
 
@@ -248,6 +264,7 @@ def _run(sides: tuple[Side, Side], workload: Workload, tally: Counter[str]) -> d
             which = [name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)]
             told = [{name: each.get(name) for name in which} for each in (theirs, ours)]
             return {"step": step, "what": ["told"], "theirs": told[0], "ours": told[1]}
+        tally["with work"] += theirs["its loggers"][3] is not None
         tally["stopped"] += sum(told[1] == "stop" for told in theirs.values())
     else:
         return {"step": step, "what": ["never ends"], "theirs": len(ended), "ours": len(names)}

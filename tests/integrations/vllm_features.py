@@ -192,7 +192,7 @@ async def pauses(engine: AsyncLLM) -> Any:
 
 
 def kv_events(llm: LLM, endpoint: str) -> Any:
-    """What a subscriber knows to be in the prefix cache when all is done: token sequences, whatever their hashes."""
+    """What a subscriber knows to be in the prefix cache when all is done: token sequences, and their hashes."""
     socket = zmq.Context.instance().socket(zmq.SUB)
     socket.subscribe(b"")
     socket.connect(endpoint)
@@ -203,7 +203,7 @@ def kv_events(llm: LLM, endpoint: str) -> Any:
     llm.reset_prefix_cache()
     llm.generate([" ".join(TEXTS * times) for times in (2, 4)], params, use_tqdm=False)
     llm.generate(["."], SamplingParams(max_tokens=2), use_tqdm=False)  # what the last end left is told with a step
-    known: dict[bytes, list[int]] = {}
+    known: dict[int, list[int]] = {}
     num_cleared = 0
     while socket.poll(1000):
         _, _, payload = socket.recv_multipart()
@@ -218,7 +218,7 @@ def kv_events(llm: LLM, endpoint: str) -> Any:
                 before = known[event.parent_block_hash] if event.parent_block_hash is not None else []
                 for at, name in enumerate(event.block_hashes, start=1):
                     known[name] = before + event.token_ids[: at * event.block_size]
-    return [num_cleared, sorted(known.values())]
+    return [num_cleared, sorted([tokens, name] for name, tokens in known.items())]
 
 
 def main() -> None:

@@ -129,8 +129,8 @@ class Runner:
                 assert cached.new_token_ids[at] == state.tokens[start : start + count]
 
 
-def make_scheduler(*, v2: bool, asynchronous: bool, pipeline: int, policy: str) -> Scheduler:
-    ahead = {(False, True): 2, (True, True): pipeline + 1}.get((v2, asynchronous), pipeline)
+def make_scheduler(*, v2: bool, asynchronous: bool, pipeline: int, policy: str, **changes: Any) -> Scheduler:
+    ahead = 2 if asynchronous else pipeline
     config = vllm_config(
         scheduler_config__async_scheduling=asynchronous,
         scheduler_config__max_num_batched_tokens=BUDGET,
@@ -141,6 +141,7 @@ def make_scheduler(*, v2: bool, asynchronous: bool, pipeline: int, policy: str) 
         additional_config={"pointsman": {"socket": ""}},
         use_v2_model_runner=v2,
         max_concurrent_batches=ahead,
+        **changes,
     )
     spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32)
     group = SimpleNamespace(kv_cache_spec=spec)
@@ -211,9 +212,7 @@ def run(seed: int, **kind: Any) -> Counter[str]:
 def main() -> None:
     seen: Counter[str] = Counter()
     for v2 in (False, True):
-        for asynchronous, pipeline in ((False, 1), (True, 1), (False, 2), (True, 2)):
-            if asynchronous and pipeline == 2 and not v2:  # vLLM's first runner does not do both
-                continue
+        for asynchronous, pipeline in ((False, 1), (True, 1), (False, 2)):  # what is left out is refused
             for policy in ("fcfs", "priority"):
                 for seed in range(5):
                     kind = {"v2": v2, "asynchronous": asynchronous, "pipeline": pipeline, "policy": policy}

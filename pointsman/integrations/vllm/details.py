@@ -47,7 +47,8 @@ class Details:
 
     def tell(self, outputs: list[Any], indices: list[int], sampled: Sampled, result: Any) -> None:
         """Put the details into outputs, of the rows with these indices, from a `ModelRunnerOutput`."""
-        if not (self._once or self._always or result.num_nans_in_logits):
+        masks = result.sampling_masks
+        if not (self._once or self._always or result.num_nans_in_logits or masks is not None):
             return
         for index, output in zip(indices, outputs, strict=True):
             name = output.request_id
@@ -62,6 +63,8 @@ class Details:
                 if result.logprobs is not None and request.sampling_params.num_logprobs is not None:
                     place, count = sampled.place(index), len(output.new_token_ids)
                     output.new_logprobs = result.logprobs.slice_request(place, count)
+            if masks is not None and output.new_token_ids:
+                output.new_sampling_mask = masks.slice_request(sampled.place(index), len(output.new_token_ids))
             if result.num_nans_in_logits and name in result.num_nans_in_logits:
                 output.num_nans_in_logits = result.num_nans_in_logits[name]
 
@@ -71,6 +74,7 @@ class Details:
         stats = request.take_prefill_stats()
         if stats is not None:
             if self._cached_block_size is not None:
-                num_prompt_tokens = self._of_id[name].num_prompt_tokens
-                stats.finalize(num_prompt_tokens - num_prompt_tokens % self._cached_block_size)
+                ours = self._of_id[name]
+                count = ours.num_prompt_tokens if ours.use_prefix_cache else 0
+                stats.finalize(count - count % self._cached_block_size)
             output.prefill_stats = stats

@@ -1,6 +1,7 @@
 """What enters and leaves the prefix cache, on vLLM's own publisher, in vLLM's events.
 
-The hashes are ours (`core/content_keys.py`): they name content across processes as vLLM's do, and are other numbers.
+The hashes in them are vLLM's own, whose function and seed its configuration says: a router may compute them itself from
+the tokens of a prompt, and compare. Ours (`core/content_keys.py`) tell which block is meant.
 """
 
 from __future__ import annotations
@@ -9,8 +10,13 @@ import time
 from typing import Any
 
 from vllm.distributed import kv_events as of_vllm
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import BlockHash, hash_block_tokens, maybe_convert_block_hash
 
 from pointsman.core.kv_events import AllBlocksCleared, BlockStored, KVEvent
+from pointsman.integrations.vllm.requests import lora_number, lora_path
+
+GROUP = 0  # of the KV cache; there is no other
 
 
 class KVEvents:
@@ -25,6 +31,9 @@ class KVEvents:
         rank = vllm_config.parallel_config.data_parallel_index
         self._publisher = of_vllm.EventPublisherFactory.create(vllm_config.kv_events_config, rank)
         self._block_size = block_size
+        self._hash = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+        self._hashes: dict[bytes, BlockHash] = {}
+        """vLLM's, by ours, of the blocks that can be found."""
 
     @property
     def config(self) -> Any:
@@ -41,18 +50,34 @@ class KVEvents:
 
     def _convert(self, event: KVEvent) -> Any:
         if isinstance(event, AllBlocksCleared):
+            self._hashes.clear()
             return of_vllm.AllBlocksCleared()
         if not isinstance(event, BlockStored):
-            return of_vllm.BlockRemoved(block_hashes=event.block_hashes, medium=of_vllm.MEDIUM_GPU)
+            hashes = [maybe_convert_block_hash(self._hashes.pop(name)) for name in event.block_hashes]
+            return of_vllm.BlockRemoved(block_hashes=hashes, medium=of_vllm.MEDIUM_GPU, group_idx=GROUP)
         adapter, extra_keys = event.root.adapter, event.extra_keys()
+        parent = self._hashes[event.parent_block_hash] if event.parent_block_hash is not None else None
         return of_vllm.BlockStored(
-            block_hashes=event.block_hashes,
-            parent_block_hash=event.parent_block_hash,
+            block_hashes=[maybe_convert_block_hash(each) for each in self._of_vllm(event, parent)],
+            parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
             token_ids=event.token_ids,
             block_size=self._block_size,
-            lora_id=adapter.version if adapter is not None else None,
+            lora_id=lora_number(adapter) if adapter is not None else None,
             medium=of_vllm.MEDIUM_GPU,
             lora_name=event.adapter_name,
             extra_keys=extra_keys if any(extra_keys) else None,
-            group_idx=0,
+            group_idx=GROUP,
         )
+
+    def _of_vllm(self, event: BlockStored, parent: BlockHash | None) -> list[BlockHash]:
+        """What vLLM calls these blocks, the first of which is behind `parent`."""
+        adapter, salt = event.root.adapter, event.root.cache_salt
+        of_adapter = () if adapter is None else (("lora", adapter.name, lora_path(adapter)),)
+        of_salt = (("cache_salt", salt),) if salt and parent is None else ()
+        found = []
+        for at, name in enumerate(event.block_hashes):
+            tokens = event.token_ids[at * self._block_size : (at + 1) * self._block_size]
+            keys = of_adapter if at else of_adapter + of_salt
+            parent = self._hashes[name] = hash_block_tokens(self._hash, parent, tokens, keys or None)
+            found.append(parent)
+        return found

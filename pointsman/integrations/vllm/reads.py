@@ -36,6 +36,7 @@ class Reads:
     _sessions: Sessions
     _kv_events: KVEvents | None
     _unsent: list[Any]
+    _finished_ids: dict[int, set[str]] | None
     _steps: deque[Step]
     _structured: set[str]
     _grammars: Any
@@ -58,7 +59,7 @@ class Reads:
 
     def has_finished_requests(self) -> bool:
         """Whether a further step must tell the workers, or a client, of an end."""
-        return bool(self.core.has_unreported_ends or self._unsent)
+        return bool(self.core.has_unreported_ends or self._unsent or self._finished_ids)
 
     def has_requests(self) -> bool:
         return self.has_unfinished_requests() or self.has_finished_requests()

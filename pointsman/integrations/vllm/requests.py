@@ -7,6 +7,22 @@ from typing import Any
 
 from pointsman.core import Request
 from pointsman.core.adapters import Adapter
+from pointsman.core.config import MAX_INT
+
+
+def to_adapter(lora_request: Any) -> Adapter:
+    """Our adapter for one of vLLM's: another path under the same name and number (`load_inplace`) is another one."""
+    return Adapter(lora_request.lora_name, f"{lora_request.lora_int_id}:{lora_request.lora_path}")
+
+
+def lora_number(adapter: Adapter) -> int:
+    """vLLM's number for it."""
+    return int(str(adapter.version).partition(":")[0])
+
+
+def lora_path(adapter: Adapter) -> str:
+    """Where vLLM reads it from."""
+    return str(adapter.version).partition(":")[2]
 
 
 def to_request(
@@ -35,7 +51,7 @@ def to_request(
         "arrival_time": arrival_time,
         "priority": request.priority,
         "cache_salt": request.cache_salt,
-        "adapter": None if lora is None else Adapter(lora.lora_name, lora.lora_int_id),
+        "adapter": None if lora is None else to_adapter(lora),
         "use_prefix_cache": not request.skip_reading_prefix_cache,
         "runs_ahead": runs_ahead,
         "metadata": request,
@@ -43,13 +59,14 @@ def to_request(
     if sampling is None:  # a pooling model: nothing is sampled
         return Request(request_id, prompt_token_ids, max_tokens=0, **common)
     eos_token_id = sampling.eos_token_id  # None with ignore_eos
+    max_tokens = min(request.max_tokens, MAX_INT)  # vLLM takes any number
     repetition = sampling.repetition_detection
     return Request(
         request_id,
         prompt_token_ids,
-        max_tokens=request.max_tokens,
+        max_tokens=max_tokens,
         # vLLM's sampler masks EOS and stop tokens before min_tokens, but where a grammar leaves nothing else.
-        min_tokens=0 if request.use_structured_output else min(sampling.min_tokens, request.max_tokens),
+        min_tokens=0 if request.use_structured_output else min(sampling.min_tokens, max_tokens),
         eos_token_ids=() if eos_token_id is None else (eos_token_id,),
         stop_token_ids=tuple(sampling.stop_token_ids or ()),
         repetition_detection=None

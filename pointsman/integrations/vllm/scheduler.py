@@ -26,6 +26,7 @@ from pointsman.core import FinishReason, ParkReason, PauseMode, Recorder, Reques
 from pointsman.core import Scheduler as Core
 from pointsman.core import SchedulerOutput as Output
 from pointsman.integrations.vllm.details import Details
+from pointsman.integrations.vllm.drafts import Drafts
 from pointsman.integrations.vllm.kv_events import KVEvents
 from pointsman.integrations.vllm.locking import alone
 from pointsman.integrations.vllm.operation import Operation, open_record
@@ -104,7 +105,9 @@ class Scheduler(Reads):
             sends_tokens=vllm_config.parallel_config.pipeline_parallel_size > 1 and not asynchronous,
             runs_ahead=config.max_steps_in_flight > 1,
         )
-        self._statistics = Statistics(self.core, config.num_draft_tokens) if log_stats else None
+        self._statistics = Statistics(self.core, config.num_draft_tokens, vllm_config) if log_stats else None
+        told_of_drafts = vllm_config.observability_config.per_request_spec_decode_metrics
+        self._drafts = Drafts(config.num_draft_tokens, told_of_drafts, self._statistics)
         self._kv_events = KVEvents(vllm_config, block_size) if config.enable_kv_cache_events else None
         self._finished_ids: dict[int, set[str]] | None = defaultdict(set) if include_finished_set else None
         self._clock_offset = time.time() - time.monotonic()  # of vLLM's arrival times
@@ -175,6 +178,7 @@ class Scheduler(Reads):
         if request.use_structured_output:
             self._structured.add(name)
         self._details.add(request)
+        self._drafts.begin(request)
         if self._statistics is not None:
             request.record_event(EngineCoreEventType.QUEUED)
 
@@ -325,12 +329,13 @@ class Scheduler(Reads):
             raise ValueError("this SchedulerOutput is not that of the oldest step in flight; update them in order")
         output, ids = step.output, step.ids
         sampled = read_sampled(model_runner_output, ids)
-        update = self.core.update(output, to_result(output, sampled), now)
+        result = to_result(output, sampled)
+        update = self.core.update(output, result, now)
         if self._speculates:
             self._last_step = step
         outputs, indices = plain_outputs(output, update, ids, sampled)
-        if self._statistics is not None and len(output.draft_token_ids):
-            self._statistics.verified(output, update)
+        if len(output.draft_token_ids):
+            self._drafts.verified(output, result, update)
         if len(output.completes):
             self._add_pooled(step, sampled, model_runner_output.pooler_output, outputs, indices)
         self._details.tell(outputs, indices, sampled, model_runner_output)
@@ -364,6 +369,7 @@ class Scheduler(Reads):
                 self.core.finish(self.of_id[name].request_id, FinishReason.ERROR, time.monotonic())
                 self._end(request, FinishReason.ERROR)
                 output.finish_reason = request.get_finished_reason()
+                self._drafts.tell(request, output)
 
     def _finish(self, finished: Iterable[Request], ids: list[str], outputs: list[Any], indices: list[int]) -> None:
         """Those that ended by this update."""
@@ -377,6 +383,7 @@ class Scheduler(Reads):
             output = outputs[index if at_row is None else at_row[index]]
             output.finish_reason = finish_reason(ours)
             output.stop_reason = request.stop_reason = ours.stop_reason
+            self._drafts.tell(request, output)
             if name in self._sessions and ours.finish_reason is not FinishReason.ERROR:
                 self._end_turn(request, ours)
             else:
@@ -421,7 +428,7 @@ class Scheduler(Reads):
             first = next(iter(found.values()), None)
             if first is None:
                 first = found[0] = EngineCoreOutputs()
-            first.scheduler_stats = self._statistics.take(result.cudagraph_stats)
+            first.scheduler_stats = self._statistics.take(step.of_vllm, result)
         return found
 
     # ------------------------------------------------------------------ drafts

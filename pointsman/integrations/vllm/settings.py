@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -33,7 +34,15 @@ FLAGS = {
     "enable_kv_cache_events": "--kv-events-config",
 }
 """Knobs of ours that a flag of vLLM sets, which keeps its meaning."""
-_NOT_HERE = {"encoder_budget", "encoder_cache_size", "share_within_step", "log_request_events", "count_common_prefix"}
+_NOT_HERE = {
+    "encoder_budget",
+    "encoder_cache_size",
+    "share_within_step",
+    "log_request_events",
+    "count_common_prefix",
+    "kv_load_failure_policy",
+    "kv_load_timeout",
+}
 
 KNOBS = frozenset(field.name for field in fields(SchedulerConfig)) - FLAGS.keys() - _NOT_HERE
 """What `--additional-config` may set beside `preset`, `socket` and `record`."""
@@ -128,4 +137,4 @@ def scheduler_config(
 def _watermark(share: float, num_blocks: int) -> float:
     """The share of the usable blocks that is as many blocks as vLLM's `share` of all `num_blocks`, rounded down."""
     blocks = int(share * num_blocks)
-    return min(1.0, (blocks + 0.5) / (num_blocks - 1)) if blocks else 0.0
+    return min(math.nextafter(1.0, 0.0), (blocks + 0.5) / (num_blocks - 1)) if blocks else 0.0

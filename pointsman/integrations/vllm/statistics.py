@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+from vllm.v1.metrics.perf import ModelMetrics
 from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from pointsman.core import Scheduler, StepUpdate
+from pointsman.core import Scheduler
 from pointsman.core import SchedulerOutput as Output
 from pointsman.integrations.vllm.versions import make
 
@@ -19,14 +21,17 @@ class Statistics:
     Args:
         scheduler: whose.
         num_drafts: most drafts that a request may have in a step.
+        vllm_config: whether the work of each step is estimated (`--enable-mfu-metrics`).
     """
 
-    def __init__(self, scheduler: Scheduler, num_drafts: int) -> None:
+    def __init__(self, scheduler: Scheduler, num_drafts: int, vllm_config: Any) -> None:
         self._scheduler = scheduler
         self._num_drafts = num_drafts
         self._prefix = PrefixCacheStats()
         self._looks_up = scheduler.config.enable_prefix_caching
         self._drafts: Any = None
+        work = ModelMetrics(vllm_config) if vllm_config.observability_config.enable_mfu_metrics else None
+        self._work = work if work is not None and work.is_enabled() else None
 
     def scheduled(self, output: Output) -> None:
         """An output with admitted rows: what each found in the prefix cache."""
@@ -37,17 +42,14 @@ class Statistics:
             if request.use_prefix_cache:
                 self._prefix.record(num_tokens=request.num_tokens, num_hits=num_hits, preempted=is_resumed)
 
-    def verified(self, output: Output, update: StepUpdate) -> None:
-        """A result of an output with drafts."""
-        which = ((output.num_draft_tokens > 0) & (update.counts > 0)).nonzero()[0]
-        if not len(which):
+    def verified(self, proposed: npt.NDArray[np.int64], accepted: npt.NDArray[np.int64]) -> None:
+        """Drafts came back: [n] of each row how many, and how many of them the model would have chosen."""
+        if not len(proposed):
             return
         if self._drafts is None:
             self._drafts = SpecDecodingStats.new(self._num_drafts)
         stats = self._drafts
-        proposed = output.num_draft_tokens[which]
-        accepted = np.asarray(update.counts)[which] - 1
-        stats.num_drafts += len(which)
+        stats.num_drafts += len(proposed)
         stats.num_draft_tokens += int(proposed.sum())
         stats.num_accepted_tokens += int(accepted.sum())
         for place in range(self._num_drafts):
@@ -59,8 +61,13 @@ class Statistics:
         self._prefix = PrefixCacheStats()
         self._prefix.reset = True
 
-    def take(self, cudagraph_stats: Any = None) -> Any:
-        """The `SchedulerStats` since the last call, and the gauges of this moment."""
+    def take(self, of_vllm: Any = None, result: Any = None) -> Any:
+        """The `SchedulerStats` since the last call, and the gauges of this moment.
+
+        Args:
+            of_vllm: the `SchedulerOutput` that was updated; None: none.
+            result: its `ModelRunnerOutput`.
+        """
         scheduler = self._scheduler
         prefix, self._prefix = self._prefix, PrefixCacheStats()
         drafts, self._drafts = self._drafts, None
@@ -73,6 +80,11 @@ class Statistics:
                 "kv_cache_usage": scheduler.kv_cache_usage,
                 "prefix_cache_stats": prefix,
                 "spec_decoding_stats": drafts,
-                "cudagraph_stats": cudagraph_stats,
+                "cudagraph_stats": None if result is None else result.cudagraph_stats,
+                "perf_stats": None if self._work is None or result is None else self._estimate(of_vllm),
             },
         )
+
+    def _estimate(self, of_vllm: Any) -> Any:
+        assert self._work is not None
+        return self._work.get_step_perf_stats_per_gpu(of_vllm)

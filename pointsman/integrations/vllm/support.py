@@ -40,8 +40,9 @@ def what_was_not_run(vllm_config: Any, version: str) -> list[str]:
         found.append(f"a device of type {vllm_config.device_config.device_type} (only the CPU)")
     if vllm_config.use_v2_model_runner:
         found.append("vLLM's second model runner")
-    if vllm_config.lora_config is not None:
-        found.append("LoRA adapters")
+    speculation = vllm_config.speculative_config
+    if speculation is not None and speculation.method != "ngram":
+        found.append(f"speculation by the method {speculation.method!r} (only 'ngram')")
     sizes = ("pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size")
     return found + [f"{name} {getattr(parallel, name)}" for name in sizes if getattr(parallel, name, 1) > 1]
 
@@ -81,6 +82,17 @@ def _engine_problems(vllm_config: Any) -> list[str]:
     interval = getattr(scheduler, "prefill_schedule_interval", 1)
     if interval > 1:
         problems.append(f"prefill_schedule_interval is {interval}, and is not supported: leave it at 1")
+    if scheduler.async_scheduling and parallel.pipeline_parallel_size > 1:
+        problems.append(
+            f"pipeline_parallel_size is {parallel.pipeline_parallel_size} with asynchronous scheduling, where vLLM's "
+            "workers pass on a sampled token only so many steps later, and that is not supported: give "
+            "--no-async-scheduling"
+        )
+    if getattr(vllm_config.observability_config, "kv_cache_metrics", False):
+        problems.append(
+            "the residency of KV blocks is not measured here: leave --kv-cache-metrics out (pointsman metrics tells "
+            "how many are evicted)"
+        )
     return problems + _speculation_problems(vllm_config)
 
 
@@ -118,6 +130,24 @@ def _kv_cache_problems(kv_cache_config: Any) -> list[str]:
             f"the model keeps its KV as {kinds}, and only one group of full attention is supported (no sliding "
             "windows, no Mamba layers): serve another model"
         ]
+    others = _unusual_managers(groups[0])
+    if others:
+        return [
+            f"vLLM itself manages the KV of this model by its {others}, as blocks of it are given up or set aside in "
+            "ways that are not supported: serve another model"
+        ]
     if getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
         return ["the model needs new KV blocks to be zeroed, which is not supported: serve another model"]
     return []
+
+
+def _unusual_managers(group: Any) -> str:
+    """vLLM's managers of a group of full attention that do more than hand out blocks (attention sinks, a window over
+    what is generated, plugins); empty: there are none."""
+    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+    from vllm.v1.kv_cache_interface import iter_layer_specs
+    from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+    role = getattr(group, "role", None)
+    found = {KVCacheSpecRegistry.get_manager_class(spec, role) for spec in iter_layer_specs(group.kv_cache_spec)}
+    return ", ".join(sorted(each.__name__ for each in found - {FullAttentionManager} if each is not None))

@@ -1,0 +1,280 @@
+"""What becomes of single requests, seen from vLLM's engine core: a script for the environment with vLLM.
+
+python vllm_cases.py   prints one JSON line: of each case, what went wrong, or null
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import PoolingParams, SamplingParams
+from vllm.config.kv_events import KVEventsConfig
+from vllm.distributed import kv_events
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, maybe_convert_block_hash
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.engine import FinishReason
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, RSWASpec, SinkFullAttentionSpec
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput, SamplingMaskLists
+from vllm.v1.request import Request, RequestStatus
+
+from pointsman.integrations.vllm import Scheduler
+from pointsman.integrations.vllm.support import check_supported
+from pointsman.integrations.vllm.versions import UnsupportedVLLM
+from tests.integrations.vllm_configs import vllm_config
+from tests.integrations.vllm_fields import BLOCK_SIZE, make_scheduler
+
+HASH = get_hash_fn_by_name("sha256")
+
+
+class Grammars:
+    """vLLM's structured output manager, where every grammar takes so many tokens and no more."""
+
+    def __init__(self, most: int) -> None:
+        self.left = most
+
+    def grammar_bitmask(self, requests: Any, names: list[str], drafts: Any) -> Any:
+        return np.zeros((len(names), 1), dtype=np.int32)
+
+    def accept_tokens(self, request: Any, token_ids: list[int]) -> bool:
+        self.left -= len(token_ids)
+        return self.left >= 0
+
+
+def one(**changes: Any) -> Scheduler:
+    return make_scheduler(v2=False, asynchronous=False, pipeline=1, policy="fcfs", **changes)
+
+
+def request(name: str, prompt: list[int], *, max_tokens: int = 4, structured: bool = False, **fields: Any) -> Request:
+    grammar = StructuredOutputsParams(regex="a") if structured else None
+    params = SamplingParams(max_tokens=max_tokens, structured_outputs=grammar)
+    hasher = get_request_block_hasher(BLOCK_SIZE, HASH)
+    made = Request(name, list(prompt), params, None, block_hasher=hasher, **fields)
+    if structured:
+        made.structured_output_request.grammar = SimpleNamespace()
+    return made
+
+
+def step(scheduler: Scheduler, token: int = 9, **result: Any) -> tuple[Any, dict[int, Any]]:
+    """A step in which everybody who may samples the same token, and its drafts before it."""
+    output = scheduler.schedule(False)
+    scheduler.get_grammar_bitmask(output)
+    names = list(output.num_scheduled_tokens)
+    samples = scheduler._steps[-1].output.samples.tolist()
+    drafts = output.scheduled_spec_decode_tokens
+    sampled = [[*drafts.get(name, []), token] if may else [] for name, may in zip(names, samples, strict=True)]
+    places = {name: at for at, name in enumerate(names)}
+    runner = ModelRunnerOutput(req_ids=names, req_id_to_index=places, sampled_token_ids=sampled, **result)
+    return output, scheduler.update_from_output(output, runner)
+
+
+def told(outputs: dict[int, Any], name: str) -> Any:
+    return next(each for client in outputs.values() for each in client.outputs if each.request_id == name)
+
+
+def a_client_is_told_that_an_idle_session_ended() -> None:
+    scheduler = one()
+    scheduler.add_request(request("s", [1, 2, 3], max_tokens=1, resumable=True, client_index=1))
+    _, outputs = step(scheduler)
+    assert told(outputs, "s").finish_reason is FinishReason.LENGTH and not outputs[1].finished_requests
+    step(scheduler)
+    assert not scheduler.has_requests()
+    scheduler.finish_requests("s", RequestStatus.FINISHED_ABORTED)
+    assert scheduler.has_requests(), "vLLM steps only then"
+    _, outputs = step(scheduler)
+    assert outputs[1].finished_requests == {"s"} and not scheduler.has_requests()
+
+
+def ends_are_told_during_a_pause() -> None:
+    scheduler = one()
+    scheduler.add_request(request("a", [1, 2, 3]))
+    step(scheduler)
+    scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    scheduler.add_request(request("too long", [1] * 70))
+    scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    output, outputs = step(scheduler)
+    assert output.finished_req_ids == {"a"} and told(outputs, "too long").finish_reason is FinishReason.ERROR
+    assert not scheduler.has_requests()
+
+
+def a_grammar_refuses_the_token_that_ends_its_request() -> None:
+    for most, reason in ((1, FinishReason.LENGTH), (0, FinishReason.ERROR)):
+        scheduler = one()
+        scheduler._grammars = Grammars(most)
+        scheduler.add_request(request("g", [1, 2, 3], max_tokens=1, structured=True))
+        _, outputs = step(scheduler)
+        assert told(outputs, "g").finish_reason is reason
+        step(scheduler)
+        assert not scheduler.has_requests() and scheduler.get_kv_cache_usage() == 0
+
+
+def large_numbers_are_taken_as_vllm_takes_them() -> None:
+    scheduler = make_scheduler(v2=False, asynchronous=False, pipeline=1, policy="priority")
+    now_in_ns = 1_795_350_000_000_000_000
+    for at in range(8):  # seats for 6
+        scheduler.add_request(request(f"r{at}", [at, 2, 3], priority=now_in_ns - at, max_tokens=10**12))
+    output, _ = step(scheduler)
+    assert list(output.num_scheduled_tokens) == ["r7", "r6", "r5", "r4", "r3", "r2"]
+
+
+def an_adapter_of_another_path_is_another_one() -> None:
+    scheduler = one(lora_config=SimpleNamespace(max_loras=2))
+    prompt = list(range(20))
+    for at, path in enumerate(("/old", "/old", "/new")):
+        adapter = LoRARequest("adapter", 1, path)
+        scheduler.add_request(request(f"r{at}", prompt, max_tokens=1, lora_request=adapter))
+        output, _ = step(scheduler)
+        assert output.scheduled_new_reqs[0].num_computed_tokens == (16 if at == 1 else 0)
+        assert output.scheduled_new_reqs[0].lora_request is adapter
+
+
+def kv_events_are_vllms() -> None:
+    config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    scheduler = one(kv_events_config=config, lora_config=SimpleNamespace(max_loras=2))
+    batches: list[Any] = []
+    scheduler._kv_events._publisher.publish = batches.append
+    fields: list[dict[str, Any]] = [{}, {"cache_salt": "salt"}, {"lora_request": LoRARequest("l", 7, "/l")}]
+    fields.append({**fields[1], **fields[2]})
+    for at, each in enumerate(fields):
+        made = request(f"r{at}", list(range(20)), max_tokens=6, **each)
+        scheduler.add_request(made)
+        while scheduler.has_requests():
+            step(scheduler)
+        made.append_output_token_ids([9] * 5)
+        stored = [event for batch in batches for event in batch.events if isinstance(event, kv_events.BlockStored)]
+        names = [maybe_convert_block_hash(name) for name in made.block_hashes]
+        assert [name for event in stored for name in event.block_hashes] == names[:6]
+        assert stored[0].parent_block_hash is None and stored[-1].parent_block_hash == names[4]
+        assert {event.group_idx for event in stored} == {0}
+        assert {event.lora_id for event in stored} == {7 if "lora_request" in each else None}
+        batches.clear()
+    scheduler.add_request(request("large", list(range(100, 155)), max_tokens=2))
+    step(scheduler)
+    step(scheduler)
+    gone = [event for batch in batches for event in batch.events if isinstance(event, kv_events.BlockRemoved)]
+    assert gone and {event.group_idx for event in gone} == {0}
+
+
+def drafts_are_counted_up_to_what_the_model_accepted() -> None:
+    speculation = SimpleNamespace(method="ngram", num_speculative_tokens_per_batch_size=None)
+    scheduler = one(
+        speculative_config=speculation,
+        num_speculative_tokens=3,
+        observability_config__per_request_spec_decode_metrics="detailed",
+    )
+    scheduler.add_request(request("d", [1, 2, 3], max_tokens=3))
+    step(scheduler)
+    scheduler.update_draft_token_ids(DraftTokenIds(["d"], [[5, 6, 7]]))
+    output, outputs = step(scheduler)
+    assert output.scheduled_spec_decode_tokens == {"d": [5]}, "no draft behind the limit"
+    last = told(outputs, "d")
+    assert last.new_token_ids == [5, 9] and last.finish_reason is FinishReason.LENGTH
+    assert (last.spec_decode_metrics.per_step_drafted, last.spec_decode_metrics.per_step_accepted) == ([1], [1])
+    scheduler.add_request(request("e", [1, 2, 3], max_tokens=9))
+    scheduler.requests["e"].sampling_params.stop_token_ids = []
+    scheduler.of_id["e"].stop_set = frozenset([6])
+    scheduler.of_id["e"].stop_token_ids = (6,)
+    step(scheduler)
+    scheduler.update_draft_token_ids(DraftTokenIds(["e"], [[5, 6, 7]]))
+    _, outputs = step(scheduler)
+    assert told(outputs, "e").new_token_ids == [5, 6]
+    stats = next(client.scheduler_stats for client in outputs.values() if client.scheduler_stats)
+    assert stats.spec_decoding_stats.num_accepted_tokens == 3, "as vLLM counts, behind the stop too"
+    assert told(outputs, "e").spec_decode_metrics.per_step_accepted == [3]
+
+
+def sampling_masks_reach_the_client() -> None:
+    scheduler = one()
+    for name in ("a", "b"):
+        scheduler.add_request(request(name, [1, 2, 3]))
+    for _ in range(2):
+        masks = SamplingMaskLists(np.array([4, 9, 9, 11]), np.array([0, 2, 4]))
+        _, outputs = step(scheduler, sampling_masks=masks)
+        assert [told(outputs, name).new_sampling_mask.to_nested_list() for name in "ab"] == [[[4, 9]], [[9, 11]]]
+
+
+def a_prompt_that_is_pooled_may_fill_the_model() -> None:
+    scheduler = one()
+    prompt = list(range(60))
+    scheduler.add_request(Request("p", prompt, None, PoolingParams(task="embed")))
+    computed = 0
+    while scheduler.has_requests():
+        output = scheduler.schedule(False)
+        computed += output.total_num_scheduled_tokens
+        names = list(output.num_scheduled_tokens)
+        pooled = [torch.ones(2) if computed == len(prompt) else None for _ in names]
+        places = {name: at for at, name in enumerate(names)}
+        outputs = scheduler.update_from_output(
+            output, ModelRunnerOutput(req_ids=names, req_id_to_index=places, pooler_output=pooled)
+        )
+        if computed == len(prompt) and names:
+            last = told(outputs, "p")
+            assert last.finish_reason is FinishReason.STOP and last.pooling_output is pooled[0]
+    assert computed == len(prompt) and scheduler.get_kv_cache_usage() == 0
+
+
+def what_reads_no_cache_leaves_none_and_says_so() -> None:
+    scheduler = one()
+    made = request("p", list(range(12)))
+    made.skip_reading_prefix_cache = True
+    scheduler.add_request(made)
+    _, outputs = step(scheduler)
+    assert told(outputs, "p").prefill_stats.num_cache_creation_tokens == 0
+
+
+def models_whose_kv_vllm_manages_in_its_own_ways_are_refused() -> None:
+    register_all_kvcache_specs(vllm_config())
+    shape: dict[str, Any] = {"block_size": 4, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    for spec in (FullAttentionSpec(**shape), MLAAttentionSpec(**shape)):
+        check_supported(vllm_config(), kv_cache_config_of(spec))
+    for spec in (SinkFullAttentionSpec(**shape, sink_len=4), RSWASpec(**shape, rswa_window=8)):
+        try:
+            check_supported(vllm_config(), kv_cache_config_of(spec))
+        except UnsupportedVLLM as error:
+            assert "Manager" in str(error) and "leave --scheduler-cls out" in str(error)
+        else:
+            raise AssertionError(f"{type(spec).__name__} is accepted")
+
+
+def kv_cache_config_of(spec: Any) -> Any:
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)], needs_kv_cache_zeroing=False)
+
+
+CASES = [
+    a_client_is_told_that_an_idle_session_ended,
+    ends_are_told_during_a_pause,
+    a_grammar_refuses_the_token_that_ends_its_request,
+    large_numbers_are_taken_as_vllm_takes_them,
+    an_adapter_of_another_path_is_another_one,
+    kv_events_are_vllms,
+    drafts_are_counted_up_to_what_the_model_accepted,
+    sampling_masks_reach_the_client,
+    a_prompt_that_is_pooled_may_fill_the_model,
+    what_reads_no_cache_leaves_none_and_says_so,
+    models_whose_kv_vllm_manages_in_its_own_ways_are_refused,
+]
+
+
+def main() -> None:
+    init_none_hash(HASH)
+    found = {}
+    for case in CASES:
+        try:
+            case()
+        except Exception:
+            found[case.__name__] = traceback.format_exc(limit=-3)
+        else:
+            found[case.__name__] = None
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
