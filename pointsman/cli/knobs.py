@@ -16,6 +16,7 @@ from pointsman.core.presets import PRESETS
 from pointsman.engine.kv_events import KVEventsConfig
 from pointsman.engine.kv_knobs import KVKnobs
 from pointsman.engine.scheduler_knobs import DEFAULTS, NAMES
+from pointsman.engine.speculative_config import speculation_knobs
 
 SIZES = {"kv_cache_bytes", "kv_offload_bytes", "kv_store_bytes"}
 """Knobs that may be given like 64MiB."""
@@ -38,6 +39,9 @@ def engine_arguments(knobs: Mapping[str, Any], preset: str | None = None) -> dic
         raise ValueError(f"--stream-interval is {arguments['stream_interval']}; it must be at least 1: every token")
     if "kv_events_config" in arguments:
         arguments["kv_events_config"] = kv_events_config(arguments["kv_events_config"])
+    if "speculative_config" in arguments:
+        config = json_object("speculative_config", arguments.pop("speculative_config"))
+        arguments |= speculation_knobs(config, arguments)
     if not 0 <= arguments.get("watchdog_seconds", 0) < math.inf:
         raise ValueError(f"--watchdog-seconds is {arguments['watchdog_seconds']}; give 0 or more seconds, 0 for never")
     for name in SIZES & arguments.keys():
@@ -67,13 +71,24 @@ def kv_events_config(text: str) -> dict[str, Any]:
     Raises:
         ValueError: it is no JSON object, or not of such fields.
     """
+    values = json_object("kv_events_config", text)
+    KVEventsConfig.of(values)
+    return values
+
+
+def json_object(name: str, text: str) -> dict[str, Any]:
+    """The value of a knob that is written in JSON.
+
+    Raises:
+        ValueError: it is no JSON object.
+    """
+    option = f"--{name.replace('_', '-')}"
     try:
         values = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"--kv-events-config is {text!r}, no JSON ({error.msg}); write it like {{}}") from None
+        raise ValueError(f"{option} is {text!r}, no JSON ({error.msg}); write it like {{}}") from None
     if not isinstance(values, dict):
-        raise ValueError(f"--kv-events-config is {text!r}; it must be a JSON object, like {{}}")
-    KVEventsConfig.of(values)
+        raise ValueError(f"{option} is {text!r}; it must be a JSON object, like {{}}")
     return values
 
 

@@ -182,6 +182,13 @@ KNOBS: dict[str, Any] = {
     "prompt_lookup_max": Annotated[
         int | None, typer.Option(help="Newest tokens that are looked for, at most [default: 5].")
     ],
+    "speculative_config": Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help='Speculation in vLLM\'s words instead: {"method": "ngram", "num_speculative_tokens": 5}.',
+        ),
+    ],
     "order": Annotated[str | None, typer.Option(metavar="NAME", help="fcfs or priority [default: fcfs].")],
     "victim": Annotated[
         str | None,

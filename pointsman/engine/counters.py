@@ -41,3 +41,8 @@ class EngineCounters:
     num_restored_bytes: int = 0
     num_stored_bytes: int = 0
     num_loaded_bytes: int = 0
+
+    @property
+    def work_time(self) -> float:
+        """Seconds in steps; with one step in flight none counts twice."""
+        return self.scheduler_time + self.execute_time

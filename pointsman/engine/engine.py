@@ -38,11 +38,12 @@ from pointsman.engine.output_processor import OutputProcessor
 from pointsman.engine.pausing import PauseChoice, Pausing
 from pointsman.engine.pooling import check_can_pool
 from pointsman.engine.pooling_params import SILENT, PoolingParams
-from pointsman.engine.proposer import DEFAULT_MAX, DEFAULT_MIN, PromptLookup, check_prompt_lookup
+from pointsman.engine.proposer import PromptLookup, check_prompt_lookup
 from pointsman.engine.request_checks import check_may_come_in_parts, check_request_id, checked_token_ids, most_output
 from pointsman.engine.requests import to_request
 from pointsman.engine.sampling_params import SamplingParams
 from pointsman.engine.scheduler_knobs import with_defaults
+from pointsman.engine.speculative_config import speculation_knobs
 from pointsman.engine.steps_in_flight import StepsInFlight
 from pointsman.engine.threads import set_num_threads
 from pointsman.engine.tokenizing import encode
@@ -87,7 +88,9 @@ class Engine:
         kv_events_config: where to publish what enters and leaves the prefix cache, see `kv_events.py`; None: nowhere.
         stream_interval: tokens from one output of a request to the next; its first token and its end come at once.
         prompt_lookup_min, prompt_lookup_max: with `num_draft_tokens`: how many of its newest tokens a request must have
-            had before for drafts to be taken from there, at least, and how many are looked for (`proposer.py`).
+            had before for drafts to be taken from there, at least, and how many are looked for (`proposer.py`); None: 2
+            and 5.
+        speculative_config: the same three as vLLM has them, in their place, see `speculative_config.py`.
         watchdog_seconds: without progress, after which a request is told of in the log (`watchdog.py`); 0: never.
         scheduler_knobs: fields of `SchedulerConfig`, which mean what they say there; where an engine's defaults differ,
             and what it cannot use, is in `scheduler_knobs.py`.
@@ -121,11 +124,17 @@ class Engine:
         kv_store_role: str = "both",
         kv_store_bytes: int | None = None,
         kv_events_config: KVEventsConfig | Mapping[str, Any] | None = None,
-        prompt_lookup_min: int = DEFAULT_MIN,
-        prompt_lookup_max: int = DEFAULT_MAX,
+        prompt_lookup_min: int | None = None,
+        prompt_lookup_max: int | None = None,
+        speculative_config: Mapping[str, Any] | None = None,
         watchdog_seconds: float = 0.0,
         **scheduler_knobs: Any,
     ) -> None:
+        if speculative_config is not None:
+            lookup = {"prompt_lookup_min": prompt_lookup_min, "prompt_lookup_max": prompt_lookup_max}
+            given = {name: value for name, value in lookup.items() if value is not None}
+            scheduler_knobs |= speculation_knobs(speculative_config, scheduler_knobs | given)
+            prompt_lookup_min, prompt_lookup_max = (scheduler_knobs.pop(name, None) for name in lookup)
         knobs = with_defaults(scheduler_knobs)
         events_config = KVEventsConfig.of(kv_events_config)
         self.loaded, self.attention = load_with_attention(
@@ -150,7 +159,7 @@ class Engine:
             enable_kv_cache_events=events_config is not None,
             **knobs,
         )
-        check_prompt_lookup(config, prompt_lookup_min, prompt_lookup_max)
+        min_ngram, max_ngram = check_prompt_lookup(config, prompt_lookup_min, prompt_lookup_max)
         self.kv_pool = KVPool(
             self.loaded.layers,
             num_blocks=num_blocks,
@@ -167,7 +176,9 @@ class Engine:
             self.loaded, self.kv_pool, self.scheduler, self.kv_connector, seed=seed, backend=self.attention
         )
         self.proposer = (
-            PromptLookup(self.scheduler, prompt_lookup_min, prompt_lookup_max) if config.num_draft_tokens else None
+            PromptLookup(self.scheduler, min_ngram, max_ngram, self.counters, self.runner.num_computed_rows)
+            if config.num_draft_tokens
+            else None
         )
         self.clock = clock
         self.watchdog = make_watchdog(self.scheduler, watchdog_seconds, clock)

@@ -141,6 +141,10 @@ class ModelRunner:
         num_steps = scheduler.config.max_steps_in_flight
         self._sampled_tokens = SampledTokens(num_steps) if num_steps > 1 else None
 
+    def num_computed_rows(self, num_tokens: int) -> int:
+        """How many rows the model's products have in a step of so many tokens."""
+        return whole_rows(num_tokens) if self._fills_rows else num_tokens
+
     def execute(self, output: SchedulerOutput) -> StepExecution:
         """Compute the step: KV of every scheduled token, one sampled token per row with `samples`.
 
@@ -270,7 +274,7 @@ class ModelRunner:
         if num_logits == num_tokens and not prepared.prompt_chunks and not prepared.pooled_chunks:
             keep = None  # decodes only
         if self._fills_rows:
-            num_rows = whole_rows(num_tokens)
+            num_rows = self.num_computed_rows(num_tokens)
             keep = None if keep is None else lengthened(keep, whole_rows(num_logits))
         early, late = (keep, None) if self.loaded.drops_tokens_early else (None, keep)
         try:

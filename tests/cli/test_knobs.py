@@ -25,6 +25,8 @@ def test_only_what_was_given_is_passed_on() -> None:
     assert engine_arguments(store) == store
     events = '{"endpoint": "tcp://127.0.0.1:*"}'
     assert engine_arguments({"kv_events_config": events}) == {"kv_events_config": {"endpoint": "tcp://127.0.0.1:*"}}
+    speculation = '{"method": "ngram", "num_speculative_tokens": 4}'
+    assert engine_arguments({"speculative_config": speculation}) == {"num_draft_tokens": 4}
     assert engine_arguments({"decode_reserve": "64"}) == {"decode_reserve": 64}
     assert engine_arguments({"decode_reserve": "mean"}) == {"decode_reserve": "mean"}
 
@@ -47,6 +49,18 @@ def test_a_preset_lies_underneath(name: str) -> None:
         ({"kv_events_config": "[]"}, None, "must be a JSON object"),
         ({"kv_events_config": '{"port": 1}'}, None, "no field 'port'; known are enable_kv_cache_events"),
         ({"kv_events_config": '{"hwm": 0}'}, None, "hwm is 0"),
+        ({"speculative_config": "ngram"}, None, "--speculative-config is 'ngram', no JSON"),
+        ({"speculative_config": '{"method": "eagle"}'}, None, "method is 'eagle'; the one there is is \"ngram\""),
+        (
+            {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 8}'},
+            None,
+            "num_draft_tokens 8 may decode 576 tokens in a step",
+        ),
+        (
+            {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 2}', "num_draft_tokens": 2},
+            None,
+            "speculative_config and num_draft_tokens 2 both set speculation",
+        ),
         ({"kv_offload_bytes": "many"}, None, "many"),
         ({"kv_offload_bytes": "1GiB", "enable_prefix_caching": False}, None, "enable_prefix_caching is off"),
         ({"kv_store_role": "producer"}, None, "there is no kv_store"),

@@ -191,7 +191,7 @@ def test_a_file_may_set_every_option_but_secrets(tmp_path: Path) -> None:
         "max_long_partial_prefills": "1",
         "full_sequence_must_fit": "false",
     }
-    assert lines.keys() | {"api_key", "num_blocks"} >= FILE_OPTIONS.keys()
+    assert lines.keys() | {"api_key", "num_blocks", "speculative_config"} >= FILE_OPTIONS.keys()
     lines = {name: value for name, value in lines.items() if name in FILE_OPTIONS}
     found = settings(tmp_path, "".join(f"{name}: {value}\n" for name, value in lines.items()))
     assert found.server == ServerConfig(
@@ -223,6 +223,13 @@ def test_hyphens_null_one_name_and_plain_bytes(tmp_path: Path) -> None:
     assert found.server == ServerConfig(served_model_name=("x",))
     assert settings(tmp_path, "").engine == {"model": "demo"}
     assert settings(tmp_path, "# nothing\n").engine == {"model": "demo"}
+
+
+def test_speculation_in_the_words_of_vllm(tmp_path: Path) -> None:
+    config = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
+    expected = {"model": "demo", "num_draft_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    assert settings(tmp_path, f"speculative-config: '{config}'\n").engine == expected
+    assert settings(tmp_path, speculative_config=config).engine == expected
 
 
 def test_nothing_but_secrets_comes_from_the_environment(tmp_path: Path) -> None:
