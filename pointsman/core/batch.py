@@ -279,10 +279,7 @@ class Batch:
         self.num_pending[rows] = 0 if is_last else self.num_pending[rows] - 1
         self._least_room -= 1
         if self._least_room <= 0:
-            self._flush_full(requests, rows, num_tokens)
-            running = self.members.rows
-            rooms = self.recent_limit[running] - self.num_tokens[running]
-            self._least_room = int(rooms.min(initial=self._num_recent))
+            self._make_room(requests, rows, num_tokens)
         return num_tokens
 
     def append_runs(self, requests: Sequence[Request], rows: Int64Array, runs: Runs, num_tokens: Int64Array) -> None:
@@ -294,8 +291,16 @@ class Batch:
         places += self.count_up[: len(places)]
         self._flat_recent[places] = runs.token_ids.astype(np.int32)  # a scatter that converts takes twice as long
         self.num_tokens[rows] = num_tokens
-        self._least_room -= 1 + self.max_drafts  # `append` measures it when it must know
+        self._least_room -= 1 + self.max_drafts
+        if self._least_room <= 0:
+            self._make_room(requests, rows, num_tokens)
+
+    def _make_room(self, requests: Sequence[Request], rows: Int64Array, num_tokens: Int64Array) -> None:
+        """Tokens were appended to these rows, which now have `num_tokens`, and some may have no room for more."""
         self._flush_full(requests, rows, num_tokens)
+        running = self.members.rows
+        rooms = self.recent_limit[running] - self.num_tokens[running]
+        self._least_room = int(rooms.min(initial=self._num_recent))
 
     def _flush_full(self, requests: Sequence[Request], rows: Int64Array, num_tokens: Int64Array) -> None:
         full = num_tokens >= self.recent_limit[rows]

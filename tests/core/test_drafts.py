@@ -131,6 +131,21 @@ def test_drafts_never_pass_the_token_limit() -> None:
 # ---------------------------------------------------------------------- who gets none
 
 
+@pytest.mark.parametrize("max_tokens", range(1, 24))
+def test_drafts_are_cut_just_where_the_limit_is_however_fast_it_comes_nearer(max_tokens: int) -> None:
+    """Another request, far from its own limit, is there all the time."""
+    host = speculative()
+    other, _ = decoding(host, "other", max_tokens=60)
+    request, output = decoding(host, max_tokens=max_tokens + 1)
+    while not request.is_finished:
+        left = max_tokens + 1 - request.num_output_tokens
+        for _ in range(2):  # proposed again, the answer is the same
+            drafts = {"a": right(request, 3), "other": [WRONG] * 3}
+            assert host.propose(output, drafts) == min(3, left - 1) + 3
+        output = host.step()
+    assert request.num_output_tokens == max_tokens + 1 and not other.is_finished
+
+
 def test_a_prompt_that_is_still_computed_gets_none() -> None:
     host = speculative()
     host.add("a", 20)
