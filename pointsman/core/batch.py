@@ -144,6 +144,7 @@ class Batch:
         self.stop_filter = StopFilter()
         self.num_not_ahead = 0
         self.num_no_sample = 0
+        self.least_left = 0  # so many tokens can surely be appended to each row before one comes to its token limit
         self._least_room = 0  # so many appends can surely go by before a row's recent tokens must be flushed
         self.members = Members(self, np.zeros(0, dtype=np.int64), [])
 
@@ -182,6 +183,7 @@ class Batch:
         self.num_no_sample += no_sample
         self._keep_recent(row, num_tokens, request.last_token_id)
         self._least_room = min(self._least_room, int(self.recent_limit[row]) - num_tokens)
+        self.least_left = min(self.least_left, request.token_limit - num_tokens)
         request.batch, request.row = self, row
         return row
 
@@ -277,6 +279,7 @@ class Batch:
         num_tokens += 1
         self.num_tokens[rows] = num_tokens
         self.num_pending[rows] = 0 if is_last else self.num_pending[rows] - 1
+        self.least_left -= 1
         self._least_room -= 1
         if self._least_room <= 0:
             self._make_room(requests, rows, num_tokens)
@@ -291,9 +294,18 @@ class Batch:
         places += self.count_up[: len(places)]
         self._flat_recent[places] = runs.token_ids.astype(np.int32)  # a scatter that converts takes twice as long
         self.num_tokens[rows] = num_tokens
+        self.least_left -= 1 + self.max_drafts
         self._least_room -= 1 + self.max_drafts
         if self._least_room <= 0:
             self._make_room(requests, rows, num_tokens)
+
+    def may_end(self, most: int) -> bool:
+        """Whether `most` further tokens would bring some running row to its token limit; it is measured only if so many
+        may have been appended since it was measured last."""
+        if self.least_left <= most:
+            rows = self.members.rows
+            self.least_left = int((self.token_limit[rows] - self.num_tokens[rows]).min(initial=MAX_INT))
+        return self.least_left <= most
 
     def _make_room(self, requests: Sequence[Request], rows: Int64Array, num_tokens: Int64Array) -> None:
         """Tokens were appended to these rows, which now have `num_tokens`, and some may have no room for more."""

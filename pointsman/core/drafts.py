@@ -54,9 +54,6 @@ class Drafts:
         self._rows: IntArray = NO_ROWS
         self._serials: IntArray = NO_ROWS
         self._token_ids: Int32Array = NO_TOKENS
-        self._limit: Int64Array = NO_ROWS
-        self._last_safe_step = -1
-        """Up to here no row whose limit is in `_limit` can come near it."""
 
     def forget(self) -> None:
         """Nothing waits any more."""
@@ -83,27 +80,13 @@ class Drafts:
             tokens = tokens[decodes.repeat(proposed)]
             rows, serials, proposed = rows[decodes], serials[decodes], proposed[decodes]
             limit = batch.token_limit[rows]
-        if self._may_pass_a_limit(output.step_id, rows, limit):
+        if batch.may_end(self._config.num_draft_tokens):
             runs = Runs.of(proposed, tokens).cut(np.minimum(proposed, limit - 1 - batch.num_tokens[rows]))
             proposed, tokens = runs.counts, runs.token_ids.astype(np.int32)
         keep = self._keep_others if self.waiting and rows is not self._rows else self._wait
         keep(rows, serials, proposed, tokens)
         self._counters.num_proposed_tokens += len(tokens)
         return len(tokens)
-
-    def _may_pass_a_limit(self, step_id: int, rows: IntArray, limit: Int64Array) -> bool:
-        """Whether as many drafts as there may be would bring one of these rows, whose token limits are `limit`, to its
-        end.
-
-        That is measured now and then: a step brings a row nearer to its limit by its drafts and one token at most.
-        """
-        if limit is self._limit and step_id <= self._last_safe_step:
-            return False
-        most = self._config.num_draft_tokens
-        room = int((limit - self._batch.num_tokens[rows]).min(initial=MAX_INT))
-        self._limit = limit
-        self._last_safe_step = step_id + (room - 1 - most) // (1 + most)
-        return room <= most
 
     def _keep_others(self, rows: IntArray, serials: IntArray, counts: Int64Array, token_ids: Int32Array) -> None:
         """These drafts wait, and those that waited before for other rows."""

@@ -184,6 +184,7 @@ def _check_columns(config: SchedulerConfig, batch: Batch, kv: KVCacheManager, ve
         _require(0 <= computed <= most, 2, f"{request} has computed {computed} of {tokens} + {most - tokens}")
         _require(computed <= slots == len(kv.table(batch, row)) * kv.block_size, 1, f"{request} outgrew its blocks")
         _require(batch.token_limit[row] == request.token_limit, 2, f"{request} has another limit in its row")
+        _require(batch.least_left <= request.token_limit - tokens, 2, f"{request} is nearer to its limit than is known")
         _require(batch.priority[row] == request.priority, 2, f"{request} has another priority in its row")
         _require(
             bool(flags & PREFILLING) == (tokens + pending == request.num_admitted_tokens),

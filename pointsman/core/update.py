@@ -185,16 +185,8 @@ class Update:
         num_tokens = batch.num_tokens[rows]
         num_tokens += runs.counts
         ends: Ends = []
-        done = num_tokens >= live.token_limit
-        stop = live.stop_token
-        stops = runs.token_ids == (live.eos_token_id.repeat(runs.counts) if stop is None else stop)
-        if batch.stop_filter.num_rows:
-            stops |= batch.stop_filter.may_stop(runs.token_ids)
-        if np.count_nonzero(stops):
-            done |= np.logical_or.reduceat(stops, runs.starts)
-        if batch.num_watched:
-            done |= (batch.flags[rows] & WATCHED) != 0
-        if np.count_nonzero(done):
+        done = self._may_be_done(live, runs, num_tokens)
+        if done is not None and np.count_nonzero(done):
             whole = runs
             runs, ends = _cut_at_stops(live.requests, num_tokens, runs, done)
             num_tokens -= whole.counts - runs.counts
@@ -208,6 +200,22 @@ class Update:
         batch.acceptance.add(rows, drafts, accepted)
         batch.append_runs(live.requests, rows, runs, num_tokens)
         return runs, ends
+
+    def _may_be_done(self, live: Members, runs: Runs, num_tokens: Int64Array) -> npt.NDArray[np.bool_] | None:
+        """[s] which rows may end with their runs, by which they come to `num_tokens`; None: none of them."""
+        batch = self._batch
+        found = []
+        if batch.may_end(1 + batch.max_drafts):
+            found.append(num_tokens >= live.token_limit)
+        stop = live.stop_token
+        stops = runs.token_ids == (live.eos_token_id.repeat(runs.counts) if stop is None else stop)
+        if batch.stop_filter.num_rows:
+            stops |= batch.stop_filter.may_stop(runs.token_ids)
+        if np.count_nonzero(stops):
+            found.append(np.logical_or.reduceat(stops, runs.starts))
+        if batch.num_watched:
+            found.append((batch.flags[live.rows] & WATCHED) != 0)
+        return np.logical_or.reduce(found) if found else None
 
     def _deliver_run(self, request: Request, num_drafts: int, run: list[int]) -> tuple[int, End | None]:
         """As `_deliver`, for a row that had drafts in flight."""
