@@ -54,6 +54,14 @@ def argument_parser(description: str) -> argparse.ArgumentParser:
     return parser
 
 
+def at_least_one(text: str) -> int:
+    """The value of an option that counts something."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
+
+
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """A title, a header and rows, in aligned columns."""
     cells = [list(header), *([_cell(value) for value in row] for row in rows)]

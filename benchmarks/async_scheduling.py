@@ -16,7 +16,6 @@ PyTorch computes with one thread, so that the other threads find a core where th
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +24,7 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-from _common import Targets, argument_parser, finish, note, print_table, run
+from _common import Targets, argument_parser, at_least_one, finish, note, print_table, run
 from _engine_model import FULL, QUICK, model_directory
 from _pointsman_engine import exactly, open_engine, set_threads, vocabulary_size, watch_passes
 
@@ -129,7 +128,7 @@ def report(name: str, sides: dict[int, Side], targets: Targets) -> dict[str, Any
 
 def main() -> int:
     parser = argument_parser(__doc__ or "")
-    parser.add_argument("--rounds", type=_at_least_one, help=f"turns of each side (default {ROUNDS})")
+    parser.add_argument("--rounds", type=at_least_one, help=f"turns of each side (default {ROUNDS})")
     arguments = parser.parse_args()
     quick = arguments.quick
     num_rounds = arguments.rounds or (ROUNDS_QUICK if quick else ROUNDS)
@@ -140,13 +139,6 @@ def main() -> int:
     models[shape.name] = report(shape.name, measure(model_directory(shape), num_rounds, STEPS_LARGE), targets)
     figures = {"quick": quick, "running": ROWS, "models": models}
     return finish("async_scheduling", figures, targets, arguments.check)
-
-
-def _at_least_one(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
-    return value
 
 
 def _paired_ratio(numerators: list[float], denominators: list[float]) -> float:

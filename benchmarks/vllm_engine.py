@@ -18,7 +18,6 @@ has to be done while it computes.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from _common import REPOSITORY, Targets, argument_parser, finish, note, print_table, run
+from _common import REPOSITORY, Targets, argument_parser, at_least_one, finish, note, print_table, run
 from _engine_model import Job, Shape, make_prompts, model_directory
 from _worker_process import WorkerProcess
 from vllm_env import VLLM_VERSION, is_complete, python_of
@@ -170,7 +169,7 @@ def report(running: int, pairs: int, targets: Targets) -> dict[str, Any]:
 def main() -> int:
     parser = argument_parser(__doc__ or "")
     parser.add_argument("--sizes", help="numbers of requests at once, as 64,256")
-    parser.add_argument("--pairs", type=_at_least_one, help=f"turns of each side (default {PAIRS})")
+    parser.add_argument("--pairs", type=at_least_one, help=f"turns of each side (default {PAIRS})")
     arguments = parser.parse_args()
     quick, targets = arguments.quick, Targets()
     if not is_complete():
@@ -182,13 +181,6 @@ def main() -> int:
     pairs = arguments.pairs or (PAIRS_QUICK if quick else PAIRS)
     figures = {str(size): report(size, pairs, targets) for size in sizes}
     return finish("vllm_engine", {"quick": quick, "requests": figures}, targets, arguments.check)
-
-
-def _at_least_one(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
-    return value
 
 
 if __name__ == "__main__":

@@ -73,15 +73,14 @@ class Drafts:
         batch, members = self._batch, self._batch.members
         proposed, tokens = self._checked(output, token_ids, counts)
         rows, serials = output.rows, output.serials
-        limit = members.token_limit
         if in_flight or rows is not members.rows or batch.num_prefilling:
             decodes = (batch.serial[rows] == serials) & (batch.num_pending[rows] == 0)
             decodes &= (batch.flags[rows] & PREFILLING) == 0
             tokens = tokens[decodes.repeat(proposed)]
             rows, serials, proposed = rows[decodes], serials[decodes], proposed[decodes]
-            limit = batch.token_limit[rows]
         if batch.may_end(self._config.num_draft_tokens):
-            runs = Runs.of(proposed, tokens).cut(np.minimum(proposed, limit - 1 - batch.num_tokens[rows]))
+            left = batch.token_limit[rows] - batch.num_tokens[rows]
+            runs = Runs.of(proposed, tokens).cut(np.minimum(proposed, left - 1))
             proposed, tokens = runs.counts, runs.token_ids.astype(np.int32)
         keep = self._keep_others if self.waiting and rows is not self._rows else self._wait
         keep(rows, serials, proposed, tokens)

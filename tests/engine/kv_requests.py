@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from pointsman.engine import Engine, EngineStepError, SamplingParams
 from pointsman.engine.model_loader import LoadedModel
-from pointsman.engine.model_runner import PreparedStep, StepExecution
 
 TIGHT = {"num_blocks": 22, "full_sequence_must_fit": False}
 """A pool in which such requests preempt each other, and no prefix lasts."""
@@ -61,19 +61,26 @@ def check(engine: Engine) -> None:
         engine.kv_connector.tier.check()
 
 
-def break_passes(engine: Engine, monkeypatch: pytest.MonkeyPatch, choose: random.Random, chance: float) -> None:
-    """Some passes of the model fail before they begin, and as many of the others when they are over."""
-    run = engine.runner.run
+def break_passes(
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    choose: random.Random,
+    chance: float,
+    parts: Sequence[str] = ("run",),
+) -> None:
+    """Some of these parts of a step fail before they begin, and as many of the others when they are over."""
+    for name in parts:
+        original = getattr(engine.runner, name)
 
-    def breaks(prepared: PreparedStep) -> StepExecution:
-        if choose.random() < chance:
-            raise RuntimeError("before")
-        execution = run(prepared)
-        if choose.random() < chance:
-            raise RuntimeError("after")
-        return execution
+        def breaks(argument: Any, original: Callable[[Any], Any] = original) -> Any:
+            if choose.random() < chance:
+                raise RuntimeError("before")
+            answer = original(argument)
+            if choose.random() < chance:
+                raise RuntimeError("after")
+            return answer
 
-    monkeypatch.setattr(engine.runner, "run", breaks)
+        monkeypatch.setattr(engine.runner, name, breaks)
 
 
 def run_rounds(engine: Engine, count: int = 3, failures: list[EngineStepError] | None = None) -> dict[str, list[int]]:

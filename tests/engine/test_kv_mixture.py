@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kv_requests import check, drain, make, prompt_of, settle
+from kv_requests import break_passes, check, drain, make, prompt_of, settle
 from tiny_models import FAMILIES, build
 
 from pointsman.core.recording import Recorder, replay
@@ -71,22 +71,6 @@ def damage(choose: random.Random, directory: Path) -> None:
             path.write_bytes(b"torn")
 
 
-def fail_sometimes(engine: Engine, choose: random.Random, share: float) -> None:
-    """Before a step is prepared and after, before it computes and after."""
-    for name in ("prepare", "run"):
-        original = getattr(engine.runner, name)
-
-        def breaks(argument: Any, original: Any = original) -> Any:
-            if choose.random() < share:
-                raise RuntimeError("before")
-            answer = original(argument)
-            if choose.random() < share:
-                raise RuntimeError("after")
-            return answer
-
-        setattr(engine.runner, name, breaks)
-
-
 def run_at_random(engine: Engine, choose: random.Random, expected: list[list[int]], directory: Path) -> int:
     """Requests come, some in parts, go, are aborted; what was cached is forgotten now and then. Returns how many steps
     failed."""
@@ -132,17 +116,18 @@ def run_at_random(engine: Engine, choose: random.Random, expected: list[list[int
 
 
 @pytest.mark.parametrize("seed", range(100) if os.environ.get("POINTSMAN_SOAK") else range(6))
-def test_everything_at_once(tmp_path: Path, loaded: LoadedModel, expected: list[list[int]], seed: int) -> None:
+def test_everything_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel, expected: list[list[int]], seed: int
+) -> None:
     """Two engines one after the other, over one directory."""
     choose = random.Random(seed)
     for part in range(2):
         file = io.StringIO()
         engine = make(loaded, recorder=Recorder(file), **draw_knobs(choose, tmp_path))
         share = choose.choice([0.0, 0.05])
-        fail_sometimes(engine, random.Random(seed + part), share)
+        break_passes(engine, monkeypatch, random.Random(seed + part), share, ("prepare", "run"))
         num_failures = run_at_random(engine, choose, expected, tmp_path)
         assert (num_failures > 0) == (share > 0)
-        fail_sometimes(engine, choose, 0.0)
         if engine.kv_connector is not None:
             settle(engine)
         engine.close()

@@ -176,10 +176,7 @@ def own_path() -> str:
         for left in glob.glob(os.path.join(glob.escape(folder), "vllm-*.sock")):
             with suppress(ConfigError, OSError):
                 _make_way(left)
-        names = (
-            f"vllm-{os.getpid()}{suffix}.sock"
-            for suffix in itertools.chain([""], (f"-{n}" for n in itertools.count(2)))
-        )
+        names = (f"vllm-{os.getpid()}{f'-{n}' if n > 1 else ''}.sock" for n in itertools.count(1))
         return next(path for name in names if not os.path.exists(path := os.path.join(folder, name)))
 
 
