@@ -14,11 +14,13 @@ import select
 import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 SECONDS_TO_END = 20
+SECONDS_TO_STOP = 2
 
 
 class WorkerFailed(RuntimeError):
@@ -47,7 +49,7 @@ class WorkerProcess:
             env={name: value for name, value in merged.items() if value is not None},
             process_group=0,
         )
-        self._signal(signal.SIGSTOP)
+        self._stop()
 
     def ask(self, command: str, timeout: float | None = None, **arguments: Any) -> dict[str, Any]:
         """Have the worker do something, and wait for its answer; it stands still again when this returns.
@@ -75,7 +77,7 @@ class WorkerProcess:
             self._end()
             self._errors.seek(0)
             raise WorkerFailed(f"the {self.name} worker died at {command!r}:\n{self._errors.read()[-4000:]}")
-        self._signal(signal.SIGSTOP)
+        self._stop()
         return dict(json.loads(answer))
 
     @property
@@ -84,16 +86,9 @@ class WorkerProcess:
 
     def cpu_seconds(self) -> float | None:
         """CPU time of the group's living processes so far; None where there is no /proc to read it from."""
-        group, ticks = str(self._process.pid), 0
         if not Path("/proc/self/stat").exists():
             return None
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                fields = stat.read_text().rpartition(")")[2].split()  # the name, in parentheses, may contain anything
-            except OSError:  # it has just ended
-                continue
-            if fields[2] == group:
-                ticks += int(fields[11]) + int(fields[12])
+        ticks = sum(int(fields[11]) + int(fields[12]) for fields in self._stats("[0-9]*/stat"))
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def close(self) -> None:
@@ -110,6 +105,27 @@ class WorkerProcess:
     def _end(self) -> None:
         self._signal(signal.SIGKILL)
         self._process.wait()
+
+    def _stop(self) -> None:
+        """Stop the group, and wait until its threads stand: on a busy machine they run on for milliseconds."""
+        self._signal(signal.SIGSTOP)
+        latest = time.monotonic() + SECONDS_TO_STOP
+        # T is stopped; Z (a zombie) and X (dead) do not run either.
+        while any(fields[0] not in "TZX" for fields in self._stats("[0-9]*/task/[0-9]*/stat")):
+            if time.monotonic() > latest:
+                return  # one waits in the kernel, and will stop where it leaves it
+            time.sleep(0.001)
+
+    def _stats(self, pattern: str) -> Iterator[list[str]]:
+        """What /proc tells of the group's processes or threads, from their states on."""
+        group = str(self._process.pid)
+        for stat in Path("/proc").glob(pattern):
+            try:
+                fields = stat.read_text().rpartition(")")[2].split()  # the name, in parentheses, may contain anything
+            except OSError:  # it has just ended
+                continue
+            if fields[2] == group:
+                yield fields
 
     def _signal(self, number: signal.Signals) -> None:
         try:

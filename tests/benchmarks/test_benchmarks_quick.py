@@ -206,5 +206,5 @@ def test_server_overhead() -> None:
     pytest.importorskip("uvicorn")
     figures = run_quick("server_overhead.py", "--rounds", "1", "--requests", "24", "--streams", "12")
     assert figures["complete"] == 24
-    assert figures["loss"] < 0.6  # beside other tests, on the same cores, it says little
+    assert -1 < figures["loss"] < 0.9  # beside other tests, on the same cores, it says little
     assert all(seconds > 0 for seconds in figures["cpu_seconds_per_1000_tokens"].values())
