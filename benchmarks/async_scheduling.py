@@ -6,8 +6,8 @@ of one to the start of the next, in the thread that runs it). With one step in f
 does beside arithmetic: taking in tokens, making text, scheduling, preparing inputs.
 
 A shorter pause is worth something only if the passes do not grow by as much: both threads are Python, and one of them
-runs at a time, except in operators and kernels. So the length of a pass is shown too, and how much of the pause a step
-really saves.
+runs at a time, except in operators and kernels (`pointsman/engine/openings.py`). So the length of a pass is shown too,
+and how much of the pause a step really saves.
 
 PyTorch computes with one thread, so that the other threads find a core where there is a second one.
 

@@ -20,7 +20,7 @@ kernels over the same pool, say) has its place behind the same three methods.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from threading import RLock
 from typing import Any, Protocol, TypeAlias
@@ -62,6 +62,8 @@ class PagedBatch:
     """[T] and its place within the block."""
     tails: Int64Array
     """[T] slots behind the token that are to be zeroed: the rest of a block that its row begins and does not fill."""
+    announce: Callable[[], None] | None = None
+    """Called before operations that take long and need no Python; None: nobody wants to know."""
 
     @classmethod
     def build(
@@ -81,15 +83,18 @@ class PagedBatch:
         tables = block_tables[:, :width].astype(np.int64)
 
         if len(counts) == query_starts[-1]:  # decodes only: one token a row
-            row_of_token = np.arange(len(counts))
             positions = computed
+            blocks, slot_offsets = np.divmod(positions, block_size)
+            slot_blocks = tables[query_starts[:-1], blocks]
+            tails = (slot_offsets == 0) * np.int64(block_size - 1)
         else:
             row_of_token = np.repeat(np.arange(len(counts)), counts)
             positions = np.arange(query_starts[-1]) + (computed - query_starts[:-1])[row_of_token]
-        slot_offsets = positions % block_size
-        last_block_start = (kv_lens - 1) // block_size * block_size
-        tails = np.zeros_like(positions)
-        tails[query_starts[1:] - 1] = np.where(last_block_start >= computed, -kv_lens % block_size, 0)
+            blocks, slot_offsets = np.divmod(positions, block_size)
+            slot_blocks = tables[row_of_token, blocks]
+            last_block_start = (kv_lens - 1) // block_size * block_size
+            tails = np.zeros_like(positions)
+            tails[query_starts[1:] - 1] = np.where(last_block_start >= computed, -kv_lens % block_size, 0)
         return cls(
             block_size=block_size,
             positions=positions,
@@ -97,7 +102,7 @@ class PagedBatch:
             query_lens=counts,
             kv_lens=kv_lens,
             block_tables=tables,
-            slot_blocks=tables[row_of_token, positions // block_size],
+            slot_blocks=slot_blocks,
             slot_offsets=slot_offsets,
             tails=tails,
         )
@@ -106,6 +111,11 @@ class PagedBatch:
     def num_tokens(self) -> int:
         """T."""
         return len(self.positions)
+
+    def announce_long_operation(self) -> None:
+        """A long operation follows at once, in which other threads can run Python."""
+        if self.announce is not None:
+            self.announce()
 
 
 class AttentionBackend(Protocol):
@@ -143,6 +153,9 @@ class AttentionBackend(Protocol):
 
         A token at position p attends to positions j <= p, and with a `window` only to j > p - window. `softcap`
         bounds scores as cap * tanh(score / cap); `sinks` [num_heads] are scores of a column without a value.
+
+        The batch is told (`announce_long_operation`) when the arithmetic begins. Where a backend does not, nothing is
+        scheduled while the step computes.
         """
 
 
@@ -170,7 +183,9 @@ class AttentionContext:
     def begin(self, batch: PagedBatch, pool: KVPool, backend: AttentionBackend, keep: Tensor | None = None) -> None:
         """Everything that the next forward of the model needs. Waits while another thread's step is under way."""
         plan = backend.plan(batch)
-        self._busy.acquire()
+        if not self._busy.acquire(blocking=False):
+            batch.announce_long_operation()
+            self._busy.acquire()
         self.batch, self.pool, self.backend, self.plan, self.keep = batch, pool, backend, plan, keep
 
     def end(self) -> None:

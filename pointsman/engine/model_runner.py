@@ -165,19 +165,20 @@ class ModelRunner:
             StepOrderError: a token of the step has yet to be sampled by one before it, though only one step may be in
                 flight.
         """
-        batch = PagedBatch.build(
-            output.num_scheduled_tokens,
-            output.num_computed_tokens,
-            self.scheduler.block_table[output.rows],
-            self.pool.block_size,
-        )
+        scheduled, computed, block_size = output.num_scheduled_tokens, output.num_computed_tokens, self.pool.block_size
+        width = -(-int((scheduled + computed).max(initial=0)) // block_size)  # the tables are as wide as is ever needed
+        tables = self.scheduler.block_table[:, :width][output.rows]
+        batch = PagedBatch.build(scheduled, computed, tables, block_size)
         sampling = output.samples.nonzero()[0]
         behind: Int64Array | int = 0  # positions from a place whose logits are wanted to the last one of its row
         verification = None
         if len(output.draft_token_ids):
             verification = Verification.of(output, sampling)
             sampling, behind = verification.sampling, verification.behind
-        sampling_batch = self.sampler.prepare(output, sampling, batch.kv_lens[sampling] - behind)
+        ends, kv_lens = batch.query_starts[1:], batch.kv_lens
+        if len(sampling) != output.num_rows or verification is not None:
+            ends, kv_lens = ends[sampling], kv_lens[sampling]
+        sampling_batch = self.sampler.prepare(output, sampling, kv_lens - behind)
         sampled = self._sampled_tokens
         token_ids = self.scheduler.input_token_ids(output, allow_unsampled=sampled is not None).astype(np.int64)
         prepared = PreparedStep(
@@ -187,7 +188,7 @@ class ModelRunner:
             positions=torch.from_numpy(batch.positions),
             sampling=sampling,
             sampling_batch=sampling_batch,
-            logits_at=batch.query_starts[sampling + 1] - 1 - behind,
+            logits_at=ends - 1 - behind,
             num_logits=len(sampling),
             verification=verification,
         )
@@ -228,6 +229,7 @@ class ModelRunner:
             Exception: see `execute`.
         """
         if prepared.transfers is not None:
+            prepared.batch.announce_long_operation()
             prepared.transfers.run()
         if prepared.num_rows == 0:
             return StepExecution(StepResult(token_ids=np.empty(0, dtype=np.int64)))
@@ -239,6 +241,7 @@ class ModelRunner:
             logits, vectors = self._forward_and_pool(prepared)
         else:
             logits = self._forward(prepared)
+        prepared.batch.announce_long_operation()  # on a GPU this waits for the arithmetic
         execution = self._sample(prepared, logits[: len(prepared.sampling)])
         if prepared.prompt_chunks:
             execution.prompt_logprobs = _prompt_logprobs(prepared, logits[len(prepared.sampling) : prepared.num_logits])
@@ -306,12 +309,14 @@ def _links(output: SchedulerOutput, prepared: PreparedStep, tokens: SampledToken
     batch, sampling = prepared.batch, prepared.sampling
     rows = output.rows.astype(np.int64)
     unsampled = (prepared.token_ids.numpy() == UNSAMPLED).nonzero()[0]
-    row_indices = np.searchsorted(batch.query_starts, unsampled, side="right") - 1
     edits = prepared.sampling_batch.edits
     if edits is not None:
         for edit in edits.unfinished:
             index, end = sampling[edit.row], int(batch.kv_lens[sampling[edit.row]])
             edit.sources = tokens.places(rows[index], np.arange(end - edit.num_missing, end))
+    if len(unsampled) == len(sampling) == len(rows) == batch.num_tokens:  # decodes, each behind one in flight
+        return StepLinks(tokens.places(rows, batch.kv_lens), unsampled, tokens.places(rows, batch.positions))
+    row_indices = np.searchsorted(batch.query_starts, unsampled, side="right") - 1
     return StepLinks(
         sampled=tokens.places(rows[sampling], batch.kv_lens[sampling]),
         unsampled=unsampled,

@@ -158,7 +158,9 @@ class NumbaAttention:
             arguments[kernel.SINKS] = sinks.data_ptr()
         else:
             arguments[kernel.SINKS] = 0
-        attention_kernel(query.dtype, keys.dtype)(arguments, torch.get_num_threads())
+        run, num_threads = attention_kernel(query.dtype, keys.dtype), torch.get_num_threads()
+        plan.batch.announce_long_operation()
+        run(arguments, num_threads)
         if num_tokens > plan.batch.num_tokens:
             output[plan.batch.num_tokens :].zero_()
         return output

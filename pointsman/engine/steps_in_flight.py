@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from pointsman.engine.errors import EngineStepError
+from pointsman.engine.openings import Openings
 from pointsman.engine.worker import Worker
 
 if TYPE_CHECKING:
@@ -26,9 +27,8 @@ if TYPE_CHECKING:
 
 class _Step(NamedTuple):
     output: SchedulerOutput
-    prepared: PreparedStep
-    future: Future[StepExecution] | None
-    """None: it runs when it is collected."""
+    execution: Future[StepExecution] | PreparedStep
+    """As the worker will give it; without a worker, what to run when it is collected."""
 
 
 class StepsInFlight:
@@ -56,7 +56,8 @@ class StepsInFlight:
         self._clock = clock
         self._counters = counters
         self._most = scheduler.config.max_steps_in_flight
-        self._worker = Worker("pointsman-steps", computes=True) if self._most > 1 else None
+        self._openings = Openings()
+        self._worker = Worker("pointsman-steps", self._openings) if self._most > 1 else None
         self._steps: deque[_Step] = deque()
 
     def __len__(self) -> int:
@@ -74,6 +75,8 @@ class StepsInFlight:
                 was before it, and the next call decides anew.
         """
         while not self._steps or (len(self._steps) < self._most and self._scheduler.can_advance()):
+            if self._steps:
+                self._openings.wait()
             self._submit(self._schedule())
         return self.collect()
 
@@ -84,9 +87,9 @@ class StepsInFlight:
             EngineStepError: see `run_oldest`.
         """
         started = time.perf_counter()
-        output, prepared, future = self._steps[0]
+        output, pending = self._steps[0]
         try:
-            execution = self._runner.run(prepared) if future is None else future.result()
+            execution = pending.result() if isinstance(pending, Future) else self._runner.run(pending)
         except BaseException as error:  # also KeyboardInterrupt, while it waits: the decision must not stand
             self.void()
             if not isinstance(error, Exception):
@@ -98,7 +101,7 @@ class StepsInFlight:
 
     def void(self) -> None:
         """Take back every step in flight, as soon as the model is done with the one that it executes."""
-        futures = [step.future for step in self._steps if step.future is not None]
+        futures = [step.execution for step in self._steps if isinstance(step.execution, Future)]
         wait([future for future in futures if not future.cancel()])
         self._steps.clear()
         self._runner.loaded.context.end()
@@ -127,7 +130,9 @@ class StepsInFlight:
         except Exception as error:
             self.void()
             raise EngineStepError(f"step {output.step_id} failed: {type(error).__name__}: {error}") from error
-        worker = self._worker
-        future = None if worker is None else worker.submit(partial(self._runner.run, prepared))
-        self._steps.append(_Step(output, prepared, future))
+        execution: Future[StepExecution] | PreparedStep = prepared
+        if self._worker is not None:
+            prepared.batch.announce = self._openings.announce
+            execution = self._worker.submit(partial(self._runner.run, prepared))
+        self._steps.append(_Step(output, execution))
         self._counters.execute_time += time.perf_counter() - started

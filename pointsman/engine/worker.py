@@ -15,6 +15,7 @@ from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 from weakref import WeakSet, finalize
 
+from pointsman.engine.openings import Openings
 from pointsman.engine.threads import release_helper_threads
 
 Answer = TypeVar("Answer")
@@ -30,12 +31,13 @@ class Worker:
 
     Args:
         name: of the thread.
-        computes: whether it takes over computing from the thread that starts it.
+        openings: of a thread that takes over computing from the one that starts it; the functions announce them. Then
+            an answer waits for the first of the next function, if there is one.
     """
 
-    def __init__(self, name: str, *, computes: bool = False) -> None:
+    def __init__(self, name: str, openings: Openings | None = None) -> None:
         self._name = name
-        self._computes = computes
+        self._openings = openings
         self._inbox: Inbox = SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -55,25 +57,42 @@ class Worker:
             thread.join(EXIT_PATIENCE)
 
     def _start(self) -> None:
-        if self._computes:
+        if self._openings is not None:
             release_helper_threads()  # of the thread that loaded the model: it computes no further
         self._inbox = SimpleQueue()  # not that of a thread which a fork has left behind
         # The thread must not keep the worker: one that is dropped takes its thread along.
-        self._thread = threading.Thread(target=_work, args=(self._inbox,), name=self._name, daemon=True)
+        self._thread = threading.Thread(target=_work, args=(self._inbox, self._openings), name=self._name, daemon=True)
         finalize(self, self._inbox.put, None).atexit = False
         self._thread.start()
         _live.add(self)
 
 
-def _work(inbox: Inbox) -> None:
+def _work(inbox: Inbox, openings: Openings | None) -> None:
     while (task := inbox.get()) is not None:
         future, function = task
         if future.set_running_or_notify_cancel():
             try:
-                future.set_result(function())
+                answer = function()
             except BaseException as error:  # whatever it is, it is for whoever waits for the answer
+                if openings is not None:
+                    openings.end()  # the answer before it comes first
                 future.set_exception(error)
+            else:
+                _answer(future, answer, inbox, openings)
+                del answer
         del task, future, function  # nothing is kept while it waits
+        if openings is not None and inbox.empty():
+            openings.end()
+    if openings is not None:
+        openings.end()
+
+
+def _answer(future: Future[Any], answer: Any, inbox: Inbox, openings: Openings | None) -> None:
+    if openings is None:
+        future.set_result(answer)
+    else:
+        openings.end()
+        openings.keep(future, answer)
 
 
 _live: WeakSet[Worker] = WeakSet()

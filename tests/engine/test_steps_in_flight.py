@@ -201,7 +201,7 @@ def test_an_interrupt_while_it_waits_leaves_the_engine_usable(
     engine.step()
     step = engine.steps._steps[0]
     with monkeypatch.context() as patch:
-        patch.setattr(type(step.future), "result", lambda future: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(type(step.execution), "result", lambda future: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     assert engine.scheduler.num_steps_in_flight == 0
