@@ -35,7 +35,7 @@ ROWS = 32
 PROMPT_TOKENS = 32
 WARM_UP_STEPS = 8
 STEPS, STEPS_LARGE = 60, 20
-ROUNDS, ROUNDS_QUICK = 9, 4
+ROUNDS, ROUNDS_LARGE, ROUNDS_QUICK = 21, 9, 4
 LEAST_THROUGHPUT = 0.97
 MOST_PAUSE = 0.5
 
@@ -128,15 +128,17 @@ def report(name: str, sides: dict[int, Side], targets: Targets) -> dict[str, Any
 
 def main() -> int:
     parser = argument_parser(__doc__ or "")
-    parser.add_argument("--rounds", type=at_least_one, help=f"turns of each side (default {ROUNDS})")
+    parser.add_argument(
+        "--rounds", type=at_least_one, help=f"turns of each side (default {ROUNDS}, {ROUNDS_LARGE} of the large)"
+    )
     arguments = parser.parse_args()
     quick = arguments.quick
-    num_rounds = arguments.rounds or (ROUNDS_QUICK if quick else ROUNDS)
+    num_rounds, num_rounds_large = (arguments.rounds or (ROUNDS_QUICK if quick else n) for n in (ROUNDS, ROUNDS_LARGE))
     shape = QUICK if quick else FULL
 
     targets = Targets()
     models = {"demo": report("demo", measure("demo", num_rounds, STEPS), targets)}
-    models[shape.name] = report(shape.name, measure(model_directory(shape), num_rounds, STEPS_LARGE), targets)
+    models[shape.name] = report(shape.name, measure(model_directory(shape), num_rounds_large, STEPS_LARGE), targets)
     figures = {"quick": quick, "running": ROWS, "models": models}
     return finish("async_scheduling", figures, targets, arguments.check)
 
