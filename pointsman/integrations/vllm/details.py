@@ -5,7 +5,7 @@ Most outputs say nothing more. Whose next one does is kept here, and theirs alon
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pointsman.core import Request
@@ -45,18 +45,26 @@ class Details:
         self._once.discard(name)
         self._always.discard(name)
 
-    def tell(self, outputs: list[Any], indices: list[int], sampled: Sampled, result: Any) -> None:
+    def tell(self, outputs: list[Any], indices: Sequence[int], sampled: Sampled, result: Any) -> None:
         """Put the details into outputs, of the rows with these indices, from a `ModelRunnerOutput`."""
-        masks = result.sampling_masks
-        if not (self._once or self._always or result.num_nans_in_logits or masks is not None):
+        masks, nans = result.sampling_masks, result.num_nans_in_logits
+        if self._always or nans or masks is not None:
+            self._tell_tensors(outputs, indices, sampled, result)
+        if not self._once:
             return
+        by_name = {output.request_id: output for output in outputs}
+        for name in self._once.intersection(by_name):
+            self._once.discard(name)
+            output = by_name[name]
+            self._tell_events(name, output)
+            output.new_prompt_logprobs_tensors = result.prompt_logprobs_dict.get(name)
+            output.prompt_token_id_logprobs = result.prompt_token_id_logprobs_dict.get(name)
+
+    def _tell_tensors(self, outputs: list[Any], indices: Sequence[int], sampled: Sampled, result: Any) -> None:
+        """What the runner made beside tokens."""
+        masks, nans = result.sampling_masks, result.num_nans_in_logits
         for index, output in zip(indices, outputs, strict=True):
             name = output.request_id
-            if name in self._once:
-                self._once.discard(name)
-                self._tell_events(name, output)
-                output.new_prompt_logprobs_tensors = result.prompt_logprobs_dict.get(name)
-                output.prompt_token_id_logprobs = result.prompt_token_id_logprobs_dict.get(name)
             if name in self._always:
                 request = self._requests[name]
                 output.trace_headers = request.trace_headers
@@ -65,8 +73,8 @@ class Details:
                     output.new_logprobs = result.logprobs.slice_request(place, count)
             if masks is not None and output.new_token_ids:
                 output.new_sampling_mask = masks.slice_request(sampled.place(index), len(output.new_token_ids))
-            if result.num_nans_in_logits and name in result.num_nans_in_logits:
-                output.num_nans_in_logits = result.num_nans_in_logits[name]
+            if nans and name in nans:
+                output.num_nans_in_logits = nans[name]
 
     def _tell_events(self, name: str, output: Any) -> None:
         request = self._requests[name]

@@ -16,7 +16,9 @@ from pointsman.core import SchedulerOutput as Output
 from pointsman.integrations.vllm.kv_events import KVEvents
 from pointsman.integrations.vllm.sessions import Sessions
 from pointsman.integrations.vllm.statistics import Statistics
-from pointsman.integrations.vllm.versions import make
+from pointsman.integrations.vllm.versions import maker
+
+new_grammar_output = maker(GrammarOutput, "structured_output_request_ids", "grammar_bitmask", "num_acceptable_drafts")
 
 
 @dataclass(slots=True)
@@ -100,12 +102,9 @@ class Reads:
         drafts = scheduler_output.scheduled_spec_decode_tokens
         mask = self._grammars.grammar_bitmask(self.requests, names, drafts)
         acceptable = [len(strip_speculative_padding(drafts.get(name, []))) for name in names]
-        values = {
-            "structured_output_request_ids": names,
-            "grammar_bitmask": mask,
-            "num_acceptable_drafts": acceptable,
-        }
-        return make(GrammarOutput, values)
+        return new_grammar_output(
+            structured_output_request_ids=names, grammar_bitmask=mask, num_acceptable_drafts=acceptable
+        )
 
 
 def group_metadata(kv_cache_config: Any, block_size: int) -> Any:

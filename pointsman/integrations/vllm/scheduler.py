@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import vllm
@@ -261,8 +261,8 @@ class Scheduler(Reads):
         if self._compiling:
             self._take_grammars(now)
         output = self.core.schedule(now)
-        ids = self._schedules.ids(output.requests)
-        of_vllm = self._schedules.make(output, self.core.max_drafts)
+        ids = self._schedules.ids(output)
+        of_vllm = self._schedules.make(output, ids, self.core.max_drafts if self._speculates else 0)
         if output.preempted or output.finished or output.num_continued < len(ids):
             self._note_changes(output, now)
         if self._structured:
@@ -337,7 +337,7 @@ class Scheduler(Reads):
         if len(output.draft_token_ids):
             self._drafts.verified(output, result, update)
         if len(output.completes):
-            self._add_pooled(step, sampled, model_runner_output.pooler_output, outputs, indices)
+            indices = [*indices, *self._add_pooled(step, sampled, model_runner_output.pooler_output, outputs)]
         self._details.tell(outputs, indices, sampled, model_runner_output)
         if self._structured:
             self._accept(outputs)
@@ -347,13 +347,13 @@ class Scheduler(Reads):
             self._kv_events.publish(self.core.take_kv_events())
         return self._by_client(step, outputs, indices, model_runner_output)
 
-    def _add_pooled(self, step: Step, sampled: Sampled, pooled: Any, outputs: list[Any], indices: list[int]) -> None:
-        """What a pooling model made of the prompts that are complete now."""
-        for index in step.output.completes.tolist():
-            name = step.ids[index]
-            if name in self.requests:
-                outputs.append(EngineCoreOutput(name, [], pooling_output=pooled[sampled.place(index)]))
-                indices.append(index)
+    def _add_pooled(self, step: Step, sampled: Sampled, pooled: Any, outputs: list[Any]) -> list[int]:
+        """What a pooling model made of the prompts that are complete now, and the indices of their rows."""
+        indices = [index for index in step.output.completes.tolist() if step.ids[index] in self.requests]
+        outputs += [
+            EngineCoreOutput(step.ids[index], [], pooling_output=pooled[sampled.place(index)]) for index in indices
+        ]
+        return indices
 
     def _accept(self, outputs: list[Any]) -> None:
         """Grammars take in the tokens of their requests."""
@@ -371,7 +371,7 @@ class Scheduler(Reads):
                 output.finish_reason = request.get_finished_reason()
                 self._drafts.tell(request, output)
 
-    def _finish(self, finished: Iterable[Request], ids: list[str], outputs: list[Any], indices: list[int]) -> None:
+    def _finish(self, finished: Iterable[Request], ids: list[str], outputs: list[Any], indices: Sequence[int]) -> None:
         """Those that ended by this update."""
         at_row = None if len(indices) == len(ids) else {index: at for at, index in enumerate(indices)}
         for ours in finished:
@@ -399,15 +399,25 @@ class Scheduler(Reads):
         else:
             self._sessions.num_idle += 1
 
-    def _by_client(self, step: Step, outputs: list[Any], indices: list[int], result: Any) -> dict[int, Any]:
+    def _by_client(self, step: Step, outputs: list[Any], indices: Sequence[int], result: Any) -> dict[int, Any]:
         """The outputs, sorted by the client that they are for; the first one gets the statistics too."""
-        by_client: dict[int, list[Any]] = {}
-        if outputs and not self._has_clients:
-            by_client[0] = outputs
+        if self._has_clients or self._unsent or self._finished_ids or not outputs:
+            found = self._sorted(step, outputs, indices)
         else:
-            for index, output in zip(indices, outputs, strict=True):
-                client = step.output.requests[index].metadata.client_index
-                by_client.setdefault(client, []).append(output)
+            found = {0: EngineCoreOutputs(outputs=outputs)}
+        if self._statistics is not None:
+            first = next(iter(found.values()), None)
+            if first is None:
+                first = found[0] = EngineCoreOutputs()
+            first.scheduler_stats = self._statistics.take(step.of_vllm, result)
+        return found
+
+    def _sorted(self, step: Step, outputs: list[Any], indices: Sequence[int]) -> dict[int, Any]:
+        """The outputs by client, with what else there is to tell each."""
+        by_client: dict[int, list[Any]] = {}
+        for index, output in zip(indices, outputs, strict=True):
+            client = step.output.requests[index].metadata.client_index
+            by_client.setdefault(client, []).append(output)
         for request in self._unsent:
             ended = EngineCoreOutput(
                 request.request_id,
@@ -424,11 +434,6 @@ class Scheduler(Reads):
             for client, names in self._finished_ids.items():
                 found.setdefault(client, EngineCoreOutputs()).finished_requests = names
             self._finished_ids.clear()
-        if self._statistics is not None:
-            first = next(iter(found.values()), None)
-            if first is None:
-                first = found[0] = EngineCoreOutputs()
-            first.scheduler_stats = self._statistics.take(step.of_vllm, result)
         return found
 
     # ------------------------------------------------------------------ drafts

@@ -1,7 +1,7 @@
 """Our decisions as vLLM's `SchedulerOutput`.
 
-In a step where everybody goes on, the lists of it are made of our arrays at once, and what depends only on who runs is
-kept from the step before. Python loops run over rows that got blocks, were admitted, or have a grammar.
+The lists of it are made of our arrays at once; what depends only on who runs is kept from the step before. Python loops
+run over rows that got blocks, were admitted, or have a grammar.
 
 vLLM has two model runners, which are told of a resumed request in different ways: the first, among the cached requests,
 with all its blocks and its tokens; the second, as a new one, with its tokens. Both keep the lists that they get, so
@@ -19,9 +19,35 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 
 from pointsman.core import Request
 from pointsman.core import SchedulerOutput as Output
-from pointsman.integrations.vllm.versions import make
+from pointsman.integrations.vllm.versions import maker
 
 Int64Array = npt.NDArray[np.int64]
+
+new_output = maker(
+    SchedulerOutput,
+    "scheduled_new_reqs",
+    "scheduled_cached_reqs",
+    "num_scheduled_tokens",
+    "total_num_scheduled_tokens",
+    "scheduled_spec_decode_tokens",
+    "scheduled_encoder_inputs",
+    "finished_req_ids",
+    "free_encoder_mm_hashes",
+    "preempted_req_ids",
+    "num_spec_tokens_to_schedule",
+)
+new_request_data = maker(
+    NewRequestData,
+    "req_id",
+    "prompt_token_ids",
+    "mm_features",
+    "sampling_params",
+    "pooling_params",
+    "block_ids",
+    "num_computed_tokens",
+    "lora_request",
+    "prefill_token_ids",
+)
 
 
 class Schedules:
@@ -39,68 +65,96 @@ class Schedules:
         self._v2_runner = v2_runner
         self._sends_tokens = sends_tokens
         self._tells_tokens = runs_ahead and not v2_runner
-        self._requests: Sequence[Request] = []
+        # By row of ours, of the request that has it; both grow with the rows.
+        self._id_of: npt.NDArray[np.object_] = np.empty(64, dtype=object)
+        self._prompt_len_of: Int64Array = np.zeros(64, dtype=np.int64)
+        # Of the newest output, in its order.
+        self._requests: Sequence[Request] = ()
         self._ids: list[str] = []
         self._prompt_lens: Int64Array = np.zeros(0, dtype=np.int64)
+        self._one_each: dict[str, int] = {}
+        self._all_sample: npt.NDArray[np.bool_] | None = None
+        """The `samples` that were found to be all true."""
         self._ids_before: Sequence[str] = ()
 
-    def ids(self, requests: Sequence[Request]) -> list[str]:
-        """What vLLM calls the requests of an output; the list is ours."""
-        if requests is self._requests:
+    def ids(self, output: Output) -> list[str]:
+        """What vLLM calls the requests of the newest output; the list is ours."""
+        if output.requests is self._requests:
             return self._ids
-        num_known = len(self._requests)
-        if requests[:num_known] != self._requests:
-            num_known, self._ids, self._prompt_lens = 0, [], self._prompt_lens[:0]
-        if num_known < len(requests):
-            new = requests[num_known:]
-            self._ids = self._ids + [request.metadata.request_id for request in new]
-            lens = np.array([len(request.prompt_token_ids) for request in new], dtype=np.int64)
-            self._prompt_lens = np.concatenate([self._prompt_lens, lens])
-        self._requests = requests
+        rows = output.rows
+        for row, request in zip(rows[output.num_continued :].tolist(), output.admitted, strict=True):
+            self._place(row, request)
+        self._requests = output.requests
+        self._ids = self._id_of[rows].tolist()
+        self._prompt_lens = self._prompt_len_of[rows]
+        self._one_each = {}
         return self._ids
 
-    def make(self, output: Output, num_drafts: int) -> Any:
-        """The output for vLLM's workers. `num_drafts` is how many drafts a request may have in its next step."""
-        ids = self.ids(output.requests)
-        new, resumed = self._admitted(output, ids) if output.num_continued < len(ids) else ([], [])
-        cached = self._continued(output, ids)
-        for index in resumed:
-            self._add_resumed(cached, output, index)
-        values = {
-            "scheduled_new_reqs": new,
-            "scheduled_cached_reqs": CachedRequestData(**cached),
-            "num_scheduled_tokens": dict(zip(ids, output.num_scheduled_tokens.tolist(), strict=True)),
-            "total_num_scheduled_tokens": output.total_num_scheduled_tokens,
-            "scheduled_spec_decode_tokens": _drafts(output, ids) if len(output.draft_token_ids) else {},
-            "scheduled_encoder_inputs": {},
-            "finished_req_ids": {request.metadata.request_id for request in output.finished},
-            "free_encoder_mm_hashes": [],
-            "preempted_req_ids": {request.metadata.request_id for request in output.preempted},
-            "num_spec_tokens_to_schedule": num_drafts,
-        }
-        self._ids_before = ids
-        return make(SchedulerOutput, values)
+    def _place(self, row: int, request: Request) -> None:
+        """A request was admitted, to this row."""
+        if row >= len(self._id_of):
+            self._id_of.resize(2 * row, refcheck=False)
+            self._prompt_len_of.resize(2 * row, refcheck=False)
+        self._id_of[row] = request.metadata.request_id
+        self._prompt_len_of[row] = request.num_prompt_tokens
 
-    def _continued(self, output: Output, ids: list[str]) -> dict[str, Any]:
-        """Fields of `CachedRequestData` for the rows that ran before."""
+    def make(self, output: Output, ids: list[str], num_drafts: int) -> Any:
+        """The output for vLLM's workers.
+
+        Args:
+            output: the newest one.
+            ids: of its requests.
+            num_drafts: how many drafts a request may have in its next step.
+        """
         count = output.num_continued
-        computed = output.num_computed_tokens[:count]
-        ends = computed + output.num_scheduled_tokens[:count]
+        computed = output.num_computed_tokens.tolist()
+        cached = CachedRequestData(
+            req_ids=ids[:count],
+            resumed_req_ids=set(),
+            new_token_ids=self._sampled_before(output) if self._sends_tokens else [],
+            all_token_ids=self._tokens_of_skipped(output, ids) if self._tells_tokens else {},
+            new_block_ids=_new_block_ids(output) if len(output.block_rows) else [None] * count,
+            num_computed_tokens=computed[:count],
+            num_output_tokens=self._num_output_tokens(output),
+        )
+        made = new_output(
+            scheduled_new_reqs=self._admitted(output, ids, computed, cached) if count < len(ids) else [],
+            scheduled_cached_reqs=cached,
+            num_scheduled_tokens=self._num_scheduled_tokens(output, ids),
+            total_num_scheduled_tokens=output.total_num_scheduled_tokens,
+            scheduled_spec_decode_tokens=_drafts(output, ids) if len(output.draft_token_ids) else {},
+            scheduled_encoder_inputs={},
+            finished_req_ids=_names(output.finished) if output.finished else set(),
+            free_encoder_mm_hashes=[],
+            preempted_req_ids=_names(output.preempted) if output.preempted else set(),
+            num_spec_tokens_to_schedule=num_drafts,
+        )
+        self._ids_before = ids
+        return made
+
+    def _num_scheduled_tokens(self, output: Output, ids: list[str]) -> dict[str, int]:
+        if output.total_num_scheduled_tokens > len(ids):
+            return dict(zip(ids, output.num_scheduled_tokens.tolist(), strict=True))
+        if not self._one_each:
+            self._one_each = dict.fromkeys(ids, 1)
+        return self._one_each.copy()
+
+    def _num_output_tokens(self, output: Output) -> list[int]:
+        """Of each continued row, the output tokens that are known where this step ends, those in flight included."""
+        count = output.num_continued
+        lens = self._prompt_lens[:count]
+        ends = output.num_computed_tokens[:count] + output.num_scheduled_tokens[:count]
         if len(output.draft_token_ids):
             ends -= output.num_draft_tokens[:count]
-        num_output_tokens = (ends - self._prompt_lens[:count]).tolist()
-        if np.count_nonzero(output.samples[:count]) < count:  # the others end before what is known of them
-            for index in (~output.samples[:count]).nonzero()[0].tolist():
-                num_output_tokens[index] = output.requests[index].num_output_tokens
-        return {
-            "req_ids": ids[:count],
-            "resumed_req_ids": set(),
-            "new_token_ids": self._sampled_before(output) if self._sends_tokens else [],
-            "all_token_ids": self._tokens_of_skipped(output, ids) if self._tells_tokens else {},
-            "new_block_ids": _new_block_ids(output),
-            "num_computed_tokens": computed.tolist(),
-            "num_output_tokens": num_output_tokens,
-        }
+        numbers: list[int] = (ends - lens).tolist()
+        samples = output.samples
+        if samples is not self._all_sample:
+            if np.count_nonzero(samples) == len(samples):
+                self._all_sample = samples
+                return numbers
+            for index in (~samples[:count]).nonzero()[0].tolist():  # it ends before what is known of the request
+                numbers[index] = output.requests[index].num_output_tokens
+        return numbers
 
     def _tokens_of_skipped(self, output: Output, ids: list[str]) -> dict[str, list[int]]:
         """The tokens of those that were not in the output before this one, and go on."""
@@ -117,48 +171,54 @@ class Schedules:
         rows = zip(output.continued, starts, counts, strict=False)
         return [request.tokens(start, start + count).tolist() for request, start, count in rows]
 
-    def _admitted(self, output: Output, ids: list[str]) -> tuple[list[Any], list[int]]:
-        """What the workers are told of the admitted rows: new requests, and the indices of those that are resumed
-        without being told of as new."""
-        new, resumed = [], []
-        is_resumed = output.is_resumed.tolist()
-        for at, request in enumerate(output.admitted):
-            index = output.num_continued + at
-            if is_resumed[at] and not self._v2_runner:
-                resumed.append(index)
+    def _admitted(self, output: Output, ids: list[str], computed: list[int], cached: Any) -> list[Any]:
+        """What the workers are told of the admitted rows as new requests; those that the first runner is told of as
+        resumed are added to the cached ones."""
+        new = []
+        count = output.num_continued
+        blocks = output.block_ids.tolist()
+        ends = output.block_rows.searchsorted(np.arange(count, len(ids)), side="right").tolist()
+        start = int(output.block_rows.searchsorted(count))
+        rows = zip(range(count, len(ids)), output.admitted, output.is_resumed.tolist(), ends, strict=True)
+        for index, request, is_resumed, end in rows:
+            own = (blocks[start:end],)
+            start = end
+            if is_resumed and not self._v2_runner:
+                self._add_resumed(cached, output, index, own)
                 continue
-            new.append(self._new(output, index, request))
-        return new, resumed
+            of_vllm = request.metadata
+            data = new_request_data(
+                req_id=ids[index],
+                prompt_token_ids=of_vllm.prompt_token_ids,
+                mm_features=[],
+                sampling_params=of_vllm.sampling_params,
+                pooling_params=of_vllm.pooling_params,
+                block_ids=own,
+                num_computed_tokens=computed[index],
+                lora_request=of_vllm.lora_request,
+                prefill_token_ids=request.all_token_ids.tolist() if self._v2_runner else None,
+            )
+            new.append(data)
+        return new
 
-    def _new(self, output: Output, index: int, request: Request) -> Any:
-        of_vllm = request.metadata
-        values = {
-            "req_id": of_vllm.request_id,
-            "prompt_token_ids": of_vllm.prompt_token_ids,
-            "mm_features": [],
-            "sampling_params": of_vllm.sampling_params,
-            "pooling_params": of_vllm.pooling_params,
-            "block_ids": (output.blocks(index).tolist(),),
-            "num_computed_tokens": int(output.num_computed_tokens[index]),
-            "lora_request": of_vllm.lora_request,
-            "prefill_token_ids": request.all_token_ids.tolist() if self._v2_runner else None,
-        }
-        return make(NewRequestData, values)
-
-    def _add_resumed(self, cached: dict[str, Any], output: Output, index: int) -> None:
+    def _add_resumed(self, cached: Any, output: Output, index: int, blocks: tuple[list[int]]) -> None:
         """A resumed row, among the cached requests."""
         request = output.requests[index]
         name, start = request.metadata.request_id, int(output.num_computed_tokens[index])
-        cached["req_ids"].append(name)
-        cached["resumed_req_ids"].add(name)
-        cached["new_block_ids"].append((output.blocks(index).tolist(),))
-        cached["num_computed_tokens"].append(start)
-        cached["num_output_tokens"].append(request.num_output_tokens)
+        cached.req_ids.append(name)
+        cached.resumed_req_ids.add(name)
+        cached.new_block_ids.append(blocks)
+        cached.num_computed_tokens.append(start)
+        cached.num_output_tokens.append(request.num_output_tokens)
         if self._tells_tokens:
-            cached["all_token_ids"][name] = request.all_token_ids.tolist()
+            cached.all_token_ids[name] = request.all_token_ids.tolist()
         if self._sends_tokens:
             end = start + int(output.num_scheduled_tokens[index])
-            cached["new_token_ids"].append(request.tokens(start, end).tolist())
+            cached.new_token_ids.append(request.tokens(start, end).tolist())
+
+
+def _names(requests: Sequence[Request]) -> set[str]:
+    return {request.metadata.request_id for request in requests}
 
 
 def _new_block_ids(output: Output) -> list[tuple[list[int]] | None]:

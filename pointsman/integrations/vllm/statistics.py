@@ -12,7 +12,19 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from pointsman.core import Scheduler
 from pointsman.core import SchedulerOutput as Output
-from pointsman.integrations.vllm.versions import make
+from pointsman.integrations.vllm.versions import maker
+
+new_stats = maker(
+    SchedulerStats,
+    "num_running_reqs",
+    "num_waiting_reqs",
+    "num_skipped_waiting_reqs",
+    "kv_cache_usage",
+    "prefix_cache_stats",
+    "spec_decoding_stats",
+    "cudagraph_stats",
+    "perf_stats",
+)
 
 
 class Statistics:
@@ -71,18 +83,15 @@ class Statistics:
         scheduler = self._scheduler
         prefix, self._prefix = self._prefix, PrefixCacheStats()
         drafts, self._drafts = self._drafts, None
-        return make(
-            SchedulerStats,
-            {
-                "num_running_reqs": scheduler.num_running,
-                "num_waiting_reqs": scheduler.num_queued,
-                "num_skipped_waiting_reqs": scheduler.num_parked,
-                "kv_cache_usage": scheduler.kv_cache_usage,
-                "prefix_cache_stats": prefix,
-                "spec_decoding_stats": drafts,
-                "cudagraph_stats": None if result is None else result.cudagraph_stats,
-                "perf_stats": None if self._work is None or result is None else self._estimate(of_vllm),
-            },
+        return new_stats(
+            num_running_reqs=scheduler.num_running,
+            num_waiting_reqs=scheduler.num_queued,
+            num_skipped_waiting_reqs=scheduler.num_parked,
+            kv_cache_usage=scheduler.kv_cache_usage,
+            prefix_cache_stats=prefix,
+            spec_decoding_stats=drafts,
+            cudagraph_stats=None if result is None else result.cudagraph_stats,
+            perf_stats=None if self._work is None or result is None else self._estimate(of_vllm),
         )
 
     def _estimate(self, of_vllm: Any) -> Any:

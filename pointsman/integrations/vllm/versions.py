@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import fields
-from functools import cache
 from typing import Any
 
 TESTED_BY_RUNNING = "0.32"
@@ -35,14 +34,14 @@ def check_version(version: str) -> None:
         )
 
 
-@cache
-def _field_names(kind: type) -> frozenset[str]:
-    return frozenset(field.name for field in fields(kind))
+def maker(kind: type, *names: str) -> Callable[..., Any]:
+    """What makes objects of one of vLLM's dataclasses of values with these names, given as keywords: `kind` itself, or,
+    if the installed version has no field for some of them, a function that leaves these out."""
+    missing = set(names) - {field.name for field in fields(kind)}
+    if not missing:
+        return kind
 
+    def make(**values: Any) -> Any:
+        return kind(**{name: value for name, value in values.items() if name not in missing})
 
-def make(kind: type, values: Mapping[str, Any]) -> Any:
-    """An object of one of vLLM's dataclasses, of those values for which the installed version has a field."""
-    names = _field_names(kind)
-    if not values.keys() <= names:
-        values = {name: value for name, value in values.items() if name in names}
-    return kind(**values)
+    return make
