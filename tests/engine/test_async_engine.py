@@ -110,10 +110,10 @@ def test_concurrent_streams_equal_llm_token_for_token(make: Callable[..., AsyncE
         for i in range(20)
     ]
     knobs = {
-        "num_blocks": 24,
+        "num_blocks": 10,
         "block_size": 16,
         "max_num_seqs": 16,
-        "max_model_len": 256,
+        "max_model_len": 160,
         "full_sequence_must_fit": False,
     }
     expected = LLM(loaded, **knobs).generate(prompts, params, use_tqdm=False)
