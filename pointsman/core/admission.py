@@ -8,6 +8,7 @@ could find, what others are owed, whether anything runs, or enough free blocks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -41,15 +42,27 @@ class Grant(NamedTuple):
     """Whether it must be loaded before it can be admitted: then it computes nothing in this step."""
 
 
+class Shortage(NamedTuple):
+    """A request lacks blocks."""
+
+    required: int
+    """Free blocks that admitting it takes, with every reserve."""
+    rungs: Sequence[tuple[int, Reason]]
+    """The reason is that of the first for whose number the free blocks suffice."""
+
+    def verdict(self, free: int) -> Blocked:
+        """Why the request waits while so many blocks, fewer than required, are free."""
+        return Blocked(next(reason for enough, reason in self.rungs if enough <= free), self.required - free)
+
+
 @dataclass(slots=True)
 class _Remembered:
     """Why a request was blocked, and what must have changed before it is worth another look."""
 
     request: Request
     key: tuple[Any, ...]
-    demand: Demand | None
-    """What it takes from the free blocks; None: it was not that."""
-    required_blocks: int
+    shortage: Shortage | None
+    """None: it was not for want of blocks."""
     required_budget: int
 
 
@@ -74,6 +87,10 @@ class Admission:
         self._chunked = config.enable_chunked_prefill
         # With the full sequence reserved, what is required does not depend on the size of the first chunk.
         self._depends_on_chunk = not config.full_sequence_must_fit
+        # Nor does it depend on what is found that nobody holds, which is taken from the free blocks too.
+        self._depends_on_found = (
+            self._depends_on_chunk or not self._chunked or self._first_chunk_only or transfers is not None
+        )
         self._kv = kv
         self._limits = limits
         self._reserves = reserves
@@ -100,16 +117,18 @@ class Admission:
             return Blocked(Reason.BUDGET, 1)
         if request.num_pending:
             return Blocked(Reason.IN_FLIGHT, request.num_pending)
-        without_slot = self._adapters.ask(request)
-        if without_slot is not None:
-            return without_slot
+        if request.adapter is not None:
+            without_slot = self._adapters.ask(request)
+            if without_slot is not None:
+                return without_slot
         key = self._key(budget, num_running, owed)
         seen = self._remembered
         if seen is not None and seen.request is request and seen.key == key:
             if budget < seen.required_budget:
                 return Blocked(Reason.BUDGET, seen.required_budget - budget)
-            if seen.demand is not None and self._kv.num_free < seen.required_blocks:
-                return self._blocked(request, seen.demand, seen.required_blocks, num_running > 0)
+            shortage, free = seen.shortage, self._kv.num_free
+            if shortage is not None and free < shortage.required:
+                return shortage.verdict(free)
         return self._judge(request, budget, num_running, owed, key)
 
     def take(self, request: Request, grant: Grant) -> None:
@@ -157,7 +176,8 @@ class Admission:
         chunk: tuple[int, ...] = ()
         if self._depends_on_chunk:
             chunk = (budget, kv.num_evictions, *[limit.revision for limit in self._limits])
-        return (kv.num_publications, num_running > 0, owed, self.num_lessons, chunk)
+        found = kv.num_publications if self._depends_on_found else kv.num_held_publications
+        return (found, num_running > 0, owed, self.num_lessons, chunk)
 
     def _judge(
         self, request: Request, budget: int, num_running: int, owed: int, key: tuple[Any, ...]
@@ -174,7 +194,7 @@ class Admission:
         want = known - cached
         whole = known if self.asks_whole else want
         if whole > budget and self._must_fit(request, budget):
-            self._remembered = _Remembered(request, key, None, 0, min(whole, self._full_budget))
+            self._remembered = _Remembered(request, key, None, min(whole, self._full_budget))
             return Blocked(Reason.BUDGET, whole - budget)
         for limit in self._limits:
             allowed = limit.admit(request, cached, want)
@@ -189,10 +209,9 @@ class Admission:
         held = 0 if self.asks_whole else kv.pool.num_in_use(match.blocks)
         table_blocks = kv.blocks_for(cached + num_tokens)
         demand = Demand(table_blocks - held, kv.blocks_for(known) - held, owed)
-        required = self.required_blocks(request, demand, num_running > 0)
-        if required > kv.num_free:
-            self._remembered = _Remembered(request, key, demand, required, 0)
-            return self._blocked(request, demand, required, num_running > 0)
+        blocked = self._lacks_blocks(request, demand, num_running > 0, key)
+        if blocked is not None:
+            return blocked
         charge = min(known, budget) if self._charges_whole else num_tokens
         loaded = external.num_tokens
         if request.holding is not None:
@@ -207,20 +226,25 @@ class Admission:
         cached = len(match.blocks) * kv.block_size + external.num_tokens
         held = 0 if self.asks_whole else kv.pool.num_in_use(match.blocks)
         demand = Demand(kv.blocks_for(cached) - held, kv.blocks_for(request.num_tokens) - held, owed)
-        required = self.required_blocks(request, demand, num_running > 0)
-        if required > kv.num_free:
-            self._remembered = _Remembered(request, key, demand, required, 0)
-            return self._blocked(request, demand, required, num_running > 0)
+        blocked = self._lacks_blocks(request, demand, num_running > 0, key)
+        if blocked is not None:
+            return blocked
         return Grant(match, 0, cached, kv.blocks_for(cached) - len(match.blocks), 0, external.num_tokens, True)
 
-    def _blocked(self, request: Request, demand: Demand, required: int, something_runs: bool) -> Blocked:
+    def _lacks_blocks(
+        self, request: Request, demand: Demand, something_runs: bool, key: tuple[Any, ...]
+    ) -> Blocked | None:
         """Blocked for want of blocks, by the first reserve whose removal alone would let the request in.
 
         If none would: by the blocks of its first chunk, or else by the last reserve.
         """
         free = self._kv.num_free
-        for reserve in self._reserves:
-            if required - reserve.blocks(request, demand, something_runs) <= free:
-                return Blocked(reserve.reason, required - free)
-        last = self._reserves[-1].reason if self._reserves and demand.first <= free else Reason.BLOCKS
-        return Blocked(last, required - free)
+        required = self.required_blocks(request, demand, something_runs)
+        if required <= free:
+            return None
+        rungs = [(required - each.blocks(request, demand, something_runs), each.reason) for each in self._reserves]
+        if self._reserves:
+            rungs.append((demand.first, self._reserves[-1].reason))
+        shortage = Shortage(required, [*rungs, (0, Reason.BLOCKS)])
+        self._remembered = _Remembered(request, key, shortage, 0)
+        return shortage.verdict(free)

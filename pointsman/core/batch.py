@@ -48,6 +48,8 @@ NOT_AHEAD = 4  # none of its steps is scheduled while a sample of it is in fligh
 NO_SAMPLE = 16  # it samples nothing, and ends when its prompt is computed
 ENCODER_INPUTS = 32  # its prompt has placeholders
 
+ONE: Int64Array = np.array(1)  # an array, because NumPy takes twice as long to calculate with a number of Python's
+ONE.flags.writeable = False
 NO_TOKEN = MAX_INT + 1  # larger than any token id, so that it equals none
 UNKNOWN = -1  # no token either
 RECENT, RECENT_WITH_DRAFTS = 256, 2048  # one flush per row and so many tokens
@@ -241,15 +243,16 @@ class Batch:
         self._free_rows.extend(range(2 * old - 1, old - 1, -1))
 
     def _make_views(self) -> None:
-        """The matrices as one row each, where a scatter is faster; read-only arrays that outputs share slices of."""
+        """The matrices as one row each, where a scatter is faster; arrays that never change, shared by outputs."""
         self.flat_table = self.block_table.reshape(-1)
         self._flat_recent = self.recent_tokens.reshape(-1)
         rows = len(self.num_tokens)
         self.ones: Int64Array = np.ones(rows, dtype=np.int64)
         self.zeros: Int64Array = np.zeros(rows, dtype=np.int64)
         self.trues: BoolArray = np.ones(rows, dtype=np.bool_)
+        self.table_starts: Int64Array = np.arange(rows) * self.max_blocks
         self.count_up: Int64Array = np.arange(rows * (1 + self.max_drafts))
-        for constant in (self.ones, self.zeros, self.trues, self.count_up):
+        for constant in (self.ones, self.zeros, self.trues, self.table_starts, self.count_up):
             constant.flags.writeable = False
 
     # ------------------------------------------------------------------ flags
@@ -276,7 +279,7 @@ class Batch:
         """
         num_tokens = self.num_tokens[rows]
         self._flat_recent[self.recent_offset[rows] + num_tokens] = token_ids
-        num_tokens += 1
+        num_tokens += ONE
         self.num_tokens[rows] = num_tokens
         self.num_pending[rows] = 0 if is_last else self.num_pending[rows] - 1
         self.least_left -= 1

@@ -4,7 +4,7 @@ Layout, with B = num_blocks:
 
     num_references  int32 [B]   block-table entries that name the block; 0: free
     is_cached       bool  [B]   the block's content can be found in the prefix tree
-    _segment_of     int64 [B]   for a cached free block, the segment of the queue that it waits in; 0 otherwise
+    _segment_of     int64 [B]   for a cached free block, the segment of the queue that it waits in
 
     reserved | referenced            | blank (a stack)   | cached free (a queue, least recently used first)
     ids 0..r | num_references > 0    | content worthless | content can still be found
@@ -122,8 +122,8 @@ class BlockPool:
         """The prefix tree forgot these blocks: those that are free become blank."""
         ids = np.array(blocks, dtype=np.int64)
         self.is_cached[ids] = False
-        free = ids[self._segment_of[ids] != 0]
-        self._segment_of[free] = 0
+        free = ids[self.num_references[ids] == 0]
+        self._segment_of[free] = 0  # what is left of them in the queue is to be skipped
         self._num_sure = 0
         self._num_cached -= len(free)
         self._push_blank(free)
@@ -187,7 +187,6 @@ class BlockPool:
             self._num_sure -= taken
             missing -= taken
         blocks = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        self._segment_of[blocks] = 0
         self.is_cached[blocks] = False
         self._num_entries -= count
         self._num_cached -= count

@@ -26,7 +26,7 @@ from pointsman.core.errors import ProposalError, StepOrderError
 from pointsman.core.output import IntArray, Integers, SchedulerOutput
 from pointsman.core.runs import Runs
 from pointsman.core.stats import Counters
-from pointsman.core.tokens import NO_TOKENS
+from pointsman.core.tokens import NO_TOKENS, largest
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -156,14 +156,13 @@ class Drafts:
         proposed, tokens = _integers("counts", counts, copy=True), _integers("token_ids", token_ids, copy=False)
         if proposed.shape != (output.num_rows,):
             raise ProposalError(f"counts has shape {proposed.shape} and step {output.step_id} {output.num_rows} row(s)")
-        # A negative number is huge when read as unsigned, so one reduction finds both kinds of bad ones.
-        if len(proposed) and np.maximum.reduce(proposed.view(np.uint64)) > most:
+        if len(proposed) and largest(proposed) > most:
             bad = proposed[(proposed < 0) | (proposed > most)][0]
             raise ProposalError(f"{bad} drafts for a row, and num_draft_tokens is {most}; propose 0 to {most}")
         total = int(np.add.reduce(proposed))
         if tokens.shape != (total,):
             raise ProposalError(f"token_ids has shape {tokens.shape} and counts asks for {total} token(s)")
-        if total and np.maximum.reduce(tokens.view(np.uint64)) > MAX_INT:
+        if total and largest(tokens) > MAX_INT:
             bad = tokens[(tokens < 0) | (tokens > MAX_INT)][0]
             raise ProposalError(f"token id {bad} is proposed; ids must be between 0 and {MAX_INT}")
         return proposed, tokens.astype(np.int32)

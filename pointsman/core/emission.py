@@ -41,9 +41,7 @@ class Emission:
         num_continued = len(advance.requests)
         cached, external, resumed = _NO_INTS, _NO_INTS, _NO_BOOLS
         if record.admitted:
-            advance = self._with_admitted(advance, record.admitted)
-            cached = np.array([entry.grant.num_cached_tokens for entry in record.admitted], dtype=np.int64)
-            external = np.array([entry.grant.num_external_tokens for entry in record.admitted], dtype=np.int64)
+            cached, external = self._add_admitted(advance, record.admitted)
             resumed = np.array([entry.previous_status is RequestStatus.PREEMPTED for entry in record.admitted])
         resync = self._resync
         if resync:
@@ -95,31 +93,38 @@ class Emission:
         is_done = advance.samples & ((self._batch.flags[advance.rows] & NO_SAMPLE) != 0)
         return advance.samples & ~is_done, is_done.nonzero()[0]
 
-    def _with_admitted(self, advance: Advance, admitted: list[AdmittedRequest]) -> Advance:
-        batch, end = self._batch, len(advance.requests) + len(admitted)
-        columns = np.array(
+    def _add_admitted(self, advance: Advance, admitted: list[AdmittedRequest]) -> tuple[Int64Array, Int64Array]:
+        """Let the admitted rows, the last members of the batch, follow those that advance.
+
+        Returns their cached tokens, and how many of these a connector loads.
+        """
+        batch, members = self._batch, self._batch.members
+        start, count = len(advance.requests), len(admitted)
+        requests, rows, serials = members.requests, members.rows, members.serials
+        if start + count < len(members):  # some that ran before do not advance
+            requests = [*advance.requests, *requests[-count:]]
+            rows = np.concatenate([advance.rows, rows[-count:]])
+            serials = np.concatenate([advance.serials, serials[-count:]])
+        grants = [entry.grant for entry in admitted]
+        cached, tokens, external, num_blocks = np.array(
             [
-                (one.row, one.serial, one.grant.num_cached_tokens, one.grant.num_tokens, len(one.blocks))
-                for one in admitted
+                [grant.num_cached_tokens for grant in grants],
+                [grant.num_tokens for grant in grants],
+                [grant.num_external_tokens for grant in grants],
+                [len(entry.blocks) for entry in admitted],
             ]
         )
-        rows, serials, cached, tokens, num_blocks = columns.T
-        indices = batch.count_up[len(advance.requests) : end]
-        return Advance(
-            requests=[*advance.requests, *(entry.request for entry in admitted)],
-            rows=np.concatenate([advance.rows, rows]),
-            serials=np.concatenate([advance.serials, serials]),
-            num_computed_tokens=np.concatenate([advance.num_computed_tokens, cached]),
-            num_scheduled_tokens=np.concatenate([advance.num_scheduled_tokens, tokens]),
-            samples=np.concatenate([advance.samples, batch.num_pending[rows] > 0]),
-            num_draft_tokens=np.concatenate([advance.num_draft_tokens, batch.zeros[: len(admitted)]]),
-            draft_token_ids=advance.draft_token_ids,
-            block_ids=np.concatenate([advance.block_ids, *(entry.blocks for entry in admitted)]),
-            block_rows=np.concatenate([advance.block_rows, indices.repeat(num_blocks)]),
-            total=advance.total + int(tokens.sum()),
-            preempted=advance.preempted,
-            unpublished=(),
-        )
+        samples = batch.num_pending[rows[start:]] > 0
+        indices = batch.count_up[start : start + count]
+        advance.requests, advance.rows, advance.serials = requests, rows, serials
+        advance.num_computed_tokens = np.concatenate([advance.num_computed_tokens, cached])
+        advance.num_scheduled_tokens = np.concatenate([advance.num_scheduled_tokens, tokens])
+        advance.samples = np.concatenate([advance.samples, samples])
+        advance.num_draft_tokens = np.concatenate([advance.num_draft_tokens, batch.zeros[:count]])
+        advance.block_ids = np.concatenate([advance.block_ids, *(entry.blocks for entry in admitted)])
+        advance.block_rows = np.concatenate([advance.block_rows, indices.repeat(num_blocks)])
+        advance.total += int(tokens.sum())
+        return cached, external
 
     def _full_tables(self, advance: Advance) -> tuple[Int64Array, Int64Array]:
         """Whole tables for the rows of this output; whoever is not among them is told later."""

@@ -41,6 +41,7 @@ class KVCacheManager:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.block_size = config.block_size
+        self._size = np.array(config.block_size)  # an array, see `batch.ONE`
         self.pool = BlockPool(config.num_blocks, config.num_reserved_blocks)
         self.prefix = PrefixCache(config.num_blocks, config.block_size) if config.enable_prefix_caching else None
         self.events: KVEvents | None = None
@@ -56,6 +57,7 @@ class KVCacheManager:
         self.num_saves = 0
         self.saves: list[Save] | None = None
         """Evictions that no output has told of; None: nobody wants to know."""
+        self._num_left = 0  # publications of blocks whose row let go of them at once
         self._newest_step = 0
         self._oldest_step = 0
         self._key_of: dict[int, tuple[bytes, int]] = {}  # of each published block, if somebody asks: (key, step)
@@ -69,6 +71,12 @@ class KVCacheManager:
     def num_publications(self) -> int:
         """Changes whenever a look-up could find more than before."""
         return self.prefix.num_publications if self.prefix is not None else 0
+
+    @property
+    def num_held_publications(self) -> int:
+        """Changes whenever a look-up could find more blocks than before that somebody holds; where something is sent,
+        `num_publications` does."""
+        return self.prefix.num_publications - self._num_left if self.prefix is not None else 0
 
     def open_step(self, step_id: int, journal: Journal, oldest: int) -> None:
         """Step `step_id` is being scheduled; `oldest` is the first one that is not over: what was published before it
@@ -122,8 +130,8 @@ class KVCacheManager:
         """Append one new block to the table of each row. Returns them, in row order."""
         blocks = self._take(len(rows))
         slots = batch.num_slots[rows]
-        batch.flat_table[rows * batch.max_blocks + slots // self.block_size] = blocks
-        slots += self.block_size
+        batch.flat_table[batch.table_starts[rows] + slots // self._size] = blocks
+        slots += self._size
         batch.num_slots[rows] = slots
         return blocks
 
@@ -174,7 +182,7 @@ class KVCacheManager:
         table = self.table(batch, row)
         full = num_valid_tokens // self.block_size
         if publish and full > request.num_published_blocks and self.prefix is not None:
-            self._publish(request, table, full, request.known_bytes())
+            self._num_left += self._publish(request, table, full, request.known_bytes())
         self.pool.release(table)
 
     def undo(self, journal: Journal) -> None:
@@ -228,11 +236,12 @@ class KVCacheManager:
             self.prefix.clear()
             self.pool.uncache_all()
 
-    def _publish(self, request: Request, table: Int64Array, end: int, token_bytes: bytes) -> None:
+    def _publish(self, request: Request, table: Int64Array, end: int, token_bytes: bytes) -> bool:
+        """Publish blocks of a table up to `end`; whether there was something to publish."""
         first = request.num_published_blocks
         prefix = self.prefix
         if prefix is None or end <= first or not request.use_prefix_cache or request.prefix_epoch != prefix.epoch:
-            return
+            return False
         blocks = table[first:end]
         spans = prefix.publish(request.prefix_node, token_bytes, first, blocks, request)
         run, start, length = spans[-1]
@@ -244,6 +253,7 @@ class KVCacheManager:
             self._key_of.update((b, (key, self._newest_step)) for b, key in zip(blocks.tolist(), keys, strict=True))
         if self.journal is not None:
             self.journal.append((request, blocks, spans))
+        return True
 
     def _take(self, count: int) -> Int64Array:
         blocks, evicted = self.pool.take(count)

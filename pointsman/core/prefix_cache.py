@@ -18,6 +18,9 @@ its `duplicates` the others, and the node leaves with the last.
 
     _run_of, _index_of   int64 [B]   for each cached block its run's id (0: not cached) and its place in the run
 
+What is evicted is only noted, and leaves the tree together with what is evicted next, before anybody looks into it:
+while rows decode nobody does, and a run leaves in fewer pieces.
+
 Children leave before their parents. Whoever holds a block of a node holds a block of every node before it, and releases
 its table from the end, so of the free blocks those of a child are always less recently used; a failed step takes its
 blocks out newest first; and `prune` takes a node out with everything behind it.
@@ -26,7 +29,6 @@ blocks out newest first; and `prune` takes a node out with everything behind it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -122,9 +124,12 @@ class PrefixCache:
         self.num_publications = 0
         """Changes whenever a look-up could find more than before."""
         self.listener: RunListener | None = None
+        self._evicted: list[Int64Array] = []  # blocks that are still in the tree, in the order in which they leave it
+        self._num_duplicates = 0
 
     def __len__(self) -> int:
         """Nodes in the tree."""
+        self._settle()
         return sum(run.length for run in self._runs.values())
 
     # ------------------------------------------------------------------ finding
@@ -134,6 +139,7 @@ class PrefixCache:
 
         Returns its blocks, in order, and the node of the last one (`root` if there is none).
         """
+        self._settle()
         blocks: list[int] = []
         node: Node = root
         while len(blocks) < max_blocks:
@@ -182,6 +188,7 @@ class PrefixCache:
         Returns the nodes that they are; the last one is where the next publication goes on. What is in the tree already
         gets these blocks as duplicates, the rest becomes a run.
         """
+        self._settle()
         spans: list[Span] = []
         start, end = first, first + len(blocks)
         while start < end:
@@ -218,6 +225,7 @@ class PrefixCache:
         run, first, count = span
         for index, block in enumerate(blocks.tolist(), start=first):
             run.duplicates.setdefault(index, []).append(block)
+        self._num_duplicates += count
         self._run_of[blocks] = run.run_id
         self._index_of[blocks] = self._counting[first : first + count]
 
@@ -225,23 +233,41 @@ class PrefixCache:
 
     def evict(self, blocks: Int64Array) -> None:
         """Take out blocks whose content is given up, in the order in which they were least recently used."""
-        start = 0
-        for run_id, same in groupby(self._run_of[blocks].tolist()):
-            run = self._runs[run_id]
-            end = start + len(list(same))
+        self._evicted.append(blocks)
+        # Whoever listens is told at once; and a look-up may find another block in the place of a duplicate.
+        if self._num_duplicates or self.listener is not None:
+            self._settle()
+
+    def _settle(self) -> None:
+        """What was evicted leaves the tree."""
+        if not self._evicted:
+            return
+        blocks = self._evicted[0] if len(self._evicted) == 1 else np.concatenate(self._evicted)
+        self._evicted.clear()
+        runs, ids = self._run_of[blocks].tolist(), blocks.tolist()
+        start, count = 0, len(ids)
+        while start < count:
+            run_id = runs[start]
+            run, end = self._runs[run_id], start + 1
+            while end < count and runs[end] == run_id:
+                end += 1
             if run.duplicates:
-                for block in blocks[start:end].tolist():
-                    self.forget(block)
+                for block in ids[start:end]:
+                    self._forget(block)
             else:
                 length = run.length - (end - start)
-                assert run.blocks[length] == blocks[end - 1], "a block is evicted before what follows it"
+                assert run.blocks[length] == ids[end - 1], "a block is evicted before what follows it"
                 self._shrink(run, length)
             start = end
         self._run_of[blocks] = 0
 
     def forget(self, block: int) -> None:
         """Take one block out. If no other block holds its content the node goes too: it must be the last of its run."""
-        run, index = self.place_of(block)
+        self._settle()
+        self._forget(block)
+
+    def _forget(self, block: int) -> None:
+        run, index = self._place_of(block)
         self._run_of[block] = 0
         if index in run.duplicates:
             self._drop_one(run, index, block)
@@ -262,6 +288,8 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Forget everything, and raise the epoch."""
+        self._evicted.clear()
+        self._num_duplicates = 0
         for run in self._runs.values():
             run.length = 0
         self._runs.clear()
@@ -275,6 +303,7 @@ class PrefixCache:
     def _drop_one(self, run: Run, index: int, block: int) -> None:
         """One of several blocks of a node leaves. A look-up may then find one that somebody holds."""
         others = run.duplicates[index]
+        self._num_duplicates -= 1
         if run.blocks[index] == block:
             run.blocks[index] = others.pop(0)
         else:
@@ -303,7 +332,9 @@ class PrefixCache:
         """All blocks of a run from a node on, and of the runs behind those nodes, which are marked as gone."""
         yield from run.blocks[index : run.length]
         for at in [at for at in run.duplicates if at >= index]:
-            yield from run.duplicates.pop(at)
+            others = run.duplicates.pop(at)
+            self._num_duplicates -= len(others)
+            yield from others
         for key in [key for key in run.children if key[0] >= index]:
             child = run.children.pop(key)
             yield from self._blocks_behind(child, 0)
@@ -316,18 +347,25 @@ class PrefixCache:
 
     def is_cached(self, block: int) -> bool:
         """Whether a look-up can find the block."""
+        self._settle()
         return bool(self._run_of[block])
 
     def place_of(self, block: int) -> Place:
         """The node whose content a cached block holds."""
+        self._settle()
+        return self._place_of(block)
+
+    def _place_of(self, block: int) -> Place:
         return Place(self._runs[int(self._run_of[block])], int(self._index_of[block]))
 
     def holds(self, block: int, run: Run, index: int) -> bool:
         """Whether a block is (still) one of those of a node."""
+        self._settle()
         return bool(self._run_of[block] == run.run_id and self._index_of[block] == index)
 
     def blocks(self) -> list[int]:
         """For checks: all blocks that a walk from the roots reaches, each as often as it is met."""
+        self._settle()
         found: list[int] = []
         runs = list(self._roots.values())
         while runs:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from pointsman.core.batch import ONE
 from pointsman.core.config import MAX_INT
 from pointsman.core.errors import StepResultError
 from pointsman.core.output import SchedulerOutput, StepResult
 from pointsman.core.runs import Runs
+from pointsman.core.tokens import largest
 
 Int64Array = npt.NDArray[np.int64]
 ROW_TOKENS = "row(s) sample in this step; give one token for each"
@@ -26,8 +28,7 @@ def checked_tokens(result: StepResult, expected: int, wanted: str = ROW_TOKENS) 
     token_ids: Int64Array = given.astype(np.int64, copy=given is result.token_ids)  # a list is an array of its own now
     if token_ids.shape != (expected,):
         raise StepResultError(f"token_ids has shape {token_ids.shape} and {expected} {wanted}")
-    # A negative id is huge when read as unsigned, so one reduction finds both kinds of bad id.
-    if expected and np.maximum.reduce(token_ids.view(np.uint64)) > MAX_INT:
+    if expected and largest(token_ids) > MAX_INT:
         bad = token_ids[(token_ids < 0) | (token_ids > MAX_INT)][0]
         raise StepResultError(f"token id {bad} was sampled; ids must be between 0 and {MAX_INT}")
     return token_ids
@@ -69,7 +70,7 @@ def checked_run_per_row(output: SchedulerOutput, result: StepResult) -> tuple[Ru
     given = np.asarray(result.counts)
     if given.shape == output.num_draft_tokens.shape and given.dtype.kind in "iu":
         counts: Int64Array = given.astype(np.int64)
-        accepted = counts - 1
+        accepted = counts - ONE
         # A negative number is huge when read as unsigned, so one comparison finds all that are out of range.
         if not np.count_nonzero(accepted.view(np.uint64) > output.num_draft_tokens.view(np.uint64)):
             ends = counts.cumsum()

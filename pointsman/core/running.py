@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.batch import PREFILLING, Batch, Members
+from pointsman.core.batch import ONE, PREFILLING, Batch, Members
 from pointsman.core.block_pool import NO_BLOCKS
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.drafts import Drafts
@@ -150,7 +150,7 @@ class Running:
         """Every row decodes one token; None if that is not so after all, with nothing changed."""
         batch, members = self._batch, self._batch.members
         rows = members.rows
-        pending: Int64Array | int = 0
+        pending = members.zeros
         if in_flight:
             pending = batch.num_pending[rows]
             expected = batch.num_tokens[rows] + pending
@@ -161,8 +161,8 @@ class Running:
         if len(lacking) > self._kv.num_free:
             return None
         block_ids = self._kv.grow_by_one(batch, rows[lacking]) if len(lacking) else NO_BLOCKS
-        batch.num_computed_tokens[rows] = computed + 1
-        batch.num_pending[rows] = pending + 1
+        batch.num_computed_tokens[rows] = computed + ONE
+        batch.num_pending[rows] = pending + ONE if in_flight else 1
         return Advance(
             requests=members.requests,
             rows=rows,
@@ -187,7 +187,7 @@ class Running:
         if not self._steady_drafts_allowed or total > self._budget or not drafts.are_for(rows):
             return None
         num_drafts = drafts.counts
-        granted = num_drafts + 1
+        granted = num_drafts + ONE
         computed = batch.num_computed_tokens[rows]
         end = computed + granted
         lacking = (end > batch.num_slots[rows]).nonzero()[0]

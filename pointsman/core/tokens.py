@@ -40,13 +40,22 @@ class OutputTokens:
         return self._pieces[0]
 
     def extend(self, token_ids: IntArray | Sequence[int]) -> None:
-        self._pieces.append(np.array(token_ids, dtype=np.int32))
+        self._pieces.append(np.asarray(token_ids).astype(np.int32))
         self._length += len(token_ids)
 
     def truncate(self, length: int) -> None:
         if length < self._length:
             self._pieces = [self.array()[:length]]
             self._length = length
+
+
+def largest(values: npt.NDArray[np.int64]) -> int:
+    """The largest of some values; if one is negative, a number beyond int64, which is what it is when read as unsigned.
+
+    Where it is takes NumPy a quarter of the time of what it is.
+    """
+    unsigned = values.view(np.uint64)
+    return int(unsigned[unsigned.argmax()])
 
 
 def shared_prompt(request_id: str, token_ids: IntArray | Sequence[int]) -> tuple[Int32Array, bytes]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.batch import WATCHED, Batch, Members
+from pointsman.core.batch import ONE, WATCHED, Batch, Members
 from pointsman.core.in_flight import StepRecord
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.lifecycle import End, Lifecycle
@@ -192,7 +192,7 @@ class Update:
             num_tokens -= whole.counts - runs.counts
             accepted = np.minimum(accepted, runs.counts)
         if self._is_last():  # then all is known
-            batch.num_computed_tokens[rows] = num_tokens - 1
+            batch.num_computed_tokens[rows] = num_tokens - ONE
             batch.num_pending[rows] = 0
         else:
             batch.num_computed_tokens[rows] -= drafts + 1 - runs.counts

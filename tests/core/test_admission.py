@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from random import Random
+from typing import Any
+
 import pytest
 
 from pointsman.core import ConfigError, ParkReason, Reason, Request
@@ -282,3 +285,47 @@ def test_the_rung_is_the_one_that_holds_now() -> None:
     deferrals = host.stats().deferrals
     assert deferrals["watermark"] > 0
     assert deferrals["blocks"] > 0
+
+
+def _decisions(seed: int, config: dict[str, Any], forgets: bool) -> list[object]:
+    """What a crowd that shares beginnings is given, step by step, in a small pool.
+
+    `forgets`: every verdict is found out anew, and evictions leave the tree at once.
+    """
+    random, host, told = Random(seed), Host(num_blocks=16, max_model_len=40, max_num_seqs=6, **config), list[object]()
+    scheduler = host.scheduler
+    beginnings = [host.prompt(12) for _ in range(3)]
+    for step in range(250):
+        if random.random() < 0.4:
+            tokens = random.choice(beginnings)[: random.randint(1, 12)] + host.prompt(random.randint(1, 12))
+            request = Request(f"r{step}", tokens, arrival_time=float(step), max_tokens=random.randint(1, 14))
+            scheduler.add(request, float(step))
+        if forgets:
+            scheduler._admission.forget()
+            scheduler.check_invariants()
+        output = scheduler.schedule(float(step))
+        told.append((tokens_of(output), output.block_ids.tolist(), names(output.preempted)))
+        scheduler.update(output, host.result(output), float(step))
+    stats = scheduler.stats()
+    lacked_blocks = sum(stats.deferrals[reason] for reason in ("blocks", "full_sequence", "watermark"))
+    assert stats.num_evictions > 20 and stats.prefix_hits > 20 and lacked_blocks > 20
+    return told
+
+
+@pytest.mark.parametrize("config", [{}, {"watermark": 0.1}, {"full_sequence_must_fit": False}], ids=str)
+def test_what_is_remembered_decides_as_if_it_were_found_out_anew(config: dict[str, Any]) -> None:
+    for seed in range(12):
+        assert _decisions(seed, config, forgets=False) == _decisions(seed, config, forgets=True)
+
+
+def test_the_end_of_another_request_costs_a_blocked_head_no_look_up(look_ups: list[int]) -> None:
+    host = Host(num_blocks=12, max_model_len=48)
+    host.add("long", 8, max_tokens=30)
+    host.add("short", 4, max_tokens=6)
+    host.add("head", 40)
+    host.step()
+    before = len(look_ups)
+    while host.scheduler.num_running == 2:
+        host.step()
+    host.step()
+    assert len(look_ups) == before, "what the ended one left in the cache lies among the free blocks"

@@ -596,6 +596,20 @@ def eviction_is_not_told(patch: Patch) -> None:
     around(patch, PrefixCache, "evict", lambda original, cache, blocks: None)
 
 
+def evictions_are_forgotten(patch: Patch) -> None:
+    around(patch, PrefixCache, "_settle", lambda original, cache: cache._evicted.clear())
+
+
+def a_look_up_finds_what_is_about_to_leave(patch: Patch) -> None:
+    def look_up(original: Any, cache: PrefixCache, *args: Any) -> Any:
+        leaving, cache._evicted = cache._evicted, []
+        found = original(cache, *args)
+        cache._evicted = leaving
+        return found
+
+    around(patch, PrefixCache, "look_up", look_up)
+
+
 def shared_block_has_one_reference(patch: Patch) -> None:
     def acquire(original: Any, pool: BlockPool, blocks: list[int]) -> None:
         held = [block for block in blocks if pool.num_references[block] > 0]
@@ -937,6 +951,8 @@ WRONG_CONTENT: tuple[Fault, ...] = (
     (freed_is_not_told, IMAGES),
     (parent_is_ignored, CACHING),
     (eviction_is_not_told, CACHING),
+    (evictions_are_forgotten, CACHING),
+    (a_look_up_finds_what_is_about_to_leave, CACHING),
     (shared_block_has_one_reference, ROOMY),
     (journal_is_not_undone, CACHING),
     (rewind_is_short_by_one, {"num_draft_tokens": 0, "draft_table": ()}),
