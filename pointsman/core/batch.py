@@ -318,7 +318,8 @@ class Batch:
         self._least_room = int(rooms.min(initial=self._num_recent))
 
     def _flush_full(self, requests: Sequence[Request], rows: Int64Array, num_tokens: Int64Array) -> None:
-        full = num_tokens >= self.recent_limit[rows]
+        # Those that soon would be are flushed too: then it is done seldom, for many rows at once.
+        full = num_tokens >= self.recent_limit[rows] - self._num_recent // 4
         if not np.count_nonzero(full):
             return
         for index in full.nonzero()[0].tolist():

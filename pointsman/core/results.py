@@ -10,7 +10,7 @@ from pointsman.core.config import MAX_INT
 from pointsman.core.errors import StepResultError
 from pointsman.core.output import SchedulerOutput, StepResult
 from pointsman.core.runs import Runs
-from pointsman.core.tokens import largest
+from pointsman.core.tokens import UNSIGNED, largest
 
 Int64Array = npt.NDArray[np.int64]
 ROW_TOKENS = "row(s) sample in this step; give one token for each"
@@ -72,8 +72,8 @@ def checked_run_per_row(output: SchedulerOutput, result: StepResult) -> tuple[Ru
         counts: Int64Array = given.astype(np.int64)
         accepted = counts - ONE
         # A negative number is huge when read as unsigned, so one comparison finds all that are out of range.
-        if not np.count_nonzero(accepted.view(np.uint64) > output.num_draft_tokens.view(np.uint64)):
-            ends = counts.cumsum()
+        if not np.count_nonzero(accepted.view(UNSIGNED) > output.num_draft_tokens.view(UNSIGNED)):
+            ends = np.add.accumulate(counts)
             return Runs(counts, ends, checked_tokens(result, int(ends[-1]), RUN_TOKENS)), accepted
     runs = checked_runs(output, result)[1]  # says what is wrong, if something is
     return runs, runs.counts - 1

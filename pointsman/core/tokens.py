@@ -15,6 +15,7 @@ from pointsman.core.errors import RequestRefused
 IntArray: TypeAlias = npt.NDArray[np.integer]
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 
+UNSIGNED = np.dtype(np.uint64)
 NO_TOKENS: Int32Array = np.zeros(0, dtype=np.int32)
 NO_TOKENS.flags.writeable = False
 
@@ -54,7 +55,7 @@ def largest(values: npt.NDArray[np.int64]) -> int:
 
     Where it is takes NumPy a quarter of the time of what it is.
     """
-    unsigned = values.view(np.uint64)
+    unsigned = values.view(UNSIGNED)
     return int(unsigned[unsigned.argmax()])
 
 

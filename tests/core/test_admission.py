@@ -312,7 +312,9 @@ def _decisions(seed: int, config: dict[str, Any], forgets: bool) -> list[object]
     return told
 
 
-@pytest.mark.parametrize("config", [{}, {"watermark": 0.1}, {"full_sequence_must_fit": False}], ids=str)
+@pytest.mark.parametrize(
+    "config", [{}, {"watermark": 0.1}, {"long_prefill_token_threshold": 3}, {"full_sequence_must_fit": False}], ids=str
+)
 def test_what_is_remembered_decides_as_if_it_were_found_out_anew(config: dict[str, Any]) -> None:
     for seed in range(12):
         assert _decisions(seed, config, forgets=False) == _decisions(seed, config, forgets=True)
