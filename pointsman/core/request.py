@@ -7,6 +7,7 @@ from whichever is right, so a reader never needs to know.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -389,7 +390,7 @@ class Request:
         return params if params is not None and params.max_pattern_size else None
 
     def _seconds(self, value: object) -> float:
-        if isinstance(value, (int, float, np.integer, np.floating)) and np.isfinite(value):
+        if isinstance(value, (int, float, np.integer, np.floating)) and math.isfinite(value):
             return float(value)
         raise RequestRefused(
             f"request {self.request_id!r} refused: arrival_time is {value}; give seconds on the caller's clock"

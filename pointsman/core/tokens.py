@@ -77,11 +77,12 @@ def token_array(request_id: str, token_ids: IntArray | Sequence[int]) -> Int32Ar
     """
     if type(token_ids) is list and token_ids and type(token_ids[0]) is int:
         try:
-            plain = np.frombuffer(array("i", token_ids), dtype=np.int32)  # half the time of what handles everything
+            # A quarter of the time of what handles everything; array("i") takes three times as long as array("I").
+            plain = np.frombuffer(array("I", token_ids), dtype=np.int32)
         except (TypeError, OverflowError):
             pass  # what follows says what is wrong
         else:
-            if plain.min() >= 0:
+            if plain.min() >= 0:  # as unsigned, all were at least 0, and what is too large is negative here
                 return plain
     try:
         wide = np.asarray(token_ids)

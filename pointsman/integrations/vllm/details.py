@@ -53,8 +53,9 @@ class Details:
         if not self._once:
             return
         by_name = {output.request_id: output for output in outputs}
-        for name in self._once.intersection(by_name):
-            self._once.discard(name)
+        told = self._once & by_name.keys()
+        self._once -= told
+        for name in told:
             output = by_name[name]
             self._tell_events(name, output)
             output.new_prompt_logprobs_tensors = result.prompt_logprobs_dict.get(name)

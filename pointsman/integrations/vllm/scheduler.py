@@ -155,7 +155,7 @@ class Scheduler(Reads):
     def _queue(self, request: Any) -> None:
         name = request.request_id
         now = time.monotonic()
-        needs_grammar = request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+        needs_grammar = request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
         self.requests[name] = request
         self._has_clients |= request.client_index != 0
         try:
@@ -401,15 +401,15 @@ class Scheduler(Reads):
 
     def _by_client(self, step: Step, outputs: list[Any], indices: Sequence[int], result: Any) -> dict[int, Any]:
         """The outputs, sorted by the client that they are for; the first one gets the statistics too."""
-        if self._has_clients or self._unsent or self._finished_ids or not outputs:
-            found = self._sorted(step, outputs, indices)
-        else:
-            found = {0: EngineCoreOutputs(outputs=outputs)}
-        if self._statistics is not None:
+        stats = None if self._statistics is None else self._statistics.take(step.of_vllm, result)
+        if outputs and not (self._has_clients or self._unsent or self._finished_ids):
+            return {0: EngineCoreOutputs(outputs=outputs, scheduler_stats=stats)}
+        found = self._sorted(step, outputs, indices)
+        if stats is not None:
             first = next(iter(found.values()), None)
             if first is None:
                 first = found[0] = EngineCoreOutputs()
-            first.scheduler_stats = self._statistics.take(step.of_vllm, result)
+            first.scheduler_stats = stats
         return found
 
     def _sorted(self, step: Step, outputs: list[Any], indices: Sequence[int]) -> dict[int, Any]:

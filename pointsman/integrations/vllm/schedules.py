@@ -67,11 +67,12 @@ class Schedules:
         self._tells_tokens = runs_ahead and not v2_runner
         # By row of ours, of the request that has it; both grow with the rows.
         self._id_of: npt.NDArray[np.object_] = np.empty(64, dtype=object)
-        self._prompt_len_of: Int64Array = np.zeros(64, dtype=np.int64)
+        self._prompt_end_of: Int64Array = np.zeros(64, dtype=np.int64)
         # Of the newest output, in its order.
         self._requests: Sequence[Request] = ()
         self._ids: list[str] = []
-        self._prompt_lens: Int64Array = np.zeros(0, dtype=np.int64)
+        self._prompt_ends: Int64Array = np.zeros(0, dtype=np.int64)
+        """Where the last tokens of the prompts are."""
         self._one_each: dict[str, int] = {}
         self._all_sample: npt.NDArray[np.bool_] | None = None
         """The `samples` that were found to be all true."""
@@ -86,7 +87,7 @@ class Schedules:
             self._place(row, request)
         self._requests = output.requests
         self._ids = self._id_of[rows].tolist()
-        self._prompt_lens = self._prompt_len_of[rows]
+        self._prompt_ends = self._prompt_end_of[rows]
         self._one_each = {}
         return self._ids
 
@@ -94,9 +95,9 @@ class Schedules:
         """A request was admitted, to this row."""
         if row >= len(self._id_of):
             self._id_of.resize(2 * row, refcheck=False)
-            self._prompt_len_of.resize(2 * row, refcheck=False)
+            self._prompt_end_of.resize(2 * row, refcheck=False)
         self._id_of[row] = request.metadata.request_id
-        self._prompt_len_of[row] = request.num_prompt_tokens
+        self._prompt_end_of[row] = request.num_prompt_tokens - 1
 
     def make(self, output: Output, ids: list[str], num_drafts: int) -> Any:
         """The output for vLLM's workers.
@@ -142,11 +143,14 @@ class Schedules:
     def _num_output_tokens(self, output: Output) -> list[int]:
         """Of each continued row, the output tokens that are known where this step ends, those in flight included."""
         count = output.num_continued
-        lens = self._prompt_lens[:count]
-        ends = output.num_computed_tokens[:count] + output.num_scheduled_tokens[:count]
-        if len(output.draft_token_ids):
-            ends -= output.num_draft_tokens[:count]
-        numbers: list[int] = (ends - lens).tolist()
+        numbers: list[int]
+        if output.total_num_scheduled_tokens == len(self._ids) == count:  # each its newest token alone
+            numbers = (output.num_computed_tokens - self._prompt_ends).tolist()
+        else:
+            ends = output.num_computed_tokens[:count] + output.num_scheduled_tokens[:count]
+            if len(output.draft_token_ids):
+                ends -= output.num_draft_tokens[:count]
+            numbers = (ends - 1 - self._prompt_ends[:count]).tolist()
         samples = output.samples
         if samples is not self._all_sample:
             if np.count_nonzero(samples) == len(samples):
