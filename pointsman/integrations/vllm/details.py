@@ -52,14 +52,15 @@ class Details:
             self._tell_tensors(outputs, indices, sampled, result)
         if not self._once:
             return
-        by_name = {output.request_id: output for output in outputs}
-        told = self._once & by_name.keys()
-        self._once -= told
-        for name in told:
-            output = by_name[name]
-            self._tell_events(name, output)
-            output.new_prompt_logprobs_tensors = result.prompt_logprobs_dict.get(name)
-            output.prompt_token_id_logprobs = result.prompt_token_id_logprobs_dict.get(name)
+        for output in reversed(outputs):  # mostly it is about the last ones, who were admitted in this step
+            name = output.request_id
+            if name in self._once:
+                self._once.discard(name)
+                self._tell_events(name, output)
+                output.new_prompt_logprobs_tensors = result.prompt_logprobs_dict.get(name)
+                output.prompt_token_id_logprobs = result.prompt_token_id_logprobs_dict.get(name)
+                if not self._once:
+                    return
 
     def _tell_tensors(self, outputs: list[Any], indices: Sequence[int], sampled: Sampled, result: Any) -> None:
         """What the runner made beside tokens."""

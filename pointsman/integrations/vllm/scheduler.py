@@ -278,29 +278,32 @@ class Scheduler(Reads):
                 self._end(request, ours.finish_reason or FinishReason.ERROR)
                 request.stop_reason = ours.stop_reason
                 self._unsent.append(request)
-        for ours, num_cached in zip(output.admitted, output.num_cached_tokens.tolist(), strict=True):
-            request = ours.metadata
-            self._details.note(request.request_id)  # of how long it was queued, and what of its prompt was cached
-            if request.prefill_stats is not None and not ours.num_preemptions:
-                request.prefill_stats.set(
-                    num_prompt_tokens=ours.num_prompt_tokens,
-                    num_local_cached_tokens=num_cached,
-                    num_external_cached_tokens=0,
-                )
-        if self._statistics is not None:
-            self._note_events(output, now)
-            self._statistics.scheduled(output)
+        if output.preempted and self._statistics is not None:
+            self._note_preemptions(output, now)
+        if output.num_continued < output.num_rows:
+            self._note_admissions(output, now)
 
-    def _note_events(self, output: Output, now: float) -> None:
-        """What vLLM's metrics count, request by request. It reaches the client with the request's next output."""
+    def _note_admissions(self, output: Output, now: float) -> None:
+        """The next output of each tells how long it was queued, and what of its prompt was cached."""
+        hits = output.num_cached_tokens.tolist()
+        for ours, num_hits, is_resumed in zip(output.admitted, hits, output.is_resumed.tolist(), strict=True):
+            request = ours.metadata
+            self._details.note(request.request_id)
+            stats = request.prefill_stats
+            if stats is not None and not ours.num_preemptions:
+                stats.set(ours.num_prompt_tokens, num_local_cached_tokens=num_hits, num_external_cached_tokens=0)
+            if self._statistics is not None:
+                request.record_event(EngineCoreEventType.SCHEDULED, now)
+                self._statistics.looked_up(ours, num_hits, is_resumed)
+
+    def _note_preemptions(self, output: Output, now: float) -> None:
+        """vLLM's metrics count them, when a client has been told."""
         for ours in output.preempted:
             request = ours.metadata
             if request.request_id in self.requests:
                 request.record_event(EngineCoreEventType.PREEMPTED, now)
                 if ours.num_pending:  # else its next output comes after its next admission
                     self._details.note(request.request_id)
-        for ours in output.admitted:
-            ours.metadata.record_event(EngineCoreEventType.SCHEDULED, now)
 
     def _mark_structured(self, of_vllm: Any, output: Output, ids: list[str]) -> None:
         """Whether the step samples under a grammar, and whether a token that it must see first is in flight."""

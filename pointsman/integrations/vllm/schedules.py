@@ -83,8 +83,9 @@ class Schedules:
         if output.requests is self._requests:
             return self._ids
         rows = output.rows
-        for row, request in zip(rows[output.num_continued :].tolist(), output.admitted, strict=True):
-            self._place(row, request)
+        if output.num_continued < len(output.requests):
+            for row, request in zip(rows[output.num_continued :].tolist(), output.admitted, strict=True):
+                self._place(row, request)
         self._requests = output.requests
         self._ids = self._id_of[rows].tolist()
         self._prompt_ends = self._prompt_end_of[rows]
@@ -181,8 +182,7 @@ class Schedules:
         new = []
         count = output.num_continued
         blocks = output.block_ids.tolist()
-        ends = output.block_rows.searchsorted(np.arange(count, len(ids)), side="right").tolist()
-        start = int(output.block_rows.searchsorted(count))
+        start, *ends = output.block_rows.searchsorted(np.arange(count, len(ids) + 1)).tolist()
         rows = zip(range(count, len(ids)), output.admitted, output.is_resumed.tolist(), ends, strict=True)
         for index, request, is_resumed, end in rows:
             own = (blocks[start:end],)

@@ -10,8 +10,7 @@ from vllm.v1.metrics.perf import ModelMetrics
 from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from pointsman.core import Scheduler
-from pointsman.core import SchedulerOutput as Output
+from pointsman.core import Request, Scheduler
 from pointsman.integrations.vllm.versions import maker
 
 new_stats = maker(
@@ -45,14 +44,10 @@ class Statistics:
         work = ModelMetrics(vllm_config) if vllm_config.observability_config.enable_mfu_metrics else None
         self._work = work if work is not None and work.is_enabled() else None
 
-    def scheduled(self, output: Output) -> None:
-        """An output with admitted rows: what each found in the prefix cache."""
-        if not self._looks_up:
-            return
-        rows = zip(output.admitted, output.num_cached_tokens.tolist(), output.is_resumed.tolist(), strict=True)
-        for request, num_hits, is_resumed in rows:
-            if request.use_prefix_cache:
-                self._prefix.record(num_tokens=request.num_tokens, num_hits=num_hits, preempted=is_resumed)
+    def looked_up(self, request: Request, num_hits: int, is_resumed: bool) -> None:
+        """A request was admitted, and so many of its tokens were in the prefix cache."""
+        if self._looks_up and request.use_prefix_cache:
+            self._prefix.record(num_tokens=request.num_tokens, num_hits=num_hits, preempted=is_resumed)
 
     def verified(self, proposed: npt.NDArray[np.int64], accepted: npt.NDArray[np.int64]) -> None:
         """Drafts came back: [n] of each row how many, and how many of them the model would have chosen."""
