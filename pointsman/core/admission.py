@@ -52,7 +52,10 @@ class Shortage(NamedTuple):
 
     def verdict(self, free: int) -> Blocked:
         """Why the request waits while so many blocks, fewer than required, are free."""
-        return Blocked(next(reason for enough, reason in self.rungs if enough <= free), self.required - free)
+        for enough, reason in self.rungs:
+            if enough <= free:
+                break
+        return Blocked(reason, self.required - free)
 
 
 @dataclass(slots=True)
@@ -138,7 +141,10 @@ class Admission:
 
     def required_blocks(self, request: Request, demand: Demand, something_runs: bool) -> int:
         """Free blocks that admitting the request takes, with every reserve."""
-        return demand.first + sum(r.blocks(request, demand, something_runs) for r in self._reserves)
+        required = demand.first
+        for reserve in self._reserves:
+            required += reserve.blocks(request, demand, something_runs)
+        return required
 
     def would_be_partial(self, request: Request, budget: int) -> bool:
         """Whether its prefill may outlast a step that has `budget` left, as if nothing were cached."""
@@ -173,10 +179,10 @@ class Admission:
 
     def _key(self, budget: int, num_running: int, owed: int) -> tuple[Any, ...]:
         kv = self._kv
-        chunk: tuple[int, ...] = ()
-        if self._depends_on_chunk:
-            chunk = (budget, kv.num_evictions, *[limit.revision for limit in self._limits])
         found = kv.num_publications if self._depends_on_found else kv.num_held_publications
+        if not self._depends_on_chunk:
+            return (found, num_running > 0, owed, self.num_lessons)
+        chunk = (budget, kv.num_evictions, *[limit.revision for limit in self._limits])
         return (found, num_running > 0, owed, self.num_lessons, chunk)
 
     def _judge(

@@ -33,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.acceptance import Acceptance
+from pointsman.core.arithmetic import ONE
 from pointsman.core.config import MAX_INT
 from pointsman.core.request import Request
 from pointsman.core.runs import Runs
@@ -48,8 +49,6 @@ NOT_AHEAD = 4  # none of its steps is scheduled while a sample of it is in fligh
 NO_SAMPLE = 16  # it samples nothing, and ends when its prompt is computed
 ENCODER_INPUTS = 32  # its prompt has placeholders
 
-ONE: Int64Array = np.array(1)  # an array, because NumPy takes twice as long to calculate with a number of Python's
-ONE.flags.writeable = False
 NO_TOKEN = MAX_INT + 1  # larger than any token id, so that it equals none
 UNKNOWN = -1  # no token either
 RECENT, RECENT_WITH_DRAFTS = 256, 2048  # one flush per row and so many tokens
@@ -215,7 +214,7 @@ class Batch:
             else:
                 self._fenced_rows.append((last_step, row))
         members = self.members
-        stays = self.serial[members.rows] != 0
+        stays = self.serial[members.rows].astype(np.bool_)
         self.members = Members(self, members.rows[stays], list(compress(members.requests, stays.tolist())))
 
     def fence_passed(self, step_id: int) -> None:
@@ -264,6 +263,8 @@ class Batch:
 
     def clear_flags(self, row: int, mask: int) -> None:
         held = int(self.flags[row]) & mask
+        if not held:
+            return
         self.num_prefilling -= bool(held & PREFILLING)
         self.num_watched -= bool(held & WATCHED)
         self.num_not_ahead -= bool(held & NOT_AHEAD)

@@ -2,7 +2,7 @@
 
 Layout, with B = num_blocks:
 
-    num_references  int32 [B]   block-table entries that name the block; 0: free
+    num_references  int64 [B]   block-table entries that name the block; 0: free
     is_cached       bool  [B]   the block's content can be found in the prefix tree
     _segment_of     int64 [B]   for a cached free block, the segment of the queue that it waits in
 
@@ -27,6 +27,8 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
+from pointsman.core.arithmetic import ONE
+
 Int64Array = npt.NDArray[np.int64]
 NO_BLOCKS: Int64Array = np.zeros(0, dtype=np.int64)
 
@@ -40,7 +42,7 @@ class BlockPool:
     def __init__(self, num_blocks: int, num_reserved_blocks: int = 0) -> None:
         self.num_blocks = num_blocks
         self.num_reserved_blocks = num_reserved_blocks
-        self.num_references: npt.NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
+        self.num_references: Int64Array = np.zeros(num_blocks, dtype=np.int64)
         self.is_cached: npt.NDArray[np.bool_] = np.zeros(num_blocks, dtype=np.bool_)
         # The top of the stack is the end: low ids are handed out first.
         self._blank: Int64Array = np.arange(num_blocks - 1, num_reserved_blocks - 1, -1, dtype=np.int64)
@@ -101,18 +103,17 @@ class BlockPool:
 
     def release(self, blocks: Int64Array) -> None:
         """Drop one reference from each block of a table (distinct ids, in table order)."""
-        left = self.num_references[blocks] - 1
+        left = self.num_references[blocks] - ONE
         self.num_references[blocks] = left
-        freed = blocks[left == 0][::-1]
-        cached = self.is_cached[freed]
-        num_cached = np.count_nonzero(cached)
-        if num_cached == len(freed):
-            self._append(freed)
-            return
+        freed = blocks[::-1] if not np.count_nonzero(left) else blocks[left == 0][::-1]
+        num_cached = np.count_nonzero(self.is_cached[freed])
+        num_blank = len(freed) - num_cached
+        # What is published of a table is its beginning.
+        assert num_cached == np.count_nonzero(self.is_cached[freed[num_blank:]]), "a table has a gap in what is cached"
+        if num_blank:
+            self._push_blank(freed[:num_blank])
         if num_cached:
-            self._append(freed[cached])
-            freed = freed[~cached]
-        self._push_blank(freed)
+            self._append(freed[num_blank:])
 
     def set_cached(self, blocks: Int64Array) -> None:
         """The content of these referenced blocks can now be found."""
@@ -152,8 +153,6 @@ class BlockPool:
 
     def _append(self, blocks: Int64Array) -> None:
         """A segment at the most recently used end."""
-        if not len(blocks):
-            return
         number = self._next_segment
         self._next_segment = number + 1
         self._segments.append((number, blocks))

@@ -20,13 +20,14 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from pointsman.core.arithmetic import largest
 from pointsman.core.batch import PREFILLING, Batch
 from pointsman.core.config import MAX_INT, SchedulerConfig
 from pointsman.core.errors import ProposalError, StepOrderError
 from pointsman.core.output import IntArray, Integers, SchedulerOutput
 from pointsman.core.runs import Runs
 from pointsman.core.stats import Counters
-from pointsman.core.tokens import NO_TOKENS, largest
+from pointsman.core.tokens import NO_TOKENS
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]

@@ -114,7 +114,7 @@ class Emission:
                 [len(entry.blocks) for entry in admitted],
             ]
         )
-        samples = batch.num_pending[rows[start:]] > 0
+        samples = batch.num_pending[rows[start:]].astype(np.bool_)
         indices = batch.count_up[start : start + count]
         advance.requests, advance.rows, advance.serials = requests, rows, serials
         advance.num_computed_tokens = np.concatenate([advance.num_computed_tokens, cached])

@@ -24,6 +24,7 @@ from pointsman.core.prefix_cache import Node, Place, PrefixCache, Root, Span
 from pointsman.core.request import Request
 
 Int64Array = npt.NDArray[np.int64]
+IntArray = npt.NDArray[np.integer]
 Journal = list[tuple[Request, Int64Array, list[Span]]]  # (who published, which blocks, as which nodes), in order
 
 NO_EPOCH = -1  # of a request whose prefix left the tree while it ran
@@ -41,7 +42,7 @@ class KVCacheManager:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.block_size = config.block_size
-        self._size = np.array(config.block_size)  # an array, see `batch.ONE`
+        self._size = np.array(config.block_size)  # an array, see `arithmetic.py`
         self.pool = BlockPool(config.num_blocks, config.num_reserved_blocks)
         self.prefix = PrefixCache(config.num_blocks, config.block_size) if config.enable_prefix_caching else None
         self.events: KVEvents | None = None
@@ -164,7 +165,7 @@ class KVCacheManager:
         row = request.row
         assert row is not None
         computed = min(int(batch.num_computed_tokens[row]), request.num_prompt_tokens)
-        self._publish(request, self.table(batch, row), computed // self.block_size, request.prompt_bytes)
+        self._publish(request, batch.block_table[row], computed // self.block_size, request.prompt_bytes)
 
     def publish_loaded(self, request: Request, blocks: Int64Array) -> None:
         """Publish what was loaded for a request that holds these blocks, the first ones of its table."""
@@ -236,13 +237,13 @@ class KVCacheManager:
             self.prefix.clear()
             self.pool.uncache_all()
 
-    def _publish(self, request: Request, table: Int64Array, end: int, token_bytes: bytes) -> bool:
+    def _publish(self, request: Request, table: IntArray, end: int, token_bytes: bytes) -> bool:
         """Publish blocks of a table up to `end`; whether there was something to publish."""
         first = request.num_published_blocks
         prefix = self.prefix
         if prefix is None or end <= first or not request.use_prefix_cache or request.prefix_epoch != prefix.epoch:
             return False
-        blocks = table[first:end]
+        blocks = table[first:end].astype(np.int64)
         spans = prefix.publish(request.prefix_node, token_bytes, first, blocks, request)
         run, start, length = spans[-1]
         request.prefix_node = Place(run, start + length - 1)

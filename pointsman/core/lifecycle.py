@@ -224,18 +224,16 @@ class Lifecycle:
     def end(self, ends: list[End]) -> None:
         """From wherever they are to their end; their blocks are free at once, but for those that a device uses."""
         running = [end for end in ends if end.request.status is RequestStatus.RUNNING]
-        if running:
-            if self.transfers is not None:
-                self._hold_what_is_sent([end.request for end in running if end.reason is not FinishReason.ERROR])
-            self.release_rows([end.request for end in running if end.reason is not FinishReason.ERROR])
+        sound = [end.request for end in running if end.reason is not FinishReason.ERROR]
+        if self.transfers is not None:
+            self._hold_what_is_sent(sound)
+        self.release_rows(sound)
+        if len(sound) < len(running):
             self.release_rows([end.request for end in running if end.reason is FinishReason.ERROR], publish=False)
         for end in ends:
             request = end.request
-            self._let_go(request)
-            if request.status.is_parked:
-                del self.parked[request.request_id]
-            elif request in self.queue:
-                self.leave_queue(request)
+            if request.status is not RequestStatus.RUNNING:
+                self._leave_place(request)
             request.transition(end.reason.status)
             request.finish_reason, request.finish_detail, request.stop_reason = end.reason, end.detail, end.stop_reason
             request.deferral = None
@@ -315,6 +313,14 @@ class Lifecycle:
         self.queue.push(request)
         if self.log is not None:
             self.log.preempted(request)
+
+    def _leave_place(self, request: Request) -> None:
+        """Out of the queue, or from where it is parked."""
+        self._let_go(request)
+        if request.status.is_parked:
+            del self.parked[request.request_id]
+        elif request in self.queue:
+            self.leave_queue(request)
 
     def _let_go(self, request: Request) -> None:
         """It gives up what it holds without a row."""

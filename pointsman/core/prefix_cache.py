@@ -35,6 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.adapters import Adapter
+from pointsman.core.arithmetic import ONE
 
 if TYPE_CHECKING:
     from pointsman.core.request import Request
@@ -244,19 +245,17 @@ class PrefixCache:
             return
         blocks = self._evicted[0] if len(self._evicted) == 1 else np.concatenate(self._evicted)
         self._evicted.clear()
-        runs, ids = self._run_of[blocks].tolist(), blocks.tolist()
-        start, count = 0, len(ids)
-        while start < count:
-            run_id = runs[start]
-            run, end = self._runs[run_id], start + 1
-            while end < count and runs[end] == run_id:
-                end += 1
+        runs = self._run_of[blocks]
+        ends = [*((runs[1:] != runs[:-1]).nonzero()[0] + ONE).tolist(), len(blocks)]  # where another run begins
+        start = 0
+        for end in ends:
+            run = self._runs[int(runs[start])]
             if run.duplicates:
-                for block in ids[start:end]:
+                for block in blocks[start:end].tolist():
                     self._forget(block)
             else:
                 length = run.length - (end - start)
-                assert run.blocks[length] == ids[end - 1], "a block is evicted before what follows it"
+                assert run.blocks[length] == blocks[end - 1], "a block is evicted before what follows it"
                 self._shrink(run, length)
             start = end
         self._run_of[blocks] = 0

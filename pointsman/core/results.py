@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.batch import ONE
+from pointsman.core.arithmetic import ONE, UNSIGNED, largest
 from pointsman.core.config import MAX_INT
 from pointsman.core.errors import StepResultError
 from pointsman.core.output import SchedulerOutput, StepResult
 from pointsman.core.runs import Runs
-from pointsman.core.tokens import UNSIGNED, largest
 
 Int64Array = npt.NDArray[np.int64]
 ROW_TOKENS = "row(s) sample in this step; give one token for each"
@@ -71,7 +70,6 @@ def checked_run_per_row(output: SchedulerOutput, result: StepResult) -> tuple[Ru
     if given.shape == output.num_draft_tokens.shape and given.dtype.kind in "iu":
         counts: Int64Array = given.astype(np.int64)
         accepted = counts - ONE
-        # A negative number is huge when read as unsigned, so one comparison finds all that are out of range.
         if not np.count_nonzero(accepted.view(UNSIGNED) > output.num_draft_tokens.view(UNSIGNED)):
             ends = np.add.accumulate(counts)
             return Runs(counts, ends, checked_tokens(result, int(ends[-1]), RUN_TOKENS)), accepted

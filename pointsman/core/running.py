@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.batch import ONE, PREFILLING, Batch, Members
+from pointsman.core.arithmetic import ONE
+from pointsman.core.batch import PREFILLING, Batch, Members
 from pointsman.core.block_pool import NO_BLOCKS
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.drafts import Drafts

@@ -9,11 +9,13 @@ per row, and is as vectorised.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.batch import ONE, WATCHED, Batch, Members
+from pointsman.core.arithmetic import ONE
+from pointsman.core.batch import WATCHED, Batch, Members
 from pointsman.core.in_flight import StepRecord
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.lifecycle import End, Lifecycle
@@ -28,6 +30,7 @@ from pointsman.core.status import FinishReason
 
 Int64Array = npt.NDArray[np.int64]
 Ends = list[tuple[int, End]]  # (row index in the output, how it ended)
+_row_index = itemgetter(0)
 
 
 def stop_condition(request: Request, num_tokens: int, token_id: int) -> End | None:
@@ -269,9 +272,14 @@ class Update:
 
     def _end(self, update: StepUpdate, ends: Ends, now: float) -> None:
         """End requests, or the present parts of such as go on."""
-        ends.sort(key=lambda entry: entry[0])
-        parts = [end.request for _, end in ends if self._parts.is_part(end)]
-        over = [end for _, end in ends if end.request not in parts]
+        ends.sort(key=_row_index)
+        over: list[End] = []
+        parts: list[Request] = []
+        for _, end in ends:
+            if self._parts.is_part(end):
+                parts.append(end.request)
+            else:
+                over.append(end)
         self._life.end(over)
         if parts and self._life.log is not None:
             self._life.log.updated()  # a first token comes before the end of its part

@@ -1,0 +1,23 @@
+"""What NumPy calculates in half the time or less if it is asked in another way; a step is made of such calls."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Int64Array = npt.NDArray[np.int64]
+
+ONE: Int64Array = np.array(1)
+"""An array without dimensions: a number of Python's is converted anew each time."""
+ONE.flags.writeable = False
+UNSIGNED = np.dtype(np.uint64)
+"""For views: a negative number is huge when read as unsigned, so one comparison finds all that are out of range."""
+
+
+def largest(values: Int64Array) -> int:
+    """The largest of some values, at least one; if one of them is negative, more than any int64.
+
+    Where it stands takes a quarter of the time of a reduction.
+    """
+    unsigned = values.view(UNSIGNED)
+    return int(unsigned[unsigned.argmax()])
