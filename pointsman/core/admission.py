@@ -54,8 +54,8 @@ class Shortage(NamedTuple):
         """Why the request waits while so many blocks, fewer than required, are free."""
         for enough, reason in self.rungs:
             if enough <= free:
-                break
-        return Blocked(reason, self.required - free)
+                return Blocked(reason, self.required - free)
+        raise AssertionError("the last one needs nothing")
 
 
 @dataclass(slots=True)

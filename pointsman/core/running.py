@@ -234,7 +234,7 @@ class Running:
         while True:
             granted = self._within_budget(want)
             needed = self.blocks_needed(granted, members.rows)
-            end = needed.cumsum()
+            end = np.add.accumulate(needed)
             free = self._kv.num_free
             if not len(end) or end[-1] <= free:
                 return granted, needed, self._grow(members, needed), preempted
@@ -265,7 +265,7 @@ class Running:
 
     def _within_budget(self, want: Int64Array) -> Int64Array:
         """[rows] what the token budget leaves of it, in admission order."""
-        end = want.cumsum()
+        end = np.add.accumulate(want)
         if not len(end) or end[-1] <= self._budget:
             return want
         return np.clip(self._budget - (end - want), 0, want)
