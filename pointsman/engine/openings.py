@@ -39,15 +39,14 @@ class Openings:
         self._count += 1
         if self._count == 1:
             self._give()
-        elif self._is_awaited:
+        else:
             self._let_in()
 
     def end(self) -> None:
         """A step has ended, or nothing follows."""
         self._count = 0
         self._give()
-        if self._is_awaited:
-            self._let_in()
+        self._let_in()
 
     def _give(self) -> None:
         if self._kept is not None:
@@ -56,8 +55,9 @@ class Openings:
             future.set_result(answer)
 
     def _let_in(self) -> None:
-        self._is_awaited = False
-        self._opened.put(None)
+        if self._is_awaited:
+            self._is_awaited = False
+            self._opened.put(None)
 
     # The other thread calls this.
 
