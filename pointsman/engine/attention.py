@@ -62,8 +62,9 @@ class PagedBatch:
     """[T] and its place within the block."""
     tails: Int64Array
     """[T] slots behind the token that are to be zeroed: the rest of a block that its row begins and does not fill."""
-    announce: Callable[[], None] | None = None
-    """Called before operations that take long and need no Python; None: nobody wants to know."""
+    meanwhile: Callable[[], bool] | None = None
+    """Does a part of what the step's thread can do while others compute for it, and says whether there is a further
+    one; None: there is nothing."""
 
     @classmethod
     def build(
@@ -112,10 +113,11 @@ class PagedBatch:
         """T."""
         return len(self.positions)
 
-    def announce_long_operation(self) -> None:
-        """A long operation follows at once, in which other threads can run Python."""
-        if self.announce is not None:
-            self.announce()
+    def do_meanwhile(self, is_computing: Callable[[], bool]) -> None:
+        """Do what there is to do, part by part, for as long as others compute."""
+        while self.meanwhile is not None and is_computing():
+            if not self.meanwhile():
+                self.meanwhile = None
 
 
 class AttentionBackend(Protocol):
@@ -154,8 +156,8 @@ class AttentionBackend(Protocol):
         A token at position p attends to positions j <= p, and with a `window` only to j > p - window. `softcap`
         bounds scores as cap * tanh(score / cap); `sinks` [num_heads] are scores of a column without a value.
 
-        The batch is told (`announce_long_operation`) when the arithmetic begins. Where a backend does not, nothing is
-        scheduled while the step computes.
+        Where other threads compute and this one need not, it should `do_meanwhile` what the batch has to do. A backend
+        that does not makes scheduling wait for the end of the step.
         """
 
 
@@ -183,9 +185,7 @@ class AttentionContext:
     def begin(self, batch: PagedBatch, pool: KVPool, backend: AttentionBackend, keep: Tensor | None = None) -> None:
         """Everything that the next forward of the model needs. Waits while another thread's step is under way."""
         plan = backend.plan(batch)
-        if not self._busy.acquire(blocking=False):
-            batch.announce_long_operation()
-            self._busy.acquire()
+        self._busy.acquire()
         self.batch, self.pool, self.backend, self.plan, self.keep = batch, pool, backend, plan, keep
 
     def end(self) -> None:

@@ -187,7 +187,7 @@ class Engine:
         self.kv_events = KVEventsPublisher(events_config, config.block_size) if events_config is not None else None
         if self.kv_events is not None:
             weakref.finalize(self, self.kv_events.close)
-        self.steps = StepsInFlight(self.scheduler, self.runner, self.schedule, clock, self.counters)
+        self.steps = StepsInFlight(self.scheduler, self.runner, self.schedule, self._take_in, clock, self.counters)
         self.outputs = OutputProcessor(self.loaded.tokenizer, self.counters, stream_interval)
         self.grammars = GrammarCompiler(
             self.loaded.tokenizer,
@@ -195,14 +195,16 @@ class Engine:
             self.eos_token_ids,
             limits=GrammarLimits(timeout=grammar_timeout),
         )
+        self.on_update: Callable[[SchedulerOutput], None] | None = None
+        """Gets every step that was taken in, once its outputs were given."""
         self.on_ready: Callable[[Request], None] | None = None
         """Gets every request that was parked for its grammar when it has it."""
         self.deadlines = deadlines.Deadlines()
         self.pausing = Pausing(self.scheduler, clock, self._abort_all)
         give_back_freed_pages()  # of loading
-        self._unreported: list[RequestOutput] = []  # of requests that ended between two steps
+        self._unreported: list[RequestOutput] = []  # what the next `step` returns
         self.on_output: Callable[[RequestOutput], None] | None = None
-        """Gets every output that `update` and `abort` return, whoever calls them."""
+        """Gets every output as soon as there is one; `step` and `finish_steps` then return none."""
 
     @property
     def tokenizer(self) -> Any | None:
@@ -412,8 +414,8 @@ class Engine:
         return output
 
     def has_unfinished_requests(self) -> bool:
-        """Whether any request waits or runs, or a step is in flight that nobody has collected."""
-        return len(self.steps) > 0 or self.scheduler.has_unfinished_requests()
+        """Whether any request waits or runs, a step is in flight, or `step` has outputs to return."""
+        return bool(self._unreported) or len(self.steps) > 0 or self.scheduler.has_unfinished_requests()
 
     def has_runnable_requests(self) -> bool:
         """Whether there is anything to do: a step is in flight, or a request neither parked nor paused."""
@@ -439,30 +441,29 @@ class Engine:
         for request in self.outputs.requests:
             output = self.abort(request.request_id)
             if output is not None:
-                self._unreported.append(output)
+                self._keep([output])
 
     # -------------------------------------------------------------------------------------------------- steps
 
     def step(self) -> list[RequestOutput]:
-        """Finish a step: schedule as many as may be in flight, wait for the oldest, and `update`.
+        """Execute a step, and `update`. With several steps in flight that may be the one before it; see
+        `steps_in_flight.py`.
 
         Returns:
-            The requests that got a token or ended in it.
+            The requests that got a token or ended meanwhile, in order; one may be there twice.
 
         Raises:
             EngineStepError: the model failed. Its cause is the failure; the scheduler is as it was before the step,
-                so stepping again tries again. So it is after a KeyboardInterrupt that came before `update`.
+                so stepping again tries again, and returns what earlier steps gave. So it is after a KeyboardInterrupt
+                that came before `update`.
         """
         if self.grammars.num_waiting and not self.has_runnable_requests():
             self.grammars.wait(PATIENCE)
         elif self.kv_connector is not None and not self.has_runnable_requests():
             self.kv_connector.wait(PATIENCE)
         self.steps.void_if_broken_off()
-        try:
-            return self.update(*self.steps.run_oldest())
-        except BaseException:
-            self.steps.void()
-            raise
+        self.steps.run()
+        return self._take_unreported()
 
     def finish_steps(self) -> list[RequestOutput]:
         """Take in every step in flight, and schedule no further one.
@@ -470,16 +471,12 @@ class Engine:
         Raises:
             EngineStepError: as for `step`.
         """
-        outputs: list[RequestOutput] = []
-        while len(self.steps):
-            outputs += self.update(*self.steps.collect())
-        return outputs
+        self.steps.finish()
+        return self._take_unreported()
 
     def close(self) -> None:
-        """Take back the steps in flight, and end the thread that executes them, if there is one. A further step starts
-        another.
-        """
-        self.steps.close()
+        """Take back the steps in flight, and close what the engine has to do with others."""
+        self.steps.void()
         if self.kv_connector is not None:
             self.kv_connector.close()
         if self.kv_events is not None:
@@ -492,11 +489,11 @@ class Engine:
     def schedule(self) -> SchedulerOutput:
         """Decide what runs in the next step. Every output must reach the model and `update`, in order."""
         started = time.perf_counter()
-        self._unreported += self.end_overdue()  # before they cost anything
+        self._keep(self.end_overdue())  # before they cost anything
         if self.grammars.num_waiting:
-            self._unreported += self.take_grammars()
+            self._keep(self.take_grammars())
         if self.kv_connector is not None:
-            self._unreported += self.take_transfers()
+            self._keep(self.take_transfers())
         if self.watchdog is not None:
             self.watchdog.tick()
         now = self.clock()
@@ -504,7 +501,7 @@ class Engine:
         for request, num_external in zip(output.admitted, output.num_external_tokens.tolist(), strict=True):
             self.outputs.note_scheduled(request, now, num_external)
         if self.kv_connector is not None:
-            self._unreported += self._report_ends(output.finished)  # of loads that took too long
+            self._keep(self._report_ends(output.finished))  # of loads that took too long
         self._tell_kv_events()
         self.counters.num_steps += 1
         self.counters.scheduler_time += time.perf_counter() - started
@@ -532,6 +529,18 @@ class Engine:
                 self.on_output(one)
         if self.pausing.waiting:
             self.pausing.settle()
-        if self._unreported:
-            outputs, self._unreported = self._unreported + outputs, []
+        return outputs
+
+    def _take_in(self, output: SchedulerOutput, execution: StepExecution) -> None:
+        self._keep(self.update(output, execution))
+        if self.on_update is not None:
+            self.on_update(output)
+
+    def _keep(self, outputs: list[RequestOutput]) -> None:
+        """For the next `step` to return."""
+        if self.on_output is None:
+            self._unreported += outputs
+
+    def _take_unreported(self) -> list[RequestOutput]:
+        outputs, self._unreported = self._unreported, []
         return outputs

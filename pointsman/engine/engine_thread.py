@@ -73,6 +73,7 @@ class EngineThread:
     ) -> None:
         self._engine = engine
         engine.on_output = self._deliver
+        engine.on_update = self._note_update
         engine.on_ready = self._accept
         engine.grammars.notify = self._note_grammar
         if engine.kv_connector is not None:
@@ -217,7 +218,7 @@ class EngineThread:
         engine = self._engine
         self._has_computed = True
         try:
-            output, execution = engine.steps.run_oldest()
+            engine.steps.run()
         except EngineStepError as error:
             self._num_failures += 1
             if self._num_failures > self._max_step_retries:
@@ -225,7 +226,10 @@ class EngineThread:
             logger.warning("%s; retry %d of %d", error, self._num_failures, self._max_step_retries)
             return False
         self._num_failures = 0
-        engine.update(output, execution)  # delivers
+        return True
+
+    def _note_update(self, output: SchedulerOutput) -> None:
+        """A step was taken in, and its outputs were delivered: also while the next one is executed."""
         if self._on_step is not None:
             self._on_step(output)
         if time.monotonic() - self._loops_checked >= LOOP_CHECK_INTERVAL:
@@ -233,7 +237,6 @@ class EngineThread:
         self._ring()
         if self._stats_log is not None:
             self._stats_log.tick()
-        return True
 
     # ------------------------------------------------------------------ messages
 
@@ -431,7 +434,7 @@ class EngineThread:
         """Close the inbox and tell everybody who still waits."""
         with self._gate:
             self._is_closed = True
-        self._engine.on_output = self._engine.on_ready = None
+        self._engine.on_output = self._engine.on_update = self._engine.on_ready = None
         self._engine.grammars.notify = None
         if self._engine.kv_connector is not None:
             self._engine.kv_connector.notify = None

@@ -229,7 +229,6 @@ class ModelRunner:
             Exception: see `execute`.
         """
         if prepared.transfers is not None:
-            prepared.batch.announce_long_operation()
             prepared.transfers.run()
         if prepared.num_rows == 0:
             return StepExecution(StepResult(token_ids=np.empty(0, dtype=np.int64)))
@@ -241,7 +240,8 @@ class ModelRunner:
             logits, vectors = self._forward_and_pool(prepared)
         else:
             logits = self._forward(prepared)
-        prepared.batch.announce_long_operation()  # on a GPU this waits for the arithmetic
+        if logits.device.type != "cpu":  # sampling waits for what the device has yet to compute
+            prepared.batch.do_meanwhile(lambda: True)
         execution = self._sample(prepared, logits[: len(prepared.sampling)])
         if prepared.prompt_chunks:
             execution.prompt_logprobs = _prompt_logprobs(prepared, logits[len(prepared.sampling) : prepared.num_logits])

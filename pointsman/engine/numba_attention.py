@@ -23,6 +23,9 @@ from pointsman.engine.kv_pool import LayerShape
 
 Float32Array: TypeAlias = npt.NDArray[np.float32]
 
+LONG = 300_000
+"""Multiplications, 50 to 100 us; to have another thread begin takes 15 us."""
+
 _NO_SCALARS = np.zeros(2, dtype=np.float32)
 
 
@@ -39,8 +42,19 @@ class NumbaPlan:
     """[2] scale and softcap of the layer at hand."""
     arguments: dict[tuple[int, ...], Int64Array] = field(default_factory=dict)
     """By layer shape: the kernel's arguments, of which a layer changes a few."""
+    num_pairs: int | None = None
+    """Of a query and a key that it may see, about; None: not counted yet."""
     tiles: dict[int, Int64Array] = field(default_factory=dict)
     """By queries per KV head: [m, 4] row, first token, queries, position of the first query."""
+
+    def takes_long(self, pair_size: int) -> bool:
+        """Whether a layer takes so long that other work is worth beginning meanwhile.
+
+        `pair_size`: multiplications for a query and a key that it sees, in all heads.
+        """
+        if self.num_pairs is None:
+            self.num_pairs = int(self.batch.query_lens @ self.batch.kv_lens)
+        return self.num_pairs * pair_size >= LONG
 
     def arguments_for(self, num_heads: int, k_dim: int, values_shape: tuple[int, ...]) -> Int64Array:
         """The arguments of `attention_kernel` for layers of a shape, values [num_blocks, kv_heads, size, v_dim]."""
@@ -159,8 +173,11 @@ class NumbaAttention:
         else:
             arguments[kernel.SINKS] = 0
         run, num_threads = attention_kernel(query.dtype, keys.dtype), torch.get_num_threads()
-        plan.batch.announce_long_operation()
-        run(arguments, num_threads)
+        if plan.batch.meanwhile is None or not plan.takes_long(num_heads * (k_dim + values.shape[-1])):
+            run(arguments, num_threads)
+        else:
+            num_items = int(arguments[kernel.NUM_TILES] * arguments[kernel.NUM_KV_HEADS])
+            run.beside(lambda: plan.batch.do_meanwhile(lambda: arguments[0] < num_items), arguments, num_threads)
         if num_tokens > plan.batch.num_tokens:
             output[plan.batch.num_tokens :].zero_()
         return output

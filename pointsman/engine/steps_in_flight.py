@@ -1,9 +1,17 @@
 """Steps that were scheduled and whose results the scheduler does not know yet, in order.
 
-    output, execution = steps.run_oldest()     schedules and submits as many as may be in flight, waits for the oldest
+    output = steps.run()     executes the oldest one
 
-With one step in flight everything happens in the caller's thread. With more, a `Worker` executes the steps, and the
-caller has the time of the forward pass for everything else.
+With one step in flight a step is scheduled, prepared, executed and taken in, one behind the other. With more, the
+thread that executes a step has something to do while other threads, or a GPU, compute for it:
+
+    take in    what the step before gave: `update`, text, outputs
+    schedule   the next step
+    prepare    its inputs
+
+It does so in parts, at the moments that the step offers (`PagedBatch.meanwhile`), for as long as the others compute. So
+all Python stays in one thread: two that run it take turns at its lock, and meet where it costs most. A step that offers
+no such moment, because nothing in it takes long, is taken in at its end as if there were one step in flight.
 """
 
 from __future__ import annotations
@@ -11,13 +19,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, wait
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
 
 from pointsman.engine.errors import EngineStepError
-from pointsman.engine.openings import Openings
-from pointsman.engine.worker import Worker
 
 if TYPE_CHECKING:
     from pointsman.core import Scheduler, SchedulerOutput
@@ -25,19 +32,20 @@ if TYPE_CHECKING:
     from pointsman.engine.model_runner import ModelRunner, PreparedStep, StepExecution
 
 
-class _Step(NamedTuple):
+@dataclass(slots=True)
+class _Step:
     output: SchedulerOutput
-    execution: Future[StepExecution] | PreparedStep
-    """As the worker will give it; without a worker, what to run when it is collected."""
+    prepared: PreparedStep | None = None
 
 
 class StepsInFlight:
     """The steps of one engine on their way through its model.
 
     Args:
-        scheduler: whose outputs these are; its `max_steps_in_flight` says how many, and whether there is a worker.
+        scheduler: whose outputs these are; its `max_steps_in_flight` says how many.
         runner: prepares and executes them.
         schedule: decides one more.
+        take_in: is given each step in order, and what came back from the model for it.
         clock: the engine's, in seconds.
         counters: of the engine; the time that is spent here is counted there.
     """
@@ -47,63 +55,75 @@ class StepsInFlight:
         scheduler: Scheduler,
         runner: ModelRunner,
         schedule: Callable[[], SchedulerOutput],
+        take_in: Callable[[SchedulerOutput, StepExecution], None],
         clock: Callable[[], float],
         counters: EngineCounters,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._schedule = schedule
+        self._take_in = take_in
         self._clock = clock
         self._counters = counters
         self._most = scheduler.config.max_steps_in_flight
-        self._openings = Openings()
-        self._worker = Worker("pointsman-steps", self._openings) if self._most > 1 else None
         self._steps: deque[_Step] = deque()
+        """Those that were not executed; the oldest one may be just now."""
+        self._executed: tuple[SchedulerOutput, StepExecution] | None = None
+        """The one before them, if it was not taken in."""
+        self._goes_on = True
+        """Whether further ones are scheduled."""
+        self._part: Callable[[], object] | None = None
+        """What comes next of that which can be done while a step is executed."""
+        self._error_of_part: BaseException | None = None
+        self._elsewhere = 0.0
+        """Seconds of the present call that went into something else than executing."""
 
     def __len__(self) -> int:
-        """Steps that were submitted and not collected."""
-        return len(self._steps)
+        """Steps that were scheduled and not taken in."""
+        return len(self._steps) + (self._executed is not None)
 
-    def run_oldest(self) -> tuple[SchedulerOutput, StepExecution]:
-        """The oldest step in flight and what came back from the model for it.
-
-        Before it waits, further steps are scheduled and submitted, as far as they may be in flight and would have
-        something to run.
+    def run(self) -> SchedulerOutput:
+        """Execute the oldest step in flight, or schedule one. It is taken in by the next call, if that has a step to
+        execute by then, or else now.
 
         Raises:
             EngineStepError: the model failed. The step, and any scheduled after it, is void: the scheduler is as it
-                was before it, and the next call decides anew.
+                was before it, and the next call decides anew. Those before it were taken in.
         """
-        while not self._steps or (len(self._steps) < self._most and self._scheduler.can_advance()):
-            if self._steps:
-                self._openings.wait()
-            self._submit(self._schedule())
-        return self.collect()
+        started, self._elsewhere = time.perf_counter(), 0.0
+        try:
+            if not self._steps:
+                self._schedule_one()
+            step = self._steps[0]
+            execution = self._execute(step, step.prepared or self._prepare(step))
+        except BaseException:  # also KeyboardInterrupt: the decision must not stand
+            self.void()
+            raise
+        self._take_in_executed()
+        self._steps.popleft()
+        self._executed = step.output, execution
+        if not self._steps:
+            self._take_in_executed()
+        self._counters.execute_time += time.perf_counter() - started - self._elsewhere
+        return step.output
 
-    def collect(self) -> tuple[SchedulerOutput, StepExecution]:
-        """The same without scheduling a further step; there is one in flight.
+    def finish(self) -> None:
+        """Execute and take in every step in flight, and schedule no further one.
 
         Raises:
-            EngineStepError: see `run_oldest`.
+            EngineStepError: see `run`.
         """
-        started = time.perf_counter()
-        output, pending = self._steps[0]
+        self._goes_on = False
         try:
-            execution = pending.result() if isinstance(pending, Future) else self._runner.run(pending)
-        except BaseException as error:  # also KeyboardInterrupt, while it waits: the decision must not stand
-            self.void()
-            if not isinstance(error, Exception):
-                raise
-            raise EngineStepError(f"step {output.step_id} failed: {type(error).__name__}: {error}") from error
-        self._steps.popleft()
-        self._counters.execute_time += time.perf_counter() - started
-        return output, execution
+            while self._steps:
+                self.run()
+        finally:
+            self._goes_on = True
 
     def void(self) -> None:
-        """Take back every step in flight, as soon as the model is done with the one that it executes."""
-        futures = [step.execution for step in self._steps if isinstance(step.execution, Future)]
-        wait([future for future in futures if not future.cancel()])
+        """Take back every step in flight."""
         self._steps.clear()
+        self._executed = None
         self._runner.loaded.context.end()
         void = self._scheduler.outputs_in_flight
         if void and self._runner.connector is not None:
@@ -113,26 +133,72 @@ class StepsInFlight:
 
     def void_if_broken_off(self) -> None:
         """Take back everything if a call ended, by an exception, between the scheduler's decision and here."""
-        if len(self._steps) != self._scheduler.num_steps_in_flight:
+        if len(self) != self._scheduler.num_steps_in_flight:
             self.void()
 
-    def close(self) -> None:
-        """Take back every step, and end the worker until there is a further one."""
-        self.void()
-        if self._worker is not None:
-            self._worker.close()
+    # ------------------------------------------------------------------ one after the other
 
-    def _submit(self, output: SchedulerOutput) -> None:
-        """Have a step executed, behind those before it."""
-        started = time.perf_counter()
+    def _execute(self, step: _Step, prepared: PreparedStep) -> StepExecution:
+        if self._most > 1:
+            self._part = self._next_part()
+            prepared.batch.meanwhile = self._do_part if self._part is not None else None
         try:
-            prepared = self._runner.prepare(output)
+            return self._runner.run(prepared)
         except Exception as error:
-            self.void()
-            raise EngineStepError(f"step {output.step_id} failed: {type(error).__name__}: {error}") from error
-        execution: Future[StepExecution] | PreparedStep = prepared
-        if self._worker is not None:
-            prepared.batch.announce = self._openings.announce
-            execution = self._worker.submit(partial(self._runner.run, prepared))
-        self._steps.append(_Step(output, execution))
-        self._counters.execute_time += time.perf_counter() - started
+            if error is self._error_of_part:
+                raise
+            self._take_in_executed()
+            raise _failed(step, error) from error
+        finally:
+            self._error_of_part = None
+            prepared.batch.meanwhile = None
+
+    def _schedule_one(self) -> None:
+        started = time.perf_counter()
+        self._steps.append(_Step(self._schedule()))
+        self._elsewhere += time.perf_counter() - started
+
+    def _prepare_newest(self) -> None:
+        self._prepare(self._steps[-1])
+
+    def _prepare(self, step: _Step) -> PreparedStep:
+        try:
+            step.prepared = self._runner.prepare(step.output)
+        except Exception as error:
+            raise _failed(step, error) from error
+        return step.prepared
+
+    def _take_in_executed(self) -> None:
+        if self._executed is None:
+            return
+        started = time.perf_counter()
+        executed, self._executed = self._executed, None
+        self._take_in(*executed)
+        self._elsewhere += time.perf_counter() - started
+
+    # ------------------------------------------------------------------ meanwhile
+
+    def _do_part(self) -> bool:
+        """Do one part of what can be done while a step is executed; whether there is a further one."""
+        assert self._part is not None
+        try:
+            with torch.inference_mode(False):  # the step's own is not for what is made here
+                self._part()
+                self._part = self._next_part()
+        except BaseException as error:
+            self._error_of_part = error
+            raise
+        return self._part is not None
+
+    def _next_part(self) -> Callable[[], object] | None:
+        if self._executed is not None:
+            return self._take_in_executed
+        if self._steps[-1].prepared is None:
+            return self._prepare_newest
+        if self._goes_on and len(self) < self._most and self._scheduler.can_advance():
+            return self._schedule_one
+        return None
+
+
+def _failed(step: _Step, error: Exception) -> EngineStepError:
+    return EngineStepError(f"step {step.output.step_id} failed: {type(error).__name__}: {error}")

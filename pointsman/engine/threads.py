@@ -81,6 +81,14 @@ def release_helper_threads() -> None:
         pause(_PAUSE_SOFT)
 
 
+@cache
+def num_cores() -> int:
+    """Processors that this process may use at a time, at least 1."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux
+    seen = (os.cpu_count() or 1) if affinity is None else len(affinity(0))
+    return max(1, math.ceil(min(seen, cpu_quota(CGROUP))))
+
+
 def cpu_quota(root: Path) -> float:
     """How many processors' worth of time the control group at `root` may use; infinity without a limit.
 

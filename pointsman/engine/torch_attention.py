@@ -122,7 +122,6 @@ class TorchAttention:
     ) -> Tensor:
         """See `AttentionBackend.attend`."""
         output = query.new_empty(query.shape[0], query.shape[1], values.shape[-1])
-        plan.batch.announce_long_operation()
         for group in plan.groups(window):
             rows, _, queries, _ = group.masked.shape
             q = query.index_select(0, group.tokens).view(rows, queries, *query.shape[1:]).transpose(1, 2)

@@ -1,8 +1,6 @@
-"""A thread that calls functions in the order in which they were submitted: steps, loads and stores of KV.
+"""A thread that calls functions in the order in which they were submitted: loads and stores of KV.
 
-A thread of its own for the steps is worth it because PyTorch's operators and the compiled kernels release Python's lock
-while they compute; meanwhile the thread that owns the scheduler takes in the last step's tokens, makes their text, and
-decides the next step. So do reading and writing files.
+A thread of its own is worth it because reading and writing files, and copying large tensors, release Python's lock.
 """
 
 from __future__ import annotations
@@ -14,9 +12,6 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 from weakref import WeakSet, finalize
-
-from pointsman.engine.openings import Openings
-from pointsman.engine.threads import release_helper_threads
 
 Answer = TypeVar("Answer")
 Task: TypeAlias = tuple["Future[Any]", Callable[[], Any]]
@@ -31,13 +26,10 @@ class Worker:
 
     Args:
         name: of the thread.
-        openings: of a thread that takes over computing from the one that starts it; the functions announce them. Then
-            an answer waits for the first of the next function, if there is one.
     """
 
-    def __init__(self, name: str, openings: Openings | None = None) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._openings = openings
         self._inbox: Inbox = SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -57,42 +49,23 @@ class Worker:
             thread.join(EXIT_PATIENCE)
 
     def _start(self) -> None:
-        if self._openings is not None:
-            release_helper_threads()  # of the thread that loaded the model: it computes no further
         self._inbox = SimpleQueue()  # not that of a thread which a fork has left behind
         # The thread must not keep the worker: one that is dropped takes its thread along.
-        self._thread = threading.Thread(target=_work, args=(self._inbox, self._openings), name=self._name, daemon=True)
+        self._thread = threading.Thread(target=_work, args=(self._inbox,), name=self._name, daemon=True)
         finalize(self, self._inbox.put, None).atexit = False
         self._thread.start()
         _live.add(self)
 
 
-def _work(inbox: Inbox, openings: Openings | None) -> None:
+def _work(inbox: Inbox) -> None:
     while (task := inbox.get()) is not None:
         future, function = task
         if future.set_running_or_notify_cancel():
             try:
-                answer = function()
+                future.set_result(function())
             except BaseException as error:  # whatever it is, it is for whoever waits for the answer
-                if openings is not None:
-                    openings.end()  # the answer before it comes first
                 future.set_exception(error)
-            else:
-                _answer(future, answer, inbox, openings)
-                del answer
         del task, future, function  # nothing is kept while it waits
-        if openings is not None and inbox.empty():
-            openings.end()
-    if openings is not None:
-        openings.end()
-
-
-def _answer(future: Future[Any], answer: Any, inbox: Inbox, openings: Openings | None) -> None:
-    if openings is None:
-        future.set_result(answer)
-    else:
-        openings.end()
-        openings.keep(future, answer)
 
 
 _live: WeakSet[Worker] = WeakSet()

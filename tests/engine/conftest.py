@@ -7,6 +7,19 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from pointsman.engine import numba_attention
+from pointsman.engine.attention import PagedBatch
+
+
+@pytest.fixture(autouse=True)
+def attention_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several steps in flight the tiny models of the tests run ahead as larger ones do: while a layer attends,
+    all is done that there is to do.
+    """
+    do_meanwhile = PagedBatch.do_meanwhile
+    monkeypatch.setattr(numba_attention, "LONG", 0)
+    monkeypatch.setattr(PagedBatch, "do_meanwhile", lambda batch, _: do_meanwhile(batch, lambda: True))
+
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from numba import carray, njit
 from numba.core import caching
 from torch import Tensor
 
+from pointsman.engine import threads
 from pointsman.engine.fused_layers import FusedNorm
 from pointsman.engine.kernels import layers, runtime
 from pointsman.engine.kernels.runtime import Kernel, exponential, hyperbolic_tangent, nearest_bfloat16, next_item
@@ -80,7 +82,8 @@ def test_rounding_to_bfloat16_is_pytorchs() -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_team_takes_every_item_once() -> None:
+@pytest.fixture(scope="module")
+def counting() -> Kernel:
     def count_items(arguments: Any) -> None:
         a = carray(arguments, (1002,), np.int64)
         while True:
@@ -89,11 +92,71 @@ def test_a_team_takes_every_item_once() -> None:
                 break
             a[2 + item] += 1
 
-    kernel = Kernel(count_items)
-    for num_threads in (1, 2, 4):
+    return Kernel(count_items)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 4])
+def test_a_team_takes_every_item_once(counting: Kernel, num_threads: int) -> None:
+    arguments = np.zeros(1002, dtype=np.int64)
+    counting(arguments, num_threads)
+    assert (arguments[2:] == 1).all()
+
+
+def wait_until_taken(arguments: np.ndarray) -> None:
+    """Until other threads have taken every item."""
+    deadline = time.monotonic() + 10
+    while arguments[0] < 1000 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert arguments[0] >= 1000
+
+
+needs_two_cores = pytest.mark.skipif(
+    threads.num_cores() < 2 or runtime.openmp_begin_and_end() is None, reason="needs two cores and GNU's OpenMP"
+)
+
+
+@needs_two_cores
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_others_compute_meanwhile(counting: Kernel, num_threads: int) -> None:
+    for _ in range(20):
         arguments = np.zeros(1002, dtype=np.int64)
-        kernel(arguments, num_threads)
+        counting.beside(lambda: wait_until_taken(arguments), arguments, num_threads)  # noqa: B023
         assert (arguments[2:] == 1).all()
+
+
+@needs_two_cores
+def test_what_is_done_meanwhile_may_compute_too_and_may_fail(counting: Kernel) -> None:
+    """PyTorch's operators and kernels run in it, on one thread; its exception comes when the kernel is done."""
+    a = torch.randn(300, 300)
+
+    def meanwhile() -> None:
+        inner = np.zeros(1002, dtype=np.int64)
+        counting(inner, 2)
+        assert (inner[2:] == 1).all()
+        torch.testing.assert_close((a @ a).sum(), (a.double() @ a.double()).sum().float(), rtol=1e-3, atol=1e-1)
+        raise KeyboardInterrupt
+
+    for _ in range(3):
+        arguments = np.zeros(1002, dtype=np.int64)
+        with pytest.raises(KeyboardInterrupt):
+            counting.beside(meanwhile, arguments, 2)
+        assert (arguments[2:] == 1).all()
+    arguments = np.zeros(1002, dtype=np.int64)
+    counting(arguments, 2)
+    assert (arguments[2:] == 1).all(), "the threads are there as before"
+
+
+@pytest.mark.parametrize("missing", ["core", "library"])
+def test_without_another_thread_nothing_is_done_meanwhile(
+    counting: Kernel, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    if missing == "core":
+        monkeypatch.setattr(runtime, "num_cores", lambda: 1)
+    else:
+        monkeypatch.setattr(runtime, "openmp_begin_and_end", lambda: None)
+    arguments = np.zeros(1002, dtype=np.int64)
+    counting.beside(lambda: pytest.fail("called"), arguments, 1)
+    assert (arguments[2:] == 1).all()
 
 
 def test_threads_are_those_of_pytorch() -> None:

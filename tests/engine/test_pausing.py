@@ -122,8 +122,9 @@ def test_what_is_aborted_ends_at_once_and_says_so_with_the_next_step(loaded: Loa
     engine.add_request("b", PROMPT, LONG)
     engine.step()
     assert engine.pause("abort").done()
-    assert not engine.has_unfinished_requests()
+    assert engine.has_unfinished_requests() and not engine.has_runnable_requests(), "only outputs are left"
     assert {one.request_id: one.finish_reason for one in engine.step()} == {"a": "abort", "b": "abort"}
+    assert not engine.has_unfinished_requests()
     engine.add_request("c", PROMPT, LONG)
     assert engine.step() == []
     engine.resume()

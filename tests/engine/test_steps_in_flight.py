@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import io
 import random
-import threading
-import time
 import weakref
 from typing import Any
 
@@ -17,6 +15,7 @@ from tiny_models import FAMILIES, build
 
 from pointsman.core.recording import Recorder, replay
 from pointsman.engine import LLM, Engine, EngineStepError, RequestOutput, SamplingParams, StructuredOutputsParams
+from pointsman.engine.attention import PagedBatch
 from pointsman.engine.model_loader import LoadedModel, wrap_model
 from pointsman.engine.model_runner import PreparedStep, StepExecution
 
@@ -110,15 +109,21 @@ def test_aborts_at_any_moment_disturb_nobody_else(
     assert free_blocks(engine) == 30
 
 
-def test_a_failed_step_voids_those_behind_it(loaded: LoadedModel, expected: dict[str, tuple[Any, ...]]) -> None:
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_failed_step_voids_those_behind_it(
+    loaded: LoadedModel, expected: dict[str, tuple[Any, ...]], when: str
+) -> None:
+    """Before it has taken in the one ahead of it and scheduled others, and after that."""
     engine = make(loaded, 3)
     add_mixture(engine, structured=False)
     calls, run, outputs = iter(range(10**6)), engine.runner.run, {}
 
     def breaks_sometimes(prepared: PreparedStep) -> StepExecution:
-        execution = run(prepared)
-        if next(calls) % 5 == 4:
+        fails = next(calls) % 5 == 4
+        execution = run(prepared) if when == "after" or not fails else None
+        if fails:
             raise MemoryError("says the test")
+        assert execution is not None
         return execution
 
     engine.runner.run = breaks_sometimes  # type: ignore[method-assign]
@@ -139,23 +144,84 @@ def test_a_failed_step_voids_those_behind_it(loaded: LoadedModel, expected: dict
 # ------------------------------------------------------------------------------------------------------- the overlap
 
 
-def test_the_next_step_is_scheduled_and_the_last_one_is_taken_in_while_the_model_runs(loaded: LoadedModel) -> None:
-    """In a thread of its own, which holds each step here until the other thread has done both."""
+def watch(engine: Engine) -> list[str]:
+    """What the engine does, as it does it."""
+    events: list[str] = []
+
+    def wrap(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def watched(*arguments: Any) -> Any:
+            events.append(f"{name} begins")
+            answer = function(*arguments)
+            events.append(f"{name} ends")
+            return answer
+
+        setattr(owner, name, watched)
+
+    for owner, names in ((engine.scheduler, ("schedule", "update")), (engine.runner, ("prepare", "run"))):
+        for name in names:
+            wrap(owner, name)
+    return events
+
+
+def test_the_last_step_is_taken_in_and_the_next_one_scheduled_while_the_model_computes(loaded: LoadedModel) -> None:
     engine = make(loaded)
-    run, seen = engine.runner.run, []
-
-    def watched(prepared: PreparedStep) -> StepExecution:
-        deadline = time.monotonic() + 10
-        while engine.scheduler.num_steps_in_flight < 2 and len(seen) < 7 and time.monotonic() < deadline:
-            time.sleep(0.0005)  # until the other thread has taken in the last step and scheduled one more
-        seen.append((threading.current_thread().name, engine.scheduler.num_steps_in_flight))
-        return run(prepared)
-
-    engine.runner.run = watched  # type: ignore[method-assign]
+    events = watch(engine)
     engine.add_request("a", [3, 4, 5], GREEDY)
-    assert len(drain(engine)["a"].token_ids) == 8
-    assert [name for name, _ in seen] == ["pointsman-steps"] * 8
-    assert [count for _, count in seen[:7]] == [2] * 7, "all but the last, behind which there is nothing to do"
+    for number in range(8):
+        events.clear()
+        engine.step()
+        begun = [event.removesuffix(" begins") for event in events if event.endswith("begins")]
+        first, last = number == 0, number == 7
+        assert begun == (
+            (["schedule", "prepare"] if first else [])
+            + ["run"]
+            + ([] if first else ["update"])
+            + (["update"] if last else ["schedule", "prepare"])
+        )
+        end = events.index("run ends")
+        assert end == len(events) - 1 - 2 * last, "only the last step is taken in behind its end"
+    assert not engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_part_may_be_left_for_later(
+    loaded: LoadedModel, expected: dict[str, tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Attention lasts for some of what there is to do, or for nothing."""
+    choose, do_meanwhile = random.Random(seed), PagedBatch.do_meanwhile
+
+    def some(batch: PagedBatch, _: Any) -> None:
+        parts = iter(range(choose.randrange(3)))
+        do_meanwhile(batch, lambda: next(parts, None) is not None)
+
+    monkeypatch.setattr(PagedBatch, "do_meanwhile", some)
+    engine = make(loaded, 2 + seed % 2, num_blocks=22, full_sequence_must_fit=False)
+    add_mixture(engine)
+    assert {name: story(output) for name, output in drain(engine).items()} == expected
+    assert free_blocks(engine) == 22
+
+
+def test_attention_that_offers_no_moment_runs_ahead_of_nothing() -> None:
+    """What was not done while the model computed is done as with one step in flight."""
+    engine = make(wrap_model(build(FAMILIES["qwen3"](), seed=1), fuse=False), attention="torch")
+    events = watch(engine)
+    engine.add_request("a", [3, 4, 5], GREEDY)
+    drain(engine)
+    one = [f"{name} {what}" for name in ("schedule", "prepare", "run", "update") for what in ("begins", "ends")]
+    assert events == one * 8
+
+
+def test_what_is_done_meanwhile_comes_before_the_step_ends(loaded: LoadedModel) -> None:
+    """A reader that is given every output at once has a token while the model computes the next."""
+    engine = make(loaded)
+    events, seen = watch(engine), []
+    engine.on_output = lambda output: seen.append((len(output.token_ids), events[-1]))
+    engine.add_request("a", [3, 4, 5], GREEDY)
+    assert [engine.step() for _ in range(8)] == [[]] * 8, "they were given already"
+    assert [count for count, _ in seen] == list(range(1, 9))
+    assert {event for _, event in seen} == {"update ends"}
 
 
 def test_no_step_is_scheduled_for_nothing(loaded: LoadedModel) -> None:
@@ -191,30 +257,74 @@ def test_a_stop_string_hides_and_bills_nothing_that_is_in_flight(loaded: LoadedM
 # --------------------------------------------------------------------------------------------------------------- ends
 
 
-def test_an_interrupt_while_it_waits_leaves_the_engine_usable(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("where", ["run", "prepare", "schedule", "update"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_exception_anywhere_leaves_the_engine_usable(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, where: str, error: type[BaseException]
 ) -> None:
-    engine = make(loaded)
+    engine = make(loaded, num_threads=2)
     engine.add_request("ref", [3, 4], GREEDY)
     tokens = drain(engine)["ref"].token_ids
     engine.add_request("a", [3, 4], GREEDY)
     engine.step()
-    step = engine.steps._steps[0]
-    with monkeypatch.context() as patch:
-        patch.setattr(type(step.execution), "result", lambda future: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            engine.step()
-    assert engine.scheduler.num_steps_in_flight == 0
+    raised: Any = EngineStepError if error is RuntimeError and where in ("run", "prepare") else error
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            owner = engine.scheduler if where in ("schedule", "update") else engine.runner
+
+            def broken(*arguments: Any) -> None:
+                raise error
+
+            patch.setattr(owner, where, broken)
+            with pytest.raises(raised):
+                engine.step()
+        assert engine.scheduler.num_steps_in_flight == 0
+        engine.scheduler.check_invariants()
+        engine.step()
     assert drain(engine)["a"].token_ids == tokens
 
 
-def test_a_call_that_was_broken_off_between_two_steps_is_made_good(loaded: LoadedModel) -> None:
-    """As by an interrupt between the decision and its submission, during the handling of another one."""
+def test_the_end_of_a_request_is_returned_though_the_step_behind_it_failed(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make(loaded)
+    free = drain_one(engine, [3, 4, 5], GREEDY)
+    stop = [free.token_ids[3]]
+    assert stop[0] not in free.token_ids[:3]
+    engine.add_request(
+        "a", [3, 4, 5], SamplingParams(temperature=0, max_tokens=8, stop_token_ids=stop, ignore_eos=True)
+    )
+    for _ in range(4):
+        assert not any(output.finished for output in engine.step())
+    run = engine.runner.run
+
+    def breaks(prepared: PreparedStep) -> StepExecution:
+        run(prepared)
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "run", breaks)
+        with pytest.raises(EngineStepError):
+            engine.step()
+    assert engine.has_unfinished_requests(), "there is an output to return"
+    (output,) = engine.step()
+    assert output.finish_reason == "stop" and output.token_ids == free.token_ids[:4]
+    assert not engine.has_unfinished_requests()
+
+
+def drain_one(engine: Engine, prompt: list[int], params: SamplingParams) -> RequestOutput:
+    engine.add_request("one", prompt, params)
+    return drain(engine)["one"]
+
+
+def test_a_call_that_was_broken_off_between_two_steps_is_made_good(loaded: LoadedModel) -> None:
+    """As by an interrupt behind the decision, during the handling of another one."""
+    engine = make(loaded, 3)
     engine.add_request("ref", [3, 4], GREEDY)
     tokens = drain(engine)["ref"].token_ids
     engine.add_request("a", [3, 4], GREEDY)
     engine.step()
+    engine.steps.void()
     engine.schedule()
     assert drain(engine)["a"].token_ids == tokens
 
@@ -236,28 +346,22 @@ def test_llm_leaves_no_step_behind_when_it_is_interrupted(loaded: LoadedModel) -
     assert llm.generate([{"prompt_token_ids": [3, 4]}], GREEDY, use_tqdm=False)[0].token_ids == expected
 
 
-def test_the_worker_ends_with_its_engine_and_can_be_closed_before(loaded: LoadedModel) -> None:
-    def workers() -> list[threading.Thread]:
-        return [thread for thread in threading.enumerate() if thread.name == "pointsman-steps"]
-
-    gc.collect()
-    others = set(workers())
+def test_an_engine_that_is_dropped_or_closed_leaves_nothing_behind(loaded: LoadedModel) -> None:
     engine = make(loaded)
-    assert set(workers()) <= others, "it is started by the first step"
     for name in "ab":
         engine.add_request(name, [3, 4], GREEDY)
         engine.step()
-        (mine,) = set(workers()) - others
+        assert engine.scheduler.num_steps_in_flight == 2
         engine.close()
-        assert not mine.is_alive() and engine.scheduler.num_steps_in_flight == 0
+        assert engine.scheduler.num_steps_in_flight == 0
     assert len(drain(engine)) == 2
-    (mine,) = set(workers()) - others
+    engine.add_request("c", [3, 4], GREEDY)
+    engine.step()
     dropped = weakref.ref(engine)
     del engine
     gc.collect()
     assert dropped() is None
-    mine.join(10)
-    assert not mine.is_alive()
+    assert len(drain_one(make(loaded), [3, 4], GREEDY).token_ids) == 8
 
 
 def test_a_pause_is_complete_when_the_steps_in_flight_are(loaded: LoadedModel) -> None:
@@ -268,8 +372,7 @@ def test_a_pause_is_complete_when_the_steps_in_flight_are(loaded: LoadedModel) -
     engine.step()
     paused = engine.pause("keep")
     assert not paused.done() and engine.has_runnable_requests(), "one step is under way"
-    (output,) = engine.step()
-    assert output.token_ids == tokens[:2], "its token is kept"
+    assert [output.token_ids for output in engine.step()] == [tokens[:1], tokens[:2]], "its token is kept"
     assert paused.done() and not engine.has_runnable_requests()
     engine.resume()
     assert drain(engine)["a"].token_ids == tokens

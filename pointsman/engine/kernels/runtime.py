@@ -31,7 +31,7 @@ from numba import cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-from pointsman.engine.threads import openmp_library
+from pointsman.engine.threads import num_cores, openmp_library
 
 logger = logging.getLogger(__name__)
 
@@ -207,6 +207,30 @@ class Kernel:
         else:
             self._call(arguments.ctypes.data)
 
+    def beside(self, meanwhile: Callable[[], None], arguments: Int64Array, num_threads: int) -> None:
+        """Run while this thread calls `meanwhile`, and helps where something is left then.
+
+        On `num_threads` threads, this one included, or on two if there is a second core. Without other threads, or a
+        way to have them begin, `meanwhile` is not called. What it raises is raised when the kernel is done.
+        """
+        team, address = max(2, num_threads), arguments.ctypes.data
+        begin_and_end = openmp_begin_and_end() if num_threads > 1 or num_cores() > 1 else None
+        if begin_and_end is None:
+            self(arguments, num_threads)
+            return
+        begin, end = begin_and_end
+        kernel, call = self.address, self._call
+        arguments[0] = 0
+        # Once it has begun it must end, also if an exception of a signal handler comes between any two lines.
+        try:
+            begin(kernel, address, team)
+            meanwhile()
+        finally:
+            try:
+                call(address)
+            finally:
+                end()
+
 
 def _compile(body: Callable[[Any], None]) -> Any:
     """Compile, or take what was compiled before from disk; without a place on disk, compile."""
@@ -231,6 +255,20 @@ def source_version() -> int:
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     return int.from_bytes(digest.digest(), "little")
+
+
+@cache
+def openmp_begin_and_end() -> tuple[Callable[[int, int, int], None], Callable[[], None]] | None:
+    """The two halves of `GOMP_parallel`: other threads begin; this one, which does its own part between the two, waits
+    for them. None where it is another kind of library."""
+    library = openmp_library()
+    try:
+        begin, end = library.GOMP_parallel_start, library.GOMP_parallel_end  # type: ignore[union-attr]
+    except AttributeError:
+        return None
+    begin.argtypes, end.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint], []
+    begin.restype = end.restype = None
+    return begin, end
 
 
 @cache
