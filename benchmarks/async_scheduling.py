@@ -1,15 +1,15 @@
 """What it brings to schedule the next step while the model executes one: two steps in flight beside one.
 
-32 requests decode, on two engines that share a model and take turns. The text of every token is made, as a server
-makes it. Measured are tokens per second, and for how long the model computes nothing between two passes (from the end
-of one to the start of the next, in the thread that runs it). With one step in flight that pause is all that a step
-does beside arithmetic: taking in tokens, making text, scheduling, preparing inputs.
+32 requests decode, on two engines that share a model and take turns of a few steps. The text of every token is made,
+as a server makes it. Measured are tokens per second, and the pause between two passes (from the end of one to the
+start of the next). With one step in flight that pause is all that a step does beside arithmetic: taking in tokens,
+scheduling, preparing inputs.
 
-A shorter pause is worth something only if the passes do not grow by as much: both threads are Python, and one of them
-runs at a time, except in operators and kernels (`pointsman/engine/openings.py`). So the length of a pass is shown too,
-and how much of the pause a step really saves.
+A shorter pause is worth something only if the passes do not grow by as much: with two steps in flight all this happens
+within a pass, while other threads compute (`pointsman/engine/steps_in_flight.py`). So the length of a pass is shown
+too, and how much of the pause a step really saves.
 
-PyTorch computes with one thread, so that the other threads find a core where there is a second one.
+PyTorch computes with one thread, so that there is a core for another where there are two.
 
     python benchmarks/async_scheduling.py --check
 """
@@ -34,8 +34,10 @@ from pointsman.engine.model_loader import load_model
 ROWS = 32
 PROMPT_TOKENS = 32
 WARM_UP_STEPS = 8
-STEPS, STEPS_LARGE = 60, 20
-ROUNDS, ROUNDS_LARGE, ROUNDS_QUICK = 21, 9, 4
+STEPS = 6
+"""Of a turn: short, because both of a pair of turns should have found the machine in the same state."""
+TURNS = 18
+ROUNDS, ROUNDS_LARGE, ROUNDS_QUICK = 8, 2, 1
 LEAST_THROUGHPUT = 0.97
 MOST_PAUSE = 0.5
 
@@ -52,32 +54,37 @@ class Side:
     length: list[float] = field(default_factory=list)
     """Seconds of a pass, the median of each turn."""
 
-    def take_turn(self, num_steps: int, prompts: list[list[int]]) -> None:
+    def begin(self, number: int, prompts: list[list[int]]) -> None:
         """All requests from the start; the first steps are not measured."""
-        engine, turn = self.engine, len(self.pause)
-        ids = [f"{turn}-{index}" for index in range(ROWS)]
-        for request_id, prompt in zip(ids, prompts, strict=True):
-            params = exactly(WARM_UP_STEPS + num_steps + 4)
-            engine.add_request(request_id, prompt, params, eager_text=True)
+        for index, prompt in enumerate(prompts):
+            params = exactly(WARM_UP_STEPS + TURNS * (STEPS + 1) + 4)
+            self.engine.add_request(f"{number}-{index}", prompt, params, eager_text=True)
         for _ in range(WARM_UP_STEPS):
-            engine.step()
+            self.engine.step()
+
+    def take_turn(self) -> None:
+        """A few steps. The first one is not measured: the other side has just had the processor."""
+        engine = self.engine
+        engine.step()
         self.passes.clear()
         before, start = engine.counters.num_generated_tokens, perf_counter()
-        for _ in range(num_steps):
+        for _ in range(STEPS):
             engine.step()
         seconds = perf_counter() - start
-        passes = self.passes[: num_steps - 1]  # a further one may be under way
         self.tokens_per_second.append((engine.counters.num_generated_tokens - before) / seconds)
-        self.pause.append(median(later - end for (_, end), (later, _) in pairwise(passes)))
-        self.length.append(median(end - start for start, end in passes))
-        for request_id in ids:
-            engine.abort(request_id)
-        while engine.has_unfinished_requests():
-            engine.step()
-        engine.step()  # tells of the ends
+        self.pause.append(median(later - end for (_, end), (later, _) in pairwise(self.passes)))
+        self.length.append(median(end - start for start, end in self.passes))
+
+    def end(self) -> None:
+        """No request is left."""
+        for request in self.engine.outputs.requests:
+            self.engine.abort(request.request_id)
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+        self.engine.step()  # tells of the ends
 
 
-def measure(model: str | Path, num_rounds: int, num_steps: int) -> dict[int, Side]:
+def measure(model: str | Path, num_rounds: int) -> dict[int, Side]:
     """By steps in flight."""
     loaded = load_model(model, "float32")
     set_threads(1)
@@ -90,9 +97,14 @@ def measure(model: str | Path, num_rounds: int, num_steps: int) -> dict[int, Sid
     rng = np.random.default_rng(0)
     vocabulary = vocabulary_size(sides[1].engine)
     prompts = [rng.integers(3, vocabulary, size=PROMPT_TOKENS).tolist() for _ in range(ROWS)]
-    for turn in range(num_rounds):
-        for side in sides.values() if turn % 2 else reversed(sides.values()):
-            side.take_turn(num_steps, prompts)
+    for number in range(num_rounds):
+        for side in sides.values():
+            side.begin(number, prompts)
+        for turn in range(TURNS):
+            for side in sides.values() if turn % 2 else reversed(sides.values()):
+                side.take_turn()
+        for side in sides.values():
+            side.end()
     for side in sides.values():
         side.engine.close()
     return sides
@@ -129,7 +141,9 @@ def report(name: str, sides: dict[int, Side], targets: Targets) -> dict[str, Any
 def main() -> int:
     parser = argument_parser(__doc__ or "")
     parser.add_argument(
-        "--rounds", type=at_least_one, help=f"turns of each side (default {ROUNDS}, {ROUNDS_LARGE} of the large)"
+        "--rounds",
+        type=at_least_one,
+        help=f"rounds of {TURNS} turns of each side (default {ROUNDS}, {ROUNDS_LARGE} of the large)",
     )
     arguments = parser.parse_args()
     quick = arguments.quick
@@ -137,14 +151,14 @@ def main() -> int:
     shape = QUICK if quick else FULL
 
     targets = Targets()
-    models = {"demo": report("demo", measure("demo", num_rounds, STEPS), targets)}
-    models[shape.name] = report(shape.name, measure(model_directory(shape), num_rounds_large, STEPS_LARGE), targets)
+    models = {"demo": report("demo", measure("demo", num_rounds), targets)}
+    models[shape.name] = report(shape.name, measure(model_directory(shape), num_rounds_large), targets)
     figures = {"quick": quick, "running": ROWS, "models": models}
     return finish("async_scheduling", figures, targets, arguments.check)
 
 
 def _paired_ratio(numerators: list[float], denominators: list[float]) -> float:
-    """The median of the ratios of each round: both of a round were measured within a moment."""
+    """The median of the ratios of each pair of turns: both were measured within a moment."""
     return median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 

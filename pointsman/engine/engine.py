@@ -50,7 +50,7 @@ from pointsman.engine.tokenizing import encode
 from pointsman.engine.watchdog import make_watchdog
 
 if TYPE_CHECKING:
-    from pointsman.core.output import IntArray
+    from pointsman.core.output import IntArray, StepUpdate
     from pointsman.core.recording import Recorder
     from pointsman.engine.attention import AttentionBackend
     from pointsman.engine.backends import AttentionChoice
@@ -187,7 +187,9 @@ class Engine:
         self.kv_events = KVEventsPublisher(events_config, config.block_size) if events_config is not None else None
         if self.kv_events is not None:
             weakref.finalize(self, self.kv_events.close)
-        self.steps = StepsInFlight(self.scheduler, self.runner, self.schedule, self._take_in, clock, self.counters)
+        self.steps = StepsInFlight(
+            self.scheduler, self.runner, self.schedule, self.update, self.report, clock, self.counters
+        )
         self.outputs = OutputProcessor(self.loaded.tokenizer, self.counters, stream_interval)
         self.grammars = GrammarCompiler(
             self.loaded.tokenizer,
@@ -195,8 +197,8 @@ class Engine:
             self.eos_token_ids,
             limits=GrammarLimits(timeout=grammar_timeout),
         )
-        self.on_update: Callable[[SchedulerOutput], None] | None = None
-        """Gets every step that was taken in, once its outputs were given."""
+        self.on_report: Callable[[SchedulerOutput], None] | None = None
+        """Gets every step that was reported, behind its outputs."""
         self.on_ready: Callable[[Request], None] | None = None
         """Gets every request that was parked for its grammar when it has it."""
         self.deadlines = deadlines.Deadlines()
@@ -507,18 +509,18 @@ class Engine:
         self.counters.scheduler_time += time.perf_counter() - started
         return output
 
-    def update(self, output: SchedulerOutput, execution: StepExecution) -> list[RequestOutput]:
-        """Take in what came back from the model for the oldest step in flight.
-
-        Returns:
-            The requests that got a token or ended by it.
-        """
+    def update(self, output: SchedulerOutput, execution: StepExecution) -> StepUpdate:
+        """Tell the scheduler what came back from the model for the oldest step in flight; `report` must follow."""
         started = time.perf_counter()
-        now = self.clock()
-        update = self.scheduler.update(output, execution.result, now)
+        update = self.scheduler.update(output, execution.result, self.clock())
         self.counters.scheduler_time += time.perf_counter() - started
         self._tell_kv_events()
         self.counters.num_generated_tokens += len(update.token_ids)
+        return update
+
+    def report(self, output: SchedulerOutput, update: StepUpdate, execution: StepExecution) -> None:
+        """Make outputs of what an update gave, and end whom a stop string ends."""
+        now = self.clock()
         outputs, stops = self.outputs.process(output, update, execution, now)
         for request_id, num_tokens, stop, reason, detail in stops:
             self.scheduler.finish(request_id, reason, now, keep_tokens=num_tokens, detail=detail, stop_reason=stop)
@@ -529,12 +531,9 @@ class Engine:
                 self.on_output(one)
         if self.pausing.waiting:
             self.pausing.settle()
-        return outputs
-
-    def _take_in(self, output: SchedulerOutput, execution: StepExecution) -> None:
-        self._keep(self.update(output, execution))
-        if self.on_update is not None:
-            self.on_update(output)
+        self._keep(outputs)
+        if self.on_report is not None:
+            self.on_report(output)
 
     def _keep(self, outputs: list[RequestOutput]) -> None:
         """For the next `step` to return."""

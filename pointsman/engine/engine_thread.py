@@ -73,7 +73,7 @@ class EngineThread:
     ) -> None:
         self._engine = engine
         engine.on_output = self._deliver
-        engine.on_update = self._note_update
+        engine.on_report = self._note_report
         engine.on_ready = self._accept
         engine.grammars.notify = self._note_grammar
         if engine.kv_connector is not None:
@@ -228,8 +228,8 @@ class EngineThread:
         self._num_failures = 0
         return True
 
-    def _note_update(self, output: SchedulerOutput) -> None:
-        """A step was taken in, and its outputs were delivered: also while the next one is executed."""
+    def _note_report(self, output: SchedulerOutput) -> None:
+        """The outputs of a step were delivered; the next one may be executed just now."""
         if self._on_step is not None:
             self._on_step(output)
         if time.monotonic() - self._loops_checked >= LOOP_CHECK_INTERVAL:
@@ -434,7 +434,7 @@ class EngineThread:
         """Close the inbox and tell everybody who still waits."""
         with self._gate:
             self._is_closed = True
-        self._engine.on_output = self._engine.on_update = self._engine.on_ready = None
+        self._engine.on_output = self._engine.on_report = self._engine.on_ready = None
         self._engine.grammars.notify = None
         if self._engine.kv_connector is not None:
             self._engine.kv_connector.notify = None

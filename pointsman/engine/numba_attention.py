@@ -176,8 +176,9 @@ class NumbaAttention:
         if plan.batch.meanwhile is None or not plan.takes_long(num_heads * (k_dim + values.shape[-1])):
             run(arguments, num_threads)
         else:
-            num_items = int(arguments[kernel.NUM_TILES] * arguments[kernel.NUM_KV_HEADS])
-            run.beside(lambda: plan.batch.do_meanwhile(lambda: arguments[0] < num_items), arguments, num_threads)
+            # Every layer is a chance, and where this thread comes back early it helps.
+            few = int(arguments[kernel.NUM_TILES] * arguments[kernel.NUM_KV_HEADS]) // 4
+            run.beside(lambda: plan.batch.do_meanwhile(lambda: arguments[0] <= few), arguments, num_threads)
         if num_tokens > plan.batch.num_tokens:
             output[plan.batch.num_tokens :].zero_()
         return output

@@ -5,13 +5,14 @@
 With one step in flight a step is scheduled, prepared, executed and taken in, one behind the other. With more, the
 thread that executes a step has something to do while other threads, or a GPU, compute for it:
 
-    take in    what the step before gave: `update`, text, outputs
+    update     the scheduler with what the step before gave
+    report     it: text, outputs
     schedule   the next step
     prepare    its inputs
 
-It does so in parts, at the moments that the step offers (`PagedBatch.meanwhile`), for as long as the others compute. So
-all Python stays in one thread: two that run it take turns at its lock, and meet where it costs most. A step that offers
-no such moment, because nothing in it takes long, is taken in at its end as if there were one step in flight.
+It does so part by part, at the moments that the step offers (`PagedBatch.meanwhile`). So all Python stays in one
+thread: two that run it take turns at its lock, and meet where it costs most. A step that offers no such moment, because
+nothing in it takes long, is updated and reported at its end as if there were one step in flight.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from pointsman.engine.errors import EngineStepError
 
 if TYPE_CHECKING:
-    from pointsman.core import Scheduler, SchedulerOutput
+    from pointsman.core import Scheduler, SchedulerOutput, StepUpdate
     from pointsman.engine.counters import EngineCounters
     from pointsman.engine.model_runner import ModelRunner, PreparedStep, StepExecution
 
@@ -38,6 +39,12 @@ class _Step:
     prepared: PreparedStep | None = None
 
 
+class _Updated(NamedTuple):
+    output: SchedulerOutput
+    update: StepUpdate
+    execution: StepExecution
+
+
 class StepsInFlight:
     """The steps of one engine on their way through its model.
 
@@ -45,7 +52,8 @@ class StepsInFlight:
         scheduler: whose outputs these are; its `max_steps_in_flight` says how many.
         runner: prepares and executes them.
         schedule: decides one more.
-        take_in: is given each step in order, and what came back from the model for it.
+        update: is given each step in order, and what came back from the model for it.
+        report: is then given what the update made of it.
         clock: the engine's, in seconds.
         counters: of the engine; the time that is spent here is counted there.
     """
@@ -55,21 +63,25 @@ class StepsInFlight:
         scheduler: Scheduler,
         runner: ModelRunner,
         schedule: Callable[[], SchedulerOutput],
-        take_in: Callable[[SchedulerOutput, StepExecution], None],
+        update: Callable[[SchedulerOutput, StepExecution], StepUpdate],
+        report: Callable[[SchedulerOutput, StepUpdate, StepExecution], None],
         clock: Callable[[], float],
         counters: EngineCounters,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._schedule = schedule
-        self._take_in = take_in
+        self._update = update
+        self._report = report
         self._clock = clock
         self._counters = counters
         self._most = scheduler.config.max_steps_in_flight
         self._steps: deque[_Step] = deque()
         """Those that were not executed; the oldest one may be just now."""
         self._executed: tuple[SchedulerOutput, StepExecution] | None = None
-        """The one before them, if it was not taken in."""
+        """The one before them, if the scheduler does not know its result yet."""
+        self._updated: _Updated | None = None
+        """The one before that, if it was not reported."""
         self._goes_on = True
         """Whether further ones are scheduled."""
         self._part: Callable[[], object] | None = None
@@ -79,16 +91,16 @@ class StepsInFlight:
         """Seconds of the present call that went into something else than executing."""
 
     def __len__(self) -> int:
-        """Steps that were scheduled and not taken in."""
+        """Steps that were scheduled and whose results the scheduler does not know."""
         return len(self._steps) + (self._executed is not None)
 
     def run(self) -> SchedulerOutput:
-        """Execute the oldest step in flight, or schedule one. It is taken in by the next call, if that has a step to
-        execute by then, or else now.
+        """Execute the oldest step in flight, or schedule one. It is updated and reported by the next call, if that has
+        a step to execute by then, or else now.
 
         Raises:
             EngineStepError: the model failed. The step, and any scheduled after it, is void: the scheduler is as it
-                was before it, and the next call decides anew. Those before it were taken in.
+                was before it, and the next call decides anew. Those before it were reported.
         """
         started, self._elsewhere = time.perf_counter(), 0.0
         try:
@@ -99,16 +111,16 @@ class StepsInFlight:
         except BaseException:  # also KeyboardInterrupt: the decision must not stand
             self.void()
             raise
-        self._take_in_executed()
+        self._report_all()
         self._steps.popleft()
         self._executed = step.output, execution
         if not self._steps:
-            self._take_in_executed()
+            self._report_all()
         self._counters.execute_time += time.perf_counter() - started - self._elsewhere
         return step.output
 
     def finish(self) -> None:
-        """Execute and take in every step in flight, and schedule no further one.
+        """Execute and report every step in flight, and schedule no further one.
 
         Raises:
             EngineStepError: see `run`.
@@ -122,6 +134,8 @@ class StepsInFlight:
 
     def void(self) -> None:
         """Take back every step in flight."""
+        if self._updated is not None:  # its tokens are known already
+            self._report_updated()
         self._steps.clear()
         self._executed = None
         self._runner.loaded.context.end()
@@ -147,7 +161,7 @@ class StepsInFlight:
         except Exception as error:
             if error is self._error_of_part:
                 raise
-            self._take_in_executed()
+            self._report_all()
             raise _failed(step, error) from error
         finally:
             self._error_of_part = None
@@ -168,12 +182,25 @@ class StepsInFlight:
             raise _failed(step, error) from error
         return step.prepared
 
-    def _take_in_executed(self) -> None:
-        if self._executed is None:
-            return
+    def _report_all(self) -> None:
+        """Update and report what was executed."""
+        if self._executed is not None:
+            self._update_executed()
+        if self._updated is not None:
+            self._report_updated()
+
+    def _update_executed(self) -> None:
+        assert self._executed is not None
         started = time.perf_counter()
-        executed, self._executed = self._executed, None
-        self._take_in(*executed)
+        (output, execution), self._executed = self._executed, None
+        self._updated = _Updated(output, self._update(output, execution), execution)
+        self._elsewhere += time.perf_counter() - started
+
+    def _report_updated(self) -> None:
+        assert self._updated is not None
+        started = time.perf_counter()
+        updated, self._updated = self._updated, None
+        self._report(*updated)
         self._elsewhere += time.perf_counter() - started
 
     # ------------------------------------------------------------------ meanwhile
@@ -192,7 +219,9 @@ class StepsInFlight:
 
     def _next_part(self) -> Callable[[], object] | None:
         if self._executed is not None:
-            return self._take_in_executed
+            return self._update_executed
+        if self._updated is not None:
+            return self._report_updated
         if self._steps[-1].prepared is None:
             return self._prepare_newest
         if self._goes_on and len(self) < self._most and self._scheduler.can_advance():
