@@ -71,5 +71,6 @@ class Acceptance:
             self._accepted = np.concatenate([self._accepted, more])
         self._verified[self._rows] += drafts.sum(axis=0)
         self._accepted[self._rows] += accepted.sum(axis=0)
-        for count, times in enumerate(np.bincount(accepted[drafts > 0]).tolist()):
+        for count, times in enumerate(np.bincount(accepted.reshape(-1)).tolist()):
             self._accepted_drafts[count] += times
+        self._accepted_drafts[0] -= drafts.size - int(np.count_nonzero(drafts))  # of none, none were accepted

@@ -50,7 +50,6 @@ NO_SAMPLE = 16  # it samples nothing, and ends when its prompt is computed
 ENCODER_INPUTS = 32  # its prompt has placeholders
 
 NO_TOKEN = MAX_INT + 1  # larger than any token id, so that it equals none
-UNKNOWN = -1  # no token either
 RECENT, RECENT_WITH_DRAFTS = 256, 2048  # one flush per row and so many tokens
 _INITIAL_ROWS = 64
 _COLUMNS = (
@@ -74,7 +73,7 @@ class Members:
     """The running rows at one moment, in admission order. Immutable: shared with the outputs."""
 
     __slots__ = (
-        "_stop_token",
+        "_stop_tokens",
         "eos_token_id",
         "ones",
         "requests",
@@ -94,7 +93,7 @@ class Members:
         self.serials.setflags(write=False)
         self.token_limit = batch.token_limit[rows]
         self.eos_token_id = batch.eos_token_id[rows]
-        self._stop_token: int | None = UNKNOWN
+        self._stop_tokens: Int32Array | None = None
         self.ones = batch.ones[:count]
         self.trues = batch.trues[:count]
         self.zeros = batch.zeros[:count]
@@ -102,13 +101,15 @@ class Members:
     def __len__(self) -> int:
         return len(self.requests)
 
-    @property
-    def stop_token(self) -> int | None:
-        """The only stop token that any of the rows has, NO_TOKEN if none has one; None: they have different ones."""
-        if self._stop_token is UNKNOWN:
-            found = np.unique(self.eos_token_id[self.eos_token_id != NO_TOKEN]).tolist()
-            self._stop_token = NO_TOKEN if not found else found[0] if len(found) == 1 else None
-        return self._stop_token
+    def may_stop(self, runs: Runs) -> BoolArray | None:
+        """Which tokens of a run for each row may be the one stop token of their row; None: none of them."""
+        if self._stop_tokens is None:
+            self._stop_tokens = np.unique(self.eos_token_id[self.eos_token_id != NO_TOKEN]).astype(np.int32)
+        if not len(self._stop_tokens):
+            return None
+        only_one = len(self._stop_tokens) == 1
+        stops: BoolArray = runs.token_ids == (self._stop_tokens if only_one else self.eos_token_id.repeat(runs.counts))
+        return stops
 
 
 class Batch:
@@ -294,9 +295,12 @@ class Batch:
 
         `num_pending` is the caller's to lower.
         """
-        places = (self.recent_offset[rows] + num_tokens - runs.ends).repeat(runs.counts)
+        starts = self.recent_offset[rows]
+        starts += num_tokens
+        starts -= runs.ends
+        places = starts.repeat(runs.counts)
         places += self.count_up[: len(places)]
-        self._flat_recent[places] = runs.token_ids.astype(np.int32)  # a scatter that converts takes twice as long
+        self._flat_recent[places] = runs.token_ids
         self.num_tokens[rows] = num_tokens
         self.least_left -= 1 + self.max_drafts
         self._least_room -= 1 + self.max_drafts

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.arithmetic import INT64
 from pointsman.core.config import MAX_INT
 
 
@@ -27,3 +31,20 @@ def checked_priority(value: object) -> int:
         ValueError: it is no such integer.
     """
     return checked_integer("priority", value, -(2**63), 2**63 - 1)
+
+
+def flat_integers(
+    name: str, values: npt.NDArray[np.integer] | Sequence[int], error: type[Exception]
+) -> npt.NDArray[np.int64]:
+    """The values as an array of int64: the very same one if they are that already.
+
+    Raises:
+        error: they are no flat sequence of integers.
+    """
+    try:
+        given = np.asarray(values)
+    except ValueError as reason:
+        raise error(f"{name} must be a flat sequence of integers: {reason}") from None
+    if given.dtype.kind not in "iu" and given.size:
+        raise error(f"{name} must be a flat sequence of integers, and they are of type {given.dtype}")
+    return given.astype(INT64, copy=False)

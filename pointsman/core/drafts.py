@@ -20,8 +20,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.arithmetic import largest
+from pointsman.core.arithmetic import INT32, largest
 from pointsman.core.batch import PREFILLING, Batch
+from pointsman.core.checks import flat_integers
 from pointsman.core.config import MAX_INT, SchedulerConfig
 from pointsman.core.errors import ProposalError, StepOrderError
 from pointsman.core.output import IntArray, Integers, SchedulerOutput
@@ -82,7 +83,7 @@ class Drafts:
         if batch.may_end(self._config.num_draft_tokens):
             left = batch.token_limit[rows] - batch.num_tokens[rows]
             runs = Runs.of(proposed, tokens).cut(np.minimum(proposed, left - 1))
-            proposed, tokens = runs.counts, runs.token_ids.astype(np.int32)
+            proposed, tokens = runs.counts, runs.token_ids
         keep = self._keep_others if self.waiting and rows is not self._rows else self._wait
         keep(rows, serials, proposed, tokens)
         self._counters.num_proposed_tokens += len(tokens)
@@ -136,7 +137,7 @@ class Drafts:
         token_ids: Int32Array = self._token_ids[places]
         stays = ~self._is_among(rows)
         left = waiting.only(stays)
-        self._wait(self._rows[stays], self._serials[stays], left.counts, left.token_ids.astype(np.int32))
+        self._wait(self._rows[stays], self._serials[stays], left.counts, left.token_ids)
         return token_ids
 
     def _column(self, values: Int64Array) -> Int64Array:
@@ -154,26 +155,17 @@ class Drafts:
 
     def _checked(self, output: SchedulerOutput, token_ids: Integers, counts: Integers) -> tuple[Int64Array, Int32Array]:
         most = self._config.num_draft_tokens
-        proposed, tokens = _integers("counts", counts, copy=True), _integers("token_ids", token_ids, copy=False)
+        proposed = flat_integers("counts", counts, ProposalError).copy()
+        tokens = flat_integers("token_ids", token_ids, ProposalError)
         if proposed.shape != (output.num_rows,):
             raise ProposalError(f"counts has shape {proposed.shape} and step {output.step_id} {output.num_rows} row(s)")
         if len(proposed) and largest(proposed) > most:
             bad = proposed[(proposed < 0) | (proposed > most)][0]
             raise ProposalError(f"{bad} drafts for a row, and num_draft_tokens is {most}; propose 0 to {most}")
-        total = int(np.add.accumulate(proposed)[-1]) if len(proposed) else 0  # two thirds of the time of a sum
+        total = np.add.accumulate(proposed).item(-1) if len(proposed) else 0  # two thirds of the time of a sum
         if tokens.shape != (total,):
             raise ProposalError(f"token_ids has shape {tokens.shape} and counts asks for {total} token(s)")
         if total and largest(tokens) > MAX_INT:
             bad = tokens[(tokens < 0) | (tokens > MAX_INT)][0]
             raise ProposalError(f"token id {bad} is proposed; ids must be between 0 and {MAX_INT}")
-        return proposed, tokens.astype(np.int32)
-
-
-def _integers(name: str, values: Integers, *, copy: bool) -> Int64Array:
-    try:
-        given = np.asarray(values)
-    except ValueError as error:
-        raise ProposalError(f"{name} must be a flat sequence of integers: {error}") from None
-    if given.dtype.kind not in "iu" and given.size:
-        raise ProposalError(f"{name} must be a flat sequence of integers, and they are of type {given.dtype}")
-    return given.astype(np.int64, copy=copy)
+        return proposed, tokens.astype(INT32)

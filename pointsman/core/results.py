@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.arithmetic import ONE, UNSIGNED, largest
+from pointsman.core.arithmetic import INT32, INT64, ONE, UNSIGNED, largest
+from pointsman.core.checks import flat_integers
 from pointsman.core.config import MAX_INT
 from pointsman.core.errors import StepResultError
 from pointsman.core.output import SchedulerOutput, StepResult
@@ -17,14 +18,8 @@ RUN_TOKENS = "token(s) are what counts says"
 
 
 def checked_tokens(result: StepResult, expected: int, wanted: str = ROW_TOKENS) -> Int64Array:
-    """The result's tokens as an array of its own, `expected` of them; `wanted` says why so many."""
-    try:
-        given = np.asarray(result.token_ids)
-    except ValueError as error:
-        raise StepResultError(f"token_ids must be a flat sequence of integers: {error}") from None
-    if given.dtype.kind not in "iu" and given.size:
-        raise StepResultError(f"token_ids must be a flat sequence of integers, and they are of type {given.dtype}")
-    token_ids: Int64Array = given.astype(np.int64, copy=given is result.token_ids)  # a list is an array of its own now
+    """The result's tokens, `expected` of them, maybe in the host's own array; `wanted` says why so many."""
+    token_ids = flat_integers("token_ids", result.token_ids, StepResultError)
     if token_ids.shape != (expected,):
         raise StepResultError(f"token_ids has shape {token_ids.shape} and {expected} {wanted}")
     if expected and largest(token_ids) > MAX_INT:
@@ -61,18 +56,20 @@ def checked_runs(output: SchedulerOutput, result: StepResult) -> tuple[Int64Arra
                 "error one token and at most one more for each draft, none for the others"
             )
         counts = given[sampled].astype(np.int64)
-    return sampled, Runs.of(counts, checked_tokens(result, int(counts.sum()), RUN_TOKENS))
+    token_ids = checked_tokens(result, int(counts.sum()), RUN_TOKENS)
+    return sampled, Runs.of(counts, token_ids.astype(INT32))
 
 
 def checked_run_per_row(output: SchedulerOutput, result: StepResult) -> tuple[Runs, Int64Array]:
     """As `checked_runs`, where every row samples and none has an error; and how many of each run are drafts."""
     given = np.asarray(result.counts)
     if given.shape == output.num_draft_tokens.shape and given.dtype.kind in "iu":
-        counts: Int64Array = given.astype(np.int64)
+        counts: Int64Array = given.astype(INT64)
         accepted = counts - ONE
-        if not np.count_nonzero(accepted.view(UNSIGNED) > output.num_draft_tokens.view(UNSIGNED)):
+        if not np.count_nonzero(accepted.view(UNSIGNED) > output.num_draft_tokens):
             ends = np.add.accumulate(counts)
-            return Runs(counts, ends, checked_tokens(result, int(ends[-1]), RUN_TOKENS)), accepted
+            token_ids = checked_tokens(result, ends.item(-1), RUN_TOKENS)
+            return Runs(counts, ends, token_ids.astype(INT32)), accepted
     runs = checked_runs(output, result)[1]  # says what is wrong, if something is
     return runs, runs.counts - 1
 

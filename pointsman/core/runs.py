@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 Int64Array = npt.NDArray[np.int64]
-IntArray = npt.NDArray[np.integer]
+Int32Array = npt.NDArray[np.int32]
 
 
 def join_runs(
@@ -33,11 +33,11 @@ class Runs(NamedTuple):
     """[s] tokens of each."""
     ends: Int64Array
     """[s] where each ends in `token_ids`."""
-    token_ids: IntArray
+    token_ids: Int32Array
     """The tokens, run after run."""
 
     @classmethod
-    def of(cls, counts: Int64Array, token_ids: IntArray) -> Runs:
+    def of(cls, counts: Int64Array, token_ids: Int32Array) -> Runs:
         return cls(counts, np.add.accumulate(counts), token_ids)  # half the time of cumsum
 
     @property

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 SIZE = 1 << 16  # vocabularies have two to four times as many: a stop token shares its place with few others
-_MASK = SIZE - 1
+_MASK = np.array(SIZE - 1)  # of int64: what is masked is a place, whatever its type
 
 
 class StopFilter:

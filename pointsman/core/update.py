@@ -78,7 +78,7 @@ class Update:
         members = record.members
         if members is None or members is not self._batch.members or result.counts is not None or result.errors:
             return self._apply_general(record, output, result)
-        token_ids = checked_tokens(result, len(members))
+        token_ids = checked_tokens(result, len(members)).copy()
         record.is_over = True
         num_tokens = self._batch.append(members.requests, members.rows, token_ids, is_last=self._is_last())
         done = token_ids == members.eos_token_id
@@ -196,7 +196,7 @@ class Update:
             accepted = np.minimum(accepted, runs.counts)
         if self._is_last():  # then all is known
             batch.num_computed_tokens[rows] = num_tokens - ONE
-            batch.num_pending[rows] = 0
+            batch.num_pending[rows] = live.zeros
         else:
             batch.num_computed_tokens[rows] -= drafts + 1 - runs.counts
             batch.num_pending[rows] -= 1
@@ -210,11 +210,11 @@ class Update:
         found = []
         if batch.may_end(1 + batch.max_drafts):
             found.append(num_tokens >= live.token_limit)
-        stop = live.stop_token
-        stops = runs.token_ids == (live.eos_token_id.repeat(runs.counts) if stop is None else stop)
+        stops = live.may_stop(runs)
         if batch.stop_filter.num_rows:
-            stops |= batch.stop_filter.may_stop(runs.token_ids)
-        if np.count_nonzero(stops):
+            several = batch.stop_filter.may_stop(runs.token_ids)
+            stops = several if stops is None else stops | several
+        if stops is not None and np.count_nonzero(stops):
             found.append(np.logical_or.reduceat(stops, runs.starts))
         if batch.num_watched:
             found.append((batch.flags[live.rows] & WATCHED) != 0)
