@@ -89,7 +89,7 @@ class BlockPool:
             if num_blank:
                 self._num_blank = 0
                 blocks = np.concatenate([self._blank[:num_blank][::-1], evicted])
-        self.num_references[blocks] = 1
+        self.num_references[blocks] = ONE
         return blocks, evicted
 
     def acquire(self, blocks: list[int]) -> None:

@@ -45,6 +45,8 @@ def flat_integers(
         given = np.asarray(values)
     except ValueError as reason:
         raise error(f"{name} must be a flat sequence of integers: {reason}") from None
+    if given.dtype == INT64:
+        return given
     if given.dtype.kind not in "iu" and given.size:
         raise error(f"{name} must be a flat sequence of integers, and they are of type {given.dtype}")
-    return given.astype(INT64, copy=False)
+    return given.astype(INT64)

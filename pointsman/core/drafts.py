@@ -157,12 +157,12 @@ class Drafts:
         most = self._config.num_draft_tokens
         proposed = flat_integers("counts", counts, ProposalError).copy()
         tokens = flat_integers("token_ids", token_ids, ProposalError)
-        if proposed.shape != (output.num_rows,):
+        if proposed.shape != output.rows.shape:
             raise ProposalError(f"counts has shape {proposed.shape} and step {output.step_id} {output.num_rows} row(s)")
         if len(proposed) and largest(proposed) > most:
             bad = proposed[(proposed < 0) | (proposed > most)][0]
             raise ProposalError(f"{bad} drafts for a row, and num_draft_tokens is {most}; propose 0 to {most}")
-        total = np.add.accumulate(proposed).item(-1) if len(proposed) else 0  # two thirds of the time of a sum
+        total = int(proposed.dot(self._batch.ones[: len(proposed)]))  # half the time of a sum
         if tokens.shape != (total,):
             raise ProposalError(f"token_ids has shape {tokens.shape} and counts asks for {total} token(s)")
         if total and largest(tokens) > MAX_INT:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from pointsman.core.arithmetic import INT32
 from pointsman.core.batch import NO_SAMPLE, Batch
 from pointsman.core.common_prefix import CommonPrefix
 from pointsman.core.in_flight import AdmittedRequest, StepRecord
@@ -69,7 +70,7 @@ class Emission:
             num_cached_tokens=cached,
             num_external_tokens=external,
             is_resumed=resumed,
-            block_ids=advance.block_ids.astype(np.int32),
+            block_ids=advance.block_ids.astype(INT32, copy=False),
             block_rows=advance.block_rows,
             encoder_inputs=encoder_inputs,
             freed_encoder_entries=freed_entries,

@@ -19,6 +19,7 @@ from pointsman.core.config import SchedulerConfig
 from pointsman.core.drafts import Drafts
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.limits import Limit
+from pointsman.core.output import IntArray
 from pointsman.core.preemption import Victim
 from pointsman.core.request import Request
 from pointsman.core.running import Advance, Running
@@ -64,7 +65,7 @@ class InOrder(Running):
 
     def _share_out(
         self, lacks: Int64Array, want: Int64Array, preempt: Callable[[Request], None]
-    ) -> tuple[Int64Array, Int64Array, Int64Array, bool]:
+    ) -> tuple[Int64Array, Int64Array, IntArray, bool]:
         members = self._batch.members
         granted = self._within_budget(want)
         runs = granted > 0
@@ -83,12 +84,12 @@ class InOrder(Running):
 
     def _walk(
         self, want: Int64Array, preempt: Callable[[Request], None]
-    ) -> tuple[Int64Array, Int64Array, Int64Array, bool]:
+    ) -> tuple[Int64Array, Int64Array, IntArray, bool]:
         """Row by row, in admission order, as long as there is budget. Each takes its blocks at once."""
         batch, kv, members = self._batch, self._kv, self._batch.members
         position = {row: index for index, row in enumerate(members.rows.tolist())}
         granted = np.zeros_like(want)
-        blocks = [NO_BLOCKS] * len(want)
+        blocks: list[IntArray] = [NO_BLOCKS] * len(want)
         gone: set[int] = set()
         budget, seats = self._budget, self._max_rows
         for index in want.nonzero()[0].tolist():

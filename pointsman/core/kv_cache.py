@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pointsman.core.arithmetic import INT32
 from pointsman.core.batch import Batch
 from pointsman.core.block_pool import NO_BLOCKS, BlockPool
 from pointsman.core.config import SchedulerConfig
@@ -23,6 +24,7 @@ from pointsman.core.kv_events import KVEvents
 from pointsman.core.prefix_cache import Node, Place, PrefixCache, Root, Span
 from pointsman.core.request import Request
 
+Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 IntArray = npt.NDArray[np.integer]
 Journal = list[tuple[Request, Int64Array, list[Span]]]  # (who published, which blocks, as which nodes), in order
@@ -127,21 +129,21 @@ class KVCacheManager:
 
     # ------------------------------------------------------------------ running rows
 
-    def grow_by_one(self, batch: Batch, rows: Int64Array) -> Int64Array:
+    def grow_by_one(self, batch: Batch, rows: Int64Array) -> Int32Array:
         """Append one new block to the table of each row. Returns them, in row order."""
-        blocks = self._take(len(rows))
+        blocks = self._take(len(rows)).astype(INT32)  # a scatter that converts takes longer
         slots = batch.num_slots[rows]
         batch.flat_table[batch.table_starts[rows] + slots // self._size] = blocks
         slots += self._size
         batch.num_slots[rows] = slots
         return blocks
 
-    def grow(self, batch: Batch, rows: Int64Array, counts: Int64Array) -> Int64Array:
+    def grow(self, batch: Batch, rows: Int64Array, counts: Int64Array) -> Int32Array:
         """Append `counts[i]` (at least 1) new blocks to the table of `rows[i]`. Returns them all, in row order."""
         total = int(counts.sum())
         if total == len(rows):
             return self.grow_by_one(batch, rows)
-        blocks = self._take(total)
+        blocks = self._take(total).astype(INT32)
         slots = batch.num_slots[rows]
         within = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
         batch.block_table[np.repeat(rows, counts), np.repeat(slots // self.block_size, counts) + within] = blocks

@@ -24,6 +24,7 @@ from pointsman.core.config import SchedulerConfig
 from pointsman.core.drafts import Drafts
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.limits import Limit
+from pointsman.core.output import IntArray
 from pointsman.core.preemption import Victim
 from pointsman.core.request import Request
 from pointsman.core.tokens import NO_TOKENS
@@ -45,7 +46,7 @@ class Advance:
     samples: BoolArray
     num_draft_tokens: Int64Array
     draft_token_ids: Int32Array
-    block_ids: Int64Array
+    block_ids: IntArray
     block_rows: Int64Array
     total: int
     preempted: bool
@@ -227,7 +228,7 @@ class Running:
 
     def _share_out(
         self, lacks: Int64Array, want: Int64Array, preempt: Callable[[Request], None]
-    ) -> tuple[Int64Array, Int64Array, Int64Array, bool]:
+    ) -> tuple[Int64Array, Int64Array, IntArray, bool]:
         """[rows] tokens and number of new blocks that each row gets, the blocks, and whether somebody gave way."""
         batch, members = self._batch, self._batch.members
         preempted = False
@@ -258,7 +259,7 @@ class Running:
         want[lower] = (slots - computed)[lower]
         return bool(lower.any())
 
-    def _grow(self, members: Members, needed: Int64Array) -> Int64Array:
+    def _grow(self, members: Members, needed: Int64Array) -> IntArray:
         """New blocks for the rows that need some, in row order; the pool has them."""
         short = needed.nonzero()[0]
         return self._kv.grow(self._batch, members.rows[short], needed[short]) if len(short) else NO_BLOCKS
@@ -276,7 +277,7 @@ class Running:
         lacks: Int64Array,
         granted: Int64Array,
         needed: Int64Array,
-        block_ids: Int64Array,
+        block_ids: IntArray,
         preempted: bool,
     ) -> Advance:
         batch = self._batch
