@@ -9,8 +9,12 @@ Int64Array = npt.NDArray[np.int64]
 
 INT32, INT64 = np.dtype(np.int32), np.dtype(np.int64)
 ONE: Int64Array = np.array(1)
-"""An array without dimensions: a number of Python's is converted anew each time."""
-ONE.flags.writeable = False
+"""An array without dimensions, as the next ones: a number of Python's is converted anew each time."""
+ZERO: Int64Array = np.array(0)
+TRUE: npt.NDArray[np.bool_] = np.array(True)
+FALSE: npt.NDArray[np.bool_] = np.array(False)
+for _constant in (ONE, ZERO, TRUE, FALSE):
+    _constant.flags.writeable = False
 UNSIGNED = np.dtype(np.uint64)
 """For views: a negative number is huge when read as unsigned, so one comparison finds all that are out of range."""
 

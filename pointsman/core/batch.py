@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.acceptance import Acceptance
-from pointsman.core.arithmetic import ONE
+from pointsman.core.arithmetic import INT32, ONE, ZERO
 from pointsman.core.config import MAX_INT
 from pointsman.core.request import Request
 from pointsman.core.runs import Runs
@@ -280,10 +280,11 @@ class Batch:
         `is_last`: no further sample of them is in flight.
         """
         num_tokens = self.num_tokens[rows]
-        self._flat_recent[self.recent_offset[rows] + num_tokens] = token_ids
+        # A scatter that converts takes twice as long as both one after the other.
+        self._flat_recent[self.recent_offset[rows] + num_tokens] = token_ids.astype(INT32)
         num_tokens += ONE
         self.num_tokens[rows] = num_tokens
-        self.num_pending[rows] = 0 if is_last else self.num_pending[rows] - 1
+        self.num_pending[rows] = ZERO if is_last else self.num_pending[rows] - ONE
         self.least_left -= 1
         self._least_room -= 1
         if self._least_room <= 0:

@@ -27,7 +27,7 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.arithmetic import ONE
+from pointsman.core.arithmetic import FALSE, ONE, TRUE, ZERO
 
 Int64Array = npt.NDArray[np.int64]
 NO_BLOCKS: Int64Array = np.zeros(0, dtype=np.int64)
@@ -42,6 +42,7 @@ class BlockPool:
     def __init__(self, num_blocks: int, num_reserved_blocks: int = 0) -> None:
         self.num_blocks = num_blocks
         self.num_reserved_blocks = num_reserved_blocks
+        self.num_usable = num_blocks - num_reserved_blocks
         self.num_references: Int64Array = np.zeros(num_blocks, dtype=np.int64)
         self.is_cached: npt.NDArray[np.bool_] = np.zeros(num_blocks, dtype=np.bool_)
         # The top of the stack is the end: low ids are handed out first.
@@ -63,10 +64,6 @@ class BlockPool:
     def usage(self) -> float:
         """Share of the usable blocks that are referenced, 0 to 1."""
         return 1.0 - self.num_free / self.num_usable
-
-    @property
-    def num_usable(self) -> int:
-        return self.num_blocks - self.num_reserved_blocks
 
     @property
     def num_cached_free(self) -> int:
@@ -96,20 +93,21 @@ class BlockPool:
         """Add a reference to blocks found in the prefix tree (distinct ids)."""
         ids = np.array(blocks, dtype=np.int64)
         left = self.num_references[ids]
-        self._num_cached -= int(np.count_nonzero(left == 0))
-        self._segment_of[ids] = 0
+        self._num_cached -= int(np.count_nonzero(left == ZERO))
+        self._segment_of[ids] = ZERO
         self._num_sure = 0
-        self.num_references[ids] = left + 1
+        self.num_references[ids] = left + ONE
 
     def release(self, blocks: Int64Array) -> None:
         """Drop one reference from each block of a table (distinct ids, in table order)."""
         left = self.num_references[blocks] - ONE
         self.num_references[blocks] = left
-        freed = blocks[::-1] if not np.count_nonzero(left) else blocks[left == 0][::-1]
-        num_cached = np.count_nonzero(self.is_cached[freed])
+        freed = blocks[::-1] if not np.count_nonzero(left) else blocks[left == ZERO][::-1]
+        is_cached = self.is_cached[freed]
+        num_cached = np.count_nonzero(is_cached)
         num_blank = len(freed) - num_cached
         # What is published of a table is its beginning.
-        assert num_cached == np.count_nonzero(self.is_cached[freed[num_blank:]]), "a table has a gap in what is cached"
+        assert num_cached == np.count_nonzero(is_cached[num_blank:]), "a table has a gap in what is cached"
         if num_blank:
             self._push_blank(freed[:num_blank])
         if num_cached:
@@ -117,12 +115,12 @@ class BlockPool:
 
     def set_cached(self, blocks: Int64Array) -> None:
         """The content of these referenced blocks can now be found."""
-        self.is_cached[blocks] = True
+        self.is_cached[blocks] = TRUE
 
     def uncache(self, blocks: list[int]) -> None:
         """The prefix tree forgot these blocks: those that are free become blank."""
         ids = np.array(blocks, dtype=np.int64)
-        self.is_cached[ids] = False
+        self.is_cached[ids] = FALSE
         free = ids[self.num_references[ids] == 0]
         self._segment_of[free] = 0  # what is left of them in the queue is to be skipped
         self._num_sure = 0
@@ -186,13 +184,16 @@ class BlockPool:
             self._num_sure -= taken
             missing -= taken
         blocks = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        self.is_cached[blocks] = False
+        self.is_cached[blocks] = FALSE
         self._num_entries -= count
         self._num_cached -= count
         return blocks
 
     def _look_ahead(self) -> None:
         """Drop the entries at the front of the queue that are to be skipped: those behind them are sure."""
+        if self._num_entries == self._num_cached:  # none is
+            self._num_sure = len(self._segments[0][1])
+            return
         number, ids = self._segments.popleft()
         head, rest = ids[:_SKIM], ids[_SKIM:]
         waits = self._segment_of[head] == number

@@ -249,7 +249,7 @@ class Lifecycle:
             return
         batch = self._batch
         for request in requests:
-            valid = min(request.num_computed_tokens, request.num_tokens)
+            valid = int(min(batch.num_computed_tokens[request.row], batch.num_tokens[request.row]))
             self._kv.release(batch, request, num_valid_tokens=valid, publish=publish)
             if request.adapter is not None:
                 self.adapters.give_back(request.adapter)

@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.adapters import Adapter
-from pointsman.core.arithmetic import ONE
+from pointsman.core.arithmetic import ZERO
 
 if TYPE_CHECKING:
     from pointsman.core.request import Request
@@ -246,19 +246,19 @@ class PrefixCache:
         blocks = self._evicted[0] if len(self._evicted) == 1 else np.concatenate(self._evicted)
         self._evicted.clear()
         runs = self._run_of[blocks]
-        ends = [*((runs[1:] != runs[:-1]).nonzero()[0] + ONE).tolist(), len(blocks)]  # where another run begins
+        lasts = [*(runs[1:] != runs[:-1]).nonzero()[0].tolist(), len(blocks) - 1]  # behind each another run begins
         start = 0
-        for end in ends:
-            run = self._runs[int(runs[start])]
+        for last in lasts:
+            run = self._runs[int(runs[last])]
             if run.duplicates:
-                for block in blocks[start:end].tolist():
+                for block in blocks[start : last + 1].tolist():
                     self._forget(block)
             else:
-                length = run.length - (end - start)
-                assert run.blocks[length] == blocks[end - 1], "a block is evicted before what follows it"
+                length = run.length - (last + 1 - start)
+                assert run.blocks[length] == blocks[last], "a block is evicted before what follows it"
                 self._shrink(run, length)
-            start = end
-        self._run_of[blocks] = 0
+            start = last + 1
+        self._run_of[blocks] = ZERO
 
     def forget(self, block: int) -> None:
         """Take one block out. If no other block holds its content the node goes too: it must be the last of its run."""

@@ -164,7 +164,7 @@ class Running:
             return None
         block_ids = self._kv.grow_by_one(batch, rows[lacking]) if len(lacking) else NO_BLOCKS
         batch.num_computed_tokens[rows] = computed + ONE
-        batch.num_pending[rows] = pending + ONE if in_flight else 1
+        batch.num_pending[rows] = pending + ONE if in_flight else ONE
         return Advance(
             requests=members.requests,
             rows=rows,

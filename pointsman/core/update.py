@@ -82,7 +82,8 @@ class Update:
         record.is_over = True
         num_tokens = self._batch.append(members.requests, members.rows, token_ids, is_last=self._is_last())
         done = token_ids == members.eos_token_id
-        done |= num_tokens >= members.token_limit
+        if self._batch.may_end(0):
+            done |= num_tokens >= members.token_limit
         ends = self._find_ends(members.requests, members.rows, token_ids, num_tokens, done)
         self._counters.num_generated_tokens += len(token_ids)
         return StepUpdate(token_ids, members.ones, ()), ends

@@ -10,6 +10,7 @@ every list here is made for its output.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
@@ -110,17 +111,18 @@ class Schedules:
         """
         count = output.num_continued
         computed = output.num_computed_tokens.tolist()
+        blocks, block_rows = output.block_ids.tolist(), output.block_rows.tolist()
         cached = CachedRequestData(
             req_ids=ids[:count],
             resumed_req_ids=set(),
             new_token_ids=self._sampled_before(output) if self._sends_tokens else [],
             all_token_ids=self._tokens_of_skipped(output, ids) if self._tells_tokens else {},
-            new_block_ids=_new_block_ids(output) if len(output.block_rows) else [None] * count,
+            new_block_ids=_new_block_ids(count, blocks, block_rows),
             num_computed_tokens=computed[:count],
             num_output_tokens=self._num_output_tokens(output),
         )
         made = new_output(
-            scheduled_new_reqs=self._admitted(output, ids, computed, cached) if count < len(ids) else [],
+            scheduled_new_reqs=self._admitted(output, ids, blocks, block_rows, cached) if count < len(ids) else [],
             scheduled_cached_reqs=cached,
             num_scheduled_tokens=self._num_scheduled_tokens(output, ids),
             total_num_scheduled_tokens=output.total_num_scheduled_tokens,
@@ -176,17 +178,19 @@ class Schedules:
         rows = zip(output.continued, starts, counts, strict=False)
         return [request.tokens(start, start + count).tolist() for request, start, count in rows]
 
-    def _admitted(self, output: Output, ids: list[str], computed: list[int], cached: Any) -> list[Any]:
+    def _admitted(
+        self, output: Output, ids: list[str], blocks: list[int], block_rows: list[int], cached: Any
+    ) -> list[Any]:
         """What the workers are told of the admitted rows as new requests; those that the first runner is told of as
         resumed are added to the cached ones."""
         new = []
         count = output.num_continued
-        blocks = output.block_ids.tolist()
-        start, *ends = output.block_rows.searchsorted(np.arange(count, len(ids) + 1)).tolist()
-        rows = zip(range(count, len(ids)), output.admitted, output.is_resumed.tolist(), ends, strict=True)
-        for index, request, is_resumed, end in rows:
+        end = bisect_left(block_rows, count)
+        hits, resumed = output.num_cached_tokens.tolist(), output.is_resumed.tolist()
+        rows = zip(range(count, len(ids)), output.admitted, hits, resumed, strict=True)
+        for index, request, num_hits, is_resumed in rows:
+            start, end = end, bisect_left(block_rows, index + 1, end)
             own = (blocks[start:end],)
-            start = end
             if is_resumed and not self._v2_runner:
                 self._add_resumed(cached, output, index, own)
                 continue
@@ -198,7 +202,7 @@ class Schedules:
                 sampling_params=of_vllm.sampling_params,
                 pooling_params=of_vllm.pooling_params,
                 block_ids=own,
-                num_computed_tokens=computed[index],
+                num_computed_tokens=num_hits,
                 lora_request=of_vllm.lora_request,
                 prefill_token_ids=request.all_token_ids.tolist() if self._v2_runner else None,
             )
@@ -225,18 +229,17 @@ def _names(requests: Sequence[Request]) -> set[str]:
     return {request.metadata.request_id for request in requests}
 
 
-def _new_block_ids(output: Output) -> list[tuple[list[int]] | None]:
-    """The new blocks of each continued row, None where there are none."""
-    count = output.num_continued
+def _new_block_ids(count: int, blocks: list[int], block_rows: list[int]) -> list[tuple[list[int]] | None]:
+    """The new blocks of each of the `count` continued rows, None where there are none."""
     found: list[tuple[list[int]] | None] = [None] * count
-    for index, block in zip(output.block_rows.tolist(), output.block_ids.tolist(), strict=True):
+    for index, block in zip(block_rows, blocks, strict=True):
         if index >= count:
             break
-        blocks = found[index]
-        if blocks is None:
+        own = found[index]
+        if own is None:
             found[index] = ([block],)
         else:
-            blocks[0].append(block)
+            own[0].append(block)
     return found
 
 

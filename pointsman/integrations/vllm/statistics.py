@@ -38,7 +38,8 @@ class Statistics:
     def __init__(self, scheduler: Scheduler, num_drafts: int, vllm_config: Any) -> None:
         self._scheduler = scheduler
         self._num_drafts = num_drafts
-        self._prefix = PrefixCacheStats()
+        self._no_look_ups = PrefixCacheStats()
+        self._prefix = self._no_look_ups
         self._looks_up = scheduler.config.enable_prefix_caching
         self._drafts: Any = None
         work = ModelMetrics(vllm_config) if vllm_config.observability_config.enable_mfu_metrics else None
@@ -47,6 +48,8 @@ class Statistics:
     def looked_up(self, request: Request, num_hits: int, is_resumed: bool) -> None:
         """A request was admitted, and so many of its tokens were in the prefix cache."""
         if self._looks_up and request.use_prefix_cache:
+            if self._prefix is self._no_look_ups:
+                self._prefix = PrefixCacheStats()
             self._prefix.record(num_tokens=request.num_tokens, num_hits=num_hits, preempted=is_resumed)
 
     def verified(self, proposed: npt.NDArray[np.int64], accepted: npt.NDArray[np.int64]) -> None:
@@ -76,7 +79,7 @@ class Statistics:
             result: its `ModelRunnerOutput`.
         """
         scheduler = self._scheduler
-        prefix, self._prefix = self._prefix, PrefixCacheStats()
+        prefix, self._prefix = self._prefix, self._no_look_ups
         drafts, self._drafts = self._drafts, None
         return new_stats(
             num_running_reqs=scheduler.num_running,
