@@ -312,8 +312,8 @@ class Batch:
         """Whether `most` further tokens would bring some running row to its token limit; it is measured only if so many
         may have been appended since it was measured last."""
         if self.least_left <= most:
-            rows = self.members.rows
-            self.least_left = int((self.token_limit[rows] - self.num_tokens[rows]).min(initial=MAX_INT))
+            left = self.members.token_limit - self.num_tokens[self.members.rows]
+            self.least_left = int(left[left.argmin()]) if len(left) else MAX_INT
         return self.least_left <= most
 
     def _make_room(self, requests: Sequence[Request], rows: Int64Array, num_tokens: Int64Array) -> None:
@@ -355,6 +355,6 @@ class Batch:
 
     def flush(self, row: int, request: Request) -> None:
         """Move the recent tokens to the request's own array."""
-        tokens = self._recent(row, request.num_prompt_tokens + request.num_own_output_tokens)
-        if len(tokens):
-            request.append_output(tokens)
+        start = request.num_prompt_tokens + request.num_own_output_tokens
+        if start < self.num_tokens[row]:
+            request.append_output(self._recent(row, start))

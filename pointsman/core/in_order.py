@@ -33,6 +33,8 @@ class InOrder(Running):
     It also bounds the rows of a step by `max_num_seqs`, where more may be running.
     """
 
+    _replans = False
+
     def __init__(
         self,
         config: SchedulerConfig,

@@ -245,7 +245,7 @@ class KVCacheManager:
         prefix = self.prefix
         if prefix is None or end <= first or not request.use_prefix_cache or request.prefix_epoch != prefix.epoch:
             return False
-        blocks = table[first:end].astype(np.int64)
+        blocks = table[first:end].astype(np.int64, copy=False)
         spans = prefix.publish(request.prefix_node, token_bytes, first, blocks, request)
         run, start, length = spans[-1]
         request.prefix_node = Place(run, start + length - 1)

@@ -6,7 +6,7 @@ where the one before does not apply:
 
     steady    every row decodes one token, and verifies its drafts if it has some: no flags, budget and blocks suffice
     at once   limits, the budget by one cumulative sum, one `grow` for all rows that lack blocks
-    again     the pool cannot give: somebody gives way, and the rest is worked out anew
+    again     the pool cannot give: somebody gives way, and the rest is worked out anew, steady or at once
 """
 
 from __future__ import annotations
@@ -58,6 +58,9 @@ class Advance:
 class Running:
     """The running part of a step."""
 
+    _replans = True
+    """Whether, when somebody gives way for blocks, what everybody gets is worked out anew, as if it had never run."""
+
     def __init__(
         self,
         config: SchedulerConfig,
@@ -83,10 +86,16 @@ class Running:
     def advance(self, in_flight: bool, preempt: Callable[[Request], None]) -> Advance:
         """Decide, and commit, what every running row computes; `preempt` is called for each that gives way."""
         batch = self._batch
-        if self._steady_allowed and batch.num_prefilling == 0 and len(batch) <= self._steady_rows:
+        preempted = False
+        while self._steady_allowed and batch.num_prefilling == 0 and len(batch) <= self._steady_rows:
             steady = self._advance_drafts() if self._drafts.waiting else self._advance_steady(in_flight)
             if steady is not None:
+                steady.preempted = preempted
                 return steady
+            if in_flight or self._drafts.waiting or not self._replans:
+                break
+            self._free_blocks(preempt)  # which is all that is lacking then
+            preempted = True
         return self._advance_general(preempt)
 
     def rest(self) -> Advance:
@@ -165,21 +174,36 @@ class Running:
         block_ids = self._kv.grow_by_one(batch, rows[lacking]) if len(lacking) else NO_BLOCKS
         batch.num_computed_tokens[rows] = computed + ONE
         batch.num_pending[rows] = pending + ONE if in_flight else ONE
+        # By position, in the order of the fields: with keywords it takes three times as long.
         return Advance(
-            requests=members.requests,
-            rows=rows,
-            serials=members.serials,
-            num_computed_tokens=computed,
-            num_scheduled_tokens=members.ones,
-            samples=members.trues,
-            num_draft_tokens=members.zeros,
-            draft_token_ids=NO_TOKENS,
-            block_ids=block_ids,
-            block_rows=lacking,
-            total=len(rows),
-            preempted=False,
-            unpublished=(),
+            members.requests,
+            rows,
+            members.serials,
+            computed,
+            members.ones,
+            members.trues,
+            members.zeros,
+            NO_TOKENS,
+            block_ids,
+            lacking,
+            len(rows),
+            False,  # preempted
+            (),  # unpublished
         )
+
+    def _free_blocks(self, preempt: Callable[[Request], None]) -> None:
+        """Every row decodes one token, and for some there is no block: one row gives way."""
+        batch, rows = self._batch, self._batch.members.rows
+        lacking = (batch.num_computed_tokens[rows] >= batch.num_slots[rows]).nonzero()[0]
+        self._give_way(int(rows[lacking[self._kv.num_free]]), preempt)
+
+    def _give_way(self, asking: int, preempt: Callable[[Request], None]) -> int:
+        """Somebody gives way to the row `asking`, the first, in admission order, that does not get its blocks. Returns
+        the row that did."""
+        members = self._batch.members
+        victim = self._victim.choose(self._batch, asking)
+        preempt(members.requests[int((members.rows == victim).nonzero()[0][0])])
+        return victim
 
     def _advance_drafts(self) -> Advance | None:
         """Every row decodes one token, and verifies the drafts that wait for it; None as in `_advance_steady`."""
@@ -230,7 +254,7 @@ class Running:
         self, lacks: Int64Array, want: Int64Array, preempt: Callable[[Request], None]
     ) -> tuple[Int64Array, Int64Array, IntArray, bool]:
         """[rows] tokens and number of new blocks that each row gets, the blocks, and whether somebody gave way."""
-        batch, members = self._batch, self._batch.members
+        members = self._batch.members
         preempted = False
         while True:
             granted = self._within_budget(want)
@@ -241,11 +265,8 @@ class Running:
                 return granted, needed, self._grow(members, needed), preempted
             if not preempted and self._give_up_drafts(members.rows, lacks, want):
                 continue
-            # The first row, in admission order, that does not get its blocks asks for them.
-            asking = int(members.rows[end.searchsorted(free, side="right")])
-            victim = int((members.rows == self._victim.choose(batch, asking)).nonzero()[0][0])
-            preempt(members.requests[victim])
-            want[victim] = 0  # it gives back what this step had granted to it
+            victim = self._give_way(int(members.rows[end.searchsorted(free, side="right")]), preempt)
+            want[members.rows == victim] = 0  # it gives back what this step had granted to it
             preempted = True
 
     def _give_up_drafts(self, rows: Int64Array, lacks: Int64Array, want: Int64Array) -> bool:
