@@ -223,19 +223,19 @@ class Running:
         batch.num_computed_tokens[rows] = end
         batch.num_pending[rows] = members.ones
         return Advance(
-            requests=members.requests,
-            rows=rows,
-            serials=members.serials,
-            num_computed_tokens=computed,
-            num_scheduled_tokens=granted,
-            samples=members.trues,
-            num_draft_tokens=num_drafts,
-            draft_token_ids=drafts.take_all(),
-            block_ids=block_ids,
-            block_rows=lacking,
-            total=total,
-            preempted=False,
-            unpublished=(),
+            members.requests,
+            rows,
+            members.serials,
+            computed,
+            granted,
+            members.trues,
+            num_drafts,
+            drafts.take_all(),
+            block_ids,
+            lacking,
+            total,
+            False,  # preempted
+            (),  # unpublished
         )
 
     # ------------------------------------------------------------------ at once
