@@ -3,7 +3,7 @@
 32 requests decode, on two engines that share a model and take turns of a few steps. The text of every token is made,
 as a server makes it. Measured are tokens per second, and the pause between two passes (from the end of one to the
 start of the next). With one step in flight that pause is all that a step does beside arithmetic: taking in tokens,
-scheduling, preparing inputs.
+making text, scheduling, preparing inputs.
 
 A shorter pause is worth something only if the passes do not grow by as much: with two steps in flight all this happens
 within a pass, while other threads compute (`pointsman/engine/steps_in_flight.py`). So the length of a pass is shown
