@@ -50,7 +50,7 @@ NO_SAMPLE = 16  # it samples nothing, and ends when its prompt is computed
 ENCODER_INPUTS = 32  # its prompt has placeholders
 
 NO_TOKEN = MAX_INT + 1  # larger than any token id, so that it equals none
-RECENT, RECENT_WITH_DRAFTS = 256, 2048  # one flush per row and so many tokens
+RECENT, RECENT_WITH_DRAFTS = 256, 4096  # one flush per row and so many tokens
 _INITIAL_ROWS = 64
 _COLUMNS = (
     "num_tokens",

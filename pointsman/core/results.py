@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.arithmetic import INT32, INT64, ONE, UNSIGNED, largest
+from pointsman.core.arithmetic import INT32, INT64, ONE, largest
 from pointsman.core.checks import flat_integers
 from pointsman.core.config import MAX_INT
 from pointsman.core.errors import StepResultError
@@ -66,7 +66,9 @@ def checked_run_per_row(output: SchedulerOutput, result: StepResult) -> tuple[Ru
     if given.shape == output.num_draft_tokens.shape and given.dtype.kind in "iu":
         counts: Int64Array = given.astype(INT64)
         accepted = counts - ONE
-        if not np.count_nonzero(accepted.view(UNSIGNED) > output.num_draft_tokens):
+        more = accepted > output.num_draft_tokens
+        # Where the largest stands is found in a fraction of the time of `any`.
+        if not more.item(more.argmax()) and accepted.item(accepted.argmin()) >= 0:
             ends = np.add.accumulate(counts)
             token_ids = checked_tokens(result, ends.item(-1), RUN_TOKENS)
             return Runs(counts, ends, token_ids.astype(INT32)), accepted
