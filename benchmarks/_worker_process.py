@@ -8,6 +8,7 @@ stopped, which ends it.
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import select
@@ -119,9 +120,11 @@ class WorkerProcess:
     def _stats(self, pattern: str) -> Iterator[list[str]]:
         """What /proc tells of the group's processes or threads, from their states on."""
         group = str(self._process.pid)
-        for stat in Path("/proc").glob(pattern):
+        for stat in glob.iglob(f"/proc/{pattern}"):  # that of `Path` fails if a process ends while it looks
             try:
-                fields = stat.read_text().rpartition(")")[2].split()  # the name, in parentheses, may contain anything
+                fields = (
+                    Path(stat).read_text().rpartition(")")[2].split()
+                )  # the name, in parentheses, may contain anything
             except OSError:  # it has just ended
                 continue
             if fields[2] == group:
