@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from pointsman.engine import Engine, SamplingParams
+from pointsman.engine.kernels import runtime
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,23 @@ def watch_passes(engine: Engine) -> list[tuple[float, float]]:
 
     engine.runner.run = watched  # type: ignore[method-assign]
     return passes
+
+
+def watch_begins() -> list[float]:
+    """Grows by the seconds that it takes to have other threads begin a kernel, whichever engine does."""
+    begins: list[float] = []
+    begin_and_end = runtime.openmp_begin_and_end()
+    if begin_and_end is None:
+        return begins
+    begin, end = begin_and_end
+
+    def watched(*arguments: int) -> None:
+        start = perf_counter()
+        begin(*arguments)
+        begins.append(perf_counter() - start)
+
+    runtime.openmp_begin_and_end = lambda: (watched, end)  # type: ignore[assignment]
+    return begins
 
 
 def exactly(num_tokens: int) -> SamplingParams:

@@ -108,14 +108,14 @@ class StepsInFlight:
                 self._schedule_one()
             step = self._steps[0]
             execution = self._execute(step, step.prepared or self._prepare(step))
+            self._report_all()
+            self._steps.popleft()
+            self._executed = step.output, execution
+            if not self._steps:
+                self._report_all()
         except BaseException:  # also KeyboardInterrupt: the decision must not stand
             self.void()
             raise
-        self._report_all()
-        self._steps.popleft()
-        self._executed = step.output, execution
-        if not self._steps:
-            self._report_all()
         self._counters.execute_time += time.perf_counter() - started - self._elsewhere
         return step.output
 
@@ -134,8 +134,6 @@ class StepsInFlight:
 
     def void(self) -> None:
         """Take back every step in flight."""
-        if self._updated is not None:  # its tokens are known already
-            self._report_updated()
         self._steps.clear()
         self._executed = None
         self._runner.loaded.context.end()
@@ -144,6 +142,8 @@ class StepsInFlight:
             self._runner.connector.void(void)
         if void:
             self._scheduler.fail(void[0], self._clock())
+        if self._updated is not None:  # its tokens are known already
+            self._report_updated()
 
     def void_if_broken_off(self) -> None:
         """Take back everything if a call ended, by an exception, between the scheduler's decision and here."""
