@@ -30,13 +30,13 @@ class Part:
 
 
 PARTS = (
-    Part("schedule", "pointsman.engine.engine:Engine", "schedule"),
+    Part("schedule", "pointsman.core.scheduler:Scheduler", "schedule"),
     Part("execute: prepare inputs", "pointsman.engine.model_runner:ModelRunner", "prepare"),
     Part("execute: run", "pointsman.engine.model_runner:ModelRunner", "run"),
     Part("execute: model", "pointsman.engine.model_runner", "run_model"),
     Part("execute: sampling", "pointsman.engine.sampler:Sampler", "run"),
-    Part("update", "pointsman.engine.engine:Engine", "update"),
-    Part("update: scheduler", "pointsman.core.scheduler:Scheduler", "update"),
+    Part("update", "pointsman.core.scheduler:Scheduler", "update"),
+    Part("report: outputs", "pointsman.engine.output_processor:OutputProcessor", "process"),
 )
 """Where a step's time goes, as calls that nest as their labels do."""
 

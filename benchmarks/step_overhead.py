@@ -209,7 +209,6 @@ def report(threads: int, measured: Measurement) -> dict[str, Any]:
     # Shares of means: a slow moment of the machine is in both, and in neither median.
     plain_wall, profiled_wall = sum(measured.plain) / num_plain, sum(measured.profiled) / num_profiled
     kernels = kernel_seconds(measured.parts) / num_plain
-    outputs = (measured.parts.seconds["update"] - measured.parts.seconds["update: scheduler"]) / num_plain
     scheduler = measured.scheduler / num_plain
 
     rows: list[list[object]] = []
@@ -217,7 +216,6 @@ def report(threads: int, measured: Measurement) -> dict[str, Any]:
         calls = measured.parts.calls.get(part.label, 0)
         per_step = measured.parts.seconds[part.label] / num_plain if calls else None
         rows.append([part.label, *_time_and_share(per_step, plain_wall), calls / num_plain])
-    rows.append(["update: outputs", *_time_and_share(outputs, plain_wall), None])
     rows.append(["scheduler, by the engine's count", *_time_and_share(scheduler, plain_wall), None])
     rows.append(["compiled kernels", *_time_and_share(kernels, plain_wall), None])
     title = f"a step of {ROWS} decodes, {threads} thread(s): {median(measured.plain) * 1e3:.2f} ms"
@@ -239,7 +237,7 @@ def report(threads: int, measured: Measurement) -> dict[str, Any]:
         "operators_ms": round(operators.total / num_profiled * 1e3, 3),
         "kernels_ms": round(kernels * 1e3, 3),
         "scheduler_ms": round(scheduler * 1e3, 4),
-        "outputs_ms": round(outputs * 1e3, 4),
+        "outputs_ms": round(measured.parts.seconds["report: outputs"] / num_plain * 1e3, 4),
         "overhead": round(overhead, 4),
         "overhead_bounds": [round(least, 4), round(most, 4)],
     }
