@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiny_models import packs
 from torch import nn
 
 from pointsman.engine.linear import (
@@ -38,7 +39,7 @@ def test_outputs_lie_behind_each_other(dtype: torch.dtype, bias: bool, in_featur
         want = torch.cat([part(x) for part in parts], dim=-1)
         torch.testing.assert_close(joined(x), want, rtol=tolerance, atol=tolerance)
         joined.store()
-        assert joined.form == FORMS[in_features]
+        assert joined.form == (FORMS[in_features] if packs(dtype) else "plain")
         torch.testing.assert_close(joined(x), want, rtol=tolerance, atol=tolerance)
 
 

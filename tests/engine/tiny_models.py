@@ -379,3 +379,8 @@ def build(config: Any, seed: int = 0) -> Any:
             parameter.data.add_(noise * 0.05)
     model.get_input_embeddings().weight.data.mul_(EMBEDDING_SCALE.get(config.model_type, 1.0))
     return model.eval()
+
+
+def packs(dtype: torch.dtype) -> bool:
+    """Whether linear layers of this type can be packed on this processor: without AVX-512 oneDNN has no bfloat16."""
+    return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
