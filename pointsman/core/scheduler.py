@@ -299,6 +299,8 @@ class Scheduler(Questions):
         Steps in flight end as ever; while one is, the pause is not complete. Twice is fine, and the later mode counts.
         """
         mode = PauseMode(mode)
+        if mode is not PauseMode.ALL and self.pause_mode is PauseMode.ALL:
+            self._life.last_output = None  # as in `resume`
         self._life.pause = Pause(mode, now)
         self._work = self._idle if mode is PauseMode.ALL else self._usual_work
         if self._recorder is not None:

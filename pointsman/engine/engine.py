@@ -250,7 +250,7 @@ class Engine:
             deadline: when the request ends with finish_reason "deadline" if it has not ended, waiting or running, in
                 seconds on the engine's clock; None: never.
             prompt_text: what outputs show as the prompt if it is given as token ids.
-            eager_text: make the text in `update`, in the engine's thread, and not when an output's text is read; for
+            eager_text: make the text in `report`, in the engine's thread, and not when an output's text is read; for
                 outputs that other threads read.
             more_input: whether the prompt goes on in later parts (`extend`); nothing is generated before the last.
 

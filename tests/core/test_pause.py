@@ -96,6 +96,23 @@ def test_pausing_twice_and_resuming_twice_are_fine_and_the_later_mode_counts() -
     assert names(host.step().requests) == ["a"]
 
 
+def test_when_only_admissions_stay_paused_nobody_is_said_to_wait_for_what_a_step_of_the_pause_left_out() -> None:
+    host = Host()
+    host.add("a")
+    host.add("b")
+    host.add("c", park=ParkReason.GRAMMAR)
+    host.step()
+    host.pause()
+    host.park("b")  # it gives back its blocks, which the next step reports
+    host.ready("c")
+    output = host.step()
+    assert (output.requests, names(output.preempted)) == ([], ["b"])
+    assert host.explain("a").reason is Reason.PAUSED
+    host.pause(PauseMode.ADMISSIONS)
+    assert host.explain("a").reason is None
+    assert names(host.step().requests) == ["a"]
+
+
 def test_a_mode_that_does_not_exist_changes_nothing() -> None:
     host = Host()
     with pytest.raises(ValueError, match="gentle"):

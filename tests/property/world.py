@@ -391,9 +391,9 @@ class World:
             self.scheduler.resume(self.now)
         else:
             self.scheduler.pause(self.now, mode)
+        if mode is None or (mode is not PauseMode.ALL and self.pause is PauseMode.ALL):
+            self.left_out.clear()  # whom a step in the pause left out, the next one need not
         self.pause = mode
-        if mode is None:
-            self.left_out.clear()
         require(self.scheduler.pause_mode is mode, f"pause_mode is {self.scheduler.pause_mode}, expected {mode}")
         self.check()
 
