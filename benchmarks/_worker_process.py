@@ -49,6 +49,7 @@ class WorkerProcess:
             text=True,
             env={name: value for name, value in merged.items() if value is not None},
             process_group=0,
+            preexec_fn=_heed_hang_up,
         )
         self._stop()
 
@@ -135,3 +136,8 @@ class WorkerProcess:
             os.killpg(self._process.pid, number)
         except ProcessLookupError:  # it is over
             return
+
+
+def _heed_hang_up() -> None:
+    """Under `nohup` a driver ignores it, and so would whatever it starts."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import signal
 import subprocess
@@ -94,9 +95,11 @@ def test_time_runs_out() -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads process states from /proc")
-def test_nothing_is_left_when_the_driver_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hang_up", ["SIG_DFL", "SIG_IGN"], ids=["in a terminal", "under nohup"])
+def test_nothing_is_left_when_the_driver_is_killed(hang_up: str) -> None:
     program = (
-        "import sys, time\n"
+        "import signal, sys, time\n"
+        f"signal.signal(signal.SIGHUP, signal.{hang_up})\n"
         "from benchmarks._worker_process import WorkerProcess\n"
         f"worker = WorkerProcess('test', [sys.executable, '-c', {BUSY!r}], {{}})\n"
         "worker.ask('start')\n"
@@ -123,13 +126,13 @@ def test_nothing_is_left_when_the_driver_is_killed(tmp_path: Path) -> None:
 def members(group: int) -> dict[int, str]:
     """States, as /proc has them, of the group's processes that have not ended; T is stopped."""
     found = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for stat in glob.iglob("/proc/[0-9]*/stat"):
         try:
-            fields = stat.read_text().rpartition(")")[2].split()
+            fields = Path(stat).read_text().rpartition(")")[2].split()
         except OSError:
             continue
         if int(fields[2]) == group and fields[0] not in "ZX":
-            found[int(stat.parent.name)] = fields[0]
+            found[int(stat.split("/")[2])] = fields[0]
     return found
 
 
