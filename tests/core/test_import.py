@@ -9,21 +9,23 @@ from functools import cache
 
 PROGRAM = """
 import json, sys, time
-import numpy
-before = set(sys.modules)
 start = time.process_time()
+import numpy
+numpy_ends = time.process_time()
+before = set(sys.modules)
 import pointsman
-seconds = time.process_time() - start
-print(json.dumps([seconds, sorted(set(sys.modules) - before), sorted(sys.modules)]))
+times_numpy = (time.process_time() - numpy_ends) / (numpy_ends - start)
+print(json.dumps([times_numpy, sorted(set(sys.modules) - before), sorted(sys.modules)]))
 """
 
 
 @cache
 def import_in_a_new_process(attempt: int = 0) -> tuple[float, list[str], list[str]]:
-    """CPU seconds of the import, the modules that it brought, and all that are loaded then (NumPy was before)."""
+    """CPU time of the import, as a multiple of NumPy's before it, the modules that it brought, and all that are loaded
+    then."""
     run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
-    seconds, new, loaded = json.loads(run.stdout)
-    return seconds, new, loaded
+    times_numpy, new, loaded = json.loads(run.stdout)
+    return times_numpy, new, loaded
 
 
 def test_import_brings_numpy_the_standard_library_and_nothing_else() -> None:
@@ -40,9 +42,9 @@ def test_import_brings_the_scheduler_and_no_host() -> None:
     assert {name for name in ours if not name.startswith("pointsman.core")} == set()
 
 
-def test_import_adds_less_than_a_fifth_of_a_second() -> None:
-    """CPU time, the best of three processes, so that a busy machine does not fail it."""
-    assert min(import_in_a_new_process(attempt)[0] for attempt in range(3)) < 0.2
+def test_import_costs_less_than_twice_what_numpy_costs() -> None:
+    """CPU time, the best of three processes, so that a busy or slow machine does not fail it."""
+    assert min(import_in_a_new_process(attempt)[0] for attempt in range(3)) < 2
 
 
 def test_a_scheduler_runs_with_nothing_but_numpy() -> None:
