@@ -23,8 +23,10 @@ for line in sys.stdin:
     print(line.strip(), flush=True)
 """
 BUSY = """
-import os, sys, threading
-if os.fork() == 0:  # a child of the worker's, as engines have
+import os, signal, sys, threading
+is_child = os.fork() == 0  # of the worker's, as engines have one
+signal.alarm(60)  # whatever goes wrong in the test, it ends
+if is_child:
     while True:
         pass
 def spin():
