@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 from time import perf_counter
 from typing import Any
@@ -110,8 +111,9 @@ def watch_passes(engine: Engine) -> list[tuple[float, float]]:
     return passes
 
 
+@cache
 def watch_begins() -> list[float]:
-    """Grows by the seconds that it takes to have other threads begin a kernel, whichever engine does."""
+    """Grows by the seconds that it takes to have other threads begin a kernel, whichever engine does. There is one."""
     begins: list[float] = []
     begin_and_end = runtime.openmp_begin_and_end()
     if begin_and_end is None:

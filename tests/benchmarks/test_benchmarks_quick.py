@@ -141,7 +141,7 @@ def test_async_scheduling() -> None:
     # A second step in flight needs a core that other tests keep busy here, so that its pause says nothing.
     for figures in models.values():
         assert 0.3 < figures["throughput_ratio"] < 3
-        assert all(0 < microseconds < 1_000_000 for microseconds in figures["pause_us"].values())
+        assert all(0 < microseconds < 100_000 for microseconds in figures["pause_us"].values())
 
 
 @pytest.mark.e2e
