@@ -36,6 +36,16 @@ NO_BLOCKS: Int64Array = np.zeros(0, dtype=np.int64)
 _SKIM = 1024  # entries of a segment that are looked at together, to see which are to be skipped
 
 
+class _Segment:
+    """Entries of the queue of cached free blocks that came together."""
+
+    __slots__ = ("ids", "number")
+
+    def __init__(self, number: int, ids: Int64Array) -> None:
+        self.number = number
+        self.ids = ids
+
+
 class BlockPool:
     """`num_blocks` blocks, of which ids 0 to `num_reserved_blocks` - 1 are never handed out."""
 
@@ -48,7 +58,7 @@ class BlockPool:
         # The top of the stack is the end: low ids are handed out first.
         self._blank: Int64Array = np.arange(num_blocks - 1, num_reserved_blocks - 1, -1, dtype=np.int64)
         self._num_blank = num_blocks - num_reserved_blocks
-        self._segments: deque[tuple[int, Int64Array]] = deque()
+        self._segments: deque[_Segment] = deque()
         self._segment_of: npt.NDArray[np.int64] = np.zeros(num_blocks, dtype=np.int64)
         self._next_segment = 1
         self._num_entries = 0  # in all segments, those to be skipped included
@@ -63,7 +73,7 @@ class BlockPool:
     @property
     def usage(self) -> float:
         """Share of the usable blocks that are referenced, 0 to 1."""
-        return 1.0 - self.num_free / self.num_usable
+        return 1.0 - (self._num_blank + self._num_cached) / self.num_usable
 
     @property
     def num_cached_free(self) -> int:
@@ -89,14 +99,13 @@ class BlockPool:
         self.num_references[blocks] = ONE
         return blocks, evicted
 
-    def acquire(self, blocks: list[int]) -> None:
+    def acquire(self, blocks: Int64Array) -> None:
         """Add a reference to blocks found in the prefix tree (distinct ids)."""
-        ids = np.array(blocks, dtype=np.int64)
-        left = self.num_references[ids]
+        left = self.num_references[blocks]
         self._num_cached -= int(np.count_nonzero(left == ZERO))
-        self._segment_of[ids] = ZERO
+        self._segment_of[blocks] = ZERO
         self._num_sure = 0
-        self.num_references[ids] = left + ONE
+        self.num_references[blocks] = left + ONE
 
     def release(self, blocks: Int64Array) -> None:
         """Drop one reference from each block of a table (distinct ids, in table order)."""
@@ -132,9 +141,9 @@ class BlockPool:
         self.uncache(self.cached_free_blocks())
         self.is_cached[:] = False
 
-    def num_in_use(self, blocks: list[int]) -> int:
+    def num_in_use(self, blocks: Int64Array) -> int:
         """How many of these blocks somebody holds."""
-        return int(np.count_nonzero(self.num_references[np.array(blocks, dtype=np.int64)])) if blocks else 0
+        return int(np.count_nonzero(self.num_references[blocks])) if len(blocks) else 0
 
     def blank_blocks(self) -> list[int]:
         """For checks: the blank blocks, in no promised order."""
@@ -142,7 +151,12 @@ class BlockPool:
 
     def cached_free_blocks(self) -> list[int]:
         """The cached free blocks, least recently used first. O(segments)."""
-        return [block for number, ids in self._segments for block in ids[self._segment_of[ids] == number].tolist()]
+        return [block for segment in self._segments for block in self._waiting(segment).tolist()]
+
+    def _waiting(self, segment: _Segment) -> Int64Array:
+        """The entries of a segment that are not to be skipped."""
+        waits: npt.NDArray[np.bool_] = self._segment_of[segment.ids] == segment.number
+        return segment.ids[waits]
 
     def _push_blank(self, blocks: Int64Array) -> None:
         end = self._num_blank + len(blocks)
@@ -153,7 +167,7 @@ class BlockPool:
         """A segment at the most recently used end."""
         number = self._next_segment
         self._next_segment = number + 1
-        self._segments.append((number, blocks))
+        self._segments.append(_Segment(number, blocks))
         self._segment_of[blocks] = number
         self._num_cached += len(blocks)
         self._num_entries += len(blocks)
@@ -162,47 +176,55 @@ class BlockPool:
 
     def _compact(self) -> None:
         """Write the queue anew without the entries that would be skipped."""
-        kept = [(number, ids[self._segment_of[ids] == number]) for number, ids in self._segments]
-        self._segments = deque((number, ids) for number, ids in kept if len(ids))
+        kept = [_Segment(segment.number, self._waiting(segment)) for segment in self._segments]
+        self._segments = deque(segment for segment in kept if len(segment.ids))
         self._num_entries = self._num_cached
         self._num_sure = 0
 
     def _take_cached(self, count: int) -> Int64Array:
         """The `count` least recently used cached blocks, which are neither cached nor free from now on."""
-        parts: list[Int64Array] = []
-        missing = count
-        while missing:
-            while self._num_sure == 0:
-                self._look_ahead()
-            number, ids = self._segments[0]
-            taken = min(missing, self._num_sure)
-            parts.append(ids[:taken])
-            if taken < len(ids):
-                self._segments[0] = (number, ids[taken:])
-            else:
-                self._segments.popleft()
-            self._num_sure -= taken
-            missing -= taken
-        blocks = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        blocks = self._take_sure(count) if count <= self._num_sure else self._take_segments(count)
         self.is_cached[blocks] = FALSE
         self._num_entries -= count
         self._num_cached -= count
         return blocks
 
+    def _take_segments(self, count: int) -> Int64Array:
+        """The first `count` entries that are not to be skipped."""
+        parts: list[Int64Array] = []
+        while count:
+            while self._num_sure == 0:
+                self._look_ahead()
+            taken = min(count, self._num_sure)
+            parts.append(self._take_sure(taken))
+            count -= taken
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _take_sure(self, count: int) -> Int64Array:
+        """The first `count` entries of the first segment, which are sure."""
+        first = self._segments[0]
+        ids = first.ids
+        self._num_sure -= count
+        if count < len(ids):
+            first.ids = ids[count:]
+            return ids[:count]
+        self._segments.popleft()
+        return ids
+
     def _look_ahead(self) -> None:
         """Drop the entries at the front of the queue that are to be skipped: those behind them are sure."""
         if self._num_entries == self._num_cached:  # none is
-            self._num_sure = len(self._segments[0][1])
+            self._num_sure = len(self._segments[0].ids)
             return
-        number, ids = self._segments.popleft()
-        head, rest = ids[:_SKIM], ids[_SKIM:]
-        waits = self._segment_of[head] == number
+        first = self._segments[0]
+        head, rest = first.ids[:_SKIM], first.ids[_SKIM:]
+        waits = self._segment_of[head] == first.number
         self._num_sure = int(np.count_nonzero(waits))
         self._num_entries -= len(head) - self._num_sure
         if self._num_sure == len(head):
-            self._segments.appendleft((number, ids))
             return
+        self._segments.popleft()
         if len(rest):
-            self._segments.appendleft((number, rest))
+            self._segments.appendleft(_Segment(first.number, rest))
         if self._num_sure:
-            self._segments.appendleft((number, head[waits]))
+            self._segments.appendleft(_Segment(first.number, head[waits]))

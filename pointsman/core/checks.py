@@ -34,9 +34,9 @@ def checked_priority(value: object) -> int:
 
 
 def flat_integers(
-    name: str, values: npt.NDArray[np.integer] | Sequence[int], error: type[Exception]
+    name: str, values: npt.NDArray[np.integer] | Sequence[int], error: type[Exception], *, copy: bool = False
 ) -> npt.NDArray[np.int64]:
-    """The values as an array of int64: the very same one if they are that already.
+    """The values as an array of int64: in the caller's own memory if they are that already, unless `copy`.
 
     Raises:
         error: they are no flat sequence of integers.
@@ -46,7 +46,7 @@ def flat_integers(
     except ValueError as reason:
         raise error(f"{name} must be a flat sequence of integers: {reason}") from None
     if given.dtype == INT64:
-        return given
+        return given.copy() if copy else given
     if given.dtype.kind not in "iu" and given.size:
         raise error(f"{name} must be a flat sequence of integers, and they are of type {given.dtype}")
     return given.astype(INT64)

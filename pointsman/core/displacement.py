@@ -192,7 +192,7 @@ class Trial:
 
     def _still_held(self, blocks: Int64Array, dropped: Int64Array) -> int:
         """How many of the head's matched blocks somebody else still holds when those references are dropped."""
-        matched = np.array(self._match.blocks, dtype=np.int64)
+        matched = self._match.blocks
         left = self._kv.pool.num_references[matched].astype(np.int64)
         at = np.searchsorted(blocks, matched)
         known = at < len(blocks)

@@ -155,7 +155,7 @@ class Drafts:
 
     def _checked(self, output: SchedulerOutput, token_ids: Integers, counts: Integers) -> tuple[Int64Array, Int32Array]:
         most = self._config.num_draft_tokens
-        proposed = flat_integers("counts", counts, ProposalError).copy()
+        proposed = flat_integers("counts", counts, ProposalError, copy=True)
         tokens = flat_integers("token_ids", token_ids, ProposalError)
         if proposed.shape != output.rows.shape:
             raise ProposalError(f"counts has shape {proposed.shape} and step {output.step_id} {output.num_rows} row(s)")

@@ -35,7 +35,7 @@ NO_EPOCH = -1  # of a request whose prefix left the tree while it ran
 class Match(NamedTuple):
     """What the prefix tree holds of a request."""
 
-    blocks: list[int]
+    blocks: Int64Array
     node: Node
 
 
@@ -99,15 +99,15 @@ class KVCacheManager:
         A request that holds loaded blocks goes on behind them, and is not looked up again.
         """
         if request.holding is not None:
-            return Match(request.holding.blocks.tolist(), request.prefix_node)
+            return Match(request.holding.blocks, request.prefix_node)
         root = Root.of(request)
         if self.prefix is None or not request.use_prefix_cache:
-            return Match([], root)
+            return Match(NO_BLOCKS, root)
         if request.encoder_inputs and self._marks.key(request):
             self.reset()  # the marks of before mean something else from now on
         max_blocks = (request.num_tokens - 1) // self.block_size
         if max_blocks == 0:
-            return Match([], root)
+            return Match(NO_BLOCKS, root)
         needs_output = max_blocks * self.block_size > request.num_prompt_tokens
         token_bytes = request.known_bytes() if needs_output else request.prompt_bytes
         blocks, node = self.prefix.look_up(root, token_bytes, max_blocks)
@@ -119,13 +119,13 @@ class KVCacheManager:
         if request.holding is not None:
             new = self._take(num_new_blocks)
             return np.concatenate([request.holding.blocks, new])
-        if cached:
+        if len(cached):
             self.pool.acquire(cached)
         new = self._take(num_new_blocks)
         request.num_published_blocks = len(cached)
         request.prefix_node = match.node
         request.prefix_epoch = self.prefix.epoch if self.prefix is not None else 0
-        return np.concatenate([np.array(cached, dtype=np.int64), new]) if cached else new
+        return np.concatenate([cached, new]) if len(cached) else new
 
     # ------------------------------------------------------------------ running rows
 

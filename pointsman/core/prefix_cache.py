@@ -18,8 +18,8 @@ its `duplicates` the others, and the node leaves with the last.
 
     _run_of, _index_of   int64 [B]   for each cached block its run's id (0: not cached) and its place in the run
 
-What is evicted is only noted, and leaves the tree together with what is evicted next, before anybody looks into it:
-while rows decode nobody does, and a run leaves in fewer pieces.
+An evicted block is nobody's at once, but the runs are shortened later, together, in fewer pieces: at the latest
+when something is published behind a node that may be gone. Until then the tree holds more than can be found.
 
 Children leave before their parents. Whoever holds a block of a node holds a block of every node before it, and releases
 its table from the end, so of the free blocks those of a child are always less recently used; a failed step takes its
@@ -36,11 +36,13 @@ import numpy.typing as npt
 
 from pointsman.core.adapters import Adapter
 from pointsman.core.arithmetic import ZERO
+from pointsman.core.block_pool import NO_BLOCKS
 
 if TYPE_CHECKING:
     from pointsman.core.request import Request
 
 Int64Array = npt.NDArray[np.int64]
+_MOST_EVICTED = 4096  # blocks whose runs are shortened together, which bounds how long that takes
 TOKEN_BYTES = np.dtype(np.int32).itemsize
 
 
@@ -61,11 +63,11 @@ class Run:
 
     __slots__ = ("blocks", "children", "duplicates", "length", "parent", "run_id", "token_bytes")
 
-    def __init__(self, run_id: int, parent: Node, token_bytes: bytes, blocks: list[int]) -> None:
+    def __init__(self, run_id: int, parent: Node, token_bytes: bytes, blocks: Int64Array) -> None:
         self.run_id = run_id
         self.parent = parent
         self.token_bytes = token_bytes
-        self.blocks = blocks
+        self.blocks = blocks  # maybe in the publisher's own memory, so it is never written to
         self.length = len(blocks)
         """Nodes that are still there; 0: the run is gone."""
         self.children: dict[tuple[int, bytes], Run] = {}
@@ -125,7 +127,8 @@ class PrefixCache:
         self.num_publications = 0
         """Changes whenever a look-up could find more than before."""
         self.listener: RunListener | None = None
-        self._evicted: list[Int64Array] = []  # blocks that are still in the tree, in the order in which they leave it
+        self._evicted: list[tuple[Int64Array, Int64Array]] = []  # blocks, and their runs, which are to be shortened
+        self._num_evicted = 0
         self._num_duplicates = 0
 
     def __len__(self) -> int:
@@ -135,21 +138,29 @@ class PrefixCache:
 
     # ------------------------------------------------------------------ finding
 
-    def look_up(self, root: Root, token_bytes: bytes, max_blocks: int) -> tuple[list[int], Node]:
+    def look_up(self, root: Root, token_bytes: bytes, max_blocks: int) -> tuple[Int64Array, Node]:
         """The longest cached prefix of a sequence, at most `max_blocks` blocks.
 
         Returns its blocks, in order, and the node of the last one (`root` if there is none).
         """
-        self._settle()
-        blocks: list[int] = []
+        parts: list[Int64Array] = []
+        num_found = 0
         node: Node = root
-        while len(blocks) < max_blocks:
-            span = self._successors(node, token_bytes, len(blocks), max_blocks)
+        while num_found < max_blocks:
+            span = self._successors(node, token_bytes, num_found, max_blocks)
             if span is None:
                 break
-            blocks += span.run.blocks[span.first : span.first + span.length]
-            node = Place(span.run, span.first + span.length - 1)
-        return blocks, node
+            run, first, count = span
+            blocks = run.blocks[first : first + count]
+            if self._evicted:  # of those that were, nobody else has the content
+                count = int(np.count_nonzero(self._run_of[blocks] == run.run_id))
+                if count == 0:
+                    break
+                blocks = blocks[:count]
+            parts.append(blocks)
+            num_found += count
+            node = Place(run, first + count - 1)
+        return parts[0] if len(parts) == 1 else np.concatenate([NO_BLOCKS, *parts]), node
 
     def _successors(self, node: Node, token_bytes: bytes, start: int, end: int) -> Span | None:
         """The nodes behind `node` that hold blocks `start` to at most `end` - 1 of a sequence, as far as one run
@@ -189,11 +200,13 @@ class PrefixCache:
         Returns the nodes that they are; the last one is where the next publication goes on. What is in the tree already
         gets these blocks as duplicates, the rest becomes a run.
         """
-        self._settle()
         spans: list[Span] = []
         start, end = first, first + len(blocks)
         while start < end:
             span = self._successors(node, token_bytes, start, end)
+            if span is not None and self._evicted:
+                self._settle()
+                span = self._successors(node, token_bytes, start, end)
             if span is None:
                 span = self._add_run(node, token_bytes, start, end, blocks[start - first :], request)
             else:
@@ -208,7 +221,7 @@ class PrefixCache:
         self, node: Node, token_bytes: bytes, start: int, end: int, blocks: Int64Array, request: Request
     ) -> Span:
         size = self._block_bytes
-        run = Run(self._next_run_id, node, token_bytes[start * size : end * size], blocks.tolist())
+        run = Run(self._next_run_id, node, token_bytes[start * size : end * size], blocks)
         self._next_run_id += 1
         self._runs[run.run_id] = run
         head = run.token_bytes[:size]
@@ -234,40 +247,46 @@ class PrefixCache:
 
     def evict(self, blocks: Int64Array) -> None:
         """Take out blocks whose content is given up, in the order in which they were least recently used."""
-        self._evicted.append(blocks)
+        self._evicted.append((blocks, self._run_of[blocks]))
+        self._run_of[blocks] = ZERO
+        self._num_evicted += len(blocks)
         # Whoever listens is told at once; and a look-up may find another block in the place of a duplicate.
-        if self._num_duplicates or self.listener is not None:
+        if self._num_duplicates or self.listener is not None or self._num_evicted > _MOST_EVICTED:
             self._settle()
 
     def _settle(self) -> None:
-        """What was evicted leaves the tree."""
+        """Shorten the runs of what was evicted."""
         if not self._evicted:
             return
-        blocks = self._evicted[0] if len(self._evicted) == 1 else np.concatenate(self._evicted)
-        self._evicted.clear()
-        runs = self._run_of[blocks]
+        blocks, runs = self._evicted[0]
+        if len(self._evicted) > 1:
+            blocks = np.concatenate([blocks for blocks, _ in self._evicted])
+            runs = np.concatenate([runs for _, runs in self._evicted])
+        self._forget_evicted()
         lasts = [*(runs[1:] != runs[:-1]).nonzero()[0].tolist(), len(blocks) - 1]  # behind each another run begins
         start = 0
-        for last in lasts:
-            run = self._runs[int(runs[last])]
+        for last, run_id, block in zip(lasts, runs[lasts].tolist(), blocks[lasts].tolist(), strict=True):
+            run = self._runs[run_id]
             if run.duplicates:
-                for block in blocks[start : last + 1].tolist():
-                    self._forget(block)
+                for each in blocks[start : last + 1].tolist():
+                    self._leave(run, int(self._index_of[each]), each)
             else:
                 length = run.length - (last + 1 - start)
-                assert run.blocks[length] == blocks[last], "a block is evicted before what follows it"
+                assert run.blocks[length] == block, "a block is evicted before what follows it"
                 self._shrink(run, length)
             start = last + 1
-        self._run_of[blocks] = ZERO
+
+    def _forget_evicted(self) -> None:
+        self._evicted.clear()
+        self._num_evicted = 0
 
     def forget(self, block: int) -> None:
         """Take one block out. If no other block holds its content the node goes too: it must be the last of its run."""
-        self._settle()
-        self._forget(block)
-
-    def _forget(self, block: int) -> None:
-        run, index = self._place_of(block)
+        run, index = self.place_of(block)
         self._run_of[block] = 0
+        self._leave(run, index, block)
+
+    def _leave(self, run: Run, index: int, block: int) -> None:
         if index in run.duplicates:
             self._drop_one(run, index, block)
         else:
@@ -287,7 +306,7 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Forget everything, and raise the epoch."""
-        self._evicted.clear()
+        self._forget_evicted()
         self._num_duplicates = 0
         for run in self._runs.values():
             run.length = 0
@@ -304,6 +323,7 @@ class PrefixCache:
         others = run.duplicates[index]
         self._num_duplicates -= 1
         if run.blocks[index] == block:
+            run.blocks = run.blocks.copy()
             run.blocks[index] = others.pop(0)
         else:
             others.remove(block)
@@ -322,14 +342,14 @@ class PrefixCache:
             else:
                 del run.parent.run.children[run.parent.at, head]
             del self._runs[run.run_id]
-            run.blocks, run.token_bytes = [], head  # who still names it should not keep a long prompt in memory
+            run.blocks, run.token_bytes = NO_BLOCKS, head  # who still names it should not keep a long prompt in memory
         elif length < len(run.blocks) // 2:  # nor should what is left
-            del run.blocks[length:]
+            run.blocks = run.blocks[:length].copy()
             run.token_bytes = run.token_bytes[: length * self._block_bytes]
 
     def _blocks_behind(self, run: Run, index: int) -> Iterator[int]:
         """All blocks of a run from a node on, and of the runs behind those nodes, which are marked as gone."""
-        yield from run.blocks[index : run.length]
+        yield from run.blocks[index : run.length].tolist()
         for at in [at for at in run.duplicates if at >= index]:
             others = run.duplicates.pop(at)
             self._num_duplicates -= len(others)
@@ -346,20 +366,15 @@ class PrefixCache:
 
     def is_cached(self, block: int) -> bool:
         """Whether a look-up can find the block."""
-        self._settle()
         return bool(self._run_of[block])
 
     def place_of(self, block: int) -> Place:
         """The node whose content a cached block holds."""
         self._settle()
-        return self._place_of(block)
-
-    def _place_of(self, block: int) -> Place:
         return Place(self._runs[int(self._run_of[block])], int(self._index_of[block]))
 
     def holds(self, block: int, run: Run, index: int) -> bool:
         """Whether a block is (still) one of those of a node."""
-        self._settle()
         return bool(self._run_of[block] == run.run_id and self._index_of[block] == index)
 
     def blocks(self) -> list[int]:
@@ -369,7 +384,7 @@ class PrefixCache:
         runs = list(self._roots.values())
         while runs:
             run = runs.pop()
-            found += run.blocks[: run.length]
+            found += run.blocks[: run.length].tolist()
             for index, others in run.duplicates.items():
                 found += others if index < run.length else [-1]
             runs += [child for (index, _), child in run.children.items() if index < run.length]

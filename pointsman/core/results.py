@@ -17,9 +17,10 @@ ROW_TOKENS = "row(s) sample in this step; give one token for each"
 RUN_TOKENS = "token(s) are what counts says"
 
 
-def checked_tokens(result: StepResult, expected: int, wanted: str = ROW_TOKENS) -> Int64Array:
-    """The result's tokens, `expected` of them, maybe in the host's own array; `wanted` says why so many."""
-    token_ids = flat_integers("token_ids", result.token_ids, StepResultError)
+def checked_tokens(result: StepResult, expected: int, wanted: str = ROW_TOKENS, *, copy: bool = False) -> Int64Array:
+    """The result's tokens, `expected` of them, maybe in the host's own memory unless `copy`; `wanted` says why so
+    many."""
+    token_ids = flat_integers("token_ids", result.token_ids, StepResultError, copy=copy)
     if token_ids.shape != (expected,):
         raise StepResultError(f"token_ids has shape {token_ids.shape} and {expected} {wanted}")
     if expected and largest(token_ids) > MAX_INT:

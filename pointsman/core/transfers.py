@@ -238,7 +238,7 @@ class Transfers:
             return
         transfer_id = self.next_id()
         if self.connector.request_ended(request, blocks, num_tokens, transfer_id):
-            self._kv.pool.acquire(blocks.tolist())
+            self._kv.pool.acquire(blocks)
             self._open[transfer_id] = Holding(transfer_id, request.request_id, blocks, 0, None, None)
             self.num_blocks += len(blocks)
             self._num_stuck += len(blocks)

@@ -132,8 +132,8 @@ def test_cached_blocks_go_in_the_order_in_which_they_came_back_whatever_was_foun
         elif what == "find" and waiting:
             found = random.sample(waiting, random.randint(1, max(1, len(waiting) // 4)))
             waiting = [block for block in waiting if block not in set(found)]
-            pool.acquire(found)
             held.append(np.array(found))
+            pool.acquire(held[-1])
         elif what == "forget" and waiting and random.random() < 0.1:
             gone = random.sample(waiting, 1)
             waiting.remove(gone[0])
