@@ -177,7 +177,7 @@ class NumbaAttention:
             run(arguments, num_threads)
         else:
             # Every layer is a chance, and where this thread comes back early it helps.
-            few = int(arguments[kernel.NUM_TILES] * arguments[kernel.NUM_KV_HEADS]) // 4
+            few = int(arguments[kernel.NUM_TILES] * arguments[kernel.NUM_KV_HEADS]) // 2
             run.beside(lambda: plan.batch.do_meanwhile(lambda: arguments[0] <= few), arguments, num_threads)
         if num_tokens > plan.batch.num_tokens:
             output[plan.batch.num_tokens :].zero_()
