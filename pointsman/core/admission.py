@@ -129,7 +129,7 @@ class Admission:
         if seen is not None and seen.request is request and seen.key == key:
             if budget < seen.required_budget:
                 return Blocked(Reason.BUDGET, seen.required_budget - budget)
-            shortage, free = seen.shortage, self._kv.num_free
+            shortage, free = seen.shortage, self._kv.pool.num_free
             if shortage is not None and free < shortage.required:
                 return shortage.verdict(free)
         return self._judge(request, budget, num_running, owed, key)

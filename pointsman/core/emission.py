@@ -83,7 +83,7 @@ class Emission:
         )
         record.output = output
         members = self._batch.members
-        count = len(members)
+        count = len(members.requests)
         is_whole = len(advance.requests) == count
         self._life.last_output = output if len(self._life.queue) or not is_whole else None
         if is_whole and (samples is members.trues or np.count_nonzero(samples) == count):
@@ -103,24 +103,28 @@ class Emission:
         batch, members = self._batch, self._batch.members
         start, count = len(advance.requests), len(admitted)
         requests, rows, serials = members.requests, members.rows, members.serials
-        if start + count < len(members):  # some that ran before do not advance
+        if start + count < len(requests):  # some that ran before do not advance
             requests = [*advance.requests, *requests[-count:]]
             rows = np.concatenate([advance.rows, rows[-count:]])
             serials = np.concatenate([advance.serials, serials[-count:]])
-        grants = [entry.grant for entry in admitted]
-        cached = np.array([grant.num_cached_tokens for grant in grants])
-        external = np.array([grant.num_external_tokens for grant in grants])
-        tokens = [grant.num_tokens for grant in grants]
-        num_blocks = [len(entry.blocks) for entry in admitted]
+        tokens = [entry.grant.num_tokens for entry in admitted]
+        cached = np.array([entry.grant.num_cached_tokens for entry in admitted])
+        external = batch.zeros[:count]
+        if self._life.transfers is not None:
+            external = np.array([entry.grant.num_external_tokens for entry in admitted])
+        blocks = [entry.blocks for entry in admitted]
         samples = batch.num_pending[rows[start:]].astype(np.bool_)
         indices = batch.count_up[start : start + count]
         advance.requests, advance.rows, advance.serials = requests, rows, serials
         advance.num_computed_tokens = np.concatenate([advance.num_computed_tokens, cached])
         advance.num_scheduled_tokens = np.concatenate([advance.num_scheduled_tokens, tokens])
         advance.samples = np.concatenate([advance.samples, samples])
-        advance.num_draft_tokens = np.concatenate([advance.num_draft_tokens, batch.zeros[:count]])
-        advance.block_ids = np.concatenate([advance.block_ids, *(entry.blocks for entry in admitted)])
-        advance.block_rows = np.concatenate([advance.block_rows, indices.repeat(num_blocks)])
+        drafts = batch.zeros[: start + count]
+        if len(advance.draft_token_ids):
+            drafts = np.concatenate([advance.num_draft_tokens, batch.zeros[:count]])
+        advance.num_draft_tokens = drafts
+        advance.block_ids = np.concatenate([advance.block_ids, *blocks])
+        advance.block_rows = np.concatenate([advance.block_rows, indices.repeat(list(map(len, blocks)))])
         advance.total += sum(tokens)
         return cached, external
 

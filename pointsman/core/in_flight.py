@@ -49,20 +49,18 @@ class StepRecord:
     """The running rows, if the output names all of them and all sample: then `update` need not look them up."""
 
 
-def require_room(in_flight: deque[StepRecord], most: int) -> None:
-    """Raises StepOrderError if no further step may be scheduled before the oldest one is updated."""
-    if len(in_flight) >= most:
-        raise StepOrderError(
-            f"{len(in_flight)} step(s) in flight, and max_steps_in_flight is {most}; "
-            f"update step {in_flight[0].step_id} first"
-        )
+def too_many(in_flight: deque[StepRecord], most: int) -> StepOrderError:
+    """Why no further step may be scheduled before the oldest one is updated."""
+    return StepOrderError(
+        f"{len(in_flight)} step(s) in flight, and max_steps_in_flight is {most}; "
+        f"update step {in_flight[0].step_id} first"
+    )
 
 
-def require_oldest(in_flight: deque[StepRecord], output: SchedulerOutput) -> None:
-    """Raises StepOrderError unless `output` is that of the oldest step in flight."""
-    if not in_flight or in_flight[0].output is not output:
-        oldest = f"step {in_flight[0].step_id} is the oldest" if in_flight else "no step is"
-        raise StepOrderError(f"step {output.step_id} cannot be updated now: {oldest} in flight")
+def not_the_oldest(in_flight: deque[StepRecord], output: SchedulerOutput) -> StepOrderError:
+    """Why a step may not be updated, which is not the oldest one in flight."""
+    oldest = f"step {in_flight[0].step_id} is the oldest" if in_flight else "no step is"
+    return StepOrderError(f"step {output.step_id} cannot be updated now: {oldest} in flight")
 
 
 def require_in_flight(in_flight: deque[StepRecord], output: SchedulerOutput) -> None:

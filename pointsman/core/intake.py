@@ -65,16 +65,18 @@ class Intake:
         closed = self._closed(advance)
         self._batch_forms = False
         life.passed, life.wall = [], None
-        if not len(queue):
+        num_waiting = len(queue)
+        if not num_waiting:
             return
         self._admission.open()
         budget = self._budget - advance.total
-        num_running = len(batch)
+        num_running = len(batch.members.requests)
         owed = self._running.blocks_owed()
         passed: list[tuple[Request, int]] = []  # with how many were admitted before it was asked
         if self._loading is not None:
             self._loading.open(displacer, now)
-        while len(queue):
+        while num_waiting:
+            num_waiting -= 1
             head = queue.peek()
             if closed is None and displacer is not None and head is not displacer:
                 closed = Reason.DISPLACEMENT

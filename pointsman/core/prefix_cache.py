@@ -160,7 +160,9 @@ class PrefixCache:
             parts.append(blocks)
             num_found += count
             node = Place(run, first + count - 1)
-        return parts[0] if len(parts) == 1 else np.concatenate([NO_BLOCKS, *parts]), node
+        if not parts:
+            return NO_BLOCKS, root
+        return parts[0] if len(parts) == 1 else np.concatenate(parts), node
 
     def _successors(self, node: Node, token_bytes: bytes, start: int, end: int) -> Span | None:
         """The nodes behind `node` that hold blocks `start` to at most `end` - 1 of a sequence, as far as one run

@@ -66,7 +66,7 @@ class Questions:
     @property
     def num_running(self) -> int:
         """Requests that hold blocks and take part in steps."""
-        return len(self._batch)
+        return len(self._batch.members.requests)
 
     @property
     def num_queued(self) -> int:

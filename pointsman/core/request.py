@@ -92,6 +92,7 @@ class Request:
         "num_cached_tokens",
         "num_overtaken",
         "num_preemptions",
+        "num_prompt_tokens",
         "num_published_blocks",
         "parts",
         "prefix_epoch",
@@ -137,7 +138,7 @@ class Request:
         metadata: Any = None,
     ) -> None:
         self.request_id = request_id
-        self.prompt_token_ids, self._prompt_bytes = shared_prompt(request_id, prompt_token_ids)
+        self._take_prompt(prompt_token_ids)
         self.arrival_time = self._seconds(arrival_time)
         self.max_tokens = self._integer("max_tokens", max_tokens, 0)
         self.max_total_tokens = (
@@ -208,15 +209,11 @@ class Request:
         return f"Request({self.request_id!r}, {self.status.value}, {self.num_computed_tokens}/{self.num_tokens} tokens)"
 
     @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
-
-    @property
     def num_tokens(self) -> int:
         """Known tokens: the prompt and the output so far."""
         if self.batch is not None and self.row is not None:
             return int(self.batch.num_tokens[self.row])
-        return self.num_prompt_tokens + len(self._output)
+        return self.num_prompt_tokens + self._output.length
 
     @property
     def num_output_tokens(self) -> int:
@@ -303,7 +300,7 @@ class Request:
         """All known tokens as bytes; the prompt's own while nothing is generated."""
         if self.batch is not None and self.row is not None:
             self.batch.flush(self.row, self)
-        return self._prompt_bytes + self._output.array().tobytes() if len(self._output) else self._prompt_bytes
+        return self._prompt_bytes + self._output.array().tobytes() if self._output.length else self._prompt_bytes
 
     # ------------------------------------------------------------------ what the scheduler changes
 
@@ -329,7 +326,7 @@ class Request:
         self, prompt_token_ids: Int32Array, max_tokens: int, encoder_inputs: tuple[EncoderInput, ...]
     ) -> None:
         """A longer prompt, and no output yet, for a request without a row."""
-        self.prompt_token_ids, self._prompt_bytes = shared_prompt(self.request_id, prompt_token_ids)
+        self._take_prompt(prompt_token_ids)
         self.encoder_inputs = encoder_inputs
         self.content_generation = -1  # what stands at its placeholders has yet to enter the key
         self.block_keys = []  # the last output token, of which a block may have been the last, is not in it
@@ -341,7 +338,7 @@ class Request:
     @property
     def num_own_output_tokens(self) -> int:
         """Output tokens in the request's own array; the rest, while it has a row, is in the batch's ring."""
-        return len(self._output)
+        return self._output.length
 
     def leave_row(self, num_computed_tokens: int, num_pending: int) -> None:
         """Take over what the batch's columns held, when the row is released."""
@@ -358,6 +355,10 @@ class Request:
     def settle_pending(self, count: int) -> None:
         """`count` samples of a request without a row have come back, or never will."""
         self._num_pending -= count
+
+    def _take_prompt(self, token_ids: IntArray | Sequence[int]) -> None:
+        self.prompt_token_ids, self._prompt_bytes = shared_prompt(self.request_id, token_ids)
+        self.num_prompt_tokens = len(self.prompt_token_ids)
 
     def _check(self) -> None:
         if self.num_prompt_tokens == 0:

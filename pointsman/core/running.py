@@ -87,7 +87,7 @@ class Running:
         """Decide, and commit, what every running row computes; `preempt` is called for each that gives way."""
         batch = self._batch
         preempted = False
-        while self._steady_allowed and batch.num_prefilling == 0 and len(batch) <= self._steady_rows:
+        while self._steady_allowed and batch.num_prefilling == 0 and len(batch.members.requests) <= self._steady_rows:
             steady = self._advance_drafts() if self._drafts.waiting else self._advance_steady(in_flight)
             if steady is not None:
                 steady.preempted = preempted
@@ -169,9 +169,11 @@ class Running:
                 return None
         computed = batch.num_computed_tokens[rows]
         lacking = (computed >= batch.num_slots[rows]).nonzero()[0]
-        if len(lacking) > self._kv.num_free:
-            return None
-        block_ids = self._kv.grow_by_one(batch, rows[lacking]) if len(lacking) else NO_BLOCKS
+        block_ids: IntArray = NO_BLOCKS
+        if len(lacking):
+            if len(lacking) > self._kv.pool.num_free:
+                return None
+            block_ids = self._kv.grow_by_one(batch, rows[lacking])
         batch.num_computed_tokens[rows] = computed + ONE
         batch.num_pending[rows] = pending + ONE if in_flight else ONE
         # By position, in the order of the fields: with keywords it takes three times as long.

@@ -22,14 +22,11 @@ NO_TOKENS.flags.writeable = False
 class OutputTokens:
     """int32 tokens that come in pieces, which are joined when somebody reads them."""
 
-    __slots__ = ("_length", "_pieces")
+    __slots__ = ("_pieces", "length")
 
     def __init__(self) -> None:
         self._pieces: list[Int32Array] = []
-        self._length = 0
-
-    def __len__(self) -> int:
-        return self._length
+        self.length = 0
 
     def array(self) -> Int32Array:
         """The tokens, not to be changed."""
@@ -41,12 +38,12 @@ class OutputTokens:
 
     def extend(self, token_ids: IntArray | Sequence[int]) -> None:
         self._pieces.append(np.asarray(token_ids).astype(np.int32))
-        self._length += len(token_ids)
+        self.length += len(token_ids)
 
     def truncate(self, length: int) -> None:
-        if length < self._length:
+        if length < self.length:
             self._pieces = [self.array()[:length]]
-            self._length = length
+            self.length = length
 
 
 def shared_prompt(request_id: str, token_ids: IntArray | Sequence[int]) -> tuple[Int32Array, bytes]:

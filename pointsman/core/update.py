@@ -78,7 +78,7 @@ class Update:
         members = record.members
         if members is None or members is not self._batch.members or result.counts is not None or result.errors:
             return self._apply_general(record, output, result)
-        token_ids = checked_tokens(result, len(members), copy=True)
+        token_ids = checked_tokens(result, len(members.requests), copy=True)
         record.is_over = True
         num_tokens = self._batch.append(members.requests, members.rows, token_ids, is_last=self._is_last())
         done = token_ids == members.eos_token_id
