@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.arithmetic import INT64
+from pointsman.core.arithmetic import INT32, INT64, largest
 from pointsman.core.config import MAX_INT
 
 
@@ -34,9 +34,9 @@ def checked_priority(value: object) -> int:
 
 
 def flat_integers(
-    name: str, values: npt.NDArray[np.integer] | Sequence[int], error: type[Exception], *, copy: bool = False
+    name: str, values: npt.NDArray[np.integer] | Sequence[int], error: type[Exception]
 ) -> npt.NDArray[np.int64]:
-    """The values as an array of int64: in the caller's own memory if they are that already, unless `copy`.
+    """The values as an array of int64: in the caller's own memory if they are that already.
 
     Raises:
         error: they are no flat sequence of integers.
@@ -46,7 +46,25 @@ def flat_integers(
     except ValueError as reason:
         raise error(f"{name} must be a flat sequence of integers: {reason}") from None
     if given.dtype == INT64:
-        return given.copy() if copy else given
+        return given
     if given.dtype.kind not in "iu" and given.size:
         raise error(f"{name} must be a flat sequence of integers, and they are of type {given.dtype}")
     return given.astype(INT64)
+
+
+def flat_tokens(
+    values: npt.NDArray[np.integer] | Sequence[int], count: int, wanted: str, origin: str, error: type[Exception]
+) -> npt.NDArray[np.int32]:
+    """`count` token ids as an int32 array of its own; `wanted` and `origin` say, in errors, why so many and whence.
+
+    Raises:
+        error: they are no flat sequence of so many integers from 0 to MAX_INT.
+    """
+    narrow = isinstance(values, np.ndarray) and values.dtype == INT32  # the type that tokens are kept in
+    given = np.asarray(values) if narrow else flat_integers("token_ids", values, error)
+    if given.shape != (count,):
+        raise error(f"token_ids has shape {given.shape} and {wanted.format(count)}")
+    if count and (given.item(given.argmin()) < 0 if narrow else largest(given) > MAX_INT):
+        bad = given[(given < 0) | (given > MAX_INT)][0]
+        raise error(f"token id {bad} {origin}; ids must be between 0 and {MAX_INT}")
+    return given.astype(INT32)

@@ -20,10 +20,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.arithmetic import INT32, largest
+from pointsman.core.arithmetic import largest
 from pointsman.core.batch import PREFILLING, Batch
-from pointsman.core.checks import flat_integers
-from pointsman.core.config import MAX_INT, SchedulerConfig
+from pointsman.core.checks import flat_integers, flat_tokens
+from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import ProposalError, StepOrderError
 from pointsman.core.output import IntArray, Integers, SchedulerOutput
 from pointsman.core.runs import Runs
@@ -155,17 +155,11 @@ class Drafts:
 
     def _checked(self, output: SchedulerOutput, token_ids: Integers, counts: Integers) -> tuple[Int64Array, Int32Array]:
         most = self._config.num_draft_tokens
-        proposed = flat_integers("counts", counts, ProposalError, copy=True)
-        tokens = flat_integers("token_ids", token_ids, ProposalError)
+        proposed = flat_integers("counts", counts, ProposalError).copy()
         if proposed.shape != output.rows.shape:
             raise ProposalError(f"counts has shape {proposed.shape} and step {output.step_id} {output.num_rows} row(s)")
         if len(proposed) and largest(proposed) > most:
             bad = proposed[(proposed < 0) | (proposed > most)][0]
             raise ProposalError(f"{bad} drafts for a row, and num_draft_tokens is {most}; propose 0 to {most}")
         total = int(proposed.dot(self._batch.ones[: len(proposed)]))  # half the time of a sum
-        if tokens.shape != (total,):
-            raise ProposalError(f"token_ids has shape {tokens.shape} and counts asks for {total} token(s)")
-        if total and largest(tokens) > MAX_INT:
-            bad = tokens[(tokens < 0) | (tokens > MAX_INT)][0]
-            raise ProposalError(f"token id {bad} is proposed; ids must be between 0 and {MAX_INT}")
-        return proposed, tokens.astype(INT32)
+        return proposed, flat_tokens(token_ids, total, "counts asks for {} token(s)", "is proposed", ProposalError)

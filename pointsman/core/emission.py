@@ -47,6 +47,7 @@ class Emission:
         resync = self._resync
         if resync:
             advance.block_ids, advance.block_rows = self._full_tables(advance)
+        block_ids = advance.block_ids
         samples, completes = advance.samples, _NO_INTS
         if self._batch.num_no_sample:
             samples, completes = self._without_completions(advance)
@@ -71,7 +72,7 @@ class Emission:
             cached,
             external,
             resumed,
-            advance.block_ids.astype(INT32, copy=False),
+            block_ids if block_ids.dtype == INT32 else block_ids.astype(INT32),
             advance.block_rows,
             encoder_inputs,
             freed_entries,

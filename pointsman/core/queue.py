@@ -71,7 +71,7 @@ class FirstComeFirstServed:
 
     def __iter__(self) -> Iterator[Request]:
         """The queued requests, in no promised order."""
-        return (entry[1] for entry in self._heap if entry[1] is not None)
+        return (entry[-1] for entry in self._heap if entry[-1] is not None)
 
     def urgency(self, request: Request) -> int:
         """The class of a request; smaller is more urgent."""
@@ -85,7 +85,7 @@ class FirstComeFirstServed:
 
     def push(self, request: Request) -> None:
         self._num_pushes += 1  # a removed entry that is still in the heap may else be equal
-        entry: list[Any] = [(*self.key(request), self._num_pushes), request]
+        entry: list[Any] = [*self.key(request), self._num_pushes, request]
         request.queue_entry = entry
         heapq.heappush(self._heap, entry)
         self._length += 1
@@ -96,9 +96,9 @@ class FirstComeFirstServed:
 
     def peek(self) -> Request:
         heap = self._heap
-        while heap[0][1] is None:
+        while heap[0][-1] is None:
             heapq.heappop(heap)
-        request: Request = heap[0][1]
+        request: Request = heap[0][-1]
         return request
 
     def pop(self) -> Request:
@@ -110,17 +110,17 @@ class FirstComeFirstServed:
 
     def remove(self, request: Request) -> None:
         assert request.queue_entry is not None
-        request.queue_entry[1] = None  # the heap drops it when it reaches the top
+        request.queue_entry[-1] = None  # the heap drops it when it reaches the top
         request.queue_entry = None
         self._length -= 1
         if len(self._heap) > 2 * self._length + 64:
-            self._heap = [entry for entry in self._heap if entry[1] is not None]
+            self._heap = [entry for entry in self._heap if entry[-1] is not None]
             heapq.heapify(self._heap)
 
     def position(self, request: Request) -> int:
         assert request.queue_entry is not None
-        key = request.queue_entry[0]
-        return sum(1 for entry in self._heap if entry[1] is not None and entry[0] < key)
+        own = request.queue_entry
+        return sum(1 for entry in self._heap if entry[-1] is not None and entry < own)
 
 
 class PriorityOrder(FirstComeFirstServed):

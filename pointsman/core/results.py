@@ -5,31 +5,24 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.arithmetic import INT32, INT64, ONE, largest
-from pointsman.core.checks import flat_integers
-from pointsman.core.config import MAX_INT
+from pointsman.core.arithmetic import INT64, ONE
+from pointsman.core.checks import flat_tokens
 from pointsman.core.errors import StepResultError
 from pointsman.core.output import SchedulerOutput, StepResult
 from pointsman.core.runs import Runs
 
+Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
-ROW_TOKENS = "row(s) sample in this step; give one token for each"
-RUN_TOKENS = "token(s) are what counts says"
+ROW_TOKENS = "{} row(s) sample in this step; give one token for each"
+RUN_TOKENS = "{} token(s) are what counts says"
 
 
-def checked_tokens(result: StepResult, expected: int, wanted: str = ROW_TOKENS, *, copy: bool = False) -> Int64Array:
-    """The result's tokens, `expected` of them, maybe in the host's own memory unless `copy`; `wanted` says why so
-    many."""
-    token_ids = flat_integers("token_ids", result.token_ids, StepResultError, copy=copy)
-    if token_ids.shape != (expected,):
-        raise StepResultError(f"token_ids has shape {token_ids.shape} and {expected} {wanted}")
-    if expected and largest(token_ids) > MAX_INT:
-        bad = token_ids[(token_ids < 0) | (token_ids > MAX_INT)][0]
-        raise StepResultError(f"token id {bad} was sampled; ids must be between 0 and {MAX_INT}")
-    return token_ids
+def checked_tokens(result: StepResult, expected: int, wanted: str = ROW_TOKENS) -> Int32Array:
+    """The result's tokens, `expected` of them, as an array of its own; `wanted` says why so many."""
+    return flat_tokens(result.token_ids, expected, wanted, "was sampled", StepResultError)
 
 
-def checked_samples(output: SchedulerOutput, result: StepResult) -> tuple[Int64Array, Int64Array]:
+def checked_samples(output: SchedulerOutput, result: StepResult) -> tuple[Int64Array, Int32Array]:
     """Which rows have a token in the result, and the tokens, in row order."""
     expected = _expected(output, result)
     if result.counts is not None:
@@ -58,7 +51,7 @@ def checked_runs(output: SchedulerOutput, result: StepResult) -> tuple[Int64Arra
             )
         counts = given[sampled].astype(np.int64)
     token_ids = checked_tokens(result, int(counts.sum()), RUN_TOKENS)
-    return sampled, Runs.of(counts, token_ids.astype(INT32))
+    return sampled, Runs.of(counts, token_ids)
 
 
 def checked_run_per_row(output: SchedulerOutput, result: StepResult) -> tuple[Runs, Int64Array]:
@@ -72,7 +65,7 @@ def checked_run_per_row(output: SchedulerOutput, result: StepResult) -> tuple[Ru
         if not more.item(more.argmax()) and accepted.item(accepted.argmin()) >= 0:
             ends = np.add.accumulate(counts)
             token_ids = checked_tokens(result, ends.item(-1), RUN_TOKENS)
-            return Runs(counts, ends, token_ids.astype(INT32)), accepted
+            return Runs(counts, ends, token_ids), accepted
     runs = checked_runs(output, result)[1]  # says what is wrong, if something is
     return runs, runs.counts - 1
 

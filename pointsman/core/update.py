@@ -28,6 +28,7 @@ from pointsman.core.runs import Runs
 from pointsman.core.stats import Counters
 from pointsman.core.status import FinishReason
 
+Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 Ends = list[tuple[int, End]]  # (row index in the output, how it ended)
 _row_index = itemgetter(0)
@@ -78,7 +79,7 @@ class Update:
         members = record.members
         if members is None or members is not self._batch.members or result.counts is not None or result.errors:
             return self._apply_general(record, output, result)
-        token_ids = checked_tokens(result, len(members.requests), copy=True)
+        token_ids = checked_tokens(result, len(members.requests))
         record.is_over = True
         num_tokens = self._batch.append(members.requests, members.rows, token_ids, is_last=self._is_last())
         done = token_ids == members.eos_token_id
@@ -92,7 +93,7 @@ class Update:
         self,
         requests: list[Request],
         rows: Int64Array,
-        token_ids: Int64Array,
+        token_ids: Int32Array,
         num_tokens: Int64Array,
         done: npt.NDArray[np.bool_],
     ) -> Ends:
