@@ -170,10 +170,10 @@ class Session(ABC):
             raise RuntimeError(f"not steady: {before} running and waiting became {self.counts()}")
         return {"us": seconds / steps * 1e6}
 
-    def drafts(self, running: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def drafts(self, running: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
         """A proposal for a step: tokens, and how many for each row."""
         each = self.settings.num_draft_tokens
-        return self.tokens(running * each), np.full(running, each)
+        return self.tokens(running * each).astype(np.int32), np.full(running, each)
 
     def time_abort(self, count: int) -> dict[str, Any]:
         """CPU microseconds of aborting a waiting request: the mean of `count` anywhere in the queue."""

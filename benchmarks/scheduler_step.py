@@ -27,13 +27,17 @@ from _common import AZURE_TRACE, Targets, argument_parser, azure_lengths, finish
 from _worker_process import WorkerProcess
 from vllm_env import VLLM_VERSION, is_complete, python_of
 
+from pointsman.core.batch import RECENT
+
 HERE = Path(__file__).resolve().parent
 SIZES = (1, 16, 64, 256, 1024, 4096)
 TARGET_RATIOS = {1: 1.0, 16: 6.0, 64: 20.0, 256: 70.0, 1024: 200.0, 4096: 350.0}
-STEPS_PER_ROUND = {1: 500, 16: 400, 64: 200, 256: 96, 1024: 64, 4096: 40}
+STEPS_PER_ROUND = {1: 500, 16: 400, 64: 200, 256: 96, 1024: 64, 4096: 40}  # of vLLM's
+OWN_STEPS_PER_ROUND = RECENT - 1
+"""Of ours: every row's recent tokens are moved away in the same one of so many steps, so that a round takes it in."""
 # A round of few rows is over in milliseconds, and a shared machine has slow moments as long: the median needs many.
 ROUNDS = 9
-ROUNDS_PER_SIZE = {1: 25, 16: 25, 64: 25, 256: 25}
+ROUNDS_PER_SIZE = {1: 25, 16: 25, 64: 25, 256: 25, 4096: 5}
 FEATURES_RUNNING = 256
 FEATURES: dict[str, dict[str, int]] = {  # settings, for every request of the batch
     "asynchronous": {"max_steps_in_flight": 2},
@@ -65,9 +69,10 @@ Side = dict[str, list[float]]  # worker name -> one figure per round
 
 def measure_decode(workers: Sequence[WorkerProcess], size: int, rounds: int, **more: int) -> Side:
     """CPU us per step of steady decode with `size` running requests, per worker and round; `more` settings for both."""
-    steps = STEPS_PER_ROUND.get(size, 40)
-    warm_up = steps // 4  # not timed: the other side has just had the processor
-    blocks_each = -(-(HEADROOM + rounds * (warm_up + steps)) // BLOCK_SIZE)
+    steps = {worker.name: OWN_STEPS_PER_ROUND for worker in workers}
+    steps["vllm"] = STEPS_PER_ROUND.get(size, 40)
+    warm_up = min(24, steps["vllm"] // 4)  # not timed: the other side has just had the processor
+    blocks_each = -(-(HEADROOM + rounds * (warm_up + max(steps.values()))) // BLOCK_SIZE)
     settings = {
         "num_blocks": 1 + size * blocks_each,
         "max_model_len": MAX_MODEL_LEN,
@@ -81,7 +86,7 @@ def measure_decode(workers: Sequence[WorkerProcess], size: int, rounds: int, **m
     for _ in range(rounds):
         for worker in workers:
             worker.ask("decode", name="decode", steps=warm_up)
-            figures[worker.name].append(worker.ask("decode", name="decode", steps=steps)["us"])
+            figures[worker.name].append(worker.ask("decode", name="decode", steps=steps[worker.name])["us"])
     for worker in workers:
         worker.ask("close", name="decode")
     return figures
@@ -89,7 +94,7 @@ def measure_decode(workers: Sequence[WorkerProcess], size: int, rounds: int, **m
 
 def measure_features(worker: WorkerProcess, rounds: int) -> dict[str, list[float]]:
     """CPU us per step of decoding, per round, plain and with each of `FEATURES` at every request."""
-    steps = STEPS_PER_ROUND[FEATURES_RUNNING]
+    steps = OWN_STEPS_PER_ROUND
     for name, settings in {"plain": {}, **FEATURES}.items():
         most = 1 + settings.get("num_draft_tokens", 0)  # tokens of a request and step
         blocks_each = -(-(HEADROOM + rounds * steps * most) // BLOCK_SIZE)

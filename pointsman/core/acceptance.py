@@ -6,9 +6,12 @@ A step only notes its arrays. They are added up when the running requests change
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
+Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 Counts = npt.NDArray[np.integer]
 
@@ -28,6 +31,7 @@ class Acceptance:
         self._accepted: Int64Array = np.zeros(0, dtype=np.int64)
         self._rows: Counts = self._verified  # those of the steps that are noted
         self._steps: list[tuple[Counts, Counts]] = []  # (drafts, accepted) of these rows
+        self._room: Int32Array = np.zeros(0, dtype=np.int32)  # where they are joined: new memory costs more than sums
 
     def add(self, rows: Counts, drafts: Counts, accepted: Counts) -> None:
         """A step verified `drafts` [n] of distinct `rows` [n], none for some, and accepted that many of each."""
@@ -61,16 +65,27 @@ class Acceptance:
     def _settle(self) -> None:
         if not self._steps:
             return
-        shape = (len(self._steps), len(self._rows))
-        drafts, accepted = (np.concatenate(arrays).reshape(shape) for arrays in zip(*self._steps, strict=True))
+        all_drafts, all_accepted = zip(*self._steps, strict=True)
         self._steps.clear()
         most = int(self._rows.max(initial=-1))
         if most >= len(self._verified):
             more = np.zeros(2 * most + 1 - len(self._verified), dtype=np.int64)
             self._verified = np.concatenate([self._verified, more])
             self._accepted = np.concatenate([self._accepted, more])
-        self._verified[self._rows] += drafts.sum(axis=0)
-        self._accepted[self._rows] += accepted.sum(axis=0)
-        for count, times in enumerate(np.bincount(accepted.reshape(-1)).tolist()):
-            self._accepted_drafts[count] += times
-        self._accepted_drafts[0] -= drafts.size - int(np.count_nonzero(drafts))  # of none, none were accepted
+        drafts = self._joined(all_drafts)
+        self._verified[self._rows] += drafts.sum(axis=0, dtype=np.int32)
+        times = int(np.count_nonzero(drafts))  # of none, none were accepted
+        accepted = self._joined(all_accepted)
+        self._accepted[self._rows] += accepted.sum(axis=0, dtype=np.int32)
+        for count in range(len(self._accepted_drafts)):
+            times_more = int(np.count_nonzero(accepted > count)) if times else 0
+            self._accepted_drafts[count] += times - times_more
+            times = times_more
+
+    def _joined(self, arrays: Sequence[Counts]) -> Int32Array:
+        """[steps, rows], until this is called again."""
+        size = len(arrays) * len(self._rows)
+        if size > len(self._room):
+            self._room = np.zeros(2 * size, dtype=np.int32)
+        joined = np.concatenate(arrays, out=self._room[:size], casting="unsafe")  # they are small
+        return joined.reshape(len(arrays), -1)

@@ -162,7 +162,7 @@ class StepResult:
     """What came back from the model for one output."""
 
     token_ids: IntArray | Sequence[int]
-    """Sampled tokens, ragged, in row order."""
+    """Sampled tokens, ragged, in row order; an int32 array costs least."""
     counts: IntArray | Sequence[int] | None = None
     """[n] tokens of each row; None: one for each row with `samples`, none for the others. A row with d drafts has 1 to
     1 + d: the drafts that the model accepts, and the token that it puts behind them."""

@@ -383,7 +383,7 @@ class Scheduler(Questions):
 
         Args:
             output: the step that was updated last. For an older one the proposal comes too late and is dropped.
-            token_ids: the drafts, ragged, in row order.
+            token_ids: the drafts, ragged, in row order; an int32 array costs least.
             counts: [output.num_rows] how many for each row, 0 to `num_draft_tokens`. Drafts of rows that do not decode
                 (any more), or have further samples in flight, are dropped, as is what would pass a token limit.
 

@@ -37,7 +37,7 @@ class OutputTokens:
         return self._pieces[0]
 
     def extend(self, token_ids: IntArray | Sequence[int]) -> None:
-        self._pieces.append(np.asarray(token_ids).astype(np.int32))
+        self._pieces.append(np.array(token_ids, dtype=np.int32))
         self.length += len(token_ids)
 
     def truncate(self, length: int) -> None:
