@@ -50,14 +50,14 @@ class PointsmanSession(Session):
         )
 
     def result(self, output: SchedulerOutput) -> StepResult:
-        return StepResult(self.tokens(int(output.samples.sum())).astype(np.int32))
+        return StepResult(self.tokens(int(output.samples.sum())))
 
     def decode_result(self, like: SchedulerOutput) -> StepResult:
-        return StepResult(self.tokens(like.num_rows).astype(np.int32))
+        return StepResult(self.tokens(like.num_rows))
 
     def verified_result(self, running: int) -> StepResult:
         counts = self.rng.integers(1, 2 + self.settings.num_draft_tokens, size=running)
-        return StepResult(self.tokens(int(counts.sum())).astype(np.int32), counts)
+        return StepResult(self.tokens(int(counts.sum())), counts)
 
     def num_scheduled(self, output: SchedulerOutput) -> tuple[int, int]:
         return output.num_rows, output.total_num_scheduled_tokens

@@ -105,15 +105,15 @@ class Session(ABC):
         whole pool, so it waits as long as anything runs; `waiting=None`: no head and nobody behind it.
         """
         for i in range(running):
-            prompt = self.prompt(BLOCK_SIZE + 1 + i % BLOCK_SIZE)
+            prompt = self.tokens(BLOCK_SIZE + 1 + i % BLOCK_SIZE)
             self.add(self.make_request(f"r{i}", prompt, self.settings.max_model_len))
         self._step_until_all_run(running)
         self.waiting_ids: list[str] = []
         self.num_added = 0
         if waiting is not None:
             usable_tokens = (self.settings.num_blocks - 1) * BLOCK_SIZE
-            self.add(self.make_request("head", self.prompt(usable_tokens - BLOCK_SIZE), BLOCK_SIZE))
-            self.short_prompt = self.prompt(BLOCK_SIZE)
+            self.add(self.make_request("head", self.tokens(usable_tokens - BLOCK_SIZE), BLOCK_SIZE))
+            self.short_prompt = self.tokens(BLOCK_SIZE)
             for _ in range(waiting):
                 self._add_waiting()
         for _ in range(WARM_UP_STEPS):
@@ -173,7 +173,7 @@ class Session(ABC):
     def drafts(self, running: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
         """A proposal for a step: tokens, and how many for each row."""
         each = self.settings.num_draft_tokens
-        return self.tokens(running * each).astype(np.int32), np.full(running, each)
+        return self.tokens(running * each), np.full(running, each)
 
     def time_abort(self, count: int) -> dict[str, Any]:
         """CPU microseconds of aborting a waiting request: the mean of `count` anywhere in the queue."""
@@ -194,7 +194,7 @@ class Session(ABC):
 
     def time_backlog(self, lengths: list[tuple[int, int]]) -> dict[str, Any]:
         """CPU seconds of all calls of the scheduler until a backlog that is there from the start is served."""
-        prompts = [self.prompt(length) for length, _ in lengths]
+        prompts = [self.tokens(length) for length, _ in lengths]
         start = process_time()
         requests = [self.make_request(f"r{i}", prompts[i], limit) for i, (_, limit) in enumerate(lengths)]
         make_seconds = process_time() - start
@@ -228,13 +228,9 @@ class Session(ABC):
 
     # ------------------------------------------------------------------ helpers
 
-    def prompt(self, length: int) -> npt.NDArray[np.int32]:
-        """[length] int32 random tokens."""
-        return self.tokens(length).astype(np.int32)
-
-    def tokens(self, count: int) -> npt.NDArray[np.int64]:
-        """[count] int64 random tokens, none of them EOS."""
-        return self.rng.integers(FIRST_TOKEN, VOCABULARY, size=count)
+    def tokens(self, count: int) -> npt.NDArray[np.int32]:
+        """[count] random tokens, none of them EOS: int32, as vLLM's sampler answers."""
+        return self.rng.integers(FIRST_TOKEN, VOCABULARY, size=count).astype(np.int32)
 
     def _add_waiting(self) -> None:
         request_id = f"w{self.num_added}"

@@ -158,11 +158,11 @@ def main() -> int:
     arguments = parser.parse_args()
     quick = arguments.quick
     shape = QUICK if quick else FULL
-    num_rounds, num_tokens = (1, 60) if quick else (4, 400)
+    num_rounds, num_tokens, num_large_tokens = (1, 120, 60) if quick else (4, 400, 100)
     targets = Targets()
     models = {"demo": report("demo", measure("demo", WORKLOADS, num_rounds, num_tokens), targets)}
     note("")
-    large = measure(model_directory(shape), LARGE_WORKLOADS, min(num_rounds, 2), min(num_tokens, 100))
+    large = measure(model_directory(shape), LARGE_WORKLOADS, min(num_rounds, 2), num_large_tokens)
     models[shape.name] = report(shape.name, large, targets)
     return finish("speculation", {"quick": quick, "drafts": DRAFTS, "models": models}, targets, arguments.check)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.arithmetic import INT32, INT64, largest
+from pointsman.core.arithmetic import INT32, INT64, UINT32, largest
 from pointsman.core.config import MAX_INT
 
 
@@ -60,11 +60,16 @@ def flat_tokens(
     Raises:
         error: they are no flat sequence of so many integers from 0 to MAX_INT.
     """
-    narrow = isinstance(values, np.ndarray) and values.dtype == INT32  # the type that tokens are kept in
-    given = np.asarray(values) if narrow else flat_integers("token_ids", values, error)
+    if isinstance(values, np.ndarray) and values.dtype in (INT32, UINT32):  # nearly as they are kept
+        given: npt.NDArray[np.integer] = values if values.dtype == INT32 else values.view(INT32)
+        fits = not given.size or given.item(given.argmin()) >= 0  # what is too large for int32 is negative as such
+    else:
+        wide = flat_integers("token_ids", values, error)
+        given, fits = wide, not wide.size or largest(wide) <= MAX_INT
     if given.shape != (count,):
         raise error(f"token_ids has shape {given.shape} and {wanted.format(count)}")
-    if count and (given.item(given.argmin()) < 0 if narrow else largest(given) > MAX_INT):
-        bad = given[(given < 0) | (given > MAX_INT)][0]
+    if not fits:
+        named = np.asarray(values)
+        bad = named[(named < 0) | (named > MAX_INT)][0]
         raise error(f"token id {bad} {origin}; ids must be between 0 and {MAX_INT}")
     return given.astype(INT32)

@@ -298,10 +298,9 @@ class ModelRunner:
             return StepExecution(result, sampled.logprobs)
         if prepared.links is not None and self._sampled_tokens is not None:
             self._sampled_tokens.put(prepared.links.sampled, sampled.token_ids)
-        token_ids = sampled.token_ids.astype(np.int32)
         if sampled.ok.all():
-            return StepExecution(StepResult(token_ids=token_ids), sampled.logprobs)
-        result = StepResult(token_ids=token_ids[sampled.ok], errors=_errors(prepared, logits, sampled.ok))
+            return StepExecution(StepResult(token_ids=sampled.token_ids), sampled.logprobs)
+        result = StepResult(token_ids=sampled.token_ids[sampled.ok], errors=_errors(prepared, logits, sampled.ok))
         return StepExecution(result, sampled.logprobs)
 
 

@@ -120,7 +120,7 @@ class PromptLookup:
                 counts[index] = count
         if drafts:
             self._steps_without = 0
-            self._scheduler.propose(output, np.array(drafts, dtype=np.int32), counts, now)
+            self._scheduler.propose(output, drafts, counts, now)
 
     def _learn_cost(self, output: SchedulerOutput) -> None:
         """The time since the last output was that of this one; steps that compute prompts say nothing of drafts."""

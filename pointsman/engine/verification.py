@@ -77,4 +77,4 @@ class Verification:
         counts[self.rows] = lengths
         no_fault = np.ones(len(token_ids), dtype=np.bool_)
         no_fault[self.starts] = sound
-        return StepResult(token_ids=token_ids[kept].astype(np.int32), counts=counts), no_fault
+        return StepResult(token_ids=token_ids[kept], counts=counts), no_fault

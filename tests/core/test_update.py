@@ -230,7 +230,11 @@ BAD_TOKENS: list[tuple[dict[str, Any], str]] = [
     ({"token_ids": np.array([1.0, 2.0])}, "token_ids must be a flat sequence of integers"),
     ({"token_ids": [1, -1]}, "token id -1 was sampled; ids must be between 0 and 2147483647"),
     ({"token_ids": [1, 2**31]}, "token id 2147483648 was sampled; ids must be between 0 and 2147483647"),
+    ({"token_ids": np.array([1, 2**63], dtype=np.uint64)}, "token id 9223372036854775808 was sampled"),
     ({"token_ids": [1, 2**70]}, "token_ids must be|token id"),
+    ({"token_ids": np.array([1, -7], dtype=np.int32)}, "token id -7 was sampled"),
+    ({"token_ids": np.array([1, 2**31], dtype=np.uint32)}, "token id 2147483648 was sampled"),
+    ({"token_ids": np.array([[1, 2]], dtype=np.uint32)}, r"token_ids has shape \(1, 2\)"),
     ({"token_ids": [1, 2], "errors": {0: "x"}}, r"token_ids has shape \(2,\) and 1 row\(s\)"),
 ]
 BAD_RESULTS = [

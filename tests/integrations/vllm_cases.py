@@ -26,6 +26,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, RSWA
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.request import Request, RequestStatus
 
+from pointsman.core import StepResultError
 from pointsman.integrations.vllm import Scheduler
 from pointsman.integrations.vllm.support import check_supported
 from pointsman.integrations.vllm.versions import UnsupportedVLLM
@@ -244,6 +245,17 @@ def models_whose_kv_vllm_manages_in_its_own_ways_are_refused() -> None:
             raise AssertionError(f"{type(spec).__name__} is accepted")
 
 
+def a_token_that_is_none_is_named_as_it_came() -> None:
+    scheduler = one()
+    scheduler.add_request(request("t", [1, 2, 3]))
+    try:
+        step(scheduler, token=2**31)
+    except StepResultError as error:
+        assert f"token id {2**31} was sampled" in str(error)
+    else:
+        raise AssertionError("a token that fits nothing is taken")
+
+
 def kv_cache_config_of(spec: Any) -> Any:
     return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)], needs_kv_cache_zeroing=False)
 
@@ -260,6 +272,7 @@ CASES = [
     a_prompt_that_is_pooled_may_fill_the_model,
     what_reads_no_cache_leaves_none_and_says_so,
     models_whose_kv_vllm_manages_in_its_own_ways_are_refused,
+    a_token_that_is_none_is_named_as_it_came,
 ]
 
 

@@ -79,7 +79,7 @@ def to_result(output: Output, sampled: Sampled) -> StepResult:
 def _flat(lists: list[list[int]]) -> npt.NDArray[np.integer]:
     """All tokens. Mostly each row has one, and is read in a third of the time."""
     try:
-        return np.frombuffer(array("I", [token for (token,) in lists]), dtype=np.int32)
+        return np.frombuffer(array("I", [token for (token,) in lists]), dtype=np.uint32)
     except (ValueError, OverflowError):  # it has none, or several; or one is out of range, which the scheduler says
         return np.fromiter(chain.from_iterable(lists), dtype=np.int64)
 
