@@ -30,15 +30,16 @@ class Acceptance:
         self._verified: Int64Array = np.zeros(0, dtype=np.int64)  # by row, as the next
         self._accepted: Int64Array = np.zeros(0, dtype=np.int64)
         self._rows: Counts = self._verified  # those of the steps that are noted
-        self._steps: list[tuple[Counts, Counts]] = []  # (drafts, accepted) of these rows
+        self._steps: list[tuple[Counts, Counts]] = []  # (drafts, sampled) of these rows
         self._room: Int32Array = np.zeros(0, dtype=np.int32)  # where they are joined: new memory costs more than sums
 
-    def add(self, rows: Counts, drafts: Counts, accepted: Counts) -> None:
-        """A step verified `drafts` [n] of distinct `rows` [n], none for some, and accepted that many of each."""
+    def add(self, rows: Counts, drafts: Counts, sampled: Counts) -> None:
+        """A step verified `drafts` [n] of distinct `rows` [n], none for some, and `sampled` [n] tokens of each: what it
+        accepted, and one more."""
         if rows is not self._rows or len(self._steps) == MOST_NOTED:
             self._settle()
             self._rows = rows
-        self._steps.append((drafts, accepted))
+        self._steps.append((drafts, sampled))
 
     def add_one(self, num_accepted: int) -> None:
         """Drafts of a request that has no row any more came back."""
@@ -65,7 +66,7 @@ class Acceptance:
     def _settle(self) -> None:
         if not self._steps:
             return
-        all_drafts, all_accepted = zip(*self._steps, strict=True)
+        all_drafts, all_sampled = zip(*self._steps, strict=True)
         self._steps.clear()
         most = int(self._rows.max(initial=-1))
         if most >= len(self._verified):
@@ -74,13 +75,13 @@ class Acceptance:
             self._accepted = np.concatenate([self._accepted, more])
         drafts = self._joined(all_drafts)
         self._verified[self._rows] += drafts.sum(axis=0, dtype=np.int32)
-        times = int(np.count_nonzero(drafts))  # of none, none were accepted
-        accepted = self._joined(all_accepted)
-        self._accepted[self._rows] += accepted.sum(axis=0, dtype=np.int32)
+        at_least = int(np.count_nonzero(drafts))  # where there were drafts, at least none were accepted
+        sampled = self._joined(all_sampled)
+        self._accepted[self._rows] += sampled.sum(axis=0, dtype=np.int32) - len(sampled)
         for count in range(len(self._accepted_drafts)):
-            times_more = int(np.count_nonzero(accepted > count)) if times else 0
-            self._accepted_drafts[count] += times - times_more
-            times = times_more
+            more_than = int(np.count_nonzero(sampled > count + 1)) if at_least else 0
+            self._accepted_drafts[count] += at_least - more_than
+            at_least = more_than
 
     def _joined(self, arrays: Sequence[Counts]) -> Int32Array:
         """[steps, rows], until this is called again."""

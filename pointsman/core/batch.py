@@ -105,8 +105,8 @@ class Members:
 
     def may_stop(self, runs: Runs) -> BoolArray | None:
         """Which tokens of a run for each row may be the one stop token of their row; None: none of them."""
-        if self._stop_tokens is None:
-            self._stop_tokens = np.unique(self.eos_token_id[self.eos_token_id != NO_TOKEN])
+        if self._stop_tokens is None:  # not by `unique`, which at first loads a part of NumPy for seven milliseconds
+            self._stop_tokens = np.array(sorted({*self.eos_token_id.tolist()} - {NO_TOKEN}), dtype=np.int32)
         if not len(self._stop_tokens):
             return None
         only_one = len(self._stop_tokens) == 1

@@ -49,7 +49,7 @@ class Drafts:
         self._counters = counters
         self.last_updated_step = -1
         self.waiting = 0
-        """How many drafts wait; those of rows that are gone may count."""
+        """How many drafts wait; those of rows that are gone may count. 0: what else is here is over."""
         self.counts: Int64Array = NO_ROWS
         """[n] for each of the rows for which drafts were proposed."""
         self._rows: IntArray = NO_ROWS
@@ -58,7 +58,7 @@ class Drafts:
 
     def forget(self) -> None:
         """Nothing waits any more."""
-        self._wait(NO_ROWS, NO_ROWS, NO_ROWS, NO_TOKENS)
+        self.waiting = 0
 
     # ------------------------------------------------------------------ proposing
 
@@ -114,10 +114,9 @@ class Drafts:
 
     def take_all(self) -> Int32Array:
         """All that waits, ragged, is in flight from now on."""
-        token_ids = self._token_ids
         self._counters.num_draft_tokens += self.waiting
         self.forget()
-        return token_ids
+        return self._token_ids
 
     def wanted(self, rows: Int64Array) -> Int64Array:
         """[rows] drafts that each may have verified in a step, by what waits and by the table."""

@@ -241,6 +241,8 @@ def _check_in_flight(batch: Batch, life: Lifecycle) -> dict[int, int]:
 
 def _check_drafts(config: SchedulerConfig, batch: Batch, drafts: Drafts) -> None:
     """Drafts wait where they may be scheduled."""
+    if not drafts.waiting:
+        return
     wanted, rows = drafts.wanted(batch.members.rows), batch.members.rows
     for row, request, waiting in zip(rows.tolist(), batch.members.requests, wanted.tolist(), strict=True):
         if waiting:

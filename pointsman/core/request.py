@@ -315,7 +315,7 @@ class Request:
         self.status = status
 
     def append_output(self, token_ids: IntArray | Sequence[int]) -> None:
-        """Append tokens to the request's own array (what the batch's ring holds comes through here)."""
+        """Append tokens to the request's own array (the recent ones of a row come through here)."""
         self._output.extend(token_ids)
 
     def truncate_output(self, num_output_tokens: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.arithmetic import INT64, ONE
+from pointsman.core.arithmetic import INT64
 from pointsman.core.checks import flat_tokens
 from pointsman.core.errors import StepResultError
 from pointsman.core.output import SchedulerOutput, StepResult
@@ -54,20 +54,17 @@ def checked_runs(output: SchedulerOutput, result: StepResult) -> tuple[Int64Arra
     return sampled, Runs.of(counts, token_ids)
 
 
-def checked_run_per_row(output: SchedulerOutput, result: StepResult) -> tuple[Runs, Int64Array]:
-    """As `checked_runs`, where every row samples and none has an error; and how many of each run are drafts."""
-    given = np.asarray(result.counts)
-    if given.shape == output.num_draft_tokens.shape and given.dtype.kind in "iu":
+def checked_run_per_row(output: SchedulerOutput, result: StepResult) -> Runs:
+    """As `checked_runs`, where every row samples and none has an error."""
+    given, drafts = np.asarray(result.counts), output.num_draft_tokens
+    if given.shape == drafts.shape and given.dtype.kind in "iu":
         counts: Int64Array = given.astype(INT64)
-        accepted = counts - ONE
-        more = accepted > output.num_draft_tokens
-        # Where the largest stands is found in a fraction of the time of `any`.
-        if not more.item(more.argmax()) and accepted.item(accepted.argmin()) >= 0:
+        rejected = drafts - counts  # and one less
+        # Where the least stands is found in a fraction of the time of `any`.
+        if rejected.item(rejected.argmin()) >= -1 and counts.item(counts.argmin()) >= 1:
             ends = np.add.accumulate(counts)
-            token_ids = checked_tokens(result, ends.item(-1), RUN_TOKENS)
-            return Runs(counts, ends, token_ids), accepted
-    runs = checked_runs(output, result)[1]  # says what is wrong, if something is
-    return runs, runs.counts - 1
+            return Runs(counts, ends, checked_tokens(result, ends.item(-1), RUN_TOKENS))
+    return checked_runs(output, result)[1]  # says what is wrong, if something is
 
 
 def _expected(output: SchedulerOutput, result: StepResult) -> npt.NDArray[np.bool_]:

@@ -149,9 +149,9 @@ class Update:
         members = record.members
         if members is None or members is not self._batch.members or result.errors:
             return self._apply_runs_general(record, output, result)
-        runs, accepted = checked_run_per_row(output, result)
+        runs = checked_run_per_row(output, result)
         record.is_over = True
-        runs, ends = self._append_runs(members, output.num_draft_tokens, runs, accepted)
+        runs, ends = self._append_runs(members, output.num_draft_tokens, runs)
         self._counters.num_generated_tokens += len(runs.token_ids)
         return StepUpdate(runs.token_ids, runs.counts, ()), ends
 
@@ -166,8 +166,7 @@ class Update:
         which = at[live]
         if len(which):
             rows = Members(self._batch, output.rows[which], [output.requests[index] for index in which.tolist()])
-            some = runs.only(live)
-            appended, found = self._append_runs(rows, output.num_draft_tokens[which], some, some.counts - 1)
+            appended, found = self._append_runs(rows, output.num_draft_tokens[which], runs.only(live))
             kept[which] = appended.counts
             ends += [(int(which[index]), end) for index, end in found]
         for index in (~live).nonzero()[0].tolist():
@@ -181,28 +180,25 @@ class Update:
         self._counters.num_generated_tokens += len(token_ids)
         return StepUpdate(token_ids, kept, ()), ends
 
-    def _append_runs(self, live: Members, drafts: IntArray, runs: Runs, accepted: Int64Array) -> tuple[Runs, Ends]:
-        """Append the runs of live rows up to their stops. Returns what counts of them, and who ends.
-
-        `accepted` [s] are the drafts in each run.
-        """
+    def _append_runs(self, live: Members, drafts: IntArray, runs: Runs) -> tuple[Runs, Ends]:
+        """Append the runs of live rows up to their stops. Returns what counts of them, and who ends."""
         batch, rows = self._batch, live.rows
         num_tokens = batch.num_tokens[rows]
         num_tokens += runs.counts
+        sampled = runs.counts
         ends: Ends = []
         done = self._may_be_done(live, runs, num_tokens)
         if done is not None and np.count_nonzero(done):
-            whole = runs
             runs, ends = _cut_at_stops(live.requests, num_tokens, runs, done)
-            num_tokens -= whole.counts - runs.counts
-            accepted = np.minimum(accepted, runs.counts)
+            num_tokens -= sampled - runs.counts
+            sampled = np.minimum(sampled, runs.counts + 1)  # a draft that ends its request was accepted
         if self._is_last():  # then all is known
             batch.num_computed_tokens[rows] = num_tokens - ONE
             batch.num_pending[rows] = live.zeros
         else:
             batch.num_computed_tokens[rows] -= drafts + 1 - runs.counts
             batch.num_pending[rows] -= 1
-        batch.acceptance.add(rows, drafts, accepted)
+        batch.acceptance.add(rows, drafts, sampled)
         batch.append_runs(live.requests, rows, runs, num_tokens)
         return runs, ends
 
