@@ -244,7 +244,7 @@ class Admission:
 
         If none would: by the blocks of its first chunk, or else by the last reserve.
         """
-        free = self._kv.num_free
+        free = self._kv.pool.num_free
         required = self.required_blocks(request, demand, something_runs)
         if required <= free:
             return None

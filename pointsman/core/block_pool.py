@@ -73,7 +73,7 @@ class BlockPool:
     @property
     def usage(self) -> float:
         """Share of the usable blocks that are referenced, 0 to 1."""
-        return 1.0 - (self._num_blank + self._num_cached) / self.num_usable
+        return 1.0 - self.num_free / self.num_usable
 
     @property
     def num_cached_free(self) -> int:

@@ -166,7 +166,7 @@ class Trial:
             return False
         blocks, dropped = self._references_of(batch.members.rows[gone])
         freed = int(np.count_nonzero(kv.pool.num_references[blocks] == dropped))
-        free = kv.num_free + freed - int(self._needed[stays].sum())
+        free = kv.pool.num_free + freed - int(self._needed[stays].sum())
         full = kv.blocks_for(head.num_tokens)
         full -= 0 if self._admission.asks_whole else self._still_held(blocks, dropped)
         # The first chunk is taken for the whole: what those who give way publish may make it larger than it is now.

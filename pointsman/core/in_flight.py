@@ -49,7 +49,7 @@ class StepRecord:
     """The running rows, if the output names all of them and all sample: then `update` need not look them up."""
 
 
-def too_many(in_flight: deque[StepRecord], most: int) -> StepOrderError:
+def too_many_in_flight(in_flight: deque[StepRecord], most: int) -> StepOrderError:
     """Why no further step may be scheduled before the oldest one is updated."""
     return StepOrderError(
         f"{len(in_flight)} step(s) in flight, and max_steps_in_flight is {most}; "

@@ -78,7 +78,7 @@ class InOrder(Running):
         if self._looks_ahead:
             beyond = ((want > 0) & (granted == 0)).nonzero()[0][:1]
             total += int(self.blocks_needed(want[beyond], members.rows[beyond]).sum())
-        if total <= self._kv.num_free:
+        if total <= self._kv.pool.num_free:
             return granted, needed, self._grow(members, needed), False
         if self._give_up_drafts(members.rows, lacks, want):
             return self._share_out(lacks, want, preempt)
@@ -103,7 +103,7 @@ class InOrder(Running):
             row = members.rows[index : index + 1]
             tokens = want[index : index + 1] if is_beyond else np.minimum(want[index : index + 1], budget)
             needed = self.blocks_needed(tokens, row)
-            while index not in gone and needed[0] > kv.num_free:
+            while index not in gone and needed[0] > kv.pool.num_free:
                 victim = position[self._victim.choose(batch, int(row[0]))]
                 preempt(members.requests[victim])
                 gone.add(victim)

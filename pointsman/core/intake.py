@@ -65,8 +65,7 @@ class Intake:
         closed = self._closed(advance)
         self._batch_forms = False
         life.passed, life.wall = [], None
-        num_waiting = len(queue)
-        if not num_waiting:
+        if not len(queue):
             return
         self._admission.open()
         budget = self._budget - advance.total
@@ -75,8 +74,7 @@ class Intake:
         passed: list[tuple[Request, int]] = []  # with how many were admitted before it was asked
         if self._loading is not None:
             self._loading.open(displacer, now)
-        while num_waiting:
-            num_waiting -= 1
+        while len(queue):
             head = queue.peek()
             if closed is None and displacer is not None and head is not displacer:
                 closed = Reason.DISPLACEMENT

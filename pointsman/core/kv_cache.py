@@ -66,11 +66,6 @@ class KVCacheManager:
         self._key_of: dict[int, tuple[bytes, int]] = {}  # of each published block, if somebody asks: (key, step)
 
     @property
-    def num_free(self) -> int:
-        """Blocks that could be handed out now."""
-        return self.pool.num_free
-
-    @property
     def num_publications(self) -> int:
         """Changes whenever a look-up could find more than before."""
         return self.prefix.num_publications if self.prefix is not None else 0

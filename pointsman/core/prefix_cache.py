@@ -264,7 +264,7 @@ class PrefixCache:
         if len(self._evicted) > 1:
             blocks = np.concatenate([blocks for blocks, _ in self._evicted])
             runs = np.concatenate([runs for _, runs in self._evicted])
-        self._forget_evicted()
+        self._clear_evicted()
         lasts = [*(runs[1:] != runs[:-1]).nonzero()[0].tolist(), len(blocks) - 1]  # behind each another run begins
         start = 0
         for last, run_id, block in zip(lasts, runs[lasts].tolist(), blocks[lasts].tolist(), strict=True):
@@ -278,7 +278,7 @@ class PrefixCache:
                 self._shrink(run, length)
             start = last + 1
 
-    def _forget_evicted(self) -> None:
+    def _clear_evicted(self) -> None:
         self._evicted.clear()
         self._num_evicted = 0
 
@@ -308,7 +308,7 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Forget everything, and raise the epoch."""
-        self._forget_evicted()
+        self._clear_evicted()
         self._num_duplicates = 0
         for run in self._runs.values():
             run.length = 0

@@ -169,11 +169,9 @@ class Running:
                 return None
         computed = batch.num_computed_tokens[rows]
         lacking = (computed >= batch.num_slots[rows]).nonzero()[0]
-        block_ids: IntArray = NO_BLOCKS
-        if len(lacking):
-            if len(lacking) > self._kv.pool.num_free:
-                return None
-            block_ids = self._kv.grow_by_one(batch, rows[lacking])
+        if len(lacking) > self._kv.pool.num_free:
+            return None
+        block_ids = self._kv.grow_by_one(batch, rows[lacking]) if len(lacking) else NO_BLOCKS
         batch.num_computed_tokens[rows] = computed + ONE
         batch.num_pending[rows] = pending + ONE if in_flight else ONE
         # By position, in the order of the fields: with keywords it takes three times as long.
@@ -197,7 +195,7 @@ class Running:
         """Every row decodes one token, and for some there is no block: one row gives way."""
         batch, rows = self._batch, self._batch.members.rows
         lacking = (batch.num_computed_tokens[rows] >= batch.num_slots[rows]).nonzero()[0]
-        self._give_way(int(rows[lacking[self._kv.num_free]]), preempt)
+        self._give_way(int(rows[lacking[self._kv.pool.num_free]]), preempt)
 
     def _give_way(self, asking: int, preempt: Callable[[Request], None]) -> int:
         """Somebody gives way to the row `asking`, the first, in admission order, that does not get its blocks. Returns
@@ -219,7 +217,7 @@ class Running:
         computed = batch.num_computed_tokens[rows]
         end = computed + granted
         lacking = (end > batch.num_slots[rows]).nonzero()[0]
-        if len(lacking) > self._kv.num_free:
+        if len(lacking) > self._kv.pool.num_free:
             return None
         block_ids = self._kv.grow_by_one(batch, rows[lacking]) if len(lacking) else NO_BLOCKS
         batch.num_computed_tokens[rows] = end
@@ -262,7 +260,7 @@ class Running:
             granted = self._within_budget(want)
             needed = self.blocks_needed(granted, members.rows)
             end = np.add.accumulate(needed)
-            free = self._kv.num_free
+            free = self._kv.pool.num_free
             if not len(end) or end[-1] <= free:
                 return granted, needed, self._grow(members, needed), preempted
             if not preempted and self._give_up_drafts(members.rows, lacks, want):

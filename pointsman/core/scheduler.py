@@ -35,7 +35,7 @@ from pointsman.core.emission import Emission
 from pointsman.core.encoder_cache import EncoderCache
 from pointsman.core.encoder_inputs import EncoderInput
 from pointsman.core.errors import InvalidTransition, UnknownTransfer
-from pointsman.core.in_flight import StepRecord, not_the_oldest, require_in_flight, too_many
+from pointsman.core.in_flight import StepRecord, not_the_oldest, require_in_flight, too_many_in_flight
 from pointsman.core.in_order import make_running
 from pointsman.core.intake import Intake
 from pointsman.core.kv_cache import KVCacheManager
@@ -467,7 +467,7 @@ class Scheduler(Questions):
     def _open_step(self, now: float) -> StepRecord:
         in_flight = self._life.in_flight
         if len(in_flight) >= self.config.max_steps_in_flight:
-            raise too_many(in_flight, self.config.max_steps_in_flight)
+            raise too_many_in_flight(in_flight, self.config.max_steps_in_flight)
         self._life.tell_time(now)
         if self._loading is not None:
             self._loading.expire(now)
