@@ -1,7 +1,7 @@
 """What became of the drafts of the running requests: how many were verified, and how many accepted.
 
-A step only notes its arrays. They are added up when the running requests change, when somebody asks, and after
-`MOST_NOTED` steps, all at once: it costs a fraction of adding them to the rows in every step.
+A step only notes its arrays. They are added up when the running requests change, when somebody asks, and when there are
+many, all at once: it costs a fraction of adding them to the rows in every step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 Counts = npt.NDArray[np.integer]
 
-MOST_NOTED = 64
+_MOST_STEPS = 128  # that are noted
+_MOST_NUMBERS = 2**15  # in them, which fit a processor's cache and are added up in a moment
 
 
 class Acceptance:
@@ -31,14 +32,16 @@ class Acceptance:
         self._accepted: Int64Array = np.zeros(0, dtype=np.int64)
         self._rows: Counts = self._verified  # those of the steps that are noted
         self._steps: list[tuple[Counts, Counts]] = []  # (drafts, sampled) of these rows
+        self._most_steps = _MOST_STEPS
         self._room: Int32Array = np.zeros(0, dtype=np.int32)  # where they are joined: new memory costs more than sums
 
     def add(self, rows: Counts, drafts: Counts, sampled: Counts) -> None:
         """A step verified `drafts` [n] of distinct `rows` [n], none for some, and `sampled` [n] tokens of each: what it
         accepted, and one more."""
-        if rows is not self._rows or len(self._steps) == MOST_NOTED:
+        if rows is not self._rows or len(self._steps) >= self._most_steps:
             self._settle()
             self._rows = rows
+            self._most_steps = min(_MOST_STEPS, _MOST_NUMBERS // len(rows))
         self._steps.append((drafts, sampled))
 
     def add_one(self, num_accepted: int) -> None:

@@ -1,0 +1,46 @@
+"""What is known of drafts is the same whenever somebody asks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pointsman.core.acceptance import Acceptance
+
+MOST_DRAFTS = 3
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 3_000, 40_000])
+def test_what_is_noted_is_added_up_in_time_and_once(num_rows: int) -> None:
+    rng = np.random.default_rng(num_rows)
+    rows = rng.permutation(2 * num_rows)[:num_rows]
+    acceptance = Acceptance([0] * (1 + MOST_DRAFTS))
+    verified, accepted = np.zeros(2 * num_rows, dtype=np.int64), np.zeros(2 * num_rows, dtype=np.int64)
+    times = np.zeros(1 + MOST_DRAFTS, dtype=np.int64)
+    for step in range(500 if num_rows < 1_000 else 30):
+        if step % 220 == 20:
+            rows = rows[::-1].copy()
+        drafts = rng.integers(0, 1 + MOST_DRAFTS, size=num_rows)
+        taken = rng.integers(0, 1 + drafts)
+        acceptance.add(rows, drafts, 1 + taken)
+        verified[rows] += drafts
+        accepted[rows] += taken
+        times += np.bincount(taken[drafts > 0], minlength=1 + MOST_DRAFTS)
+        if step % 150 == 0:
+            row = int(rows[step % num_rows])
+            assert acceptance.of(row) == (verified[row], accepted[row])
+    assert acceptance.accepted_drafts == times.tolist()
+    assert all(acceptance.leave(row) == (verified[row], accepted[row]) for row in rows[:50].tolist())
+    assert all(acceptance.of(row) == (0, 0) for row in rows[:50].tolist())
+
+
+def test_without_a_question_in_between_nothing_is_lost() -> None:
+    acceptance = Acceptance([0, 0])
+    rows = np.array([4, 2])
+    for _ in range(1_000):
+        acceptance.add(rows, np.array([1, 0]), np.array([2, 1]))
+    assert acceptance.of(4) == (1_000, 1_000)
+    assert acceptance.of(2) == (0, 0)
+    assert acceptance.of(99) == (0, 0)
+    acceptance.add_one(0)
+    assert acceptance.accepted_drafts == [1, 1_000]
