@@ -81,10 +81,12 @@ class Acceptance:
         at_least = int(np.count_nonzero(drafts))  # where there were drafts, at least none were accepted
         sampled = self._joined(all_sampled)
         self._accepted[self._rows] += sampled.sum(axis=0, dtype=np.int32) - len(sampled)
-        for count in range(len(self._accepted_drafts)):
+        most_drafts = len(self._accepted_drafts) - 1
+        for count in range(most_drafts):
             more_than = int(np.count_nonzero(sampled > count + 1)) if at_least else 0
             self._accepted_drafts[count] += at_least - more_than
             at_least = more_than
+        self._accepted_drafts[most_drafts] += at_least
 
     def _joined(self, arrays: Sequence[Counts]) -> Int32Array:
         """[steps, rows], until this is called again."""
