@@ -34,7 +34,8 @@ SIZES = (1, 16, 64, 256, 1024, 4096)
 TARGET_RATIOS = {1: 1.0, 16: 6.0, 64: 20.0, 256: 70.0, 1024: 200.0, 4096: 350.0}
 STEPS_PER_ROUND = {1: 500, 16: 400, 64: 200, 256: 96, 1024: 64, 4096: 40}  # of vLLM's
 OWN_STEPS_PER_ROUND = RECENT - 1
-"""Of ours: every row's recent tokens are moved away in the same one of so many steps, so that a round takes it in."""
+"""Of ours: every row's recent tokens are moved away in the same one of so many steps, so that a round takes it in. With
+drafts it is done row by row, in most rounds for some and in every third for many."""
 # A round of few rows is over in milliseconds, and a shared machine has slow moments as long: the median needs many.
 ROUNDS = 9
 ROUNDS_PER_SIZE = {1: 25, 16: 25, 64: 25, 256: 25, 4096: 5}

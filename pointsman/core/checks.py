@@ -60,9 +60,7 @@ def flat_tokens(
     Raises:
         error: they are no flat sequence of so many integers from 0 to MAX_INT.
     """
-    if isinstance(values, np.ndarray) and (
-        (kind := values.dtype) == INT32 or kind == UINT32
-    ):  # as kept, or nearly
+    if isinstance(values, np.ndarray) and ((kind := values.dtype) == INT32 or kind == UINT32):  # as kept, or nearly
         given: npt.NDArray[np.integer] = values if kind == INT32 else values.view(INT32)
         fits = not given.size or given.item(given.argmin()) >= 0  # what is too large for int32 is negative as such
     else:

@@ -312,6 +312,24 @@ def test_counters_say_what_was_proposed_scheduled_and_accepted() -> None:
     assert (stats.num_drafts, stats.num_accepted_tokens, stats.num_accepted_tokens_per_pos) == (2, 3, (2, 1, 0))
 
 
+def test_what_a_host_does_with_its_arrays_afterwards_is_not_counted() -> None:
+    host = speculative()
+    request, output = decoding(host)
+    tokens, counts = np.array(right(request, 3), dtype=np.int32), np.array([3])
+    host.scheduler.propose(output, tokens, counts, 0.0)
+    expected = [*tokens.tolist(), *right(request, 4)[3:]]
+    tokens[:], counts[:] = WRONG, 0
+    output = host.schedule()
+    result = StepResult(np.array(expected, dtype=np.int32), np.array([4]))
+    update = host.scheduler.update(output, result, 0.0)
+    result.token_ids[:], result.counts[:] = WRONG, 1  # type: ignore[index]
+    assert (update.token_ids.tolist(), update.counts.tolist()) == (expected, [4])
+    with pytest.raises(ValueError, match="read-only"):
+        update.counts[0] = 1
+    assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 5)
+    assert (request.num_draft_tokens, request.num_accepted_tokens) == (3, 3)
+
+
 def test_a_recording_with_drafts_replays() -> None:
     file = io.StringIO()
     host = speculative(recorder=Recorder(file), draft_table=((4, 1),))

@@ -545,8 +545,8 @@ def recent_tokens_are_moved_too_late(patch: Patch) -> None:
 
 
 def rejected_drafts_count_as_computed(patch: Patch) -> None:
-    def append_runs(original: Any, update: Update, live: Any, drafts: Any, runs: Any, accepted: Any) -> Any:
-        kept, ends = original(update, live, drafts, runs, accepted)
+    def append_runs(original: Any, update: Update, live: Any, drafts: Any, runs: Any) -> Any:
+        kept, ends = original(update, live, drafts, runs)
         update._batch.num_computed_tokens[live.rows] += kept.counts < 1 + drafts
         return kept, ends
 
