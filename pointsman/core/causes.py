@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -42,10 +43,12 @@ def _nobody(request: Request, batch: Batch, life: Lifecycle) -> list[Holder]:
 
 
 def _of_blocks(request: Request, batch: Batch, life: Lifecycle) -> list[Holder]:
-    """The running requests, by the KV blocks in their tables, and the transfers; what several share counts for each."""
+    """The other running requests, by the KV blocks in their tables, and the transfers; what several share counts for
+    each."""
     members = batch.members
     blocks = batch.num_slots[members.rows] // batch.block_size
-    running = [Holder(r.request_id, n) for r, n in zip(members.requests, blocks.tolist(), strict=True)]
+    pairs = zip(members.requests, blocks.tolist(), strict=True)
+    running = [Holder(other.request_id, n) for other, n in pairs if other is not request]
     return _most([*running, *_of_transfers(request, batch, life)])
 
 
@@ -87,8 +90,21 @@ def _of_prefills(request: Request, batch: Batch, life: Lifecycle) -> list[Holder
 
 
 def _of_embeddings(request: Request, batch: Batch, life: Lifecycle) -> list[Holder]:
-    """The requests that hold entries of the encoder cache."""
-    return [] if life.encoder is None else [Holder(other.request_id, 0) for other in life.encoder.holders()]
+    """The requests that hold entries of the encoder cache, by their embeddings; what several share counts for each."""
+    encoder = life.encoder
+    if encoder is None:
+        return []
+    held = {other: encoder.holds(other) for other in encoder.holders() if other is not request}
+    return _most(Holder(r.request_id, sum(item.entry.num_embeddings for item in items)) for r, items in held.items())
+
+
+def _of_encoder_budget(request: Request, batch: Batch, life: Lifecycle) -> list[Holder]:
+    """The requests for whose inputs the last step computed embeddings, by how many."""
+    output, counts = life.last_output, Counter[str]()
+    for other, index in output.encoder_inputs if output is not None else ():
+        if not other.is_finished:
+            counts[other.request_id] += other.encoder_inputs[index].entry.num_embeddings
+    return _most(Holder(name, count) for name, count in counts.items())
 
 
 def _displacer(request: Request, batch: Batch, life: Lifecycle) -> list[Holder]:
@@ -129,8 +145,8 @@ CAUSES: dict[Reason, Cause] = {
         "adapter slots", "other adapters hold them, or who waited longer has claimed the next", _of_adapters
     ),
     Reason.PREFILL_FIRST: Cause(None, "prompts go before decoding, and the step is theirs", _of_budget),
-    Reason.PARTIAL_PREFILLS: Cause(None, "as many prompts as allowed are half done", _of_prefills),
-    Reason.ENCODER_BUDGET: Cause("embeddings", "the step's budget for its encoder inputs is spent", _nobody),
+    Reason.PARTIAL_PREFILLS: Cause("places", "as many prompts as allowed are half done", _of_prefills),
+    Reason.ENCODER_BUDGET: Cause("embeddings", "the step's budget for its encoder inputs is spent", _of_encoder_budget),
     Reason.ENCODER_CACHE: Cause("embeddings", "others hold the encoder cache", _of_embeddings),
     Reason.PAUSED: Cause(None, "the scheduler is paused", _nobody),
     Reason.IN_FLIGHT: Cause(

@@ -86,7 +86,10 @@ class Emission:
         members = self._batch.members
         count = len(members.requests)
         is_whole = len(advance.requests) == count
-        self._life.last_output = output if len(self._life.queue) or not is_whole else None
+        life = self._life
+        if not is_whole:
+            life.left_out.note(record.step_id, advance.rows, life.now, goes_on=life.last_output is not None)
+        life.last_output = output if len(life.queue) or not is_whole else None
         if is_whole and (samples is members.trues or np.count_nonzero(samples) == count):
             record.members = members
         return output

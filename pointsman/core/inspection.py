@@ -41,7 +41,7 @@ def explain(
         blocker=holders[0].request_id if holders else None,
         adapter_slots=dict(life.adapters.held) if reason is Reason.ADAPTER_SLOTS else {},
         missing=missing,
-        since=deferral.since if deferral is not None and has_own else None,
+        since=_since(request, reason, deferral if has_own else None, life),
         position=position,
         num_tokens=request.num_tokens,
         num_computed_tokens=request.num_computed_tokens,
@@ -53,13 +53,22 @@ def explain(
     )
 
 
+def _since(request: Request, reason: Reason | None, deferral: Deferral | None, life: Lifecycle) -> float | None:
+    """When the reason began."""
+    if reason is None:
+        return None
+    if reason is Reason.BEHIND:
+        return request.queued_at
+    return deferral.since if deferral is not None else life.left_out.since(request)
+
+
 def _deferral(request: Request, life: Lifecycle) -> Deferral | None:
     """Why it waits as far as it is not for others; a pause goes before all else, for whom it holds up."""
     pause = life.pause
     if pause is not None:
         is_held = request in life.queue or (request.row is not None and pause.mode is PauseMode.ALL)
         if is_held:
-            return Deferral(Reason.PAUSED, 0, pause.since)
+            return Deferral(Reason.PAUSED, 0, max(pause.since, request.queued_at))
     if request.row is not None and life.encoder is not None:
         return life.encoder.deferral(request)
     deferral: Deferral | None = request.deferral

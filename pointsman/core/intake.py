@@ -80,7 +80,7 @@ class Intake:
                 closed = Reason.DISPLACEMENT
             if closed is None and len(advance.requests) + len(record.admitted) >= self._max_rows:
                 closed = Reason.SEQUENCE_LIMIT
-            verdict = Blocked(closed, 0) if closed else self._admission.attempt(head, budget, num_running, owed)
+            verdict = _closed_for(closed) if closed else self._admission.attempt(head, budget, num_running, owed)
             if isinstance(verdict, Blocked):
                 self._defer(head, verdict, now)
                 if verdict.passes and len(passed) < MAX_PASSED:
@@ -161,3 +161,8 @@ class Intake:
             prefix.hits += grant.num_cached_tokens - grant.num_external_tokens
         if resumed:
             counters.num_recomputed_tokens += max(0, request.lost_tokens - grant.num_cached_tokens)
+
+
+def _closed_for(reason: Reason) -> Blocked:
+    """The step admits nobody, whoever asks; of what it lacks only a seat can be counted."""
+    return Blocked(reason, 1 if reason is Reason.SEQUENCE_LIMIT else 0)

@@ -16,6 +16,7 @@ from pointsman.core.encoder_cache import EncoderCache
 from pointsman.core.errors import DuplicateRequest, InvalidTransition, UnknownRequest
 from pointsman.core.in_flight import AdmittedRequest, StepRecord
 from pointsman.core.kv_cache import KVCacheManager
+from pointsman.core.left_out import LeftOut
 from pointsman.core.output import SchedulerOutput
 from pointsman.core.pause import Pause
 from pointsman.core.queue import Order
@@ -74,8 +75,12 @@ class Lifecycle:
         """The newest output, for explanations, if it left somebody waiting: it names requests that have ended."""
         self.in_flight: deque[StepRecord] = deque()
         """Steps scheduled and not yet updated, oldest first."""
+        self.left_out = LeftOut(batch)
+        """Since when running requests get nothing."""
         self.pause: Pause | None = None
         """What holds everybody up, if something does."""
+        self.now = 0.0
+        """When the present moves happen."""
         self.preempted: list[Request] = []
         self.finished: list[Request] = []
         self._next_sequence_number = 1
@@ -140,6 +145,7 @@ class Lifecycle:
 
     def tell_time(self, now: float) -> None:
         """When the moves that follow happen."""
+        self.now = now
         if self.log is not None:
             self.log.now = now
 
@@ -304,12 +310,14 @@ class Lifecycle:
         self.preempted += requests
 
     def _enqueue(self, request: Request) -> None:
+        request.queued_at = self.now
         self.queue.push(request)
         if self.log is not None:
             self.log.queued(request)
 
     def _queue_again(self, request: Request) -> None:
         request.transition(RequestStatus.PREEMPTED)
+        request.queued_at = self.now
         self.queue.push(request)
         if self.log is not None:
             self.log.preempted(request)

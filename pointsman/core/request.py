@@ -100,6 +100,7 @@ class Request:
         "priority",
         "prompt_token_ids",
         "queue_entry",
+        "queued_at",
         "repetition_detection",
         "repetition_watch",
         "request_id",
@@ -187,6 +188,7 @@ class Request:
         self.batch: Batch | None = None
         self.row: int | None = None
         self.queue_entry: list[Any] | None = None
+        self.queued_at = 0.0  # when it entered the queue last, on the caller's clock
         self.deferral: Any = None
         self.lost_tokens = 0  # computed before it last lost its row
         self.loss_number = 0  # of that loss, in order over all requests

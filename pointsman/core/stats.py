@@ -155,7 +155,8 @@ class Explanation:
     missing: int
     """How much of `resource` it lacks; 0 where nothing is counted."""
     since: float | None
-    """When this reason began, on the caller's clock."""
+    """When this reason began, on the caller's clock: behind others, when it entered the queue; for one that runs, the
+    first of the steps that have left it out. None where there is no reason."""
     position: int | None
     """How many stand before it in the queue."""
     num_tokens: int

@@ -19,6 +19,7 @@ from pointsman.core import (
     StepResult,
 )
 from pointsman.core.encoder_inputs import ContentMarks
+from pointsman.core.reason import Holder
 from tests.core.helpers import Host, blocks_of, cached_of, names, tokens_of
 from tests.property.embeddings import ShadowEncoder
 
@@ -153,7 +154,7 @@ def test_a_running_row_says_that_it_stands_before_an_input_and_since_when() -> N
         assert tokens_of(host.step()) == {"a": 2}
         told = host.explain("b")
         assert (told.phase, told.reason, told.missing, told.since) == ("prefill", Reason.ENCODER_CACHE, 4, began)
-        assert told.sentence == "b waits for 4 more embeddings: others hold the encoder cache. Held by a."
+        assert told.sentence == "b waits for 4 more embeddings: others hold the encoder cache. Held by a (8)."
     host.pause()
     host.step()
     assert host.explain("b").reason is Reason.PAUSED
@@ -168,7 +169,8 @@ def test_a_running_row_that_lost_its_place_waits_for_what_any_request_waits_for(
     assert tokens_of(host.step()) == {"a": 8, "b": 4}
     assert tokens_of(host.step()) == {"a": 4}
     told = host.explain("b")
-    assert (told.reason, told.missing, told.num_holders) == (Reason.ENCODER_BUDGET, 4, 0)
+    assert (told.reason, told.missing, told.holders) == (Reason.ENCODER_BUDGET, 4, (Holder("a", 4),))
+    assert told.since == host.now - 1
     host.park("b", ParkReason.GRAMMAR)
     assert host.explain("b").reason is Reason.PARKED
     host.ready("b")

@@ -98,6 +98,29 @@ def test_those_behind_wait_for_the_head_and_know_their_position() -> None:
     assert [(told[request_id].reason, told[request_id].blocker) for request_id in "cd"] == [(Reason.BEHIND, "b")] * 2
 
 
+def test_who_stands_behind_others_waits_since_it_entered_the_queue() -> None:
+    host = Host(max_num_seqs=1)
+    host.add("a", 4)
+    host.step()
+    host.add("b", 4)
+    began = host.now + 1
+    host.add("c", 4)
+    for _ in range(3):
+        host.step()
+        assert (host.explain("c").reason, host.explain("c").since) == (Reason.BEHIND, began)
+    host.park("c")
+    host.step()
+    began = host.now + 1
+    host.ready("c")
+    host.step()
+    assert (host.explain("c").reason, host.explain("c").since) == (Reason.BEHIND, began)
+    began = host.now + 1
+    host.park("a")
+    host.ready("a")
+    host.schedule()
+    assert (host.explain("c").reason, host.explain("c").since) != (Reason.BEHIND, began), "it did not move"
+
+
 def test_a_request_is_never_explained_by_a_reason_from_when_it_was_the_head() -> None:
     host = Host(order="priority", max_num_seqs=1, displace=False)
     host.add("a", 4)
@@ -259,9 +282,16 @@ def test_a_row_for_which_no_budget_is_left_names_those_who_took_it() -> None:
     host.step()
     host.step()
     assert host.explain("a").sentence == "a waits: prompts go before decoding, and the step is theirs. Held by c (1)."
+    assert host.explain("c").since is None
     host.step()
+    began = host.now - 1
+    for _ in range(3):
+        told = host.explain("c")
+        assert (told.reason, told.missing, told.holders) == (Reason.BUDGET, 1, (Holder("a", 1), Holder("b", 1)))
+        assert told.since == began
+        host.step()
+    assert host.explain("a").since is None
     told = host.explain("c")
-    assert (told.reason, told.missing, told.holders) == (Reason.BUDGET, 1, (Holder("a", 1), Holder("b", 1)))
     assert told.sentence == "c waits for 1 more tokens of the step's budget: the step is full. Held by a (1), b (1)."
     assert host.explain("a").sentence == "a runs."
 
@@ -273,9 +303,13 @@ def test_rows_that_decode_wait_while_a_step_is_for_prompts() -> None:
     host.add("prompt", 4)
     host.step()
     told = host.explain("decodes")
-    assert (told.reason, told.blocker) == (Reason.PREFILL_FIRST, "prompt")
+    assert (told.reason, told.blocker, told.since) == (Reason.PREFILL_FIRST, "prompt", host.now - 1)
     host.step()
-    assert host.explain("decodes").reason is None
+    assert (host.explain("decodes").reason, host.explain("decodes").since) == (None, None)
+    host.add("another", 4)
+    host.step()
+    told = host.explain("decodes")
+    assert (told.reason, told.since) == (Reason.PREFILL_FIRST, host.now - 1), "it ran in between"
 
 
 def test_a_step_for_the_last_token_of_a_prompt_is_for_prompts_too() -> None:
@@ -323,7 +357,29 @@ def test_rows_behind_one_that_gave_way_in_order_wait_for_blocks() -> None:
     output = host.step()
     assert names(output.preempted) == ["yields"] and names(output.requests) == ["a"]
     told = host.explain("c")
-    assert (told.reason, told.blocker, told.resource) == (Reason.BLOCKS, "a", "KV blocks")
+    assert (told.reason, told.resource, told.since) == (Reason.BLOCKS, "KV blocks", host.now - 1)
+    assert told.holders == (Holder("a", 1),), "others: it holds one, too"
+
+
+def test_the_time_of_one_that_is_left_out_outlasts_the_growth_of_the_batch() -> None:
+    host = Host(
+        batching="prefill-first",
+        shortage="in-order",
+        num_blocks=400,
+        max_num_batched_tokens=8,
+        max_num_seqs=100,
+    )
+    host.add("first", 4)
+    host.step()
+    for index in range(150):
+        host.add(f"r{index}", 4, max_tokens=3)
+    host.step()
+    began = host.now - 1
+    for _ in range(40):
+        host.step()
+        told = host.explain("first")
+        assert (told.reason, told.since) == (Reason.PREFILL_FIRST, began)
+    assert host.scheduler.num_running > 70
 
 
 def test_who_was_left_out_during_a_pause_is_not_left_out_after_it() -> None:

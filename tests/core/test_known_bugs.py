@@ -173,6 +173,31 @@ def test_a_victim_that_was_scheduled_in_this_step_is_taken_out_of_it(shortage: s
 
 
 @pytest.mark.parametrize("shortage", ["replan", "in-order"])
+def test_what_a_victim_was_granted_in_this_step_is_for_the_others(shortage: str) -> None:
+    """The same victim, where the budget is short: its token was charged, and the next one's chunk was shorter by it."""
+    host = Host(
+        order="priority",
+        displace=False,
+        shortage=shortage,
+        num_blocks=6,
+        max_num_batched_tokens=8,
+        max_num_seqs=3,
+        max_model_len=24,
+        full_sequence_must_fit=False,
+        **NO_CACHE,
+    )
+    host.add("low", 14, priority=9)
+    host.step()
+    host.step()
+    host.add("asks", 4, priority=0)
+    host.add("long", 20, priority=1)
+    host.step()
+    output = host.step()
+    assert names(output.preempted) == ["low"]
+    assert tokens_of(output) == {"asks": 1, "long": 7}
+
+
+@pytest.mark.parametrize("shortage", ["replan", "in-order"])
 def test_a_victim_earlier_in_the_list_does_not_make_the_walk_skip_a_row(shortage: str) -> None:
     """Taking the victim out of the list moved those behind it forward by one, under an index that had not moved: the
     next row was silently left out of the step. vLLM under "priority"."""
@@ -371,12 +396,13 @@ def test_after_a_reset_no_old_kv_is_found_though_a_request_ran_through_it(preemp
 def test_a_block_that_was_half_computed_at_a_reset_is_not_found() -> None:
     """The request had published nothing when the cache was emptied. Its first block was filled afterwards, half of it
     with KV of the old weights, and put into the new cache."""
-    host = Host(long_prefill_token_threshold=2)
+    host = Host(long_prefill_token_threshold=2)  # which holds while others are there
     prompt = host.prompt(12)
     host.add("old", prompt)
-    host.step()
+    host.add("other", 30)
+    assert tokens_of(host.step())["old"] == 2
     host.reset_prefix_cache()
-    host.step()
+    assert tokens_of(host.step())["old"] == 2
     host.add("new", prompt)
     assert cached_of(host.step()) == {"new": 0}
 

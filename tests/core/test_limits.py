@@ -40,9 +40,11 @@ def test_the_threshold_counts_tokens_to_compute_not_cached_ones() -> None:
     prompt = host.prompt(13)
     host.add("a", prompt, max_tokens=1)
     host.run_to_end()
-    host.add("b", prompt, max_tokens=1)
+    host.add("other", 2, max_tokens=9)
+    host.step()
+    host.add("b", [*prompt[:12], *host.prompt(6)], max_tokens=1)
     output = host.step()
-    assert (cached_of(output), tokens_of(output)) == ({"b": 12}, {"b": 1})
+    assert (cached_of(output), tokens_of(output)) == ({"b": 12}, {"other": 1, "b": 4})
 
 
 def test_an_adaptive_threshold_is_at_least_a_fair_share_of_the_budget() -> None:

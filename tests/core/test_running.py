@@ -108,12 +108,14 @@ def test_input_token_ids_of_a_resumed_request_start_after_its_cached_prefix_and_
 def test_input_token_ids_of_a_chunk_of_one_token_inside_a_prompt_is_that_token() -> None:
     host = Host(long_prefill_token_threshold=1)
     request = host.add("a", 5, max_tokens=1)
+    host.add("other", 9)  # so that the threshold holds
     fed = []
-    while host.scheduler.has_unfinished_requests():
+    for _ in range(5):
         output = host.schedule()
-        fed += host.scheduler.input_token_ids(output).tolist()
+        assert tokens_of(output) == {"a": 1, "other": 1}
+        fed.append(int(host.scheduler.input_token_ids(output)[0]))
         host.update(output)
-    assert fed == request.prompt_token_ids.tolist()
+    assert fed == request.prompt_token_ids.tolist() and request.is_finished
 
 
 def test_input_token_ids_of_an_empty_step_are_none() -> None:

@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pointsman.core import Adapter, Holder, PauseMode, Reason, Request, SchedulerConfig, SchedulerOutput, StepResult
+from pointsman.core import (
+    Adapter,
+    Explanation,
+    Holder,
+    PauseMode,
+    Reason,
+    Request,
+    SchedulerConfig,
+    SchedulerOutput,
+    StepResult,
+)
 
 from .ledger import Entry, Place
 from .partials import LACKS_EMBEDDINGS, PASSING
@@ -364,6 +374,42 @@ def check_explanations(world: World) -> None:
         require(amounts == sorted(amounts, reverse=True) or told.adapter_slots != {}, f"{told.holders} are not sorted")
         require(told.blocker == (told.holders[0].request_id if told.holders else None), "the blocker is no holder")
         require(name in told.sentence, f"{name} is explained as {told.sentence!r}")
+        _check_since(world, entry, told)
+        _check_missing(world, entry, told)
+
+
+def _check_since(world: World, entry: Entry, told: Explanation) -> None:
+    """A reason began when it is said to, and it is not said to begin anew while it lasts."""
+    before, world.times_told[entry] = world.times_told.get(entry), (told.reason, told.since, len(entry.events))
+    if told.reason is None or told.since is None:
+        require(told.reason is None and told.since is None, f"{told.request_id}: {told.reason} since {told.since}")
+        return
+    moved = {Reason.BEHIND: ("QUEUED", "PREEMPTED"), Reason.PARKED: ("PARKED",)}.get(told.reason)
+    times = [time for event, time, _ in entry.events if moved is None or event in moved]
+    is_right = times[-1] == told.since if moved else times[0] <= told.since <= world.now
+    require(is_right, f"{told.request_id}: {told.reason} since {told.since}, it moved at {times}")
+    if before is not None and (before[0], before[2]) == (told.reason, len(entry.events)):  # it has not moved
+        lasts = told.since == before[1] or told.reason is Reason.PAUSED  # a further pause begins anew
+        require(lasts, f"{told.request_id}: {told.reason} since {told.since}, before {before[1]}")
+
+
+def _check_missing(world: World, entry: Entry, told: Explanation) -> None:
+    """What is missing is counted in the resource, and no more than could be."""
+    config = world.config
+    runs = entry.place is Place.RUNNING
+    least = int(told.resource is not None and not (runs and told.reason is Reason.BLOCKS))
+    most = {
+        None: 0,
+        "seats": max(1, world.num_admissions),  # those that run, where their limit was lowered
+        "places": 1,
+        "adapter slots": 1,
+        "samples": config.max_steps_in_flight,
+        "tokens of the step's budget": entry.request.num_tokens,
+        "embeddings": max(config.encoder_budget, config.encoder_cache_size),
+        "KV blocks": 1 if runs else 4 * config.num_usable_blocks,  # its own, the watermark, the reserve, what is owed
+    }[told.resource]
+    amount = f"{told.request_id} lacks {told.missing} {told.resource} for {told.reason}"
+    require(least <= told.missing <= most, f"{amount}; it is {least} to {most}")
 
 
 def _check_held_for_transfer(world: World, name: str, holder: Holder) -> None:

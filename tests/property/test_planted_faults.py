@@ -34,6 +34,7 @@ from pointsman.core.in_order import InOrder
 from pointsman.core.intake import Intake
 from pointsman.core.kv_cache import KVCacheManager
 from pointsman.core.kv_events import BlockStored, KVEvents
+from pointsman.core.left_out import LeftOut
 from pointsman.core.lifecycle import Lifecycle
 from pointsman.core.limits import FairLongPrefillThreshold, OneSampleInFlight
 from pointsman.core.loading import Loading
@@ -560,6 +561,37 @@ def stop_within_a_run_is_missed(patch: Patch) -> None:
     patch.setattr("pointsman.core.update._cut_at_stop", cut)
 
 
+def reasons_begin_anew_with_every_step(patch: Patch) -> None:
+    def defer(original: Any, intake: Intake, request: Any, verdict: Any, now: float) -> None:
+        request.deferral = None
+        original(intake, request, verdict, now)
+
+    around(patch, Intake, "_defer", defer)
+
+
+def who_is_left_out_is_left_out_anew(patch: Patch) -> None:
+    def note(original: Any, left_out: LeftOut, *args: Any, goes_on: bool) -> None:
+        original(left_out, *args, goes_on=False)
+
+    around(patch, LeftOut, "note", note)
+
+
+def who_is_preempted_waits_since_it_came(patch: Patch) -> None:
+    def queue_again(original: Any, life: Lifecycle, request: Any) -> None:
+        before = request.queued_at
+        original(life, request)
+        request.queued_at = before
+
+    around(patch, Lifecycle, "_queue_again", queue_again)
+
+
+def too_much_is_said_to_be_missing(patch: Patch) -> None:
+    def defer(original: Any, intake: Intake, request: Any, verdict: Any, now: float) -> None:
+        original(intake, request, verdict._replace(missing=verdict.missing + 1), now)
+
+    around(patch, Intake, "_defer", defer)
+
+
 # ------------------------------------------------------------- wrong KV: the shadow must notice
 
 
@@ -877,6 +909,10 @@ BOOKKEEPING: tuple[Fault, ...] = (
     (everyone_runs_ahead_at_once, {"max_steps_in_flight": 3}),
     (everyone_runs_ahead_in_mixed_steps, {"max_steps_in_flight": 3}),
     (queue_forgets_a_removal, {}),
+    (reasons_begin_anew_with_every_step, {}),
+    (who_is_left_out_is_left_out_anew, {"batching": "prefill-first", "shortage": "in-order"}),
+    (who_is_preempted_waits_since_it_came, {}),
+    (too_much_is_said_to_be_missing, {}),
     (end_is_not_reported, {}),
     (end_is_not_repeated, {}),
     (watch_misses_what_was_in_flight, {"max_steps_in_flight": 3}),

@@ -90,6 +90,7 @@ class World:
         self.older_update: SchedulerOutput | None = None
         self.proposed: dict[Request, list[int]] = {}  # drafts that wait at running requests
         self.tally = Tally()
+        self.times_told: dict[Entry, tuple[Reason | None, float | None, int]] = {}  # why, since when, after which event
         self.reasons_told: Counter[Reason | None] = Counter()  # by every explanation of every request
         self.num_requests = 0
         self.num_admissions = 0
