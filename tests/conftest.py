@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections import Counter
 from pathlib import Path
@@ -10,6 +11,9 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Started in the background of a script, the tests would hand a deaf ear for Ctrl-C down to all that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _common = settings(
     deadline=None,  # a shared machine is slow at times, and that is no failure

@@ -78,7 +78,8 @@ class SchedulerConfig:
     verify drafts is nearly free while steps are small, and costs what it computes once they are full."""
 
     order: str | Order = "fcfs"
-    """Who is admitted next: "fcfs", "priority", or an object with the `Order` protocol."""
+    """Who is admitted next: "fcfs", "priority", or an object with the `Order` protocol. "fcfs-front" and
+    "priority-by-arrival" are what other systems do with the preempted, see `docs/presets.md`."""
     victim: str | Victim | None = None
     """Who gives way when blocks run out: "latest", "lowest-priority", an object with the `Victim` protocol, or
     None: "lowest-priority" under the order "priority", otherwise "latest"."""
