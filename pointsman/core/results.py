@@ -59,7 +59,6 @@ def checked_run_per_row(output: SchedulerOutput, result: StepResult) -> Runs:
     given, drafts = np.asarray(result.counts), output.num_draft_tokens
     if given.shape == drafts.shape and given.dtype.kind in "iu":
         counts: Int64Array = given.astype(INT64)
-        counts.flags.writeable = False  # they are handed out, and noted until acceptance is added up
         rejected = drafts - counts  # and one less
         # Where the least stands is found in a fraction of the time of `any`.
         if rejected.item(rejected.argmin()) >= -1 and counts.item(counts.argmin()) >= 1:
