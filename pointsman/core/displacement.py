@@ -188,7 +188,9 @@ class Trial:
         """The blocks of some rows, sorted, and how many of those rows hold each."""
         kv, batch = self._kv, self._batch
         tables = [kv.table(batch, row) for row in rows.tolist()]
-        return np.unique(np.concatenate([NO_BLOCKS, *tables]), return_counts=True)
+        blocks = np.sort(np.concatenate([NO_BLOCKS, *tables]))  # not by `unique`, see `Members.may_stop`
+        starts = np.concatenate([blocks[:1] >= 0, blocks[1:] != blocks[:-1]]).nonzero()[0]
+        return blocks[starts], np.diff(starts, append=len(blocks))
 
     def _still_held(self, blocks: Int64Array, dropped: Int64Array) -> int:
         """How many of the head's matched blocks somebody else still holds when those references are dropped."""
