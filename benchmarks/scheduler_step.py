@@ -27,7 +27,7 @@ from _common import AZURE_TRACE, Targets, argument_parser, azure_lengths, finish
 from _worker_process import WorkerProcess
 from vllm_env import VLLM_VERSION, is_complete, python_of
 
-from pointsman.core.batch import RECENT
+from pointsman.core.state.batch import RECENT
 
 HERE = Path(__file__).resolve().parent
 SIZES = (1, 16, 64, 256, 1024, 4096)

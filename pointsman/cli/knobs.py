@@ -11,7 +11,7 @@ from typing import Any
 from pointsman.cli.options import NUMBERS_OR_WORDS
 from pointsman.cli.units import parse_size
 from pointsman.core import ConfigError, Scheduler, SchedulerConfig
-from pointsman.core.kv_connector import RecordedConnector
+from pointsman.core.kv.connector import RecordedConnector
 from pointsman.core.presets import PRESETS
 from pointsman.engine.kv_events import KVEventsConfig
 from pointsman.engine.kv_knobs import KVKnobs

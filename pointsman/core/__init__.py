@@ -1,8 +1,6 @@
 """The scheduler: NumPy and the standard library only, and it knows no host."""
 
-from pointsman.core.adapters import Adapter
 from pointsman.core.config import SchedulerConfig
-from pointsman.core.encoder_inputs import EncoderEntry, EncoderInput
 from pointsman.core.errors import (
     ConfigError,
     DuplicateRequest,
@@ -16,17 +14,19 @@ from pointsman.core.errors import (
     UnknownRequest,
     UnknownTransfer,
 )
-from pointsman.core.kv_connector import KVConnector, Load, Save
-from pointsman.core.output import SchedulerOutput, StepResult, StepUpdate
-from pointsman.core.pause import PauseMode
-from pointsman.core.reason import Holder, Reason
+from pointsman.core.kv.connector import KVConnector, Load, Save
+from pointsman.core.observe.events import RequestEvent, RequestEventType
+from pointsman.core.observe.stats import Explanation, SchedulerStats
+from pointsman.core.policy.adapters import Adapter
 from pointsman.core.recording import Recorder, RecordingError, ReplayDifference, ReplayReport, replay
-from pointsman.core.repetition import RepetitionDetectionParams
-from pointsman.core.request import Request
-from pointsman.core.request_events import RequestEvent, RequestEventType
 from pointsman.core.scheduler import Scheduler
-from pointsman.core.stats import Explanation, SchedulerStats
-from pointsman.core.status import FinishReason, ParkReason, RequestStatus
+from pointsman.core.state.encoder_inputs import EncoderEntry, EncoderInput
+from pointsman.core.state.output import SchedulerOutput, StepResult, StepUpdate
+from pointsman.core.state.pause import PauseMode
+from pointsman.core.state.reason import Holder, Reason
+from pointsman.core.state.repetition import RepetitionDetectionParams
+from pointsman.core.state.request import Request
+from pointsman.core.state.status import FinishReason, ParkReason, RequestStatus
 
 __all__ = [
     "Adapter",

@@ -10,8 +10,8 @@ from pointsman.core.errors import ConfigError
 from pointsman.core.presets import PRESETS, SYSTEMS
 
 if TYPE_CHECKING:
-    from pointsman.core.preemption import Victim
-    from pointsman.core.queue import Order
+    from pointsman.core.policy.order import Order
+    from pointsman.core.policy.victim import Victim
 
 MAX_INT = 2**31 - 1  # token and block counts travel as int32
 MAX_OVERTAKES = 64

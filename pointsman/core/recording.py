@@ -16,17 +16,17 @@ import numpy as np
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import ConfigError, PointsmanError
-from pointsman.core.kv_connector import AnswerLog, RecordedConnector
-from pointsman.core.output import Integers, SchedulerOutput, StepResult, StepUpdate
-from pointsman.core.pause import PauseMode
-from pointsman.core.preemption import VICTIMS
-from pointsman.core.queue import ORDERS
-from pointsman.core.request import Request
-from pointsman.core.status import FinishReason, ParkReason
+from pointsman.core.kv.connector import AnswerLog, RecordedConnector
+from pointsman.core.policy.order import ORDERS
+from pointsman.core.policy.victim import VICTIMS
+from pointsman.core.state.output import Integers, SchedulerOutput, StepResult, StepUpdate
+from pointsman.core.state.pause import PauseMode
+from pointsman.core.state.request import Request
+from pointsman.core.state.status import FinishReason, ParkReason
 
 if TYPE_CHECKING:
-    from pointsman.core.parts import Part
     from pointsman.core.scheduler import Scheduler
+    from pointsman.core.step.prompt_parts import Part
 
 FORMAT = "pointsman-recording"
 FORMAT_VERSION = 1

@@ -24,45 +24,45 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pointsman.core.adapters import AdapterSlots
-from pointsman.core.admission import Admission
-from pointsman.core.batch import Batch
-from pointsman.core.checks import checked_priority
 from pointsman.core.config import SchedulerConfig
-from pointsman.core.displacement import Displacement, displaces
-from pointsman.core.drafts import Drafts
-from pointsman.core.emission import Emission
-from pointsman.core.encoder_cache import EncoderCache
-from pointsman.core.encoder_inputs import EncoderInput
 from pointsman.core.errors import InvalidTransition, UnknownTransfer
-from pointsman.core.in_flight import StepRecord, not_the_oldest, require_in_flight, too_many_in_flight
-from pointsman.core.in_order import make_running
-from pointsman.core.intake import Intake
-from pointsman.core.kv_cache import KVCacheManager
-from pointsman.core.kv_connector import AnswerLog, KVConnector
-from pointsman.core.kv_events import KVEvent
-from pointsman.core.lifecycle import End, Lifecycle
-from pointsman.core.limits import FollowsLoad, make_limits
-from pointsman.core.loading import make_loading
-from pointsman.core.output import Integers, SchedulerOutput, StepResult, StepUpdate
-from pointsman.core.partial_prefills import make_partial_prefills
-from pointsman.core.parts import Parts
-from pointsman.core.pause import Pause, PauseMode
-from pointsman.core.preemption import make_victim
-from pointsman.core.questions import Questions
-from pointsman.core.queue import make_order
+from pointsman.core.kv.connector import AnswerLog, KVConnector
+from pointsman.core.kv.events import KVEvent
+from pointsman.core.kv.manager import KVCacheManager
+from pointsman.core.kv.transfers import make_transfers
+from pointsman.core.observe.events import RequestLog
+from pointsman.core.observe.questions import Questions
+from pointsman.core.observe.stats import Counters
+from pointsman.core.observe.watchdog import Stall, Watchdog
+from pointsman.core.policy.adapters import AdapterSlots
+from pointsman.core.policy.encoder_budget import EncoderCache
+from pointsman.core.policy.limits import FollowsLoad, make_limits
+from pointsman.core.policy.order import make_order
+from pointsman.core.policy.partial_prefills import make_partial_prefills
+from pointsman.core.policy.reserve import make_reserves
+from pointsman.core.policy.victim import make_victim
 from pointsman.core.recording import NEW, Recorder, Start
-from pointsman.core.refusal import checked_end, refused, settle_limits
-from pointsman.core.request import Request
-from pointsman.core.request_events import RequestLog
-from pointsman.core.reserve import make_reserves
-from pointsman.core.rewind import take_back
-from pointsman.core.stats import Counters
-from pointsman.core.status import FinishReason, ParkReason, RequestStatus
-from pointsman.core.transfers import make_transfers
-from pointsman.core.update import Update
-from pointsman.core.watchdog import Stall, Watchdog
-from pointsman.core.work import Idle, make_work
+from pointsman.core.state.batch import Batch
+from pointsman.core.state.encoder_inputs import EncoderInput
+from pointsman.core.state.output import Integers, SchedulerOutput, StepResult, StepUpdate
+from pointsman.core.state.pause import Pause, PauseMode
+from pointsman.core.state.request import Request
+from pointsman.core.state.status import FinishReason, ParkReason, RequestStatus
+from pointsman.core.step.admission import Admission
+from pointsman.core.step.batching import Idle, make_work
+from pointsman.core.step.checks import checked_priority
+from pointsman.core.step.displacement import Displacement, displaces
+from pointsman.core.step.drafts import Drafts
+from pointsman.core.step.emit import Emission
+from pointsman.core.step.in_flight import StepRecord, not_the_oldest, require_in_flight, too_many_in_flight
+from pointsman.core.step.in_order import make_running
+from pointsman.core.step.intake import Intake
+from pointsman.core.step.loading import make_loading
+from pointsman.core.step.prompt_parts import Parts
+from pointsman.core.step.request_table import End, Lifecycle
+from pointsman.core.step.rewind import take_back
+from pointsman.core.step.update import Update
+from pointsman.core.step.validation import checked_end, refused, settle_limits
 
 
 class Scheduler(Questions):

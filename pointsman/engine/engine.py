@@ -50,8 +50,8 @@ from pointsman.engine.tokenizing import encode
 from pointsman.engine.watchdog import make_watchdog
 
 if TYPE_CHECKING:
-    from pointsman.core.output import IntArray, StepUpdate
     from pointsman.core.recording import Recorder
+    from pointsman.core.state.output import IntArray, StepUpdate
     from pointsman.engine.attention import AttentionBackend
     from pointsman.engine.backends import AttentionChoice
     from pointsman.engine.model_loader import LoadedModel

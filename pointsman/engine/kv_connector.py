@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from pointsman.core.content_keys import block_keys
+from pointsman.core.kv.content import block_keys
 from pointsman.engine.kv_knobs import KVKnobs
 from pointsman.engine.kv_offload import HostCopies, HostTier, SlotLoad
 from pointsman.engine.kv_pool import KVPool

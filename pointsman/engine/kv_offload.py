@@ -64,7 +64,7 @@ class HostCopies:
 
 
 class HostTier:
-    """Blocks in host memory, found by their content keys (`pointsman/core/content_keys.py`).
+    """Blocks in host memory, found by their content keys (`pointsman/core/kv/content.py`).
 
     Args:
         pool: that they belong to.

@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pointsman.core.request import Request
+from pointsman.core.state.request import Request
 from pointsman.engine.grammar_matcher import RequestGrammar, TokenMasks
 from pointsman.engine.race import Int64Array
 from pointsman.engine.sampling_batch import Float32Array, has_penalties

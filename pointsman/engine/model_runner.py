@@ -19,8 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pointsman.core.input_tokens import UNSAMPLED
-from pointsman.core.output import SchedulerOutput, StepResult
+from pointsman.core.state.output import SchedulerOutput, StepResult
+from pointsman.core.step.input_tokens import UNSAMPLED
 from pointsman.engine.attention import AttentionBackend, PagedBatch
 from pointsman.engine.errors import NOTHING_LEFT
 from pointsman.engine.kv_pool import KVPool

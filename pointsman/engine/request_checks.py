@@ -9,7 +9,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from pointsman.core import Request
-    from pointsman.core.output import IntArray
+    from pointsman.core.state.output import IntArray
     from pointsman.engine.sampling_params import SamplingParams
 
 

@@ -10,7 +10,7 @@ from pointsman.engine.pooling_params import SILENT, PoolingParams
 from pointsman.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from pointsman.core.output import IntArray
+    from pointsman.core.state.output import IntArray
 
 
 def to_request(

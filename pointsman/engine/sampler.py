@@ -29,7 +29,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pointsman.core.request import Request
+from pointsman.core.state.request import Request
 from pointsman.engine.errors import GrammarError
 from pointsman.engine.grammar_matcher import RequestGrammar
 from pointsman.engine.logit_edits import EditedRow, LogitEdits, bad_word_sequences
@@ -39,7 +39,7 @@ from pointsman.engine.sampling_batch import Float32Array, SamplingBatch, Samplin
 from pointsman.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from pointsman.core.output import SchedulerOutput
+    from pointsman.core.state.output import SchedulerOutput
     from pointsman.engine.grammar_process import CompiledGrammar
 
 logger = logging.getLogger(__name__)

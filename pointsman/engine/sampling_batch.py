@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.output import SchedulerOutput
-from pointsman.core.request import Request
+from pointsman.core.state.output import SchedulerOutput
+from pointsman.core.state.request import Request
 from pointsman.engine.race import Int64Array, UInt64Array, derive_seed, mix_seed, row_keys
 from pointsman.engine.sampling_params import SamplingParams
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pointsman.core.stats import SchedulerStats
+from pointsman.core.observe.stats import SchedulerStats
 
 if TYPE_CHECKING:
     from pointsman.engine.counters import EngineCounters

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.output import SchedulerOutput, StepResult
+from pointsman.core.state.output import SchedulerOutput, StepResult
 from pointsman.engine.race import Int64Array
 
 BoolArray = npt.NDArray[np.bool_]

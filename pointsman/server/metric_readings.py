@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from pointsman.core.reason import Reason
-from pointsman.core.status import ParkReason
+from pointsman.core.state.reason import Reason
+from pointsman.core.state.status import ParkReason
 from pointsman.server.metric_table import FINISH_REASONS, Definition, Reading
 
 if TYPE_CHECKING:

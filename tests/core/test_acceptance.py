@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pointsman.core.acceptance import Acceptance
+from pointsman.core.state.acceptance import Acceptance
 
 MOST_DRAFTS = 3
 

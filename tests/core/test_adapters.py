@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from pointsman.core import Adapter, ConfigError, ParkReason, Reason, Request, RequestRefused
-from pointsman.core.intake import MAX_PASSED
-from pointsman.core.queue import FirstComeFirstServed
+from pointsman.core.policy.order import FirstComeFirstServed
+from pointsman.core.step.intake import MAX_PASSED
 from tests.core.helpers import Host, cached_of, names, tokens_of
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pointsman.core import ConfigError, ParkReason, Reason, Request
-from pointsman.core.prefix_cache import PrefixCache
+from pointsman.core.kv.prefix_tree import PrefixCache
 from tests.core.helpers import Host, names, tokens_of
 
 

@@ -7,7 +7,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from pointsman.core.block_pool import BlockPool
+from pointsman.core.kv.block_pool import BlockPool
 from tests.core.helpers import Host, blocks_of, cached_of, names
 
 

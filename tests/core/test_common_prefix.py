@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pointsman.core.batch import Batch
-from pointsman.core.common_prefix import CommonPrefix
-from pointsman.core.request import Request
+from pointsman.core.state.batch import Batch
+from pointsman.core.state.request import Request
+from pointsman.core.step.common_prefix import CommonPrefix
 from tests.core.helpers import Host, names
 
 

@@ -17,9 +17,9 @@ from pointsman.core import (
     StepOrderError,
     StepResult,
     StepResultError,
-    batch,
     replay,
 )
+from pointsman.core.state import batch
 from tests.core.helpers import EOS, Host, drafts_of, names, reference_output, small_config, tokens_of
 
 WRONG = 998  # the model never samples it

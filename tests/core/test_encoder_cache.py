@@ -18,8 +18,8 @@ from pointsman.core import (
     SchedulerOutput,
     StepResult,
 )
-from pointsman.core.encoder_inputs import ContentMarks
-from pointsman.core.reason import Holder
+from pointsman.core.state.encoder_inputs import ContentMarks
+from pointsman.core.state.reason import Holder
 from tests.core.helpers import Host, blocks_of, cached_of, names, tokens_of
 from tests.property.embeddings import ShadowEncoder
 

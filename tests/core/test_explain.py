@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pointsman.core import ParkReason, Reason, RequestStatus
-from pointsman.core.causes import CAUSES, PARKED_FOR
-from pointsman.core.reason import Holder
+from pointsman.core.observe.causes import CAUSES, PARKED_FOR
+from pointsman.core.state.reason import Holder
 from tests.core.helpers import Host, connected, names
 
 

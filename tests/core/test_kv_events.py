@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from pointsman.core import EncoderInput
-from pointsman.core.adapters import Adapter
-from pointsman.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
-from pointsman.core.prefix_cache import Root
+from pointsman.core.kv.events import AllBlocksCleared, BlockRemoved, BlockStored
+from pointsman.core.kv.prefix_tree import Root
+from pointsman.core.policy.adapters import Adapter
 from tests.core.helpers import Host
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pointsman.core import Reason, RequestStatus
-from pointsman.core.batch import Batch
+from pointsman.core.state.batch import Batch
 from tests.core.helpers import Host, names, reference_output, tokens_of
 
 

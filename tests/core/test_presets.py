@@ -25,8 +25,8 @@ from pointsman.core import (
     StepResult,
     replay,
 )
+from pointsman.core.policy.order import make_order
 from pointsman.core.presets import SYSTEMS
-from pointsman.core.queue import make_order
 
 from .helpers import Host, cached_of, names, next_token, tokens_of
 from .specifications.sequences import Decision, Sequence, Settings, Specification

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from pointsman.core import Request, Scheduler
-from pointsman.core.queue import FirstComeFirstServed
+from pointsman.core.policy.order import FirstComeFirstServed
 from tests.core.helpers import Host, names, small_config
 
 

@@ -22,7 +22,7 @@ from pointsman.core import (
     StepResult,
     replay,
 )
-from pointsman.core.queue import FirstComeFirstServed
+from pointsman.core.policy.order import FirstComeFirstServed
 from tests.core.helpers import EOS, Host, next_token
 
 

@@ -18,7 +18,7 @@ from pointsman.core import (
     RequestStatus,
     replay,
 )
-from pointsman.core.repetition import RepetitionWatch
+from pointsman.core.state.repetition import RepetitionWatch
 from tests.core.helpers import EOS, Host
 
 

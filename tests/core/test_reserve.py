@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pointsman.core import FinishReason, Reason, Request
-from pointsman.core.reserve import MEAN_OVER, MeanDecodeReserve
+from pointsman.core.policy.reserve import MEAN_OVER, MeanDecodeReserve
 from tests.core.helpers import Host, cached_of, names, tokens_of
 
 

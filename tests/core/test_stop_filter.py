@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import pointsman.core.update as update_module
+import pointsman.core.step.update as update_module
 from pointsman.core import Request, RequestStatus
-from pointsman.core.stop_filter import SIZE, StopFilter
+from pointsman.core.state.stop_filter import SIZE, StopFilter
 
 from .helpers import Host
 

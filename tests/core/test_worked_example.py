@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from pointsman.core import Reason, Request
-from pointsman.core.batch import Batch
-from pointsman.core.limits import Int64Array
-from pointsman.core.reason import Blocked
+from pointsman.core.policy.limits import Int64Array
+from pointsman.core.state.batch import Batch
+from pointsman.core.state.reason import Blocked
 
 from .helpers import Host, cached_of, names, tokens_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pointsman.core import Request
-from pointsman.core.status import FinishReason, RequestStatus
+from pointsman.core.state.status import FinishReason, RequestStatus
 from pointsman.engine import Engine, SamplingParams
 from pointsman.engine.deadlines import FEWEST, Deadlines
 

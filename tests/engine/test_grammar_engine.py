@@ -24,7 +24,7 @@ from test_grammar_compiler import HOPELESS, is_alive, wait_until
 from tiny_models import HEAD16, Family, build
 
 from pointsman.core import Request, RequestStatus
-from pointsman.core.reason import Reason
+from pointsman.core.state.reason import Reason
 from pointsman.engine import (
     LLM,
     AsyncEngine,

@@ -15,9 +15,9 @@ import pytest
 import zmq
 from tiny_models import FAMILIES, build
 
-from pointsman.core.content_keys import block_key, root_key
-from pointsman.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
-from pointsman.core.prefix_cache import Root
+from pointsman.core.kv.content import block_key, root_key
+from pointsman.core.kv.events import AllBlocksCleared, BlockRemoved, BlockStored
+from pointsman.core.kv.prefix_tree import Root
 from pointsman.engine import Engine, SamplingParams
 from pointsman.engine.kv_events import END_OF_REPLAY, KVEventsConfig, KVEventsPublisher
 from pointsman.engine.model_loader import LoadedModel, wrap_model

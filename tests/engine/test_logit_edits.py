@@ -15,8 +15,8 @@ from test_engine import byte_tokenizer
 from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
 from pointsman.core import Scheduler, SchedulerConfig
-from pointsman.core.output import StepResult
-from pointsman.core.request import Request
+from pointsman.core.state.output import StepResult
+from pointsman.core.state.request import Request
 from pointsman.engine.logit_edits import EditedRow, LogitEdits, TokenCounts, bad_word_sequences, output_since
 from pointsman.engine.race import probabilities
 from pointsman.engine.sampling_params import SamplingParams

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from pointsman.core.output import SchedulerOutput
-from pointsman.core.request import Request
+from pointsman.core.state.output import SchedulerOutput
+from pointsman.core.state.request import Request
 from pointsman.engine.race import cut_min_p, cut_top_k, cut_top_p, derive_seed, probabilities
 from pointsman.engine.sampler import Sampled, Sampler, choose_anywhere
 from pointsman.engine.sampling_params import SamplingParams

@@ -18,7 +18,7 @@ from plain_requests import request_for
 from test_engine import byte_tokenizer
 
 from pointsman.core import Scheduler, SchedulerConfig, SchedulerOutput
-from pointsman.core.output import StepResult
+from pointsman.core.state.output import StepResult
 from pointsman.engine.logit_edits import EditedRow
 from pointsman.engine.logprobs import TokenLogprobs
 from pointsman.engine.race import derive_seed

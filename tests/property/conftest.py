@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pointsman.core import batch
+from pointsman.core.state import batch
 
 
 @pytest.fixture(autouse=True, scope="package")

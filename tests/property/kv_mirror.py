@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from pointsman.core import Scheduler
-from pointsman.core.content_keys import Placed, block_key, root_key, tokens_digest
-from pointsman.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from pointsman.core.kv.content import Placed, block_key, root_key, tokens_digest
+from pointsman.core.kv.events import AllBlocksCleared, BlockRemoved, BlockStored
 
 from .shadow import require
 

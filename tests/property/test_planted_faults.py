@@ -13,44 +13,44 @@ from typing import Any
 import numpy as np
 import pytest
 
-import pointsman.core.causes as causes_module
-import pointsman.core.content_keys as content_keys_module
-import pointsman.core.encoder_cache as encoder_cache_module
-import pointsman.core.kv_cache as kv_cache_module
-import pointsman.core.reserve as reserve_module
+import pointsman.core.kv.content as content_keys_module
+import pointsman.core.kv.manager as kv_cache_module
+import pointsman.core.observe.causes as causes_module
+import pointsman.core.policy.encoder_budget as encoder_cache_module
+import pointsman.core.policy.reserve as reserve_module
 from pointsman.core import ConfigError, EncoderInput, FinishReason, InvariantError, Request, Scheduler
-from pointsman.core.acceptance import Acceptance
-from pointsman.core.adapters import Adapter, AdapterSlots
-from pointsman.core.admission import Admission
-from pointsman.core.batch import Batch
-from pointsman.core.block_pool import BlockPool
-from pointsman.core.common_prefix import CommonPrefix
-from pointsman.core.displacement import Displacement
-from pointsman.core.drafts import Drafts
-from pointsman.core.emission import Emission
-from pointsman.core.encoder_cache import EncoderCache
-from pointsman.core.encoder_inputs import ContentMarks
-from pointsman.core.in_order import InOrder
-from pointsman.core.intake import Intake
-from pointsman.core.kv_cache import KVCacheManager
-from pointsman.core.kv_events import BlockStored, KVEvents
-from pointsman.core.left_out import LeftOut
-from pointsman.core.lifecycle import Lifecycle
-from pointsman.core.limits import FairLongPrefillThreshold, OneSampleInFlight
-from pointsman.core.loading import Loading
-from pointsman.core.partial_prefills import PartialPrefills
-from pointsman.core.parts import Parts
-from pointsman.core.prefix_cache import PrefixCache, Root
-from pointsman.core.queue import FirstComeFirstServed, FrontFirst
-from pointsman.core.repetition import RepetitionWatch
-from pointsman.core.request_events import RequestLog
-from pointsman.core.reserve import DecodeReserve, Watermark
-from pointsman.core.rewind import rewind as real_rewind
-from pointsman.core.running import Running
-from pointsman.core.stop_filter import StopFilter
-from pointsman.core.transfers import External, Transfers
-from pointsman.core.update import Update, stop_condition
-from pointsman.core.watchdog import Watchdog
+from pointsman.core.kv.block_pool import BlockPool
+from pointsman.core.kv.events import BlockStored, KVEvents
+from pointsman.core.kv.manager import KVCacheManager
+from pointsman.core.kv.prefix_tree import PrefixCache, Root
+from pointsman.core.kv.transfers import External, Transfers
+from pointsman.core.observe.events import RequestLog
+from pointsman.core.observe.left_out import LeftOut
+from pointsman.core.observe.watchdog import Watchdog
+from pointsman.core.policy.adapters import Adapter, AdapterSlots
+from pointsman.core.policy.encoder_budget import EncoderCache
+from pointsman.core.policy.limits import FairLongPrefillThreshold, OneSampleInFlight
+from pointsman.core.policy.order import FirstComeFirstServed, FrontFirst
+from pointsman.core.policy.partial_prefills import PartialPrefills
+from pointsman.core.policy.reserve import DecodeReserve, Watermark
+from pointsman.core.state.acceptance import Acceptance
+from pointsman.core.state.batch import Batch
+from pointsman.core.state.encoder_inputs import ContentMarks
+from pointsman.core.state.repetition import RepetitionWatch
+from pointsman.core.state.stop_filter import StopFilter
+from pointsman.core.step.admission import Admission
+from pointsman.core.step.common_prefix import CommonPrefix
+from pointsman.core.step.displacement import Displacement
+from pointsman.core.step.drafts import Drafts
+from pointsman.core.step.emit import Emission
+from pointsman.core.step.in_order import InOrder
+from pointsman.core.step.intake import Intake
+from pointsman.core.step.loading import Loading
+from pointsman.core.step.prompt_parts import Parts
+from pointsman.core.step.request_table import Lifecycle
+from pointsman.core.step.rewind import rewind as real_rewind
+from pointsman.core.step.running import Running
+from pointsman.core.step.update import Update, stop_condition
 
 from . import transfers as device_module
 from .operations import drive
@@ -253,7 +253,7 @@ def one_of_several_stop_tokens_is_forgotten(patch: Patch) -> None:
             stops.counts[max(tokens)] = 0
 
     around(patch, StopFilter, "_count", count)
-    patch.setattr("pointsman.core.invariants._check_stop_filter", lambda batch: None)
+    patch.setattr("pointsman.core.observe.invariants._check_stop_filter", lambda batch: None)
 
 
 def stop_tokens_outlive_their_row(patch: Patch) -> None:
@@ -276,7 +276,7 @@ def rewind_is_lost(patch: Patch) -> None:
         stays = batch.serial[output.rows] == output.serials
         batch.num_computed_tokens[output.rows[stays]] = before[stays]
 
-    patch.setattr("pointsman.core.rewind.rewind", rewind)
+    patch.setattr("pointsman.core.step.rewind.rewind", rewind)
 
 
 def watermark_is_ignored(patch: Patch) -> None:
@@ -409,7 +409,7 @@ def completion_is_not_rewound(patch: Patch) -> None:
         rows = output.rows[output.completes]
         batch.num_pending[rows[batch.serial[rows] == output.serials[output.completes]]] += 1
 
-    patch.setattr("pointsman.core.rewind.rewind", rewind)
+    patch.setattr("pointsman.core.step.rewind.rewind", rewind)
 
 
 def silent_rows_sample(patch: Patch) -> None:
@@ -558,7 +558,7 @@ def stop_within_a_run_is_missed(patch: Patch) -> None:
     def cut(request: Any, num_tokens: int, run: list[int]) -> Any:
         return len(run), stop_condition(request, num_tokens + len(run), run[-1])
 
-    patch.setattr("pointsman.core.update._cut_at_stop", cut)
+    patch.setattr("pointsman.core.step.update._cut_at_stop", cut)
 
 
 def reasons_begin_anew_with_every_step(patch: Patch) -> None:
@@ -662,7 +662,7 @@ def rewind_is_short_by_one(patch: Patch) -> None:
         chunks = (batch.serial[output.rows] == output.serials) & (output.num_scheduled_tokens > 1)
         batch.num_computed_tokens[output.rows[chunks]] += 1
 
-    patch.setattr("pointsman.core.rewind.rewind", rewind)
+    patch.setattr("pointsman.core.step.rewind.rewind", rewind)
 
 
 def epoch_is_ignored(patch: Patch) -> None:

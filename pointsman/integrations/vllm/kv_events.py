@@ -13,7 +13,7 @@ from vllm.distributed import kv_events as of_vllm
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import BlockHash, hash_block_tokens, maybe_convert_block_hash
 
-from pointsman.core.kv_events import AllBlocksCleared, BlockStored, KVEvent
+from pointsman.core.kv.events import AllBlocksCleared, BlockStored, KVEvent
 from pointsman.integrations.vllm.requests import lora_number, lora_path
 
 GROUP = 0  # of the KV cache; there is no other

@@ -1,0 +1,230 @@
+"""The physical KV blocks: who holds each, and which are free.
+
+Layout, with B = num_blocks:
+
+    num_references  int64 [B]   block-table entries that name the block; 0: free
+    is_cached       bool  [B]   the block's content can be found in the prefix tree
+    _segment_of     int64 [B]   for a cached free block, the segment of the queue that it waits in
+
+    reserved | referenced            | blank (a stack)   | cached free (a queue, least recently used first)
+    ids 0..r | num_references > 0    | content worthless | content can still be found
+
+A free block is in exactly one of the last two. Blank blocks are handed out first, then the least recently used cached
+one, whose content is thereby lost. A table is released from its end, so that a prefix outlives its suffix.
+
+Block ids are int64 here, because NumPy takes an index of another type ten times more slowly.
+
+The queue of cached free blocks is a queue of segments, one for each released table, so that tables come and go by a few
+array operations. A block that is found again is not searched for in its segment: its `_segment_of` no longer says so,
+and the entry is skipped when the segment's turn comes. When such entries outnumber the pool, the queue is written anew.
+How many entries at the front are surely not to be skipped is remembered, so that a few blocks a step are a slice.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.state.numbers import FALSE, ONE, TRUE, ZERO
+
+Int64Array = npt.NDArray[np.int64]
+NO_BLOCKS: Int64Array = np.zeros(0, dtype=np.int64)
+
+
+_SKIM = 1024  # entries of a segment that are looked at together, to see which are to be skipped
+
+
+class _Segment:
+    """Entries of the queue of cached free blocks that came together."""
+
+    __slots__ = ("ids", "number")
+
+    def __init__(self, number: int, ids: Int64Array) -> None:
+        self.number = number
+        self.ids = ids
+
+
+class BlockPool:
+    """`num_blocks` blocks, of which ids 0 to `num_reserved_blocks` - 1 are never handed out."""
+
+    def __init__(self, num_blocks: int, num_reserved_blocks: int = 0) -> None:
+        self.num_blocks = num_blocks
+        self.num_reserved_blocks = num_reserved_blocks
+        self.num_usable = num_blocks - num_reserved_blocks
+        self.num_references: Int64Array = np.zeros(num_blocks, dtype=np.int64)
+        self.is_cached: npt.NDArray[np.bool_] = np.zeros(num_blocks, dtype=np.bool_)
+        # The top of the stack is the end: low ids are handed out first.
+        self._blank: Int64Array = np.arange(num_blocks - 1, num_reserved_blocks - 1, -1, dtype=np.int64)
+        self._num_blank = num_blocks - num_reserved_blocks
+        self._segments: deque[_Segment] = deque()
+        self._segment_of: npt.NDArray[np.int64] = np.zeros(num_blocks, dtype=np.int64)
+        self._next_segment = 1
+        self._num_entries = 0  # in all segments, those to be skipped included
+        self._num_cached = 0
+        self._num_sure = 0  # entries of the first segment, from its front on, that wait in it
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `take` could hand out."""
+        return self._num_blank + self._num_cached
+
+    @property
+    def usage(self) -> float:
+        """Share of the usable blocks that are referenced, 0 to 1."""
+        return 1.0 - self.num_free / self.num_usable
+
+    @property
+    def num_cached_free(self) -> int:
+        """Free blocks whose content can still be found."""
+        return self._num_cached
+
+    def take(self, count: int) -> tuple[Int64Array, Int64Array]:
+        """Hand out `count` blocks, each with one reference.
+
+        Returns the block ids (int64 [count]) and those among them that were cached, least recently used first, whose
+        content the prefix tree must forget. The caller has checked that `count <= num_free`.
+        """
+        num_blank = self._num_blank
+        evicted = NO_BLOCKS
+        if count <= num_blank:
+            self._num_blank = num_blank - count
+            blocks = self._blank[num_blank - count : num_blank][::-1].copy()
+        else:
+            evicted = blocks = self._take_cached(count - num_blank)
+            if num_blank:
+                self._num_blank = 0
+                blocks = np.concatenate([self._blank[:num_blank][::-1], evicted])
+        self.num_references[blocks] = ONE
+        return blocks, evicted
+
+    def acquire(self, blocks: Int64Array) -> None:
+        """Add a reference to blocks found in the prefix tree (distinct ids)."""
+        left = self.num_references[blocks]
+        self._num_cached -= int(np.count_nonzero(left == ZERO))
+        self._segment_of[blocks] = ZERO
+        self._num_sure = 0
+        self.num_references[blocks] = left + ONE
+
+    def release(self, blocks: Int64Array) -> None:
+        """Drop one reference from each block of a table (distinct ids, in table order)."""
+        left = self.num_references[blocks] - ONE
+        self.num_references[blocks] = left
+        freed = blocks[::-1] if not np.count_nonzero(left) else blocks[left == ZERO][::-1]
+        is_cached = self.is_cached[freed]
+        num_cached = np.count_nonzero(is_cached)
+        num_blank = len(freed) - num_cached
+        # What is published of a table is its beginning.
+        assert num_cached == np.count_nonzero(is_cached[num_blank:]), "a table has a gap in what is cached"
+        if num_blank:
+            self._push_blank(freed[:num_blank])
+        if num_cached:
+            self._append(freed[num_blank:])
+
+    def set_cached(self, blocks: Int64Array) -> None:
+        """The content of these referenced blocks can now be found."""
+        self.is_cached[blocks] = TRUE
+
+    def uncache(self, blocks: list[int]) -> None:
+        """The prefix tree forgot these blocks: those that are free become blank."""
+        ids = np.array(blocks, dtype=np.int64)
+        self.is_cached[ids] = FALSE
+        free = ids[self.num_references[ids] == 0]
+        self._segment_of[free] = 0  # what is left of them in the queue is to be skipped
+        self._num_sure = 0
+        self._num_cached -= len(free)
+        self._push_blank(free)
+
+    def uncache_all(self) -> None:
+        """The prefix tree forgot every block."""
+        self.uncache(self.cached_free_blocks())
+        self.is_cached[:] = False
+
+    def num_in_use(self, blocks: Int64Array) -> int:
+        """How many of these blocks somebody holds."""
+        return int(np.count_nonzero(self.num_references[blocks])) if len(blocks) else 0
+
+    def blank_blocks(self) -> list[int]:
+        """For checks: the blank blocks, in no promised order."""
+        return [int(block) for block in self._blank[: self._num_blank]]
+
+    def cached_free_blocks(self) -> list[int]:
+        """The cached free blocks, least recently used first. O(segments)."""
+        return [block for segment in self._segments for block in self._waiting(segment).tolist()]
+
+    def _waiting(self, segment: _Segment) -> Int64Array:
+        """The entries of a segment that are not to be skipped."""
+        waits: npt.NDArray[np.bool_] = self._segment_of[segment.ids] == segment.number
+        return segment.ids[waits]
+
+    def _push_blank(self, blocks: Int64Array) -> None:
+        end = self._num_blank + len(blocks)
+        self._blank[self._num_blank : end] = blocks
+        self._num_blank = end
+
+    def _append(self, blocks: Int64Array) -> None:
+        """A segment at the most recently used end."""
+        number = self._next_segment
+        self._next_segment = number + 1
+        self._segments.append(_Segment(number, blocks))
+        self._segment_of[blocks] = number
+        self._num_cached += len(blocks)
+        self._num_entries += len(blocks)
+        if self._num_entries > 2 * self.num_blocks:
+            self._compact()
+
+    def _compact(self) -> None:
+        """Write the queue anew without the entries that would be skipped."""
+        kept = [_Segment(segment.number, self._waiting(segment)) for segment in self._segments]
+        self._segments = deque(segment for segment in kept if len(segment.ids))
+        self._num_entries = self._num_cached
+        self._num_sure = 0
+
+    def _take_cached(self, count: int) -> Int64Array:
+        """The `count` least recently used cached blocks, which are neither cached nor free from now on."""
+        blocks = self._take_sure(count) if count <= self._num_sure else self._take_segments(count)
+        self.is_cached[blocks] = FALSE
+        self._num_entries -= count
+        self._num_cached -= count
+        return blocks
+
+    def _take_segments(self, count: int) -> Int64Array:
+        """The first `count` entries that are not to be skipped."""
+        parts: list[Int64Array] = []
+        while count:
+            while self._num_sure == 0:
+                self._look_ahead()
+            taken = min(count, self._num_sure)
+            parts.append(self._take_sure(taken))
+            count -= taken
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _take_sure(self, count: int) -> Int64Array:
+        """The first `count` entries of the first segment, which are sure."""
+        first = self._segments[0]
+        ids = first.ids
+        self._num_sure -= count
+        if count < len(ids):
+            first.ids = ids[count:]
+            return ids[:count]
+        self._segments.popleft()
+        return ids
+
+    def _look_ahead(self) -> None:
+        """Drop the entries at the front of the queue that are to be skipped: those behind them are sure."""
+        if self._num_entries == self._num_cached:  # none is
+            self._num_sure = len(self._segments[0].ids)
+            return
+        first = self._segments[0]
+        head, rest = first.ids[:_SKIM], first.ids[_SKIM:]
+        waits = self._segment_of[head] == first.number
+        self._num_sure = int(np.count_nonzero(waits))
+        self._num_entries -= len(head) - self._num_sure
+        if self._num_sure == len(head):
+            return
+        self._segments.popleft()
+        if len(rest):
+            self._segments.appendleft(_Segment(first.number, rest))
+        if self._num_sure:
+            self._segments.appendleft(_Segment(first.number, head[waits]))

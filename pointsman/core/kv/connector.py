@@ -1,0 +1,149 @@
+"""Where KV comes from and goes to, other than the pool: host memory, a shared store, another engine.
+
+A connector has two sides. The scheduler asks the side that is described here; the other one moves bytes and belongs to
+the host, which learns from each output what to move. A host executes an output in this order:
+
+    1. `output.saves`: copy these blocks out before anything is written to them; each is lost with this step otherwise
+    2. `output.loads`: a load that is not asynchronous ends before the step computes; an asynchronous one may begin
+       now, once the steps before this one are over, and the host answers it with `scheduler.transfer_done`
+    3. the rows of the step
+
+Every asynchronous load that an output told of, and every send that a connector began, is answered by `transfer_done`
+exactly once, whatever became of its request or of the step: until then the device may touch its blocks, so nobody else
+gets them. A load that cannot be made is answered with 0 tokens. If a load that is not asynchronous fails, the step
+does: the host calls `scheduler.fail`, and the connector must not offer the same tokens again.
+
+The questions are those of vLLM's `KVConnectorBase_V1` (`get_num_new_matched_tokens`, `request_finished`), so that one
+can be adapted to the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from pointsman.core.state.request import Request
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class KVConnector(Protocol):
+    """What the scheduler asks of a connector. The answers are recorded, so a replay needs no connector."""
+
+    saves_evicted: bool
+    """Whether it wants to be told of cached blocks before they are overwritten (`SchedulerOutput.saves`)."""
+
+    def num_external_tokens(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens it could load, in a row, behind the first `num_local_tokens` of the request's known tokens.
+
+        `num_local_tokens` is a whole number of blocks, which the pool has; `content_keys.block_keys(request,
+        block_size)` names all blocks. Called whenever the request could be admitted, so maybe several times: it must
+        change nothing, and be quick.
+
+        Returns:
+            The number, and whether the load is asynchronous: then the request waits outside the batch until
+            `transfer_done`. None: not known yet, ask again in a later step; others may be admitted meanwhile.
+            The scheduler rounds down to whole blocks and leaves at least one token to compute.
+        """
+
+    def request_ended(self, request: Request, block_ids: Int64Array, num_tokens: int, transfer_id: int) -> bool:
+        """A request that ran has ended, and its blocks are about to be freed.
+
+        `block_ids` hold, in order, the KV of its first `num_tokens` tokens: what steps that are over have computed.
+        Steps in flight may still write behind those.
+
+        Returns:
+            Whether they must stay as they are because they are still being sent. Then `transfer_done(transfer_id)`
+            frees them. Not asked of a request that failed, nor while transfers own as many blocks as they may.
+        """
+
+    def reset(self) -> None:
+        """The prefix cache was reset: what was kept so far is of no use."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Load:
+    """Blocks that the host fills from outside."""
+
+    transfer_id: int
+    """Unique in the scheduler's life."""
+    request: Request
+    local_blocks: Int64Array
+    """int64: the request's blocks before them, whose content the pool has."""
+    block_ids: Int64Array
+    """[m] int64: the blocks to fill, in order."""
+    first_token: int
+    """Position in the request of the first token of `block_ids[0]`, a multiple of the block size."""
+    num_tokens: int
+    """m times the block size."""
+    is_async: bool
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+
+class Save(NamedTuple):
+    """A block whose content is given up in this step."""
+
+    block_id: int
+    key: bytes
+    """What it holds, see `content_keys.py`."""
+
+
+class AnswerLog:
+    """A connector, with a note of every answer it gives since the last `take`: what a recording holds of it."""
+
+    def __init__(self, connector: KVConnector) -> None:
+        self._connector = connector
+        self._answers: list[object] = []
+        self.saves_evicted = connector.saves_evicted
+
+    def take(self) -> list[object]:
+        """The answers since the last call, in the order of the questions."""
+        answers, self._answers = self._answers, []
+        return answers
+
+    def num_external_tokens(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
+        count, is_async = self._connector.num_external_tokens(request, num_local_tokens)
+        self._answers.append([count, is_async])
+        return count, is_async
+
+    def request_ended(self, request: Request, block_ids: Int64Array, num_tokens: int, transfer_id: int) -> bool:
+        stays = self._connector.request_ended(request, block_ids, num_tokens, transfer_id)
+        self._answers.append(stays)
+        return stays
+
+    def reset(self) -> None:
+        self._connector.reset()
+
+
+class RecordedConnector:
+    """A connector that answers what a recording says."""
+
+    def __init__(self, saves_evicted: bool) -> None:
+        self.saves_evicted = saves_evicted
+        self._answers: list[object] = []
+
+    def expect(self, answers: list[object]) -> None:
+        """What the next call will be answered."""
+        self._answers = answers[::-1]
+
+    def num_external_tokens(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
+        count, is_async = self._next(list)
+        return count, is_async
+
+    def request_ended(self, request: Request, block_ids: Int64Array, num_tokens: int, transfer_id: int) -> bool:
+        return bool(self._next(bool))
+
+    def reset(self) -> None:
+        pass
+
+    def _next(self, kind: type) -> Any:
+        if not self._answers or not isinstance(self._answers[-1], kind):
+            raise ValueError("the connector is asked other questions than when this was recorded")
+        return self._answers.pop()

@@ -1,0 +1,88 @@
+"""Names for the content of KV blocks that mean the same in every process: chained SHA-256 digests.
+
+    key of a root   = SHA-256(canonical JSON of [cache salt, adapter name, adapter version])
+    key of a block  = SHA-256(key of the block before it, or of the root; its tokens as little-endian int32;
+                              for a block with placeholders of encoder inputs: canonical JSON of them)
+
+An encoder input is told as [its key, where its first placeholder stands seen from the block's first token, how many
+placeholders it has, SHA-256 of their tokens in hex].
+
+The prefix tree is exact and needs no digest. These are for who is told of blocks (`kv_events.py`) and for who keeps
+their KV elsewhere (`kv_connector.py`), and are computed only if there is one of them. What one pool holds constant
+(model, weights, type of the elements, block size) is not in a key: a store that several engines share must keep them
+apart by it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from pointsman.core.kv.prefix_tree import TOKEN_BYTES, Root
+
+if TYPE_CHECKING:
+    from pointsman.core.state.request import Request
+
+
+class Placed(NamedTuple):
+    """An encoder input, seen from a block in which placeholders of it stand."""
+
+    key: str
+    offset: int
+    """Of its first placeholder from the block's first token; negative if it begins before."""
+    length: int
+    tokens_digest: str
+
+
+def root_key(root: Root) -> bytes:
+    """What stands for the block before the first one of a sequence."""
+    name, version = root.adapter if root.adapter is not None else (None, None)
+    return hashlib.sha256(_json([root.cache_salt, name, version])).digest()
+
+
+def block_key(before: bytes, token_bytes: bytes, inputs: Sequence[Placed] = ()) -> bytes:
+    """The key of a block: `before` is that of the block before it, or of the root."""
+    return hashlib.sha256(before + token_bytes + (_json(inputs) if inputs else b"")).digest()
+
+
+def block_keys(request: Request, block_size: int) -> list[bytes]:
+    """The keys of all full blocks of a request's known tokens, 32 bytes each.
+
+    They are kept with the request, so that each block is hashed once. The list must not be changed.
+    """
+    keys = request.block_keys
+    first, end = len(keys), request.num_tokens // block_size
+    if first >= end:
+        return keys
+    last = keys[-1] if keys else root_key(Root.of(request))
+    placed = placed_inputs(request, first, end, block_size)
+    token_bytes = request.tokens(first * block_size, end * block_size).tobytes()
+    size = block_size * TOKEN_BYTES
+    for index in range(first, end):
+        start = (index - first) * size
+        last = block_key(last, token_bytes[start : start + size], placed.get(index, ()))
+        keys.append(last)
+    return keys
+
+
+def placed_inputs(request: Request, first: int, end: int, block_size: int) -> dict[int, list[Placed]]:
+    """The encoder inputs in those of blocks `first` to `end` - 1 that have any, each in the order of the prompt."""
+    placed: dict[int, list[Placed]] = {}
+    for item in request.encoder_inputs:
+        blocks = range(max(first, item.start // block_size), min(end, -(-item.end // block_size)))
+        digest = tokens_digest(request.prompt_token_ids[item.start : item.end].tobytes()) if blocks else ""
+        for block in blocks:
+            entry = Placed(item.key, item.start - block * block_size, item.length, digest)
+            placed.setdefault(block, []).append(entry)
+    return placed
+
+
+def tokens_digest(token_bytes: bytes) -> str:
+    """What tells the tokens of an input's placeholders apart."""
+    return hashlib.sha256(token_bytes).hexdigest()
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()

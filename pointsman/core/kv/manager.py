@@ -1,0 +1,284 @@
+"""KVCacheManager: look up, allocate, publish, free. It owns the block pool and the prefix tree, and nobody else does.
+
+Prompt blocks are published when they are scheduled, so that requests of the same step can share them; generated
+blocks when their request loses its row, so that decoding never touches the tree. What is published while a step is in
+flight is noted in the journal of the newest such step, and taken out again if that step fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.config import SchedulerConfig
+from pointsman.core.kv.block_pool import NO_BLOCKS, BlockPool
+from pointsman.core.kv.connector import Save
+from pointsman.core.kv.content import block_keys
+from pointsman.core.kv.events import KVEvents
+from pointsman.core.kv.prefix_tree import Node, Place, PrefixCache, Root, Span
+from pointsman.core.state.batch import Batch
+from pointsman.core.state.encoder_inputs import ContentMarks
+from pointsman.core.state.numbers import INT32
+from pointsman.core.state.request import Request
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+IntArray = npt.NDArray[np.integer]
+Journal = list[tuple[Request, Int64Array, list[Span]]]  # (who published, which blocks, as which nodes), in order
+
+NO_EPOCH = -1  # of a request whose prefix left the tree while it ran
+
+
+class Match(NamedTuple):
+    """What the prefix tree holds of a request."""
+
+    blocks: Int64Array
+    node: Node
+
+
+class KVCacheManager:
+    """The KV blocks of one scheduler."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.block_size = config.block_size
+        self._size = np.array(config.block_size)  # an array, see `arithmetic.py`
+        self.pool = BlockPool(config.num_blocks, config.num_reserved_blocks)
+        self.prefix = PrefixCache(config.num_blocks, config.block_size) if config.enable_prefix_caching else None
+        self.events: KVEvents | None = None
+        """What enters and leaves the prefix tree, if the configuration asks for it."""
+        if config.enable_kv_cache_events and self.prefix is not None:
+            self.events = self.prefix.listener = KVEvents(config.block_size)
+        self.journal: Journal | None = None
+        """Where publications are noted; None: no step is in flight, so what is published is computed."""
+        self.num_evictions = 0
+        self._marks = ContentMarks()
+        self.num_returns = 0
+        """Changes whenever blocks come back that no row held."""
+        self.num_saves = 0
+        self.saves: list[Save] | None = None
+        """Evictions that no output has told of; None: nobody wants to know."""
+        self._num_left = 0  # publications of blocks whose row let go of them at once
+        self._newest_step = 0
+        self._oldest_step = 0
+        self._key_of: dict[int, tuple[bytes, int]] = {}  # of each published block, if somebody asks: (key, step)
+
+    @property
+    def num_publications(self) -> int:
+        """Changes whenever a look-up could find more than before."""
+        return self.prefix.num_publications if self.prefix is not None else 0
+
+    @property
+    def num_held_publications(self) -> int:
+        """Changes whenever a look-up could find more blocks than before that somebody holds; where something is sent,
+        `num_publications` does."""
+        return self.prefix.num_publications - self._num_left if self.prefix is not None else 0
+
+    def open_step(self, step_id: int, journal: Journal, oldest: int) -> None:
+        """Step `step_id` is being scheduled; `oldest` is the first one that is not over: what was published before it
+        is there for good."""
+        self.journal = journal
+        self._newest_step, self._oldest_step = step_id, oldest
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    # ------------------------------------------------------------------ admission
+
+    def look_up(self, request: Request) -> Match:
+        """Cached blocks of the request's known tokens; at least one token is left to compute, so there is a logit.
+
+        A request that holds loaded blocks goes on behind them, and is not looked up again.
+        """
+        if request.holding is not None:
+            return Match(request.holding.blocks, request.prefix_node)
+        root = Root.of(request)
+        if self.prefix is None or not request.use_prefix_cache:
+            return Match(NO_BLOCKS, root)
+        if request.encoder_inputs and self._marks.key(request):
+            self.reset()  # the marks of before mean something else from now on
+        max_blocks = (request.num_tokens - 1) // self.block_size
+        if max_blocks == 0:
+            return Match(NO_BLOCKS, root)
+        needs_output = max_blocks * self.block_size > request.num_prompt_tokens
+        token_bytes = request.known_bytes() if needs_output else request.prompt_bytes
+        blocks, node = self.prefix.look_up(root, token_bytes, max_blocks)
+        return Match(blocks, node)
+
+    def admit(self, request: Request, match: Match, num_new_blocks: int) -> Int64Array:
+        """Hold the matched blocks and `num_new_blocks` more; returns the request's block table."""
+        cached = match.blocks
+        if request.holding is not None:
+            new = self._take(num_new_blocks)
+            return np.concatenate([request.holding.blocks, new])
+        if len(cached):
+            self.pool.acquire(cached)
+        new = self._take(num_new_blocks)
+        request.num_published_blocks = len(cached)
+        request.prefix_node = match.node
+        request.prefix_epoch = self.prefix.epoch if self.prefix is not None else 0
+        return np.concatenate([cached, new]) if len(cached) else new
+
+    # ------------------------------------------------------------------ running rows
+
+    def grow_by_one(self, batch: Batch, rows: Int64Array) -> Int32Array:
+        """Append one new block to the table of each row. Returns them, in row order."""
+        blocks = self._take(len(rows)).astype(INT32)  # a scatter that converts takes longer
+        slots = batch.num_slots[rows]
+        batch.flat_table[batch.table_starts[rows] + slots // self._size] = blocks
+        slots += self._size
+        batch.num_slots[rows] = slots
+        return blocks
+
+    def grow(self, batch: Batch, rows: Int64Array, counts: Int64Array) -> Int32Array:
+        """Append `counts[i]` (at least 1) new blocks to the table of `rows[i]`. Returns them all, in row order."""
+        total = int(counts.sum())
+        if total == len(rows):
+            return self.grow_by_one(batch, rows)
+        blocks = self._take(total).astype(INT32)
+        slots = batch.num_slots[rows]
+        within = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+        batch.block_table[np.repeat(rows, counts), np.repeat(slots // self.block_size, counts) + within] = blocks
+        batch.num_slots[rows] = slots + counts * self.block_size
+        return blocks
+
+    def table(self, batch: Batch, row: int) -> Int64Array:
+        """A copy of a row's block table."""
+        return batch.block_table[row, : int(batch.num_slots[row]) // self.block_size].astype(np.int64)
+
+    def tables(self, batch: Batch, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """The block tables of some rows, one behind the other, and for each block the index of its row in `rows`."""
+        tables = [self.table(batch, row) for row in rows.tolist()]
+        counts = np.array([len(table) for table in tables], dtype=np.int64)
+        return np.concatenate([NO_BLOCKS, *tables]), batch.count_up[: len(rows)].repeat(counts)
+
+    # ------------------------------------------------------------------ publishing and freeing
+
+    def publish_prompt(self, batch: Batch, request: Request) -> None:
+        """Publish the prompt blocks that the steps scheduled so far complete."""
+        row = request.row
+        assert row is not None
+        computed = min(int(batch.num_computed_tokens[row]), request.num_prompt_tokens)
+        self._publish(request, batch.block_table[row], computed // self.block_size, request.prompt_bytes)
+
+    def publish_loaded(self, request: Request, blocks: Int64Array) -> None:
+        """Publish what was loaded for a request that holds these blocks, the first ones of its table."""
+        self._publish(request, blocks, len(blocks), request.known_bytes())
+
+    def take_back(self, blocks: Int64Array) -> None:
+        """Blocks that were held without a row, in table order."""
+        self.pool.release(blocks)
+        self.num_returns += 1
+
+    def release(self, batch: Batch, request: Request, *, num_valid_tokens: int, publish: bool = True) -> None:
+        """Give back a row's blocks, after publishing those that its first `num_valid_tokens` tokens fill."""
+        row = request.row
+        assert row is not None
+        table = self.table(batch, row)
+        full = num_valid_tokens // self.block_size
+        if publish and full > request.num_published_blocks and self.prefix is not None:
+            self._num_left += self._publish(request, table, full, request.known_bytes())
+        self.pool.release(table)
+
+    def undo(self, journal: Journal) -> None:
+        """Take the publications of a void step out of the tree, newest first; later steps' are out already.
+
+        A block that is no longer the node it was published as was evicted, or forgotten by a reset, since.
+        """
+        prefix = self.prefix
+        if prefix is None:
+            return
+        for request, blocks, spans in reversed(journal):
+            for block, (run, index) in reversed(_nodes(blocks, spans)):
+                if not prefix.holds(block, run, index):
+                    continue
+                prefix.forget(block)
+                self.pool.uncache([block])
+                if request.row is not None or request.holding is not None:
+                    # It publishes them again when they are computed again.
+                    request.num_published_blocks -= 1
+                    request.prefix_node = Place(run, index - 1) if index else run.parent
+
+    def retract(self, journals: Iterable[Journal], publisher: Request, running: Iterable[Request]) -> None:
+        """Take out what `publisher` published since the oldest of these steps, and all that was published behind it.
+
+        `journals` are those of the steps in flight. Running requests that read what is taken out publish no more: their
+        next block would follow a node that is gone.
+        """
+        prefix = self.prefix
+        if prefix is None:
+            return
+        for request, blocks, spans in (entry for journal in journals for entry in journal):
+            if request is not publisher:
+                continue
+            for block, (run, index) in _nodes(blocks, spans):
+                if prefix.holds(block, run, index):
+                    self.pool.uncache(prefix.prune(block))
+        for request in running:
+            if isinstance(request.prefix_node, Place) and not request.prefix_node.is_alive:
+                request.prefix_epoch = NO_EPOCH
+
+    def continue_reports(self, before: KVCacheManager) -> None:
+        """Go on with the count of evictions and the events of a manager that this one takes the place of."""
+        self.num_evictions = before.num_evictions
+        if self.prefix is not None and before.events is not None:
+            before.reset()
+            self.events = self.prefix.listener = before.events
+
+    def reset(self) -> None:
+        """Forget every cached prefix; rows that run keep their blocks but publish no more."""
+        if self.prefix is not None:
+            self.prefix.clear()
+            self.pool.uncache_all()
+
+    def _publish(self, request: Request, table: IntArray, end: int, token_bytes: bytes) -> bool:
+        """Publish blocks of a table up to `end`; whether there was something to publish."""
+        first = request.num_published_blocks
+        prefix = self.prefix
+        if prefix is None or end <= first or not request.use_prefix_cache or request.prefix_epoch != prefix.epoch:
+            return False
+        blocks = table[first:end].astype(np.int64, copy=False)
+        spans = prefix.publish(request.prefix_node, token_bytes, first, blocks, request)
+        run, start, length = spans[-1]
+        request.prefix_node = Place(run, start + length - 1)
+        request.num_published_blocks = end
+        self.pool.set_cached(blocks)
+        if self.saves is not None:
+            keys = block_keys(request, self.block_size)[first:end]
+            self._key_of.update((b, (key, self._newest_step)) for b, key in zip(blocks.tolist(), keys, strict=True))
+        if self.journal is not None:
+            self.journal.append((request, blocks, spans))
+        return True
+
+    def _take(self, count: int) -> Int64Array:
+        blocks, evicted = self.pool.take(count)
+        if len(evicted) and self.prefix is not None:
+            self.prefix.evict(evicted)
+            self.num_evictions += len(evicted)
+            if self.saves is not None:
+                self._note_saves(self.saves, evicted)
+        return blocks
+
+    def _note_saves(self, saves: list[Save], evicted: Int64Array) -> None:
+        """Somebody may want these. A block of a step that is not over may yet turn out not to have been computed."""
+        for block in evicted.tolist():
+            key, step = self._key_of.pop(block)
+            if step < self._oldest_step:
+                saves.append(Save(block, key))
+                self.num_saves += 1
+
+    def take_saves(self) -> Sequence[Save]:
+        """Evictions since the last call, for an output."""
+        if not self.saves:
+            return ()
+        saves, self.saves = self.saves, []
+        return saves
+
+
+def _nodes(blocks: Int64Array, spans: list[Span]) -> list[tuple[int, Place]]:
+    """The blocks of a journal entry, each with the node that it was published as."""
+    nodes = (Place(run, first + step) for run, first, count in spans for step in range(count))
+    return list(zip(blocks.tolist(), nodes, strict=True))

@@ -1,0 +1,263 @@
+"""Blocks that belong to no running row: who holds them, and until when.
+
+    loading    its request is parked until the host says that the load has ended
+    loaded     its request is back in the queue, and will go on behind these blocks
+    abandoned  its request does not wait for it any more, but the device may still write the blocks
+    sending    its request has ended, but the blocks are still being read
+
+A holding is one reference to each of its blocks. All holdings together own at most the pool less one request of full
+length, so whoever runs, or is next to run, can always get its blocks: two half-loaded requests never wait for each
+other, and a transfer that never ends costs its blocks and nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.config import SchedulerConfig
+from pointsman.core.errors import ConfigError, UnknownTransfer
+from pointsman.core.kv.connector import KVConnector, Load
+from pointsman.core.kv.manager import KVCacheManager
+from pointsman.core.state.reason import Blocked, Deferral, Reason
+from pointsman.core.state.request import Request
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True, eq=False)
+class Holding:
+    """Blocks that are held for a request, or until a transfer ends."""
+
+    transfer_id: int
+    request_id: str
+    """Whose KV it is, or was."""
+    blocks: Int64Array
+    """In table order. Those of a load: first the ones that were found in the prefix cache."""
+    num_local_blocks: int
+    request: Request | None
+    """Who will go on behind them; None: nobody, they are held until the transfer ends."""
+    load: Load | None
+    """None: a send."""
+    since: float = 0.0
+    """When a load began, on the caller's clock."""
+    is_open: bool = True
+    """Whether the host has yet to say that the transfer ended."""
+
+    @property
+    def num_external_blocks(self) -> int:
+        return len(self.blocks) - self.num_local_blocks
+
+
+class External(NamedTuple):
+    """What is loaded for a request that is to be admitted."""
+
+    num_tokens: int
+    """A whole number of blocks."""
+    is_async: bool
+
+
+NOTHING = External(0, False)
+
+
+class Transfers:
+    """The holdings of one scheduler, and the connector that they are for."""
+
+    def __init__(self, config: SchedulerConfig, kv: KVCacheManager, connector: KVConnector) -> None:
+        self.connector = connector
+        self._kv = kv
+        self._timeout = config.kv_load_timeout
+        full_length = min(kv.blocks_for(config.max_model_len), config.num_usable_blocks)
+        self.max_blocks = config.num_usable_blocks - full_length
+        """Most blocks of all holdings."""
+        self._open: dict[int, Holding] = {}
+        self._loaded: dict[int, Holding] = {}
+        self._next_id = 0
+        self.num_blocks = 0
+        """Blocks of all holdings; one that several hold counts for each."""
+        self._num_stuck = 0  # of these, what nobody waits for: it is not known when they come back
+        self._is_claimed = False
+        self._displacer: Request | None = None
+        self._now = 0.0
+
+    @property
+    def num_open(self) -> int:
+        """Transfers that the host has not said the end of."""
+        return len(self._open)
+
+    def holdings(self) -> list[Holding]:
+        """All of them, in no promised order."""
+        return [*self._open.values(), *self._loaded.values()]
+
+    def holders(self) -> list[Request]:
+        """Requests that wait for a load or behind a loaded prefix."""
+        return [holding.request for holding in self.holdings() if holding.request is not None]
+
+    def next_id(self) -> int:
+        self._next_id += 1
+        return self._next_id - 1
+
+    # ------------------------------------------------------------------ loads
+
+    def open(self, displacer: Request | None, now: float) -> None:
+        """A step begins to ask the queue; others gave way to `displacer`, so it must not wait for anything."""
+        self._is_claimed = False
+        self._displacer = displacer
+        self._now = now
+
+    def ask(self, request: Request, num_local_tokens: int) -> External | Blocked:
+        """What to load behind the tokens that the prefix cache has of a request."""
+        if not (request.may_load and request.use_prefix_cache) or request.holding is not None:
+            return NOTHING
+        size = self._kv.block_size
+        most = (request.num_tokens - 1) // size * size - num_local_tokens
+        if most <= 0:
+            return NOTHING
+        count, is_async = self.connector.num_external_tokens(request, num_local_tokens)
+        if count is None:
+            return self._wait_for_answer(request)
+        count = min(count, most) // size * size
+        if count <= 0:
+            return NOTHING
+        if not is_async:
+            return External(count, False)
+        if request is self._displacer:
+            return NOTHING
+        return self._fit(num_local_tokens // size, count // size)
+
+    def _wait_for_answer(self, request: Request) -> External | Blocked:
+        deferral: Deferral | None = request.deferral
+        asked_since = deferral.since if deferral is not None and deferral.reason is Reason.KV_CONNECTOR else self._now
+        if self._timeout is not None and self._now - asked_since >= self._timeout:
+            request.may_load = False
+            return NOTHING
+        if request is self._displacer:
+            return NOTHING
+        return Blocked(Reason.KV_CONNECTOR, 0, passes=True)
+
+    def _fit(self, num_local: int, num_external: int) -> External | Blocked:
+        """How many of `num_external` blocks may be loaded behind `num_local` cached ones, between two steps.
+
+        One that does not fit beside the others waits for them, and nobody behind it starts a load in this step. One
+        that might wait in vain takes what there is room for.
+        """
+        total = num_local + num_external
+        left = self.max_blocks - self.num_blocks
+        can_wait = total <= self.max_blocks - self._num_stuck
+        if can_wait and (self._is_claimed or total > left):
+            self._is_claimed = True
+            return Blocked(Reason.KV_ROOM, max(1, total - left), passes=True)
+        fits = min(num_external, max(0, left - num_local))
+        return External(fits * self._kv.block_size, True) if fits else NOTHING
+
+    def start(self, request: Request, load: Load, blocks: Int64Array, now: float) -> Holding:
+        """Hold the blocks of a load, which have their reference already."""
+        num_local = len(blocks) - len(load.block_ids)
+        holding = Holding(load.transfer_id, request.request_id, blocks, num_local, request, load, now)
+        self._open[holding.transfer_id] = holding
+        self.num_blocks += len(blocks)
+        request.holding = holding
+        return holding
+
+    def require(self, transfer_id: int) -> Holding:
+        """The transfer called so, which is under way.
+
+        Raises:
+            UnknownTransfer: there is none, or its end was told before.
+        """
+        if transfer_id not in self._open:
+            raise UnknownTransfer(
+                f"no transfer {transfer_id!r} is under way; each asynchronous load and each send ends exactly once"
+            )
+        return self._open[transfer_id]
+
+    def end(self, holding: Holding) -> None:
+        """The device is done with it. If nobody waits for it, `close` it next."""
+        del self._open[holding.transfer_id]
+        holding.is_open = False
+        if holding.request is not None:
+            self._loaded[holding.transfer_id] = holding
+
+    def shorten(self, holding: Holding, num_blocks: int) -> None:
+        """Keep the first `num_blocks` blocks of what was loaded."""
+        self._kv.take_back(holding.blocks[num_blocks:])
+        self.num_blocks -= len(holding.blocks) - num_blocks
+        holding.blocks = holding.blocks[:num_blocks]
+
+    def close(self, holding: Holding) -> None:
+        """Give back the blocks of a transfer that has ended and that nobody waits for."""
+        assert holding.request is None and not holding.is_open
+        self._kv.take_back(holding.blocks)
+        self.num_blocks -= len(holding.blocks)
+        self._num_stuck -= len(holding.blocks)
+
+    def hand_over(self, request: Request) -> None:
+        """The request runs now: its row names the blocks."""
+        holding = request.holding
+        assert holding is not None and not holding.is_open
+        del self._loaded[holding.transfer_id]
+        self.num_blocks -= len(holding.blocks)
+        request.holding = holding.request = None
+
+    def let_go(self, request: Request) -> None:
+        """The request does not wait any more. What the device may still write stays held."""
+        holding = request.holding
+        assert holding is not None
+        request.holding = holding.request = None
+        if not holding.is_open:
+            del self._loaded[holding.transfer_id]
+            self.shorten(holding, 0)
+            return
+        self._kv.take_back(holding.blocks[: holding.num_local_blocks])
+        self.num_blocks -= holding.num_local_blocks
+        holding.blocks = holding.blocks[holding.num_local_blocks :]
+        holding.num_local_blocks = 0
+        self._num_stuck += len(holding.blocks)
+
+    def overdue(self, since: float) -> list[Request]:
+        """Requests that wait for loads which began at `since` or before, oldest first."""
+        found: list[Request] = []
+        for holding in self._open.values():
+            if holding.request is not None:
+                if holding.since > since:
+                    break
+                found.append(holding.request)
+        return found
+
+    # ------------------------------------------------------------------ sends
+
+    def hold_if_sending(self, request: Request, blocks: Int64Array, num_tokens: int) -> None:
+        """Ask the connector whether the blocks of a request that ends are being sent, and if so hold them.
+
+        They are in the request's row, so a further reference keeps them when it is released.
+        """
+        if not len(blocks) or self.num_blocks + len(blocks) > self.max_blocks:
+            return
+        transfer_id = self.next_id()
+        if self.connector.request_ended(request, blocks, num_tokens, transfer_id):
+            self._kv.pool.acquire(blocks)
+            self._open[transfer_id] = Holding(transfer_id, request.request_id, blocks, 0, None, None)
+            self.num_blocks += len(blocks)
+            self._num_stuck += len(blocks)
+
+
+def make_transfers(config: SchedulerConfig, kv: KVCacheManager, connector: KVConnector | None) -> Transfers | None:
+    """The bookkeeping for a connector; None without one.
+
+    Raises:
+        ConfigError: a knob is about a connector, and there is none.
+    """
+    if connector is not None:
+        if connector.saves_evicted:
+            kv.saves = []
+        return Transfers(config, kv, connector)
+    for name, default in (("kv_load_failure_policy", "recompute"), ("kv_load_timeout", None)):
+        if getattr(config, name) != default:
+            raise ConfigError(
+                f"{name} is {getattr(config, name)!r} and the scheduler has no connector, so it would have no effect; "
+                "leave it at its default, or pass a connector"
+            )
+    return None

@@ -1,0 +1,266 @@
+"""The promises that can be checked at any moment, each under its number.
+
+    1  blocks are conserved: blank, cached free and referenced ones are the pool; references are block-table entries and
+       what is held for transfers; every cached block can be reached in the prefix tree
+    2  a request is in exactly one place: queued, parked, running, or finished
+    3  a step never exceeds the token budget, the sequence limit, the adapter slots, the encoder budget
+    9  a cached block is keyed by exactly the content that it holds
+
+and, beside them, that the columns agree with each other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from pointsman.core.config import SchedulerConfig
+from pointsman.core.errors import InvariantError
+from pointsman.core.kv.manager import KVCacheManager
+from pointsman.core.kv.prefix_tree import TOKEN_BYTES, Root
+from pointsman.core.kv.transfers import Holding, Transfers
+from pointsman.core.state.batch import ENCODER_INPUTS, NO_SAMPLE, NOT_AHEAD, PREFILLING, WATCHED, Batch
+from pointsman.core.state.status import RequestStatus
+from pointsman.core.state.stop_filter import StopFilter
+from pointsman.core.step.drafts import Drafts
+from pointsman.core.step.request_table import Lifecycle
+
+
+def check(
+    config: SchedulerConfig,
+    batch: Batch,
+    kv: KVCacheManager,
+    life: Lifecycle,
+    drafts: Drafts,
+    most_active_seqs: int,
+) -> None:
+    """Verify everything that must hold between two calls; no more than `most_active_seqs` were ever to run at once.
+
+    Raises:
+        InvariantError: naming the promise that is broken.
+    """
+    transfers = life.transfers
+    holdings = [] if transfers is None else transfers.holdings()
+    _check_blocks(batch, kv, holdings)
+    _check_places(batch, life)
+    _require(len(batch) <= most_active_seqs, 3, f"{len(batch)} requests run, of {most_active_seqs}")
+    if transfers is not None:
+        _check_transfers(transfers, life)
+    _check_steps(config, life)
+    _check_adapters(config, batch, life)
+    _check_encoder(config, batch, life)
+    _check_columns(config, batch, kv, _check_in_flight(batch, life))
+    _check_stop_filter(batch)
+    _check_drafts(config, batch, drafts)
+    _check_contents(batch, kv)
+
+
+def _require(condition: bool, promise: int, what: str) -> None:
+    if not condition:
+        raise InvariantError(f"promise {promise} is broken: {what}")
+
+
+def _check_blocks(batch: Batch, kv: KVCacheManager, holdings: list[Holding]) -> None:
+    pool = kv.pool
+    blank, cached_free = pool.blank_blocks(), pool.cached_free_blocks()
+    referenced = pool.num_references.nonzero()[0].tolist()
+    everything = sorted([*range(pool.num_reserved_blocks), *blank, *cached_free, *referenced])
+    _require(everything == list(range(pool.num_blocks)), 1, "blank, cached free and referenced blocks are not the pool")
+    entries = np.zeros(pool.num_blocks, dtype=np.int64)
+    for row in batch.members.rows.tolist():
+        np.add.at(entries, kv.table(batch, row), 1)
+    for holding in holdings:
+        np.add.at(entries, holding.blocks, 1)
+    _require(
+        np.array_equal(entries, pool.num_references), 1, "reference counts differ from block-table entries and holdings"
+    )
+    cached = set(pool.is_cached.nonzero()[0].tolist())
+    in_tree = kv.prefix.blocks() if kv.prefix is not None else []
+    _require(sorted(in_tree) == sorted(cached), 1, "cached blocks are not those that the prefix tree reaches")
+    if kv.prefix is not None:
+        known = all(kv.prefix.is_cached(block) == (block in cached) for block in range(pool.num_blocks))
+        _require(known, 1, "the prefix tree and the pool disagree on which blocks are cached")
+    _require(cached.issuperset(cached_free) and cached.isdisjoint(blank), 1, "free blocks are in the wrong list")
+
+
+def _check_places(batch: Batch, life: Lifecycle) -> None:
+    queued = [request.request_id for request in life.queue]
+    running = [request.request_id for request in batch.members.requests]
+    finished = [request.request_id for request in life.requests.values() if request.is_finished]
+    everywhere = sorted([*queued, *running, *life.parked, *finished])
+    _require(everywhere == sorted(life.requests), 2, "a request is in no place, or in several")
+    _require(len(queued) == len(life.queue), 2, "the queue's length is not what it holds")
+    for request in life.queue:
+        idle = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        _require(idle and request.row is None, 2, f"{request} is queued")
+    for request in life.parked.values():
+        _require(request.status.is_parked and request.row is None, 2, f"{request} is parked")
+    for request in life.requests.values():
+        waits = request.awaits_input and not request.is_finished
+        _require(not waits or (request.status.is_parked and not request.parts), 2, f"{request} waits for input")
+    reported = set(life.finished)
+    for request in life.requests.values():
+        _require(not request.is_finished or request in reported, 2, f"the end of {request} would never be reported")
+    for row, request in zip(batch.members.rows.tolist(), batch.members.requests, strict=True):
+        is_running = request.status is RequestStatus.RUNNING and request.row == row
+        _require(is_running and batch.serial[row] == request.serial != 0, 2, f"{request} runs in row {row}")
+    rows = batch.members.rows.tolist()
+    idle_rows = [*batch._free_rows, *(row for _, row in batch._fenced_rows)]
+    _require(sorted([*rows, *idle_rows]) == list(range(len(batch.serial))), 2, "a row was lost, or is used twice")
+    _require(not batch.serial[idle_rows].any(), 2, "a free row belongs to an admission")
+
+
+def _check_transfers(transfers: Transfers, life: Lifecycle) -> None:
+    holdings = transfers.holdings()
+    held = sum(len(holding.blocks) for holding in holdings)
+    _require(held == transfers.num_blocks, 1, f"{held} blocks are held, counted {transfers.num_blocks}")
+    _require(held <= transfers.max_blocks, 1, f"{held} blocks are held outside the batch, of {transfers.max_blocks}")
+    holders = transfers.holders()
+    _require(len(set(holders)) == len(holders), 1, "a request holds blocks twice")
+    for holding in holdings:
+        request = holding.request
+        if request is None:
+            _require(holding.is_open, 1, f"transfer {holding.transfer_id} has ended, and its blocks are still held")
+            continue
+        _require(request.holding is holding, 1, f"{request} does not know what it holds")
+        waits = request.request_id in life.parked if holding.is_open else request in life.queue
+        _require(waits, 2, f"{request} holds blocks for transfer {holding.transfer_id}")
+    for request in life.requests.values():
+        _require(request.holding is None or request in holders, 1, f"{request} holds blocks that nobody knows of")
+
+
+def _check_steps(config: SchedulerConfig, life: Lifecycle) -> None:
+    _require(len(life.in_flight) <= config.max_steps_in_flight, 3, "too many steps are in flight")
+    for record in life.in_flight:
+        output = record.output
+        assert output is not None
+        total = int(output.num_scheduled_tokens.sum())
+        _require(total == output.total_num_scheduled_tokens, 3, f"step {record.step_id} miscounts its tokens")
+        _require(total <= config.max_num_batched_tokens, 3, f"step {record.step_id} exceeds the token budget")
+        _require(output.num_rows <= config.max_num_seqs, 3, f"step {record.step_id} exceeds the sequence limit")
+
+
+def _check_adapters(config: SchedulerConfig, batch: Batch, life: Lifecycle) -> None:
+    running = Counter(request.adapter for request in batch.members.requests if request.adapter is not None)
+    _require(running == life.adapters.held, 3, f"{dict(running)} run, {life.adapters.held} hold adapter slots")
+    for record in life.in_flight:
+        assert record.output is not None
+        used = {adapter for adapter in record.output.adapters if adapter is not None}
+        _require(len(used) <= config.max_loras, 3, f"step {record.step_id} uses {len(used)} adapters")
+
+
+def _check_encoder(config: SchedulerConfig, batch: Batch, life: Lifecycle) -> None:
+    encoder = life.encoder
+    if encoder is None:
+        return
+    present = encoder.entries()
+    held = {item.entry for request in encoder.holders() for item in encoder.holds(request)}
+    running = set(batch.members.requests)
+    _require(running.issuperset(encoder.holders()), 2, "a request that does not run holds embeddings")
+    _require(held == {entry for entry in present if encoder.is_held(entry)}, 2, "held embeddings are miscounted")
+    used = sum(entry.num_embeddings for entry in present)
+    _require(used == encoder.num_used <= config.encoder_cache_size, 3, f"{used} embeddings are in the encoder cache")
+    _require(sum(entry.num_embeddings for entry in held) == encoder.num_held, 3, "held embeddings are miscounted")
+    for record in life.in_flight:
+        assert record.output is not None
+        entries = [request.encoder_inputs[index].entry for request, index in record.output.encoder_inputs]
+        total = sum(entry.num_embeddings for entry in entries)
+        _require(total <= config.encoder_budget, 3, f"step {record.step_id} exceeds the encoder budget")
+        _require(len(set(entries)) == len(entries), 3, f"step {record.step_id} computes embeddings twice")
+
+
+def _check_columns(config: SchedulerConfig, batch: Batch, kv: KVCacheManager, verifying: dict[int, int]) -> None:
+    """`verifying`: drafts in flight, by serial."""
+    prefilling = watched = not_ahead = no_sample = 0
+    for row, request in zip(batch.members.rows.tolist(), batch.members.requests, strict=True):
+        tokens, computed = int(batch.num_tokens[row]), int(batch.num_computed_tokens[row])
+        pending, slots = int(batch.num_pending[row]), int(batch.num_slots[row])
+        flags = int(batch.flags[row])
+        _require(request.num_prompt_tokens <= tokens <= request.token_limit, 2, f"{request} has {tokens} tokens")
+        _require(len(request.output_token_ids) == request.num_output_tokens, 2, f"{request} lost output tokens")
+        drafts = verifying.get(request.serial, 0)
+        most = tokens + drafts if drafts else tokens + pending
+        _require(0 <= computed <= most, 2, f"{request} has computed {computed} of {tokens} + {most - tokens}")
+        _require(computed <= slots == len(kv.table(batch, row)) * kv.block_size, 1, f"{request} outgrew its blocks")
+        _require(batch.token_limit[row] == request.token_limit, 2, f"{request} has another limit in its row")
+        _require(batch.least_left <= request.token_limit - tokens, 2, f"{request} is nearer to its limit than is known")
+        _require(batch.priority[row] == request.priority, 2, f"{request} has another priority in its row")
+        _require(
+            bool(flags & PREFILLING) == (tokens + pending == request.num_admitted_tokens),
+            2,
+            f"{request} is flagged wrongly",
+        )
+        _require(bool(flags & ENCODER_INPUTS) == bool(request.encoder_inputs), 2, f"{request} is flagged wrongly")
+        watch = request.repetition_watch
+        _require(bool(flags & WATCHED) == (watch is not None), 2, f"{request} is flagged wrongly")
+        seen = request.num_output_tokens if watch is None else watch.num_seen
+        _require(seen == request.num_output_tokens, 2, f"{request} was watched for {seen} tokens of its output")
+        prefilling += bool(flags & PREFILLING)
+        watched += bool(flags & WATCHED)
+        not_ahead += bool(flags & NOT_AHEAD)
+        _require(bool(flags & NOT_AHEAD) != request.runs_ahead, 2, f"{request} is flagged wrongly")
+        _require(request.runs_ahead or pending <= 1, 2, f"{request} has {pending} samples in flight")
+        no_sample += bool(flags & NO_SAMPLE)
+        _require(bool(flags & NO_SAMPLE) == (request.max_tokens == 0), 2, f"{request} is flagged wrongly")
+    _require(prefilling == batch.num_prefilling, 2, "prefilling rows are miscounted")
+    most = config.max_num_partial_prefills or prefilling
+    _require(prefilling <= most, 3, f"{prefilling} prefills are partial, of {most}")
+    _require(no_sample == batch.num_no_sample, 2, "rows that sample nothing are miscounted")
+    _require(watched == batch.num_watched, 2, "rows that repetitions may end are miscounted")
+    _require(not_ahead == batch.num_not_ahead, 2, "rows that do not run ahead are miscounted")
+
+
+def _check_stop_filter(batch: Batch) -> None:
+    expected = StopFilter()
+    for request in batch.members.requests:
+        expected.add(request.stop_set)
+    same = batch.stop_filter.num_rows == expected.num_rows and np.array_equal(batch.stop_filter.counts, expected.counts)
+    _require(same, 2, "the stop filter holds others than the stop tokens of the rows with several")
+
+
+def _check_in_flight(batch: Batch, life: Lifecycle) -> dict[int, int]:
+    """What is pending is what the steps in flight will bring. Returns the drafts in flight, by serial."""
+    pending: dict[int, int] = {}  # by serial
+    verifying: dict[int, int] = {}
+    for record in life.in_flight:
+        output = record.output
+        assert output is not None
+        serials, drafts = output.serials.tolist(), output.num_draft_tokens.tolist()
+        _require(sum(drafts) == len(output.draft_token_ids), 3, "drafts are miscounted")
+        for serial, count, num_drafts in zip(serials, output.num_pending().tolist(), drafts, strict=True):
+            _require(serial not in verifying, 2, f"row {serial} goes on while its drafts are in flight")
+            pending[serial] = pending.get(serial, 0) + count
+            if num_drafts:
+                verifying[serial] = num_drafts
+    for row, request in zip(batch.members.rows.tolist(), batch.members.requests, strict=True):
+        count = int(batch.num_pending[row])
+        _require(count == pending.get(request.serial, 0), 2, f"{request} has {count} pending")
+    return verifying
+
+
+def _check_drafts(config: SchedulerConfig, batch: Batch, drafts: Drafts) -> None:
+    """Drafts wait where they may be scheduled."""
+    if not drafts.waiting:
+        return
+    wanted, rows = drafts.wanted(batch.members.rows), batch.members.rows
+    for row, request, waiting in zip(rows.tolist(), batch.members.requests, wanted.tolist(), strict=True):
+        if waiting:
+            room = int(batch.token_limit[row] - batch.num_tokens[row]) - 1
+            _require(0 < waiting <= min(room, config.num_draft_tokens), 2, f"{request} has {waiting} drafts")
+            decodes = batch.num_pending[row] == 0 and batch.num_computed_tokens[row] == batch.num_tokens[row] - 1
+            _require(bool(decodes), 2, f"{request} has drafts and does not decode")
+
+
+def _check_contents(batch: Batch, kv: KVCacheManager) -> None:
+    prefix = kv.prefix
+    if prefix is None:
+        return
+    for row, request in zip(batch.members.rows.tolist(), batch.members.requests, strict=True):
+        if request.prefix_epoch != prefix.epoch:
+            continue
+        root, known = Root.of(request), request.known_bytes()
+        for index, block in enumerate(kv.table(batch, row).tolist()):
+            held = (root, known[: (index + 1) * kv.block_size * TOKEN_BYTES])
+            agrees = not prefix.is_cached(block) or prefix.content(block) == held
+            _require(agrees, 9, f"block {block} of {request} is keyed by other tokens than it holds")

@@ -1,0 +1,55 @@
+"""Which requests make no progress? Found by looking now and then, so that no step pays for it.
+
+Each look compares where every request stands with where it stood at the look before: its status, its admission, its
+tokens and how many of them are computed. A stall is therefore noticed when it is as old as asked for, or by one look
+later, and its beginning is known to within a look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from pointsman.core.observe.stats import Explanation
+from pointsman.core.state.reason import Reason
+from pointsman.core.state.request import Request
+from pointsman.core.state.status import RequestStatus
+from pointsman.core.step.request_table import Lifecycle
+
+
+class Stall(NamedTuple):
+    """A request that made no progress."""
+
+    since: float
+    """When it was first seen where it stands, on the caller's clock."""
+    explanation: Explanation
+
+
+class Watchdog:
+    """Remembers where requests stood."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Request, tuple[tuple[Any, ...], float]] = {}
+
+    def stalled(
+        self, life: Lifecycle, explain: Callable[[str], Explanation], now: float, seconds: float
+    ) -> list[Stall]:
+        """Look at every request that has not ended. Those that stand where they stood `seconds` ago or longer, longest
+        first; not those that a pause holds up, or that wait for their caller: their time begins anew when that ends."""
+        seen: dict[Request, tuple[tuple[Any, ...], float]] = {}
+        is_paused = life.pause is not None
+        for request in life.requests.values():
+            if request.is_finished:
+                continue
+            stands = (request.status, request.serial, request.num_tokens, request.num_computed_tokens, is_paused)
+            before = self._seen.get(request)
+            seen[request] = before if before is not None and before[0] == stands else (stands, now)
+        self._seen = seen
+        late = [
+            (since, request)
+            for request, (_, since) in seen.items()
+            if now - since >= seconds and request.status is not RequestStatus.WAITING_FOR_STREAMING_REQ
+        ]
+        late.sort(key=lambda entry: (entry[0], entry[1].sequence_number))
+        stalls = [Stall(since, explain(request.request_id)) for since, request in late]
+        return [stall for stall in stalls if stall.explanation.reason is not Reason.PAUSED]

@@ -1,0 +1,276 @@
+"""The encoder cache: embeddings that are there, who needs them, and what may still be computed in a step.
+
+A row is given tokens only so far as the embeddings of their placeholders are there or are computed in the same step,
+at most `encoder_budget` of them; a chunk is cut before the first input for which that is not so. So an input is
+computed when its tokens are reached, and not before.
+
+A row holds an entry from the step in which it reaches the input until the step in which it has passed it, and gives
+it back with its row, or when a step fails. Between steps it therefore holds at most one, that in whose middle it
+stands, and can go on to the end of that without any other: nobody waits for one who waits. What nobody holds stays to
+be found again by its key, and makes room in the order in which it was last held.
+
+The host executes outputs in order, so an entry that one step reads may be freed by the next while the first is still
+in flight. After a failed step every entry that a void step computed is gone, and what void outputs freed is freed
+again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.config import SchedulerConfig
+from pointsman.core.state.batch import ENCODER_INPUTS, PREFILLING, Batch
+from pointsman.core.state.encoder_inputs import EncoderEntry, EncoderInput
+from pointsman.core.state.reason import Blocked, Deferral, Reason
+from pointsman.core.state.request import Request
+from pointsman.core.state.status import RequestStatus
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class EncoderCounts:
+    """What was taken from the cache, in embeddings."""
+
+    computed: int = 0
+    reused: int = 0
+    evicted: int = 0
+
+
+class EncoderCache:
+    """A `Limit` on what rows compute, and the entries behind it."""
+
+    limits_decode = False
+    limits_drafts = False
+    is_shared = True
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.size = config.encoder_cache_size
+        self._full_budget = config.encoder_budget
+        self._chunked = config.enable_chunked_prefill
+        self._max_overtakes = config.max_overtakes
+        self._budget = self._full_budget  # embeddings that this step may still compute
+        self._step_id = -1
+        self._origin: dict[EncoderEntry, tuple[int, Request]] = {}  # every entry: in which step and for whom it came
+        self._num_holds: dict[EncoderEntry, int] = {}  # entries that somebody holds
+        self._idle: dict[EncoderEntry, None] = {}  # the others, the one that was held least recently first
+        self._holds: dict[Request, list[EncoderInput]] = {}
+        self._computed: list[tuple[Request, int]] = []
+        self._freed: dict[EncoderEntry, None] = {}  # not yet in an output
+        self._now = 0.0
+        self._waiting: dict[Request, Deferral] = {}  # rows that this step gives no token, for want of embeddings
+        self._waited: dict[Request, Deferral] = {}  # the same of the step before
+        self.num_used = 0
+        """Embeddings that are there."""
+        self.num_held = 0
+        """Of these, those that rows hold."""
+        self.revision = 0
+        """Changes whenever the budget, what is there or what is held does."""
+        self.counts = EncoderCounts()
+
+    # ------------------------------------------------------------------ the step
+
+    def open(self, step_id: int, now: float) -> None:
+        """A step begins: what rows have passed is given back, and the budget is full again."""
+        self._step_id, self._now = step_id, now
+        self._waited, self._waiting = self._waiting, {}
+        if self._budget < self._full_budget:
+            self._budget = self._full_budget
+            self.revision += 1
+        for request in list(self._holds):
+            computed = request.num_computed_tokens
+            self._let_go(request, [item for item in self._holds[request] if item.start < computed < item.end])
+
+    def close(self) -> tuple[list[tuple[Request, int]], list[EncoderEntry]]:
+        """A step is decided: what it computes (request, index of its input), and what must be freed before."""
+        while self.num_used > self.size:
+            entry = next(iter(self._idle))
+            self._drop(entry)
+            self.counts.evicted += entry.num_embeddings
+        computed, freed = self._computed, list(self._freed)
+        self._computed, self._freed = [], {}
+        return computed, freed
+
+    def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
+        """Cut what rows want before the first input that they cannot have."""
+        both = PREFILLING | ENCODER_INPUTS
+        plan = _Plan(self)
+        for index in ((batch.flags[rows] & both) == both).nonzero()[0].tolist():
+            start, request = int(batch.num_computed_tokens[rows[index]]), batch.members.requests[index]
+            want[index], blocked = plan.reach(request, start, int(want[index]))
+            if blocked is not None and want[index] == 0:
+                self._waits(request, blocked)
+
+    def admit(self, request: Request, start: int, want: int) -> int | Blocked:
+        """How many of `want` tokens from `start` on a request to be admitted can compute."""
+        if not request.encoder_inputs:
+            return want
+        tokens, blocked = _Plan(self).reach(request, start, want)
+        whole = not self._chunked and request.status is not RequestStatus.PREEMPTED
+        if blocked is not None and (whole or tokens == 0):
+            return blocked._replace(passes=request.num_overtaken < self._max_overtakes)
+        return tokens
+
+    def take(self, request: Request, start: int, num_tokens: int) -> None:
+        """A row computes these tokens: from now on it holds what they need. `clip` or `admit` has allowed it."""
+        held = self._holds.get(request, [])
+        for index, item in enumerate(request.encoder_inputs):
+            if item.start >= start + num_tokens:
+                break
+            if item.end > start and item not in held:
+                self._hold(request, index, item)
+
+    def can_start_beside(self, request: Request, batch: Batch, rows: Int64Array, want: Int64Array) -> bool:
+        """Whether a request surely computes a token although these rows compute all that they want."""
+        plan = _Plan(self)
+        requests = {int(row): member for row, member in zip(batch.members.rows, batch.members.requests, strict=True)}
+        for row, tokens in zip(rows.tolist(), want.tolist(), strict=True):
+            plan.reach(requests[row], int(batch.num_computed_tokens[row]), tokens)
+        sizes = [entry.num_embeddings for entry in {item.entry for item in request.encoder_inputs}]
+        whole = not self._chunked and request.status is not RequestStatus.PREEMPTED
+        return (sum(sizes) if whole else max(sizes, default=0)) <= min(plan.budget, plan.room)
+
+    # ------------------------------------------------------------------ giving back
+
+    def release(self, request: Request) -> None:
+        """A request loses its row, and with it what it holds."""
+        self._waiting.pop(request, None)
+        if request in self._holds:
+            self._let_go(request, [])
+
+    def void(self, first_step: int, freed: list[EncoderEntry]) -> None:
+        """This step and all after it are void; `freed` is what their outputs freed."""
+        self._waiting.clear()
+        for request in list(self._holds):
+            self._let_go(request, [])
+        for entry in [entry for entry, (step, _) in self._origin.items() if step >= first_step]:
+            self._drop(entry)
+        self._freed = dict.fromkeys([*freed, *self._freed])
+
+    def retract(self, request: Request, first_step: int) -> None:
+        """A row failed on its own: what was computed for it in this step and since is not to be trusted."""
+        doubtful = {entry for entry, (step, origin) in self._origin.items() if origin is request and step >= first_step}
+        self._remove(doubtful)
+
+    def reset(self) -> None:
+        """Forget every entry."""
+        self._remove(set(self._origin))
+
+    def _remove(self, entries: set[EncoderEntry]) -> None:
+        for request in list(self._holds):
+            self._let_go(request, [item for item in self._holds[request] if item.entry not in entries])
+        for entry in [entry for entry in self._origin if entry in entries]:
+            self._drop(entry)
+
+    # ------------------------------------------------------------------ parts
+
+    def has(self, entry: EncoderEntry) -> bool:
+        """Whether the embeddings are there."""
+        return entry in self._origin
+
+    def is_held(self, entry: EncoderEntry) -> bool:
+        """Whether some row holds the entry, so that it is there and stays."""
+        return entry in self._num_holds
+
+    @property
+    def budget(self) -> int:
+        """Embeddings that this step may still compute."""
+        return self._budget
+
+    def deferral(self, request: Request) -> Deferral | None:
+        """What a running request waits for, if it stands before an input that it cannot have yet."""
+        return self._waiting.get(request)
+
+    def holders(self) -> list[Request]:
+        """The running requests that hold entries."""
+        return list(self._holds)
+
+    def holds(self, request: Request) -> list[EncoderInput]:
+        """The inputs whose entries a request holds."""
+        return list(self._holds.get(request, ()))
+
+    def entries(self) -> list[EncoderEntry]:
+        """Everything that is there."""
+        return list(self._origin)
+
+    def _waits(self, request: Request, blocked: Blocked) -> None:
+        before = self._waited.get(request)
+        since = before.since if before is not None and before.reason is blocked.reason else self._now
+        self._waiting[request] = Deferral(blocked.reason, blocked.missing, since)
+
+    def _hold(self, request: Request, index: int, item: EncoderInput) -> None:
+        entry = item.entry
+        self.revision += 1
+        if entry not in self._origin:
+            self._origin[entry] = (self._step_id, request)
+            self._computed.append((request, index))
+            self._budget -= entry.num_embeddings
+            self.num_used += entry.num_embeddings
+            self.counts.computed += entry.num_embeddings
+        else:
+            self.counts.reused += entry.num_embeddings
+        if entry not in self._num_holds:
+            self._idle.pop(entry, None)
+            self.num_held += entry.num_embeddings
+        self._num_holds[entry] = self._num_holds.get(entry, 0) + 1
+        self._holds.setdefault(request, []).append(item)
+
+    def _let_go(self, request: Request, stays: list[EncoderInput]) -> None:
+        held = self._holds.pop(request)
+        self.revision += 1
+        if stays:
+            self._holds[request] = stays
+        for item in held:
+            if item in stays:
+                continue
+            entry = item.entry
+            left = self._num_holds.pop(entry) - 1
+            if left:
+                self._num_holds[entry] = left
+            else:
+                self.num_held -= entry.num_embeddings
+                self._idle[entry] = None
+
+    def _drop(self, entry: EncoderEntry) -> None:
+        """Give up an entry that nobody holds."""
+        del self._idle[entry], self._origin[entry]
+        self.revision += 1
+        self._freed[entry] = None
+        self.num_used -= entry.num_embeddings
+
+
+class _Plan:
+    """What a step would take, row after row, from the budget and from what nobody holds in the cache."""
+
+    def __init__(self, cache: EncoderCache) -> None:
+        self._cache = cache
+        self._taken: set[EncoderEntry] = set()
+        self.budget = cache.budget
+        self.room = cache.size - cache.num_held
+
+    def reach(self, request: Request, start: int, want: int) -> tuple[int, Blocked | None]:
+        """How many of `want` tokens from `start` on the row can compute, and what stops it short of them."""
+        for item in request.encoder_inputs:
+            if item.start >= start + want:
+                break
+            if item.end > start:
+                blocked = self._take(item.entry)
+                if blocked is not None:
+                    return max(item.start - start, 0), blocked
+        return want, None
+
+    def _take(self, entry: EncoderEntry) -> Blocked | None:
+        if entry in self._taken or self._cache.is_held(entry):
+            return None
+        cost = 0 if self._cache.has(entry) else entry.num_embeddings
+        if cost > self.budget:
+            return Blocked(Reason.ENCODER_BUDGET, cost - self.budget)
+        if entry.num_embeddings > self.room:
+            return Blocked(Reason.ENCODER_CACHE, entry.num_embeddings - self.room)
+        self._taken.add(entry)
+        self.budget -= cost
+        self.room -= entry.num_embeddings
+        return None

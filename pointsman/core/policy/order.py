@@ -1,0 +1,178 @@
+"""Who comes next? The orders of the waiting queue.
+
+An order is a queue of its own. Both built-in ones are a heap with lazy removal, so adding, taking and removing a
+request cost O(log n) and the head is known in O(1), however many wait. The key of a request is
+
+    (class, 0 if it ran before else 1, its last admission or else its arrival, order of adding, number of the push)
+
+so a preempted request returns to the front of its class, and requests preempted together resume in the order in which
+they were admitted.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from pointsman.core.errors import ConfigError
+from pointsman.core.state.request import Request
+from pointsman.core.state.status import RequestStatus
+
+
+class Order(Protocol):
+    """A queue of waiting requests. An object serves one scheduler."""
+
+    name: str
+    displaces: bool
+    """Whether a waiting request of strictly smaller `priority` may take the room of running ones."""
+
+    def push(self, request: Request) -> None:
+        """Insert a request; one that ran before goes to the front of its class."""
+
+    def pop(self) -> Request:
+        """Remove and return the head."""
+
+    def put_back(self, requests: Sequence[Request]) -> None:
+        """Take back requests that were popped in this order, each to its place. Nothing was pushed since."""
+
+    def peek(self) -> Request:
+        """The head. The queue is not empty."""
+
+    def remove(self, request: Request) -> None:
+        """Take a queued request out, wherever it stands."""
+
+    def position(self, request: Request) -> int:
+        """How many stand before it. For explanations: may cost O(n)."""
+
+    def __len__(self) -> int: ...
+
+    def __contains__(self, request: Request) -> bool: ...
+
+    def __iter__(self) -> Iterator[Request]: ...
+
+
+class FirstComeFirstServed:
+    """By arrival time, ties by order of adding. One class: nobody is more urgent than another."""
+
+    name = "fcfs"
+    displaces = False
+
+    def __init__(self) -> None:
+        self._heap: list[list[Any]] = []
+        self._length = 0
+        self._num_pushes = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __contains__(self, request: Request) -> bool:
+        return request.queue_entry is not None
+
+    def __iter__(self) -> Iterator[Request]:
+        """The queued requests, in no promised order."""
+        return (entry[-1] for entry in self._heap if entry[-1] is not None)
+
+    def urgency(self, request: Request) -> int:
+        """The class of a request; smaller is more urgent."""
+        return 0
+
+    def key(self, request: Request) -> tuple[Any, ...]:
+        """Where a request stands; the smallest is the head."""
+        resumed = request.status is RequestStatus.PREEMPTED
+        place = request.serial if resumed else request.arrival_time
+        return (self.urgency(request), 0 if resumed else 1, place, request.sequence_number)
+
+    def push(self, request: Request) -> None:
+        self._num_pushes += 1  # a removed entry that is still in the heap may else be equal
+        entry: list[Any] = [*self.key(request), self._num_pushes, request]
+        request.queue_entry = entry
+        heapq.heappush(self._heap, entry)
+        self._length += 1
+
+    def put_back(self, requests: Sequence[Request]) -> None:
+        for request in reversed(requests):  # the last one pushed is the first where that decides
+            self.push(request)
+
+    def peek(self) -> Request:
+        heap = self._heap
+        while heap[0][-1] is None:
+            heapq.heappop(heap)
+        request: Request = heap[0][-1]
+        return request
+
+    def pop(self) -> Request:
+        request = self.peek()
+        heapq.heappop(self._heap)
+        request.queue_entry = None
+        self._length -= 1
+        return request
+
+    def remove(self, request: Request) -> None:
+        assert request.queue_entry is not None
+        request.queue_entry[-1] = None  # the heap drops it when it reaches the top
+        request.queue_entry = None
+        self._length -= 1
+        if len(self._heap) > 2 * self._length + 64:
+            self._heap = [entry for entry in self._heap if entry[-1] is not None]
+            heapq.heapify(self._heap)
+
+    def position(self, request: Request) -> int:
+        assert request.queue_entry is not None
+        own = request.queue_entry
+        return sum(1 for entry in self._heap if entry[-1] is not None and entry < own)
+
+
+class PriorityOrder(FirstComeFirstServed):
+    """By priority, smaller first; within a priority as first come, first served."""
+
+    name = "priority"
+    displaces = True
+
+    def urgency(self, request: Request) -> int:
+        return request.priority
+
+
+class FrontFirst(FirstComeFirstServed):
+    """As "fcfs", but whoever was preempted last is the head (the field's schedulers push a victim to the front).
+
+    It differs where a victim resumes, and is preempted again before an earlier victim behind it resumed.
+    """
+
+    name = "fcfs-front"
+
+    def key(self, request: Request) -> tuple[Any, ...]:
+        if request.status is RequestStatus.PREEMPTED:
+            return (0, -request.loss_number, 0)
+        return (1, request.arrival_time, request.sequence_number)
+
+
+class ArrivalPriority(PriorityOrder):
+    """By priority, then by arrival, whoever ran before or not, and nobody displaces (vLLM's "priority")."""
+
+    name = "priority-by-arrival"
+    displaces = False
+
+    def key(self, request: Request) -> tuple[Any, ...]:
+        return (request.priority, request.arrival_time, request.sequence_number)
+
+
+ORDERS: dict[str, type[FirstComeFirstServed]] = {
+    order.name: order for order in (FirstComeFirstServed, PriorityOrder, FrontFirst, ArrivalPriority)
+}
+
+
+def make_order(order: str | Order) -> Order:
+    """The order called so, new and empty, or the object itself.
+
+    Raises:
+        ConfigError: no order has that name.
+    """
+    if not isinstance(order, str):
+        needed = ("name", "displaces", "push", "pop", "put_back", "peek", "remove")
+        if not all(hasattr(order, method) for method in needed):
+            raise ConfigError(f"order is {order!r}, neither a name nor an object with the Order protocol")
+        return order
+    if order not in ORDERS:
+        raise ConfigError(f"no order is called {order!r}; choose one of {', '.join(ORDERS)}, or pass an object")
+    return ORDERS[order]()

@@ -1,0 +1,364 @@
+"""The requests that hold KV blocks, as columns: what every step touches, one row per request.
+
+Layout, with R rows (grown by doubling) and W = blocks of the longest request:
+
+    num_tokens           int64 [R]     known tokens: prompt and output so far
+    num_computed_tokens  int64 [R]     tokens whose KV exists, or will when the steps in flight have run
+    num_pending          int64 [R]     samples scheduled and not yet returned
+    num_slots            int64 [R]     tokens that the row's blocks can hold (number of blocks x block size)
+    token_limit          int64 [R]     at that many tokens the request ends
+    eos_token_id         int32 [R]     its one stop token; NO_TOKEN: none, or several (`stop_filter.py`)
+    priority             int64 [R]     smaller is more urgent
+    serial               int64 [R]     which admission the row belongs to; 0: none
+    flags                uint8 [R]     anything rare, see the constants
+    block_table          int32 [R, W]  block ids; valid up to num_slots / block_size
+    recent_tokens        int32 [R, S]  the newest tokens; S is `RECENT`, and more with drafts
+    recent_offset        int64 [R]     the token at position p of a row is at place recent_offset + p of all recent ones
+    recent_limit         int64 [R]     at that many tokens, room might be short for those of a further step
+
+Rows keep their number while a request runs; `members` lists the running rows in admission order, with what never
+changes while they run gathered once, and is replaced, never changed, when the membership changes: an output may keep
+the arrays. Output tokens reach the request's own array when the room for recent ones is used up and when the row is
+released, so a long run costs memory for what was generated and not for what might be.
+
+A row is free for reuse once every step that names it has been updated (`fence`): until then it waits aside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import compress
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.config import MAX_INT
+from pointsman.core.state.acceptance import Acceptance
+from pointsman.core.state.numbers import ONE, ZERO
+from pointsman.core.state.request import Request
+from pointsman.core.state.runs import Runs
+from pointsman.core.state.stop_filter import StopFilter
+
+Int64Array = npt.NDArray[np.int64]
+Int32Array = npt.NDArray[np.int32]
+BoolArray = npt.NDArray[np.bool_]
+
+PREFILLING = 1  # no sample has been scheduled since its admission: known tokens are left to compute
+WATCHED = 2  # a repetition may end it: each of its tokens is looked at
+NOT_AHEAD = 4  # none of its steps is scheduled while a sample of it is in flight
+NO_SAMPLE = 16  # it samples nothing, and ends when its prompt is computed
+ENCODER_INPUTS = 32  # its prompt has placeholders
+
+NO_TOKEN = -1
+# One flush per row and so many tokens. In a step all rows write about the same place of theirs: if these places were a
+# power of two apart, they would share a few sets of the processor's cache.
+RECENT, RECENT_WITH_DRAFTS = 528, 4112
+_INITIAL_ROWS = 64
+_COLUMNS = (
+    "num_tokens",
+    "num_computed_tokens",
+    "num_pending",
+    "num_slots",
+    "token_limit",
+    "eos_token_id",
+    "priority",
+    "serial",
+    "flags",
+    "block_table",
+    "recent_tokens",
+    "recent_offset",
+    "recent_limit",
+)
+
+
+class Members:
+    """The running rows at one moment, in admission order. Immutable: shared with the outputs."""
+
+    __slots__ = (
+        "_stop_tokens",
+        "eos_token_id",
+        "ones",
+        "requests",
+        "rows",
+        "serials",
+        "token_limit",
+        "trues",
+        "zeros",
+    )
+
+    def __init__(self, batch: Batch, rows: Int64Array, requests: list[Request]) -> None:
+        count = len(requests)
+        self.rows = rows
+        self.requests = requests
+        self.serials = batch.serial[rows]
+        rows.setflags(write=False)
+        self.serials.setflags(write=False)
+        self.token_limit = batch.token_limit[rows]
+        self.eos_token_id = batch.eos_token_id[rows]
+        self._stop_tokens: Int32Array | None = None
+        self.ones = batch.ones[:count]
+        self.trues = batch.trues[:count]
+        self.zeros = batch.zeros[:count]
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def may_stop(self, runs: Runs) -> BoolArray | None:
+        """Which tokens of a run for each row may be the one stop token of their row; None: none of them."""
+        if self._stop_tokens is None:  # not by `unique`, which at first loads a part of NumPy for seven milliseconds
+            self._stop_tokens = np.array(sorted({*self.eos_token_id.tolist()} - {NO_TOKEN}), dtype=np.int32)
+        if not len(self._stop_tokens):
+            return None
+        only_one = len(self._stop_tokens) == 1
+        stops: BoolArray = runs.token_ids == (self._stop_tokens if only_one else self.eos_token_id.repeat(runs.counts))
+        return stops
+
+
+class Batch:
+    """Rows for any number of requests of up to `max_blocks` blocks of `block_size` tokens.
+
+    `accepted_drafts`, one longer than the most drafts of a row: see `Acceptance`.
+    """
+
+    def __init__(self, block_size: int, max_blocks: int, accepted_drafts: list[int]) -> None:
+        self.block_size = block_size
+        self.max_blocks = max_blocks
+        self.max_drafts = max_drafts = len(accepted_drafts) - 1
+        self._num_recent = max(RECENT_WITH_DRAFTS, 4 * max_drafts) if max_drafts else RECENT
+        rows = _INITIAL_ROWS
+        self.num_tokens: Int64Array = np.zeros(rows, dtype=np.int64)
+        self.num_computed_tokens: Int64Array = np.zeros(rows, dtype=np.int64)
+        self.num_pending: Int64Array = np.zeros(rows, dtype=np.int64)
+        self.num_slots: Int64Array = np.zeros(rows, dtype=np.int64)
+        self.token_limit: Int64Array = np.zeros(rows, dtype=np.int64)
+        self.eos_token_id: Int32Array = np.zeros(rows, dtype=np.int32)
+        self.priority: Int64Array = np.zeros(rows, dtype=np.int64)
+        self.serial: Int64Array = np.zeros(rows, dtype=np.int64)
+        self.flags: npt.NDArray[np.uint8] = np.zeros(rows, dtype=np.uint8)
+        self.block_table: Int32Array = np.zeros((rows, max_blocks), dtype=np.int32)
+        self.recent_tokens: Int32Array = np.zeros((rows, self._num_recent), dtype=np.int32)
+        self.recent_offset: Int64Array = np.zeros(rows, dtype=np.int64)
+        self.recent_limit: Int64Array = np.zeros(rows, dtype=np.int64)
+        self.acceptance = Acceptance(accepted_drafts)
+        self._make_views()
+        self._free_rows = list(range(rows - 1, -1, -1))
+        self._fenced_rows: list[tuple[int, int]] = []  # (last step that names the row, row)
+        self.num_prefilling = 0
+        self.num_watched = 0
+        self.stop_filter = StopFilter()
+        self.num_not_ahead = 0
+        self.num_no_sample = 0
+        self.least_left = 0  # so many tokens can surely be appended to each row before one comes to its token limit
+        self._least_room = 0  # so many appends can surely go by before a row's recent tokens must be flushed
+        self.members = Members(self, np.zeros(0, dtype=np.int64), [])
+
+    def __len__(self) -> int:
+        """Running requests."""
+        return len(self.members.requests)
+
+    # ------------------------------------------------------------------ rows
+
+    def place(self, request: Request, num_computed_tokens: int, num_slots: int) -> int:
+        """Give a request a row and fill its columns. It runs once `join` has been called with the row."""
+        if not self._free_rows:
+            self._grow()
+        row = self._free_rows.pop()
+        num_tokens = request.num_tokens
+        stops = request.stop_set
+        watched = request.repetition_watch is not None
+        self.num_tokens[row] = num_tokens
+        self.num_computed_tokens[row] = num_computed_tokens
+        self.num_pending[row] = 0
+        self.num_slots[row] = num_slots
+        self.token_limit[row] = request.token_limit
+        self.eos_token_id[row] = next(iter(stops)) if len(stops) == 1 else NO_TOKEN
+        self.priority[row] = request.priority
+        self.serial[row] = request.serial
+        no_sample = request.max_tokens == 0
+        self.flags[row] = (
+            (WATCHED if watched else 0)
+            | (0 if request.runs_ahead else NOT_AHEAD)
+            | (NO_SAMPLE if no_sample else 0)
+            | (ENCODER_INPUTS if request.encoder_inputs else 0)
+        )
+        self.num_watched += watched
+        self.stop_filter.add(stops)
+        self.num_not_ahead += not request.runs_ahead
+        self.num_no_sample += no_sample
+        self._keep_recent(row, num_tokens, request.last_token_id)
+        self._least_room = min(self._least_room, int(self.recent_limit[row]) - num_tokens)
+        self.least_left = min(self.least_left, request.token_limit - num_tokens)
+        request.batch, request.row = self, row
+        return row
+
+    def join(self, rows: list[int], requests: list[Request]) -> None:
+        """Placed rows run from now on, after those that run already."""
+        members = self.members
+        all_rows = np.concatenate([members.rows, np.array(rows, dtype=np.int64)])
+        self.members = Members(self, all_rows, members.requests + requests)
+
+    def leave(self, requests: list[Request], last_step: int | None) -> None:
+        """Release the rows of running requests; each takes its columns with it.
+
+        `last_step` is the newest step in flight, which may name the rows, or None.
+        """
+        for request in requests:
+            row = request.row
+            assert row is not None
+            self.flush(row, request)
+            self.clear_flags(row, PREFILLING | WATCHED | NOT_AHEAD | NO_SAMPLE | ENCODER_INPUTS)
+            self.stop_filter.remove(request.stop_set)
+            if self.max_drafts:
+                request.add_drafts(*self.acceptance.leave(row))
+            self.serial[row] = 0
+            request.leave_row(int(self.num_computed_tokens[row]), int(self.num_pending[row]))
+            if last_step is None:
+                self._free_rows.append(row)
+            else:
+                self._fenced_rows.append((last_step, row))
+        members = self.members
+        stays = self.serial[members.rows].astype(np.bool_)
+        self.members = Members(self, members.rows[stays], list(compress(members.requests, stays.tolist())))
+
+    def fence_passed(self, step_id: int) -> None:
+        """Step `step_id` and all before it are over: rows that waited for them may be reused."""
+        if self._fenced_rows:
+            self._free_rows.extend(row for step, row in self._fenced_rows if step <= step_id)
+            self._fenced_rows = [entry for entry in self._fenced_rows if entry[0] > step_id]
+
+    def lower_fences(self, newest_step: int | None) -> None:
+        """Steps after `newest_step` are void (None: all are): no row need wait for them any longer."""
+        if newest_step is None:
+            self._free_rows.extend(row for _, row in self._fenced_rows)
+            self._fenced_rows = []
+        else:
+            self._fenced_rows = [(min(step, newest_step), row) for step, row in self._fenced_rows]
+
+    def _grow(self) -> None:
+        old = len(self.num_tokens)
+        for name in _COLUMNS:
+            column = getattr(self, name)
+            grown = np.zeros((2 * old, *column.shape[1:]), dtype=column.dtype)
+            grown[:old] = column
+            setattr(self, name, grown)
+        self._make_views()
+        self._free_rows.extend(range(2 * old - 1, old - 1, -1))
+
+    def _make_views(self) -> None:
+        """The matrices as one row each, where a scatter is faster; arrays that never change, shared by outputs."""
+        self.flat_table = self.block_table.reshape(-1)
+        self._flat_recent = self.recent_tokens.reshape(-1)
+        rows = len(self.num_tokens)
+        self.ones: Int64Array = np.ones(rows, dtype=np.int64)
+        self.zeros: Int64Array = np.zeros(rows, dtype=np.int64)
+        self.trues: BoolArray = np.ones(rows, dtype=np.bool_)
+        self.table_starts: Int64Array = np.arange(rows) * self.max_blocks
+        self.count_up: Int64Array = np.arange(rows * (1 + self.max_drafts))
+        for constant in (self.ones, self.zeros, self.trues, self.table_starts, self.count_up):
+            constant.flags.writeable = False
+
+    # ------------------------------------------------------------------ flags
+
+    def set_prefilling(self, row: int) -> None:
+        if not self.flags[row] & PREFILLING:
+            self.flags[row] |= PREFILLING
+            self.num_prefilling += 1
+
+    def clear_flags(self, row: int, mask: int) -> None:
+        held = int(self.flags[row]) & mask
+        if not held:
+            return
+        self.num_prefilling -= bool(held & PREFILLING)
+        self.num_watched -= bool(held & WATCHED)
+        self.num_not_ahead -= bool(held & NOT_AHEAD)
+        self.num_no_sample -= bool(held & NO_SAMPLE)
+        self.flags[row] &= ~np.uint8(mask)
+
+    # ------------------------------------------------------------------ tokens
+
+    def append(self, requests: list[Request], rows: Int64Array, token_ids: Int32Array, *, is_last: bool) -> Int64Array:
+        """One sampled token for each row (distinct rows). Returns the rows' new `num_tokens`.
+
+        `is_last`: no further sample of them is in flight.
+        """
+        num_tokens = self.num_tokens[rows]
+        self._flat_recent[self.recent_offset[rows] + num_tokens] = token_ids
+        num_tokens += ONE
+        self.num_tokens[rows] = num_tokens
+        self.num_pending[rows] = ZERO if is_last else self.num_pending[rows] - ONE
+        self.least_left -= 1
+        self._least_room -= 1
+        if self._least_room <= 0:
+            self._make_room(requests, rows, num_tokens)
+        return num_tokens
+
+    def append_runs(self, requests: Sequence[Request], rows: Int64Array, runs: Runs, num_tokens: Int64Array) -> None:
+        """The tokens of each run for the row of its place (distinct rows), which then has `num_tokens`.
+
+        `num_pending` is the caller's to lower.
+        """
+        starts = self.recent_offset[rows]
+        starts += num_tokens
+        starts -= runs.ends
+        places = starts.repeat(runs.counts)
+        places += self.count_up[: len(places)]
+        self._flat_recent[places] = runs.token_ids
+        self.num_tokens[rows] = num_tokens
+        self.least_left -= 1 + self.max_drafts
+        self._least_room -= 1 + self.max_drafts
+        if self._least_room <= 0:
+            self._make_room(requests, rows, num_tokens)
+
+    def may_end(self, most: int) -> bool:
+        """Whether `most` further tokens would bring some running row to its token limit; it is measured only if so many
+        may have been appended since it was measured last."""
+        if self.least_left <= most:
+            left = self.members.token_limit - self.num_tokens[self.members.rows]
+            self.least_left = int(left[left.argmin()]) if len(left) else MAX_INT
+        return self.least_left <= most
+
+    def _make_room(self, requests: Sequence[Request], rows: Int64Array, num_tokens: Int64Array) -> None:
+        """Tokens were appended to these rows, which now have `num_tokens`, and some may have no room for more."""
+        self._flush_full(requests, rows, num_tokens)
+        running = self.members.rows
+        rooms = self.recent_limit[running] - self.num_tokens[running]
+        self._least_room = int(rooms.min(initial=self._num_recent))
+
+    def _flush_full(self, requests: Sequence[Request], rows: Int64Array, num_tokens: Int64Array) -> None:
+        # Those that soon would be are flushed too: then it is done seldom, for many rows at once.
+        full = (num_tokens >= self.recent_limit[rows] - self._num_recent // 4).nonzero()[0]
+        if not len(full):
+            return
+        rows, num_tokens, tokens = rows[full], num_tokens[full], self._flat_recent
+        offsets = self.recent_offset[rows]
+        for index, offset, end in zip(full.tolist(), offsets.tolist(), num_tokens.tolist(), strict=True):
+            request = requests[index]
+            start = request.num_prompt_tokens + request.num_own_output_tokens
+            request.append_output(tokens[offset + start : offset + end])
+        self._keep_recent(rows, num_tokens, tokens[offsets + num_tokens - 1])
+
+    def _keep_recent(self, rows: Int64Array | int, num_tokens: Int64Array | int, newest: Int32Array | int) -> None:
+        """Only the newest tokens of rows, which have `num_tokens`, are kept here from now on."""
+        starts = rows * self._num_recent
+        self._flat_recent[starts] = newest
+        self.recent_offset[rows] = starts - (num_tokens - 1)
+        self.recent_limit[rows] = num_tokens - 1 + self._num_recent - self.max_drafts
+
+    def recent(self, row: int, start: int) -> Int32Array:
+        """A copy of tokens `start` to the end of a row's sequence, which are not flushed."""
+        return self._recent(row, start).copy()
+
+    def _recent(self, row: int, start: int) -> Int32Array:
+        offset = int(self.recent_offset[row])
+        return self._flat_recent[offset + start : offset + int(self.num_tokens[row])]
+
+    def last_tokens(self, rows: npt.NDArray[np.integer]) -> Int32Array:
+        """The newest known token of each row."""
+        tokens: Int32Array = self._flat_recent[self.recent_offset[rows] + self.num_tokens[rows] - 1]
+        return tokens
+
+    def flush(self, row: int, request: Request) -> None:
+        """Move the recent tokens to the request's own array."""
+        start = request.num_prompt_tokens + request.num_own_output_tokens
+        if start < self.num_tokens[row]:
+            request.append_output(self._recent(row, start))

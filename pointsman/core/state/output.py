@@ -1,0 +1,186 @@
+"""What travels between the scheduler and its host: `SchedulerOutput` out, `StepResult` in, `StepUpdate` back.
+
+An output has n rows: continued requests first, in admission order, then the requests admitted in this
+step. All arrays belong to the output; the scheduler never changes them afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.kv.connector import Load, Save
+from pointsman.core.policy.adapters import Adapter
+from pointsman.core.state.encoder_inputs import EncoderEntry
+from pointsman.core.state.request import Request
+
+IntArray: TypeAlias = npt.NDArray[np.integer]
+Integers: TypeAlias = IntArray | Sequence[int]
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
+
+
+@dataclass(slots=True, eq=False)
+class SchedulerOutput:
+    """What to run in one step."""
+
+    step_id: int
+    """Counts up from 0, one per call of `schedule`."""
+    total_num_scheduled_tokens: int
+    """Tokens over all rows. 0 is legal: nothing to execute, but `update` is still called."""
+    num_continued: int
+    """Rows [0, num_continued) ran before; rows [num_continued, n) are admitted in this step."""
+    resync: bool
+    """True in the first output after a failed step, and on until every request that ran then has been in an output:
+    `block_ids` holds the full table of every row."""
+
+    requests: Sequence[Request]
+    """[n] the requests, in row order."""
+    rows: IntArray
+    """[n] int64: the scheduler's row of each request; stable while the request runs, reused afterwards."""
+    serials: IntArray
+    """[n] int64: the admission that the row belongs to; a row with another serial is another admission."""
+    num_computed_tokens: IntArray
+    """[n] int64: tokens whose KV exists before this step; the first position that this step computes."""
+    num_scheduled_tokens: IntArray
+    """[n] int64, each at least 1: tokens that this step computes."""
+    samples: BoolArray
+    """[n] bool: whether the row's last position yields a token (False: a chunk that ends inside the known tokens)."""
+    num_draft_tokens: IntArray
+    """[n] int64: how many of the row's scheduled tokens, the last ones, are drafts. Such a row computes one token
+    beside them, and each of its positions may yield a token: see `StepResult.counts`."""
+    draft_token_ids: IntArray
+    """Ragged int32: the drafts, in row order."""
+    completes: IntArray
+    """[m] int64: row indices (0 to n - 1) that compute the last of a prompt for which nothing is sampled (`max_tokens`
+    0). The request ends with this step's update; whatever is made of its hidden states is the host's."""
+
+    num_cached_tokens: IntArray
+    """[n - num_continued] int64: tokens of each admitted row that need not be computed: they were found in the prefix
+    cache, or are loaded."""
+    num_external_tokens: IntArray
+    """[n - num_continued] int64: of these, tokens that come from a connector, loaded before or for this step."""
+    is_resumed: BoolArray
+    """[n - num_continued] bool: whether the admitted row ran before and was preempted."""
+
+    block_ids: IntArray
+    """Ragged int32: new blocks of continued rows, all blocks of admitted rows (and of every row if `resync`)."""
+    block_rows: IntArray
+    """int64, parallel to `block_ids` and ascending: the index (0 to n - 1) of the row that each block is for."""
+
+    encoder_inputs: Sequence[tuple[Request, int]]
+    """Encoder inputs to compute in this step, before the model runs: (request, index into its `encoder_inputs`). What
+    else the rows need was computed before, and not freed since."""
+    freed_encoder_entries: Sequence[EncoderEntry]
+    """Embeddings to free before anything is computed, if the host has them: one may be computed anew in this step."""
+
+    preempted: Sequence[Request]
+    """Requests that lost their row since the last output. A host drops their rows first: one may be resumed here."""
+    finished: Sequence[Request]
+    """Requests that ended since the last output, each once; after this their ids are free again. A host forgets them
+    first: an id may be among the new ones."""
+
+    num_common_prefix_blocks: int = 0
+    """With `count_common_prefix`: so many blocks are the same, one by one, at the beginning of the tables of all rows.
+    Some may be written in this step: without a causal mask, read no further than the least `num_computed_tokens`."""
+    loads: Sequence[Load] = ()
+    """What a connector loads, see `kv_connector.py`: before the step computes, or, if asynchronous, from now on."""
+    saves: Sequence[Save] = ()
+    """Blocks whose content is given up: copy them out first, in this order, or it is lost."""
+
+    @property
+    def num_rows(self) -> int:
+        """n: the requests that run in this step."""
+        return len(self.requests)
+
+    @property
+    def block_offsets(self) -> IntArray:
+        """[n + 1] int64: row i's blocks are block_ids[block_offsets[i]:block_offsets[i + 1]]."""
+        offsets: IntArray = self.block_rows.searchsorted(np.arange(self.num_rows + 1))
+        return offsets
+
+    @property
+    def continued(self) -> Sequence[Request]:
+        """Requests that ran before and go on."""
+        return self.requests[: self.num_continued]
+
+    @property
+    def admitted(self) -> Sequence[Request]:
+        """Requests that got their row in this step, new and resumed."""
+        return self.requests[self.num_continued :]
+
+    @property
+    def adapters(self) -> list[Adapter | None]:
+        """[n] the adapter of each row; None: the model alone. Never more than `max_loras` different ones."""
+        return [request.adapter for request in self.requests]
+
+    @property
+    def new(self) -> list[Request]:
+        """Requests admitted for the first time."""
+        return [r for r, resumed in zip(self.admitted, self.is_resumed.tolist(), strict=True) if not resumed]
+
+    @property
+    def resumed(self) -> list[Request]:
+        """Requests admitted again after a preemption."""
+        return [r for r, resumed in zip(self.admitted, self.is_resumed.tolist(), strict=True) if resumed]
+
+    @property
+    def prefill(self) -> list[Request]:
+        """Requests that compute prompt tokens, or tokens lost to a preemption, in this step."""
+        return [request for request, decodes in zip(self.requests, self._decodes(), strict=True) if not decodes]
+
+    @property
+    def decode(self) -> list[Request]:
+        """Requests that compute just the token they sampled last, and drafts behind it."""
+        return [request for request, decodes in zip(self.requests, self._decodes(), strict=True) if decodes]
+
+    def num_pending(self) -> IntArray:
+        """[n] int64: what the scheduler waits for in this step, by row: a sample, or that the row completes its
+        prompt."""
+        pending: IntArray = self.samples.astype(np.int64)
+        if len(self.completes):
+            pending[self.completes] += 1
+        return pending
+
+    def blocks(self, row_index: int) -> IntArray:
+        """Block ids that this output tells of row `row_index` (0 to n - 1): see `block_ids`."""
+        start = self.block_rows.searchsorted(row_index)
+        return self.block_ids[start : self.block_rows.searchsorted(row_index, side="right")]
+
+    def _decodes(self) -> list[bool]:
+        prompt_lens = [request.num_prompt_tokens for request in self.requests]
+        beyond_prompt = self.num_computed_tokens >= np.array(prompt_lens, dtype=np.int64)
+        is_last = self.num_scheduled_tokens - self.num_draft_tokens == 1
+        return [bool(flag) for flag in beyond_prompt & self.samples & is_last]
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What came back from the model for one output."""
+
+    token_ids: IntArray | Sequence[int]
+    """Sampled tokens, ragged, in row order; an int32 array costs least."""
+    counts: IntArray | Sequence[int] | None = None
+    """[n] tokens of each row; None: one for each row with `samples`, none for the others. A row with d drafts has 1 to
+    1 + d: the drafts that the model accepts, and the token that it puts behind them."""
+    errors: Mapping[int, str] = field(default_factory=dict)
+    """Row index (0 to n - 1) -> message: that request ends with FINISHED_ERROR; it has no token here."""
+    step_time: float | None = None
+    """Seconds that the step took on the host, if it knows."""
+
+
+@dataclass(slots=True)
+class StepUpdate:
+    """What `update` made of a step result."""
+
+    token_ids: IntArray
+    """Tokens that were appended, ragged, parallel to the output's requests."""
+    counts: IntArray
+    """[n] int64: how many of `token_ids` belong to each row; 0 where a request had ended or sampled nothing."""
+    finished: Sequence[Request]
+    """Requests that ended by this update, in row order."""
+    completed_parts: Sequence[Request] = ()
+    """Requests whose present part is complete by it, in row order: they wait for the next, or go on with it."""

@@ -1,0 +1,216 @@
+"""Does a more urgent waiting request take the room of less urgent running ones?
+
+For a seat, a slot for its adapter or blocks, and only if a dry run says that it would then be admitted: a seat, a
+slot, the embeddings for its next token, a token of budget beside what the other running rows take, and its blocks
+beside what those rows need in this step, counting only blocks that nobody else holds. The fewest give way, the least
+urgent first; for a slot, all requests of the adapter that has fewest. One request displaces per step, and only it is
+admitted into the room that it made, and drafts take none of it. Only the head of the queue displaces, also where it is
+passed over.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.config import SchedulerConfig
+from pointsman.core.kv.block_pool import NO_BLOCKS
+from pointsman.core.kv.manager import KVCacheManager, Match
+from pointsman.core.policy.adapters import AdapterSlots
+from pointsman.core.policy.encoder_budget import EncoderCache
+from pointsman.core.policy.order import Order
+from pointsman.core.policy.reserve import Demand
+from pointsman.core.state.batch import Batch, Members
+from pointsman.core.state.request import Request
+from pointsman.core.step.admission import Admission
+from pointsman.core.step.drafts import Drafts
+from pointsman.core.step.running import Running
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class Displacement:
+    """The dry run at the start of a step."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        batch: Batch,
+        kv: KVCacheManager,
+        running: Running,
+        admission: Admission,
+        adapters: AdapterSlots,
+        encoder: EncoderCache | None,
+        drafts: Drafts,
+    ) -> None:
+        self._config = config
+        self._encoder = encoder
+        self._adapters = adapters
+        self._batch = batch
+        self._kv = kv
+        self._running = running
+        self._admission = admission
+        self._drafts = drafts
+        self._in_vain: tuple[Request, Members, int, int, int] | None = None
+
+    def choose(self, head: Request) -> list[Request]:
+        """The running requests that give way to `head`, least urgent first; empty if none need, or none would do."""
+        batch, members = self._batch, self._batch.members
+        priority = batch.priority[members.rows]
+        less_urgent = (priority > head.priority).nonzero()[0]
+        # More may run than the cap allows, if it was lowered: nobody takes a seat before some have been given back.
+        is_crowded = len(members) > self._admission.max_num_active_seqs
+        if len(less_urgent) == 0 or head.num_pending or is_crowded or self._was_in_vain(head):
+            return []
+        # Least urgent first, and among equals the one admitted last.
+        candidates = less_urgent[np.lexsort((less_urgent, priority[less_urgent]))][::-1]
+        vacate = self._adapters.to_vacate(head, members.requests, candidates.tolist())
+        if vacate is None:
+            return self._give_up(head)
+        if vacate:  # they come first, and all of them
+            others = candidates[~np.isin(candidates, vacate)]
+            candidates = np.concatenate([np.array(vacate, dtype=np.int64), others])
+        trial = Trial(self._config, batch, self._kv, self._running, self._admission, head)
+        if not vacate and trial.has_room(candidates[:0]):
+            self._drafts.forget()  # they would take that room
+            return []
+        if not trial.has_room(candidates):
+            return self._give_up(head)
+        if not trial.has_budget(candidates):
+            return []
+        # Fails at low, succeeds at high: whoever gives way only adds room.
+        low, high = max(len(vacate) - 1, 0), len(candidates)
+        while high - low > 1:
+            middle = (low + high) // 2
+            if trial.has_room(candidates[:middle]) and trial.has_budget(candidates[:middle]):
+                high = middle
+            else:
+                low = middle
+        if self._encoder is not None and not trial.has_embeddings(candidates[:high], self._encoder):
+            return []
+        self._drafts.forget()
+        return [members.requests[index] for index in candidates[:high].tolist()]
+
+    def forget(self) -> None:
+        """Somebody's urgency changed: what would be in vain must be found out anew."""
+        self._in_vain = None
+
+    def _give_up(self, head: Request) -> list[Request]:
+        """Nobody can give way to `head`; until something changes it need not be asked again."""
+        self._in_vain = (
+            head,
+            self._batch.members,
+            self._kv.num_publications,
+            self._kv.num_returns,
+            self._admission.num_lessons,
+        )
+        return []
+
+    def _was_in_vain(self, head: Request) -> bool:
+        """Nobody left, nothing was published and no reserve asks for less since there was no room for `head`, so there
+        is no more room now."""
+        if self._in_vain is None:
+            return False
+        request, members, *counts = self._in_vain
+        unchanged = request is head and members is self._batch.members
+        return unchanged and counts == [
+            self._kv.num_publications,
+            self._kv.num_returns,
+            self._admission.num_lessons,
+        ]
+
+
+class Trial:
+    """Would the head be admitted if some running rows were gone? What does not depend on which is computed once."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        batch: Batch,
+        kv: KVCacheManager,
+        running: Running,
+        admission: Admission,
+        head: Request,
+    ) -> None:
+        self._config = config
+        self._batch = batch
+        self._kv = kv
+        self._admission = admission
+        self._head = head
+        # At most: whoever stays may want more when those who give way leave more embeddings.
+        _, self._want = running.wants(with_drafts=False, alone=True)
+        self._needed = running.blocks_needed(self._want, batch.members.rows)
+        self._match: Match = kv.look_up(head)
+
+    def has_budget(self, gone: Int64Array) -> bool:
+        """Whether the step has tokens for the head beside what the rows that stay take, and a place for its prefill.
+
+        `gone` are positions in admission order. With chunking off, as if nothing were cached: what the others take may
+        evict what the head would have found.
+        """
+        admission, head = self._admission, self._head
+        budget = self._config.max_num_batched_tokens - int(self._want[self._stays(gone)].sum())
+        partial = admission.partial_prefills
+        if partial is not None and admission.would_be_partial(head, budget):
+            rows = self._batch.members.rows[gone]
+            if not partial.has_place(head, rows):
+                return False
+        return budget >= (head.num_tokens if admission.may_have_to_fit(head) else 1)
+
+    def has_room(self, gone: Int64Array) -> bool:
+        """Whether there is a seat for the head, and its blocks with every reserve."""
+        kv, batch, head = self._kv, self._batch, self._head
+        stays = self._stays(gone)
+        num_running = int(np.count_nonzero(stays))
+        if num_running >= self._admission.max_num_active_seqs:
+            return False
+        blocks, dropped = self._references_of(batch.members.rows[gone])
+        freed = int(np.count_nonzero(kv.pool.num_references[blocks] == dropped))
+        free = kv.pool.num_free + freed - int(self._needed[stays].sum())
+        full = kv.blocks_for(head.num_tokens)
+        full -= 0 if self._admission.asks_whole else self._still_held(blocks, dropped)
+        # The first chunk is taken for the whole: what those who give way publish may make it larger than it is now.
+        demand = Demand(full, full, self._owed(stays))
+        return free >= self._admission.required_blocks(head, demand, num_running > 0)
+
+    def has_embeddings(self, gone: Int64Array, encoder: EncoderCache) -> bool:
+        """Whether the embeddings for the head's first token are there or can be computed in this step."""
+        stays = self._stays(gone)
+        rows = self._batch.members.rows[stays]
+        return encoder.can_start_beside(self._head, self._batch, rows, self._want[stays])
+
+    def _stays(self, gone: Int64Array) -> npt.NDArray[np.bool_]:
+        stays = np.ones(len(self._batch.members), dtype=np.bool_)
+        stays[gone] = False
+        return stays
+
+    def _references_of(self, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """The blocks of some rows, sorted, and how many of those rows hold each."""
+        kv, batch = self._kv, self._batch
+        tables = [kv.table(batch, row) for row in rows.tolist()]
+        blocks = np.sort(np.concatenate([NO_BLOCKS, *tables]))  # not by `unique`, see `Members.may_stop`
+        starts = np.concatenate([blocks[:1] >= 0, blocks[1:] != blocks[:-1]]).nonzero()[0]
+        return blocks[starts], np.diff(starts, append=len(blocks))
+
+    def _still_held(self, blocks: Int64Array, dropped: Int64Array) -> int:
+        """How many of the head's matched blocks somebody else still holds when those references are dropped."""
+        matched = self._match.blocks
+        left = self._kv.pool.num_references[matched].astype(np.int64)
+        at = np.searchsorted(blocks, matched)
+        known = at < len(blocks)
+        known[known] = blocks[at[known]] == matched[known]
+        left[known] -= dropped[at[known]]
+        return int(np.count_nonzero(left))
+
+    def _owed(self, stays: npt.NDArray[np.bool_]) -> int:
+        """Blocks that the remaining rows are owed once this step's share has been allocated."""
+        batch = self._batch
+        rows = batch.members.rows
+        size = self._config.block_size
+        short = batch.num_tokens[rows] - (batch.num_slots[rows] + self._needed * size)
+        return int(np.maximum(-(-short // size), 0)[stays].sum())
+
+
+def displaces(config: SchedulerConfig, queue: Order) -> bool:
+    """Whether the configuration wants the dry run, and the order knows who is more urgent."""
+    return queue.displaces and config.displace is not False and config.batching == "mixed"

@@ -1,0 +1,168 @@
+"""Speculation: tokens that the host guesses for running requests, verified by the model beside the next one.
+
+    propose    a host's drafts wait for the next step of the rows that decode
+    schedule   a row computes its newest token and its drafts; what it does not get of them is forgotten
+    update     the model accepts the drafts up to the first that it would not have chosen, and adds one token of its
+               own: a run of 1 to 1 + drafts tokens from one step (Leviathan et al. 2023, "Fast Inference from
+               Transformers via Speculative Decoding"; Chen et al. 2023, "Accelerating Large Language Model Decoding
+               with Speculative Sampling")
+
+While drafts are in flight nobody knows how many of them will count, so the row is not scheduled again before its run is
+in; `num_computed_tokens` is lowered then by what was rejected. The slots of rejected drafts stay with the row, and are
+written again by its next tokens.
+
+A draft is a wish. It is cut to the token limit, the table of the configuration, the limits and the budget; it never
+makes a request give way, and whoever loses its row forgets its drafts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.config import SchedulerConfig
+from pointsman.core.errors import ProposalError, StepOrderError
+from pointsman.core.observe.stats import Counters
+from pointsman.core.state.batch import PREFILLING, Batch
+from pointsman.core.state.output import IntArray, Integers, SchedulerOutput
+from pointsman.core.state.runs import Runs
+from pointsman.core.state.tokens import NO_TOKENS
+from pointsman.core.step.checks import flat_integers, flat_tokens
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+NO_ROWS: Int64Array = np.zeros(0, dtype=np.int64)
+NO_ROWS.flags.writeable = False
+
+
+class Drafts:
+    """The drafts that wait for the next steps of the running requests, as they were proposed: ragged, by row.
+
+    While the same requests run they go into a step as they are. Whoever has lost its row since is known by its serial.
+    """
+
+    def __init__(self, config: SchedulerConfig, batch: Batch, counters: Counters) -> None:
+        self._config = config
+        self._batch = batch
+        self._counters = counters
+        self.last_updated_step = -1
+        self.waiting = 0
+        """How many drafts wait; those of rows that are gone may count. 0: what else is here is over."""
+        self.counts: Int64Array = NO_ROWS
+        """[n] for each of the rows for which drafts were proposed."""
+        self._rows: IntArray = NO_ROWS
+        self._serials: IntArray = NO_ROWS
+        self._token_ids: Int32Array = NO_TOKENS
+
+    def forget(self) -> None:
+        """Nothing waits any more."""
+        self.waiting = 0
+
+    # ------------------------------------------------------------------ proposing
+
+    def propose(self, output: SchedulerOutput, token_ids: Integers, counts: Integers, in_flight: bool) -> int:
+        """Let drafts wait for the rows of an updated output; see `Scheduler.propose`.
+
+        `in_flight`: whether another step is.
+        """
+        if output.step_id > self.last_updated_step:
+            raise StepOrderError(f"drafts for step {output.step_id} cannot be proposed before its update")
+        if output.step_id < self.last_updated_step:
+            return 0
+        batch, members = self._batch, self._batch.members
+        proposed, tokens = self._checked(output, token_ids, counts)
+        rows, serials = output.rows, output.serials
+        if in_flight or rows is not members.rows or batch.num_prefilling:
+            decodes = (batch.serial[rows] == serials) & (batch.num_pending[rows] == 0)
+            decodes &= (batch.flags[rows] & PREFILLING) == 0
+            tokens = tokens[decodes.repeat(proposed)]
+            rows, serials, proposed = rows[decodes], serials[decodes], proposed[decodes]
+        if batch.may_end(self._config.num_draft_tokens):
+            left = batch.token_limit[rows] - batch.num_tokens[rows]
+            runs = Runs.of(proposed, tokens).cut(np.minimum(proposed, left - 1))
+            proposed, tokens = runs.counts, runs.token_ids
+        keep = self._keep_others if self.waiting and rows is not self._rows else self._wait
+        keep(rows, serials, proposed, tokens)
+        self._counters.num_proposed_tokens += len(tokens)
+        return len(tokens)
+
+    def _keep_others(self, rows: IntArray, serials: IntArray, counts: Int64Array, token_ids: Int32Array) -> None:
+        """These drafts wait, and those that waited before for other rows."""
+        others = ~self._is_among(rows)
+        left = Runs.of(self.counts, self._token_ids).only(others)
+        self._wait(
+            np.concatenate([self._rows[others], rows]),
+            np.concatenate([self._serials[others], serials]),
+            np.concatenate([left.counts, counts]),
+            np.concatenate([left.token_ids, token_ids]),
+        )
+
+    def _wait(self, rows: IntArray, serials: IntArray, counts: Int64Array, token_ids: Int32Array) -> None:
+        """Just these drafts wait."""
+        self._rows, self._serials, self.counts, self._token_ids = rows, serials, counts, token_ids
+        self.waiting = len(token_ids)
+
+    # ------------------------------------------------------------------ scheduling
+
+    def are_for(self, rows: Int64Array) -> bool:
+        """Whether what waits is for just these rows, and the table lets all of it be verified."""
+        if rows is not self._rows:
+            return False
+        return not self._config.draft_table or bool(self.counts.max() <= self._config.max_drafts(len(rows)))
+
+    def take_all(self) -> Int32Array:
+        """All that waits, ragged, is in flight from now on."""
+        self._counters.num_draft_tokens += self.waiting
+        self.forget()
+        return self._token_ids
+
+    def wanted(self, rows: Int64Array) -> Int64Array:
+        """[rows] drafts that each may have verified in a step, by what waits and by the table."""
+        drafts = self._column(self.counts)[rows]
+        if self._config.draft_table:
+            np.minimum(drafts, self._config.max_drafts(len(rows)), out=drafts)
+        return drafts
+
+    def take(self, rows: Int64Array, drafts: Int64Array) -> Int32Array:
+        """The first `drafts` [rows] of what waits, ragged, are in flight; the rest for these rows is forgotten."""
+        total = int(drafts.sum())
+        self._counters.num_draft_tokens += total
+        waiting = Runs.of(self.counts, self._token_ids)
+        starts = self._column(waiting.starts)[rows]
+        places = (starts - (drafts.cumsum() - drafts)).repeat(drafts) + np.arange(total)
+        token_ids: Int32Array = self._token_ids[places]
+        stays = ~self._is_among(rows)
+        left = waiting.only(stays)
+        self._wait(self._rows[stays], self._serials[stays], left.counts, left.token_ids)
+        return token_ids
+
+    def _column(self, values: Int64Array) -> Int64Array:
+        """`values`, one for each of the rows for which drafts wait, by row number; 0 for all other rows."""
+        column = np.zeros_like(self._batch.serial)
+        column[self._rows] = values  # a row that its request has left is nobody's yet: the next step forgets its drafts
+        return column
+
+    def _is_among(self, rows: IntArray) -> BoolArray:
+        """Which of the rows for which drafts wait are among `rows`, or have been left by their requests."""
+        is_named = np.zeros(len(self._batch.serial), dtype=np.bool_)
+        is_named[rows] = True
+        found: BoolArray = is_named[self._rows] | (self._batch.serial[self._rows] != self._serials)
+        return found
+
+    def _checked(self, output: SchedulerOutput, token_ids: Integers, counts: Integers) -> tuple[Int64Array, Int32Array]:
+        most = self._config.num_draft_tokens
+        proposed = flat_integers("counts", counts, ProposalError).copy()
+        if proposed.shape != output.rows.shape:
+            raise ProposalError(f"counts has shape {proposed.shape} and step {output.step_id} {output.num_rows} row(s)")
+        total = 0
+        if len(proposed):
+            fewest, highest = proposed.item(proposed.argmin()), proposed.item(proposed.argmax())
+            if fewest < 0 or highest > most:
+                bad = fewest if fewest < 0 else highest
+                raise ProposalError(f"{bad} drafts for a row, and num_draft_tokens is {most}; propose 0 to {most}")
+            # Many proposers guess as often for every row; else, half the time of a sum.
+            is_same = fewest == highest
+            total = fewest * len(proposed) if is_same else int(proposed.dot(self._batch.ones[: len(proposed)]))
+        return proposed, flat_tokens(token_ids, total, "counts asks for {} token(s)", "is proposed", ProposalError)

@@ -1,0 +1,166 @@
+"""An asynchronous load from its start to its end: a request is parked while it holds blocks, and comes back.
+
+start      the head of the queue gets its blocks and is parked; the output tells the host of the load
+done       what was loaded in a row counts, the rest of the blocks is given back; the request returns to its place
+expire     a load that takes too long: the request goes on without it, or ends. Its blocks stay held
+roll_back  the step that started it is void: the request returns to its place without the blocks
+forget     the prefix cache was reset: so does every request that holds some
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.config import SchedulerConfig
+from pointsman.core.kv.connector import Load
+from pointsman.core.kv.manager import KVCacheManager
+from pointsman.core.kv.transfers import Holding, Transfers
+from pointsman.core.observe.stats import Counters
+from pointsman.core.state.reason import Deferral, Reason
+from pointsman.core.state.request import Request
+from pointsman.core.state.status import FinishReason, ParkReason
+from pointsman.core.step.admission import Grant
+from pointsman.core.step.in_flight import StepRecord
+from pointsman.core.step.request_table import End, Lifecycle
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class Loading:
+    """Moves requests into loads and out of them."""
+
+    def __init__(
+        self, config: SchedulerConfig, kv: KVCacheManager, life: Lifecycle, transfers: Transfers, counters: Counters
+    ) -> None:
+        self._timeout = config.kv_load_timeout
+        self._recomputes = config.kv_load_failure_policy == "recompute"
+        self._kv = kv
+        self._life = life
+        self._transfers = transfers
+        self._counters = counters
+
+    def open(self, displacer: Request | None, now: float) -> None:
+        """A step begins to ask the queue."""
+        self._transfers.open(displacer, now)
+
+    def admit(self, request: Request, grant: Grant, record: StepRecord, blocks: Int64Array) -> None:
+        """A request runs on behind external tokens, which are loaded already or by this step."""
+        if request.holding is not None:
+            self._transfers.hand_over(request)
+        else:
+            record.loads.append(self._load(request, grant, blocks))
+            self._counters.num_loaded_tokens += grant.num_external_tokens
+
+    def _load(self, request: Request, grant: Grant, blocks: Int64Array) -> Load:
+        """What the host is told of the external tokens of a grant, whose block table starts with `blocks`."""
+        first = len(grant.match.blocks)
+        count = grant.num_external_tokens // self._kv.block_size
+        self._counters.num_loads += 1
+        return Load(
+            transfer_id=self._transfers.next_id(),
+            request=request,
+            local_blocks=blocks[:first],
+            block_ids=blocks[first : first + count],
+            first_token=first * self._kv.block_size,
+            num_tokens=grant.num_external_tokens,
+            is_async=grant.is_async,
+        )
+
+    def start(self, request: Request, grant: Grant, record: StepRecord, now: float) -> None:
+        """From the head of the queue to its parked state, with blocks."""
+        blocks = self._kv.admit(request, grant.match, grant.num_new_blocks)
+        load = self._load(request, grant, blocks)
+        self._life.park(request, ParkReason.REMOTE_KVS, now)
+        self._transfers.start(request, load, blocks, now)
+        request.deferral = Deferral(Reason.KV_LOAD, 0, now)
+        record.loads.append(load)
+
+    def done(self, transfer_id: int, num_tokens: int | None, failed_blocks: list[int]) -> Request | None:
+        """A transfer has ended. Returns the request that ended by it, if one did.
+
+        Raises:
+            UnknownTransfer: there is no such transfer.
+            ValueError: it has not so many tokens, or not those blocks.
+        """
+        holding = self._transfers.require(transfer_id)
+        num_loaded = _blocks_loaded(holding, num_tokens, failed_blocks, self._kv.block_size)
+        self._transfers.end(holding)
+        request, load = holding.request, holding.load
+        if request is None or load is None:
+            self._transfers.close(holding)
+            return None
+        self._counters.num_loaded_tokens += num_loaded * self._kv.block_size
+        request.may_load = False
+        missing = len(load.block_ids) - num_loaded
+        if missing:
+            self._counters.num_failed_loads += 1
+        if missing and not self._recomputes:
+            return self._give_up(request, f"{num_loaded} of {len(load.block_ids)} KV blocks could be loaded")
+        self._transfers.shorten(holding, holding.num_local_blocks + num_loaded)
+        self._kv.publish_loaded(request, holding.blocks)
+        if not len(holding.blocks):
+            self._transfers.let_go(request)
+        self._life.ready(request)
+        return None
+
+    def expire(self, now: float) -> None:
+        """Loads that have taken longer than they may."""
+        if self._timeout is None or not self._transfers.num_open:
+            return
+        for request in self._transfers.overdue(now - self._timeout):
+            self._counters.num_failed_loads += 1
+            request.may_load = False
+            if self._recomputes:
+                self._let_go(request)
+            else:
+                self._give_up(request, f"loading its KV took longer than {self._timeout} s")
+
+    def roll_back(self, record: StepRecord) -> None:
+        """What a void step loads, or has loaded meanwhile, may hang on blocks that it computes: let go of it."""
+        for load in reversed(record.loads):
+            holding = load.request.holding
+            if holding is not None and holding.load is load:
+                self._let_go(load.request)
+
+    def forget(self) -> None:
+        """Nobody who does not run yet goes on behind KV from before a reset, nor does the connector offer any."""
+        for request in self._transfers.holders():
+            self._let_go(request)
+        self._transfers.connector.reset()
+
+    def _let_go(self, request: Request) -> None:
+        """It waits for nothing any more, and holds nothing."""
+        self._transfers.let_go(request)
+        if request.status.is_parked:
+            self._life.ready(request)
+
+    def _give_up(self, request: Request, detail: str) -> Request:
+        self._life.end([End(request, FinishReason.ERROR, detail)])
+        return request
+
+
+def make_loading(
+    config: SchedulerConfig, kv: KVCacheManager, life: Lifecycle, transfers: Transfers | None, counters: Counters
+) -> Loading | None:
+    """Loads of a scheduler that has a connector."""
+    return None if transfers is None else Loading(config, kv, life, transfers, counters)
+
+
+def _blocks_loaded(holding: Holding, num_tokens: int | None, failed_blocks: list[int], block_size: int) -> int:
+    """How many blocks of a load are sound, from its first one on."""
+    if holding.load is None:
+        return 0
+    blocks: list[int] = holding.load.block_ids.tolist()
+    strange = [block for block in failed_blocks if block not in blocks]
+    if strange:
+        raise ValueError(f"failed_blocks names {strange}, and transfer {holding.transfer_id} loads {blocks}")
+    count = len(blocks)
+    if num_tokens is not None:
+        if not 0 <= num_tokens <= holding.load.num_tokens:
+            raise ValueError(
+                f"num_loaded_tokens is {num_tokens}; transfer {holding.transfer_id} loads {holding.load.num_tokens}"
+            )
+        count = num_tokens // block_size
+    failed = [index for index, block in enumerate(blocks) if block in failed_blocks]
+    return min([count, *failed])

@@ -1,0 +1,144 @@
+"""Prompts that arrive in parts: a request that may be extended while it is there (vLLM's streaming input).
+
+A part is tokens, and how many may be generated for them before the next part comes; 0: they are only computed. When a
+part is complete (computed, or its output ended by a stop token, `max_tokens` or a repetition), the request takes the
+next one, if that is there already, or waits for it: parked, without blocks, and without a row. So however many wait,
+none keeps others from running. What they have computed is in the prefix cache, where the next part finds it, unless
+others needed the room.
+
+Taking a part makes a longer prompt of all that is there: the prompt so far, the output that was generated for it
+without its last token, which was sampled and never computed (as in vLLM), and the part's own tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pointsman.core.config import SchedulerConfig
+from pointsman.core.errors import InvalidTransition, RequestRefused
+from pointsman.core.state.encoder_inputs import EncoderInput, read_encoder_inputs
+from pointsman.core.state.request import Request
+from pointsman.core.state.status import FinishReason, ParkReason, RequestStatus
+from pointsman.core.state.tokens import Int32Array, IntArray, token_array
+from pointsman.core.step.checks import checked_integer
+from pointsman.core.step.request_table import End, Lifecycle
+from pointsman.core.step.validation import encoder_inputs_fit, settle_limits, too_long
+
+
+class Part(NamedTuple):
+    """What comes behind the prompt of a request."""
+
+    token_ids: Int32Array
+    max_tokens: int
+    encoder_inputs: tuple[EncoderInput, ...]
+    """Their placeholders are counted from its own first token."""
+
+
+class Parts:
+    """Extends the requests of one scheduler."""
+
+    def __init__(self, config: SchedulerConfig, life: Lifecycle) -> None:
+        self._config = config
+        self._life = life
+
+    def extend(
+        self,
+        request: Request,
+        token_ids: IntArray | Sequence[int],
+        encoder_inputs: Sequence[EncoderInput | Sequence[Any]],
+        *,
+        more: bool,
+        max_tokens: int,
+    ) -> Part:
+        """The next part of a request's prompt.
+
+        Raises:
+            InvalidTransition: its prompt is complete.
+            RequestRefused: the part is none, or the prompt would be too long, or an encoder input too large; the
+                request is as before.
+        """
+        name = request.request_id
+        if not request.more_input:
+            raise InvalidTransition(f"request {name!r} expects no more input; add it with more_input=True")
+        part = _read_part(name, token_ids, max_tokens, encoder_inputs)
+        if more and not len(part.token_ids):
+            raise RequestRefused(f"request {name!r}: a part without tokens; give some, or say that it is the last")
+        length = request.num_prompt_tokens + sum(len(one.token_ids) for one in [*request.parts, part])
+        why = too_long(self._config, request, length, part.max_tokens)
+        why = why or encoder_inputs_fit(self._config, part.encoder_inputs, whole=False)
+        if why is not None:
+            raise RequestRefused(f"request {name!r} not extended: {why}")
+        request.more_input = more
+        request.parts.append(part)
+        if request.awaits_input:
+            self._take(request)
+        return part
+
+    def is_part(self, end: End) -> bool:
+        """Whether what ended is a part of a request, and not the request."""
+        request = end.request
+        if not request.more_input and not request.parts:
+            return False
+        if end.reason is FinishReason.LENGTH:
+            return end.detail == "max_tokens"
+        return end.reason in (FinishReason.STOP, FinishReason.REPETITION)
+
+    def complete(self, request: Request, now: float) -> None:
+        """A request's part is complete: it takes the next one, or waits for it. Samples in flight are of no use."""
+        if not request.status.is_parked:
+            self._life.park(request, ParkReason.STREAMING_REQ, now, is_done=True)
+        self._life.disown_steps_in_flight(request)
+        request.awaits_input = True
+        if request.parts:
+            self._take(request)
+
+    def ready(self, request: Request, now: float) -> bool:
+        """Whether a parked request may be queued; what else it waited for is there.
+
+        Raises:
+            InvalidTransition: it waits for input and nothing else.
+        """
+        if not request.awaits_input:
+            return True
+        if request.status is RequestStatus.WAITING_FOR_STREAMING_REQ:
+            raise InvalidTransition(f"request {request.request_id!r} waits for input; extend it")
+        self._life.park(request, ParkReason.STREAMING_REQ, now)
+        return False
+
+    def _take(self, request: Request) -> None:
+        """Make a longer prompt of the request, whose part is complete, and the parts that are there: the next one, and
+        those behind parts for which nothing is generated. It goes on then, unless its output has filled the model.
+        """
+        tokens = [request.prompt_token_ids, request.output_token_ids[:-1]]
+        inputs = list(request.encoder_inputs)
+        length = sum(len(some) for some in tokens)
+        max_tokens = 0
+        while max_tokens == 0 and request.parts:
+            part = request.parts.popleft()
+            inputs += [item._replace(start=length + item.start) for item in part.encoder_inputs]
+            tokens.append(part.token_ids)
+            length += len(part.token_ids)
+            max_tokens = part.max_tokens
+        request.continue_with(np.concatenate(tokens), max_tokens, tuple(inputs))
+        why = settle_limits(self._config, request)
+        if why is not None:
+            self._life.end([End(request, FinishReason.LENGTH, why)])
+        elif request.status is RequestStatus.WAITING_FOR_STREAMING_REQ:
+            self._life.ready(request)
+
+
+def _read_part(
+    name: str,
+    token_ids: IntArray | Sequence[int],
+    max_tokens: int,
+    encoder_inputs: Sequence[EncoderInput | Sequence[Any]],
+) -> Part:
+    tokens = token_array(name, token_ids)
+    try:
+        most = checked_integer("max_tokens", max_tokens, 0)
+        return Part(tokens, most, read_encoder_inputs(encoder_inputs, len(tokens), "part"))
+    except ValueError as error:
+        raise RequestRefused(f"request {name!r} not extended: {error}") from None

@@ -1,0 +1,341 @@
+"""How the running requests advance in a step: for all rows at once.
+
+What a row wants is `num_tokens + num_pending - num_computed_tokens`: its known tokens and the samples in flight, less
+what is computed; and beside that its drafts, if some wait (`drafts.py`). Three ways lead to what it gets, each only
+where the one before does not apply:
+
+    steady    every row decodes one token, and verifies its drafts if it has some: no flags, budget and blocks suffice
+    at once   limits, the budget by one cumulative sum, one `grow` for all rows that lack blocks
+    again     the pool cannot give: somebody gives way, and the rest is worked out anew, steady or at once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.config import SchedulerConfig
+from pointsman.core.kv.block_pool import NO_BLOCKS
+from pointsman.core.kv.manager import KVCacheManager
+from pointsman.core.policy.limits import Limit
+from pointsman.core.policy.victim import Victim
+from pointsman.core.state.batch import PREFILLING, Batch, Members
+from pointsman.core.state.numbers import ONE
+from pointsman.core.state.output import IntArray
+from pointsman.core.state.request import Request
+from pointsman.core.state.tokens import NO_TOKENS
+from pointsman.core.step.drafts import Drafts
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(slots=True)
+class Advance:
+    """What the running rows do in a step: the first part of a `SchedulerOutput`, field by field."""
+
+    requests: Sequence[Request]
+    rows: Int64Array
+    serials: Int64Array
+    num_computed_tokens: Int64Array
+    num_scheduled_tokens: Int64Array
+    samples: BoolArray
+    num_draft_tokens: Int64Array
+    draft_token_ids: Int32Array
+    block_ids: IntArray
+    block_rows: Int64Array
+    total: int
+    preempted: bool
+    """Whether somebody had to give way for memory."""
+    unpublished: Sequence[Request]
+    """Rows that computed prompt tokens, whose blocks are to be published."""
+
+
+class Running:
+    """The running part of a step."""
+
+    _replans = True
+    """Whether, when somebody gives way for blocks, what everybody gets is worked out anew, as if it had never run."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        batch: Batch,
+        kv: KVCacheManager,
+        limits: list[Limit],
+        victim: Victim,
+        drafts: Drafts,
+    ) -> None:
+        self._budget = config.max_num_batched_tokens
+        self._block_size = config.block_size
+        self._batch = batch
+        self._kv = kv
+        self._limits = limits
+        self._victim = victim
+        self._drafts = drafts
+        self._steady_allowed = not any(limit.limits_decode for limit in limits)
+        self._steady_rows = self._budget  # with more rows, not all of them can decode in a step
+        self._speculates = config.num_draft_tokens > 0
+        limited = any(limit.limits_drafts for limit in limits)
+        self._steady_drafts_allowed = not limited and config.num_draft_tokens < config.block_size
+
+    def advance(self, in_flight: bool, preempt: Callable[[Request], None]) -> Advance:
+        """Decide, and commit, what every running row computes; `preempt` is called for each that gives way."""
+        batch = self._batch
+        preempted = False
+        while self._steady_allowed and batch.num_prefilling == 0 and len(batch.members.requests) <= self._steady_rows:
+            steady = self._advance_drafts() if self._drafts.waiting else self._advance_steady(in_flight)
+            if steady is not None:
+                steady.preempted = preempted
+                return steady
+            if in_flight or self._drafts.waiting or not self._replans:
+                break
+            self._free_blocks(preempt)  # which is all that is lacking then
+            preempted = True
+        return self._advance_general(preempt)
+
+    def rest(self) -> Advance:
+        """No row computes anything."""
+        members = self._batch.members
+        return Advance(
+            requests=[],
+            rows=members.rows[:0],
+            serials=members.serials[:0],
+            num_computed_tokens=members.rows[:0],
+            num_scheduled_tokens=members.rows[:0],
+            samples=members.trues[:0],
+            num_draft_tokens=members.zeros[:0],
+            draft_token_ids=NO_TOKENS,
+            block_ids=NO_BLOCKS,
+            block_rows=NO_BLOCKS,
+            total=0,
+            preempted=False,
+            unpublished=(),
+        )
+
+    def wants(self, *, with_drafts: bool, alone: bool = False) -> tuple[Int64Array, Int64Array]:
+        """[rows] what each row lacks, and what the limits leave of it, before the budget. 0: nothing to do now.
+
+        `with_drafts`: the second, together with the drafts that wait. `alone`: as if no row took anything that another
+        one needs, which is the most that it can be.
+        """
+        batch, members = self._batch, self._batch.members
+        rows = members.rows
+        expected = batch.num_tokens[rows] + batch.num_pending[rows]
+        lacks = expected - batch.num_computed_tokens[rows]
+        lacks[expected >= members.token_limit] = 0  # what is in flight brings it to its end
+        if self._speculates:
+            np.maximum(lacks, 0, out=lacks)  # drafts in flight: nobody knows where the row goes on
+        want = lacks.copy()
+        if with_drafts and self._drafts.waiting:
+            want += self._drafts.wanted(rows)
+        for limit in self._limits:
+            if not (alone and limit.is_shared):
+                limit.clip(batch, rows, want)
+        return lacks, want
+
+    def blocks_needed(self, want: Int64Array, rows: Int64Array) -> Int64Array:
+        """[rows] new blocks that each row needs to advance by `want` tokens."""
+        batch = self._batch
+        short = batch.num_computed_tokens[rows] + want - batch.num_slots[rows]
+        needed: Int64Array = np.maximum(-(-short // self._block_size), 0)
+        return needed
+
+    def blocks_owed(self) -> int:
+        """Blocks that partly computed rows still need for tokens they already have."""
+        batch = self._batch
+        if batch.num_prefilling == 0:
+            return 0
+        rows = batch.members.rows
+        rows = rows[(batch.flags[rows] & PREFILLING) != 0]
+        short = batch.num_tokens[rows] - batch.num_slots[rows]
+        return int(np.maximum(-(-short // self._block_size), 0).sum())
+
+    # ------------------------------------------------------------------ steady
+
+    def _advance_steady(self, in_flight: bool) -> Advance | None:
+        """Every row decodes one token; None if that is not so after all, with nothing changed."""
+        batch, members = self._batch, self._batch.members
+        rows = members.rows
+        pending = members.zeros
+        if in_flight:
+            pending = batch.num_pending[rows]
+            expected = batch.num_tokens[rows] + pending
+            if self._speculates or batch.num_not_ahead or (expected >= members.token_limit).any():
+                return None
+        computed = batch.num_computed_tokens[rows]
+        lacking = (computed >= batch.num_slots[rows]).nonzero()[0]
+        if len(lacking) > self._kv.pool.num_free:
+            return None
+        block_ids = self._kv.grow_by_one(batch, rows[lacking]) if len(lacking) else NO_BLOCKS
+        batch.num_computed_tokens[rows] = computed + ONE
+        batch.num_pending[rows] = pending + ONE if in_flight else ONE
+        # By position, in the order of the fields: with keywords it takes three times as long.
+        return Advance(
+            members.requests,
+            rows,
+            members.serials,
+            computed,
+            members.ones,
+            members.trues,
+            members.zeros,
+            NO_TOKENS,
+            block_ids,
+            lacking,
+            len(rows),
+            False,  # preempted
+            (),  # unpublished
+        )
+
+    def _free_blocks(self, preempt: Callable[[Request], None]) -> None:
+        """Every row decodes one token, and for some there is no block: one row gives way."""
+        batch, rows = self._batch, self._batch.members.rows
+        lacking = (batch.num_computed_tokens[rows] >= batch.num_slots[rows]).nonzero()[0]
+        self._give_way(int(rows[lacking[self._kv.pool.num_free]]), preempt)
+
+    def _give_way(self, asking: int, preempt: Callable[[Request], None]) -> int:
+        """Somebody gives way to the row `asking`, the first, in admission order, that does not get its blocks. Returns
+        the row that did."""
+        members = self._batch.members
+        victim = self._victim.choose(self._batch, asking)
+        preempt(members.requests[int((members.rows == victim).nonzero()[0][0])])
+        return victim
+
+    def _advance_drafts(self) -> Advance | None:
+        """Every row decodes one token, and verifies the drafts that wait for it; None as in `_advance_steady`."""
+        batch, members, drafts = self._batch, self._batch.members, self._drafts
+        rows = members.rows
+        total = len(rows) + drafts.waiting
+        if not self._steady_drafts_allowed or total > self._budget or not drafts.are_for(rows):
+            return None
+        num_drafts = drafts.counts
+        granted = num_drafts + ONE
+        computed = batch.num_computed_tokens[rows]
+        end = computed + granted
+        lacking = (end > batch.num_slots[rows]).nonzero()[0]
+        if len(lacking) > self._kv.pool.num_free:
+            return None
+        block_ids = self._kv.grow_by_one(batch, rows[lacking]) if len(lacking) else NO_BLOCKS
+        batch.num_computed_tokens[rows] = end
+        batch.num_pending[rows] = members.ones
+        return Advance(
+            members.requests,
+            rows,
+            members.serials,
+            computed,
+            granted,
+            members.trues,
+            num_drafts,
+            drafts.take_all(),
+            block_ids,
+            lacking,
+            total,
+            False,  # preempted
+            (),  # unpublished
+        )
+
+    # ------------------------------------------------------------------ at once
+
+    def _advance_general(self, preempt: Callable[[Request], None]) -> Advance:
+        """Limits, budget and blocks for all rows at once; whoever must give way leaves before anything is committed."""
+        return self._settle(*self.wants(with_drafts=True), preempt)
+
+    def _settle(self, lacks: Int64Array, want: Int64Array, preempt: Callable[[Request], None]) -> Advance:
+        """Share tokens and blocks out among the rows that want some, and commit to it."""
+        members = self._batch.members
+        granted, needed, block_ids, preempted = self._share_out(lacks, want, preempt)
+        return self._commit(members, lacks, granted, needed, block_ids, preempted)
+
+    def _share_out(
+        self, lacks: Int64Array, want: Int64Array, preempt: Callable[[Request], None]
+    ) -> tuple[Int64Array, Int64Array, IntArray, bool]:
+        """[rows] tokens and number of new blocks that each row gets, the blocks, and whether somebody gave way."""
+        members = self._batch.members
+        preempted = False
+        while True:
+            granted = self._within_budget(want)
+            needed = self.blocks_needed(granted, members.rows)
+            end = np.add.accumulate(needed)
+            free = self._kv.pool.num_free
+            if not len(end) or end[-1] <= free:
+                return granted, needed, self._grow(members, needed), preempted
+            if not preempted and self._give_up_drafts(members.rows, lacks, want):
+                continue
+            victim = self._give_way(int(members.rows[end.searchsorted(free, side="right")]), preempt)
+            want[members.rows == victim] = 0  # it gives back what this step had granted to it
+            preempted = True
+
+    def _give_up_drafts(self, rows: Int64Array, lacks: Int64Array, want: Int64Array) -> bool:
+        """Blocks are short: lower `want` so that drafts take none of their own. Whether that changed anything."""
+        batch = self._batch
+        if not self._drafts.waiting:
+            return False
+        computed = batch.num_computed_tokens[rows]
+        slots = batch.num_slots[rows] + self.blocks_needed(lacks, rows) * self._block_size
+        lower = want > slots - computed
+        want[lower] = (slots - computed)[lower]
+        return bool(lower.any())
+
+    def _grow(self, members: Members, needed: Int64Array) -> IntArray:
+        """New blocks for the rows that need some, in row order; the pool has them."""
+        short = needed.nonzero()[0]
+        return self._kv.grow(self._batch, members.rows[short], needed[short]) if len(short) else NO_BLOCKS
+
+    def _within_budget(self, want: Int64Array) -> Int64Array:
+        """[rows] what the token budget leaves of it, in admission order."""
+        end = np.add.accumulate(want)
+        if not len(end) or end[-1] <= self._budget:
+            return want
+        return np.clip(self._budget - (end - want), 0, want)
+
+    def _commit(
+        self,
+        members: Members,
+        lacks: Int64Array,
+        granted: Int64Array,
+        needed: Int64Array,
+        block_ids: IntArray,
+        preempted: bool,
+    ) -> Advance:
+        batch = self._batch
+        requests, rows, serials = members.requests, members.rows, members.serials
+        runs = granted > 0
+        if np.count_nonzero(runs) < len(runs):
+            picked = runs.nonzero()[0]
+            rows, serials, lacks, granted, needed = (a[picked] for a in (rows, serials, lacks, granted, needed))
+            requests = [requests[index] for index in picked.tolist()]
+        computed = batch.num_computed_tokens[rows]
+        samples = granted >= lacks
+        batch.num_computed_tokens[rows] = computed + granted
+        batch.num_pending[rows] += samples
+        num_drafts, drafts = batch.zeros[: len(rows)], NO_TOKENS
+        if self._drafts.waiting:
+            num_drafts = np.maximum(granted - lacks, 0)
+            drafts = self._drafts.take(rows, num_drafts)
+        unpublished = []
+        if batch.num_prefilling:
+            for index in (batch.flags[rows] & PREFILLING).nonzero()[0].tolist():
+                unpublished.append(requests[index])
+                for limit in self._limits:
+                    limit.take(requests[index], int(computed[index]), int(granted[index]))
+                if samples[index]:
+                    batch.clear_flags(int(rows[index]), PREFILLING)
+        return Advance(
+            requests=requests,
+            rows=rows,
+            serials=serials,
+            num_computed_tokens=computed,
+            num_scheduled_tokens=granted,
+            samples=samples,
+            num_draft_tokens=num_drafts,
+            draft_token_ids=drafts,
+            block_ids=block_ids,
+            block_rows=batch.count_up[: len(rows)].repeat(needed),
+            total=int(granted.sum()),
+            preempted=preempted,
+            unpublished=unpublished,
+        )

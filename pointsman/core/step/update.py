@@ -1,0 +1,312 @@
+"""What came back from the model: tokens are appended, stop conditions tested, and what is done is ended.
+
+In the common case (every row sampled, nobody left since) this is one scatter and one vectorised stop test; Python
+loops run only over rows that end or may have sampled one of several stop tokens, rows that repetitions may end, and
+rows whose request lost its place while the step was in flight. A step that verified drafts answers with a run of tokens
+per row, and is as vectorised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import itemgetter
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.kv.manager import KVCacheManager
+from pointsman.core.observe.stats import Counters
+from pointsman.core.state.batch import WATCHED, Batch, Members
+from pointsman.core.state.numbers import ONE
+from pointsman.core.state.output import IntArray, SchedulerOutput, StepResult, StepUpdate
+from pointsman.core.state.repetition import REPETITION_DETECTED
+from pointsman.core.state.request import Request
+from pointsman.core.state.runs import Runs
+from pointsman.core.state.status import FinishReason
+from pointsman.core.step.in_flight import StepRecord
+from pointsman.core.step.prompt_parts import Parts
+from pointsman.core.step.request_table import End, Lifecycle
+from pointsman.core.step.results import checked_run_per_row, checked_runs, checked_samples, checked_tokens
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+Ends = list[tuple[int, End]]  # (row index in the output, how it ended)
+_row_index = itemgetter(0)
+
+
+def stop_condition(request: Request, num_tokens: int, token_id: int) -> End | None:
+    """Whether a request ends with `token_id`, its `num_tokens`th token: first by a stop token, then by length, then by
+    a repetition."""
+    watch = request.repetition_watch
+    pattern_size = watch.observe(token_id) if watch is not None else None
+    if token_id in request.stop_set and num_tokens - request.num_prompt_tokens >= request.min_tokens:
+        is_eos = not request.ignore_eos and token_id in request.eos_token_ids
+        return End(request, FinishReason.STOP, "", None if is_eos else token_id)
+    if num_tokens >= request.token_limit:
+        return End(request, FinishReason.LENGTH, request.limit_detail)
+    if pattern_size is not None and num_tokens - request.num_prompt_tokens >= request.min_tokens:
+        detail = f"a pattern of {pattern_size} token(s) is repeated"
+        return End(request, FinishReason.REPETITION, detail, REPETITION_DETECTED)
+    return None
+
+
+class Update:
+    """Applies step results."""
+
+    def __init__(self, batch: Batch, kv: KVCacheManager, life: Lifecycle, parts: Parts, counters: Counters) -> None:
+        self._batch = batch
+        self._kv = kv
+        self._life = life
+        self._parts = parts
+        self._counters = counters
+
+    def apply(self, record: StepRecord, output: SchedulerOutput, result: StepResult, now: float) -> StepUpdate:
+        """Apply the result of the oldest step in flight.
+
+        Raises:
+            StepResultError: the result does not fit the output; nothing was applied.
+        """
+        update, ends = self._apply(record, output, result)
+        if ends:
+            self._end(update, ends, now)
+        if self._life.log is not None:
+            self._life.log.updated()
+        return update
+
+    def _apply(self, record: StepRecord, output: SchedulerOutput, result: StepResult) -> tuple[StepUpdate, Ends]:
+        if len(output.draft_token_ids):
+            return self._apply_runs(record, output, result)
+        members = record.members
+        if members is None or members is not self._batch.members or result.counts is not None or result.errors:
+            return self._apply_general(record, output, result)
+        token_ids = checked_tokens(result, len(members.requests))
+        record.is_over = True
+        num_tokens = self._batch.append(members.requests, members.rows, token_ids, is_last=self._is_last())
+        done = token_ids == members.eos_token_id
+        if self._batch.may_end(0):
+            done |= num_tokens >= members.token_limit
+        ends = self._find_ends(members.requests, members.rows, token_ids, num_tokens, done)
+        self._counters.num_generated_tokens += len(token_ids)
+        return StepUpdate(token_ids, members.ones, ()), ends
+
+    def _find_ends(
+        self,
+        requests: list[Request],
+        rows: Int64Array,
+        token_ids: Int32Array,
+        num_tokens: Int64Array,
+        done: npt.NDArray[np.bool_],
+    ) -> Ends:
+        """Who ends after an append to live rows: some of those that are `done` or have unusual stop conditions."""
+        batch = self._batch
+        if batch.stop_filter.num_rows:
+            done |= batch.stop_filter.may_stop(token_ids)
+        if batch.num_watched:
+            done |= (batch.flags[rows] & WATCHED) != 0
+        ends: Ends = []
+        for index in done.nonzero()[0].tolist():
+            end = stop_condition(requests[index], int(num_tokens[index]), int(token_ids[index]))
+            if end is not None:
+                ends.append((index, end))
+        return ends
+
+    def _apply_general(
+        self, record: StepRecord, output: SchedulerOutput, result: StepResult
+    ) -> tuple[StepUpdate, Ends]:
+        sampled, token_ids = checked_samples(output, result)
+        record.is_over = True
+        batch = self._batch
+        live = batch.serial[output.rows] == output.serials
+        ends = self._errors(output, result) + self._completions(output, result)
+        is_live = live[sampled]
+        counts = np.zeros(output.num_rows, dtype=np.int64)
+        at = sampled[is_live]
+        if len(at):
+            rows, tokens = output.rows[at], token_ids[is_live]
+            requests = [output.requests[index] for index in at.tolist()]
+            num_tokens = batch.append(requests, rows, tokens, is_last=self._is_last())
+            done = tokens == batch.eos_token_id[rows]
+            done |= num_tokens >= batch.token_limit[rows]
+            found = self._find_ends(requests, rows, tokens, num_tokens, done)
+            ends += [(int(at[index]), end) for index, end in found]
+            counts[at] = 1
+        for index in (~is_live).nonzero()[0].tolist():
+            row_index = int(sampled[index])
+            request = output.requests[row_index]
+            if not request.is_finished and request.serial == output.serials[row_index]:
+                counts[row_index] = 1
+                end = self._deliver(request, int(token_ids[index]))
+                if end is not None:
+                    ends.append((row_index, end))
+        kept = token_ids[counts[sampled] > 0]
+        self._counters.num_generated_tokens += len(kept)
+        return StepUpdate(kept, counts, []), ends
+
+    # ------------------------------------------------------------------ runs
+
+    def _apply_runs(self, record: StepRecord, output: SchedulerOutput, result: StepResult) -> tuple[StepUpdate, Ends]:
+        """The step verified drafts: each row that samples has a run of tokens, of which those up to a stop count."""
+        members = record.members
+        if members is None or members is not self._batch.members or result.errors:
+            return self._apply_runs_general(record, output, result)
+        runs = checked_run_per_row(output, result)
+        record.is_over = True
+        runs, ends = self._append_runs(members, output.num_draft_tokens, runs)
+        self._counters.num_generated_tokens += len(runs.token_ids)
+        return StepUpdate(runs.token_ids, runs.counts, ()), ends
+
+    def _apply_runs_general(
+        self, record: StepRecord, output: SchedulerOutput, result: StepResult
+    ) -> tuple[StepUpdate, Ends]:
+        at, runs = checked_runs(output, result)
+        record.is_over = True
+        ends = self._errors(output, result) + self._completions(output, result)
+        kept = np.zeros(output.num_rows, dtype=np.int64)
+        live = self._batch.serial[output.rows[at]] == output.serials[at]
+        which = at[live]
+        if len(which):
+            rows = Members(self._batch, output.rows[which], [output.requests[index] for index in which.tolist()])
+            appended, found = self._append_runs(rows, output.num_draft_tokens[which], runs.only(live))
+            kept[which] = appended.counts
+            ends += [(int(which[index]), end) for index, end in found]
+        for index in (~live).nonzero()[0].tolist():
+            row_index = int(at[index])
+            request = output.requests[row_index]
+            if not request.is_finished and request.serial == output.serials[row_index]:
+                run, num_drafts = runs.run(index), int(output.num_draft_tokens[row_index])
+                kept[row_index], end = self._deliver_run(request, num_drafts, run)
+                ends += [(row_index, end)] if end is not None else []
+        token_ids = runs.cut(kept[at]).token_ids
+        self._counters.num_generated_tokens += len(token_ids)
+        return StepUpdate(token_ids, kept, ()), ends
+
+    def _append_runs(self, live: Members, drafts: IntArray, runs: Runs) -> tuple[Runs, Ends]:
+        """Append the runs of live rows up to their stops. Returns what counts of them, and who ends."""
+        batch, rows = self._batch, live.rows
+        num_tokens = batch.num_tokens[rows]
+        num_tokens += runs.counts
+        sampled = runs.counts
+        ends: Ends = []
+        done = self._may_be_done(live, runs, num_tokens)
+        if done is not None and np.count_nonzero(done):
+            runs, ends = _cut_at_stops(live.requests, num_tokens, runs, done)
+            num_tokens -= sampled - runs.counts
+            sampled = np.minimum(sampled, runs.counts + 1)  # a draft that ends its request was accepted
+        if self._is_last():  # then all is known
+            batch.num_computed_tokens[rows] = num_tokens - ONE
+            batch.num_pending[rows] = live.zeros
+        else:
+            batch.num_computed_tokens[rows] -= drafts + 1 - runs.counts
+            batch.num_pending[rows] -= 1
+        batch.acceptance.add(rows, drafts, sampled)
+        batch.append_runs(live.requests, rows, runs, num_tokens)
+        return runs, ends
+
+    def _may_be_done(self, live: Members, runs: Runs, num_tokens: Int64Array) -> npt.NDArray[np.bool_] | None:
+        """[s] which rows may end with their runs, by which they come to `num_tokens`; None: none of them."""
+        batch = self._batch
+        found = []
+        if batch.may_end(1 + batch.max_drafts):
+            found.append(num_tokens >= live.token_limit)
+        stops = live.may_stop(runs)
+        if batch.stop_filter.num_rows:
+            several = batch.stop_filter.may_stop(runs.token_ids)
+            stops = several if stops is None else stops | several
+        if stops is not None and np.count_nonzero(stops):
+            found.append(np.logical_or.reduceat(stops, runs.starts))
+        if batch.num_watched:
+            found.append((batch.flags[live.rows] & WATCHED) != 0)
+        return np.logical_or.reduce(found) if found else None
+
+    def _deliver_run(self, request: Request, num_drafts: int, run: list[int]) -> tuple[int, End | None]:
+        """As `_deliver`, for a row that had drafts in flight."""
+        length, end = _cut_at_stop(request, request.num_tokens, run)
+        request.append_output(run[:length])
+        request.settle_pending(1)
+        if num_drafts:
+            accepted = min(length, len(run) - 1)
+            request.add_drafts(num_drafts, accepted)
+            self._batch.acceptance.add_one(accepted)
+        return length, end
+
+    # ------------------------------------------------------------------ parts
+
+    def _is_last(self) -> bool:
+        """Whether no step behind the one that is updated is in flight."""
+        return len(self._life.in_flight) == 1
+
+    def _deliver(self, request: Request, token_id: int) -> End | None:
+        """A sample of a request that was preempted, or parked, while it was in flight."""
+        request.append_output([token_id])
+        request.settle_pending(1)
+        return stop_condition(request, request.num_tokens, token_id)
+
+    def _completions(self, output: SchedulerOutput, result: StepResult) -> Ends:
+        """Requests that sample nothing, and whose prompts are computed now."""
+        ends: Ends = []
+        for index in output.completes.tolist():
+            request = output.requests[index]
+            if index in result.errors or request.is_finished or request.serial != output.serials[index]:
+                continue
+            if request.row is None:  # it lost its row meanwhile
+                request.settle_pending(1)
+            else:
+                self._batch.num_pending[request.row] -= 1
+            ends.append((index, End(request, FinishReason.STOP)))
+        return ends
+
+    def _errors(self, output: SchedulerOutput, result: StepResult) -> Ends:
+        """Rows that failed on their own: what they wrote in this step and since is not to be found again."""
+        ends: Ends = []
+        readers = [*self._batch.members.requests, *self._life.holders()] if result.errors else []
+        for index, message in result.errors.items():
+            request = output.requests[index]
+            if self._life.encoder is not None:
+                self._life.encoder.retract(request, output.step_id)
+            self._kv.retract([record.journal for record in self._life.in_flight], request, readers)
+            if not request.is_finished:
+                ends.append((index, End(request, FinishReason.ERROR, message)))
+        return ends
+
+    def _end(self, update: StepUpdate, ends: Ends, now: float) -> None:
+        """End requests, or the present parts of such as go on."""
+        ends.sort(key=_row_index)
+        over: list[End] = []
+        parts: list[Request] = []
+        for _, end in ends:
+            if self._parts.is_part(end):
+                parts.append(end.request)
+            else:
+                over.append(end)
+        self._life.end(over)
+        if parts and self._life.log is not None:
+            self._life.log.updated()  # a first token comes before the end of its part
+        for request in parts:
+            self._parts.complete(request, now)
+        update.finished = [end.request for end in over] + [request for request in parts if request.is_finished]
+        update.completed_parts = [request for request in parts if not request.is_finished]
+
+
+def _cut_at_stops(
+    requests: Sequence[Request], num_tokens: Int64Array, runs: Runs, done: npt.NDArray[np.bool_]
+) -> tuple[Runs, Ends]:
+    """The runs up to their stops, and who ends with them; only those that are `done` may have one.
+
+    `num_tokens` are those of the requests with their whole runs.
+    """
+    ends: Ends = []
+    lengths = runs.counts.copy()
+    for index in done.nonzero()[0].tolist():
+        run = runs.run(index)
+        lengths[index], end = _cut_at_stop(requests[index], int(num_tokens[index]) - len(run), run)
+        ends += [(index, end)] if end is not None else []
+    return (runs.cut(lengths) if ends else runs), ends
+
+
+def _cut_at_stop(request: Request, num_tokens: int, run: list[int]) -> tuple[int, End | None]:
+    """How many tokens of a run behind the first `num_tokens` of its request count: those up to the one that ends it."""
+    for length, token_id in enumerate(run, start=1):
+        end = stop_condition(request, num_tokens + length, token_id)
+        if end is not None:
+            return length, end
+    return len(run), None

@@ -1,0 +1,119 @@
+"""Can this request ever run? Decided once, when it is added, with the numbers and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pointsman.core.config import SchedulerConfig
+from pointsman.core.errors import InvalidTransition, RequestRefused
+from pointsman.core.state.encoder_inputs import EncoderInput
+from pointsman.core.state.repetition import RepetitionWatch
+from pointsman.core.state.request import Request
+from pointsman.core.state.status import FinishReason, RequestStatus
+
+_NO_ROOM = ", which leaves no room for a generated token"
+
+
+def too_long(config: SchedulerConfig, request: Request, length: int, max_tokens: int) -> str | None:
+    """Why a prompt of `length` tokens, and one generated token unless `max_tokens` is 0, would never fit; or None."""
+    room = min(max_tokens, 1)
+    if length + room > config.max_model_len:
+        return (
+            f"the prompt has {length} tokens and max_model_len is {config.max_model_len}"
+            f"{_NO_ROOM if room else ''}; shorten the prompt to {config.max_model_len - room} tokens"
+        )
+    if length > config.num_usable_tokens:
+        needed = -(-length // config.block_size)
+        return (
+            f"the prompt has {length} tokens and needs {needed} KV blocks of {config.block_size}, and the pool has "
+            f"{config.num_usable_blocks}; shorten the prompt or give the pool at least "
+            f"{needed + config.num_reserved_blocks} blocks"
+        )
+    if request.max_total_tokens is not None and length + room > request.max_total_tokens:
+        return (
+            f"the prompt has {length} tokens and max_total_tokens is {request.max_total_tokens}"
+            f"{_NO_ROOM if room else ''}; raise max_total_tokens"
+        )
+    return None
+
+
+def settle_limits(config: SchedulerConfig, request: Request) -> str | None:
+    """Fix at how many tokens the request ends, and how it is watched until then; why it can never run, or None."""
+    prompt = request.num_prompt_tokens
+    why = too_long(config, request, prompt, request.max_tokens)
+    if why is not None:
+        return why
+    is_new = request.serial == 0  # others may be computed in chunks
+    if is_new and not config.enable_chunked_prefill and prompt > config.max_num_batched_tokens:
+        return (
+            f"the prompt has {prompt} tokens, more than max_num_batched_tokens {config.max_num_batched_tokens}, and "
+            "chunked prefill is off; raise the budget, shorten the prompt or turn chunked prefill on"
+        )
+    if request.adapter is not None and config.max_loras == 0:
+        return f"it asks for the adapter {request.adapter.name!r} and max_loras is 0: none is accepted; raise max_loras"
+    whole = is_new and not config.enable_chunked_prefill
+    why = encoder_inputs_fit(config, request.encoder_inputs, whole=whole)
+    if why is not None:
+        return why
+    if request.max_tokens == 0:
+        # That its prompt is computed counts as its one sample: with it in flight, it wants nothing more.
+        request.token_limit, request.limit_detail = prompt + 1, "max_tokens"
+        return None
+    bounds = [(prompt + request.max_tokens, "max_tokens"), (config.max_model_len, "max_model_len")]
+    if request.max_total_tokens is not None:
+        bounds.append((request.max_total_tokens, "max_total_tokens"))
+    # The last token is sampled but never computed, so it needs no slot.
+    bounds.append((config.num_usable_tokens + 1, "kv_capacity"))
+    request.token_limit, request.limit_detail = min(bounds, key=lambda bound: bound[0])
+    if request.repetition_detection is not None:
+        request.repetition_watch = RepetitionWatch(request.repetition_detection, request.token_limit - prompt)
+    return None
+
+
+def encoder_inputs_fit(config: SchedulerConfig, inputs: Sequence[EncoderInput], *, whole: bool) -> str | None:
+    """Why a request's encoder inputs can never be computed, or None; `whole`: all of them must be in one step."""
+    if not inputs:
+        return None
+    if not config.encoder_budget:
+        return (
+            f"it has {len(inputs)} encoder input(s) and encoder_budget is 0: none is accepted; set encoder_budget and "
+            "encoder_cache_size"
+        )
+    entries = {item.entry for item in inputs}
+    largest = max(entries, key=lambda entry: entry.num_embeddings)
+    total = sum(entry.num_embeddings for entry in entries)
+    for knob in ("encoder_budget", "encoder_cache_size"):
+        bound = getattr(config, knob)
+        if largest.num_embeddings > bound:
+            return (
+                f"its encoder input {largest.key!r} has {largest.num_embeddings} embeddings, more than {knob} {bound}; "
+                f"raise {knob} or send a smaller input"
+            )
+        if total > bound and whole:
+            return (
+                f"its encoder inputs have {total} embeddings, more than {knob} {bound}, and chunked prefill is off; "
+                f"raise {knob} or turn chunked prefill on"
+            )
+    return None
+
+
+def refused(request: Request, why: str) -> RequestRefused:
+    """End a request that can never run; returns the error that says so."""
+    request.transition(RequestStatus.FINISHED_REFUSED)
+    request.finish_reason, request.finish_detail = FinishReason.REFUSED, why
+    return RequestRefused(f"request {request.request_id!r} refused: {why}")
+
+
+def checked_end(request_id: str, reason: FinishReason, keep_tokens: int | None) -> FinishReason:
+    """The reason for which a host ends a request.
+
+    Raises:
+        InvalidTransition: an accepted request cannot be refused.
+        ValueError: there is no such reason, or no such number of tokens.
+    """
+    reason = FinishReason(reason)
+    if reason is FinishReason.REFUSED:
+        raise InvalidTransition(f"request {request_id!r} was accepted; end it with another reason than REFUSED")
+    if keep_tokens is not None and keep_tokens < 0:
+        raise ValueError(f"keep_tokens is {keep_tokens}; give 0 or more")
+    return reason
