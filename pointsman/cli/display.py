@@ -251,4 +251,6 @@ def _advance(entry: Entry) -> str:
 
 def _end(entry: Entry) -> str:
     detail = f" ({one_line(entry.detail)})" if entry.detail else ""
-    return f"{entry.end}{detail}, {entry.num_output_tokens} tokens"
+    times = 0 if entry.request is None else entry.request.num_preemptions
+    preempted = f", preempted {times} time{'s' * (times > 1)}" if times else ""
+    return f"{entry.end}{detail}, {entry.num_output_tokens} tokens{preempted}"

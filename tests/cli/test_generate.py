@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -331,3 +333,25 @@ def test_the_demo_needs_no_arguments(pointsman_process: Callable[..., Finished])
     assert max(lengths) > 20 * min(lengths)
     assert finished.summary["prefix_hits"] > 0
     assert finished.summary["preemptions"] > 0
+
+
+@pytest.mark.e2e
+@pytest.mark.skipif(not DEMO_MODEL.exists(), reason="the demo model is not in this checkout")
+def test_the_small_pool_of_the_readme_preempts_and_every_request_finishes(
+    pointsman_process: Callable[..., Finished],
+) -> None:
+    line = next(line for line in (ROOT / "README.md").read_text().splitlines() if "--num-blocks" in line)
+    finished = pointsman_process(*shlex.split(line, comments=True)[1:])
+    assert finished.code == 0, finished.err
+
+    summary = re.search(r"^KV cache .*; (\d+) preemptions, (\d+) tokens computed again$", finished.out, re.MULTILINE)
+    assert summary is not None, finished.out
+    num_preemptions, num_recomputed = map(int, summary.groups())
+    assert num_preemptions >= 3
+    assert num_recomputed > 0
+    ends = re.findall(
+        r"^prompt-(\d+) (?:stop|length)[^,]*, (\d+) tokens(?:, preempted (\d+) times?)?:", finished.out, re.M
+    )
+    assert sorted(int(index) for index, _, _ in ends) == list(range(16))
+    assert sum(int(times or 0) for _, _, times in ends) == num_preemptions
+    assert all(int(tokens) > 0 for _, tokens, _ in ends)
