@@ -26,7 +26,7 @@ from pointsman.core.state.pause import PauseMode
 from pointsman.core.state.reason import Holder, Reason
 from pointsman.core.state.repetition import RepetitionDetectionParams
 from pointsman.core.state.request import Request
-from pointsman.core.state.status import FinishReason, ParkReason, RequestStatus
+from pointsman.core.state.status import FinishReason, ParkReason, PreemptionCause, RequestStatus
 
 __all__ = [
     "Adapter",
@@ -44,6 +44,7 @@ __all__ = [
     "ParkReason",
     "PauseMode",
     "PointsmanError",
+    "PreemptionCause",
     "ProposalError",
     "Reason",
     "Recorder",

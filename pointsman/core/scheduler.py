@@ -47,7 +47,7 @@ from pointsman.core.state.encoder_inputs import EncoderInput
 from pointsman.core.state.output import Integers, SchedulerOutput, StepResult, StepUpdate
 from pointsman.core.state.pause import Pause, PauseMode
 from pointsman.core.state.request import Request
-from pointsman.core.state.status import FinishReason, ParkReason, RequestStatus
+from pointsman.core.state.status import FinishReason, ParkReason, PreemptionCause, RequestStatus
 from pointsman.core.step.admission import Admission
 from pointsman.core.step.batching import Idle, make_work
 from pointsman.core.step.checks import checked_priority
@@ -487,7 +487,7 @@ class Scheduler(Questions):
         head = life.queue.peek()
         displaced = self._displacement.choose(head)
         for request in displaced:
-            life.preempt(request)
+            life.preempt(request, PreemptionCause.DISPLACED)
         self._counters.num_displaced += len(displaced)
         return head if displaced else None
 

@@ -84,7 +84,8 @@ def test_plain_lines_where_output_is_no_terminal(pointsman: Run, model: str, tmp
     finished = pointsman("generate", "--model", model, "--prompts", prompts_file(tmp_path), *PRESSURE)
     assert finished.code == 0
     lines = finished.out.splitlines()
-    assert sum(line.startswith("prompt-") and "length (max_tokens), 60 tokens: " in line for line in lines) == 6
+    assert sum(line.startswith("prompt-") and "length (max_tokens), 60 tokens" in line for line in lines) == 6
+    assert any(re.match(r"prompt-\d length \(max_tokens\), 60 tokens, preempted \d times?: ", line) for line in lines)
     status = next(line for line in lines if " running " in line)
     for word in ("waiting", "KV", "tokens/s", "preemptions", "prefix hits"):
         assert word in status

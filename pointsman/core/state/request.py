@@ -18,7 +18,7 @@ from pointsman.core.errors import InvalidTransition, RequestRefused
 from pointsman.core.policy.adapters import Adapter
 from pointsman.core.state.encoder_inputs import EncoderInput, read_encoder_inputs
 from pointsman.core.state.repetition import RepetitionDetectionParams, RepetitionWatch
-from pointsman.core.state.status import NEXT, FinishReason, RequestStatus
+from pointsman.core.state.status import NEXT, FinishReason, PreemptionCause, RequestStatus
 from pointsman.core.state.tokens import Int32Array, IntArray, OutputTokens, shared_prompt
 from pointsman.core.step.checks import checked_integer, checked_priority
 
@@ -95,6 +95,7 @@ class Request:
         "num_prompt_tokens",
         "num_published_blocks",
         "parts",
+        "preemption_causes",
         "prefix_epoch",
         "prefix_node",
         "priority",
@@ -168,6 +169,8 @@ class Request:
         self.stop_reason: int | str | None = None
         self.finish_detail = ""
         self.num_preemptions = 0
+        self.preemption_causes: tuple[PreemptionCause, ...] = ()
+        """Of each of its preemptions, in order."""
         self.events: list[RequestEvent] = []
         """What happened to it, if the scheduler's `log_request_events` is on."""
         self.num_cached_tokens = 0  # of the last admission, those that a connector loaded included

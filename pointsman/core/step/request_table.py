@@ -23,7 +23,7 @@ from pointsman.core.state.output import SchedulerOutput
 from pointsman.core.state.pause import Pause
 from pointsman.core.state.reason import Deferral, Reason
 from pointsman.core.state.request import Request
-from pointsman.core.state.status import FinishReason, ParkReason, RequestStatus
+from pointsman.core.state.status import FinishReason, ParkReason, PreemptionCause, RequestStatus
 from pointsman.core.step.admission import Admission
 from pointsman.core.step.in_flight import AdmittedRequest, StepRecord
 
@@ -174,15 +174,15 @@ class Lifecycle:
         request.may_load = True
         return self._batch.place(request, num_computed_tokens, num_slots)
 
-    def preempt(self, request: Request) -> None:
+    def preempt(self, request: Request, cause: PreemptionCause = PreemptionCause.MEMORY) -> None:
         """From its row to the front of its class in the queue."""
-        self._lose_rows([request])
+        self._lose_rows([request], cause)
         self._queue_again(request)
 
     def preempt_all(self) -> None:
         """Everybody that runs, without publishing what they computed; they come back in the order in which they ran."""
         requests = list(self._batch.members.requests)
-        self._lose_rows(requests, publish=False)
+        self._lose_rows(requests, PreemptionCause.RESET, publish=False)
         self._counters.num_preempted_by_reset += len(requests)
         for request in reversed(requests):
             self._queue_again(request)
@@ -205,7 +205,7 @@ class Lifecycle:
         """
         self._let_go(request)
         if request.status is RequestStatus.RUNNING:
-            self._lose_rows([request], is_done=is_done)
+            self._lose_rows([request], None if is_done else PreemptionCause.PARKED)
             self._counters.num_preempted_by_parking += not is_done
         elif request.status.is_parked:
             del self.parked[request.request_id]
@@ -297,15 +297,18 @@ class Lifecycle:
 
     # ------------------------------------------------------------------ parts of moves
 
-    def _lose_rows(self, requests: list[Request], *, publish: bool = True, is_done: bool = False) -> None:
+    def _lose_rows(self, requests: list[Request], cause: PreemptionCause | None, *, publish: bool = True) -> None:
+        """`cause`: None if they had nothing more to do on their rows, so that this is no preemption."""
         self.release_rows(requests, publish)
         self._num_losses += len(requests)
-        self._counters.num_preemptions += 0 if is_done else len(requests)
+        self._counters.num_preemptions += 0 if cause is None else len(requests)
         for index, request in enumerate(requests):
             request.loss_number = self._num_losses - index  # of several, the first comes back first
             request.lost_tokens = min(request.num_computed_tokens, request.num_tokens)
             request.leave_row(0, request.num_pending)
-            request.num_preemptions += not is_done
+            if cause is not None:
+                request.num_preemptions += 1
+                request.preemption_causes += (cause,)
             request.num_overtaken = 0
         self.preempted += requests
 

@@ -297,10 +297,12 @@ class Scheduler(Reads):
                 self._statistics.looked_up(ours, num_hits, is_resumed)
 
     def _note_preemptions(self, output: Output, now: float) -> None:
-        """vLLM's metrics count them, when a client has been told."""
+        """vLLM's metrics count PREEMPTED events, once an output has carried them to the client: `vllm:num_preemptions`
+        and `vllm:request_num_preemptions` are preemptions for memory and by a reset, because vLLM has no other cause. A
+        displaced request gets no event; the core's counters have it (`pointsman:preemptions_total`)."""
         for ours in output.preempted:
             request = ours.metadata
-            if request.request_id in self.requests:
+            if request.request_id in self.requests and ours.preemption_causes[-1].exists_in_vllm:
                 request.record_event(EngineCoreEventType.PREEMPTED, now)
                 if ours.num_pending:  # else its next output comes after its next admission
                     self._details.note(request.request_id)
