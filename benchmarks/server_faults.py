@@ -289,6 +289,8 @@ def slow_readers(sizes: Sizes, targets: Targets) -> dict[str, Any]:
     targets.at_most("slow readers: KiB that one costs the API", grown / 1024, MOST_GROWTH_PER_READER / 1024)
     if sizes is FULL:  # one short round says little about speed
         targets.at_least("slow readers: speed of those beside them, of ordinary", figures["speed_ratio"], LEAST_SPEED)
+    else:
+        targets.skip("slow readers: speed of those beside them, of ordinary", "--quick")
     targets.at_least("slow readers: tokens per event", figures["tokens_per_event"], LEAST_MERGED)
     left = "nothing" if figures["blocks_returned"] else "blocks or requests"
     targets.holds(f"slow readers: {left} left over; target: nothing", figures["blocks_returned"])
@@ -416,6 +418,8 @@ def main() -> int:
         rows = [[what, value] for what, value in figures[name].items()]
         print_table(name.replace("-", " "), ["", ""], rows)
     note("")
+    for name in [name for name in SCENARIOS if name not in arguments.scenarios]:
+        targets.skip(f"the scenario {name}", "not among --scenarios")
     return finish("server_faults", {"quick": arguments.quick, **figures}, targets, arguments.check)
 
 
