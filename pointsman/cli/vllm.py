@@ -1,4 +1,4 @@
-"""`pointsman vllm ...`: what concerns a vLLM that is installed here."""
+"""`pointsman vllm ...`: commands about the vLLM that is installed here."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ def check(
     context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="As vllm serve takes it; its weights are not loaded.")],
 ) -> int:
-    """Whether the vLLM that is installed here can serve a model with this scheduler.
+    """Whether the installed vLLM can serve a model with this scheduler.
 
-    All further options are vLLM's own, as on the command line of vllm serve.
+    All further options are those of vllm serve.
 
-    Exit code 0: it can; 1: it cannot, for the reasons that are printed; 2: vLLM is not here, or does not take the
-    options.
+    Exit code 0: it can; 1: it cannot, for the printed reasons; 2: vLLM is not installed, or rejects the options.
     """
     from pointsman.integrations.vllm.check import CannotCheck
     from pointsman.integrations.vllm.check import check as check_vllm

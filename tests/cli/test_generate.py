@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import pointsman as package
+from pointsman.cli.options import GENERATE_HELP, SERVE_HELP, Panels
 from tests.cli.conftest import Finished
 
 Run = Callable[..., Finished]
@@ -39,6 +40,27 @@ def test_version_and_help(pointsman: Run) -> None:
     help_text = pointsman("generate", "--help").out
     for knob in ("--max-num-batched-tokens", "--no-enable-prefix-caching", "--full-sequence-must-fit", "--watermark"):
         assert knob in help_text
+
+
+@pytest.mark.parametrize(("command", "panels"), [("generate", GENERATE_HELP), ("serve", SERVE_HELP)])
+@pytest.mark.parametrize("columns", [80, 120])
+def test_help_pages_begin_with_the_ten_main_options_and_group_the_others(
+    pointsman: Run, monkeypatch: pytest.MonkeyPatch, command: str, panels: Panels, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    out = pointsman(command, "--help").out
+    page = re.split(r"^(\S.*):$", out, flags=re.MULTILINE)[1:]
+    shown = {
+        title: re.findall(r"^  (-.*)", text, re.MULTILINE) for title, text in zip(page[::2], page[1::2], strict=True)
+    }
+    assert list(shown) == [*panels, "Other"]
+    assert len(shown["Main options"]) == 10
+    assert [line.split()[0] for line in shown["Other"]] == ["--help"], "an option without a panel"
+    assert len(re.findall(r"^  (?:-p, )?--", out, re.MULTILINE)) == sum(map(len, shown.values())) > 40
+    # One option's name with its negation is longer than a narrow terminal; it has a line of its own, uncut.
+    too_long = [line for line in out.splitlines() if len(line) > columns]
+    assert all(line.startswith("  --long-prefill-token-threshold-adaptive / --no-") for line in too_long)
+    assert "…" not in out and "..." not in out.replace("RUNNING:DRAFTS,...", "")
 
 
 def test_the_same_seed_gives_the_same_text_under_pressure(pointsman: Run, model: str, tmp_path: Path) -> None:
