@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import pointsman
-from pointsman.cli import ask, options, vllm
+from pointsman.cli import options, vllm
 from pointsman.cli.display import choose_display, one_line
 from pointsman.cli.errors import EXIT_FAILED, EXIT_OK, CommandError
 from pointsman.cli.generate import run_workload
@@ -194,7 +194,7 @@ def explain(
     vLLM must run with this scheduler; its log names the socket at the start. With an ID, everything about one request;
     the id that the client knows is enough.
     """
-    return ask.explain(socket, request, limit, as_json=as_json)
+    return vllm.explain(socket, request, limit, as_json=as_json)
 
 
 @app.command()
@@ -203,7 +203,7 @@ def metrics(socket: options.Socket) -> int:
 
     Prometheus text, from a running vLLM with this scheduler.
     """
-    return ask.metrics(socket)
+    return vllm.metrics(socket)
 
 
 @app.command()
@@ -217,7 +217,7 @@ def record(
     Recording starts at the next moment without requests, and then empties the prefix cache, because a replay starts
     with an empty scheduler.
     """
-    return ask.record(socket, file, seconds)
+    return vllm.record(socket, file, seconds)
 
 
 def _shorten(value: object, length: int = 400) -> str:
