@@ -87,7 +87,7 @@ def record(socket: str, path: str, seconds: float | None) -> int:
         except KeyboardInterrupt:
             done = None
         if done is None:
-            connection.say_no_more()
+            connection.end_input()
             done = connection.next_line()
             while done["state"] == "recording":  # it has just begun
                 done = connection.next_line()
@@ -225,7 +225,7 @@ def _stats(values: Mapping[str, Any]) -> SchedulerStats:
     names = {field.name for field in fields(SchedulerStats)}
     if missing := names - values.keys():
         raise ValueError(
-            f"the Pointsman inside vLLM reports no {min(missing)}, so it is of another version; install the same in both"
+            f"the Pointsman inside vLLM reports no {min(missing)}, it is of another version; install the same in both"
         )
     return SchedulerStats(**{name: values[name] for name in names})
 

@@ -28,8 +28,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from pointsman.core import StepResultError
 from pointsman.integrations.vllm import Scheduler
-from pointsman.integrations.vllm.support import check_supported
-from pointsman.integrations.vllm.versions import UnsupportedVLLM
+from pointsman.integrations.vllm.support import UnsupportedVLLM, check_supported
 from tests.integrations.vllm_configs import vllm_config
 from tests.integrations.vllm_fields import BLOCK_SIZE, make_scheduler
 

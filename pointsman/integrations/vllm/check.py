@@ -17,8 +17,15 @@ from typing import Any
 import pointsman
 from pointsman.core import ConfigError, SchedulerConfig
 from pointsman.integrations.vllm.settings import FLAGS, read_settings, scheduler_config
-from pointsman.integrations.vllm.support import GO_BACK, problems_of, what_was_not_run
-from pointsman.integrations.vllm.versions import TESTED, UnsupportedVLLM, check_version, minor_version
+from pointsman.integrations.vllm.support import (
+    GO_BACK,
+    TESTED,
+    UnsupportedVLLM,
+    check_version,
+    minor_version,
+    problems_of,
+    untested_parts,
+)
 
 SCHEDULER_CLS = "pointsman.integrations.vllm.Scheduler"
 _STAND_IN_BLOCKS = 1 << 20  # how many there are is known when the weights are loaded
@@ -93,7 +100,7 @@ def check(model: str, options: list[str]) -> Report:
     vllm_config = _vllm_config(model, options)
     report.problems += problems_of(vllm_config, None)
     report.problems += _kv_cache_problems(vllm_config.model_config)
-    report.not_run = what_was_not_run(vllm_config, vllm.__version__)
+    report.not_run = untested_parts(vllm_config, vllm.__version__)
     _read_knobs(report, vllm_config)
     return report
 
