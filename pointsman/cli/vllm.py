@@ -44,7 +44,7 @@ the engine's."""
 
 
 def explain(socket: str, name: str | None, limit: int, *, as_json: bool) -> int:
-    """Show where requests stand: those that are called `name`, or as vLLM calls parts of it; None: the oldest."""
+    """Show requests: those with the id `name`, or those of the completion `name`; None: the oldest."""
     with _asking(socket) as connection:
         answer = connection.ask("explain", id=name, limit=limit)
     requests = answer["requests"]
@@ -59,7 +59,7 @@ def explain(socket: str, name: str | None, limit: int, *, as_json: bool) -> int:
 
 
 def metrics(socket: str) -> int:
-    """Print the metrics, as Prometheus reads them."""
+    """Print the metrics as Prometheus text."""
     with _asking(socket) as connection:
         answer = connection.ask("metrics")
     try:
@@ -70,7 +70,7 @@ def metrics(socket: str) -> int:
 
 
 def record(socket: str, path: str, seconds: float | None) -> int:
-    """Have a recording written to a file, until so many seconds of it are over, or Ctrl-C."""
+    """Record to a file, for `seconds`, or until Ctrl-C."""
     if seconds is not None and not seconds > 0:
         raise CommandError(f"--seconds is {seconds:g}; it must be more than 0")
     with _asking(socket) as connection, _written(path) as descriptor:
@@ -79,7 +79,7 @@ def record(socket: str, path: str, seconds: float | None) -> int:
             if answer["state"] == "waiting":
                 _say(
                     f"waiting for a moment without requests ({answer['num_running']} run and {answer['num_waiting']} "
-                    "wait now), because a recording begins with one; Ctrl-C gives up"
+                    "wait now), because a recording starts with an empty scheduler; Ctrl-C cancels"
                 )
                 answer = connection.next_line()
             _say("recording; the prefix cache was emptied for it. Ctrl-C ends it")
@@ -111,7 +111,7 @@ def _asking(socket: str) -> Iterator[Connection]:
 
 @contextmanager
 def _written(path: str) -> Iterator[int]:
-    """A new file that its owner alone may read, because it will hold prompts."""
+    """A new file that only its owner may read, because it will contain prompts."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     except OSError as error:

@@ -151,7 +151,10 @@ def test_who_does_not_answer_is_named_with_what_to_do(
     (tmp_path / "file").write_text("")
     with operated(tmp_path / "s"):
         (tmp_path / "s").rename(tmp_path / "dead")
-    for name, words in (("none", "there is no socket none"), ("dead", "no process listens on dead; that vLLM has exited")):
+    for name, words in (
+        ("none", "there is no socket none"),
+        ("dead", "no process listens on dead; that vLLM has exited"),
+    ):
         code, out, err = run(*command, "--socket", name)
         assert (code, out) == (1, "") and words in err and len(err.splitlines()) == 1
     assert not (tmp_path / "r").exists()

@@ -61,9 +61,9 @@ def test_knobs_and_presets_come_from_the_additional_config() -> None:
     [
         (3, "it must be an object of knobs"),
         ({"max_num_seqs": 3}, "max_num_seqs is vLLM's own: set it with --max-num-seqs"),
-        ({"max_seqs": 3}, "max_seqs in --additional-config is no knob; choose from"),
-        ({"preset": "high-throughput"}, "no preset is called 'high-throughput' here"),
-        ({"kv_load_timeout": 1.0}, "kv_load_timeout in --additional-config is no knob"),
+        ({"max_seqs": 3}, "max_seqs in --additional-config is unknown; choose from"),
+        ({"preset": "high-throughput"}, "the preset 'high-throughput' is unknown here"),
+        ({"kv_load_timeout": 1.0}, "kv_load_timeout in --additional-config is unknown"),
         ({"socket": 1}, "socket in --additional-config is 1; it must be a path"),
     ],
 )

@@ -94,7 +94,7 @@ class Operation:
             lines.append(f"every call and decision, prompts included, goes to {self.recordings.current.name}")
         not_run = untested_parts(vllm_config, vllm.__version__)
         if not_run:
-            lines.append(f"not run by its authors so far: {', '.join(not_run)}")
+            lines.append(f"not tested so far: {', '.join(not_run)}")
         return lines
 
 
