@@ -120,7 +120,7 @@ def measure_features(worker: WorkerProcess, rounds: int) -> dict[str, list[float
 def measure_waiting(
     workers: Sequence[WorkerProcess], lengths: Sequence[int], rounds: int
 ) -> tuple[dict[int, Side], dict[int, Side]]:
-    """CPU us per step, and per abort of a waiting request, with so many waiting behind a blocked head."""
+    """CPU us per step, and per abort of a waiting request, by the number of requests behind a blocked head."""
     blocks_each = -(-(HEADROOM + rounds * (WAITING_STEPS + 1)) // BLOCK_SIZE)
     num_blocks = 1 + WAITING_RUNNING * blocks_each
     settings = {

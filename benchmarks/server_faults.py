@@ -1,4 +1,4 @@
-"""What becomes of requests when processes are killed, the server is told to stop, or clients stop reading.
+"""What happens to requests when processes are killed, the server is stopped, or clients stop reading.
 
 Each scenario has a server of its own, on the demo model:
 
@@ -37,7 +37,7 @@ MODEL = "demo"
 MAX_NUM_SEQS = 32
 PROMPT_TOKENS = 24
 LONG = 1500
-"""Tokens of answers that are under way when something happens."""
+"""Output tokens of requests that are running when the fault happens."""
 SECONDS_TO_FAIL, SECONDS_TO_EXIT = 5.0, 10.0
 DRAIN_SECONDS, SHORT_DRAIN_SECONDS = 120.0, 1.0
 RECEIVE_BUFFER = 4096
@@ -76,7 +76,7 @@ FULL, QUICK = Sizes(96, 200, 32, 1000, 2), Sizes(40, 60, 8, 300, 1)
 
 
 def completion(tokens: int, number: int, *, stream: bool = True, model: str = MODEL) -> bytes:
-    """A request for exactly so many tokens; another prompt for each number."""
+    """A request for an exact number of tokens; another prompt for each number."""
     prompt = [1 + (number * 131 + i * 7) % 2000 for i in range(PROMPT_TOKENS)]
     body: dict[str, Any] = {"model": model, "prompt": prompt, "max_tokens": tokens}
     body |= {"ignore_eos": True, "temperature": 0.0}
@@ -169,7 +169,7 @@ async def _kill_engine(server: ServerProcess, sizes: Sizes) -> dict[str, Any]:
 
 
 def has_error(exchange: Exchange) -> bool:
-    """Whether the client was told of an error, by a status or within the stream."""
+    """Whether the client got an error, by a status or within the stream."""
     if exchange.hung_up:
         return False
     try:

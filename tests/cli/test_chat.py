@@ -80,7 +80,7 @@ def test_each_line_is_a_turn_and_the_history_is_kept(server: ServerProcess) -> N
         expected += answer + "\n"
     assert finished.out == expected
     assert finished.code == 0
-    assert "most tokens" in finished.err  # both were cut at 12
+    assert "maximum number of tokens" in finished.err  # both were cut at 12
 
 
 @pytest.mark.e2e
