@@ -9,9 +9,9 @@ peer's seconds divided by Pointsman's in the same round; reported is the median.
 What each may use: 1 GiB of KV cache, 64 sequences at once and 1,024 tokens a step (room for the longest prompt beside
 the decodes), for all that have such knobs; everything else at its default, which for vLLM means prefix caching,
 asynchronous scheduling and its engine in processes of its own, and for OpenVINO no prefix caching. OpenVINO's cache
-has the model's dtype, as the others' have. transformers gets batches of 16 in order of arrival,
-padded on the left, each running until its longest output is complete. Its own continuous batching is slow on a CPU, so it
-runs once, after the others, in a box of time.
+has the model's dtype, as the others' have. transformers gets batches of 16 in order of arrival, padded on the left,
+each running until its longest output is complete. Its own continuous batching is slow on a CPU, so it runs once, after
+the others, in a box of time.
 
 In float32 all contenders should agree on what the model says; the share of requests whose first 8 tokens are those of
 the first contender is reported and checked. (Near ties fall either way with the order of additions.)

@@ -312,7 +312,8 @@ class Scheduler:
     def _note_preemptions(self, output: Output, now: float) -> None:
         """vLLM's metrics count PREEMPTED events, once an output has carried them to the client: `vllm:num_preemptions`
         and `vllm:request_num_preemptions` are preemptions for memory and by a reset, because vLLM has no other cause. A
-        priority preemption gets no event; the core's counters have it (`pointsman:preemptions_total`).
+        priority preemption gets no event; the core's counters have it (`pointsman:preemptions_total`). Until it is
+        admitted again, vLLM's count of running requests by adapter still includes it.
         """
         for ours in output.preempted:
             request = ours.metadata
