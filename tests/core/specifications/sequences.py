@@ -145,12 +145,13 @@ class Decision:
 class Specification:
     """Two queues and a cache; `schedule` is each system's own."""
 
+    cache_type: type[Cache] = Cache
     shares_within_step = True
     """Whether a sequence finds the prompt blocks that one before it computes in the same step."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.cache = Cache(settings.num_blocks, settings.block_size)
+        self.cache = self.cache_type(settings.num_blocks, settings.block_size)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.step: dict[Sequence, int] = {}

@@ -7,7 +7,7 @@ a step, and continues first in the next. Decoding stops at the token budget in a
 
 from __future__ import annotations
 
-from .sequences import Block, Cache, Decision, Sequence, Settings, Specification
+from .sequences import Block, Decision, Sequence, Specification
 
 
 class TwoPhases(Specification):
@@ -136,23 +136,6 @@ class MiniVllmAsListed(MiniVllm):
 
     def _can_append(self, sequence: Sequence) -> bool:
         return len(sequence.tokens) % self.cache.size != 0 or self.cache.free > 0
-
-
-class MiniVllmForgetful(MiniVllm):
-    """Its cache as it stands: a block's content cannot be found once nothing holds the block."""
-
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
-        self.cache = ForgetfulCache(settings.num_blocks, settings.block_size)
-
-
-class ForgetfulCache(Cache):
-    def release(self, sequence: Sequence) -> None:
-        super().release(sequence)
-        while self.cached:
-            block = self.cached.pop()
-            self._forget(block)
-            self.blank.append(block)
 
 
 def held(blocks: list[Block]) -> int:
