@@ -23,7 +23,7 @@ from pointsman.core.errors import ConfigError, UnknownTransfer
 from pointsman.core.kv.connector import KVConnector
 from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.state.output import Load
-from pointsman.core.state.reason import Blocked, Deferral, Reason
+from pointsman.core.state.reason import Deferral, Reason
 from pointsman.core.state.request import Request
 
 Int64Array = npt.NDArray[np.int64]
@@ -109,7 +109,7 @@ class Transfers:
         self._displacer = displacer
         self._now = now
 
-    def ask(self, request: Request, num_local_tokens: int) -> External | Blocked:
+    def ask(self, request: Request, num_local_tokens: int) -> External | Deferral:
         """What to load behind the tokens that the prefix cache has of a request."""
         if not (request.may_load and request.use_prefix_cache) or request.holding is not None:
             return NOTHING
@@ -129,17 +129,18 @@ class Transfers:
             return NOTHING
         return self._fit(num_local_tokens // size, count // size)
 
-    def _wait_for_answer(self, request: Request) -> External | Blocked:
-        deferral: Deferral | None = request.deferral
-        asked_since = deferral.since if deferral is not None and deferral.reason is Reason.KV_CONNECTOR else self._now
+    def _wait_for_answer(self, request: Request) -> External | Deferral:
+        deferral = request._state.deferral
+        is_asked = deferral is not None and deferral.reason is Reason.KV_CONNECTOR
+        asked_since = request._state.deferred_since if is_asked else self._now
         if self._timeout is not None and self._now - asked_since >= self._timeout:
             request.may_load = False
             return NOTHING
         if request is self._displacer:
             return NOTHING
-        return Blocked(Reason.KV_CONNECTOR, 0, passes=True)
+        return Deferral(Reason.KV_CONNECTOR, 0, blocks_queue=False)
 
-    def _fit(self, num_local: int, num_external: int) -> External | Blocked:
+    def _fit(self, num_local: int, num_external: int) -> External | Deferral:
         """How many of `num_external` blocks may be loaded behind `num_local` cached ones, between two steps.
 
         One that does not fit beside the others waits for them, and nobody behind it starts a load in this step. One
@@ -150,7 +151,7 @@ class Transfers:
         can_wait = total <= self.max_blocks - self._num_stuck
         if can_wait and (self._is_claimed or total > left):
             self._is_claimed = True
-            return Blocked(Reason.KV_ROOM, max(1, total - left), passes=True)
+            return Deferral(Reason.KV_ROOM, max(1, total - left), blocks_queue=False)
         fits = min(num_external, max(0, left - num_local))
         return External(fits * self._kv.block_size, True) if fits else NOTHING
 
