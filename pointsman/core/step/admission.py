@@ -118,8 +118,8 @@ class Admission:
             return Blocked(Reason.SEQUENCE_LIMIT, num_running - self.max_num_active_seqs + 1)
         if budget <= 0:
             return Blocked(Reason.BUDGET, 1)
-        if request.num_pending:
-            return Blocked(Reason.IN_FLIGHT, request.num_pending)
+        if request._state.num_pending:
+            return Blocked(Reason.IN_FLIGHT, request._state.num_pending)
         if request.adapter is not None:
             without_slot = self._adapters.ask(request)
             if without_slot is not None:
@@ -148,15 +148,15 @@ class Admission:
 
     def would_be_partial(self, request: Request, budget: int) -> bool:
         """Whether its prefill may outlast a step that has `budget` left, as if nothing were cached."""
-        want = request.num_tokens
+        want = request._state.num_tokens
         for limit in self._limits:
             allowed = limit.admit(request, 0, want)
             want = 0 if isinstance(allowed, Blocked) else allowed
-        return min(want, budget) < request.num_tokens
+        return min(want, budget) < request._state.num_tokens
 
     def must_start_whole(self, request: Request) -> bool:
         """Whether all its uncached tokens must fit one step. A resumed request may always be chunked."""
-        return not self._chunked and request.status is not RequestStatus.PREEMPTED
+        return not self._chunked and request._state.status is not RequestStatus.PREEMPTED
 
     def may_have_to_fit(self, request: Request) -> bool:
         """Whether it may have to fit what a step has left, as if nothing were cached."""
@@ -190,7 +190,7 @@ class Admission:
     ) -> Grant | Blocked:
         kv = self._kv
         match = kv.look_up(request)
-        known, cached = request.num_tokens, len(match.blocks) * kv.block_size
+        known, cached = request._state.num_tokens, len(match.blocks) * kv.block_size
         external = NOTHING if self._transfers is None else self._transfers.ask(request, cached)
         if isinstance(external, Blocked):
             return external
@@ -220,8 +220,8 @@ class Admission:
             return blocked
         charge = min(known, budget) if self._charges_whole else num_tokens
         loaded = external.num_tokens
-        if request.holding is not None:
-            loaded = request.holding.num_external_blocks * kv.block_size
+        if request._state.holding is not None:
+            loaded = request._state.holding.num_external_blocks * kv.block_size
         return Grant(match, num_tokens, cached, table_blocks - len(match.blocks), charge, loaded)
 
     def _judge_load(
@@ -231,7 +231,7 @@ class Admission:
         kv = self._kv
         cached = len(match.blocks) * kv.block_size + external.num_tokens
         held = 0 if self.asks_whole else kv.pool.num_in_use(match.blocks)
-        demand = Demand(kv.blocks_for(cached) - held, kv.blocks_for(request.num_tokens) - held, owed)
+        demand = Demand(kv.blocks_for(cached) - held, kv.blocks_for(request._state.num_tokens) - held, owed)
         blocked = self._lacks_blocks(request, demand, num_running > 0, key)
         if blocked is not None:
             return blocked

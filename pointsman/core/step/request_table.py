@@ -113,13 +113,14 @@ class Lifecycle:
             InvalidTransition: it is not parked, or a transfer brings it back.
         """
         request = self.require(request_id)
-        if not request.status.is_parked:
+        if not request._state.status.is_parked:
             raise InvalidTransition(
-                f"request {request_id!r} is {request.status.name}, not parked; ready() does not apply"
+                f"request {request_id!r} is {request._state.status.name}, not parked; ready() does not apply"
             )
-        if request.holding is not None:
+        holding = request._state.holding
+        if holding is not None:
             raise InvalidTransition(
-                f"request {request_id!r} waits for transfer {request.holding.transfer_id}; end it with transfer_done()"
+                f"request {request_id!r} waits for transfer {holding.transfer_id}; end it with transfer_done()"
             )
         return request
 
@@ -149,7 +150,7 @@ class Lifecycle:
             self.log.now = now
 
     def add(self, request: Request, now: float, park: ParkReason | None) -> None:
-        request.sequence_number = self._next_sequence_number
+        request._state.sequence_number = self._next_sequence_number
         self._next_sequence_number += 1
         self.requests[request.request_id] = request
         if park is None:
@@ -161,16 +162,16 @@ class Lifecycle:
         """From the head of the queue to a row of its own; returns the row."""
         self.queue.pop()
         self._admission.forget()
-        request.serial = self.next_serial
+        request._state.serial = self.next_serial
         self.next_serial += 1
         if self.log is not None:
-            self.log.admitted(request, request.status)
-        request.transition(RequestStatus.RUNNING)
-        request.deferral = None
-        request.num_admitted_tokens = request.num_tokens
+            self.log.admitted(request, request._state.status)
+        request._state.transition(RequestStatus.RUNNING)
+        request._state.deferral = None
+        request._state.num_admitted_tokens = request._state.num_tokens
         if request.adapter is not None:
             self.adapters.take(request.adapter)
-        request.may_load = True
+        request._state.may_load = True
         return self._batch.place(request, num_computed_tokens, num_slots)
 
     def preempt(self, request: Request) -> None:
@@ -191,11 +192,11 @@ class Lifecycle:
         queued = request in self.queue
         if queued:
             self.leave_queue(request)
-        request.priority = priority
+        request._state.priority = priority
         if queued:
             self.queue.push(request)
-        if request.row is not None:
-            self._batch.priority[request.row] = priority
+        if request._state.row is not None:
+            self._batch.priority[request._state.row] = priority
 
     def park(self, request: Request, reason: ParkReason, now: float, *, is_done: bool = False) -> None:
         """Out of the queue, or off its row, until `ready`. Parked already: only the reason changes.
@@ -203,10 +204,10 @@ class Lifecycle:
         `is_done`: its row had nothing more to do, so that this is no preemption.
         """
         self._let_go(request)
-        if request.status is RequestStatus.RUNNING:
+        if request._state.status is RequestStatus.RUNNING:
             self._lose_rows([request], is_done=is_done)
             self._counters.num_preempted_by_parking += not is_done
-        elif request.status.is_parked:
+        elif request._state.status.is_parked:
             del self.parked[request.request_id]
             self._return(request)
         else:
@@ -215,20 +216,20 @@ class Lifecycle:
 
     def disown_steps_in_flight(self, request: Request) -> None:
         """What steps in flight still compute for a request without a row is of no use."""
-        request.serial = self.next_serial
+        request._state.serial = self.next_serial
         self.next_serial += 1
-        request.settle_pending(request.num_pending)
+        request._state.settle_pending(request._state.num_pending)
 
     def ready(self, request: Request) -> None:
         """From parked back to its place in the queue."""
         del self.parked[request.request_id]
-        request.deferral = None
+        request._state.deferral = None
         self._return(request)
         self._enqueue(request)
 
     def end(self, ends: list[End]) -> None:
         """From wherever they are to their end; their blocks are free at once, but for those that a device uses."""
-        running = [end for end in ends if end.request.status is RequestStatus.RUNNING]
+        running = [end for end in ends if end.request._state.status is RequestStatus.RUNNING]
         sound = [end.request for end in running if end.reason is not FinishReason.ERROR]
         if self.transfers is not None:
             self._hold_what_is_sent(sound)
@@ -237,11 +238,12 @@ class Lifecycle:
             self.release_rows([end.request for end in running if end.reason is FinishReason.ERROR], publish=False)
         for end in ends:
             request = end.request
-            if request.status is not RequestStatus.RUNNING:
+            if request._state.status is not RequestStatus.RUNNING:
                 self._leave_place(request)
-            request.transition(end.reason.status)
-            request.finish_reason, request.finish_detail, request.stop_reason = end.reason, end.detail, end.stop_reason
-            request.deferral = None
+            request._state.transition(end.reason.status)
+            state = request._state
+            state.finish_reason, state.finish_detail, state.stop_reason = end.reason, end.detail, end.stop_reason
+            request._state.deferral = None
             self.finished.append(request)
             self._counters.finished[end.reason] += 1
             self._admission.note_end(request)
@@ -254,7 +256,7 @@ class Lifecycle:
             return
         batch = self._batch
         for request in requests:
-            valid = int(min(batch.num_computed_tokens[request.row], batch.num_tokens[request.row]))
+            valid = int(min(batch.num_computed_tokens[request._state.row], batch.num_tokens[request._state.row]))
             self._kv.release(batch, request, num_valid_tokens=valid, publish=publish)
             if request.adapter is not None:
                 self.adapters.give_back(request.adapter)
@@ -265,12 +267,12 @@ class Lifecycle:
     def roll_back(self, admitted: AdmittedRequest) -> None:
         """Undo an admission of a failed step, if it still stands: back to its place in the queue."""
         request = admitted.request
-        if request.serial != admitted.serial or request.status is not RequestStatus.RUNNING:
+        if request._state.serial != admitted.serial or request._state.status is not RequestStatus.RUNNING:
             return
         self.release_rows([request], publish=False)
-        request.leave_row(0, 0)
-        request.transition(admitted.previous_status)
-        request.serial = admitted.previous_serial
+        request._state.leave_row(0, 0)
+        request._state.transition(admitted.previous_status)
+        request._state.serial = admitted.previous_serial
         self.queue.push(request)
         if self.log is not None:
             self.log.rolled_back(request)
@@ -301,22 +303,22 @@ class Lifecycle:
         self._num_losses += len(requests)
         self._counters.num_preemptions += 0 if is_done else len(requests)
         for index, request in enumerate(requests):
-            request.loss_number = self._num_losses - index  # of several, the first comes back first
-            request.lost_tokens = min(request.num_computed_tokens, request.num_tokens)
-            request.leave_row(0, request.num_pending)
-            request.num_preemptions += not is_done
-            request.num_overtaken = 0
+            request._state.loss_number = self._num_losses - index  # of several, the first comes back first
+            request._state.lost_tokens = min(request._state.num_computed_tokens, request._state.num_tokens)
+            request._state.leave_row(0, request._state.num_pending)
+            request._state.num_preemptions += not is_done
+            request._state.num_overtaken = 0
         self.preempted += requests
 
     def _enqueue(self, request: Request) -> None:
-        request.queued_at = self.now
+        request._state.queued_at = self.now
         self.queue.push(request)
         if self.log is not None:
             self.log.queued(request)
 
     def _queue_again(self, request: Request) -> None:
-        request.transition(RequestStatus.PREEMPTED)
-        request.queued_at = self.now
+        request._state.transition(RequestStatus.PREEMPTED)
+        request._state.queued_at = self.now
         self.queue.push(request)
         if self.log is not None:
             self.log.preempted(request)
@@ -324,14 +326,14 @@ class Lifecycle:
     def _leave_place(self, request: Request) -> None:
         """Out of the queue, or from where it is parked."""
         self._let_go(request)
-        if request.status.is_parked:
+        if request._state.status.is_parked:
             del self.parked[request.request_id]
         elif request in self.queue:
             self.leave_queue(request)
 
     def _let_go(self, request: Request) -> None:
         """It gives up what it holds without a row."""
-        if request.holding is not None:
+        if request._state.holding is not None:
             assert self.transfers is not None
             self.transfers.let_go(request)
 
@@ -339,22 +341,22 @@ class Lifecycle:
         """Before their rows are released: blocks that are still being sent stay as they are."""
         assert self.transfers is not None
         for request in requests:
-            assert request.row is not None
+            assert request._state.row is not None
             valid = self._num_sound(request)
-            table = self._kv.table(self._batch, request.row)
+            table = self._kv.table(self._batch, request._state.row)
             self.transfers.hold_if_sending(request, table[: self._kv.blocks_for(valid)], valid)
 
     def _num_sound(self, request: Request) -> int:
         """Tokens of a running request whose KV is there for good: steps that are not over may yet fail, and with them
         what they load, or share with an admission."""
-        count = request.num_computed_tokens
+        count = request._state.num_computed_tokens
         for record in self.in_flight:
             output = record.output
             if output is None or record.is_over:
                 continue
-            if any(entry.serial == request.serial for entry in record.admitted):
+            if any(entry.serial == request._state.serial for entry in record.admitted):
                 return 0
-            own = (output.rows == request.row) & (output.serials == request.serial)
+            own = (output.rows == request._state.row) & (output.serials == request._state.serial)
             count -= int(output.num_scheduled_tokens[own].sum())
         return count
 
@@ -368,12 +370,12 @@ class Lifecycle:
             self.passed.remove(request)
 
     def _park_idle(self, request: Request, reason: ParkReason, now: float) -> None:
-        request.transition(reason.status)
-        request.deferral = Deferral(Reason.PARKED, 0, now)
+        request._state.transition(reason.status)
+        request._state.deferral = Deferral(Reason.PARKED, 0, now)
         self.parked[request.request_id] = request
         if self.log is not None:
             self.log.parked(request)
 
     def _return(self, request: Request) -> None:
         """A parked request is again what it was: new, or preempted if it ever ran."""
-        request.transition(RequestStatus.PREEMPTED if request.serial else RequestStatus.WAITING)
+        request._state.transition(RequestStatus.PREEMPTED if request._state.serial else RequestStatus.WAITING)
