@@ -209,7 +209,7 @@ class Scheduler(Questions):
         self._life.tell_time(now)
         self._life.end([End(request, reason, detail, stop_reason)])
         if keep_tokens is not None:
-            request.truncate_output(keep_tokens)
+            request._state.truncate_output(keep_tokens)
         if self._recorder is not None:
             self._recorder.finished(request_id, reason, now, keep_tokens, detail, stop_reason)
         return request

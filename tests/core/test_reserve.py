@@ -214,8 +214,8 @@ def test_the_mean_follows_the_last_ends() -> None:
     means = []
     for length in [1000] * 3 + [10] * (MEAN_OVER - 1) + [10]:
         request = Request("a", [1], arrival_time=0.0, max_tokens=2000)
-        request.append_output([7] * length)
-        request.finish_reason = FinishReason.STOP
+        request._state.append_output([7] * length)
+        request._state.finish_reason = FinishReason.STOP
         before = reserve.num_tokens
         assert reserve.on_finished(request) == (reserve.num_tokens != before)
         means.append(reserve.num_tokens)

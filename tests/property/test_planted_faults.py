@@ -38,6 +38,7 @@ from pointsman.core.state.acceptance import Acceptance
 from pointsman.core.state.batch import Batch, StopFilter
 from pointsman.core.state.inputs import Adapter
 from pointsman.core.state.repetition import RepetitionWatch
+from pointsman.core.state.request import RequestState
 from pointsman.core.step.admission import Admission
 from pointsman.core.step.common_prefix import CommonPrefix
 from pointsman.core.step.displacement import Displacement
@@ -212,7 +213,7 @@ def budget_is_off_by_one(patch: Patch) -> None:
 
 def queue_forgets_a_removal(patch: Patch) -> None:
     def remove(original: Any, queue: FirstComeFirstServed, request: Any) -> None:
-        entry = request.queue_entry
+        entry = request._state.queue_entry
         original(queue, request)
         entry[-1] = request
 
@@ -238,9 +239,9 @@ def end_is_not_repeated(patch: Patch) -> None:
 
 def watch_misses_what_was_in_flight(patch: Patch) -> None:
     def deliver(original: Any, update: Update, request: Any, token_id: int) -> Any:
-        watch, request.repetition_watch = request.repetition_watch, None
+        watch, request._state.repetition_watch = request._state.repetition_watch, None
         end = original(update, request, token_id)
-        request.repetition_watch = watch
+        request._state.repetition_watch = watch
         return end
 
     around(patch, Update, "_deliver", deliver)
@@ -429,7 +430,7 @@ def last_token_of_a_part_stays(patch: Patch) -> None:
 
     def take(original: Any, parts: Parts, request: Request) -> None:
         output = request.output_token_ids
-        request.append_output(output[-1:])
+        request._state.append_output(output[-1:])
         original(parts, request)
 
     around(patch, Parts, "_take", take)
@@ -439,22 +440,22 @@ def placeholders_of_a_part_are_not_moved(patch: Patch) -> None:
     """The first of them stands where the part's own text begins, and not behind what was there before."""
 
     def continue_with(
-        original: Any, request: Request, tokens: Any, most: int, inputs: tuple[EncoderInput, ...]
+        original: Any, state: RequestState, tokens: Any, most: int, inputs: tuple[EncoderInput, ...]
     ) -> None:
-        known, end = len(request.encoder_inputs), len(tokens) - request.num_tokens
+        known, end = len(state.encoder_inputs), len(tokens) - state.num_tokens
         moved = [item._replace(start=max(item.start - end, 0)) for item in inputs[known:]]
-        original(request, tokens, most, (*inputs[:known], *moved))
+        original(state, tokens, most, (*inputs[:known], *moved))
 
-    around(patch, Request, "continue_with", continue_with)
+    around(patch, RequestState, "continue_with", continue_with)
 
 
 def longer_prompt_is_keyed_without_its_images(patch: Patch) -> None:
-    def continue_with(original: Any, request: Request, *args: Any) -> None:
-        generation = request.content_generation
-        original(request, *args)
-        request.content_generation = generation
+    def continue_with(original: Any, state: RequestState, *args: Any) -> None:
+        generation = state.content_generation
+        original(state, *args)
+        state.content_generation = generation
 
-    around(patch, Request, "continue_with", continue_with)
+    around(patch, RequestState, "continue_with", continue_with)
 
 
 def end_of_a_part_counts_as_a_preemption(patch: Patch) -> None:
@@ -467,7 +468,7 @@ def end_of_a_part_counts_as_a_preemption(patch: Patch) -> None:
 def part_overtakes_another(patch: Patch) -> None:
     def extend(original: Any, parts: Parts, request: Request, *args: Any, **kwargs: Any) -> None:
         original(parts, request, *args, **kwargs)
-        request.parts.reverse()
+        request._state.parts.reverse()
 
     around(patch, Parts, "extend", extend)
 
@@ -563,7 +564,7 @@ def stop_within_a_run_is_missed(patch: Patch) -> None:
 
 def reasons_begin_anew_with_every_step(patch: Patch) -> None:
     def defer(original: Any, intake: Intake, request: Any, verdict: Any, now: float) -> None:
-        request.deferral = None
+        request._state.deferral = None
         original(intake, request, verdict, now)
 
     around(patch, Intake, "_defer", defer)
@@ -580,7 +581,7 @@ def who_is_preempted_waits_since_it_came(patch: Patch) -> None:
     def queue_again(original: Any, life: Lifecycle, request: Any) -> None:
         before = request.queued_at
         original(life, request)
-        request.queued_at = before
+        request._state.queued_at = before
 
     around(patch, Lifecycle, "_queue_again", queue_again)
 
@@ -683,8 +684,8 @@ def reset_keeps_what_is_preempted(patch: Patch) -> None:
         scheduler._life.tell_time(now)
         for request in list(scheduler._batch.members.requests) if preempt_running else []:
             if request.prefix_epoch == epoch and scheduler._kv.prefix is not None:
-                request.prefix_epoch = scheduler._kv.prefix.epoch
-                request.prefix_node, request.num_published_blocks = Root(request.cache_salt), 0
+                request._state.prefix_epoch = scheduler._kv.prefix.epoch
+                request._state.prefix_node, request._state.num_published_blocks = Root(request.cache_salt), 0
             scheduler._life.preempt(request)
 
     around(patch, Scheduler, "reset_prefix_cache", reset)
@@ -822,10 +823,10 @@ def bound_of_holders_is_ignored(patch: Patch) -> None:
 
 def holder_does_not_hand_over(patch: Patch) -> None:
     def admit(original: Any, loading: Loading, request: Any, *args: Any) -> None:
-        holding = request.holding
+        holding = request._state.holding
         original(loading, request, *args)
         if holding is not None:
-            request.holding = holding
+            request._state.holding = holding
 
     around(patch, Loading, "admit", admit)
 
@@ -849,7 +850,7 @@ def abandoned_blocks_are_free_at_once(patch: Patch) -> None:
     """The device may still write them."""
 
     def let_go(original: Any, transfers: Transfers, request: Any) -> None:
-        holding = request.holding
+        holding = request._state.holding
         original(transfers, request)
         if holding.is_open:
             transfers._kv.take_back(holding.blocks)
@@ -862,7 +863,7 @@ def abandoned_blocks_are_free_at_once(patch: Patch) -> None:
 def load_is_published_when_it_starts(patch: Patch) -> None:
     def start(original: Any, loading: Loading, request: Any, *args: Any) -> None:
         original(loading, request, *args)
-        loading._kv.publish_loaded(request, request.holding.blocks)
+        loading._kv.publish_loaded(request, request._state.holding.blocks)
 
     around(patch, Loading, "start", start)
 
@@ -887,7 +888,7 @@ def keys_forget_the_salt(patch: Patch) -> None:
 
 def keys_forget_the_parent(patch: Patch) -> None:
     def block_keys(request: Any, block_size: int) -> list[bytes]:
-        tokens, size = request.known_bytes(), 4 * block_size
+        tokens, size = request._state.known_bytes(), 4 * block_size
         return [tokens[start : start + size] for start in range(0, len(tokens) - size + 1, size)]
 
     for module in (kv_cache_module, device_module):

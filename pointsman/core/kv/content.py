@@ -52,8 +52,8 @@ def block_keys(request: Request, block_size: int) -> list[bytes]:
 
     They are kept with the request, so that each block is hashed once. The list must not be changed.
     """
-    keys = request.block_keys
-    first, end = len(keys), request.num_tokens // block_size
+    keys = request._state.block_keys
+    first, end = len(keys), request._state.num_tokens // block_size
     if first >= end:
         return keys
     last = keys[-1] if keys else root_key(Root.of(request))
@@ -70,9 +70,9 @@ def block_keys(request: Request, block_size: int) -> list[bytes]:
 def placed_inputs(request: Request, first: int, end: int, block_size: int) -> dict[int, list[Placed]]:
     """The encoder inputs in those of blocks `first` to `end` - 1 that have any, each in the order of the prompt."""
     placed: dict[int, list[Placed]] = {}
-    for item in request.encoder_inputs:
+    for item in request._state.encoder_inputs:
         blocks = range(max(first, item.start // block_size), min(end, -(-item.end // block_size)))
-        digest = tokens_digest(request.prompt_token_ids[item.start : item.end].tobytes()) if blocks else ""
+        digest = tokens_digest(request._state.prompt_token_ids[item.start : item.end].tobytes()) if blocks else ""
         for block in blocks:
             entry = Placed(item.key, item.start - block * block_size, item.length, digest)
             placed.setdefault(block, []).append(entry)

@@ -111,10 +111,10 @@ class Transfers:
 
     def ask(self, request: Request, num_local_tokens: int) -> External | Deferral:
         """What to load behind the tokens that the prefix cache has of a request."""
-        if not (request.may_load and request.use_prefix_cache) or request.holding is not None:
+        if not (request._state.may_load and request.use_prefix_cache) or request._state.holding is not None:
             return NOTHING
         size = self._kv.block_size
-        most = (request.num_tokens - 1) // size * size - num_local_tokens
+        most = (request._state.num_tokens - 1) // size * size - num_local_tokens
         if most <= 0:
             return NOTHING
         count, is_async = self.connector.num_external_tokens(request, num_local_tokens)
@@ -134,7 +134,7 @@ class Transfers:
         is_asked = deferral is not None and deferral.reason is Reason.KV_CONNECTOR
         asked_since = request._state.deferred_since if is_asked else self._now
         if self._timeout is not None and self._now - asked_since >= self._timeout:
-            request.may_load = False
+            request._state.may_load = False
             return NOTHING
         if request is self._displacer:
             return NOTHING
@@ -161,7 +161,7 @@ class Transfers:
         holding = Holding(load.transfer_id, request.request_id, blocks, num_local, request, load, now)
         self._open[holding.transfer_id] = holding
         self.num_blocks += len(blocks)
-        request.holding = holding
+        request._state.holding = holding
         return holding
 
     def require(self, transfer_id: int) -> Holding:
@@ -198,17 +198,17 @@ class Transfers:
 
     def hand_over(self, request: Request) -> None:
         """The request runs now: its row names the blocks."""
-        holding = request.holding
+        holding = request._state.holding
         assert holding is not None and not holding.is_open
         del self._loaded[holding.transfer_id]
         self.num_blocks -= len(holding.blocks)
-        request.holding = holding.request = None
+        request._state.holding = holding.request = None
 
     def let_go(self, request: Request) -> None:
         """The request does not wait any more. What the device may still write stays held."""
-        holding = request.holding
+        holding = request._state.holding
         assert holding is not None
-        request.holding = holding.request = None
+        request._state.holding = holding.request = None
         if not holding.is_open:
             del self._loaded[holding.transfer_id]
             self.shorten(holding, 0)

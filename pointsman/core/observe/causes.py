@@ -168,11 +168,11 @@ def sentence(request: Request, reason: Reason | None, missing: int, holders: lis
         return f"{name} {where.get(request.phase, 'runs')}."
     cause = CAUSES[reason]
     text = PARKED_FOR.get(request.status, cause.text) if reason is Reason.PARKED else cause.text
-    if reason is Reason.KV_LOAD and request.holding is not None:
-        text += f" (transfer {request.holding.transfer_id})"
+    if reason is Reason.KV_LOAD and request._state.holding is not None:
+        text += f" (transfer {request._state.holding.transfer_id})"
     if reason is Reason.BEHIND:
         before = life.requests[holders[0].request_id]
-        why = before.deferral.reason if before.deferral is not None else None
+        why = before._state.deferral.reason if before._state.deferral is not None else None
         return f"{name} waits behind {before.request_id}" + (f", which waits: {CAUSES[why].text}." if why else ".")
     lacks = f" for {missing} more {cause.resource}" if missing and cause.resource else ""
     told = f"{name} waits{lacks}: {text}"

@@ -61,4 +61,4 @@ class RequestLog:
         self._note(request, RequestEventType.FIRST_TOKEN)
 
     def _note(self, request: Request, kind: RequestEventType, detail: str = "") -> None:
-        request.events.append(RequestEvent(kind, self.now, detail))
+        request._state.events.append(RequestEvent(kind, self.now, detail))

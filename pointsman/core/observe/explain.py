@@ -29,6 +29,7 @@ def explain(
     has_own = why is not None and reason is why.reason
     missing = why.missing if why is not None and has_own else 0
     holders = CAUSES[reason].holders(request, batch, life) if reason is not None else []
+    holding = request._state.holding
     return Explanation(
         request_id=request.request_id,
         status=request.status,
@@ -47,9 +48,9 @@ def explain(
         num_computed_tokens=request.num_computed_tokens,
         num_cached_tokens=request.num_cached_tokens,
         num_blocks=_num_blocks(request, batch, kv),
-        transfer=request.holding.transfer_id if request.holding is not None and request.holding.is_open else None,
+        transfer=holding.transfer_id if holding is not None and holding.is_open else None,
         num_preemptions=request.num_preemptions,
-        events=tuple(request.events),
+        events=request.events,
     )
 
 
@@ -71,7 +72,7 @@ def _deferral(request: Request, life: Lifecycle) -> Deferral | None:
             return Deferral(Reason.PAUSED, 0, max(pause.since, request.queued_at))
     if request.row is not None and life.encoder is not None:
         return life.encoder.deferral(request)
-    deferral: Deferral | None = request.deferral
+    deferral: Deferral | None = request._state.deferral
     return deferral
 
 
@@ -85,7 +86,7 @@ def _was_asked(request: Request, position: int, life: Lifecycle) -> bool:
 def _num_blocks(request: Request, batch: Batch, kv: KVCacheManager) -> int:
     if request.row is not None:
         return len(kv.table(batch, request.row))
-    return 0 if request.holding is None else len(request.holding.blocks)
+    return 0 if request._state.holding is None else len(request._state.holding.blocks)
 
 
 def snapshot(counters: Counters, batch: Batch, kv: KVCacheManager, life: Lifecycle) -> SchedulerStats:
@@ -152,7 +153,7 @@ def _waiting_by_reason(life: Lifecycle) -> dict[str, int]:
         asked.append(life.wall)
     counts: Counter[str] = Counter()
     for request in asked:
-        deferral: Deferral | None = request.deferral
+        deferral: Deferral | None = request._state.deferral
         counts[deferral.reason.value if deferral else "not_tried"] += 1
     if len(queue) > len(asked):
         counts[Reason.BEHIND.value] = len(queue) - len(asked)

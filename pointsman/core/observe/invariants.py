@@ -97,7 +97,7 @@ def _check_places(batch: Batch, life: Lifecycle) -> None:
         _require(request.status.is_parked and request.row is None, 2, f"{request} is parked")
     for request in life.requests.values():
         waits = request.awaits_input and not request.is_finished
-        _require(not waits or (request.status.is_parked and not request.parts), 2, f"{request} waits for input")
+        _require(not waits or (request.status.is_parked and not request._state.parts), 2, f"{request} waits for input")
     reported = set(life.finished)
     for request in life.requests.values():
         _require(not request.is_finished or request in reported, 2, f"the end of {request} would never be reported")
@@ -122,11 +122,13 @@ def _check_transfers(transfers: Transfers, life: Lifecycle) -> None:
         if request is None:
             _require(holding.is_open, 1, f"transfer {holding.transfer_id} has ended, and its blocks are still held")
             continue
-        _require(request.holding is holding, 1, f"{request} does not know what it holds")
+        _require(request._state.holding is holding, 1, f"{request} does not know what it holds")
         waits = request.request_id in life.parked if holding.is_open else request in life.queue
         _require(waits, 2, f"{request} holds blocks for transfer {holding.transfer_id}")
     for request in life.requests.values():
-        _require(request.holding is None or request in holders, 1, f"{request} holds blocks that nobody knows of")
+        _require(
+            request._state.holding is None or request in holders, 1, f"{request} holds blocks that nobody knows of"
+        )
 
 
 def _check_steps(config: SchedulerConfig, life: Lifecycle) -> None:
@@ -191,7 +193,7 @@ def _check_columns(config: SchedulerConfig, batch: Batch, kv: KVCacheManager, ve
             f"{request} is flagged wrongly",
         )
         _require(bool(flags & ENCODER_INPUTS) == bool(request.encoder_inputs), 2, f"{request} is flagged wrongly")
-        watch = request.repetition_watch
+        watch = request._state.repetition_watch
         _require(bool(flags & WATCHED) == (watch is not None), 2, f"{request} is flagged wrongly")
         seen = request.num_output_tokens if watch is None else watch.num_seen
         _require(seen == request.num_output_tokens, 2, f"{request} was watched for {seen} tokens of its output")
@@ -256,9 +258,9 @@ def _check_contents(batch: Batch, kv: KVCacheManager) -> None:
     if prefix is None:
         return
     for row, request in zip(batch.members.rows.tolist(), batch.members.requests, strict=True):
-        if request.prefix_epoch != prefix.epoch:
+        if request._state.prefix_epoch != prefix.epoch:
             continue
-        root, known = Root.of(request), request.known_bytes()
+        root, known = Root.of(request), request._state.known_bytes()
         for index, block in enumerate(kv.table(batch, row).tolist()):
             held = (root, known[: (index + 1) * kv.block_size * TOKEN_BYTES])
             agrees = not prefix.is_cached(block) or prefix.content(block) == held

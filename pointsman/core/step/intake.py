@@ -99,7 +99,7 @@ class Intake:
             record.admitted.append(entry)
             budget -= verdict.charge
             num_running += 1
-            owed += max(0, self._kv.blocks_for(head.num_tokens) - len(entry.blocks))
+            owed += max(0, self._kv.blocks_for(head._state.num_tokens) - len(entry.blocks))
         if passed:
             self._take_back(passed, len(record.admitted))
         if record.admitted:
@@ -109,7 +109,7 @@ class Intake:
         """Those who were passed over return to their places; whoever was admitted since has overtaken them."""
         self._life.queue.put_back([request for request, _ in passed])
         for request, num_before in passed:
-            request.num_overtaken += num_admitted - num_before
+            request._state.num_overtaken += num_admitted - num_before
 
     def _closed(self, advance: Advance) -> Reason | None:
         """Why this step admits nobody, whoever asks."""
@@ -126,42 +126,42 @@ class Intake:
             self._counters.deferrals[verdict.reason.position] += 1
         if verdict.reason is Reason.PAUSED:
             return  # its own reason stands for when the pause is over
-        deferral = request.deferral
+        deferral = request._state.deferral
         if deferral is not None and deferral.reason is verdict.reason:
             deferral.missing = verdict.missing
         else:
-            request.deferral = Deferral(verdict.reason, verdict.missing, now)
+            request._state.deferral = Deferral(verdict.reason, verdict.missing, now)
 
     def _start(self, request: Request, grant: Grant, record: StepRecord) -> AdmittedRequest:
         """Admit one request: blocks, a row, its first chunk."""
         kv, batch = self._kv, self._batch
-        status, serial = request.status, request.serial
+        status, serial = request._state.status, request._state.serial
         blocks = kv.admit(request, grant.match, grant.num_new_blocks)
         self._admission.take(request, grant)
-        if grant.num_external_tokens or request.holding is not None:
+        if grant.num_external_tokens or request._state.holding is not None:
             assert self._loading is not None
             self._loading.admit(request, grant, record, blocks)
         self._count_admission(request, grant)
         computed = grant.num_cached_tokens + grant.num_tokens
         row = self._life.place(request, computed, len(blocks) * kv.block_size)
         batch.block_table[row, : len(blocks)] = blocks
-        request.num_cached_tokens = grant.num_cached_tokens
-        if computed == request.num_tokens:
+        request._state.num_cached_tokens = grant.num_cached_tokens
+        if computed == request._state.num_tokens:
             batch.num_pending[row] = 1
         else:
             batch.set_prefilling(row)
         self._publish(request)
-        return AdmittedRequest(request, row, request.serial, status, serial, grant, blocks)
+        return AdmittedRequest(request, row, request._state.serial, status, serial, grant, blocks)
 
     def _count_admission(self, request: Request, grant: Grant) -> None:
         counters = self._counters
-        resumed = request.status is RequestStatus.PREEMPTED
+        resumed = request._state.status is RequestStatus.PREEMPTED
         if self._kv.prefix is not None and request.use_prefix_cache:
             prefix = counters.resumed_prefix if resumed else counters.fresh_prefix
-            prefix.queries += request.num_tokens
+            prefix.queries += request._state.num_tokens
             prefix.hits += grant.num_cached_tokens - grant.num_external_tokens
         if resumed:
-            counters.num_recomputed_tokens += max(0, request.lost_tokens - grant.num_cached_tokens)
+            counters.num_recomputed_tokens += max(0, request._state.lost_tokens - grant.num_cached_tokens)
 
 
 def _closed_for(reason: Reason) -> Blocked:

@@ -46,7 +46,7 @@ class Loading:
 
     def admit(self, request: Request, grant: Grant, record: StepRecord, blocks: Int64Array) -> None:
         """A request runs on behind external tokens, which are loaded already or by this step."""
-        if request.holding is not None:
+        if request._state.holding is not None:
             self._transfers.hand_over(request)
         else:
             record.loads.append(self._load(request, grant, blocks))
@@ -73,7 +73,7 @@ class Loading:
         load = self._load(request, grant, blocks)
         self._life.park(request, ParkReason.REMOTE_KVS, now)
         self._transfers.start(request, load, blocks, now)
-        request.deferral = Deferral(Reason.KV_LOAD, 0, now)
+        request._state.deferral = Deferral(Reason.KV_LOAD, 0, now)
         record.loads.append(load)
 
     def done(self, transfer_id: int, num_tokens: int | None, failed_blocks: list[int]) -> Request | None:
@@ -91,7 +91,7 @@ class Loading:
             self._transfers.close(holding)
             return None
         self._counters.num_loaded_tokens += num_loaded * self._kv.block_size
-        request.may_load = False
+        request._state.may_load = False
         missing = len(load.block_ids) - num_loaded
         if missing:
             self._counters.num_failed_loads += 1
@@ -110,7 +110,7 @@ class Loading:
             return
         for request in self._transfers.overdue(now - self._timeout):
             self._counters.num_failed_loads += 1
-            request.may_load = False
+            request._state.may_load = False
             if self._recomputes:
                 self._let_go(request)
             else:
@@ -119,7 +119,7 @@ class Loading:
     def roll_back(self, record: StepRecord) -> None:
         """What a void step loads, or has loaded meanwhile, may hang on blocks that it computes: let go of it."""
         for load in reversed(record.loads):
-            holding = load.request.holding
+            holding = load.request._state.holding
             if holding is not None and holding.load is load:
                 self._let_go(load.request)
 

@@ -57,13 +57,13 @@ class Parts:
         part = _read_part(name, token_ids, max_tokens, encoder_inputs)
         if more and not len(part.token_ids):
             raise RequestRefused(f"request {name!r}: a part without tokens; give some, or say that it is the last")
-        length = request.num_prompt_tokens + sum(len(one.token_ids) for one in [*request.parts, part])
+        length = request.num_prompt_tokens + sum(len(one.token_ids) for one in [*request._state.parts, part])
         why = too_long(self._config, request, length, part.max_tokens)
         why = why or encoder_inputs_fit(self._config, part.encoder_inputs, whole=False)
         if why is not None:
             raise RequestRefused(f"request {name!r} not extended: {why}")
-        request.more_input = more
-        request.parts.append(part)
+        request._state.more_input = more
+        request._state.parts.append(part)
         if request.awaits_input:
             self._take(request)
         return part
@@ -71,7 +71,7 @@ class Parts:
     def is_part(self, end: End) -> bool:
         """Whether what ended is a part of a request, and not the request."""
         request = end.request
-        if not request.more_input and not request.parts:
+        if not request.more_input and not request._state.parts:
             return False
         if end.reason is FinishReason.LENGTH:
             return end.detail == "max_tokens"
@@ -82,8 +82,8 @@ class Parts:
         if not request.status.is_parked:
             self._life.park(request, ParkReason.STREAMING_REQ, now, is_done=True)
         self._life.disown_steps_in_flight(request)
-        request.awaits_input = True
-        if request.parts:
+        request._state.awaits_input = True
+        if request._state.parts:
             self._take(request)
 
     def ready(self, request: Request, now: float) -> bool:
@@ -107,13 +107,13 @@ class Parts:
         inputs = list(request.encoder_inputs)
         length = sum(len(some) for some in tokens)
         max_tokens = 0
-        while max_tokens == 0 and request.parts:
-            part = request.parts.popleft()
+        while max_tokens == 0 and request._state.parts:
+            part = request._state.parts.popleft()
             inputs += [item._replace(start=length + item.start) for item in part.encoder_inputs]
             tokens.append(part.token_ids)
             length += len(part.token_ids)
             max_tokens = part.max_tokens
-        request.continue_with(np.concatenate(tokens), max_tokens, tuple(inputs))
+        request._state.continue_with(np.concatenate(tokens), max_tokens, tuple(inputs))
         why = settle_limits(self._config, request)
         if why is not None:
             self._life.end([End(request, FinishReason.LENGTH, why)])

@@ -51,4 +51,4 @@ def rewind(record: StepRecord, batch: Batch, kv: KVCacheManager, life: Lifecycle
     for index in (~live & (pending > 0)).nonzero()[0].tolist():
         request = output.requests[index]
         if request.serial == output.serials[index]:  # preempted or parked since: its samples will never come
-            request.settle_pending(int(pending[index]))
+            request._state.settle_pending(int(pending[index]))

@@ -37,14 +37,15 @@ _row_index = itemgetter(0)
 def stop_condition(request: Request, num_tokens: int, token_id: int) -> End | None:
     """Whether a request ends with `token_id`, its `num_tokens`th token: first by a stop token, then by length, then by
     a repetition."""
-    watch = request.repetition_watch
+    state = request._state
+    watch = state.repetition_watch
     pattern_size = watch.observe(token_id) if watch is not None else None
-    if token_id in request.stop_set and num_tokens - request.num_prompt_tokens >= request.min_tokens:
+    if token_id in request.stop_set and num_tokens - state.num_prompt_tokens >= request.min_tokens:
         is_eos = not request.ignore_eos and token_id in request.eos_token_ids
         return End(request, FinishReason.STOP, "", None if is_eos else token_id)
-    if num_tokens >= request.token_limit:
-        return End(request, FinishReason.LENGTH, request.limit_detail)
-    if pattern_size is not None and num_tokens - request.num_prompt_tokens >= request.min_tokens:
+    if num_tokens >= state.token_limit:
+        return End(request, FinishReason.LENGTH, state.limit_detail)
+    if pattern_size is not None and num_tokens - state.num_prompt_tokens >= request.min_tokens:
         detail = f"a pattern of {pattern_size} token(s) is repeated"
         return End(request, FinishReason.REPETITION, detail, REPETITION_DETECTED)
     return None
@@ -221,11 +222,11 @@ class Update:
     def _deliver_run(self, request: Request, num_drafts: int, run: list[int]) -> tuple[int, End | None]:
         """As `_deliver`, for a row that had drafts in flight."""
         length, end = _cut_at_stop(request, request.num_tokens, run)
-        request.append_output(run[:length])
-        request.settle_pending(1)
+        request._state.append_output(run[:length])
+        request._state.settle_pending(1)
         if num_drafts:
             accepted = min(length, len(run) - 1)
-            request.add_drafts(num_drafts, accepted)
+            request._state.add_drafts(num_drafts, accepted)
             self._batch.acceptance.add_one(accepted)
         return length, end
 
@@ -237,8 +238,8 @@ class Update:
 
     def _deliver(self, request: Request, token_id: int) -> End | None:
         """A sample of a request that was preempted, or parked, while it was in flight."""
-        request.append_output([token_id])
-        request.settle_pending(1)
+        request._state.append_output([token_id])
+        request._state.settle_pending(1)
         return stop_condition(request, request.num_tokens, token_id)
 
     def _completions(self, output: SchedulerOutput, result: StepResult) -> Ends:
@@ -249,7 +250,7 @@ class Update:
             if index in result.errors or request.is_finished or request.serial != output.serials[index]:
                 continue
             if request.row is None:  # it lost its row meanwhile
-                request.settle_pending(1)
+                request._state.settle_pending(1)
             else:
                 self._batch.num_pending[request.row] -= 1
             ends.append((index, End(request, FinishReason.STOP)))
