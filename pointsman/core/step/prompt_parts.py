@@ -24,16 +24,16 @@ from pointsman.core.state.numbers import checked_integer
 from pointsman.core.state.request import Request
 from pointsman.core.state.status import FinishReason, ParkReason, RequestStatus
 from pointsman.core.state.tokens import IntArray, token_array
-from pointsman.core.step.request_table import End, Lifecycle
+from pointsman.core.step.request_table import End, RequestTable
 from pointsman.core.step.validation import encoder_inputs_fit, settle_limits, too_long
 
 
-class Parts:
+class PromptParts:
     """Extends the requests of one scheduler."""
 
-    def __init__(self, config: SchedulerConfig, life: Lifecycle) -> None:
+    def __init__(self, config: SchedulerConfig, table: RequestTable) -> None:
         self._config = config
-        self._life = life
+        self._table = table
 
     def extend(
         self,
@@ -77,16 +77,16 @@ class Parts:
             return end.detail == "max_tokens"
         return end.reason in (FinishReason.STOP, FinishReason.REPETITION)
 
-    def complete(self, request: Request, now: float) -> None:
+    def complete(self, request: Request) -> None:
         """A request's part is complete: it takes the next one, or waits for it. Samples in flight are of no use."""
         if not request.status.is_parked:
-            self._life.park(request, ParkReason.STREAMING_REQ, now, is_done=True)
-        self._life.disown_steps_in_flight(request)
+            self._table.park(request, ParkReason.STREAMING_REQ, is_done=True)
+        self._table.disown_steps_in_flight(request)
         request._state.awaits_input = True
         if request._state.parts:
             self._take(request)
 
-    def ready(self, request: Request, now: float) -> bool:
+    def ready(self, request: Request) -> bool:
         """Whether a parked request may be queued; what else it waited for is there.
 
         Raises:
@@ -96,7 +96,7 @@ class Parts:
             return True
         if request.status is RequestStatus.WAITING_FOR_STREAMING_REQ:
             raise InvalidTransition(f"request {request.request_id!r} waits for input; extend it")
-        self._life.park(request, ParkReason.STREAMING_REQ, now)
+        self._table.park(request, ParkReason.STREAMING_REQ)
         return False
 
     def _take(self, request: Request) -> None:
@@ -116,9 +116,9 @@ class Parts:
         request._state.continue_with(np.concatenate(tokens), max_tokens, tuple(inputs))
         why = settle_limits(self._config, request)
         if why is not None:
-            self._life.end([End(request, FinishReason.LENGTH, why)])
+            self._table.finish([End(request, FinishReason.LENGTH, why)])
         elif request.status is RequestStatus.WAITING_FOR_STREAMING_REQ:
-            self._life.ready(request)
+            self._table.ready(request)
 
 
 def _read_part(
