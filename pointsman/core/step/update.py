@@ -17,11 +17,12 @@ import numpy.typing as npt
 from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.observe.stats import Counters
 from pointsman.core.state.batch import WATCHED, Batch, Members
-from pointsman.core.state.numbers import ONE
-from pointsman.core.state.output import IntArray, SchedulerOutput, StepResult, StepUpdate
+from pointsman.core.state.numbers import ONE, set_writeable
+from pointsman.core.state.output import IntArray, SchedulerOutput, StepResult, StepUpdate, UpdateFields
 from pointsman.core.state.repetition import REPETITION_DETECTED
 from pointsman.core.state.request import Request
 from pointsman.core.state.runs import Runs
+from pointsman.core.state.sealed import seal
 from pointsman.core.state.status import FinishReason
 from pointsman.core.step.in_flight import StepRecord
 from pointsman.core.step.prompt_parts import Parts
@@ -72,9 +73,11 @@ class Update:
             self._end(update, ends, now)
         if self._life.log is not None:
             self._life.log.updated()
-        return update
+        set_writeable(update.token_ids, False)
+        set_writeable(update.counts, False)
+        return seal(update, StepUpdate)
 
-    def _apply(self, record: StepRecord, output: SchedulerOutput, result: StepResult) -> tuple[StepUpdate, Ends]:
+    def _apply(self, record: StepRecord, output: SchedulerOutput, result: StepResult) -> tuple[UpdateFields, Ends]:
         if len(output.draft_token_ids):
             return self._apply_runs(record, output, result)
         members = record.members
@@ -88,11 +91,11 @@ class Update:
             done |= num_tokens >= members.token_limit
         ends = self._find_ends(members.requests, members.rows, token_ids, num_tokens, done)
         self._counters.num_generated_tokens += len(token_ids)
-        return StepUpdate(token_ids, members.ones, ()), ends
+        return UpdateFields(token_ids, members.ones), ends
 
     def _find_ends(
         self,
-        requests: list[Request],
+        requests: Sequence[Request],
         rows: Int64Array,
         token_ids: Int32Array,
         num_tokens: Int64Array,
@@ -113,7 +116,7 @@ class Update:
 
     def _apply_general(
         self, record: StepRecord, output: SchedulerOutput, result: StepResult
-    ) -> tuple[StepUpdate, Ends]:
+    ) -> tuple[UpdateFields, Ends]:
         sampled, token_ids = checked_samples(output, result)
         record.is_over = True
         batch = self._batch
@@ -141,11 +144,11 @@ class Update:
                     ends.append((row_index, end))
         kept = token_ids[counts[sampled] > 0]
         self._counters.num_generated_tokens += len(kept)
-        return StepUpdate(kept, counts, []), ends
+        return UpdateFields(kept, counts), ends
 
     # ------------------------------------------------------------------ runs
 
-    def _apply_runs(self, record: StepRecord, output: SchedulerOutput, result: StepResult) -> tuple[StepUpdate, Ends]:
+    def _apply_runs(self, record: StepRecord, output: SchedulerOutput, result: StepResult) -> tuple[UpdateFields, Ends]:
         """The step verified drafts: each row that samples has a run of tokens, of which those up to a stop count."""
         members = record.members
         if members is None or members is not self._batch.members or result.errors:
@@ -154,11 +157,11 @@ class Update:
         record.is_over = True
         runs, ends = self._append_runs(members, output.num_draft_tokens, runs)
         self._counters.num_generated_tokens += len(runs.token_ids)
-        return StepUpdate(runs.token_ids, runs.counts, ()), ends
+        return UpdateFields(runs.token_ids, runs.counts), ends
 
     def _apply_runs_general(
         self, record: StepRecord, output: SchedulerOutput, result: StepResult
-    ) -> tuple[StepUpdate, Ends]:
+    ) -> tuple[UpdateFields, Ends]:
         at, runs = checked_runs(output, result)
         record.is_over = True
         ends = self._errors(output, result) + self._completions(output, result)
@@ -166,7 +169,7 @@ class Update:
         live = self._batch.serial[output.rows[at]] == output.serials[at]
         which = at[live]
         if len(which):
-            rows = Members(self._batch, output.rows[which], [output.requests[index] for index in which.tolist()])
+            rows = Members(self._batch, output.rows[which], tuple([output.requests[index] for index in which.tolist()]))
             appended, found = self._append_runs(rows, output.num_draft_tokens[which], runs.only(live))
             kept[which] = appended.counts
             ends += [(int(which[index]), end) for index, end in found]
@@ -179,7 +182,7 @@ class Update:
                 ends += [(row_index, end)] if end is not None else []
         token_ids = runs.cut(kept[at]).token_ids
         self._counters.num_generated_tokens += len(token_ids)
-        return StepUpdate(token_ids, kept, ()), ends
+        return UpdateFields(token_ids, kept), ends
 
     def _append_runs(self, live: Members, drafts: IntArray, runs: Runs) -> tuple[Runs, Ends]:
         """Append the runs of live rows up to their stops. Returns what counts of them, and who ends."""
@@ -269,7 +272,7 @@ class Update:
                 ends.append((index, End(request, FinishReason.ERROR, message)))
         return ends
 
-    def _end(self, update: StepUpdate, ends: Ends, now: float) -> None:
+    def _end(self, update: UpdateFields, ends: Ends, now: float) -> None:
         """End requests, or the present parts of such as go on."""
         ends.sort(key=_row_index)
         over: list[End] = []
@@ -284,8 +287,8 @@ class Update:
             self._life.log.updated()  # a first token comes before the end of its part
         for request in parts:
             self._parts.complete(request, now)
-        update.finished = [end.request for end in over] + [request for request in parts if request.is_finished]
-        update.completed_parts = [request for request in parts if not request.is_finished]
+        update.finished = (*[end.request for end in over], *[request for request in parts if request.is_finished])
+        update.completed_parts = tuple([request for request in parts if not request.is_finished])
 
 
 def _cut_at_stops(
