@@ -78,6 +78,33 @@ class Scheduler(Questions):
         ConfigError: the configuration names a policy that does not exist, or is about a connector that is not there.
     """
 
+    __slots__ = (
+        "_admission",
+        "_batch",
+        "_config",
+        "_counters",
+        "_displacement",
+        "_drafts",
+        "_emission",
+        "_has_connector",
+        "_idle",
+        "_intake",
+        "_kv",
+        "_life",
+        "_load_limits",
+        "_loading",
+        "_most_active_seqs",
+        "_next_step_id",
+        "_parts",
+        "_recorder",
+        "_running",
+        "_unpublished",
+        "_update",
+        "_usual_work",
+        "_watchdog",
+        "_work",
+    )
+
     def __init__(
         self,
         config: SchedulerConfig,
@@ -86,7 +113,7 @@ class Scheduler(Questions):
         connector: KVConnector | None = None,
         start: Start = NEW,
     ) -> None:
-        self.config = config
+        self._config = config
         self._counters = Counters(accepted_drafts=[0] * (1 + config.num_draft_tokens))
         answers = None if recorder is None or connector is None else AnswerLog(connector)
         self._has_connector = connector is not None
@@ -286,7 +313,7 @@ class Scheduler(Questions):
         Raises:
             ConfigError: the limit is out of range, see `SchedulerConfig.max_num_active_seqs`.
         """
-        self.config = self.config.replace(max_num_active_seqs=limit)
+        self._config = self._config.replace(max_num_active_seqs=limit)
         self._admission.max_num_active_seqs = seats = self.config.num_seats
         self._most_active_seqs = max(self._most_active_seqs, seats)
         if self._recorder is not None:

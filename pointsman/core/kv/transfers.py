@@ -239,6 +239,7 @@ class Transfers:
         if not len(blocks) or self.num_blocks + len(blocks) > self.max_blocks:
             return
         transfer_id = self.next_id()
+        blocks.setflags(write=False)  # the connector may keep them
         if self.connector.request_ended(request, blocks, num_tokens, transfer_id):
             self._kv.pool.acquire(blocks)
             self._open[transfer_id] = Holding(transfer_id, request.request_id, blocks, 0, None, None)

@@ -25,7 +25,8 @@ Int32Array = npt.NDArray[np.int32]
 class Questions:
     """The part of `Scheduler` that only reads."""
 
-    config: SchedulerConfig
+    __slots__ = ()
+    _config: SchedulerConfig
     _batch: Batch
     _kv: KVCacheManager
     _life: Lifecycle
@@ -33,6 +34,11 @@ class Questions:
     _drafts: Drafts
     _counters: Counters
     _most_active_seqs: int
+
+    @property
+    def config(self) -> SchedulerConfig:
+        """The configuration, with the limit that `set_max_num_active_seqs` has set last."""
+        return self._config
 
     def has_unfinished_requests(self) -> bool:
         """Whether any request is queued, parked or running."""
@@ -88,9 +94,9 @@ class Questions:
         return len(self._life.in_flight)
 
     @property
-    def outputs_in_flight(self) -> list[SchedulerOutput]:
+    def outputs_in_flight(self) -> tuple[SchedulerOutput, ...]:
         """Those that wait for their update, in the order in which `update` takes them."""
-        return [record.output for record in self._life.in_flight if record.output is not None]
+        return tuple([record.output for record in self._life.in_flight if record.output is not None])
 
     @property
     def has_unreported_ends(self) -> bool:
@@ -120,8 +126,8 @@ class Questions:
 
     @property
     def block_table(self) -> Int32Array:
-        """int32 [rows, blocks]: row `output.rows[i]` is request i's table. Read it only until the next call."""
-        return self._batch.block_table
+        """int32 [rows, blocks], read-only: row `output.rows[i]` is request i's table. Valid until the next call."""
+        return self._batch.table_view
 
     def input_token_ids(self, output: SchedulerOutput, *, allow_unsampled: bool = False) -> Int32Array:
         """[total_num_scheduled_tokens] int32: the tokens that a step computes, row after row, drafts included.

@@ -86,7 +86,7 @@ class Members:
         "zeros",
     )
 
-    def __init__(self, batch: Batch, rows: Int64Array, requests: list[Request]) -> None:
+    def __init__(self, batch: Batch, rows: Int64Array, requests: tuple[Request, ...]) -> None:
         count = len(requests)
         self.rows = rows
         self.requests = requests
@@ -185,7 +185,7 @@ class Batch:
         self.num_no_sample = 0
         self.least_left = 0  # so many tokens can surely be appended to each row before one comes to its token limit
         self._least_room = 0  # so many appends can surely go by before a row's recent tokens must be flushed
-        self.members = Members(self, np.zeros(0, dtype=np.int64), [])
+        self.members = Members(self, np.zeros(0, dtype=np.int64), ())
 
     def __len__(self) -> int:
         """Running requests."""
@@ -231,7 +231,7 @@ class Batch:
         """Placed rows run from now on, after those that run already."""
         members = self.members
         all_rows = np.concatenate([members.rows, np.array(rows, dtype=np.int64)])
-        self.members = Members(self, all_rows, members.requests + requests)
+        self.members = Members(self, all_rows, (*members.requests, *requests))
 
     def leave(self, requests: list[Request], last_step: int | None) -> None:
         """Release the rows of running requests; each takes its columns with it.
@@ -255,7 +255,7 @@ class Batch:
                 self._fenced_rows.append((last_step, row))
         members = self.members
         stays = self.serial[members.rows].astype(np.bool_)
-        self.members = Members(self, members.rows[stays], list(compress(members.requests, stays.tolist())))
+        self.members = Members(self, members.rows[stays], tuple(compress(members.requests, stays.tolist())))
 
     def fence_passed(self, step_id: int) -> None:
         """Step `step_id` and all before it are over: rows that waited for them may be reused."""
@@ -284,6 +284,8 @@ class Batch:
     def _make_views(self) -> None:
         """The matrices as one row each, where a scatter is faster; arrays that never change, shared by outputs."""
         self.flat_table = self.block_table.reshape(-1)
+        # Over a read-only buffer, so that the flag of the array cannot be taken back.
+        self.table_view: Int32Array = np.asarray(self.block_table.data.toreadonly())
         self._flat_recent = self.recent_tokens.reshape(-1)
         rows = len(self.num_tokens)
         self.ones: Int64Array = np.ones(rows, dtype=np.int64)
@@ -313,7 +315,9 @@ class Batch:
 
     # ------------------------------------------------------------------ tokens
 
-    def append(self, requests: list[Request], rows: Int64Array, token_ids: Int32Array, *, is_last: bool) -> Int64Array:
+    def append(
+        self, requests: Sequence[Request], rows: Int64Array, token_ids: Int32Array, *, is_last: bool
+    ) -> Int64Array:
         """One sampled token for each row (distinct rows). Returns the rows' new `num_tokens`.
 
         `is_last`: no further sample of them is in flight.

@@ -24,7 +24,7 @@ from pointsman.core.errors import InvalidTransition, RequestRefused
 from pointsman.core.state.inputs import Adapter, EncoderInput, Part, read_encoder_inputs
 from pointsman.core.state.numbers import checked_integer, checked_priority
 from pointsman.core.state.repetition import RepetitionDetectionParams, RepetitionWatch
-from pointsman.core.state.sealed import Sealed
+from pointsman.core.state.sealed import Sealed, seal
 from pointsman.core.state.status import NEXT, FinishReason, RequestEvent, RequestStatus
 from pointsman.core.state.tokens import Int32Array, IntArray, OutputTokens, shared_prompt
 
@@ -132,7 +132,7 @@ class RequestState:
         self.loss_number = 0  # of that loss, in order over all requests
         self.holding: Any = None  # blocks that it holds without a row, see `kv/transfers.py`
         self.may_load = True  # until a load has failed or succeeded, and again once it has run
-        self.block_keys: list[bytes] = []  # see `kv/content.py`
+        self.block_keys: tuple[bytes, ...] = ()  # see `kv/content.py`
         self.num_published_blocks = 0
         self.prefix_node: Any = None
         self.prefix_epoch = 0
@@ -266,7 +266,7 @@ class RequestState:
         self.num_prompt_tokens = len(self.prompt_token_ids)
         self.encoder_inputs = encoder_inputs
         self.content_generation = -1  # what stands at its placeholders has yet to enter the key
-        self.block_keys = []  # the last output token, of which a block may have been the last, is not in it
+        self.block_keys = ()  # the last output token, of which a block may have been the last, is not in it
         self._output = OutputTokens()
         self.repetition_watch = None
         self.max_tokens = max_tokens
@@ -417,9 +417,7 @@ class Request(Sealed, _Asked):
         if asked.min_tokens > state.max_tokens and not more_input:
             checks.refuse(f"min_tokens is {min_tokens}, more than max_tokens {max_tokens}; lower it")
         state.token_limit = state.num_prompt_tokens + state.max_tokens
-        asked.__class__ = cls  # from now on no slot can be assigned, see `sealed.py`
-        request: Self = asked
-        return request
+        return seal(asked, cls)  # from now on no slot can be assigned
 
     def __repr__(self) -> str:
         return f"Request({self.request_id!r}, {self.status.value}, {self.num_computed_tokens}/{self.num_tokens} tokens)"

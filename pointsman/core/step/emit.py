@@ -7,9 +7,11 @@ import numpy.typing as npt
 
 from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.state.batch import NO_SAMPLE, Batch
-from pointsman.core.state.numbers import INT32
-from pointsman.core.state.output import SchedulerOutput
+from pointsman.core.state.numbers import INT32, set_writeable
+from pointsman.core.state.output import OutputFields, SchedulerOutput
+from pointsman.core.state.sealed import seal
 from pointsman.core.state.status import RequestStatus
+from pointsman.core.state.tokens import NO_TOKENS
 from pointsman.core.step.common_prefix import CommonPrefix
 from pointsman.core.step.in_flight import AdmittedRequest, StepRecord
 from pointsman.core.step.request_table import Lifecycle
@@ -19,6 +21,8 @@ Int64Array = npt.NDArray[np.int64]
 
 _NO_INTS: Int64Array = np.zeros(0, dtype=np.int64)
 _NO_BOOLS = np.zeros(0, dtype=np.bool_)
+_NO_INTS.flags.writeable = False
+_NO_BOOLS.flags.writeable = False
 
 
 class Emission:
@@ -54,13 +58,15 @@ class Emission:
         preempted, finished = self._life.take_reports()
         encoder = self._life.encoder
         encoder_inputs, freed_entries = encoder.close() if encoder is not None else ((), ())
+        if block_ids.dtype != INT32:
+            block_ids = block_ids.astype(INT32) if len(block_ids) else NO_TOKENS
         # By position, in the order of the fields: with keywords it takes three times as long.
-        output = SchedulerOutput(
+        fields = OutputFields(
             record.step_id,
             advance.total,
             num_continued,
             resync,
-            advance.requests,
+            advance.requests if type(advance.requests) is tuple else tuple(advance.requests),
             advance.rows,
             advance.serials,
             advance.num_computed_tokens,
@@ -72,17 +78,18 @@ class Emission:
             cached,
             external,
             resumed,
-            block_ids if block_ids.dtype == INT32 else block_ids.astype(INT32),
+            block_ids,
             advance.block_rows,
-            encoder_inputs,
-            freed_entries,
-            preempted,
-            finished,
+            tuple(encoder_inputs),
+            tuple(freed_entries),
+            tuple(preempted),
+            tuple(finished),
             self._common_prefix.count(advance.rows) if self._common_prefix is not None else 0,
-            record.loads,
-            self._kv.take_saves(),
+            tuple(record.loads),
+            tuple(self._kv.take_saves()),
         )
-        record.output = output
+        self._make_read_only(fields)
+        record.output = output = seal(fields, SchedulerOutput)
         members = self._batch.members
         count = len(members.requests)
         is_whole = len(advance.requests) == count
@@ -93,6 +100,28 @@ class Emission:
         if is_whole and (samples is members.trues or np.count_nonzero(samples) == count):
             record.members = members
         return output
+
+    def _make_read_only(self, fields: OutputFields) -> None:
+        """Flag the arrays that are made for this output; those that steps share are flagged when they are made."""
+        members = self._batch.members
+        set_writeable(fields.num_computed_tokens, False)
+        set_writeable(fields.block_ids, False)
+        set_writeable(fields.block_rows, False)
+        if fields.num_scheduled_tokens is not members.ones:
+            set_writeable(fields.num_scheduled_tokens, False)
+            set_writeable(fields.num_draft_tokens, False)
+            set_writeable(fields.draft_token_ids, False)
+        if fields.samples is not members.trues:  # not just decoding
+            for array in (
+                fields.rows,
+                fields.serials,
+                fields.samples,
+                fields.completes,
+                fields.num_cached_tokens,
+                fields.num_external_tokens,
+                fields.is_resumed,
+            ):
+                set_writeable(array, False)
 
     def _without_completions(self, advance: Advance) -> tuple[npt.NDArray[np.bool_], Int64Array]:
         """`samples` of the rows that do sample, and the indices of those that are complete instead."""
@@ -108,7 +137,7 @@ class Emission:
         start, count = len(advance.requests), len(admitted)
         requests, rows, serials = members.requests, members.rows, members.serials
         if start + count < len(requests):  # some that ran before do not advance
-            requests = [*advance.requests, *requests[-count:]]
+            requests = (*advance.requests, *requests[-count:])
             rows = np.concatenate([advance.rows, rows[-count:]])
             serials = np.concatenate([advance.serials, serials[-count:]])
         tokens = [entry.grant.num_tokens for entry in admitted]

@@ -60,8 +60,8 @@ class Loading:
         return Load(
             transfer_id=self._transfers.next_id(),
             request=request,
-            local_blocks=blocks[:first],
-            block_ids=blocks[first : first + count],
+            local_blocks=told[:first],
+            block_ids=told[first:],
             first_token=first * self._kv.block_size,
             num_tokens=grant.num_external_tokens,
             is_async=grant.is_async,

@@ -128,6 +128,7 @@ def _read_part(
     encoder_inputs: Sequence[EncoderInput | Sequence[Any]],
 ) -> Part:
     tokens = token_array(name, token_ids)
+    tokens.setflags(write=False)
     try:
         most = checked_integer("max_tokens", max_tokens, 0)
         return Part(tokens, most, read_encoder_inputs(encoder_inputs, len(tokens), "part"))

@@ -319,7 +319,7 @@ class Running:
         if np.count_nonzero(runs) < len(runs):
             picked = runs.nonzero()[0]
             rows, serials, lacks, granted, needed = (a[picked] for a in (rows, serials, lacks, granted, needed))
-            requests = [requests[index] for index in picked.tolist()]
+            requests = tuple([requests[index] for index in picked.tolist()])
         computed = batch.num_computed_tokens[rows]
         samples = granted >= lacks
         batch.num_computed_tokens[rows] = computed + granted

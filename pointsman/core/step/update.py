@@ -24,6 +24,7 @@ from pointsman.core.state.output import IntArray, SchedulerOutput, StepResult, S
 from pointsman.core.state.repetition import REPETITION_DETECTED
 from pointsman.core.state.request import Request
 from pointsman.core.state.runs import Runs
+from pointsman.core.state.sealed import seal
 from pointsman.core.state.status import FinishReason
 from pointsman.core.step.in_flight import StepRecord, StepsInFlight
 from pointsman.core.step.prompt_parts import PromptParts
@@ -115,7 +116,7 @@ class Update:
 
     def _find_ends(
         self,
-        requests: list[Request],
+        requests: Sequence[Request],
         rows: Int64Array,
         token_ids: Int32Array,
         num_tokens: Int64Array,
@@ -187,7 +188,7 @@ class Update:
         live = self._batch.serial[output.rows[at]] == output.serials[at]
         which = at[live]
         if len(which):
-            rows = Members(self._batch, output.rows[which], [output.requests[index] for index in which.tolist()])
+            rows = Members(self._batch, output.rows[which], tuple([output.requests[index] for index in which.tolist()]))
             appended, found = self._append_runs(rows, output.num_draft_tokens[which], runs.only(live))
             kept[which] = appended.counts
             ends += [(int(which[index]), end) for index, end in found]
