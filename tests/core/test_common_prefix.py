@@ -10,7 +10,7 @@ import pytest
 
 from pointsman.core.state.batch import Batch
 from pointsman.core.state.request import Request
-from pointsman.core.step.common_prefix import CommonPrefix
+from pointsman.core.step.emit import CommonPrefix
 from tests.core.helpers import Host, names
 
 

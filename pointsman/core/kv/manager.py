@@ -60,6 +60,12 @@ class KVCacheManager:
         self.num_saves = 0
         self.saves: list[Save] | None = None
         """Evictions that no output has told of; None: nobody wants to know."""
+        self._shares_within_step = config.share_within_step
+        self._unpublished: list[Request] = []
+        self.has_connector = False
+        """Whether KV may come from elsewhere."""
+        self.returned: list[Int64Array] | None = None
+        """Blocks that requests gave back since the newest output; None: nobody wants to know."""
         self._num_left = 0  # publications of blocks whose row let go of them at once
         self._newest_step = 0
         self._oldest_step = 0
@@ -159,7 +165,29 @@ class KVCacheManager:
     # ------------------------------------------------------------------ publishing and freeing
 
     def publish_prompt(self, batch: Batch, request: Request) -> None:
-        """Publish the prompt blocks that the steps scheduled so far complete."""
+        """Publish the prompt blocks that the steps scheduled so far complete: at once, so that the requests admitted
+        next can share them, or in `publish_deferred` if the host cannot share within a step."""
+        if self._shares_within_step:
+            self._publish_prompt(batch, request)
+        else:
+            self._unpublished.append(request)
+
+    def publish_deferred(self, batch: Batch) -> None:
+        """All admissions of the step are made."""
+        for request in self._unpublished:
+            self._publish_prompt(batch, request)
+        self._unpublished.clear()
+
+    def num_findable_tokens(self, request: Request) -> int:
+        """Of the tokens that a request has computed and published, those that are still in the prefix tree if nothing
+        of it was evicted since."""
+        state = request._state
+        if self.prefix is None or state.prefix_epoch != self.prefix.epoch:
+            return 0
+        count: int = state.num_published_blocks * self.block_size
+        return count
+
+    def _publish_prompt(self, batch: Batch, request: Request) -> None:
         state = request._state
         row = state.row
         assert row is not None
@@ -174,6 +202,8 @@ class KVCacheManager:
         """Blocks that were held without a row, in table order."""
         self.pool.release(blocks)
         self.num_returns += 1
+        if self.returned is not None:
+            self.returned.append(blocks)
 
     def release(self, batch: Batch, request: Request, *, num_valid_tokens: int, publish: bool = True) -> None:
         """Give back a row's blocks, after publishing those that its first `num_valid_tokens` tokens fill."""
@@ -185,6 +215,8 @@ class KVCacheManager:
         if publish and full > state.num_published_blocks and self.prefix is not None:
             self._num_left += self._publish(request, table, full, state.known_bytes())
         self.pool.release(table)
+        if self.returned is not None:
+            self.returned.append(table)
 
     def undo(self, journal: Journal) -> None:
         """Take the publications of a void step out of the tree, newest first; later steps' are out already.

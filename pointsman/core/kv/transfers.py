@@ -254,6 +254,7 @@ def make_transfers(config: SchedulerConfig, kv: KVCacheManager, connector: KVCon
         ConfigError: a knob is about a connector, and there is none.
     """
     if connector is not None:
+        kv.has_connector = True
         if connector.saves_evicted:
             kv.saves = []
         return Transfers(config, kv, connector)

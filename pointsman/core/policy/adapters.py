@@ -16,7 +16,6 @@ Claims are not stored: every step asks the queue in order, so requests behind a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.policy.gate import Gate, View

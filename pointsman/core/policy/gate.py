@@ -2,8 +2,8 @@
 
 Everything that has a say in an admission answers this one question: the token budget, the limits (`limits.py`), the
 embeddings of encoder inputs (`encoder_budget.py`), the caps on partial prefills (`partial_prefills.py`), the adapter
-slots (`adapters.py`), and the blocks that must stay free (`reserve.py`). `step/admission.py` asks them in a fixed order.
-Each lowers the number of tokens or defers the request; the first deferral is the reason that is reported.
+slots (`adapters.py`), and the blocks that must stay free (`reserve.py`). `step/admission.py` asks them in a fixed
+order. Each lowers the number of tokens or defers the request; the first deferral is the reason that is reported.
 
 A limit on running rows answers the same question for all of them at once, on columns: see `Limit` in `limits.py`.
 """

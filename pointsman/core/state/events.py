@@ -103,6 +103,8 @@ class Admitted(NamedTuple):
     """Tokens that it need not compute."""
     num_external_tokens: int
     """Of these, tokens that a connector loads, or has loaded."""
+    uses_prefix_cache: bool
+    """Whether the prefix cache was looked up."""
     now: float
 
 
@@ -235,17 +237,11 @@ class Events:
     def __init__(self, find_holder: Callable[[Request, Reason], str | None]) -> None:
         self.find_holder = find_holder
         """Which request holds what another one waits for; asked only if somebody listens to deferrals."""
-        self.listeners: tuple[Listener, ...] = ()
-        self._connect()
+        self.set(())
 
-    def add(self, listener: Listener) -> None:
-        """Tell this listener too, from now on."""
-        self.listeners = (*self.listeners, listener)
-        self._connect()
-
-    def remove(self, listener: Listener) -> None:
-        """Tell this listener nothing more."""
-        self.listeners = tuple(other for other in self.listeners if other is not listener)
+    def set(self, listeners: Iterable[Listener]) -> None:
+        """From now on these are told, in this order."""
+        self.listeners: tuple[Listener, ...] = tuple(listeners)
         self._connect()
 
     def _connect(self) -> None:

@@ -23,6 +23,7 @@ import numpy.typing as npt
 from pointsman.core.errors import InvalidTransition, RequestRefused
 from pointsman.core.state.inputs import Adapter, EncoderInput, Part, read_encoder_inputs
 from pointsman.core.state.numbers import checked_integer, checked_priority
+from pointsman.core.state.reason import Deferral
 from pointsman.core.state.repetition import RepetitionDetectionParams, RepetitionWatch
 from pointsman.core.state.sealed import Sealed, seal
 from pointsman.core.state.status import NEXT, FinishReason, RequestEvent, RequestStatus
@@ -127,7 +128,8 @@ class RequestState:
         self.row: int | None = None
         self.queue_entry: list[Any] | None = None
         self.queued_at = 0.0  # when it entered the queue last, on the caller's clock
-        self.deferral: Any = None
+        self.deferral: Deferral | None = None  # why it was not admitted by the newest step that asked about it
+        self.deferred_since = 0.0  # since when for that reason
         self.lost_tokens = 0  # computed before it last lost its row
         self.loss_number = 0  # of that loss, in order over all requests
         self.holding: Any = None  # blocks that it holds without a row, see `kv/transfers.py`

@@ -15,7 +15,6 @@ find, what running requests are owed, whether anything runs, or enough free bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +52,31 @@ class _KeptVerdict:
     required_budget: int
 
 
+class Gates:
+    """Every gate of a scheduler, in the order in which an admission asks them."""
+
+    def __init__(
+        self,
+        adapters: AdapterSlots,
+        budget: TokenBudget,
+        limits: list[Limit],
+        partial_prefills: PartialPrefills | None,
+        reserves: Reserves,
+    ) -> None:
+        self.adapters = adapters
+        self.budget = budget
+        self.limits = limits
+        self.partial_prefills = partial_prefills
+        self.reserves = reserves
+        partial = [] if partial_prefills is None else [partial_prefills]
+        self.after_lookup: list[Gate] = [budget, *limits, *partial, reserves]
+        self.all: list[Gate] = [adapters, *self.after_lookup]
+        # Only those that do something there are called.
+        self.commits = [gate.commit for gate in self.all if type(gate).commit is not Gate.commit]
+        self.openers = [gate.open_queue for gate in self.all if type(gate).open_queue is not Gate.open_queue]
+        self.load_followers = [gate.open_step for gate in self.all if type(gate).open_step is not Gate.open_step]
+
+
 class Admission:
     """Takes requests from the queue into the running batch."""
 
@@ -65,7 +89,6 @@ class Admission:
         table: RequestTable,
         gates: Gates,
         events: Events,
-        publish: Callable[[Request], None],
         transfers: Transfers | None,
         loading: Loading | None,
     ) -> None:
@@ -90,7 +113,6 @@ class Admission:
         self._table = table
         self.gates = gates
         self._events = events
-        self._publish = publish
         self._transfers = transfers
         self._loading = loading
         self._view = AdmissionView(batch, kv.pool)
@@ -118,9 +140,7 @@ class Admission:
             return
         for open_queue in self.gates.openers:
             open_queue()
-        view.open_step(
-            now, self._budget - advance.total, len(batch.members.requests), self._running.num_owed_blocks()
-        )
+        view.open_step(now, self._budget - advance.total, len(batch.members.requests), self._running.num_owed_blocks())
         skipped: list[tuple[Request, int]] = []  # with how many were admitted before it was asked
         if self._loading is not None:
             self._loading.open(step.displacer, now)
@@ -200,7 +220,7 @@ class Admission:
             batch.num_pending[row] = 1
         else:
             batch.set_prefilling(row)
-        self._publish(request)
+        kv.publish_prompt(batch, request)
         return AdmittedRequest(request, row, state.serial, status, serial, grant, blocks)
 
     # ------------------------------------------------------------------ one request
@@ -291,31 +311,6 @@ class Admission:
             allowed = limit.check(request, 0, want, self._view)
             want = 0 if isinstance(allowed, Deferral) else allowed
         return min(want, budget) < request._state.num_tokens
-
-
-class Gates:
-    """Every gate of a scheduler, in the order in which an admission asks them."""
-
-    def __init__(
-        self,
-        adapters: AdapterSlots,
-        budget: TokenBudget,
-        limits: Sequence[Limit],
-        partial_prefills: PartialPrefills | None,
-        reserves: Reserves,
-    ) -> None:
-        self.adapters = adapters
-        self.budget = budget
-        self.limits = limits
-        self.partial_prefills = partial_prefills
-        self.reserves = reserves
-        partial = [] if partial_prefills is None else [partial_prefills]
-        self.after_lookup: list[Gate] = [budget, *limits, *partial, reserves]
-        self.all: list[Gate] = [adapters, *self.after_lookup]
-        # Only those that do something there are called.
-        self.commits = [gate.commit for gate in self.all if type(gate).commit is not Gate.commit]
-        self.openers = [gate.open_queue for gate in self.all if type(gate).open_queue is not Gate.open_queue]
-        self.load_followers = [gate.open_step for gate in self.all if type(gate).open_step is not Gate.open_step]
 
 
 def _closed_for(reason: Reason) -> Deferral:

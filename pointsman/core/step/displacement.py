@@ -104,8 +104,8 @@ class Displacement:
         return []
 
     def _failed_before(self, head: Request) -> bool:
-        """No request left, nothing was published and no reserve changed since the failed attempt for `head`, so it would
-        fail again."""
+        """No request left, nothing was published and no reserve changed since the failed attempt for `head`, so it
+        would fail again."""
         if self._failed_attempt is None:
             return False
         request, members, *counts = self._failed_attempt

@@ -8,11 +8,11 @@
                with Speculative Sampling")
 
 While drafts are in flight it is not known how many of them will count, so the row is not scheduled again before its run
-is in; `num_computed_tokens` is lowered then by what was rejected. The slots of rejected drafts stay with the row, and are
-written again by its next tokens.
+is in; `num_computed_tokens` is lowered then by what was rejected. The slots of rejected drafts stay with the row, and
+are written again by its next tokens.
 
-A draft yields to everything. It is cut to the token limit, the table of the configuration, the limits and the budget; no
-request is preempted for it, and a request that loses its row loses its drafts.
+A draft yields to everything. It is cut to the token limit, the table of the configuration, the limits and the budget;
+no request is preempted for it, and a request that loses its row loses its drafts.
 """
 
 from __future__ import annotations

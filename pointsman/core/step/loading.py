@@ -54,6 +54,8 @@ class Loading:
         """What the output says of the external tokens of a grant, whose block table starts with `blocks`."""
         first = len(grant.match.blocks)
         count = grant.num_external_tokens // self._kv.block_size
+        told = blocks[: first + count].copy()
+        told.setflags(write=False)
         if self._events.load_started:
             event = LoadStarted(request, grant.num_external_tokens, grant.is_async, self._table.now)
             send(self._events.load_started, event)
@@ -122,7 +124,7 @@ class Loading:
                 self._let_go(load.request)
 
     def forget(self) -> None:
-        """No request that does not run yet continues behind KV from before a reset, nor does the connector offer any."""
+        """No request that does not run yet uses KV from before a reset, nor does the connector offer any."""
         for request in self._transfers.holders():
             self._let_go(request)
         self._transfers.connector.reset()

@@ -25,8 +25,8 @@ from pointsman.core.state.events import (
     Events,
     Finished,
     Parked,
-    PreemptionCause,
     Preempted,
+    PreemptionCause,
     Queued,
     RolledBack,
     send,
@@ -73,7 +73,7 @@ class RequestTable:
         self.queue = queue
         self.parked: dict[str, Request] = {}
         self.requests: dict[str, Request] = {}
-        """Every request whose id is in use: those that have not finished, and those whose end no output has reported."""
+        """Every request whose id is in use: not finished, or finished and not yet reported by an output."""
         self.preempted: list[Request] = []
         self.finished: list[Request] = []
         self.skipped: list[Request] = []
@@ -115,7 +115,9 @@ class RequestTable:
         request = self.require(request_id)
         state = request._state
         if not state.status.is_parked:
-            raise InvalidTransition(f"request {request_id!r} is {state.status.name}, not parked; ready() does not apply")
+            raise InvalidTransition(
+                f"request {request_id!r} is {state.status.name}, not parked; ready() does not apply"
+            )
         if state.holding is not None:
             raise InvalidTransition(
                 f"request {request_id!r} waits for transfer {state.holding.transfer_id}; end it with transfer_done()"
@@ -204,7 +206,9 @@ class RequestTable:
         state.may_load = True
         row = self._batch.place(request, grant.num_cached_tokens + grant.num_tokens, num_slots)
         if self._events.admitted:
-            event = Admitted(request, resumed, grant.num_cached_tokens, grant.num_external_tokens, self.now)
+            looked_up = self._kv.prefix is not None and request.use_prefix_cache
+            cached, external = grant.num_cached_tokens, grant.num_external_tokens
+            event = Admitted(request, resumed, cached, external, looked_up, self.now)
             send(self._events.admitted, event)
         return row
 

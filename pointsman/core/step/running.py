@@ -17,8 +17,8 @@ behind it runs in this step. The walk is taken only if blocks run out; while the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -110,7 +110,7 @@ class Running:
             preempted = True
         return self._advance_general(preempt)
 
-    def idle(self) -> Advance:
+    def rest(self) -> Advance:
         """No row computes anything."""
         members = self._batch.members
         return Advance(
@@ -410,9 +410,7 @@ class InOrder(Running):
             return self._share_out(lacks, want, preempt)
         return self._walk(want, preempt)
 
-    def _walk(
-        self, want: Int64Array, preempt: Preempt
-    ) -> tuple[Int64Array, Int64Array, IntArray, bool]:
+    def _walk(self, want: Int64Array, preempt: Preempt) -> tuple[Int64Array, Int64Array, IntArray, bool]:
         """Row by row, in admission order, as long as there is budget. Each takes its blocks at once."""
         batch, kv, members = self._batch, self._kv, self._batch.members
         position = {row: index for index, row in enumerate(members.rows.tolist())}

@@ -20,11 +20,10 @@ from pointsman.core.kv.transfers import Transfers
 from pointsman.core.policy.encoder_budget import EncoderCache
 from pointsman.core.state.batch import WATCHED, Batch, Members
 from pointsman.core.state.numbers import INT64, ONE, flat_tokens
-from pointsman.core.state.output import IntArray, SchedulerOutput, StepResult, StepUpdate
+from pointsman.core.state.output import IntArray, SchedulerOutput, StepResult, UpdateFields
 from pointsman.core.state.repetition import REPETITION_DETECTED
 from pointsman.core.state.request import Request
 from pointsman.core.state.runs import Runs
-from pointsman.core.state.sealed import seal
 from pointsman.core.state.status import FinishReason
 from pointsman.core.step.in_flight import StepRecord, StepsInFlight
 from pointsman.core.step.prompt_parts import PromptParts
@@ -74,7 +73,7 @@ class Update:
         self._encoder = encoder
         self._transfers = transfers
 
-    def append(self, step: StepRecord, output: SchedulerOutput, result: StepResult) -> tuple[StepUpdate, Ends]:
+    def append(self, step: StepRecord, output: SchedulerOutput, result: StepResult) -> tuple[UpdateFields, Ends]:
         """Parts 1 and 2: check the result of the oldest step in flight, append its tokens, and find the requests that
         stop with them.
 
@@ -93,13 +92,10 @@ class Update:
         if self._batch.may_end(0):
             done |= num_tokens >= members.token_limit
         ends = self._find_ends(members.requests, members.rows, token_ids, num_tokens, done)
-        return StepUpdate(token_ids, members.ones, ()), ends
+        return UpdateFields(token_ids, members.ones), ends
 
-    def finish(self, ends: Ends) -> tuple[list[Request], list[Request]]:
-        """Part 3: requests that stop finish, and their blocks are free; those with further parts of a prompt go on.
-
-        Returns the finished requests, and those whose present part is complete.
-        """
+    def finish(self, update: UpdateFields, ends: Ends) -> None:
+        """Part 3: requests that stop finish, and their blocks are free; those with further parts of a prompt go on."""
         ends.sort(key=_row_index)
         over: list[End] = []
         parts: list[Request] = []
@@ -111,8 +107,8 @@ class Update:
         self._table.finish(over)
         for request in parts:
             self._parts.complete(request)
-        finished = [end.request for end in over] + [request for request in parts if request.is_finished]
-        return finished, [request for request in parts if not request.is_finished]
+        update.finished = (*[end.request for end in over], *[request for request in parts if request.is_finished])
+        update.completed_parts = tuple([request for request in parts if not request.is_finished])
 
     def _find_ends(
         self,
@@ -122,7 +118,7 @@ class Update:
         num_tokens: Int64Array,
         done: npt.NDArray[np.bool_],
     ) -> Ends:
-        """Which requests stop after an append to live rows: some of those that are `done` or have unusual stop conditions."""
+        """Which requests stop after an append to live rows: some of those `done` or with unusual stop conditions."""
         batch = self._batch
         if batch.stop_filter.num_rows:
             done |= batch.stop_filter.may_stop(token_ids)
@@ -135,9 +131,7 @@ class Update:
                 ends.append((index, end))
         return ends
 
-    def _append_some(
-        self, step: StepRecord, output: SchedulerOutput, result: StepResult
-    ) -> tuple[StepUpdate, Ends]:
+    def _append_some(self, step: StepRecord, output: SchedulerOutput, result: StepResult) -> tuple[UpdateFields, Ends]:
         sampled, token_ids = checked_samples(output, result)
         step.is_over = True
         batch = self._batch
@@ -164,11 +158,13 @@ class Update:
                 if end is not None:
                     ends.append((row_index, end))
         kept = token_ids[counts[sampled] > 0]
-        return StepUpdate(kept, counts, []), ends
+        return UpdateFields(kept, counts), ends
 
     # ------------------------------------------------------------------ runs
 
-    def _append_drafted(self, step: StepRecord, output: SchedulerOutput, result: StepResult) -> tuple[StepUpdate, Ends]:
+    def _append_drafted(
+        self, step: StepRecord, output: SchedulerOutput, result: StepResult
+    ) -> tuple[UpdateFields, Ends]:
         """The step verified drafts: each row that samples has a run of tokens, of which those up to a stop count."""
         members = step.members
         if members is None or members is not self._batch.members or result.errors:
@@ -176,11 +172,11 @@ class Update:
         runs = checked_run_per_row(output, result)
         step.is_over = True
         runs, ends = self._append_runs(members, output.num_draft_tokens, runs)
-        return StepUpdate(runs.token_ids, runs.counts, ()), ends
+        return UpdateFields(runs.token_ids, runs.counts), ends
 
     def _append_some_drafted(
         self, step: StepRecord, output: SchedulerOutput, result: StepResult
-    ) -> tuple[StepUpdate, Ends]:
+    ) -> tuple[UpdateFields, Ends]:
         at, runs = checked_runs(output, result)
         step.is_over = True
         ends = self._errors(output, result) + self._completions(output, result)
@@ -200,7 +196,7 @@ class Update:
                 kept[row_index], end = self._deliver_run(request, num_drafts, run)
                 ends += [(row_index, end)] if end is not None else []
         token_ids = runs.cut(kept[at]).token_ids
-        return StepUpdate(token_ids, kept, ()), ends
+        return UpdateFields(token_ids, kept), ends
 
     def _append_runs(self, live: Members, drafts: IntArray, runs: Runs) -> tuple[Runs, Ends]:
         """Append the runs of live rows up to their stops. Returns what counts of them, and which requests stop."""
