@@ -28,6 +28,7 @@ from pointsman.core import (
     Scheduler,
 )
 from tests.by_name import find, replace
+from tests.soak import SOAK
 
 from . import transfers as device
 from .operations import drive
@@ -992,7 +993,7 @@ def chosen_part() -> int | None:
     `POINTSMAN_FAULTS` says which ("3", or "all"). Without it the long form plants all, and every other run the part
     that follows the one of the commit before; where the history is not known, the commit's hash chooses.
     """
-    asked = os.environ.get("POINTSMAN_FAULTS") or ("all" if os.environ.get("POINTSMAN_SOAK") == "1" else "")
+    asked = os.environ.get("POINTSMAN_FAULTS") or ("all" if SOAK else "")
     if asked == "all":
         return None
     if asked:
