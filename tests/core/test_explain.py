@@ -247,7 +247,7 @@ def test_a_displacer_is_named() -> None:
     told = host.explain("low")
     assert (told.reason, told.blocker) == (Reason.DISPLACEMENT, "urgent")
     assert told.sentence == (
-        "low waits: a more urgent request got the room that was made in this step. Held by urgent."
+        "low waits: a more urgent request is admitted alone into what was preempted for it. Held by urgent."
     )
 
 

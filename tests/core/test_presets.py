@@ -1,12 +1,11 @@
 """Presets that are called after other schedulers decide as those do: step by step, against their specifications.
 
-`POINTSMAN_SOAK=1` compares ten times as many workloads.
+`POINTSMAN_SOAK=1` compares forty times as many workloads.
 """
 
 from __future__ import annotations
 
 import io
-import os
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +26,7 @@ from pointsman.core import (
 )
 from pointsman.core.policy.order import make_order
 from pointsman.core.presets import SYSTEMS
+from tests.soak import short_or_long
 
 from .helpers import Host, cached_of, names, next_token, tokens_of
 from .specifications.sequences import Decision, Sequence, Settings, Specification
@@ -34,7 +34,7 @@ from .specifications.textbook import Textbook
 from .specifications.two_phases import MiniVllm, NanoVllm, NanoVllmChunked
 from .specifications.vllm import Vllm
 
-NUM_WORKLOADS = 1000 if os.environ.get("POINTSMAN_SOAK") == "1" else 100
+NUM_WORKLOADS = short_or_long(25, 1000)
 NUM_TOKENS = 5  # in the vocabulary: so few that unrelated requests meet in the prefix cache
 
 SPECIFICATIONS: dict[str, type[Specification]] = {
