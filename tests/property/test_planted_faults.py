@@ -361,7 +361,7 @@ def a_step_that_preempted_admits(patch: Patch) -> None:
 def stall_begins_anew_at_every_look(patch: Patch) -> None:
     def stalled(original: Any, dog: Any, table: Any, *args: Any) -> Any:
         dog._seen = {}
-        return original(dog, life, *args)
+        return original(dog, table, *args)
 
     around(patch, "Watchdog.stalled", stalled)
 
