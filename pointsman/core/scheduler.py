@@ -79,6 +79,7 @@ class Scheduler(Questions):
     """
 
     __slots__ = (
+        "__weakref__",
         "_admission",
         "_batch",
         "_config",
@@ -124,7 +125,7 @@ class Scheduler(Questions):
 
     def _assemble(self, start: Start, connector: KVConnector | None = None) -> None:
         """Make all parts anew, for the present configuration; only the counters go on."""
-        config, counters = self.config, self._counters
+        config, counters = self._config, self._counters
         max_blocks = min(-(-config.max_model_len // config.block_size), config.num_usable_blocks)
         self._batch = batch = Batch(config.block_size, max_blocks, counters.accepted_drafts)
         self._kv = kv = KVCacheManager(config)
@@ -172,7 +173,7 @@ class Scheduler(Questions):
         park = None if park is None else ParkReason(park)
         if request.status is not RequestStatus.WAITING or request.sequence_number:
             raise InvalidTransition(f"request {request.request_id!r} was added before; make a new Request")
-        why = settle_limits(self.config, request)
+        why = settle_limits(self._config, request)
         if why is not None:
             self._counters.num_refused += 1
             raise refused(request, why)
@@ -314,7 +315,7 @@ class Scheduler(Questions):
             ConfigError: the limit is out of range, see `SchedulerConfig.max_num_active_seqs`.
         """
         self._config = self._config.replace(max_num_active_seqs=limit)
-        self._admission.max_num_active_seqs = seats = self.config.num_seats
+        self._admission.max_num_active_seqs = seats = self._config.num_seats
         self._most_active_seqs = max(self._most_active_seqs, seats)
         if self._recorder is not None:
             self._recorder.set_max_num_active_seqs(limit, now)
@@ -466,7 +467,7 @@ class Scheduler(Questions):
         """
         if self._recorder is not None:
             raise InvalidTransition("a recording is under way; stop_recording() first")
-        if self.config.encoder_budget or self._has_connector:
+        if self._config.encoder_budget or self._has_connector:
             what = "a connector" if self._has_connector else "encoder_budget"
             raise InvalidTransition(f"with {what} a recording begins with the scheduler: give it a recorder")
         if not self.is_idle:
@@ -480,7 +481,7 @@ class Scheduler(Questions):
         self._assemble(start)
         self._kv.continue_reports(kv)
         self._recorder = recorder
-        recorder.start(self.config, start)
+        recorder.start(self._config, start)
         if pause is not None:
             self.pause(pause.since, pause.mode)
 
@@ -492,8 +493,8 @@ class Scheduler(Questions):
 
     def _open_step(self, now: float) -> StepRecord:
         in_flight = self._life.in_flight
-        if len(in_flight) >= self.config.max_steps_in_flight:
-            raise too_many_in_flight(in_flight, self.config.max_steps_in_flight)
+        if len(in_flight) >= self._config.max_steps_in_flight:
+            raise too_many_in_flight(in_flight, self._config.max_steps_in_flight)
         self._life.tell_time(now)
         if self._loading is not None:
             self._loading.expire(now)
@@ -519,7 +520,7 @@ class Scheduler(Questions):
 
     def _publish(self, request: Request) -> None:
         """Part 3: at once, or after the admissions if a host cannot share within a step."""
-        if self.config.share_within_step:
+        if self._config.share_within_step:
             self._kv.publish_prompt(self._batch, request)
         else:
             self._unpublished.append(request)

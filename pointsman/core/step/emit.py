@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -9,7 +11,6 @@ from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.state.batch import NO_SAMPLE, Batch
 from pointsman.core.state.numbers import INT32, set_writeable
 from pointsman.core.state.output import OutputFields, SchedulerOutput
-from pointsman.core.state.sealed import seal
 from pointsman.core.state.status import RequestStatus
 from pointsman.core.state.tokens import NO_TOKENS
 from pointsman.core.step.common_prefix import CommonPrefix
@@ -58,15 +59,16 @@ class Emission:
         preempted, finished = self._life.take_reports()
         encoder = self._life.encoder
         encoder_inputs, freed_entries = encoder.close() if encoder is not None else ((), ())
-        if block_ids.dtype != INT32:
-            block_ids = block_ids.astype(INT32) if len(block_ids) else NO_TOKENS
+        if block_ids.dtype is not INT32:
+            block_ids = block_ids.astype(INT32, copy=False) if len(block_ids) else NO_TOKENS
         # By position, in the order of the fields: with keywords it takes three times as long.
-        fields = OutputFields(
+        members = self._batch.members
+        fields: Any = OutputFields(
             record.step_id,
             advance.total,
             num_continued,
             resync,
-            advance.requests if type(advance.requests) is tuple else tuple(advance.requests),
+            advance.requests,
             advance.rows,
             advance.serials,
             advance.num_computed_tokens,
@@ -80,17 +82,27 @@ class Emission:
             resumed,
             block_ids,
             advance.block_rows,
-            tuple(encoder_inputs),
-            tuple(freed_entries),
-            tuple(preempted),
-            tuple(finished),
+            encoder_inputs,
+            freed_entries,
+            tuple(preempted) if preempted else (),
+            tuple(finished) if finished else (),
             self._common_prefix.count(advance.rows) if self._common_prefix is not None else 0,
-            tuple(record.loads),
-            tuple(self._kv.take_saves()),
+            tuple(record.loads) if record.loads else (),
+            self._kv.take_saves(),
         )
-        self._make_read_only(fields)
-        record.output = output = seal(fields, SchedulerOutput)
-        members = self._batch.members
+        set_writeable(advance.num_computed_tokens, False)
+        if len(block_ids):
+            set_writeable(block_ids, False)
+            set_writeable(advance.block_rows, False)
+        if advance.num_scheduled_tokens is not members.ones:
+            set_writeable(advance.num_scheduled_tokens, False)
+            set_writeable(advance.num_draft_tokens, False)
+            set_writeable(advance.draft_token_ids, False)
+        if samples is not members.trues:
+            _make_read_only(fields)
+        fields.__class__ = SchedulerOutput  # complete: see `sealed.py`
+        output: SchedulerOutput = fields
+        record.output = output
         count = len(members.requests)
         is_whole = len(advance.requests) == count
         life = self._life
@@ -100,28 +112,6 @@ class Emission:
         if is_whole and (samples is members.trues or np.count_nonzero(samples) == count):
             record.members = members
         return output
-
-    def _make_read_only(self, fields: OutputFields) -> None:
-        """Flag the arrays that are made for this output; those that steps share are flagged when they are made."""
-        members = self._batch.members
-        set_writeable(fields.num_computed_tokens, False)
-        set_writeable(fields.block_ids, False)
-        set_writeable(fields.block_rows, False)
-        if fields.num_scheduled_tokens is not members.ones:
-            set_writeable(fields.num_scheduled_tokens, False)
-            set_writeable(fields.num_draft_tokens, False)
-            set_writeable(fields.draft_token_ids, False)
-        if fields.samples is not members.trues:  # not just decoding
-            for array in (
-                fields.rows,
-                fields.serials,
-                fields.samples,
-                fields.completes,
-                fields.num_cached_tokens,
-                fields.num_external_tokens,
-                fields.is_resumed,
-            ):
-                set_writeable(array, False)
 
     def _without_completions(self, advance: Advance) -> tuple[npt.NDArray[np.bool_], Int64Array]:
         """`samples` of the rows that do sample, and the indices of those that are complete instead."""
@@ -167,3 +157,17 @@ class Emission:
         self._unsynced -= set(advance.serials.tolist())
         self._resync = bool(self._unsynced)
         return self._kv.tables(self._batch, advance.rows)
+
+
+def _make_read_only(fields: OutputFields) -> None:
+    """Flag what else is made for an output whose rows do not all sample."""
+    for array in (
+        fields.rows,
+        fields.serials,
+        fields.samples,
+        fields.completes,
+        fields.num_cached_tokens,
+        fields.num_external_tokens,
+        fields.is_resumed,
+    ):
+        set_writeable(array, False)

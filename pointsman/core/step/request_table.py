@@ -7,6 +7,7 @@ them; an ended request keeps its id until then.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from pointsman.core.errors import DuplicateRequest, InvalidTransition, UnknownRequest
@@ -279,9 +280,11 @@ class Lifecycle:
 
     # ------------------------------------------------------------------ reports
 
-    def take_reports(self) -> tuple[list[Request], list[Request]]:
+    def take_reports(self) -> tuple[Sequence[Request], Sequence[Request]]:
         """(preempted, finished), for an output; the ids of the finished are free from now on."""
         preempted, finished = self.preempted, self.finished
+        if not preempted and not finished:
+            return (), ()
         self.preempted, self.finished = [], []
         for request in finished:
             if self.requests.get(request.request_id) is request:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,6 @@ from pointsman.core.state.output import IntArray, SchedulerOutput, StepResult, S
 from pointsman.core.state.repetition import REPETITION_DETECTED
 from pointsman.core.state.request import Request
 from pointsman.core.state.runs import Runs
-from pointsman.core.state.sealed import seal
 from pointsman.core.state.status import FinishReason
 from pointsman.core.step.in_flight import StepRecord
 from pointsman.core.step.prompt_parts import Parts
@@ -68,14 +68,16 @@ class Update:
         Raises:
             StepResultError: the result does not fit the output; nothing was applied.
         """
+        update: Any
         update, ends = self._apply(record, output, result)
         if ends:
             self._end(update, ends, now)
         if self._life.log is not None:
             self._life.log.updated()
         set_writeable(update.token_ids, False)
-        set_writeable(update.counts, False)
-        return seal(update, StepUpdate)
+        update.__class__ = StepUpdate  # complete: see `sealed.py`
+        applied: StepUpdate = update
+        return applied
 
     def _apply(self, record: StepRecord, output: SchedulerOutput, result: StepResult) -> tuple[UpdateFields, Ends]:
         if len(output.draft_token_ids):
@@ -107,6 +109,8 @@ class Update:
             done |= batch.stop_filter.may_stop(token_ids)
         if batch.num_watched:
             done |= (batch.flags[rows] & WATCHED) != 0
+        if not np.count_nonzero(done):  # as in most steps
+            return []
         ends: Ends = []
         for index in done.nonzero()[0].tolist():
             end = stop_condition(requests[index], int(num_tokens[index]), int(token_ids[index]))
@@ -144,6 +148,7 @@ class Update:
                     ends.append((row_index, end))
         kept = token_ids[counts[sampled] > 0]
         self._counters.num_generated_tokens += len(kept)
+        set_writeable(counts, False)
         return UpdateFields(kept, counts), ends
 
     # ------------------------------------------------------------------ runs
@@ -157,6 +162,7 @@ class Update:
         record.is_over = True
         runs, ends = self._append_runs(members, output.num_draft_tokens, runs)
         self._counters.num_generated_tokens += len(runs.token_ids)
+        set_writeable(runs.counts, False)
         return UpdateFields(runs.token_ids, runs.counts), ends
 
     def _apply_runs_general(
@@ -182,6 +188,7 @@ class Update:
                 ends += [(row_index, end)] if end is not None else []
         token_ids = runs.cut(kept[at]).token_ids
         self._counters.num_generated_tokens += len(token_ids)
+        set_writeable(kept, False)
         return UpdateFields(token_ids, kept), ends
 
     def _append_runs(self, live: Members, drafts: IntArray, runs: Runs) -> tuple[Runs, Ends]:
