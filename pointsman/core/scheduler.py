@@ -36,7 +36,6 @@ from pointsman.core.state.inputs import EncoderInput
 from pointsman.core.state.numbers import checked_priority, set_writeable
 from pointsman.core.state.output import Integers, SchedulerOutput, StepResult, StepUpdate
 from pointsman.core.state.request import Request
-from pointsman.core.state.sealed import seal
 from pointsman.core.state.status import FinishReason, ParkReason, Pause, PauseMode, RequestStatus
 from pointsman.core.step.assembly import NEW, Start, assemble
 from pointsman.core.step.emit import input_token_ids
@@ -66,6 +65,7 @@ class Scheduler:
     """
 
     __slots__ = (
+        "__weakref__",
         "_admission",
         "_batch",
         "_config",
@@ -183,8 +183,9 @@ class Scheduler:
             self._update.finish(fields, ends)  # finish requests, free their blocks
         self._close_step(step)
         set_writeable(fields.token_ids, False)
-        set_writeable(fields.counts, False)
-        update = seal(fields, StepUpdate)  # report
+        sealed: Any = fields
+        sealed.__class__ = StepUpdate  # complete: see `state/sealed.py`
+        update: StepUpdate = sealed
         for method in self._events.updated:
             method(output, update, now)
         if self._events.called:
@@ -311,7 +312,7 @@ class Scheduler:
         park = None if park is None else ParkReason(park)
         if request.status is not RequestStatus.WAITING or request.sequence_number:
             raise InvalidTransition(f"request {request.request_id!r} was added before; make a new Request")
-        why = settle_limits(self.config, request)
+        why = settle_limits(self._config, request)
         if why is not None:
             if self._events.refused:
                 send(self._events.refused, Refused(request, why, now))

@@ -56,7 +56,7 @@ def check_passing(
         if has_slot and entry is expected[0]:
             del expected[0]
             for other in passed:
-                other._state.num_overtaken += 1
+                other.num_overtaken += 1
             if adapter is not None and adapter not in held:
                 held.append(adapter)
             continue

@@ -312,7 +312,7 @@ class KVCacheManager:
         if not self.saves:
             return ()
         saves, self.saves = self.saves, []
-        return saves
+        return tuple(saves)
 
 
 def _nodes(blocks: Int64Array, spans: list[Span]) -> list[tuple[int, Place]]:

@@ -84,13 +84,13 @@ class EncoderCache(Limit):
             computed = request.num_computed_tokens
             self._let_go(request, [item for item in self._holds[request] if item.start < computed < item.end])
 
-    def close(self) -> tuple[list[tuple[Request, int]], list[EncoderEntry]]:
+    def close(self) -> tuple[tuple[tuple[Request, int], ...], tuple[EncoderEntry, ...]]:
         """A step is decided: what it computes (request, index of its input), and what must be freed before."""
         while self.num_used > self.size:
             entry = next(iter(self._idle))
             self._drop(entry)
             self.counts.evicted += entry.num_embeddings
-        computed, freed = self._computed, list(self._freed)
+        computed, freed = tuple(self._computed), tuple(self._freed)
         self._computed, self._freed = [], {}
         return computed, freed
 

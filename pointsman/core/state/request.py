@@ -25,7 +25,7 @@ from pointsman.core.state.inputs import Adapter, EncoderInput, Part, read_encode
 from pointsman.core.state.numbers import checked_integer, checked_priority
 from pointsman.core.state.reason import Deferral
 from pointsman.core.state.repetition import RepetitionDetectionParams, RepetitionWatch
-from pointsman.core.state.sealed import Sealed, seal
+from pointsman.core.state.sealed import Sealed
 from pointsman.core.state.status import NEXT, FinishReason, RequestEvent, RequestStatus
 from pointsman.core.state.tokens import Int32Array, IntArray, OutputTokens, shared_prompt
 
@@ -419,7 +419,9 @@ class Request(Sealed, _Asked):
         if asked.min_tokens > state.max_tokens and not more_input:
             checks.refuse(f"min_tokens is {min_tokens}, more than max_tokens {max_tokens}; lower it")
         state.token_limit = state.num_prompt_tokens + state.max_tokens
-        return seal(asked, cls)  # from now on no slot can be assigned
+        asked.__class__ = cls  # complete: from now on no slot can be assigned, see `sealed.py`
+        request: Self = asked
+        return request
 
     def __repr__(self) -> str:
         return f"Request({self.request_id!r}, {self.status.value}, {self.num_computed_tokens}/{self.num_tokens} tokens)"

@@ -7,16 +7,7 @@ subclass, which adds nothing but a refusal, when it is complete. Reading a field
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NoReturn, TypeVar
-
-Kind = TypeVar("Kind")
-
-
-def seal(fields: Any, kind: type[Kind]) -> Kind:
-    """The object `fields` as one of `kind`, a sealed subclass of its class. It is the same object."""
-    fields.__class__ = kind
-    sealed: Kind = fields
-    return sealed
+from typing import ClassVar, NoReturn
 
 
 class Sealed:

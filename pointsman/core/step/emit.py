@@ -6,6 +6,8 @@ Beside it: which running requests a step leaves out and since when (`LeftOut`), 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -18,7 +20,6 @@ from pointsman.core.state.numbers import INT32, set_writeable
 from pointsman.core.state.output import IntArray, OutputFields, SchedulerOutput
 from pointsman.core.state.request import Request
 from pointsman.core.state.runs import join_runs
-from pointsman.core.state.sealed import seal
 from pointsman.core.state.status import RequestStatus
 from pointsman.core.state.tokens import NO_TOKENS
 from pointsman.core.step.in_flight import AdmittedRequest, StepRecord
@@ -85,15 +86,16 @@ class Emission:
             samples, completes = self._without_completions(advance)
         preempted, finished = self._table.take_reports()
         encoder_inputs, freed_entries = self._encoder.close() if self._encoder is not None else ((), ())
-        if block_ids.dtype != INT32:
-            block_ids = block_ids.astype(INT32) if len(block_ids) else NO_TOKENS
+        if block_ids.dtype is not INT32:
+            block_ids = block_ids.astype(INT32, copy=False) if len(block_ids) else NO_TOKENS
         # By position, in the order of the fields: with keywords it takes three times as long.
-        fields = OutputFields(
+        members = self._batch.members
+        fields: Any = OutputFields(
             record.step_id,
             advance.total,
             num_continued,
             resync,
-            advance.requests if type(advance.requests) is tuple else tuple(advance.requests),
+            advance.requests,
             advance.rows,
             advance.serials,
             advance.num_computed_tokens,
@@ -107,17 +109,27 @@ class Emission:
             resumed,
             block_ids,
             advance.block_rows,
-            tuple(encoder_inputs),
-            tuple(freed_entries),
-            tuple(preempted),
-            tuple(finished),
+            encoder_inputs,
+            freed_entries,
+            tuple(preempted) if preempted else (),
+            tuple(finished) if finished else (),
             self._common_prefix.count(advance.rows) if self._common_prefix is not None else 0,
-            tuple(record.loads),
-            tuple(self._kv.take_saves()),
+            tuple(record.loads) if record.loads else (),
+            self._kv.take_saves(),
         )
-        self._make_read_only(fields)
-        record.output = output = seal(fields, SchedulerOutput)
-        members = self._batch.members
+        set_writeable(advance.num_computed_tokens, False)
+        if len(block_ids):
+            set_writeable(block_ids, False)
+            set_writeable(advance.block_rows, False)
+        if advance.num_scheduled_tokens is not members.ones:
+            set_writeable(advance.num_scheduled_tokens, False)
+            set_writeable(advance.num_draft_tokens, False)
+            set_writeable(advance.draft_token_ids, False)
+        if samples is not members.trues:
+            _make_read_only(fields)
+        fields.__class__ = SchedulerOutput  # complete: see `sealed.py`
+        output: SchedulerOutput = fields
+        record.output = output
         count = len(members.requests)
         is_whole = len(advance.requests) == count
         if not is_whole:
@@ -127,28 +139,6 @@ class Emission:
             record.members = members
         if self._kv.returned is not None:
             record.returned_blocks, self._kv.returned = self._kv.returned, []
-
-    def _make_read_only(self, fields: OutputFields) -> None:
-        """Flag the arrays that are made for this output; those that steps share are flagged when they are made."""
-        members = self._batch.members
-        set_writeable(fields.num_computed_tokens, False)
-        set_writeable(fields.block_ids, False)
-        set_writeable(fields.block_rows, False)
-        if fields.num_scheduled_tokens is not members.ones:
-            set_writeable(fields.num_scheduled_tokens, False)
-            set_writeable(fields.num_draft_tokens, False)
-            set_writeable(fields.draft_token_ids, False)
-        if fields.samples is not members.trues:  # not just decoding
-            for array in (
-                fields.rows,
-                fields.serials,
-                fields.samples,
-                fields.completes,
-                fields.num_cached_tokens,
-                fields.num_external_tokens,
-                fields.is_resumed,
-            ):
-                set_writeable(array, False)
 
     def _without_completions(self, advance: Advance) -> tuple[npt.NDArray[np.bool_], Int64Array]:
         """`samples` of the rows that do sample, and the indices of those that are complete instead."""

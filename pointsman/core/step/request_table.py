@@ -280,9 +280,13 @@ class RequestTable:
             if self._events.finished:
                 send(self._events.finished, Finished(request, self.now))
 
-    def take_reports(self) -> tuple[list[Request], list[Request]]:
+    def take_reports(self) -> tuple[Sequence[Request], Sequence[Request]]:
         """(preempted, finished), for an output; the ids of the finished are free from now on."""
         preempted, finished = self.preempted, self.finished
+        if not preempted and not finished:
+            return (), ()
+        if not preempted and not finished:
+            return (), ()
         self.preempted, self.finished = [], []
         for request in finished:
             if self.requests.get(request.request_id) is request:

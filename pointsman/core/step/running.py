@@ -50,7 +50,7 @@ class Preempt(Protocol):
 class Advance:
     """What the running rows do in a step: the first part of a `SchedulerOutput`, field by field."""
 
-    requests: Sequence[Request]
+    requests: tuple[Request, ...]
     rows: Int64Array
     serials: Int64Array
     num_computed_tokens: Int64Array
@@ -114,7 +114,7 @@ class Running:
         """No row computes anything."""
         members = self._batch.members
         return Advance(
-            requests=[],
+            requests=(),
             rows=members.rows[:0],
             serials=members.serials[:0],
             num_computed_tokens=members.rows[:0],

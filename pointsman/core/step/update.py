@@ -19,7 +19,7 @@ from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.kv.transfers import Transfers
 from pointsman.core.policy.encoder_budget import EncoderCache
 from pointsman.core.state.batch import WATCHED, Batch, Members
-from pointsman.core.state.numbers import INT64, ONE, flat_tokens
+from pointsman.core.state.numbers import INT64, ONE, flat_tokens, set_writeable
 from pointsman.core.state.output import IntArray, SchedulerOutput, StepResult, UpdateFields
 from pointsman.core.state.repetition import REPETITION_DETECTED
 from pointsman.core.state.request import Request
@@ -124,6 +124,8 @@ class Update:
             done |= batch.stop_filter.may_stop(token_ids)
         if batch.num_watched:
             done |= (batch.flags[rows] & WATCHED) != 0
+        if not np.count_nonzero(done):  # as in most steps
+            return []
         ends: Ends = []
         for index in done.nonzero()[0].tolist():
             end = stop_condition(requests[index], int(num_tokens[index]), int(token_ids[index]))
@@ -158,6 +160,7 @@ class Update:
                 if end is not None:
                     ends.append((row_index, end))
         kept = token_ids[counts[sampled] > 0]
+        set_writeable(counts, False)
         return UpdateFields(kept, counts), ends
 
     # ------------------------------------------------------------------ runs
@@ -172,6 +175,7 @@ class Update:
         runs = checked_run_per_row(output, result)
         step.is_over = True
         runs, ends = self._append_runs(members, output.num_draft_tokens, runs)
+        set_writeable(runs.counts, False)
         return UpdateFields(runs.token_ids, runs.counts), ends
 
     def _append_some_drafted(
@@ -196,6 +200,7 @@ class Update:
                 kept[row_index], end = self._deliver_run(request, num_drafts, run)
                 ends += [(row_index, end)] if end is not None else []
         token_ids = runs.cut(kept[at]).token_ids
+        set_writeable(kept, False)
         return UpdateFields(token_ids, kept), ends
 
     def _append_runs(self, live: Members, drafts: IntArray, runs: Runs) -> tuple[Runs, Ends]:
