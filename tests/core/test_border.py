@@ -316,7 +316,7 @@ def _writable_table(patch: pytest.MonkeyPatch) -> None:
 
 
 def _lists_of_the_batch(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Scheduler, "parked", property(lambda scheduler: scheduler._life.parked), raising=False)
+    patch.setattr(Scheduler, "parked", property(lambda scheduler: scheduler._table.parked), raising=False)
 
 
 def _assignable_requests(patch: pytest.MonkeyPatch) -> None:

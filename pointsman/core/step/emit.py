@@ -186,6 +186,20 @@ class Emission:
         return self._kv.tables(self._batch, advance.rows)
 
 
+def _make_read_only(fields: OutputFields) -> None:
+    """Flag what else is made for an output whose rows do not all sample."""
+    for array in (
+        fields.rows,
+        fields.serials,
+        fields.samples,
+        fields.completes,
+        fields.num_cached_tokens,
+        fields.num_external_tokens,
+        fields.is_resumed,
+    ):
+        set_writeable(array, False)
+
+
 class LeftOut:
     """Since when the rows of a batch get nothing, step after step."""
 
