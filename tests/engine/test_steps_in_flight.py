@@ -13,8 +13,7 @@ from test_engine import byte_tokenizer, drain, free_blocks
 from test_sampling_batch import FEATURES
 from tiny_models import FAMILIES, build
 
-from pointsman.core import Scheduler
-from pointsman.core.recording import Recorder, replay
+from pointsman.core import Recorder, Scheduler, replay
 from pointsman.engine import LLM, Engine, EngineStepError, RequestOutput, SamplingParams, StructuredOutputsParams
 from pointsman.engine.attention import PagedBatch
 from pointsman.engine.model_loader import LoadedModel, wrap_model
