@@ -30,8 +30,8 @@ from pointsman.cli.workload import (
     text_workload,
     trace_workload,
 )
+from pointsman.core import Recorder, RecordingError, ReplayDifference
 from pointsman.core import replay as core_replay
-from pointsman.core.recording import Recorder, RecordingError, ReplayDifference
 from pointsman.engine.openmp import wait_briefly
 
 if TYPE_CHECKING:
