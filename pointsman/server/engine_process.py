@@ -35,7 +35,7 @@ from pointsman.engine.messages import Stop as ThreadStop
 from pointsman.engine.pausing import PauseChoice
 from pointsman.engine.stats_log import read_stats
 from pointsman.server.outbox import RemoteMailbox, RemotePort
-from pointsman.server.wire import (
+from pointsman.server.wire.messages import (
     Abandon,
     Add,
     Answer,

@@ -17,7 +17,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from pointsman.engine.mailbox import Mailbox, Port
-from pointsman.server.wire import Delta, EngineRequest, News, StepNote, pack, portable
+from pointsman.server.wire.messages import Delta, EngineRequest, News, StepNote, pack, portable
 
 if TYPE_CHECKING:
     from collections.abc import Callable

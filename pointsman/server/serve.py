@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 from pointsman.engine.openmp import wait_briefly
 from pointsman.engine.stats_log import DEFAULT_INTERVAL
 from pointsman.server.config import ServerConfig
-from pointsman.server.engine_client import EngineClient, EngineStartError
-from pointsman.server.prompts import check_chat_template
+from pointsman.server.service.engine_client import EngineClient, EngineStartError
+from pointsman.server.service.prompts import check_chat_template
 from pointsman.server.startup import startup_lines
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def run(
     """
     import uvloop
 
-    from pointsman.server.app import create_app
+    from pointsman.server.api.app import create_app
 
     wait_briefly()  # the engine process; this one needs the processor too
     with listening(config) as sock, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -154,7 +154,7 @@ class _Serving:
     async def _serve(self, client: EngineClient, app: FastAPI) -> int:
         import uvicorn
 
-        from pointsman.server.http import LimitedHttpProtocol
+        from pointsman.server.wire.http import LimitedHttpProtocol
 
         class Server(uvicorn.Server):
             @contextmanager

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from functools import cache
 from typing import Any
 
-from pointsman.server.engine_client import EngineClient
+from pointsman.server.service.engine_client import EngineClient
 
 MAX_IDLE = 3
 """Engines that are kept; they take memory and no time."""

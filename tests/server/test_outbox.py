@@ -11,7 +11,7 @@ from pointsman.core import Request
 from pointsman.engine import SamplingParams
 from pointsman.engine.output import RequestOutput, Transcript
 from pointsman.server.outbox import Outbox, RemoteMailbox, RemotePort
-from pointsman.server.wire import EngineRequest, News, StepNote, Unpacker
+from pointsman.server.wire.messages import EngineRequest, News, StepNote, Unpacker
 
 
 def read_until(sock: socket.socket, unpacker: Unpacker, done: Any) -> list[Any]:

@@ -1,0 +1,84 @@
+"""What operators do to a running engine: pause it, let it go on, empty its prefix cache, throttle it.
+
+    POST /pause?mode=abort|wait|keep&clear_cache=true     answers when nothing is computed any more
+    POST /resume
+    GET  /is_paused
+    POST /reset_prefix_cache?reset_running_requests=false
+    POST /max_num_active_seqs?limit=4                     ours
+
+vLLM has the others in its development mode only; here they ask for the key, as everything that is about requests.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from starlette.responses import JSONResponse, Response
+
+from pointsman.core import ConfigError
+from pointsman.engine.pausing import PauseChoice, ResumedError
+from pointsman.server.api.openapi import errors
+from pointsman.server.api.requests import ask
+from pointsman.server.service.service import Service
+from pointsman.server.wire.errors import ApiError
+from pointsman.server.wire.responses import ActiveSeqsResponse, PausedResponse, ResetResponse, StatusResponse
+
+
+def operation_router(service: Service) -> APIRouter:
+    """The routes."""
+    router = APIRouter(tags=["operation"])
+    client = service.client
+
+    @router.post("/pause", response_model=StatusResponse, responses=errors(400, 409, 500, 503))
+    async def pause(
+        mode: Annotated[
+            PauseChoice,
+            Query(description="Requests that are there are ended, go on to their end, or stand still until /resume."),
+        ] = "abort",
+        clear_cache: Annotated[
+            bool, Query(description="Whether cached prefixes are forgotten; what stands still is computed anew.")
+        ] = True,
+    ) -> Response:
+        """Start no further request until /resume. The answer comes when nothing is computed any more: the weights may
+        be changed then. With mode "wait" it may take as long as the requests that run.
+        """
+        try:
+            await ask(service, client.pause(mode, clear_cache), takes_its_time=mode == "wait")
+        except ResumedError as error:
+            raise ApiError(409, f"{error}; pause it again") from error
+        return JSONResponse({"status": "paused"})
+
+    @router.post("/resume", response_model=StatusResponse, responses=errors(500, 503))
+    async def resume() -> Response:
+        """Go on after a pause. Not paused: nothing happens."""
+        await ask(service, client.resume())
+        return JSONResponse({"status": "resumed"})
+
+    @router.get("/is_paused", response_model=PausedResponse, responses=errors(500, 503))
+    async def is_paused() -> Response:
+        """Whether the engine was paused, and not resumed since."""
+        return JSONResponse({"is_paused": await ask(service, client.is_paused())})
+
+    @router.post("/reset_prefix_cache", response_model=ResetResponse, responses=errors(400, 500, 503))
+    async def reset_prefix_cache(
+        reset_running_requests: Annotated[
+            bool, Query(description="Whether what runs computes its KV anew. If not, it goes on, and is not found.")
+        ] = False,
+    ) -> Response:
+        """Forget every cached prefix."""
+        await ask(service, client.reset_prefix_cache(preempt_running=reset_running_requests))
+        return JSONResponse({"success": True})
+
+    @router.post("/max_num_active_seqs", response_model=ActiveSeqsResponse, responses=errors(400, 500, 503))
+    async def set_max_num_active_seqs(
+        limit: Annotated[int | None, Query(description="From 1 to max_num_seqs, which it is if left out.")] = None,
+    ) -> Response:
+        """Change how many requests may run at once. Who runs goes on; until fewer do, nobody is admitted."""
+        try:
+            seats = await ask(service, client.set_max_num_active_seqs(limit))
+        except ConfigError as error:
+            raise ApiError(400, str(error), param="limit") from error
+        return JSONResponse({"max_num_active_seqs": seats})
+
+    return router

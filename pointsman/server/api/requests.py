@@ -1,0 +1,135 @@
+"""GET /v1/requests: where every request stands, why it waits, for whom and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from typing import Annotated, Any, TypeVar
+
+from fastapi import APIRouter, Path, Query
+from starlette.responses import JSONResponse, Response
+
+from pointsman.core import Explanation
+from pointsman.core.errors import UnknownRequest
+from pointsman.engine.errors import EngineDeadError
+from pointsman.server.api.openapi import errors
+from pointsman.server.service.service import Service
+from pointsman.server.wire.errors import ApiError, not_found, shown
+from pointsman.server.wire.messages import RequestExplanation
+from pointsman.server.wire.responses import RequestList, RequestState
+
+MAX_PATH = 1024
+"""Characters of a name in a path."""
+ENGINE_TIMEOUT = 5.0
+"""Seconds that the engine gets to answer a question; it does so between two steps, and one may be long."""
+
+AnswerT = TypeVar("AnswerT")
+
+
+def requests_router(service: Service) -> APIRouter:
+    """The routes for operators."""
+    router = APIRouter(tags=["operation"])
+
+    @router.get("/v1/requests", response_model=RequestList, responses=errors(400, 500, 503))
+    async def list_requests(
+        answer_id: Annotated[
+            str | None, Query(alias="id", max_length=MAX_PATH, description="Only those of an answer with this id.")
+        ] = None,
+    ) -> Response:
+        """Every request of the engine that has not ended. Each of n samples is one."""
+        found = None if answer_id is None else set(service.names.find(answer_id))
+        explanations = await ask(service, service.client.explain_all())
+        data = [describe(one, service) for one in explanations if found is None or one.explanation.request_id in found]
+        return JSONResponse({"object": "list", "data": data})
+
+    @router.get("/v1/requests/{request_id:path}", response_model=RequestState, responses=errors(400, 404, 500, 503))
+    async def show_request(request_id: Annotated[str, Path(max_length=MAX_PATH)]) -> Response:
+        """One of them: by the id of an answer, with "-0", "-1", ... behind it where that has several choices."""
+        found = service.names.find(request_id)
+        if len(found) > 1:
+            raise ApiError(
+                400, f"{len(found)} requests are called {shown(request_id)}; GET /v1/requests?id=... has all"
+            )
+        try:
+            explanation = await ask(service, service.client.explain(found[0] if found else request_id))
+        except UnknownRequest as error:
+            what = f"no request {shown(request_id)} is waiting, parked or running; it may have ended"
+            raise not_found(what) from error
+        return JSONResponse(describe(explanation, service))
+
+    return router
+
+
+async def ask(service: Service, question: Awaitable[AnswerT], *, takes_its_time: bool = False) -> AnswerT:
+    """The engine's answer to a question; one that `takes_its_time` is waited for without limit.
+
+    Raises:
+        ApiError: 500, there is no engine; 503, it has not answered in time.
+    """
+    try:
+        return await asyncio.wait_for(question, None if takes_its_time else ENGINE_TIMEOUT)
+    except TimeoutError:
+        raise ApiError(
+            503,
+            f"the engine has not answered for {ENGINE_TIMEOUT:g} s: it is in a long step, or stuck; try again later",
+            headers={"retry-after": str(round(ENGINE_TIMEOUT))},
+            reason="other",
+        ) from None
+    except EngineDeadError as error:
+        raise service.from_engine(error) from error
+
+
+def describe(known: RequestExplanation, service: Service) -> dict[str, Any]:
+    """What a client reads about a request, under the names it knows; times of the engine's clock mean nothing to it."""
+    of_scheduler = known.explanation
+    waiting_for = known.waiting_for
+    began = time.time() - known.arrival_time - known.age  # of the engine's clock, in Unix time
+    return {
+        "id": service.names.shown(of_scheduler.request_id),
+        "engine_id": of_scheduler.request_id,
+        "state": of_scheduler.status.value,
+        "phase": of_scheduler.phase,
+        "reason": None if of_scheduler.reason is None else of_scheduler.reason.value,
+        "blocker": None if of_scheduler.blocker is None else service.names.shown(of_scheduler.blocker),
+        "missing": of_scheduler.missing,
+        "resource": of_scheduler.resource,
+        "holders": [
+            {
+                "id": service.names.shown(holder.request_id),
+                "amount": holder.amount,
+                "what": holder.what,
+                "transfer": holder.transfer,
+            }
+            for holder in of_scheduler.holders
+        ],
+        "num_holders": of_scheduler.num_holders,
+        "explanation": _in_words(of_scheduler, service),
+        "since": None if waiting_for is None else round(time.time() - waiting_for, 3),
+        "waiting_for": waiting_for,
+        "transfer": of_scheduler.transfer,
+        "position": of_scheduler.position,
+        "num_prompt_tokens": known.num_prompt_tokens,
+        "num_output_tokens": known.num_output_tokens,
+        "max_tokens": known.max_tokens,
+        "num_computed_tokens": of_scheduler.num_computed_tokens,
+        "num_cached_tokens": of_scheduler.num_cached_tokens,
+        "num_blocks": of_scheduler.num_blocks,
+        "num_preemptions": of_scheduler.num_preemptions,
+        "priority": known.priority,
+        "user": known.user,
+        "age": known.age,
+        "deadline_in": known.deadline_in,
+        "events": [
+            {"event": event.type.name.lower(), "at": round(began + event.timestamp, 3), "detail": event.detail}
+            for event in of_scheduler.events
+        ],
+    }
+
+
+def _in_words(explanation: Explanation, service: Service) -> str:
+    """The sentence of an explanation, with requests called as their clients know them."""
+    sentence = explanation.sentence
+    for engine_id in {explanation.request_id, *(holder.request_id for holder in explanation.holders)}:
+        sentence = sentence.replace(engine_id, service.names.shown(engine_id))
+    return sentence
