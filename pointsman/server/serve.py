@@ -19,13 +19,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pointsman.engine.errors import first_line
 from pointsman.engine.openmp import wait_briefly
 from pointsman.engine.stats_log import DEFAULT_INTERVAL
+from pointsman.engine.tokenizing import model_directory, read_tokenizer, render_chat
 from pointsman.server.config import ServerConfig
 from pointsman.server.service.engine_client import EngineClient, EngineStartError
-from pointsman.server.service.prompts import check_chat_template
 from pointsman.server.startup import startup_lines
 
 if TYPE_CHECKING:
@@ -99,6 +101,35 @@ def listening(config: ServerConfig) -> Iterator[socket.socket]:
         yield sock
 
 
+def check_chat_template(template: str, model: str | Path | None) -> None:
+    """Refuse a chat template that no conversation could be written with: one that is empty, does not compile, or fails
+    on a user's message. Reads the model's tokenizer, which brings the special tokens, and nothing else of the model.
+
+    Args:
+        template: in place of the tokenizer's own.
+        model: as `Engine` takes it; nothing is rendered if it has no tokenizer, as its prompts must be token ids.
+
+    Raises:
+        ValueError: the template is none.
+        ModelLoadError: the tokenizer cannot be read.
+    """
+    if not template.strip():
+        raise ValueError("chat_template is empty; give a Jinja template, or leave it out for the model's own")
+    tokenizer = read_tokenizer(model_directory(model))
+    if tokenizer is None:
+        return
+    messages = [{"role": "user", "content": "Hello"}]
+    try:
+        render_chat(tokenizer, messages, {"chat_template": template, "add_generation_prompt": True})
+    except ValueError as error:
+        cause = error.__cause__ or error  # an error of Jinja's syntax knows its line
+        line = getattr(cause, "lineno", None)
+        where = "" if line is None else f" (line {line})"
+        raise ValueError(
+            f"chat_template cannot be used: {first_line(cause)}{where}; correct it, or leave it out for the model's own"
+        ) from error
+
+
 def url_of(sock: socket.socket, host: str) -> str:
     """Where the server listens."""
     port = sock.getsockname()[1]
@@ -148,7 +179,6 @@ class _Serving:
             record=record,
             log_stats_interval=log_stats_interval,
             max_step_retries=max_step_retries,
-            chat_template=template,
         )
 
     async def _serve(self, client: EngineClient, app: FastAPI) -> int:

@@ -19,7 +19,7 @@ from pointsman.core import SchedulerConfig
 
 if TYPE_CHECKING:
     from pointsman.server.config import ServerConfig
-    from pointsman.server.service.engine_client import EngineInfo
+    from pointsman.server.wire.messages import EngineInfo
 
 LEFT_OUT = frozenset(
     {"num_blocks", "max_model_len", "block_size", "num_reserved_blocks", "max_steps_in_flight", "share_within_step"}

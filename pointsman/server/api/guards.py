@@ -1,4 +1,8 @@
-"""Who may call, and with how much: API keys and the size of bodies, before anything else looks at a request."""
+"""What a request passes before its route: the API key, the size of its body, and strict JSON.
+
+JSON is parsed by pydantic, not by Python: it refuses NaN and infinities, lone surrogates, nesting beyond 200 levels and
+integers of thousands of digits, all with an error that names the place.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +24,10 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics"})
 
 
 class ApiKeyMiddleware:
-    """Lets nobody in without a key. Comparing takes as long for a wrong key as for a right one.
+    """Refuses requests without a valid key. Comparing takes as long for a wrong key as for a right one.
 
     Args:
-        app: what is guarded.
+        app: the app behind it.
         keys: of which one must be sent, as "Authorization: Bearer KEY".
         answer: makes the response to an error.
     """
@@ -54,10 +58,10 @@ class ApiKeyMiddleware:
 
 
 class BodyLimitMiddleware:
-    """Reads no more of a body than is allowed, whether its length was told or not.
+    """Reads at most `max_bytes` of a body, whether or not a header gives its length.
 
     Args:
-        app: what is guarded.
+        app: the app behind it.
         max_bytes: of a body.
         answer: makes the response to an error.
     """
@@ -71,8 +75,8 @@ class BodyLimitMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        told = next((value for name, value in scope["headers"] if name == b"content-length"), b"")
-        if told.isdigit() and int(told[:20]) > self._max_bytes:
+        given = next((value for name, value in scope["headers"] if name == b"content-length"), b"")
+        if given.isdigit() and int(given[:20]) > self._max_bytes:
             await self._answer(self._too_large())(scope, receive, send)
             return
         num_bytes = 0
@@ -83,7 +87,7 @@ class BodyLimitMiddleware:
             if message["type"] == "http.request":
                 num_bytes += len(message.get("body", b""))
                 if num_bytes > self._max_bytes:
-                    raise self._too_large()  # in whoever reads the body: the app answers it
+                    raise self._too_large()  # where the app reads the body; it answers the error
             return message
 
         await self._app(scope, counted, send)
@@ -93,7 +97,7 @@ class BodyLimitMiddleware:
 
 
 class StrictRequest(Request):
-    """A request whose body is JSON or an error."""
+    """A request that parses its body strictly."""
 
     async def json(self) -> Any:
         if not hasattr(self, "_json"):
@@ -106,7 +110,7 @@ class StrictRequest(Request):
 
 
 class StrictRoute(APIRoute):
-    """A route that takes application/json only, where it takes a body at all."""
+    """A route whose body, if it has one, must be application/json."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -119,7 +123,7 @@ class StrictRoute(APIRoute):
                     raise ApiError(400, f"the content type is {shown(given)}; send application/json")
             try:
                 return await handle(StrictRequest(request.scope, request.receive))
-            except ClientDisconnect:  # while it sent its body; nobody will read the answer
+            except ClientDisconnect:  # while it sent its body; nothing reads the response
                 return Response(status_code=400)
 
         return strict

@@ -1,14 +1,32 @@
-"""What the OpenAPI description says about errors, events and keys."""
+"""What the description at /openapi.json says about headers, errors, events and keys."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Header
 from fastapi.openapi.utils import get_openapi
 
 from pointsman.server.api.guards import OPEN_PATHS
+from pointsman.server.wire.protocol import REQUEST_ID
 from pointsman.server.wire.responses import ErrorResponse
+
+MAX_PATH = 1024
+"""Characters of a name in a path."""
+GENERATION_ERRORS = (400, 404, 408, 413, 429, 500, 503)
+
+RequestIdHeader = Annotated[
+    str | None, Header(alias="X-Request-Id", pattern=REQUEST_ID, description="Part of the answer's id.")
+]
+DeadlineHeader = Annotated[
+    float | None,
+    Header(
+        alias="X-Request-Deadline",
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds from arrival after which the request is ended.",
+    ),
+]
 
 _MEANINGS = {
     400: "The request is malformed, or asks for what cannot be had.",
@@ -35,7 +53,7 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def events() -> dict[str, Any]:
-    """For a route's 200: that it may be a stream of events, too."""
+    """For a route's 200: the answer may be a stream of events as well."""
     item = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
     return {
         "description": "The answer; with stream true, as events: pieces of it in JSON, and [DONE] as the last.",
@@ -44,11 +62,11 @@ def events() -> dict[str, Any]:
 
 
 def describe(app: FastAPI, *, has_keys: bool) -> None:
-    """Let the app describe itself as it is: FastAPI's own description of a wrong body (422) is not what happens here.
+    """Make the app describe its own errors: FastAPI describes a wrong body as 422, which this server never sends.
 
     Args:
         app: with all its routes.
-        has_keys: whether callers need an API key.
+        has_keys: whether clients need an API key.
     """
 
     def openapi() -> dict[str, Any]:

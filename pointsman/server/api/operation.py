@@ -1,12 +1,12 @@
-"""What operators do to a running engine: pause it, let it go on, empty its prefix cache, throttle it.
+"""Commands to a running engine: pause it, resume it, empty its prefix cache, limit the number of running requests.
 
-    POST /pause?mode=abort|wait|keep&clear_cache=true     answers when nothing is computed any more
+    POST /pause?mode=abort|wait|keep&clear_cache=true     answers when no step runs any more
     POST /resume
     GET  /is_paused
     POST /reset_prefix_cache?reset_running_requests=false
-    POST /max_num_active_seqs?limit=4                     ours
+    POST /max_num_active_seqs?limit=4                     Pointsman's own
 
-vLLM has the others in its development mode only; here they ask for the key, as everything that is about requests.
+vLLM has the others in its development mode only; here they need the API key, as all routes about requests do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from starlette.responses import JSONResponse, Response
 from pointsman.core import ConfigError
 from pointsman.engine.pausing import PauseChoice, ResumedError
 from pointsman.server.api.openapi import errors
-from pointsman.server.api.requests import ask
 from pointsman.server.service.service import Service
 from pointsman.server.wire.errors import ApiError
 from pointsman.server.wire.responses import ActiveSeqsResponse, PausedResponse, ResetResponse, StatusResponse
@@ -44,7 +43,7 @@ def operation_router(service: Service) -> APIRouter:
         be changed then. With mode "wait" it may take as long as the requests that run.
         """
         try:
-            await ask(service, client.pause(mode, clear_cache), takes_its_time=mode == "wait")
+            await service.ask(client.pause(mode, clear_cache), has_timeout=mode != "wait")
         except ResumedError as error:
             raise ApiError(409, f"{error}; pause it again") from error
         return JSONResponse({"status": "paused"})
@@ -52,13 +51,13 @@ def operation_router(service: Service) -> APIRouter:
     @router.post("/resume", response_model=StatusResponse, responses=errors(500, 503))
     async def resume() -> Response:
         """Go on after a pause. Not paused: nothing happens."""
-        await ask(service, client.resume())
+        await service.ask(client.resume())
         return JSONResponse({"status": "resumed"})
 
     @router.get("/is_paused", response_model=PausedResponse, responses=errors(500, 503))
     async def is_paused() -> Response:
         """Whether the engine was paused, and not resumed since."""
-        return JSONResponse({"is_paused": await ask(service, client.is_paused())})
+        return JSONResponse({"is_paused": await service.ask(client.is_paused())})
 
     @router.post("/reset_prefix_cache", response_model=ResetResponse, responses=errors(400, 500, 503))
     async def reset_prefix_cache(
@@ -67,7 +66,7 @@ def operation_router(service: Service) -> APIRouter:
         ] = False,
     ) -> Response:
         """Forget every cached prefix."""
-        await ask(service, client.reset_prefix_cache(preempt_running=reset_running_requests))
+        await service.ask(client.reset_prefix_cache(preempt_running=reset_running_requests))
         return JSONResponse({"success": True})
 
     @router.post("/max_num_active_seqs", response_model=ActiveSeqsResponse, responses=errors(400, 500, 503))
@@ -76,9 +75,9 @@ def operation_router(service: Service) -> APIRouter:
     ) -> Response:
         """Change how many requests may run at once. Who runs goes on; until fewer do, nobody is admitted."""
         try:
-            seats = await ask(service, client.set_max_num_active_seqs(limit))
+            in_force = await service.ask(client.set_max_num_active_seqs(limit))
         except ConfigError as error:
             raise ApiError(400, str(error), param="limit") from error
-        return JSONResponse({"max_num_active_seqs": seats})
+        return JSONResponse({"max_num_active_seqs": in_force})
 
     return router

@@ -1,30 +1,20 @@
-"""GET /v1/requests: where every request stands, why it waits, for whom and for how long."""
+"""GET /v1/requests: the state of every request, why it waits, for which requests and for how long."""
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Awaitable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query
 from starlette.responses import JSONResponse, Response
 
 from pointsman.core import Explanation
 from pointsman.core.errors import UnknownRequest
-from pointsman.engine.errors import EngineDeadError
-from pointsman.server.api.openapi import errors
+from pointsman.server.api.openapi import MAX_PATH, errors
 from pointsman.server.service.service import Service
 from pointsman.server.wire.errors import ApiError, not_found, shown
 from pointsman.server.wire.messages import RequestExplanation
 from pointsman.server.wire.responses import RequestList, RequestState
-
-MAX_PATH = 1024
-"""Characters of a name in a path."""
-ENGINE_TIMEOUT = 5.0
-"""Seconds that the engine gets to answer a question; it does so between two steps, and one may be long."""
-
-AnswerT = TypeVar("AnswerT")
 
 
 def requests_router(service: Service) -> APIRouter:
@@ -39,7 +29,7 @@ def requests_router(service: Service) -> APIRouter:
     ) -> Response:
         """Every request of the engine that has not ended. Each of n samples is one."""
         found = None if answer_id is None else set(service.names.find(answer_id))
-        explanations = await ask(service, service.client.explain_all())
+        explanations = await service.ask(service.client.explain_all())
         data = [describe(one, service) for one in explanations if found is None or one.explanation.request_id in found]
         return JSONResponse({"object": "list", "data": data})
 
@@ -52,7 +42,7 @@ def requests_router(service: Service) -> APIRouter:
                 400, f"{len(found)} requests are called {shown(request_id)}; GET /v1/requests?id=... has all"
             )
         try:
-            explanation = await ask(service, service.client.explain(found[0] if found else request_id))
+            explanation = await service.ask(service.client.explain(found[0] if found else request_id))
         except UnknownRequest as error:
             what = f"no request {shown(request_id)} is waiting, parked or running; it may have ended"
             raise not_found(what) from error
@@ -61,30 +51,11 @@ def requests_router(service: Service) -> APIRouter:
     return router
 
 
-async def ask(service: Service, question: Awaitable[AnswerT], *, takes_its_time: bool = False) -> AnswerT:
-    """The engine's answer to a question; one that `takes_its_time` is waited for without limit.
-
-    Raises:
-        ApiError: 500, there is no engine; 503, it has not answered in time.
-    """
-    try:
-        return await asyncio.wait_for(question, None if takes_its_time else ENGINE_TIMEOUT)
-    except TimeoutError:
-        raise ApiError(
-            503,
-            f"the engine has not answered for {ENGINE_TIMEOUT:g} s: it is in a long step, or stuck; try again later",
-            headers={"retry-after": str(round(ENGINE_TIMEOUT))},
-            reason="other",
-        ) from None
-    except EngineDeadError as error:
-        raise service.from_engine(error) from error
-
-
 def describe(known: RequestExplanation, service: Service) -> dict[str, Any]:
-    """What a client reads about a request, under the names it knows; times of the engine's clock mean nothing to it."""
+    """The JSON of a request, under the names that clients know, with times in Unix time."""
     of_scheduler = known.explanation
     waiting_for = known.waiting_for
-    began = time.time() - known.arrival_time - known.age  # of the engine's clock, in Unix time
+    began = time.time() - known.arrival_time - known.age  # the origin of the engine's clock, in Unix time
     return {
         "id": service.names.shown(of_scheduler.request_id),
         "engine_id": of_scheduler.request_id,
@@ -128,7 +99,7 @@ def describe(known: RequestExplanation, service: Service) -> dict[str, Any]:
 
 
 def _in_words(explanation: Explanation, service: Service) -> str:
-    """The sentence of an explanation, with requests called as their clients know them."""
+    """The sentence of an explanation, under the names that clients know."""
     sentence = explanation.sentence
     for engine_id in {explanation.request_id, *(holder.request_id for holder in explanation.holders)}:
         sentence = sentence.replace(engine_id, service.names.shown(engine_id))

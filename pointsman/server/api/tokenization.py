@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: what the model sees of a text."""
+"""POST /tokenize and /detokenize: from text to token ids and back."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from starlette.responses import JSONResponse, Response
 
 from pointsman.server.api.guards import StrictRoute
 from pointsman.server.api.openapi import errors
+from pointsman.server.service.gate import from_engine
+from pointsman.server.service.prompts import ChatPrompt, TextPrompts
 from pointsman.server.service.service import Service
-from pointsman.server.wire.errors import ApiError, from_engine
+from pointsman.server.wire.errors import ApiError
 from pointsman.server.wire.protocol import DetokenizeRequest, TokenizeCompletionRequest, TokenizeRequest
 from pointsman.server.wire.responses import DetokenizeResponse, TokenizeResponse
 
 TOKEN_ERRORS = (400, 404, 413, 429, 500, 503)
 MAX_AT_ONCE = 2
-"""Requests that are worked on at once: prompts that are to be completed use the same thread, and should not wait."""
+"""Requests in progress at once: prompts of completions use the same thread, and should not wait behind these."""
 MAX_OPEN = 64
-"""Requests beyond which more are answered with 429."""
+"""Maximum number of open requests; further ones get 429."""
 
 
 class _Line:
-    """Where requests wait for their turn."""
+    """The queue of requests for tokens."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -34,12 +36,12 @@ class _Line:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """While a request is worked on.
+        """A block in which a request is in progress.
 
         Raises:
             ApiError: 429, too many wait; 503 while the server shuts down; 500 when the engine is dead.
         """
-        with self._service.inside():
+        with self._service.gate.inside():
             if self._num_open >= MAX_OPEN:
                 raise ApiError(
                     429,
@@ -74,8 +76,8 @@ def tokenization_router(service: Service) -> APIRouter:
             "tokens": token_ids,
             "token_strs": None,
         }
-        if body.return_token_strs and service.client.tokenizer is not None:
-            answer["token_strs"] = service.client.tokenizer.convert_ids_to_tokens(token_ids)
+        if body.return_token_strs and service.prompts.tokenizer is not None:
+            answer["token_strs"] = service.prompts.tokenizer.convert_ids_to_tokens(token_ids)
         return JSONResponse(answer)
 
     @router.post("/detokenize", response_model=DetokenizeResponse, responses=errors(*TOKEN_ERRORS))
@@ -83,14 +85,17 @@ def tokenization_router(service: Service) -> APIRouter:
         """The text of token ids, special tokens included."""
         service.check_model(body.model)
         async with line.turn():
-            text = await service.client.decode(body.tokens)
+            text = await service.prompts.decode(body.tokens)
         return JSONResponse({"prompt": text})
 
     return router
 
 
 async def _token_ids(service: Service, body: TokenizeRequest) -> list[int]:
+    source: TextPrompts | ChatPrompt
     if isinstance(body, TokenizeCompletionRequest):
-        service.prompts.check_length(body.prompt)
-        return await service.client.encode(body.prompt, body.add_special_tokens)
-    return (await service.prompts.of_chat(body)).token_ids
+        source = TextPrompts("prompt", body.prompt, body.add_special_tokens)
+    else:
+        source = ChatPrompt(body)
+    (prompt,) = await service.prompts.read(source)
+    return prompt.token_ids

@@ -1,7 +1,8 @@
 """GET /metrics: what Prometheus reads of the server.
 
     metrics = ServerMetrics(client, "demo")
-    metrics.attach()                                  # from now on steps and ends of requests are counted
+    client.inbox.on_steps = metrics.observations.steps  # steps and finished requests are counted from now on
+    client.inbox.on_end = metrics.observations.end
     body, content_type = await metrics.render()
 
 Totals and gauges of the engine come from one `EngineStats`, asked for at every scrape; histograms and refusals are
@@ -20,7 +21,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -47,7 +48,6 @@ from pointsman.server.metrics.table import (
 
 if TYPE_CHECKING:
     from pointsman.engine.stats_log import EngineStats
-    from pointsman.server.service.engine_client import EngineClient
     from pointsman.server.wire.messages import EngineInfo
 
 STATS_TIMEOUT = 2.0
@@ -60,6 +60,19 @@ ENGINE_PROCESS_PREFIX = "pointsman:engine"
 """Of the engine process's CPU, memory and files; those of the API process have none, as is the custom."""
 
 
+class MeasuredEngine(Protocol):
+    """What a scrape asks of an engine; `EngineClient` has it."""
+
+    info: EngineInfo
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine process runs."""
+
+    async def stats(self) -> EngineStats:
+        """Counters and gauges at one moment. Raises EngineDeadError: the process has ended."""
+
+
 class ServerMetrics:
     """The metrics of one API process and its engine. To be used in the event loop's thread only.
 
@@ -68,7 +81,7 @@ class ServerMetrics:
         model_name: what clients call the model; the label `model_name` of every metric.
     """
 
-    def __init__(self, client: EngineClient, model_name: str) -> None:
+    def __init__(self, client: MeasuredEngine, model_name: str) -> None:
         self._client = client
         self.observations = Observations(client.info.max_model_len)
         self._started = time.monotonic()
@@ -82,37 +95,6 @@ class ServerMetrics:
         ProcessCollector(namespace=ENGINE_PROCESS_PREFIX, pid=lambda: pid, registry=self.registry)
         PlatformCollector(registry=self.registry)
         GCCollector(registry=self.registry)
-
-    def attach(self) -> None:
-        """Count the client's steps and ends from now on."""
-        self._client.on_steps = self.observations.steps
-        self._client.on_end = self.observations.end
-
-    # ------------------------------------------------------------------ what the HTTP interface tells
-
-    def observe_first_token(self, seconds: float) -> None:
-        """A request's first token was read, `seconds` after its arrival."""
-        self.observations.first_token(seconds)
-
-    def observe_inter_token(self, seconds: float, num_tokens: int) -> None:
-        """`num_tokens` tokens of a request were read together, `seconds` after those before them."""
-        self.observations.inter_token(seconds, num_tokens)
-
-    def observe_request(self, n: int, num_generated_tokens: int) -> None:
-        """A client's request was answered: with `n` samples, the longest of `num_generated_tokens` tokens."""
-        self.observations.client_request(n, num_generated_tokens)
-
-    def count_refusal(self, reason: str) -> None:
-        """A request got an error in place of an answer, for one of `metrics.table.REFUSALS`."""
-        self.observations.refusal(reason)
-
-    def stream_opened(self) -> None:
-        """An answer is being streamed from now on."""
-        self.observations.open_streams += 1
-
-    def stream_closed(self) -> None:
-        """A stream has ended, in whatever way."""
-        self.observations.open_streams -= 1
 
     # ------------------------------------------------------------------ scraping
 
@@ -151,7 +133,7 @@ class ServerMetrics:
         return max(0.0, time.monotonic() - read)
 
     @property
-    def client(self) -> EngineClient:
+    def client(self) -> MeasuredEngine:
         """The engine that is measured."""
         return self._client
 

@@ -54,7 +54,10 @@ class Histogram:
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
-        self._names = [floatToGoString(bound) for bound in (*bounds, float("inf"))]
+        self._names: list[str] = [
+            floatToGoString(bound)  # type: ignore[no-untyped-call]  # prometheus_client has no types here
+            for bound in (*bounds, float("inf"))
+        ]
         self._counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 

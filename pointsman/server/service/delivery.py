@@ -1,67 +1,67 @@
-"""What is behind one client's request: one request of the engine per sample, started, read and closed together."""
+"""Delivery: reads the samples of a client's request, and sends them as one body or as events.
+
+    inbox -> Sample (counts, times) -> answer writer -> sse
+
+Reading and sending take turns: the next delta of a sample is read when its last event is with the transport. Leaving a
+delivery, by whatever way, aborts every request of it that has not finished.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from pointsman.engine.errors import EngineDeadError
+from pointsman.server.service.gate import check_finish, too_late
+from pointsman.server.wire.answers import Choice, Prompt, TextWriter, error_event
+from pointsman.server.wire.errors import ApiError
 from pointsman.server.wire.messages import Delta
+from pointsman.server.wire.sse import EventStream, send_json
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+    from starlette.types import Send
 
-    from pointsman.engine.output import Logprob
-    from pointsman.server.metrics.exposition import ServerMetrics
+    from pointsman.server.metrics.observations import Observations
     from pointsman.server.service.backlog import Ticket
-    from pointsman.server.service.engine_client import EngineClient
+    from pointsman.server.service.gate import Gate
     from pointsman.server.service.inbox import ClientStream
-    from pointsman.server.service.prompts import Prompt
-    from pointsman.server.wire.messages import EngineRequest
+    from pointsman.server.wire.answers import AnswerWriter
+
+logger = logging.getLogger(__name__)
+
+DEADLINE_GRACE = 1.0
+"""Seconds beyond a deadline that the engine has to end a request; it does so between steps, and one may be long."""
 
 
-class Sample(AsyncIterator["Delta"]):
-    """One sample of one prompt: a choice of the answer. Reading it yields deltas and keeps the counts.
+class Sample:
+    """One sample of one prompt. Reading it yields deltas, counts tokens and observes times.
 
     Args:
-        index: of the choice in the answer.
-        prompt_index: of its prompt in the request.
-        prompt: what is completed.
+        choice: of the answer; holds the counts.
         stream: of the engine.
-        ticket: is told of the first token.
-        metrics: are told of all.
-        seconds_left: until it is waited for no longer, and ends as late; None: for ever.
+        ticket: its prompt's place in the backlog, free from the first token on.
+        observations: of times between tokens.
+        seconds_left: after these the sample finishes as "deadline" in any case; None: no limit.
     """
 
-    __slots__ = ("_last_time", "_limit", "_metrics", "_ticket", "extra", "index", "num_cached_tokens", "num_tokens",
-                 "prompt", "prompt_index", "stream")  # fmt: skip
+    __slots__ = ("_last_time", "_limit", "_observations", "_ticket", "choice", "stream")
 
     def __init__(
         self,
-        index: int,
-        prompt_index: int,
-        prompt: Prompt,
+        choice: Choice,
         stream: ClientStream,
         ticket: Ticket,
-        metrics: ServerMetrics,
+        observations: Observations,
         seconds_left: float | None = None,
     ) -> None:
-        self.index = index
-        self.prompt_index = prompt_index
-        self.prompt = prompt
+        self.choice = choice
         self.stream = stream
-        self.num_tokens = 0
-        """Tokens read so far."""
-        self.num_cached_tokens = 0
-        """Of the prompt, found in the prefix cache."""
-        self.extra: Any = None
-        """What whoever writes the answer keeps about it."""
         self._ticket = ticket
-        self._metrics = metrics
+        self._observations = observations
         self._limit = None if seconds_left is None else asyncio.get_running_loop().time() + seconds_left
         self._last_time = stream.request.arrival_time or time.monotonic()
 
@@ -71,115 +71,152 @@ class Sample(AsyncIterator["Delta"]):
     async def __anext__(self) -> Delta:
         delta = await (self.stream.__anext__() if self._limit is None else self._next_in_time(self._limit))
         num_new = len(delta.token_ids)
-        self.num_cached_tokens = delta.num_cached_tokens
+        choice = self.choice
+        choice.num_cached_tokens = delta.num_cached_tokens
         if num_new:
             now = time.monotonic()
-            if self.num_tokens:
-                self._metrics.observe_inter_token(now - self._last_time, num_new)
+            if choice.num_tokens:
+                self._observations.inter_token(now - self._last_time, num_new)
             else:
-                self._metrics.observe_first_token(now - self._last_time)
-                self._ticket.first_token(self.prompt_index)
+                self._observations.first_token(now - self._last_time)
+                self._ticket.first_token(choice.prompt_index)
             self._last_time = now
-            self.num_tokens += num_new
+            choice.num_tokens += num_new
         return delta
 
     async def _next_in_time(self, limit: float) -> Delta:
-        """The next delta, or the end if the engine, which should have ended it, says nothing.
+        """The next delta; or the last one, if the engine, which should have ended the request, sends nothing.
 
-        What has come before is read in any case, however late its reader.
+        A delta that has arrived is read in any case, however late its reader.
         """
         try:
             async with asyncio.timeout_at(limit):
                 return await self.stream.__anext__()
         except TimeoutError:
-            return Delta(finish_reason="deadline", num_cached_tokens=self.num_cached_tokens)
+            return Delta(finish_reason="deadline", num_cached_tokens=self.choice.num_cached_tokens)
 
 
-@dataclass(slots=True)
-class Result:
-    """All of a sample."""
-
-    sample: Sample
-    text: str
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, Logprob]] | None = None
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    finish_reason: str | None = None
-    finish_detail: str = ""
-    stop_reason: int | str | None = None
-    embedding: npt.NDArray[np.float32] | None = None
-
-
-DEADLINE_GRACE = 1.0
-"""Seconds beyond a deadline that the engine gets to end a request; it does so between steps, and one may be long."""
-
-
-STARTED_AT_ONCE = 64
-"""Samples that are sent in one message; the next ones follow when these are queued. Queuing a long prompt takes 0.2 ms,
-between two steps, so that a thousand samples at once would hold up the tokens and the requests of all others."""
-
-
-class Generation:
-    """The samples of a client's request. A context: leaving it aborts what has not ended.
+class Delivery:
+    """The samples of a client's request. A context: leaving it aborts what has not finished.
 
     Args:
-        client: the engine.
-        metrics: what is observed.
+        gate: knows why an engine has ended.
+        observations: of times and tokens.
         ticket: the request's place in the backlog.
-        deadline: when all of them end in any case, by `time.monotonic`; None: never.
+        deadline: when all samples finish in any case, by `time.monotonic`; None: never.
     """
 
-    def __init__(
-        self, client: EngineClient, metrics: ServerMetrics, ticket: Ticket, deadline: float | None = None
-    ) -> None:
+    def __init__(self, gate: Gate, observations: Observations, ticket: Ticket, deadline: float | None = None) -> None:
         self.samples: list[Sample] = []
-        self._client = client
-        self._metrics = metrics
+        self._gate = gate
+        self._observations = observations
         self._ticket = ticket
-        self._deadline = deadline
+        self.deadline = deadline
 
-    def add(self, prompt_index: int, prompt: Prompt, request: EngineRequest) -> None:
+    async def __aenter__(self) -> Delivery:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for sample in self.samples:
+            await sample.stream.aclose()
+
+    def add(self, prompt_index: int, prompt: Prompt, stream: ClientStream) -> None:
         """One more sample; samples of one prompt come one after the other."""
-        stream = self._client.generate(request)
-        index, left = len(self.samples), self.seconds_left
-        self.samples.append(Sample(index, prompt_index, prompt, stream, self._ticket, self._metrics, left))
+        choice = Choice(len(self.samples), prompt_index, prompt)
+        self.samples.append(Sample(choice, stream, self._ticket, self._observations, self.seconds_left))
 
-    async def start(self) -> None:
-        """Queue all of them, in order.
+    @property
+    def streams(self) -> list[ClientStream]:
+        """Of all samples, in order."""
+        return [sample.stream for sample in self.samples]
 
-        Raises:
-            ValueError: one can never run; the others will be aborted when the context is left.
-            EngineDeadError: there is no engine.
-            EngineStalledError: it takes nothing in.
-        """
-        streams = [sample.stream for sample in self.samples]
-        for first in range(0, len(streams), STARTED_AT_ONCE):
-            together = streams[first : first + STARTED_AT_ONCE]
-            self._client.submit(together)
-            for stream in together:
-                await stream.start()
+    @property
+    def choices(self) -> list[Choice]:
+        """Of all samples, in order."""
+        return [sample.choice for sample in self.samples]
 
     @property
     def seconds_left(self) -> float | None:
-        """Until the engine has had its time to end all of it; None: for ever."""
-        return None if self._deadline is None else max(0.0, self._deadline + DEADLINE_GRACE - time.monotonic())
+        """Until the deadline and the engine's time to keep it have passed; None: no limit."""
+        return None if self.deadline is None else max(0.0, self.deadline + DEADLINE_GRACE - time.monotonic())
 
-    async def collect(self) -> list[Result]:
-        """All samples, once all have ended.
+    # ------------------------------------------------------------------ whole
+
+    async def send_whole(self, writer: AnswerWriter, send: Send) -> None:
+        """Send the answer once all samples have finished.
 
         Raises:
-            EngineDeadError: there is no engine any more.
+            ApiError: nothing has been sent: 408, 500, 503.
         """
-        results: dict[int, Result] = {}
+        try:
+            outputs = await self.collect()
+        except EngineDeadError as error:
+            raise self._gate.from_engine(error) from error
+        self._check(outputs)
+        await send_json(send, writer.whole(self.choices, outputs), {"x-request-id": writer.id})
+
+    async def collect(self) -> list[Delta]:
+        """The whole output of each sample, once all have finished.
+
+        Raises:
+            EngineDeadError: the engine has died.
+        """
+        outputs = [Delta() for _ in self.samples]
 
         async def read(sample: Sample) -> None:
-            results[sample.index] = await _read_all(sample)
+            async for delta in sample:
+                outputs[sample.choice.index].merge(delta)
 
-        await self.each(read)
-        return [results[index] for index in range(len(self.samples))]
+        await self._each(read)
+        return outputs
 
-    async def each(self, work: Callable[[Sample], Awaitable[None]]) -> None:
-        """Do something for all samples at once; what one of them raises stops the others.
+    def _check(self, outputs: list[Delta]) -> None:
+        """Refuse an answer that would be empty, or lack a vector.
+
+        Raises:
+            ApiError: 400 or 500, a sample failed; 408, the deadline passed; 503, the server shuts down.
+        """
+        for output in outputs:
+            check_finish(output.finish_reason, output.finish_detail)
+        empty = [output.finish_reason for output in outputs if not output.token_ids and output.embedding is None]
+        if len(empty) == len(outputs) or any(output.embedding is not None for output in outputs):
+            if "abort" in empty:  # by the server's shutdown; another server may still answer
+                raise self._gate.closed()
+            if set(empty) == {"deadline"}:
+                raise too_late()
+
+    # ------------------------------------------------------------------ events
+
+    async def send_events(self, writer: TextWriter, send: Send) -> None:
+        """Send events as deltas arrive. An error after the first byte is the last event."""
+        events = EventStream(send, {"x-request-id": writer.id})
+
+        async def pump(sample: Sample) -> None:
+            async for delta in sample:
+                check_finish(delta.finish_reason, delta.finish_detail)
+                chunk = writer.chunk(sample.choice, delta)
+                if chunk:
+                    await events.write(chunk)
+
+        self._observations.open_streams += 1
+        try:
+            await events.open()
+            try:
+                await self._each(pump)
+                last = writer.usage_event(self.choices)
+            except (EngineDeadError, ApiError) as error:
+                last = error_event(self._gate.from_engine(error))
+            except Exception:
+                logger.exception("%s: the stream broke off", writer.id)
+                last = error_event(ApiError(500, "the server failed on this request; its log says why"))
+            await events.close(last)
+        finally:
+            self._observations.open_streams -= 1
+
+    async def _each(self, work: Callable[[Sample], Awaitable[None]]) -> None:
+        """Do something for all samples at once; an exception for one of them stops the others.
 
         Raises:
             Exception: the first that was raised.
@@ -191,54 +228,9 @@ class Generation:
         try:
             for sample in self.samples:
                 tasks.append(asyncio.ensure_future(work(sample)))
-                await asyncio.sleep(0)  # there may be a thousand, and others to be served meanwhile
+                await asyncio.sleep(0)  # there may be a thousand; other clients are served meanwhile
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def __aenter__(self) -> Generation:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for sample in self.samples:
-            await sample.stream.aclose()
-
-
-async def _read_all(sample: Sample) -> Result:
-    texts: list[str] = []
-    result = Result(sample, "")
-    async for delta in sample:
-        texts.append(delta.text)
-        result.token_ids += delta.token_ids
-        if delta.logprobs is not None:
-            result.logprobs = (result.logprobs or []) + delta.logprobs
-        result.prompt_logprobs = result.prompt_logprobs or delta.prompt_logprobs
-        result.finish_reason = delta.finish_reason
-        result.embedding = delta.embedding
-        result.finish_detail, result.stop_reason = delta.finish_detail, delta.stop_reason
-    result.text = "".join(texts)
-    return result
-
-
-def usage(samples: Sequence[Sample], num_completion_tokens: int | None = None) -> dict[str, Any]:
-    """What a request used: each prompt once, however many samples there are of it.
-
-    Args:
-        samples: all or some of the request's.
-        num_completion_tokens: None: all that were generated so far.
-    """
-    prompts = {sample.prompt_index: sample for sample in reversed(samples)}  # the first sample of each
-    num_prompt = sum(len(sample.prompt.token_ids) for sample in prompts.values())
-    num_cached = sum(sample.num_cached_tokens for sample in prompts.values())
-    if num_completion_tokens is None:
-        num_completion_tokens = sum(sample.num_tokens for sample in samples)
-    return {
-        "prompt_tokens": num_prompt,
-        "total_tokens": num_prompt + num_completion_tokens,
-        "completion_tokens": num_completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": num_cached},
-    }

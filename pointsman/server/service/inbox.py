@@ -1,42 +1,107 @@
-"""ClientStream: the deltas of one request, as the API process reads them. Made by `EngineClient.generate`.
+"""What arrives from the engine process: frames become deltas, each delta goes to the stream of its request.
+
+    socket -> Inbox.feed -> ClientStream.put -> the stream's reader
+
+A stream is over after the delta with a finish_reason, after an error, and when it is closed:
 
     not sent -> sent -> accepted (queued, its grammar compiled) -> deltas -> over
 
-It is over after the delta with a finish_reason, after an error, and when it is closed. What the engine tells meanwhile
-is kept until it is read: deltas come together in one, so a stream that nobody reads holds one.
+Deltas that arrive before the reader takes the last one are merged into it, so a stream without a reader holds one.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 from pointsman.engine.waiter import Waiter
-from pointsman.server.wire.messages import Delta, EngineRequest
+from pointsman.server.wire.messages import Delta, EngineRequest, News, StepNote, Unpacker
 
-if TYPE_CHECKING:
-    from pointsman.server.service.engine_client import EngineClient
+
+class Inbox:
+    """The streams of unfinished requests, and the bytes that feed them.
+
+    Args:
+        on_other: called with each message that is no `News`.
+
+    Attributes:
+        streams: of requests that were sent and have not finished, by their keys.
+        on_steps: called with the notes of steps that ran, in order.
+        on_end: called when a request finished: its request, the last delta (with metrics, unless the request was
+            abandoned) and its number of output tokens.
+    """
+
+    def __init__(self, on_other: Callable[[Any], None]) -> None:
+        self.streams: dict[int, ClientStream] = {}
+        self.on_steps: Callable[[list[StepNote]], None] | None = None
+        self.on_end: Callable[[EngineRequest, Delta, int], None] | None = None
+        self._on_other = on_other
+        self._unpacker = Unpacker()
+
+    def feed(self, data: bytes) -> None:
+        """Take bytes from the engine process, in pieces of any length."""
+        for message in self._unpacker.feed(data):
+            if isinstance(message, News):
+                self._take(message)
+            else:
+                self._on_other(message)
+
+    def _take(self, news: News) -> None:
+        streams = self.streams
+        for key in news.accepted:
+            if (stream := streams.get(key)) is not None:
+                stream.accept()
+        for key, delta in news.deltas:
+            if (stream := streams.get(key)) is not None:
+                stream.put(delta)
+                if delta.finish_reason is not None:
+                    del streams[key]
+                    self.report_end(stream, delta)
+        for key, error in news.errors:
+            if (stream := streams.pop(key, None)) is not None:
+                stream.fail(error)
+        if news.steps and self.on_steps is not None:
+            self.on_steps(news.steps)
+
+    def report_end(self, stream: ClientStream, last: Delta) -> None:
+        """Call `on_end` for a stream whose request has finished with `last`, or is abandoned."""
+        if self.on_end is not None:
+            self.on_end(stream.request, last, stream.num_output_tokens)
+
+    def fail_all(self, error: Exception) -> None:
+        """Every stream ends with this error: nothing more will arrive."""
+        for stream in list(self.streams.values()):
+            stream.fail(error)
+        self.streams.clear()
 
 
 class ClientStream(AsyncIterator[Delta]):
     """The deltas of one request, for one reader; it ends after the one with a finish_reason.
 
     Closing it, or cancelling its reader, aborts the request: its blocks are free at the next step boundary. Another
-    task than the reader may close it; for the reader it then simply ends.
+    task than the reader may close it; for the reader it then simply ends. Made by `EngineClient.generate`.
 
     Args:
-        client: sends the request, and is told when it is to be aborted.
         key: the client's name for the request.
         request: what is asked for.
+        submit: sends the requests of streams.
+        abandon: aborts the request of a stream, if it was sent and has not finished.
     """
 
-    def __init__(self, client: EngineClient, key: int, request: EngineRequest) -> None:
+    def __init__(
+        self,
+        key: int,
+        request: EngineRequest,
+        submit: Callable[[Sequence[ClientStream]], None],
+        abandon: Callable[[ClientStream], None],
+    ) -> None:
         self.key = key
         self.request = request
         self.num_output_tokens = 0
         """Tokens received, read or not."""
-        self._client = client
+        self._submit = submit
+        self._abandon = abandon
         self._is_sent = False
         self._is_accepted = False
         self._is_over = False
@@ -70,19 +135,19 @@ class ClientStream(AsyncIterator[Delta]):
         return delta
 
     async def aclose(self) -> None:
-        """End the stream; its request is aborted if it has not ended."""
+        """End the stream; its request is aborted unless it has finished."""
         self._let_go()
         self._waiter.wake()
 
     def _send(self) -> None:
         if not self._is_sent and not self._is_over:
-            self._client.submit([self])
+            self._submit([self])
 
     async def _wait(self) -> None:
-        """Until something has happened.
+        """Wait until something has arrived.
 
         Raises:
-            What ended the request; from then on it is over.
+            The error that ended the request; from then on the stream is over.
         """
         if self._error is not None:
             self._is_over = True
@@ -95,9 +160,9 @@ class ClientStream(AsyncIterator[Delta]):
 
     def _let_go(self) -> None:
         self._is_over = True
-        self._client.abandon(self)
+        self._abandon(self)
 
-    # ------------------------------------------------------------------ for the client
+    # ------------------------------------------------------------------ for the client and its inbox
 
     def note_sent(self) -> None:
         """The request is on its way."""
@@ -109,7 +174,7 @@ class ClientStream(AsyncIterator[Delta]):
         self._waiter.wake()
 
     def put(self, delta: Delta) -> None:
-        """What is new, behind what has not been read."""
+        """Add a delta behind what has not been read."""
         self._is_accepted = True
         self.num_output_tokens += len(delta.token_ids)
         if self._next is None:
@@ -119,6 +184,6 @@ class ClientStream(AsyncIterator[Delta]):
         self._waiter.wake()
 
     def fail(self, error: Exception) -> None:
-        """There will be no more deltas; the reader gets this error once it has read what there is."""
+        """No more deltas will come; the reader gets this error once it has read those that have."""
         self._error = error
         self._waiter.wake()

@@ -1,20 +1,30 @@
-"""From what clients call a prompt to token ids: text, token ids, lists of either, conversations."""
+"""Prompts: from a request's text, token ids or conversation to token ids, and from token ids to text.
+
+    source = TextPrompts("prompt", ["The import", [5, 6, 7]])
+    source.count()                                     # 2, before anything is tokenized
+    prompts = await reader.read(source)
+
+Tokenizing runs in a thread of the API process, so that it delays neither the event loop nor a step of the engine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pointsman.engine.errors import first_line
-from pointsman.engine.tokenizing import model_directory, read_tokenizer, render_chat
+from pointsman.engine.tokenizing import PLAIN_CHAT_TEMPLATE, encode, render_chat
+from pointsman.server.wire.answers import Prompt
 from pointsman.server.wire.errors import ApiError
 from pointsman.server.wire.protocol import MAX_PROMPTS
 
 if TYPE_CHECKING:
-    from pointsman.server.service.engine_client import EngineClient
-    from pointsman.server.wire.protocol import ChatFields, CompletionRequest
+    from pointsman.server.wire.messages import EngineInfo
+    from pointsman.server.wire.protocol import ChatFields
+
+ResultT = TypeVar("ResultT")
 
 RESERVED_TEMPLATE_NAMES = frozenset(
     {
@@ -36,154 +46,196 @@ RESERVED_TEMPLATE_NAMES = frozenset(
         "max_length",
     }
 )
-"""What the function that runs templates takes for itself, so that chat_template_kwargs cannot be called so."""
+"""Parameters of the function that runs templates; chat_template_kwargs may not hold these names."""
 
 
-def check_chat_template(template: str, model: str | Path | None) -> None:
-    """Refuse a chat template that no conversation could be written with: one that is empty, does not compile, or fails
-    on a user's message. Reads the model's tokenizer, which brings the special tokens, and nothing else of the model.
+@dataclass(frozen=True, slots=True)
+class TextPrompts:
+    """The prompts in one field of a request: text, token ids, or a list of either."""
 
-    Args:
-        template: in place of the tokenizer's own.
-        model: as `Engine` takes it; nothing is rendered if it has no tokenizer, as its prompts must be token ids.
+    field: str
+    value: str | Sequence[Any]
+    add_special_tokens: bool = True
+    needs_text: bool = False
+    """Whether the answer echoes the prompts."""
+    needs_first_token: bool = False
+    """Whether the answer has the text of the first token of each prompt."""
 
-    Raises:
-        ValueError: the template is none.
-        ModelLoadError: the tokenizer cannot be read.
-    """
-    if not template.strip():
-        raise ValueError("chat_template is empty; give a Jinja template, or leave it out for the model's own")
-    tokenizer = read_tokenizer(model_directory(model))
-    if tokenizer is None:
-        return
-    messages = [{"role": "user", "content": "Hello"}]
-    try:
-        render_chat(tokenizer, messages, {"chat_template": template, "add_generation_prompt": True})
-    except ValueError as error:
-        cause = error.__cause__ or error  # an error of Jinja's syntax knows its line
-        line = getattr(cause, "lineno", None)
-        where = "" if line is None else f" (line {line})"
-        raise ValueError(
-            f"chat_template cannot be used: {first_line(cause)}{where}; correct it, or leave it out for the model's own"
-        ) from error
+    def count(self) -> int:
+        """The number of prompts, before any is read.
+
+        Raises:
+            ApiError: 400, too many.
+        """
+        if self._is_one:
+            return 1
+        if len(self.value) > MAX_PROMPTS:
+            raise ApiError(
+                400,
+                f"{self.field}: a list of {len(self.value)}; at most {MAX_PROMPTS} fit in one request: send several",
+                param=self.field,
+            )
+        return len(self.value)
+
+    def parts(self) -> Sequence[str | list[int]]:
+        """Each prompt, as the client wrote it."""
+        return [self.value] if self._is_one else self.value  # type: ignore[list-item]  # by the check of `_is_one`
+
+    @property
+    def _is_one(self) -> bool:
+        return isinstance(self.value, str) or bool(self.value and isinstance(self.value[0], int))
 
 
-@dataclass(slots=True)
-class Prompt:
-    """A prompt, ready for the engine."""
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """The one prompt that a chat template makes of a conversation."""
 
-    token_ids: list[int]
-    text: str | None = None
-    """As the client wrote it; None if it sent token ids, or a conversation."""
+    body: ChatFields
+    template_input: Mapping[str, Any] = field(default_factory=dict)
+    """What the template may read beside what `body` holds."""
+    needs_text = needs_first_token = False
 
-
-def count_prompts(prompt: str | Sequence[Any], field: str = "prompt") -> int:
-    """How many prompts a request has, before any is looked at.
-
-    Raises:
-        ApiError: 400, too many.
-    """
-    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+    def count(self) -> int:
+        """One."""
         return 1
-    if len(prompt) > MAX_PROMPTS:
-        raise ApiError(
-            400,
-            f"{field}: a list of {len(prompt)}; at most {MAX_PROMPTS} fit in one request: send several",
-            param=field,
-        )
-    return len(prompt)
 
 
 class PromptReader:
-    """Makes prompts for one model.
+    """Reads prompts for one model.
 
     Args:
-        client: tokenizes, in a thread of its own.
+        tokenizer: of the model; None if it has none.
+        info: of the engine.
+        chat_template: in place of the tokenizer's own.
     """
 
-    def __init__(self, client: EngineClient) -> None:
-        self._client = client
-        vocabulary = {} if client.tokenizer is None else client.tokenizer.get_vocab()
+    def __init__(self, tokenizer: Any | None, info: EngineInfo, chat_template: str | None = None) -> None:
+        self.tokenizer = tokenizer
+        self._info = info
+        self._chat_template = chat_template
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pointsman-tokenizer")
+        vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
         self._longest_token = max(map(len, vocabulary), default=0)
-        """Characters. No text is more characters than so many per token: in vocabularies of bytes, these are bytes."""
+        """Characters. A text has at most this many per token: in vocabularies of bytes, these are bytes."""
 
-    async def of_completion(self, body: CompletionRequest) -> list[Prompt]:
-        """The prompts of a completion request, in order.
-
-        Raises:
-            ValueError, ApiError: one of them is none.
-        """
-        return await self.of_field("prompt", body.prompt, body.add_special_tokens)
-
-    async def of_field(self, field: str, value: Any, add_special_tokens: bool) -> list[Prompt]:
-        """The prompts in a field of a request: text, token ids, or a list of either, and not empty.
+    async def read(self, source: TextPrompts | ChatPrompt) -> list[Prompt]:
+        """The prompts of a request, in order.
 
         Raises:
-            ValueError, ApiError: one of them is none.
+            ValueError, ApiError: one of them is not valid.
         """
-        if isinstance(value, str) or isinstance(value[0], int):
-            value = [value]
-        return [await self._of_part(field, part, add_special_tokens) for part in value]
+        if isinstance(source, ChatPrompt):
+            return [await self._of_chat(source)]
+        return [await self._of_part(source, part) for part in source.parts()]
 
-    async def _of_part(self, field: str, part: str | list[int], add_special_tokens: bool) -> Prompt:
+    async def add_texts(self, source: TextPrompts | ChatPrompt, prompts: list[Prompt]) -> None:
+        """Complete prompts that an answer repeats with their text.
+
+        Raises:
+            ValueError: a prompt of token ids has no text.
+        """
+        for prompt in prompts:
+            if source.needs_text and prompt.text is None:
+                prompt.text = await self.decode(prompt.token_ids)
+            if source.needs_first_token:
+                prompt.first_token = await self.decode(prompt.token_ids[:1])
+
+    async def _of_part(self, source: TextPrompts, part: str | list[int]) -> Prompt:
         if isinstance(part, str):
-            self.check_length(part)
-            return Prompt(await self._client.encode(part, add_special_tokens), part)
+            self._check_length(part)
+            return Prompt(await self.encode(part, source.add_special_tokens), part)
         if not part:
-            raise ApiError(400, f"{field}: one of them is empty; give one token or more", param=field)
+            raise ApiError(400, f"{source.field}: one of them is empty; give one token or more", param=source.field)
         return Prompt(part)
 
-    async def of_chat(self, body: ChatFields, **template_input: Any) -> Prompt:
-        """The prompt that the chat template makes of a conversation.
-
-        Args:
-            body: the conversation.
-            template_input: what the template may read beside what `body` says.
-
-        Raises:
-            ValueError, ApiError: the template refuses it, or the request what is not its to set.
-        """
+    async def _of_chat(self, source: ChatPrompt) -> Prompt:
+        body = source.body
         kwargs = body.chat_template_kwargs or {}
         taken = RESERVED_TEMPLATE_NAMES.intersection(kwargs)
         if taken:
             name = min(taken)
             raise ApiError(400, f"chat_template_kwargs: {name} is not for templates; leave it out", param=name)
         messages = [message.as_template_input() for message in body.messages]
-        self.check_length(*_texts([messages, body.tools, body.documents, kwargs]))
+        self._check_length(*_texts([messages, body.tools, body.documents, kwargs]))
         options: dict[str, Any] = {
             "add_generation_prompt": body.add_generation_prompt,
             "continue_final_message": body.continue_final_message,
-            **{name: value for name, value in template_input.items() if value is not None},
+            **{name: value for name, value in source.template_input.items() if value is not None},
             **kwargs,
         }
         for name in ("tools", "documents"):
             if (value := getattr(body, name)) is not None:
                 options[name] = value
-        return Prompt(await self._client.render_chat(messages, **options))
+        return Prompt(await self.render_chat(messages, **options))
 
-    async def text_of(self, prompt: Prompt) -> str:
-        """The prompt as text, to be echoed."""
-        return await self._client.decode(prompt.token_ids) if prompt.text is None else prompt.text
-
-    def check_length(self, *texts: str) -> None:
+    def _check_length(self, *texts: str) -> None:
         """Refuse texts that cannot fit, before tokenizing them costs seconds.
 
         Raises:
             ApiError: 400.
         """
-        limit = self._client.info.max_model_len * self._longest_token
+        limit = self._info.max_model_len * self._longest_token
         length = sum(map(len, texts))
         if limit and length > limit:
             raise ApiError(
                 400,
-                f"the prompt has {length} characters, more than the {self._client.info.max_model_len} tokens of "
-                f"max_model_len can hold; shorten it",
+                f"the prompt has {length} characters, more than the {self._info.max_model_len} tokens of max_model_len "
+                "can hold; shorten it",
                 param="prompt",
             )
 
+    # ------------------------------------------------------------------ in the tokenizer's thread
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The text's token ids.
+
+        Raises:
+            ValueError: there is no tokenizer, or the text is not valid Unicode.
+        """
+        tokenizer = self._required()
+        return await self._in_thread(lambda: encode(tokenizer, text, add_special_tokens=add_special_tokens))
+
+    async def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """The token ids that a chat template makes of a conversation; a plain template if the model has none.
+
+        Raises:
+            ValueError: there is no tokenizer, or the template fails on this conversation.
+        """
+        tokenizer = self._required()
+        template = options.pop("chat_template", None) or self._chat_template
+        if template is None and not tokenizer.chat_template:
+            template = PLAIN_CHAT_TEMPLATE
+
+        def render() -> list[int]:
+            text = render_chat(tokenizer, messages, {**options, "chat_template": template})
+            # The template has written special tokens such as BOS itself; the plain one has none.
+            return encode(tokenizer, text, add_special_tokens=template is PLAIN_CHAT_TEMPLATE)
+
+        return await self._in_thread(render)
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """The tokens' text, special tokens included.
+
+        Raises:
+            ValueError: there is no tokenizer, or a token id is outside the vocabulary.
+        """
+        tokenizer = self._required()
+        for token_id in token_ids:
+            if not 0 <= token_id < self._info.vocab_size:
+                raise ValueError(f"token id {token_id} is outside the model's vocabulary of {self._info.vocab_size}")
+        return await self._in_thread(lambda: str(tokenizer.decode(list(token_ids))))
+
+    def _required(self) -> Any:
+        if self.tokenizer is None:
+            raise ValueError(f"the model in {self._info.model} has no tokenizer; give the prompt as token ids")
+        return self.tokenizer
+
+    async def _in_thread(self, function: Callable[[], ResultT]) -> ResultT:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+
 
 def _texts(value: Any) -> Iterator[str]:
-    """Every text in what a template is given, names of fields aside: it may write all of them."""
+    """Every text in a template's input, names of fields aside: the template may write all of them."""
     open_values = [value]
     while open_values:
         one = open_values.pop()

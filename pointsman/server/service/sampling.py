@@ -1,10 +1,15 @@
-"""From a client's fields to `SamplingParams`: defaults of the model and of the server, limits of the operator."""
+"""From a client's fields to `SamplingParams`: defaults of the model and of the server, limits of the operator.
+
+A route states what it wants as a `SamplingPlan`, or a `PoolingPlan` for vectors; the plan makes the parameters of each
+sample once the prompts are known.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pointsman.core import RepetitionDetectionParams
 from pointsman.engine.sampling_params import SamplingParams
@@ -12,12 +17,16 @@ from pointsman.engine.structured_outputs import StructuredOutputsParams
 from pointsman.server.wire.errors import ApiError, shown
 
 if TYPE_CHECKING:
+    from pointsman.engine.pooling_params import PoolingParams
     from pointsman.server.config import ServerConfig
+    from pointsman.server.wire.answers import Prompt
     from pointsman.server.wire.messages import EngineInfo
     from pointsman.server.wire.protocol import SamplingFields
 
+EngineParams: TypeAlias = "SamplingParams | PoolingParams"
+
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-"""Fields for which a model may recommend values; a client's own go before them."""
+"""Fields for which a model may recommend values; a client's own value has priority."""
 SAME_NAME = (
     "min_tokens",
     "ignore_eos",
@@ -30,8 +39,72 @@ SAME_NAME = (
 _INT64 = 2**64
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingPlan:
+    """How the samples of a request are generated, as far as it is known before its prompts are read."""
+
+    body: SamplingFields
+    n: int
+    """Samples per prompt."""
+    logprobs: int | None
+    """Most likely tokens with log probabilities, per position of the output; None: no log probabilities."""
+    prompt_logprobs: int | None
+    """The same per position of the prompt."""
+    max_tokens: int | None
+    """What the client asks for; None: it left the field out."""
+    max_tokens_field: str = "max_tokens"
+    """For errors."""
+    default_max_tokens: int | None = None
+    """Where the client left the field out; None: what fits."""
+
+    def check(self, config: ServerConfig) -> None:
+        """Refuse more than the operator allows. Raises ApiError: 400, with the limit."""
+        check_limits(self.body, self.n, self.logprobs, config)
+
+    def params(self, prompts: list[Prompt], info: EngineInfo, config: ServerConfig) -> list[list[EngineParams]]:
+        """Those of each sample of each prompt: made and checked once, for what may be a thousand.
+
+        Raises:
+            ValueError, ApiError: a value, or a combination of values, is not possible.
+        """
+        limits = [
+            choose_max_tokens(
+                self.max_tokens, len(prompt.token_ids), self.default_max_tokens, self.max_tokens_field, info, config
+            )
+            for prompt in prompts
+        ]
+        first = sampling_params(
+            self.body,
+            max_tokens=limits[0],
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            defaults=info.generation_defaults,
+        )
+        return [self._samples(for_sample(first, max_tokens=limit, sample=0)) for limit in limits]
+
+    def _samples(self, first: SamplingParams) -> list[EngineParams]:
+        assert first.max_tokens is not None
+        limit = first.max_tokens
+        return [first, *(for_sample(first, max_tokens=limit, sample=number) for number in range(1, self.n))]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingPlan:
+    """How the vectors of a request are made: one per prompt, with the same parameters."""
+
+    pooling: PoolingParams
+    n: int = 1
+
+    def check(self, config: ServerConfig) -> None:
+        """The operator limits nothing about vectors."""
+
+    def params(self, prompts: list[Prompt], info: EngineInfo, config: ServerConfig) -> list[list[EngineParams]]:
+        """Those of each prompt."""
+        return [[self.pooling] for _ in prompts]
+
+
 def check_limits(body: SamplingFields, num_samples: int, logprobs: int | None, config: ServerConfig) -> None:
-    """Refuse what the operator does not allow. Cheap: before anything is made of the prompt.
+    """Refuse more than the operator allows. Cheap, and done before the prompt is read.
 
     Args:
         body: the request.
@@ -70,18 +143,18 @@ def check_priority(priority: int, info: EngineInfo) -> None:
 def choose_max_tokens(
     asked: int | None, num_prompt_tokens: int, default: int | None, name: str, info: EngineInfo, config: ServerConfig
 ) -> int:
-    """How many tokens a request may generate.
+    """The maximum number of tokens that a request may generate.
 
     Args:
-        asked: what the client wants; None: it left it out.
+        asked: what the client wants; None: it left the field out.
         num_prompt_tokens: of its prompt.
-        default: if it left it out; None: what fits.
+        default: where the client left the field out; None: what fits.
         name: of the field, for errors.
         info: the model's length.
         config: the operator's limit.
 
     Raises:
-        ApiError: 400, it wants more than fits or than is allowed, or nothing fits.
+        ApiError: 400, the client wants more than fits or than is allowed, or nothing fits.
     """
     room = info.max_model_len - num_prompt_tokens
     if room < 1:
@@ -113,17 +186,17 @@ def sampling_params(
     prompt_logprobs: int | None,
     defaults: Mapping[str, Any],
 ) -> SamplingParams:
-    """How the first sample of a prompt is to be generated; `for_sample` makes those of the others from it.
+    """The parameters of a prompt's first sample; `for_sample` derives those of the others.
 
     Args:
         body: the request.
-        max_tokens: most tokens.
+        max_tokens: maximum number of tokens.
         logprobs: per position of the output; None: none.
         prompt_logprobs: per position of the prompt; None: none.
         defaults: what the model recommends.
 
     Raises:
-        ValueError, ApiError: a value, or a combination of values, cannot be had.
+        ValueError, ApiError: a value, or a combination of values, is not possible.
     """
     values: dict[str, Any] = {name: getattr(body, name) for name in SAME_NAME}
     for name in DEFAULTED:
@@ -152,12 +225,12 @@ def _repetition_detection(body: SamplingFields) -> RepetitionDetectionParams | N
 
 
 def for_sample(params: SamplingParams, *, max_tokens: int, sample: int) -> SamplingParams:
-    """The same for another sample, or a prompt of another length. Nothing is checked again but what differs: a request
+    """The parameters of another sample, or of a prompt of another length. Only what differs is checked again: a request
     may be for a thousand samples, and its schema, biases and lists of tokens are the same for all.
 
     Args:
         params: of the first sample; shared wherever it fits.
-        max_tokens: most tokens.
+        max_tokens: maximum number of tokens.
         sample: which of its prompt's samples, from 0: each gets a seed of its own.
 
     Raises:
@@ -169,7 +242,7 @@ def for_sample(params: SamplingParams, *, max_tokens: int, sample: int) -> Sampl
     if params.min_tokens > max_tokens:
         raise ValueError(f"min_tokens is {params.min_tokens}, more than max_tokens {max_tokens}; lower it")
     variant = copy.copy(params)
-    object.__setattr__(variant, "max_tokens", max_tokens)  # the object is frozen for everyone else
+    object.__setattr__(variant, "max_tokens", max_tokens)  # frozen for all other code
     object.__setattr__(variant, "seed", seed)
     return variant
 
@@ -192,10 +265,10 @@ def _biases(biases: Mapping[str, float] | None) -> dict[int, float] | None:
 
 
 def structured_outputs(body: SamplingFields) -> StructuredOutputsParams | None:
-    """What the text must look like, from either of the two fields that say it; None: like anything.
+    """The constraints on the text, from either of the two fields for them; None: no constraint.
 
     Raises:
-        ValueError, ApiError: both say it, or it cannot be had.
+        ValueError, ApiError: both fields are given, or the constraint is not possible.
     """
     form, asked = body.response_format, body.structured_outputs
     if form is None or form.type == "text":

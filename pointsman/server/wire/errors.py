@@ -2,8 +2,8 @@
 
     {"error": {"message": "...", "type": "BadRequestError", "param": "temperature", "code": 400}}
 
-Whoever refuses a request raises an `ApiError`; what else can go wrong is turned into one here. A message is one line:
-the value, the limit, the remedy. It never quotes more than a few dozen characters of what the client sent.
+Code that refuses a request raises an `ApiError`; `ErrorAnswers` turns every other exception into one. A message is one
+line: the value, the limit, the remedy. It quotes at most `SHOWN_CHARACTERS` characters of what the client sent.
 """
 
 from __future__ import annotations
@@ -19,21 +19,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pointsman.engine.errors import EngineDeadError, GrammarQueueFullError, first_line
-from pointsman.engine.grammar_process import DEFAULT_TIMEOUT
-from pointsman.server.service.engine_client import EngineStalledError
-
 logger = logging.getLogger(__name__)
 
 PROBES = frozenset({"/health", "/ready"})
-"""Asked every few seconds; that one says no is no refusal of a request."""
+"""Asked every few seconds; an error there does not count as a refused request."""
 SHOWN_CHARACTERS = 60
-"""Of a value that a message quotes."""
+"""Maximum characters of a value that a message quotes."""
 SHOWN_FIELDS = 3
-"""Fields that one message complains about."""
-GRAMMAR_RETRY_AFTER = round(DEFAULT_TIMEOUT)
-"""Seconds after which a client that found too many grammars waiting may try again: one of them has had all its time."""
-
+"""Maximum number of fields that one message names."""
 _TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
@@ -55,17 +48,17 @@ _REASONS = {
     413: "too_large",
     503: "draining",
 }
-"""What a refusal counts as, if whoever raised it did not say."""
+"""What a refusal counts as where its `ApiError` gives no reason."""
 
 
 class ApiError(HTTPException):
-    """A request gets an error in place of an answer.
+    """A request gets an error as its response.
 
     Args:
         status: of HTTP.
         message: one line for the client.
         param: the field at fault.
-        headers: further ones of the answer.
+        headers: further headers of the response.
         reason: what it counts as, one of `metrics.table.REFUSALS`; None: by its status.
     """
 
@@ -83,7 +76,7 @@ class ApiError(HTTPException):
         self.reason = reason or _REASONS.get(status, "other")
 
     def body(self) -> dict[str, Any]:
-        """What the client reads."""
+        """The body of the response."""
         return error_body(self.status_code, self.detail, self.param)
 
 
@@ -94,27 +87,8 @@ def error_body(status: int, message: str, param: str | None = None) -> dict[str,
 
 
 def not_found(message: str, param: str | None = None) -> ApiError:
-    """404: there is no such model, request or path."""
+    """404: no such model, request or path."""
     return ApiError(404, message, param=param)
-
-
-def from_engine(error: Exception) -> ApiError:
-    """What the client is told of an error of the engine or its client: it is dead, stuck, overloaded, or refuses.
-
-    Raises:
-        Exception: `error` itself, if it is none of these: a fault of ours, which the log must show.
-    """
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, EngineDeadError):
-        return ApiError(500, f"the engine has ended: {first_line(error)}", reason="engine_dead")
-    if isinstance(error, EngineStalledError):
-        return ApiError(503, first_line(error), headers={"retry-after": "1"}, reason="other")
-    if isinstance(error, GrammarQueueFullError):
-        return ApiError(503, one_line(str(error)), headers={"retry-after": str(GRAMMAR_RETRY_AFTER)}, reason="other")
-    if isinstance(error, ValueError):
-        return ApiError(400, one_line(str(error)))
-    raise error
 
 
 def one_line(message: str) -> str:
@@ -123,10 +97,10 @@ def one_line(message: str) -> str:
 
 
 class ErrorAnswers:
-    """Makes the answer to an error, and counts it.
+    """Makes the response to an error, and counts it.
 
     Args:
-        count: is told what each refusal counts as.
+        count: called with the reason of each refusal.
     """
 
     def __init__(self, count: Callable[[str], None]) -> None:
@@ -136,8 +110,8 @@ class ErrorAnswers:
         """The response; everything outside ASCII is escaped, so that no text can break it.
 
         Args:
-            error: what is answered.
-            is_refusal: whether it counts as one.
+            error: what the client gets.
+            is_refusal: whether it counts as a refused request.
         """
         if not isinstance(error, ApiError):
             error = ApiError(error.status_code, one_line(str(error.detail)), headers=error.headers)
@@ -147,7 +121,7 @@ class ErrorAnswers:
         return Response(body, error.status_code, error.headers, media_type="application/json")
 
     def install(self, app: FastAPI) -> None:
-        """Let the app answer all its errors in this way."""
+        """Register the handlers of all errors with the app."""
 
         async def on_http_error(request: Request, error: Exception) -> Response:
             assert isinstance(error, HTTPException)
@@ -165,7 +139,7 @@ class ErrorAnswers:
             return self(validation_error(error.errors()))
 
         async def on_fault(request: Request, error: Exception) -> Response:
-            # Whoever runs the server finds the trace in the log; the client learns nothing about the inside.
+            # The trace is in the log; the client gets no details of the inside.
             logger.error("%s %s failed: %s", request.method, request.url.path, type(error).__name__)
             return self(ApiError(500, "the server failed on this request; its log says why", reason="other"))
 
@@ -178,7 +152,7 @@ class ErrorAnswers:
 
 
 def validation_error(errors: Iterable[Mapping[str, Any]]) -> ApiError:
-    """400 for a body that its model refuses, naming the first fields that are wrong."""
+    """400 for a body that its pydantic model refuses; names the first fields that are wrong."""
     fields: dict[str, list[Mapping[str, Any]]] = {}
     for error in errors:
         fields.setdefault(_field(error), []).append(error)
@@ -190,23 +164,23 @@ def validation_error(errors: Iterable[Mapping[str, Any]]) -> ApiError:
 
 
 def _field(error: Mapping[str, Any]) -> str:
-    """The field at fault; "" if it is the body as a whole."""
+    """The field at fault; "" for the body as a whole."""
     given = error.get("ctx", {}).get("param")
     if given is not None:
         return str(given)
     where, *path = error["loc"]
     if where != "body":
         return str(path[0])
-    # Names of classes and of types stand there, too, where a field takes several.
+    # Where a field takes several types, the path names classes and types as well.
     names = [part for part in path if isinstance(part, str) and part.isidentifier() and part[0].islower()]
     return names[0] if names else ""
 
 
 def _complaint(field: str, errors: list[Mapping[str, Any]]) -> str:
-    """What is wrong with one field. One that takes several types has an error for each."""
+    """What is wrong with one field. A field that takes several types has an error for each."""
     messages = list(dict.fromkeys(str(error["msg"]) for error in errors))[:4]
     text = ", or ".join([messages[0], *(message[:1].lower() + message[1:] for message in messages[1:])])
-    # Refusals of ours begin with the field's name already.
+    # Messages of our own validators begin with the field's name already.
     said = text if field and text.startswith(f"{field}: ") else f"{field or 'the body'}: {text}"
     first = errors[0]
     if first["type"] in ("missing", "unsupported"):
@@ -215,7 +189,7 @@ def _complaint(field: str, errors: list[Mapping[str, Any]]) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as a message quotes it: short, on one line."""
+    """A value as a message quotes it: short and on one line."""
     if isinstance(value, (list, tuple)):
         return f"a list of {len(value)}"
     if isinstance(value, Mapping):

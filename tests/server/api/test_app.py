@@ -263,7 +263,7 @@ def test_two_requests_may_have_one_name() -> None:
 
 
 def test_an_engine_that_says_nothing_delays_nobody_beyond_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pointsman.server.api.requests.ENGINE_TIMEOUT", 0.3)
+    monkeypatch.setattr("pointsman.server.service.service.ENGINE_TIMEOUT", 0.3)
 
     async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
         age = [line for line in (await http.get("/metrics")).text.splitlines() if "stats_age_seconds{" in line]

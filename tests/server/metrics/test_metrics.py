@@ -196,7 +196,7 @@ async def start() -> tuple[EngineClient, ServerMetrics]:
     options = {"num_blocks": 64, "block_size": 16, "max_model_len": 512, "max_num_seqs": 2, "num_threads": 1}
     client = await EngineClient.start({"model": "demo", **options}, log_stats_interval=None)
     measured = ServerMetrics(client, 'a "model"')
-    measured.attach()
+    client.inbox.on_steps, client.inbox.on_end = measured.observations.steps, measured.observations.end
     return client, measured
 
 
@@ -389,14 +389,12 @@ def test_a_dead_engines_last_figures_stay(loop: asyncio.Runner) -> None:
 def test_what_the_interface_tells_is_exposed(loop: asyncio.Runner, engine: tuple[EngineClient, ServerMetrics]) -> None:
     _, measured = engine
     before = loop.run(scrape(measured))
-    measured.observe_first_token(0.03)
-    measured.observe_inter_token(0.02, 2)
-    measured.observe_request(2, 9)
-    measured.count_refusal("queue_requests")
-    measured.count_refusal("invalid")
-    measured.stream_opened()
-    measured.stream_opened()
-    measured.stream_closed()
+    measured.observations.first_token(0.03)
+    measured.observations.inter_token(0.02, 2)
+    measured.observations.client_request(2, 9)
+    measured.observations.refusal("queue_requests")
+    measured.observations.refusal("invalid")
+    measured.observations.open_streams += 1
     after = loop.run(scrape(measured))
     changes = {
         "vllm:time_to_first_token_seconds_count": 1,
@@ -413,7 +411,7 @@ def test_what_the_interface_tells_is_exposed(loop: asyncio.Runner, engine: tuple
         "pointsman:http_open_streams": 1,
     }
     assert difference(before, after, *changes) == list(changes.values())
-    measured.stream_closed()
+    measured.observations.open_streams -= 1
 
 
 # ---------------------------------------------------------------------------------------- names and documentation

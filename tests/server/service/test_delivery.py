@@ -8,12 +8,13 @@ from collections.abc import Awaitable, Callable, Sequence
 import pytest
 
 from pointsman.engine import SamplingParams
-from pointsman.server.metrics.exposition import ServerMetrics
+from pointsman.server.metrics.observations import Observations
 from pointsman.server.service.backlog import Backlog
-from pointsman.server.service.delivery import Generation
+from pointsman.server.service.delivery import Delivery
 from pointsman.server.service.engine_client import EngineClient
-from pointsman.server.service.prompts import Prompt
+from pointsman.server.service.gate import Gate
 from pointsman.server.service.sampling import for_sample
+from pointsman.server.wire.answers import Prompt
 from pointsman.server.wire.messages import EngineRequest
 from tests.server.engine_pool import engine_pool
 
@@ -27,13 +28,14 @@ def with_client(test: Callable[[EngineClient], Awaitable[None]]) -> None:
     engine_pool().run(test, model="demo", num_blocks=512, num_threads=1)
 
 
-def generation_of(client: EngineClient, name: str, prompt: Prompt, params: Sequence[SamplingParams]) -> Generation:
+def delivery_of(client: EngineClient, name: str, prompt: Prompt, params: Sequence[SamplingParams]) -> Delivery:
     """A sample for each of these, outside of any backlog that could be full."""
-    generation = Generation(client, ServerMetrics(client, "demo"), Backlog(1000).enter(len(params)))
+    observations = Observations(client.info.max_model_len)
+    delivery = Delivery(Gate(client, drain_timeout=1), observations, Backlog(1000).enter(len(params)))
     for number, own in enumerate(params):
         request = EngineRequest(f"{name}-{number}", prompt.token_ids, own, stream=False)
-        generation.add(0, prompt, request)
-    return generation
+        delivery.add(0, prompt, client.generate(request))
+    return delivery
 
 
 def test_samples_cross_together_and_are_those_of_single_requests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,14 +55,14 @@ def test_samples_cross_together_and_are_those_of_single_requests(monkeypatch: py
         monkeypatch.setattr(transport, "write", counted)
         tokens = []
         for number, own in enumerate(params):
-            async with generation_of(client, f"single-{number}", PROMPT, [own]) as generation:
-                await generation.start()
-                tokens += [result.token_ids for result in await generation.collect()]
+            async with delivery_of(client, f"single-{number}", PROMPT, [own]) as delivery:
+                await client.queue(delivery.streams)
+                tokens += [result.token_ids for result in await delivery.collect()]
         of_one, num_bytes = num_bytes / len(params), 0
-        async with generation_of(client, "together", PROMPT, params) as generation:
-            await generation.start()
+        async with delivery_of(client, "together", PROMPT, params) as delivery:
+            await client.queue(delivery.streams)
             assert of_one > 5000 and num_bytes < of_one + len(params) * 300
-            assert [result.token_ids for result in await generation.collect()] == tokens
+            assert [result.token_ids for result in await delivery.collect()] == tokens
         assert len(set(map(tuple, tokens))) > 4  # seeds of their own
 
     with_client(test)
@@ -70,8 +72,8 @@ def test_more_samples_than_fit_in_a_message_are_queued_in_order() -> None:
     endless = SamplingParams(max_tokens=1000, temperature=0, ignore_eos=True)
 
     async def test(client: EngineClient) -> None:
-        async with generation_of(client, "many", Prompt([5, 6]), [endless] * 150) as generation:
-            await generation.start()
+        async with delivery_of(client, "many", Prompt([5, 6]), [endless] * 150) as delivery:
+            await client.queue(delivery.streams)
             found = [one.explanation.request_id for one in await client.explain_all()]
             assert found == [f"many-{number}" for number in range(150)]
         while await client.explain_all():  # left, so aborted

@@ -15,6 +15,7 @@ from pointsman.core.errors import UnknownRequest
 from pointsman.engine import LLM, EngineDeadError, SamplingParams
 from pointsman.server.service.engine_client import EngineClient
 from pointsman.server.service.inbox import ClientStream
+from pointsman.server.service.prompts import PromptReader
 from pointsman.server.wire.messages import Delta, EngineRequest, StepNote
 from tests.server.engine_pool import engine_pool
 
@@ -50,13 +51,14 @@ def test_texts_are_those_of_the_engine_itself(steps: int) -> None:
     expected = [(one.text, one.token_ids) for one in llm.generate(texts, GREEDY, use_tqdm=False)]
 
     async def test(client: EngineClient) -> None:
+        reader = PromptReader(client.tokenizer, client.info)
         before = await client.stats()
         steps: list[StepNote] = []
         ends: list[tuple[str, str | None, int]] = []
-        client.on_steps = steps.extend
-        client.on_end = lambda request, last, n: ends.append((request.request_id, last.finish_reason, n))
+        client.inbox.on_steps = steps.extend
+        client.inbox.on_end = lambda request, last, n: ends.append((request.request_id, last.finish_reason, n))
         streams = [
-            client.generate(EngineRequest(text, await client.encode(text), GREEDY, stream=index != 1))
+            client.generate(EngineRequest(text, await reader.encode(text), GREEDY, stream=index != 1))
             for index, text in enumerate(texts)
         ]
         found = await asyncio.gather(*(read(stream) for stream in streams))
@@ -226,20 +228,3 @@ def test_an_engine_that_cannot_be_made_says_why(options: dict[str, Any], message
 
     with pytest.raises(ValueError, match=message):
         asyncio.run(run())
-
-
-def test_chat_templates_and_text() -> None:
-    async def test(client: EngineClient) -> None:
-        messages = [{"role": "user", "content": "What is a list?"}]
-        tokens = await client.render_chat(messages, add_generation_prompt=True)
-        assert "What is a list?" in await client.decode(tokens)
-        plain = await client.render_chat(messages, chat_template="{{ messages[0]['content'] }}!")
-        assert await client.decode(plain) == "What is a list?!"
-        with pytest.raises(ValueError, match="the chat template failed"):
-            await client.render_chat(messages, chat_template="{{ raise_exception('no') }}")
-        with pytest.raises(ValueError, match="lone surrogate"):
-            await client.encode("\ud800")
-        with pytest.raises(ValueError, match="token id 123456 is outside"):
-            await client.decode([123456])
-
-    with_client(test)

@@ -98,13 +98,13 @@ def test_closing_at_the_moment_of_a_delta_ends_it_all_the_same() -> None:
 def test_a_reading_that_is_cancelled_aborts_the_request() -> None:
     async def test(client: EngineClient) -> None:
         ends: list[tuple[str, str | None]] = []
-        client.on_end = lambda request, last, _: ends.append((request.request_id, last.finish_reason))
+        client.inbox.on_end = lambda request, last, _: ends.append((request.request_id, last.finish_reason))
         stream = stream_of(client)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
                 async for _ in stream:
                     pass
-        client.on_end = None
+        client.inbox.on_end = None
         assert ends == [(stream.request.request_id, "abort")]
         assert [delta async for delta in stream] == []
 

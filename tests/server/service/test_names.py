@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pointsman.server.service.service import RequestNames
+from pointsman.server.service.names import RequestNames
 
 
 def test_a_name_may_be_taken_twice() -> None:

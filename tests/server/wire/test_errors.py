@@ -8,10 +8,7 @@ from typing import Any
 import pytest
 from starlette.exceptions import HTTPException
 
-from pointsman.core.errors import RequestRefused
-from pointsman.engine.errors import EngineDeadError, GrammarError, GrammarQueueFullError
-from pointsman.server.wire.errors import ApiError, ErrorAnswers, error_body, from_engine, not_found, shown
-from pointsman.server.wire.messages import portable
+from pointsman.server.wire.errors import ApiError, ErrorAnswers, error_body, not_found, shown
 from pointsman.server.wire.responses import ErrorResponse
 
 
@@ -40,20 +37,6 @@ def test_no_text_breaks_an_answer() -> None:
     response = ErrorAnswers(lambda _: None)(ApiError(400, "a \ud800 \u2028 \x00"))
     assert bytes(response.body).isascii()
     assert json.loads(bytes(response.body))["error"]["code"] == 400
-
-
-def test_what_the_engine_says_has_a_status() -> None:
-    refused = from_engine(RequestRefused("the prompt has\n9 tokens"))
-    assert refused.status_code == 400 and refused.detail == "the prompt has 9 tokens"
-    dead = from_engine(EngineDeadError("killed"))
-    assert dead.status_code == 500 and dead.reason == "engine_dead" and "killed" in dead.detail
-    bad_grammar = from_engine(GrammarError("too many grammars in the schema"))
-    assert bad_grammar.status_code == 400
-    overload = from_engine(portable(GrammarQueueFullError("too many grammars wait")))
-    assert overload.status_code == 503 and int((overload.headers or {})["retry-after"]) >= 1
-    assert from_engine(refused) is refused
-    with pytest.raises(KeyError):  # a fault of ours stays one
-        from_engine(KeyError("x"))
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
+from pointsman.server.service.service import unless_disconnected
+from pointsman.server.wire.answers import error_event, event, quote
 from pointsman.server.wire.errors import ApiError
-from pointsman.server.wire.sse import EventStream, error_event, event, quote, send_json, unless_disconnected
+from pointsman.server.wire.sse import EventStream, send_json
 
 
 class Client:
