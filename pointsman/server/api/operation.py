@@ -33,14 +33,14 @@ def operation_router(service: Service) -> APIRouter:
     async def pause(
         mode: Annotated[
             PauseChoice,
-            Query(description="Requests that are there are ended, go on to their end, or stand still until /resume."),
+            Query(description="Whether unfinished requests are aborted, run until they finish, or stop until /resume."),
         ] = "abort",
         clear_cache: Annotated[
-            bool, Query(description="Whether cached prefixes are forgotten; what stands still is computed anew.")
+            bool, Query(description="Whether cached prefixes are forgotten; stopped requests are recomputed.")
         ] = True,
     ) -> Response:
-        """Start no further request until /resume. The answer comes when nothing is computed any more: the weights may
-        be changed then. With mode "wait" it may take as long as the requests that run.
+        """Start no further request until /resume. The response comes when no step runs any more: the weights may be
+        changed then. With mode "wait" it takes as long as the running requests do.
         """
         try:
             await service.ask(client.pause(mode, clear_cache), has_timeout=mode != "wait")
@@ -50,7 +50,7 @@ def operation_router(service: Service) -> APIRouter:
 
     @router.post("/resume", response_model=StatusResponse, responses=errors(500, 503))
     async def resume() -> Response:
-        """Go on after a pause. Not paused: nothing happens."""
+        """Continue after a pause. Without a pause, nothing happens."""
         await service.ask(client.resume())
         return JSONResponse({"status": "resumed"})
 
@@ -62,7 +62,8 @@ def operation_router(service: Service) -> APIRouter:
     @router.post("/reset_prefix_cache", response_model=ResetResponse, responses=errors(400, 500, 503))
     async def reset_prefix_cache(
         reset_running_requests: Annotated[
-            bool, Query(description="Whether what runs computes its KV anew. If not, it goes on, and is not found.")
+            bool,
+            Query(description="Whether running requests recompute their KV. If not, they keep it, uncached."),
         ] = False,
     ) -> Response:
         """Forget every cached prefix."""
@@ -73,7 +74,7 @@ def operation_router(service: Service) -> APIRouter:
     async def set_max_num_active_seqs(
         limit: Annotated[int | None, Query(description="From 1 to max_num_seqs, which it is if left out.")] = None,
     ) -> Response:
-        """Change how many requests may run at once. Who runs goes on; until fewer do, nobody is admitted."""
+        """Change how many requests may run at once. Running ones continue; none is admitted until fewer run."""
         try:
             in_force = await service.ask(client.set_max_num_active_seqs(limit))
         except ConfigError as error:

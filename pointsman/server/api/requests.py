@@ -18,7 +18,7 @@ from pointsman.server.wire.responses import RequestList, RequestState
 
 
 def requests_router(service: Service) -> APIRouter:
-    """The routes for operators."""
+    """The two routes."""
     router = APIRouter(tags=["operation"])
 
     @router.get("/v1/requests", response_model=RequestList, responses=errors(400, 500, 503))
@@ -27,7 +27,7 @@ def requests_router(service: Service) -> APIRouter:
             str | None, Query(alias="id", max_length=MAX_PATH, description="Only those of an answer with this id.")
         ] = None,
     ) -> Response:
-        """Every request of the engine that has not ended. Each of n samples is one."""
+        """Every unfinished request of the engine. Each of n samples is one."""
         found = None if answer_id is None else set(service.names.find(answer_id))
         explanations = await service.ask(service.client.explain_all())
         data = [describe(one, service) for one in explanations if found is None or one.explanation.request_id in found]
@@ -53,18 +53,18 @@ def requests_router(service: Service) -> APIRouter:
 
 def describe(known: RequestExplanation, service: Service) -> dict[str, Any]:
     """The JSON of a request, under the names that clients know, with times in Unix time."""
-    of_scheduler = known.explanation
+    explanation = known.explanation
     waiting_for = known.waiting_for
     began = time.time() - known.arrival_time - known.age  # the origin of the engine's clock, in Unix time
     return {
-        "id": service.names.shown(of_scheduler.request_id),
-        "engine_id": of_scheduler.request_id,
-        "state": of_scheduler.status.value,
-        "phase": of_scheduler.phase,
-        "reason": None if of_scheduler.reason is None else of_scheduler.reason.value,
-        "blocker": None if of_scheduler.blocker is None else service.names.shown(of_scheduler.blocker),
-        "missing": of_scheduler.missing,
-        "resource": of_scheduler.resource,
+        "id": service.names.shown(explanation.request_id),
+        "engine_id": explanation.request_id,
+        "state": explanation.status.value,
+        "phase": explanation.phase,
+        "reason": None if explanation.reason is None else explanation.reason.value,
+        "blocker": None if explanation.blocker is None else service.names.shown(explanation.blocker),
+        "missing": explanation.missing,
+        "resource": explanation.resource,
         "holders": [
             {
                 "id": service.names.shown(holder.request_id),
@@ -72,28 +72,28 @@ def describe(known: RequestExplanation, service: Service) -> dict[str, Any]:
                 "what": holder.what,
                 "transfer": holder.transfer,
             }
-            for holder in of_scheduler.holders
+            for holder in explanation.holders
         ],
-        "num_holders": of_scheduler.num_holders,
-        "explanation": _in_words(of_scheduler, service),
+        "num_holders": explanation.num_holders,
+        "explanation": _in_words(explanation, service),
         "since": None if waiting_for is None else round(time.time() - waiting_for, 3),
         "waiting_for": waiting_for,
-        "transfer": of_scheduler.transfer,
-        "position": of_scheduler.position,
+        "transfer": explanation.transfer,
+        "position": explanation.position,
         "num_prompt_tokens": known.num_prompt_tokens,
         "num_output_tokens": known.num_output_tokens,
         "max_tokens": known.max_tokens,
-        "num_computed_tokens": of_scheduler.num_computed_tokens,
-        "num_cached_tokens": of_scheduler.num_cached_tokens,
-        "num_blocks": of_scheduler.num_blocks,
-        "num_preemptions": of_scheduler.num_preemptions,
+        "num_computed_tokens": explanation.num_computed_tokens,
+        "num_cached_tokens": explanation.num_cached_tokens,
+        "num_blocks": explanation.num_blocks,
+        "num_preemptions": explanation.num_preemptions,
         "priority": known.priority,
         "user": known.user,
         "age": known.age,
         "deadline_in": known.deadline_in,
         "events": [
             {"event": event.type.name.lower(), "at": round(began + event.timestamp, 3), "detail": event.detail}
-            for event in of_scheduler.events
+            for event in explanation.events
         ],
     }
 

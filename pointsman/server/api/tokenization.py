@@ -26,7 +26,7 @@ MAX_OPEN = 64
 """Maximum number of open requests; further ones get 429."""
 
 
-class _Line:
+class _Queue:
     """The queue of requests for tokens."""
 
     def __init__(self, service: Service) -> None:
@@ -45,7 +45,7 @@ class _Line:
             if self._num_open >= MAX_OPEN:
                 raise ApiError(
                     429,
-                    f"{self._num_open} requests for tokens are open, the most there may be; try again in 1 s",
+                    f"{self._num_open} requests for tokens are open, and at most {MAX_OPEN} may be; try again in 1 s",
                     headers={"retry-after": "1"},
                     reason="queue_requests",
                 )
@@ -62,13 +62,13 @@ class _Line:
 def tokenization_router(service: Service) -> APIRouter:
     """The two routes."""
     router = APIRouter(route_class=StrictRoute, tags=["tokens"])
-    line = _Line(service)
+    queue = _Queue(service)
 
     @router.post("/tokenize", response_model=TokenizeResponse, responses=errors(*TOKEN_ERRORS))
     async def tokenize(body: TokenizeRequest) -> Response:
         """The token ids of a text, or of what the chat template makes of a conversation."""
         service.check_model(body.model)
-        async with line.turn():
+        async with queue.turn():
             token_ids = await _token_ids(service, body)
         answer: dict[str, Any] = {
             "count": len(token_ids),
@@ -84,7 +84,7 @@ def tokenization_router(service: Service) -> APIRouter:
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of token ids, special tokens included."""
         service.check_model(body.model)
-        async with line.turn():
+        async with queue.turn():
             text = await service.prompts.decode(body.tokens)
         return JSONResponse({"prompt": text})
 

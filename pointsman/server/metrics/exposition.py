@@ -1,4 +1,4 @@
-"""GET /metrics: what Prometheus reads of the server.
+"""ServerMetrics: the text that a scrape of /metrics gets.
 
     metrics = ServerMetrics(client, "demo")
     client.inbox.on_steps = metrics.observations.steps  # steps and finished requests are counted from now on
@@ -9,9 +9,9 @@ Totals and gauges of the engine come from one `EngineStats`, asked for at every 
 counted in this process as things happen (`observations.py`); `table.py` and `readings.py` list every
 metric. `prometheus_client` makes the text.
 
-A scrape must never disturb: it asks the engine one question at a time, however many scrapers there are; it waits for
-the answer no longer than `STATS_TIMEOUT`, because an engine answers between two steps and one step may be long; and it
-lets other tasks of the event loop run after every metric. When there is no new answer, the last one is shown, and
+A scrape must not disturb requests: it asks the engine one question at a time, however many scrapers there are; it waits
+for the answer no longer than `STATS_TIMEOUT`, because an engine answers between two steps and one step may be long; and
+it lets other tasks of the event loop run after every metric. When there is no new answer, the last one is shown, and
 `pointsman:stats_age_seconds` says how old that is.
 """
 
@@ -88,7 +88,7 @@ class ServerMetrics:
         self._stats: EngineStats | None = None
         self._asking: asyncio.Task[EngineStats] | None = None
         self.registry = CollectorRegistry()
-        """Of its own, so that several servers can live in one process."""
+        """Not the global one, so that one process can hold several servers."""
         self.registry.register(_ServerCollector(self, (model_name, "0")))
         ProcessCollector(registry=self.registry)
         pid = client.info.pid
@@ -104,7 +104,7 @@ class ServerMetrics:
         parts = []
         for metric in self.registry.collect():
             parts.append(generate_latest(_Only(metric)))
-            await asyncio.sleep(0)  # whoever streams goes first: all of it at once would hold the loop for milliseconds
+            await asyncio.sleep(0)  # streams have priority: all metrics at once would hold the loop for milliseconds
         return b"".join(parts), CONTENT_TYPE
 
     async def _ask(self) -> None:
@@ -115,10 +115,10 @@ class ServerMetrics:
         await asyncio.wait({self._asking}, timeout=STATS_TIMEOUT)
 
     def _answered(self, asked: asyncio.Task[EngineStats]) -> None:
-        # Also if no scrape waits any more: the next one then asks anew, and takes no old answer for a new one.
+        # Also where no scrape waits any more: the next one asks again, and takes no old answer for a new one.
         self._asking = None
         if not asked.cancelled():
-            with contextlib.suppress(EngineDeadError):  # of a dead engine, the last reading is what there is
+            with contextlib.suppress(EngineDeadError):  # of a dead engine, the last reading is shown
                 self._stats = asked.result()
 
     @property
@@ -134,7 +134,7 @@ class ServerMetrics:
 
     @property
     def client(self) -> MeasuredEngine:
-        """The engine that is measured."""
+        """The measured engine."""
         return self._client
 
 
@@ -204,7 +204,7 @@ class _ServerCollector(Collector):
 
 
 def cache_labels(info: EngineInfo) -> dict[str, str]:
-    """How the KV cache is set up, in vLLM's words: it says "gpu" of whatever device holds the blocks."""
+    """How the KV cache is set up, with vLLM's labels, which say "gpu" for every device."""
     return {
         "block_size": str(info.block_size),
         "cache_dtype": info.kv_cache_dtype,
@@ -216,7 +216,7 @@ def cache_labels(info: EngineInfo) -> dict[str, str]:
 
 
 def engine_labels(info: EngineInfo) -> dict[str, str]:
-    """What is served, and the knobs that decide how much fits."""
+    """The model and version, and the settings that decide how much fits."""
     knobs = ("max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill", "order", "watermark")
     return {
         "version": pointsman.__version__,

@@ -1,4 +1,4 @@
-"""What the API process counts while requests run: histograms, and which requests were refused.
+"""What the API process counts while requests run: histograms, refused requests and open streams.
 
 Everything here happens in the event loop's thread, once per delta of every stream, so nothing takes a lock or makes an
 object. `Histogram` is why there is no `prometheus_client.Histogram`: that one walks its buckets, takes two locks and
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class Histogram:
-    """How often values fell between ascending bounds, and their sum.
+    """The number of values between ascending bounds, and their sum.
 
     Args:
         bounds: upper bounds of the buckets, inclusive, ascending; one more bucket holds what is above all of them.
@@ -68,11 +68,11 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """How many values there were."""
+        """The number of values."""
         return sum(self._counts)
 
     def buckets(self) -> list[tuple[str, float]]:
-        """(upper bound, values up to it) of every bucket, as Prometheus wants them: cumulative, "+Inf" last."""
+        """(upper bound, values up to it) of every bucket, in Prometheus' form: cumulative, "+Inf" last."""
         return list(zip(self._names, accumulate(self._counts), strict=True))
 
 
@@ -88,14 +88,14 @@ class Observations:
         self.histograms: dict[Definition, Histogram] = {one: Histogram(one.buckets or tokens) for one in HISTOGRAMS}
         self.refused = dict.fromkeys(REFUSALS, 0)
         self.open_streams = 0
-        # What every delta and step needs, without a look-up.
+        # Bound once: they are called for every delta and step.
         self.first_token = self.histograms[TIME_TO_FIRST_TOKEN].observe
         self._inter_token = self.histograms[INTER_TOKEN_LATENCY].observe
         self._iteration_tokens = self.histograms[ITERATION_TOKENS].observe
         self._scheduler_step = self.histograms[SCHEDULER_STEP].observe
 
     def inter_token(self, seconds: float, num_tokens: int) -> None:
-        """`num_tokens` came `seconds` after the token before them; each counts with its share of the time."""
+        """`num_tokens` came `seconds` after the token before them; each counts with an equal share of the time."""
         if num_tokens > 0:
             self._inter_token(seconds / num_tokens, num_tokens)
 
@@ -106,7 +106,7 @@ class Observations:
             self._scheduler_step(note.scheduler_seconds)
 
     def client_request(self, n: int, num_generated_tokens: int) -> None:
-        """A client's request ended: its samples, and the tokens of the longest."""
+        """A client's request was answered: with `n` samples, the longest of `num_generated_tokens` tokens."""
         self.histograms[PARAMS_N].observe(n)
         self.histograms[MAX_GENERATION_TOKENS].observe(num_generated_tokens)
 
@@ -115,10 +115,10 @@ class Observations:
         self.refused[reason if reason in self.refused else "other"] += 1
 
     def end(self, request: EngineRequest, delta: Delta, num_output_tokens: int) -> None:
-        """A request of the engine ended with `delta`, its last.
+        """A request of the engine finished with `delta`, its last.
 
-        One that was aborted is left out: when its client goes away the engine does not tell of its end, and how long
-        other aborted ones took says nothing about the service.
+        Aborted requests are left out: the engine does not report the finish of those whose client disconnected, and
+        the times of the others say nothing about the service.
         """
         if delta.finish_reason == "abort":
             return
@@ -133,7 +133,7 @@ class Observations:
             self._phases(delta.metrics, num_output_tokens)
 
     def _phases(self, metrics: RequestMetrics, num_output_tokens: int) -> None:
-        """How long an ended request spent in each phase that it reached."""
+        """The time that a finished request spent in each phase that it reached."""
         histograms = self.histograms
         arrival, end = metrics.arrival_time, metrics.finished_time
         if end is None:

@@ -6,9 +6,9 @@ dashboards and alerts written for vLLM go on working. What vLLM does not have is
     SCRAPED   read from one `EngineStats` at every scrape: the engine's totals and what it holds at that moment, see
               `readings.py`
     KEPT      counted in the API process while requests run (`observations.py`): histograms, refusals, streams
-    STATED    about the server itself: is the engine up, how is it configured
+    STATED    about the server itself: whether the engine is up, and its configuration
 
-Every metric carries the labels of `BASE_LABELS`; a metric that has one label more tells it in `label`. All values of
+Every metric carries the labels of `BASE_LABELS`; the name of one further label is in `label`. All values of
 such a label are exposed from the first scrape on, at 0, because a rate over a series that appears with its first
 event misses that event.
 """
@@ -41,7 +41,7 @@ SCHEDULER_STEP_BUCKETS = (
 
 
 def token_buckets(max_model_len: int) -> tuple[float, ...]:
-    """1, 2, 5, 10, 20, 50, ... tokens, as far as the model's longest sequence."""
+    """1, 2, 5, 10, 20, 50, ... tokens, up to the model's longest sequence."""
     steps = [factor * 10**power for power in range(len(str(max_model_len))) for factor in (1, 2, 5)]
     return tuple(float(step) for step in steps if step <= max_model_len)
 
@@ -64,12 +64,12 @@ REFUSALS = (
     "engine_dead",  # 500 or 503: the engine's process has ended
     "other",
 )
-"""Why a request got an error in place of an answer. A closed list: labels must not grow with what clients send."""
+"""Reasons of refused requests. A closed list: labels must not grow with what clients send."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Definition:
-    """What is fixed about a metric. Compared by identity: the constants below are keys."""
+    """The fixed part of a metric. Compared by identity: the constants below are keys."""
 
     name: str
     """As Prometheus shows it; a histogram's also get the suffixes _bucket, _sum and _count."""
@@ -77,7 +77,7 @@ class Definition:
     unit: str
     meaning: str
     label: str | None = None
-    """The label that it has beyond `BASE_LABELS`."""
+    """Its further label, beside `BASE_LABELS`."""
     buckets: tuple[float, ...] | None = None
     """Upper bounds of a histogram, inclusive; None: those of `token_buckets`."""
 

@@ -1,12 +1,12 @@
-"""How much may wait: beyond it, a client is told to come back later, before its request has cost anything.
+"""Backlog: the limits on open requests and waiting prompt tokens. Beyond them a client gets 429, at no cost.
 
     with backlog.enter(num_requests=1) as ticket:       # 429 if too many requests are open
         ticket.add_prompt(0, num_tokens=512)            # 429 if too many prompt tokens wait
         ...
         ticket.first_token(0)                           # the prompt waits no longer
 
-Requests are counted from their arrival to their end, prompt tokens until the first token: a prompt waits while it is
-queued and while it is computed. Without such a bound an overloaded server answers everybody, too late.
+Requests are counted from arrival to finish, prompt tokens until the first token: a prompt waits while it is queued and
+while it is computed. Without such a bound, an overloaded server answers every request too late.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from types import TracebackType
 from pointsman.server.wire.errors import ApiError
 
 WINDOW = 30.0
-"""Seconds of the past that the rate of first tokens is estimated from."""
+"""Seconds over which the rate of first tokens is estimated."""
 MAX_SAMPLES = 1024
-LEAST_WAIT, MOST_WAIT = 1, 60
-"""Seconds that a client may be told to wait."""
+MIN_WAIT, MAX_WAIT = 1, 60
+"""Limits of Retry-After, in seconds."""
 
 
 class Backlog:
-    """Everything that is open now.
+    """The requests that are open now.
 
     Args:
-        max_requests: most requests of the engine that are open at once.
-        max_prompt_tokens: most prompt tokens that wait; None: any number.
+        max_requests: maximum number of open requests of the engine.
+        max_prompt_tokens: maximum number of waiting prompt tokens; None: no limit.
         clock: seconds.
     """
 
@@ -51,10 +51,10 @@ class Backlog:
         self._waiting_since = 0.0
 
     def enter(self, num_requests: int) -> Ticket:
-        """Let a client's request in, which is `num_requests` of the engine.
+        """Take a client's request, which is `num_requests` of the engine.
 
         Raises:
-            ApiError: 429, there is no room now; 400, there never will be.
+            ApiError: 429, too many requests are open; 400, it is more than fit at all.
         """
         if num_requests > self.max_requests:
             raise ApiError(
@@ -71,16 +71,16 @@ class Backlog:
         return Ticket(self, num_requests)
 
     def retry_after(self) -> int:
-        """Seconds in which what waits now should have got its first token."""
+        """Estimated seconds until all prompts that wait now have their first token."""
         now = self._clock()
         while self._first_tokens and self._first_tokens[0] < now - WINDOW:
             self._first_tokens.popleft()
         if self._first_tokens:
             rate = len(self._first_tokens) / max(now - self._first_tokens[0], 1e-3)
             estimate = self.num_waiting / rate
-        else:  # nothing is known but how long it has taken so far
+        else:  # no rate is known yet, only the time waited so far
             estimate = now - self._waiting_since if self.num_waiting else 0.0
-        return min(max(math.ceil(estimate), LEAST_WAIT), MOST_WAIT)
+        return min(max(math.ceil(estimate), MIN_WAIT), MAX_WAIT)
 
     def _overloaded(self, what: str, reason: str) -> ApiError:
         seconds = self.retry_after()
@@ -116,7 +116,7 @@ class Backlog:
 
 
 class Ticket:
-    """One client's request in the backlog; a context, which it leaves with its end."""
+    """One client's request in the backlog. A context: leaving it removes the request."""
 
     __slots__ = ("_backlog", "_num_requests", "_waiting")
 
@@ -138,16 +138,16 @@ class Ticket:
         self._waiting.clear()
 
     def add_prompt(self, prompt: int, num_tokens: int) -> None:
-        """One of the request's prompts waits from now on. It counts once, however many samples there are of it.
+        """Count one of the request's prompts as waiting; once, however many samples there are of it.
 
         Raises:
-            ApiError: 429, too many prompt tokens of others wait.
+            ApiError: 429, too many prompt tokens of other requests wait.
         """
         self._backlog._add(num_tokens, sum(self._waiting.values()))
         self._waiting[prompt] = num_tokens
 
     def first_token(self, prompt: int) -> None:
-        """A sample of the prompt has its first token; further ones change nothing."""
+        """A sample of the prompt has its first token: the prompt waits no longer. Later calls change nothing."""
         num_tokens = self._waiting.pop(prompt, None)
         if num_tokens is not None:
             self._backlog._remove(num_tokens)

@@ -16,14 +16,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from pointsman.engine.waiter import Waiter
-from pointsman.server.wire.messages import Delta, EngineRequest, News, StepNote, Unpacker
+from pointsman.server.wire.messages import Delta, EngineOutputs, EngineRequest, StepNote, Unpacker
 
 
 class Inbox:
     """The streams of unfinished requests, and the bytes that feed them.
 
     Args:
-        on_other: called with each message that is no `News`.
+        on_other: called with each message that is not an `EngineOutputs`.
 
     Attributes:
         streams: of requests that were sent and have not finished, by their keys.
@@ -42,27 +42,27 @@ class Inbox:
     def feed(self, data: bytes) -> None:
         """Take bytes from the engine process, in pieces of any length."""
         for message in self._unpacker.feed(data):
-            if isinstance(message, News):
+            if isinstance(message, EngineOutputs):
                 self._take(message)
             else:
                 self._on_other(message)
 
-    def _take(self, news: News) -> None:
+    def _take(self, outputs: EngineOutputs) -> None:
         streams = self.streams
-        for key in news.accepted:
+        for key in outputs.accepted:
             if (stream := streams.get(key)) is not None:
                 stream.accept()
-        for key, delta in news.deltas:
+        for key, delta in outputs.deltas:
             if (stream := streams.get(key)) is not None:
                 stream.put(delta)
                 if delta.finish_reason is not None:
                     del streams[key]
                     self.report_end(stream, delta)
-        for key, error in news.errors:
+        for key, error in outputs.errors:
             if (stream := streams.pop(key, None)) is not None:
                 stream.fail(error)
-        if news.steps and self.on_steps is not None:
-            self.on_steps(news.steps)
+        if outputs.steps and self.on_steps is not None:
+            self.on_steps(outputs.steps)
 
     def report_end(self, stream: ClientStream, last: Delta) -> None:
         """Call `on_end` for a stream whose request has finished with `last`, or is abandoned."""

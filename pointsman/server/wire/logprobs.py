@@ -1,4 +1,4 @@
-"""Log probabilities in the shapes of the two APIs.
+"""Log probabilities in the JSON of the two APIs.
 
 The engine gives one dictionary per position: token id -> `Logprob`, the token itself first, then the most likely ones
 in their order (which may have the token itself among them; then it is there once). JSON has no infinities, so an
@@ -35,7 +35,7 @@ class LogprobWriter:
         self._as_token_ids = as_token_ids
 
     def token(self, token_id: int, text: str | None) -> str:
-        """A token as the client sees it."""
+        """A token in the form that the client asked for."""
         return f"token_id:{token_id}" if self._as_token_ids or text is None else text
 
     # ------------------------------------------------------------------ completions
@@ -69,7 +69,7 @@ class LogprobWriter:
                 own = entry[token_id]
                 text = self.token(token_id, own.decoded_token)
                 token_logprobs.append(finite(own.logprob))
-                # OpenAI's rule: the sampled token is there in any case, so there may be one more than asked for.
+                # OpenAI's rule: the sampled token is always included, so there may be one more than asked for.
                 top_logprobs.append(
                     {
                         self.token(one, logprob.decoded_token): finite(logprob.logprob)

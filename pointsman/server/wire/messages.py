@@ -1,7 +1,7 @@
 """What crosses between the API process and the engine process: messages over a pair of Unix sockets.
 
 A frame is four bytes of length and a pickled message. Both ends are the same program, and the sockets have no name, so
-nobody else can write into them.
+no other program can write into them.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class EngineRequest:
     cache_salt: str | None = None
     arrival_time: float | None = None
     deadline: float | None = None
-    """When it ends with finish_reason "deadline", waiting or running; None: never."""
+    """When it finishes with finish_reason "deadline", waiting or running; None: never."""
     user: str | None = None
-    """On whose behalf it is made."""
+    """The tenant."""
     stream: bool = True
-    """False: besides the first delta, which tells of the first token, only one with all the rest is wanted."""
+    """False: after the first delta, which reports the first token, one with all remaining tokens is enough."""
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class Add:
 
 @dataclass(slots=True)
 class Abandon:
-    """Nobody reads this request's outputs any more."""
+    """Abort this request: its outputs have no reader any more."""
 
     key: int
 
@@ -90,7 +90,7 @@ class Ask:
 
 @dataclass(slots=True)
 class Stop:
-    """End the engine: at once, or when what was added has ended."""
+    """End the engine: at once, or when all added requests have finished."""
 
     drain: bool
 
@@ -112,7 +112,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine that has loaded its model says about itself."""
+    """The description of an engine that has loaded its model."""
 
     pid: int
     model: str
@@ -134,10 +134,10 @@ class EngineInfo:
 
     @property
     def max_num_running(self) -> int:
-        """Most requests that run at once, if nobody has changed that since."""
+        """Maximum number of requests that run at once, as configured at the start."""
         active: int | None = self.scheduler["max_num_active_seqs"]
-        seats: int = self.scheduler["max_num_seqs"]
-        return seats if active is None else active
+        max_num_seqs: int = self.scheduler["max_num_seqs"]
+        return max_num_seqs if active is None else active
 
 
 @dataclass(slots=True)
@@ -158,7 +158,7 @@ class StepNote(NamedTuple):
 
 @dataclass(slots=True)
 class Delta:
-    """What is new about a request since the last one; that of several steps if the reader was slow."""
+    """What is new about a request since its last delta; of several steps if the reader was slow."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -176,7 +176,7 @@ class Delta:
     """In the last one, of a request with `PoolingParams`."""
 
     def merge(self, later: Delta) -> None:
-        """Take in the one that follows."""
+        """Append the delta that follows this one."""
         self.text += later.text
         self.token_ids += later.token_ids
         if later.logprobs is not None:
@@ -191,14 +191,14 @@ class Delta:
 
 
 @dataclass(slots=True)
-class News:
-    """What happened to requests and steps since the last news."""
+class EngineOutputs:
+    """What happened to requests, and which steps ran, since the last message of this kind."""
 
     accepted: list[int] = field(default_factory=list)
     """Keys of requests that are queued now."""
     deltas: list[tuple[int, Delta]] = field(default_factory=list)
     errors: list[tuple[int, Exception]] = field(default_factory=list)
-    """Requests that were refused, or that the engine's end cut off."""
+    """Of requests that were refused, or that the engine's death ended."""
     steps: list[StepNote] = field(default_factory=list)
 
 
@@ -213,7 +213,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class RequestExplanation:
-    """Where a request stands, with what an operator wants to know beside the scheduler's own words."""
+    """The scheduler's explanation of a request, with what else an operator wants to know about it."""
 
     explanation: Explanation
     arrival_time: float
@@ -227,7 +227,7 @@ class RequestExplanation:
     deadline_in: float | None
     """Seconds until its deadline; None: it has none."""
     waiting_for: float | None
-    """Seconds since its present reason to wait began; None: it does not wait, or has not been tried."""
+    """Seconds since its present reason to wait began; None: it does not wait, or was not considered yet."""
 
 
 # ------------------------------------------------------------------------------------------------- frames
@@ -268,7 +268,7 @@ class Unpacker:
 
 
 def portable(error: BaseException) -> Exception:
-    """The error as it can cross: itself if it can be pickled and rebuilt, else one with its message."""
+    """An error that can cross: the given one if it can be pickled and rebuilt, else one with its message."""
     try:
         rebuilt = pickle.loads(pickle.dumps(error))
     except Exception:

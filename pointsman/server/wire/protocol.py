@@ -1,11 +1,11 @@
 """What clients send: the fields of OpenAI's API and of vLLM's, with their names, defaults and ranges.
 
 Unknown fields are ignored, as vLLM does. Known fields that this server cannot honour are refused with the reason,
-unless they ask for nothing (`_Refusing`): a client should not believe that its images were seen. A number in quotes is
+unless they ask for nothing (`_Refusing`): a client must not believe that its images were seen. A number in quotes is
 read as a number, again as vLLM does; NaN and infinities are refused everywhere.
 
 Ranges here are those that hold for every server. What depends on the model or on the operator's settings (a served
-name, the most `n`) is checked later, and what depends on several fields by `SamplingParams`.
+name, the maximum `n`) is checked later, and what depends on several fields by `SamplingParams`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ProtocolModel(BaseModel):
 
 
 def refusal(param: str, why: str) -> PydanticCustomError:
-    """For validators: the request asks for what cannot be had."""
+    """For validators: the request asks for what is not possible."""
     return PydanticCustomError("unsupported", "{why}", {"param": param, "why": why})
 
 
@@ -92,7 +92,7 @@ class _Refusing(ProtocolModel):
 
 
 class StreamOptions(ProtocolModel):
-    """What a stream tells beside the text."""
+    """What a stream holds beside the text."""
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = Field(False, description="Usage in every chunk; only with include_usage.")
@@ -108,7 +108,7 @@ class JsonSchemaFormat(ProtocolModel):
 
 
 class ResponseFormat(ProtocolModel):
-    """What the text must be."""
+    """The format of the text."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
@@ -124,7 +124,7 @@ class ResponseFormat(ProtocolModel):
 
 
 class StructuredOutputs(_Refusing):
-    """What the text must look like: exactly one of the first five says it."""
+    """A constraint on the text: exactly one of the first five fields."""
 
     unsupported: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
         "structural_tag": ((None,), "structural tags are not supported; use json, regex or grammar"),
@@ -141,7 +141,7 @@ class StructuredOutputs(_Refusing):
 
 
 class RepetitionDetection(ProtocolModel):
-    """Which repetitions at the end of an answer end it, with `finish_reason` repetition."""
+    """Which repetitions at the end of an output finish it, with `finish_reason` repetition."""
 
     max_pattern_size: Number = Field(0, description="Tokens of the longest pattern looked for; 0: none is.")
     min_pattern_size: Number = Field(0, description="Tokens of the shortest; 0 means 1.")
@@ -183,7 +183,7 @@ class SamplingFields(_Refusing):
     repetition_detection: RepetitionDetection | None = None
     priority: Int64 = Field(0, description="Smaller is more urgent; only where the server schedules by priority.")
     request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = Field(
-        None, description="Part of the answer's id; the header X-Request-Id goes before it."
+        None, description="Part of the answer's id; the header X-Request-Id has priority."
     )
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
         None, description="Only requests with an equal salt share cached prefixes."
@@ -294,7 +294,7 @@ class Message(ProtocolModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_media(cls, data: Any) -> Any:
-        """Say it in words: the error of the union would be hard to read."""
+        """Refuse with a message of our own: the error of the union would be hard to read."""
         parts = data.get("content") if isinstance(data, dict) else None
         for part in parts if isinstance(parts, list) else ():
             kind = part.get("type") if isinstance(part, dict) else "text"
@@ -370,7 +370,7 @@ class ChatCompletionRequest(ChatFields, SamplingFields):
     logprobs: bool | None = False
     top_logprobs: Annotated[Number, _default_for_null(0, Number)] = 0
     max_tokens: Count | None = Field(None, description="Left out, and max_completion_tokens, too: what fits.")
-    max_completion_tokens: Count | None = Field(None, description="Goes before max_tokens.")
+    max_completion_tokens: Count | None = Field(None, description="Has priority over max_tokens.")
     n: Annotated[Count, _default_for_null(1, Count)] = 1
     echo: bool = Field(False, description="Put the last message in front of the text if its role is the answer's.")
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
@@ -423,7 +423,7 @@ TokenizeRequest: TypeAlias = Annotated[
     Annotated[TokenizeCompletionRequest, Tag("Text")] | Annotated[TokenizeChatRequest, Tag("Chat")],
     Discriminator(_form_of),
 ]
-"""Of a conversation if it has messages. Telling by that gives errors of one form, not of both."""
+"""Of a conversation if it has messages. Choosing by that gives errors of one form, not of both."""
 
 
 class DetokenizeRequest(ProtocolModel):

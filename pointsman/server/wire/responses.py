@@ -1,7 +1,7 @@
 """What clients get, for the OpenAPI description.
 
-Answers are written as plain dictionaries and constant text, not through these models: they say what is in an answer,
-and the tests hold the answers against them.
+Answers are written as plain dictionaries and constant text (`answers.py`), not through these models: the models
+describe an answer, and the tests compare the answers with them.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class ChatLogprobs(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """What the model says."""
+    """The message of the model."""
 
     role: str
     content: str
@@ -138,7 +138,7 @@ class ChatCompletionResponse(BaseModel):
 
 
 class ErrorInfo(BaseModel):
-    """What went wrong, and how to avoid it."""
+    """What is wrong, and how to avoid it."""
 
     message: str
     type: str
@@ -226,34 +226,34 @@ class RequestStateEvent(BaseModel):
 
 
 class RequestHolder(BaseModel):
-    """A request that has some of what another one waits for."""
+    """A request that holds some of what another one waits for."""
 
     id: str
     amount: int = Field(description="How much of the resource; 0 where nothing is counted.")
     what: str = Field(description="Of an adapter slot: the name of the adapter.")
-    transfer: int | None = Field(description="Of blocks held for a KV transfer: which; its request may have ended.")
+    transfer: int | None = Field(description="Of blocks held for a KV transfer: which; its request may have finished.")
 
 
 class RequestState(BaseModel):
-    """Where a request of the engine stands, and why it does not advance."""
+    """The state of a request of the engine, and why it does not advance."""
 
     id: str = Field(description="As the answer's id, with the choice's index behind it where there are several.")
     engine_id: str = Field(description="As the engine's log and recordings call it; no two have the same.")
     state: str = Field(description="waiting, running, preempted, or what it waits for other than capacity.")
     phase: str
-    reason: str | None = Field(description="Why it waits; null if it does not, or has not been tried in a step.")
+    reason: str | None = Field(description="Why it waits; null if it does not, or was not considered in a step yet.")
     blocker: str | None = Field(description="The request it waits for.")
     missing: int = Field(description="How much of the resource it lacks.")
     resource: str | None = Field(
-        description="What it lacks, such as KV blocks or seats; null: nothing that is counted."
+        description="What it lacks, such as KV blocks or sequence slots; null: nothing that is counted."
     )
-    holders: list[RequestHolder] = Field(description="Who holds that, the most first; at most 8.")
-    num_holders: int = Field(description="How many hold some of it.")
+    holders: list[RequestHolder] = Field(description="The requests that hold it, the largest first; at most 8.")
+    num_holders: int = Field(description="The number of requests that hold some of it.")
     explanation: str = Field(description="All of it in a sentence.")
     since: float | None = Field(description="When this reason began, in Unix time.")
     waiting_for: float | None = Field(description="Seconds since then.")
     transfer: int | None = Field(description="The KV transfer it waits for.")
-    position: int | None = Field(description="How many stand before it in the queue.")
+    position: int | None = Field(description="The number of requests before it in the queue.")
     num_prompt_tokens: int
     num_output_tokens: int
     max_tokens: int
@@ -269,7 +269,7 @@ class RequestState(BaseModel):
 
 
 class RequestList(BaseModel):
-    """Every request that has not ended, in the order of arrival."""
+    """Every unfinished request, in the order of arrival."""
 
     object: Literal["list"] = "list"
     data: list[RequestState]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pointsman.server.service.backlog import MOST_WAIT, Backlog, Ticket
+from pointsman.server.service.backlog import MAX_WAIT, Backlog, Ticket
 from pointsman.server.wire.errors import ApiError
 
 
@@ -97,7 +97,7 @@ def test_the_wait_is_estimated_from_the_rate_of_first_tokens() -> None:
     assert backlog.num_waiting == 100
     assert 40 <= backlog.retry_after() <= 50
     clock.now += 31  # nothing more happened: that rate says nothing any more
-    assert 31 <= backlog.retry_after() <= MOST_WAIT
+    assert 31 <= backlog.retry_after() <= MAX_WAIT
 
 
 def test_the_wait_is_bounded_both_ways() -> None:
@@ -109,7 +109,7 @@ def test_the_wait_is_bounded_both_ways() -> None:
     clock.now += 1
     tickets[0].first_token(0)
     clock.now += 20
-    assert backlog.retry_after() == MOST_WAIT
+    assert backlog.retry_after() == MAX_WAIT
 
 
 def test_a_refusal_says_how_many_more_it_would_be() -> None:

@@ -12,7 +12,7 @@ from pointsman.engine import SamplingParams
 from pointsman.engine.output import Logprob
 from pointsman.engine.structured_outputs import StructuredOutputsParams
 from pointsman.server.service.sampling import for_sample
-from pointsman.server.wire.messages import Add, Delta, EngineRequest, News, StepNote, Unpacker, pack, portable
+from pointsman.server.wire.messages import Add, Delta, EngineOutputs, EngineRequest, StepNote, Unpacker, pack, portable
 
 GRAMMAR = StructuredOutputsParams(json={"type": "object", "properties": {f"name{i}": {} for i in range(500)}})
 
@@ -20,8 +20,10 @@ GRAMMAR = StructuredOutputsParams(json={"type": "object", "properties": {f"name{
 def test_messages_arrive_in_any_pieces() -> None:
     messages = [
         Add([(1, EngineRequest("a", list(range(1000)), SamplingParams(temperature=0, stop=["x"]), deadline=5.0))]),
-        News(accepted=[1], deltas=[(1, Delta("hé", [5], [{5: Logprob(-0.5, 1, "hé")}]))], steps=[StepNote(3, 1, 1e-5)]),
-        News(errors=[(2, RequestRefused("too long"))]),
+        EngineOutputs(
+            accepted=[1], deltas=[(1, Delta("hé", [5], [{5: Logprob(-0.5, 1, "hé")}]))], steps=[StepNote(3, 1, 1e-5)]
+        ),
+        EngineOutputs(errors=[(2, RequestRefused("too long"))]),
     ]
     stream = b"".join(pack(message) for message in messages)
     rng = random.Random(0)
