@@ -84,7 +84,7 @@ def test_deltas_add_up_and_pile_up_nowhere() -> None:
             generation.grow(finished=step == num_steps - 1)
         port.note_step(StepNote(2, 2, 0.0))
         port.ring()
-    assert len(port.outbox._rest) < 1 << 16  # at most one frame is kept beyond what the socket took
+    assert len(port.outbox._unsent) < 1 << 16  # at most one frame is kept beyond what the socket took
     found: list[EngineOutputs] = read_until(
         theirs,
         Unpacker(),

@@ -57,10 +57,6 @@ class SamplingPlan:
     default_max_tokens: int | None = None
     """Where the client left the field out; None: what fits."""
 
-    def check(self, config: ServerConfig) -> None:
-        """Refuse more than the operator allows. Raises ApiError: 400, with the limit."""
-        check_limits(self.body, self.n, self.logprobs, config)
-
     def params(self, prompts: list[Prompt], info: EngineInfo, config: ServerConfig) -> list[list[EngineParams]]:
         """Those of each sample of each prompt: made and checked once, for what may be a thousand.
 
@@ -95,49 +91,9 @@ class PoolingPlan:
     pooling: PoolingParams
     n: int = 1
 
-    def check(self, config: ServerConfig) -> None:
-        """The operator limits nothing about vectors."""
-
     def params(self, prompts: list[Prompt], info: EngineInfo, config: ServerConfig) -> list[list[EngineParams]]:
         """Those of each prompt."""
         return [[self.pooling] for _ in prompts]
-
-
-def check_limits(body: SamplingFields, num_samples: int, logprobs: int | None, config: ServerConfig) -> None:
-    """Refuse more than the operator allows. Cheap, and done before the prompt is read.
-
-    Args:
-        body: the request.
-        num_samples: per prompt.
-        logprobs: per position of the output.
-        config: the limits.
-
-    Raises:
-        ApiError: 400, with the limit.
-    """
-    if num_samples > config.max_n:
-        raise ApiError(400, f"n is {num_samples}; this server gives at most {config.max_n}: lower it", param="n")
-    for name, value in (("logprobs", logprobs), ("prompt_logprobs", body.prompt_logprobs)):
-        if value is not None and value > config.max_logprobs:
-            raise ApiError(
-                400, f"{name} is {value}; this server gives at most {config.max_logprobs}: lower it", param=name
-            )
-
-
-def check_priority(priority: int, info: EngineInfo) -> None:
-    """Refuse a priority that would have no effect.
-
-    Raises:
-        ApiError: 400.
-    """
-    order = info.scheduler.get("order")
-    if priority and order == "fcfs":
-        raise ApiError(
-            400,
-            f"priority is {priority}, and this server takes requests in the order of their arrival; leave it 0, or "
-            "start the server with order priority",
-            param="priority",
-        )
 
 
 def choose_max_tokens(

@@ -26,7 +26,7 @@ from pointsman.server.service.engine_client import EngineStalledError
 from pointsman.server.service.gate import too_late
 from pointsman.server.service.names import RequestNames
 from pointsman.server.service.prompts import PromptReader
-from pointsman.server.service.sampling import SamplingPlan, check_priority
+from pointsman.server.service.sampling import SamplingPlan
 from pointsman.server.wire.answers import TextWriter
 from pointsman.server.wire.errors import ApiError, not_found, shown
 from pointsman.server.wire.messages import EngineRequest
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from pointsman.server.service.prompts import ChatPrompt, TextPrompts
     from pointsman.server.service.sampling import PoolingPlan
     from pointsman.server.wire.answers import AnswerWriter, Prompt
+    from pointsman.server.wire.messages import EngineInfo
     from pointsman.server.wire.protocol import EmbeddingRequest, SamplingFields
 
 logger = logging.getLogger(__name__)
@@ -113,7 +114,8 @@ class Service:
         with self.gate.inside():
             self.check_model(job.body.model)
             check_priority(job.body.priority, self.client.info)
-            job.plan.check(self.config)
+            if isinstance(job.plan, SamplingPlan):
+                check_limits(job.plan.body, job.plan.n, job.plan.logprobs, self.config)
             num_samples = job.prompts.count() * job.plan.n
             with self.backlog.enter(num_samples) as ticket:
                 async with Delivery(self.gate, self._observations, ticket, job.deadline(self.config)) as delivery:
@@ -200,6 +202,46 @@ class Service:
             ) from None
         except EngineDeadError as error:
             raise self.gate.from_engine(error) from error
+
+
+# ------------------------------------------------------------------------------------------------- limits
+
+
+def check_limits(body: SamplingFields, num_samples: int, logprobs: int | None, config: ServerConfig) -> None:
+    """Refuse more than the operator allows. Cheap, and done before the prompt is read.
+
+    Args:
+        body: the request.
+        num_samples: per prompt.
+        logprobs: per position of the output.
+        config: the limits.
+
+    Raises:
+        ApiError: 400, with the limit.
+    """
+    if num_samples > config.max_n:
+        raise ApiError(400, f"n is {num_samples}; this server gives at most {config.max_n}: lower it", param="n")
+    for name, value in (("logprobs", logprobs), ("prompt_logprobs", body.prompt_logprobs)):
+        if value is not None and value > config.max_logprobs:
+            raise ApiError(
+                400, f"{name} is {value}; this server gives at most {config.max_logprobs}: lower it", param=name
+            )
+
+
+def check_priority(priority: int, info: EngineInfo) -> None:
+    """Refuse a priority that would have no effect.
+
+    Raises:
+        ApiError: 400.
+    """
+    order = info.scheduler.get("order")
+    if priority and order == "fcfs":
+        raise ApiError(
+            400,
+            f"priority is {priority}, and this server takes requests in the order of their arrival; leave it 0, or "
+            "start the server with order priority",
+            param="priority",
+        )
 
 
 # ------------------------------------------------------------------------------------------------- hang-ups

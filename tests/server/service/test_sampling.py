@@ -9,13 +9,12 @@ import pytest
 from pointsman.engine.sampling_params import RepetitionDetectionParams, SamplingParams
 from pointsman.server.config import ServerConfig
 from pointsman.server.service.sampling import (
-    check_limits,
-    check_priority,
     choose_max_tokens,
     for_sample,
     sampling_params,
     structured_outputs,
 )
+from pointsman.server.service.service import check_limits, check_priority
 from pointsman.server.wire.errors import ApiError
 from pointsman.server.wire.protocol import ChatCompletionRequest, CompletionRequest
 from tests.server.engine_info import engine_info
