@@ -106,9 +106,9 @@ def _limits(info: EngineInfo, config: ServerConfig) -> str:
     if config.api_keys:
         key = "an API key is asked for"
     elif is_loopback(config.host):
-        key = "no API key: whoever uses this machine may call"
+        key = "no API key: every user of this machine may call"
     else:
-        key = f"NO API KEY, and {_shown(config.host)} is no address of this machine alone: whoever reaches it may call"
+        key = f"NO API KEY, and {_shown(config.host)} can be reached from other machines: every client may call"
     parts = [
         f"{info.max_num_running:,} requests run and {config.max_waiting_requests:,} more wait, then 429",
         f"waiting prompt tokens {'without limit' if prompt_tokens is None else f'{prompt_tokens:,}'}",

@@ -93,7 +93,7 @@ class BodyLimitMiddleware:
         await self._app(scope, counted, send)
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body has more than {self._max_bytes} bytes, the most this server takes; send less")
+        return ApiError(413, f"the body has more than {self._max_bytes} bytes, the maximum of this server; send less")
 
 
 class StrictRequest(Request):

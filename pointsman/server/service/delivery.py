@@ -100,7 +100,7 @@ class Delivery:
     """The samples of a client's request. A context: leaving it aborts what has not finished.
 
     Args:
-        gate: knows why an engine has ended.
+        gate: tells a death of the engine from a shutdown of the server.
         observations: of times and tokens.
         ticket: the request's place in the backlog.
         deadline: when all samples finish in any case, by `time.monotonic`; None: never.
