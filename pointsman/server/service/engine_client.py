@@ -22,7 +22,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import count
-from typing import Any, cast
+from typing import Any
 
 from pointsman.engine.errors import EngineDeadError, ModelLoadError
 from pointsman.engine.pausing import PauseChoice
@@ -79,12 +79,13 @@ class EngineClient:
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.info: EngineInfo = None  # type: ignore[assignment]  # `start` returns no client without
         self.tokenizer: Any | None = None
-        self.inbox = Inbox(self._handle)
+        self.inbox = Inbox(self._handle, self._on_close)
         self.dead = asyncio.Event()
         self._process = process
         self._keys = count()
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._transport: asyncio.WriteTransport | None = None
+        self._ending: asyncio.Task[None] | None = None  # after the socket was closed
         self._is_stopping = False
         self._death: str | None = None
         self._failed: Failed | None = None
@@ -122,7 +123,7 @@ class EngineClient:
         try:
             ours.setblocking(False)
             loop = asyncio.get_running_loop()
-            await loop.create_unix_connection(lambda: _Connection(client), sock=ours)
+            client._transport, _ = await loop.create_unix_connection(lambda: client.inbox, sock=ours)
             client._send(Start(dict(options), record, log_stats_interval, max_step_retries))
             client.tokenizer = await tokenizer_read
             await client._ready.wait()
@@ -326,6 +327,9 @@ class EngineClient:
                 self._failed = message
                 self._ready.set()
 
+    def _on_close(self) -> None:
+        self._ending = asyncio.get_running_loop().create_task(self._note_death())
+
     async def _note_death(self) -> None:
         """The connection is closed: wait for the process, and fail all that is open."""
         loop = asyncio.get_running_loop()
@@ -343,22 +347,6 @@ class EngineClient:
                 question.set_exception(EngineDeadError(self._death))
         self._ready.set()
         self.dead.set()
-
-
-class _Connection(asyncio.Protocol):
-    """The socket to the engine process."""
-
-    def __init__(self, client: EngineClient) -> None:
-        self._client = client
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._client._transport = cast(asyncio.WriteTransport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        self._client.inbox.feed(data)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._ending = asyncio.get_running_loop().create_task(self._client._note_death())
 
 
 def _start_error(failed: Failed) -> Exception:

@@ -1,6 +1,6 @@
 """What arrives from the engine process: frames become deltas, each delta goes to the stream of its request.
 
-    socket -> Inbox.feed -> ClientStream.put -> the stream's reader
+    socket -> Inbox.data_received -> ClientStream.put -> the stream's reader
 
 A stream is over after the delta with a finish_reason, after an error, and when it is closed:
 
@@ -19,11 +19,12 @@ from pointsman.engine.waiter import Waiter
 from pointsman.server.wire.messages import Delta, EngineOutputs, EngineRequest, StepNote, Unpacker
 
 
-class Inbox:
-    """The streams of unfinished requests, and the bytes that feed them.
+class Inbox(asyncio.Protocol):
+    """The streams of unfinished requests, and the end of the socket that feeds them.
 
     Args:
         on_other: called with each message that is not an `EngineOutputs`.
+        on_close: called when the socket is closed.
 
     Attributes:
         streams: of requests that were sent and have not finished, by their keys.
@@ -32,20 +33,25 @@ class Inbox:
             abandoned) and its number of output tokens.
     """
 
-    def __init__(self, on_other: Callable[[Any], None]) -> None:
+    def __init__(self, on_other: Callable[[Any], None], on_close: Callable[[], None]) -> None:
         self.streams: dict[int, ClientStream] = {}
         self.on_steps: Callable[[list[StepNote]], None] | None = None
         self.on_end: Callable[[EngineRequest, Delta, int], None] | None = None
         self._on_other = on_other
+        self._on_close = on_close
         self._unpacker = Unpacker()
 
-    def feed(self, data: bytes) -> None:
+    def data_received(self, data: bytes) -> None:
         """Take bytes from the engine process, in pieces of any length."""
         for message in self._unpacker.feed(data):
             if isinstance(message, EngineOutputs):
                 self._take(message)
             else:
                 self._on_other(message)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """The engine process has exited, or will."""
+        self._on_close()
 
     def _take(self, outputs: EngineOutputs) -> None:
         streams = self.streams
