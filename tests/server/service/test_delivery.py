@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from pointsman.engine import SamplingParams
@@ -15,7 +18,8 @@ from pointsman.server.service.engine_client import EngineClient
 from pointsman.server.service.gate import Gate
 from pointsman.server.service.sampling import for_sample
 from pointsman.server.wire.answers import Prompt
-from pointsman.server.wire.messages import EngineRequest
+from pointsman.server.wire.errors import ApiError
+from pointsman.server.wire.messages import Delta, EngineRequest
 from tests.server.engine_pool import engine_pool
 
 pytestmark = pytest.mark.e2e
@@ -80,3 +84,31 @@ def test_more_samples_than_fit_in_a_message_are_queued_in_order() -> None:
             await asyncio.sleep(0.01)
 
     with_client(test)
+
+
+SOME = Delta(token_ids=[5], finish_reason="abort")
+VECTOR = Delta(embedding=np.zeros(2, np.float32), finish_reason="stop")
+ABORTED, LATE = Delta(finish_reason="abort"), Delta(finish_reason="deadline")
+
+
+@pytest.mark.parametrize(
+    ("outputs", "status"),
+    [
+        ([SOME, ABORTED, LATE], None),  # what there is, is sent
+        ([ABORTED, LATE], 503),
+        ([LATE, LATE], 408),
+        ([VECTOR, VECTOR], None),
+        ([VECTOR, ABORTED], 503),  # an answer with a vector for each input, or an error
+        ([VECTOR, LATE], 408),
+        ([SOME, Delta(finish_reason="error", finish_detail="a step failed")], 500),
+    ],
+)
+def test_an_answer_that_lacks_its_content_is_an_error(outputs: list[Delta], status: int | None) -> None:
+    gate = Gate(cast(Any, SimpleNamespace(is_alive=True, death=None)), drain_timeout=1)
+    delivery = Delivery(gate, Observations(100), Backlog(10).enter(1))
+    if status is None:
+        delivery._check(outputs)
+    else:
+        with pytest.raises(ApiError) as caught:
+            delivery._check(outputs)
+        assert caught.value.status_code == status
