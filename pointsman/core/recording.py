@@ -23,6 +23,7 @@ from pointsman.core.state.output import Integers, SchedulerOutput, StepResult, S
 from pointsman.core.state.pause import PauseMode
 from pointsman.core.state.request import Request
 from pointsman.core.state.status import FinishReason, ParkReason
+from pointsman.version import __version__
 
 if TYPE_CHECKING:
     from pointsman.core.scheduler import Scheduler
@@ -119,8 +120,6 @@ class Recorder:
 
     def start(self, config: SchedulerConfig, start: Start, answers: AnswerLog | None = None) -> None:
         """The header; called once, by the scheduler. `answers`: those of its connector."""
-        from pointsman import __version__
-
         header = {"format": FORMAT, "format_version": FORMAT_VERSION, "library_version": __version__}
         self._answers = answers
         connector = None if answers is None else {"saves_evicted": answers.saves_evicted}
