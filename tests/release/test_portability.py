@@ -109,7 +109,6 @@ from pointsman.engine import (
     EngineDeadError, EngineStats, GrammarError, Logprob, ModelLoadError, PoolingParams, RequestOutput,
     RequestOutputKind, StructuredOutputsParams,
 )
-import pointsman.integrations.vllm.exposition
 print(SamplingParams(max_tokens=3).max_tokens)
 """
     run = in_hiding(program)
