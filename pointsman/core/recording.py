@@ -23,6 +23,7 @@ from pointsman.core.state.output import Integers, SchedulerOutput, StepResult, S
 from pointsman.core.state.request import Request
 from pointsman.core.state.status import FinishReason, ParkReason
 from pointsman.core.step.assembly import Start
+from pointsman.version import __version__
 
 FORMAT = "pointsman-recording"
 FORMAT_VERSION = 1
@@ -81,8 +82,6 @@ class Recorder(Listener):
 
     def start(self, config: SchedulerConfig, start: Start, answers: AnswerLog | None = None) -> None:
         """The header; called once, by the scheduler. `answers`: those of its connector."""
-        from pointsman import __version__
-
         header = {"format": FORMAT, "format_version": FORMAT_VERSION, "library_version": __version__}
         self._answers = answers
         connector = None if answers is None else {"saves_evicted": answers.saves_evicted}
