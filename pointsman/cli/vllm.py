@@ -204,8 +204,8 @@ def exposition(answer: Mapping[str, Any]) -> str:
     Raises:
         ValueError: the answer is from another version of Pointsman.
     """
-    from pointsman.server.metric_readings import SCRAPED
-    from pointsman.server.metric_table import BASE_LABELS, REQUESTS_REFUSED
+    from pointsman.server.metrics.readings import SCRAPED
+    from pointsman.server.metrics.table import BASE_LABELS, REQUESTS_REFUSED
 
     stats = _stats(answer["stats"])
     reading = SimpleNamespace(

@@ -110,7 +110,7 @@ class Transcript:
         """Of a request that is pooled, once its prompt is computed."""
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if keeps_prompt_logprobs else None
         """One per prompt token from the second on."""
-        self.metrics = RequestMetrics(arrival_time=request.arrival_time, events=request.events)
+        self.metrics = RequestMetrics(arrival_time=request.arrival_time)
         self.finish_reason: str | None = None
         self.finish_detail = ""
         self.error: Exception | None = None
@@ -327,6 +327,7 @@ class RequestOutput:
         metrics = self._transcript.metrics
         request = self._transcript.request
         metrics.num_preemptions, metrics.preemption_causes = request.num_preemptions, request.preemption_causes
+        metrics.events = list(request.events)
         return metrics
 
     @property

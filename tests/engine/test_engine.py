@@ -17,9 +17,8 @@ from tiny_models import FAMILIES, VOCAB_SIZE, build
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from pointsman.core import DuplicateRequest, RequestRefused, Scheduler, SchedulerConfig
+from pointsman.core import DuplicateRequest, Recorder, RequestRefused, Scheduler, SchedulerConfig, replay
 from pointsman.core.errors import ConfigError
-from pointsman.core.recording import Recorder, replay
 from pointsman.engine import (
     LLM,
     Engine,

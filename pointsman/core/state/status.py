@@ -55,16 +55,16 @@ class ParkReason(enum.Enum):
 
 
 class PreemptionCause(enum.Enum):
-    """Why a running request lost its row and its blocks before it was done."""
+    """Why a running request lost its row."""
 
     MEMORY = "memory"
-    """No block was free for a running request."""
-    DISPLACED = "displaced"
-    """A more urgent waiting request was admitted in its place."""
+    """KV blocks ran out."""
+    PRIORITY = "priority"
+    """A more urgent waiting request took its place."""
     PARKED = "parked"
     """The host parked it."""
     RESET = "reset"
-    """A reset of the prefix cache that also recomputes what runs."""
+    """The prefix cache was reset, and what runs is computed again."""
 
     @property
     def exists_in_vllm(self) -> bool:

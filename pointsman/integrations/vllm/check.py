@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-import pointsman
 from pointsman.core import ConfigError, SchedulerConfig
 from pointsman.integrations.vllm.settings import FLAGS, read_settings, scheduler_config
 from pointsman.integrations.vllm.support import (
@@ -26,6 +25,7 @@ from pointsman.integrations.vllm.support import (
     problems_of,
     untested_parts,
 )
+from pointsman.version import __version__
 
 SCHEDULER_CLS = "pointsman.integrations.vllm.Scheduler"
 _STAND_IN_BLOCKS = 1 << 20  # the real number is known when the weights are loaded
@@ -74,7 +74,7 @@ class Report:
 
     def _of_version(self) -> str:
         tested = TESTED.get(minor_version(self.version))
-        return f"Pointsman {pointsman.__version__} supports it ({tested})" if tested else "not supported"
+        return f"Pointsman {__version__} supports it ({tested})" if tested else "not supported"
 
 
 def check(model: str, options: list[str]) -> Report:

@@ -11,7 +11,6 @@ independent of vLLM and of the scheduler.
 from __future__ import annotations
 
 import atexit
-import fcntl
 import glob
 import itertools
 import json
@@ -211,6 +210,8 @@ def _listen(path: str) -> socket.socket:
 @contextmanager
 def _locked_folder(folder: str) -> Iterator[None]:
     """A lock among processes that remove and create sockets in the folder."""
+    import fcntl  # not on Windows, where clients import this module all the same
+
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -13,12 +13,12 @@ from dataclasses import asdict
 from itertools import islice
 from typing import Any, Protocol
 
-import pointsman
 from pointsman.core import ConfigError, Explanation, Request, Scheduler
 from pointsman.integrations.vllm.control import Client, ControlError, ControlSocket
 from pointsman.integrations.vllm.recordings import RecordingFile, Recordings, open_recording
 from pointsman.integrations.vllm.settings import Settings
 from pointsman.integrations.vllm.support import untested_parts
+from pointsman.version import __version__
 
 logger = logging.getLogger("vllm.pointsman")  # vLLM's log configuration applies to it
 
@@ -60,7 +60,7 @@ class Operation:
             self.recordings,
             adapter.lock,
             facts={
-                "version": pointsman.__version__,
+                "version": __version__,
                 "model": served_name(vllm_config),
                 "engine": rank_of(vllm_config),
             },
@@ -83,7 +83,7 @@ class Operation:
         config = self._adapter.core.config
         changed = ", ".join(f"{name} {value}" for name, value in knobs.items())
         lines = [
-            f"Pointsman {pointsman.__version__} schedules for vLLM {vllm.__version__}, in place of its own scheduler",
+            f"Pointsman {__version__} schedules for vLLM {vllm.__version__}, in place of its own scheduler",
             f"order {config.order}, {config.max_num_batched_tokens} tokens and {config.max_num_seqs} requests a step, "
             f"{config.num_usable_blocks} KV blocks of {config.block_size}, {config.max_steps_in_flight} step(s) in "
             f"flight{f'; {changed}' if changed else ''}",
