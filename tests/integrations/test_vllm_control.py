@@ -137,7 +137,7 @@ def test_one_that_took_the_place_is_not_removed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("file", "is there and no socket"),
+        ("file", "exists and is not a socket"),
         ("nowhere/s", "cannot listen on the socket .*No such file"),
         ("x" * 200, "more than 107 bytes"),
     ],
@@ -201,10 +201,10 @@ def test_an_idle_scheduler_answers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (b"hello\n", "no JSON"),
-        (b"[1]\n", "no JSON object"),
-        (b'{"ask": "explode"}\n', "nobody can be asked 'explode'"),
-        (b"{}\n", "nobody can be asked None"),
+        (b"hello\n", "not JSON"),
+        (b"[1]\n", "not a JSON object"),
+        (b'{"ask": "explode"}\n', "the question 'explode' is unknown"),
+        (b"{}\n", "the question None is unknown"),
         (b'{"ask": "explain", "limit": 0}\n', "limit is 0; give 1 to 1000"),
         (b'{"ask": "explain", "limit": "x"}\n', "limit is 'x'"),
         (b'{"ask": "explain", "id": 7}\n', "no request 7"),

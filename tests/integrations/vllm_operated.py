@@ -12,7 +12,7 @@ from typing import Any
 
 from pointsman.core import Recorder, Request, Scheduler, SchedulerConfig, StepResult
 from pointsman.integrations.vllm.control import ControlSocket
-from pointsman.integrations.vllm.questions import Questions
+from pointsman.integrations.vllm.operation import Questions
 from pointsman.integrations.vllm.recordings import RecordingFile, Recordings
 
 

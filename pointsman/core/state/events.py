@@ -16,7 +16,6 @@ which it happened, on the thread that owns the scheduler. A listener reads; it m
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -25,23 +24,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.state.reason import Reason
+from pointsman.core.state.status import PreemptionCause
 
 if TYPE_CHECKING:
     from pointsman.core.state.output import SchedulerOutput, StepUpdate
     from pointsman.core.state.request import Request
-
-
-class PreemptionCause(enum.Enum):
-    """Why a running request lost its row."""
-
-    MEMORY = "memory"
-    """KV blocks ran out."""
-    PRIORITY = "priority"
-    """A more urgent waiting request took its place."""
-    PARKED = "parked"
-    """The host parked it."""
-    RESET = "reset"
-    """The prefix cache was reset, and what runs is computed again."""
 
 
 class Call(NamedTuple):

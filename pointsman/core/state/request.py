@@ -26,7 +26,7 @@ from pointsman.core.state.numbers import checked_integer, checked_priority
 from pointsman.core.state.reason import Deferral
 from pointsman.core.state.repetition import RepetitionDetectionParams, RepetitionWatch
 from pointsman.core.state.sealed import Sealed
-from pointsman.core.state.status import NEXT, FinishReason, RequestEvent, RequestStatus
+from pointsman.core.state.status import NEXT, FinishReason, PreemptionCause, RequestEvent, RequestStatus
 from pointsman.core.state.tokens import Int32Array, IntArray, OutputTokens, shared_prompt
 
 Int64Array = npt.NDArray[np.int64]
@@ -79,6 +79,7 @@ class RequestState:
         "num_prompt_tokens",
         "num_published_blocks",
         "parts",
+        "preemption_causes",
         "prefix_epoch",
         "prefix_node",
         "priority",
@@ -112,6 +113,8 @@ class RequestState:
         self.stop_reason: int | str | None = None
         self.finish_detail = ""
         self.num_preemptions = 0
+        self.preemption_causes: tuple[PreemptionCause, ...] = ()
+        """Of each of its preemptions, in order."""
         self.events: list[RequestEvent] = []
         self.num_cached_tokens = 0  # of the last admission, those that a connector loaded included
         self.num_admitted_tokens = 0  # known tokens at the last admission
@@ -519,6 +522,11 @@ class Request(Sealed, _Asked):
     @property
     def num_preemptions(self) -> int:
         return self._state.num_preemptions
+
+    @property
+    def preemption_causes(self) -> tuple[PreemptionCause, ...]:
+        """Of each of its preemptions, in order."""
+        return self._state.preemption_causes
 
     @property
     def num_overtaken(self) -> int:

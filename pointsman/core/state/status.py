@@ -54,6 +54,28 @@ class ParkReason(enum.Enum):
         return RequestStatus(f"waiting_for_{self.value}")
 
 
+class PreemptionCause(enum.Enum):
+    """Why a running request lost its row and its blocks before it was done."""
+
+    MEMORY = "memory"
+    """No block was free for a running request."""
+    DISPLACED = "displaced"
+    """A more urgent waiting request was admitted in its place."""
+    PARKED = "parked"
+    """The host parked it."""
+    RESET = "reset"
+    """A reset of the prefix cache that also recomputes what runs."""
+
+    @property
+    def exists_in_vllm(self) -> bool:
+        """Whether vLLM preempts for this cause too, so that its metrics count it.
+
+        Its scheduler preempts in two places: when `allocate_slots` finds no block, and in
+        `reset_prefix_cache(reset_running_requests=True)`.
+        """
+        return self in (PreemptionCause.MEMORY, PreemptionCause.RESET)
+
+
 class FinishReason(enum.Enum):
     """Why a request ended; the values are those of the OpenAI API where it has them."""
 

@@ -26,7 +26,6 @@ from pointsman.core.state.events import (
     Finished,
     Parked,
     Preempted,
-    PreemptionCause,
     Queued,
     RolledBack,
     send,
@@ -34,7 +33,7 @@ from pointsman.core.state.events import (
 from pointsman.core.state.interfaces import Order
 from pointsman.core.state.reason import Deferral, Reason
 from pointsman.core.state.request import Request
-from pointsman.core.state.status import FinishReason, ParkReason, RequestStatus
+from pointsman.core.state.status import FinishReason, ParkReason, PreemptionCause, RequestStatus
 from pointsman.core.step.in_flight import AdmittedRequest, Grant, StepRecord, StepsInFlight
 
 PARKED = Deferral(Reason.PARKED, 0)
@@ -310,7 +309,9 @@ class RequestTable:
             state.loss_number = self._num_losses - index  # of several, the first comes back first
             state.lost_tokens = min(state.num_computed_tokens, state.num_tokens)
             state.leave_row(0, state.num_pending)
-            state.num_preemptions += cause is not None
+            if cause is not None:
+                state.num_preemptions += 1
+                state.preemption_causes += (cause,)
             state.num_overtaken = 0
             if cause is not None and self._events.preempted:
                 cached = min(state.lost_tokens, self._kv.num_findable_tokens(request))

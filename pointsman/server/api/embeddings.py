@@ -11,7 +11,7 @@ from pointsman.server.api.openapi import GENERATION_ERRORS, errors
 from pointsman.server.service.prompts import TextPrompts
 from pointsman.server.service.sampling import PoolingPlan
 from pointsman.server.service.service import Job, Service
-from pointsman.server.wire.answers import EmbeddingWriter
+from pointsman.server.wire.messages.answers import EmbeddingWriter
 from pointsman.server.wire.protocol import EmbeddingRequest
 from pointsman.server.wire.responses import EmbeddingResponse
 

@@ -129,7 +129,8 @@ class Observations:
             histograms[PARAMS_MAX_TOKENS].observe(request.params.max_tokens)
         if delta.metrics is not None:
             histograms[PREFILL_COMPUTED_TOKENS].observe(len(request.prompt_token_ids) - delta.metrics.num_cached_tokens)
-            histograms[NUM_PREEMPTIONS].observe(delta.metrics.num_preemptions)
+            num_preemptions = sum(cause.exists_in_vllm for cause in delta.metrics.preemption_causes)
+            histograms[NUM_PREEMPTIONS].observe(num_preemptions)
             self._phases(delta.metrics, num_output_tokens)
 
     def _phases(self, metrics: RequestMetrics, num_output_tokens: int) -> None:

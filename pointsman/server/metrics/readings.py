@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pointsman.core.state.reason import Reason
-from pointsman.core.state.status import ParkReason
+from pointsman.core.state.status import ParkReason, PreemptionCause
 from pointsman.server.metrics.table import FINISH_REASONS, Definition, Reading
 
 if TYPE_CHECKING:
@@ -26,14 +26,15 @@ def _waiting(stats: EngineStats) -> Reading:
     return {**dict.fromkeys((*reasons, "not_tried"), 0), **stats.scheduler.num_waiting_by_reason}
 
 
-def _preemptions(stats: EngineStats) -> Reading:
+def _preemptions(stats: EngineStats) -> dict[str, int]:
+    """The preemptions by the value of `PreemptionCause`; their sum is `num_preemptions`."""
     scheduler = stats.scheduler
     others = {
-        "displaced": scheduler.num_displaced,
-        "parked": scheduler.num_preempted_by_parking,
-        "reset": scheduler.num_preempted_by_reset,
+        PreemptionCause.DISPLACED.value: scheduler.num_displaced,
+        PreemptionCause.PARKED.value: scheduler.num_preempted_by_parking,
+        PreemptionCause.RESET.value: scheduler.num_preempted_by_reset,
     }
-    return {"memory": scheduler.num_preemptions - sum(others.values()), **others}
+    return {PreemptionCause.MEMORY.value: scheduler.num_preemptions - sum(others.values()), **others}
 
 
 def _blocks(stats: EngineStats) -> Reading:
@@ -165,18 +166,18 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
             "vllm:num_preemptions_total",
             "counter",
             "preemptions",
-            "Running requests that lost their blocks. A rising count means that more was admitted than the KV cache "
-            "holds.",
+            "Running requests that lost their blocks, counted as vLLM counts: for memory, and by a reset of the prefix "
+            "cache that recomputes what runs. pointsman:preemptions_total has every cause.",
         ),
-        lambda stats: stats.scheduler.num_preemptions,
+        lambda stats: sum(_preemptions(stats)[cause.value] for cause in PreemptionCause if cause.exists_in_vllm),
     ),
     (
         Definition(
             "pointsman:preemptions_total",
             "counter",
             "preemptions",
-            "The preemptions by cause: for memory, displaced by a more urgent request, parked, or by a reset of the "
-            "prefix cache.",
+            "All preemptions by cause: memory, displaced (by a more urgent waiting request), parked, or reset (of the "
+            "prefix cache). A rising rate of cause memory means that more was admitted than the KV cache holds.",
             "cause",
         ),
         _preemptions,

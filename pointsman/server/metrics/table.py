@@ -176,7 +176,7 @@ NUM_PREEMPTIONS = Definition(
     "vllm:request_num_preemptions",
     "histogram",
     "preemptions",
-    "How often a request was preempted in its life. The first bucket holds those that never were, too.",
+    "Preemptions of a request, counted as vllm:num_preemptions_total. The first bucket also holds those without any.",
     buckets=NUM_PREEMPTIONS_BUCKETS,
 )
 ITERATION_TOKENS = Definition(

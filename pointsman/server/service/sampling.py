@@ -19,8 +19,8 @@ from pointsman.server.wire.errors import ApiError, shown
 if TYPE_CHECKING:
     from pointsman.engine.pooling_params import PoolingParams
     from pointsman.server.config import ServerConfig
-    from pointsman.server.wire.answers import Prompt
     from pointsman.server.wire.messages import EngineInfo
+    from pointsman.server.wire.messages.answers import Prompt
     from pointsman.server.wire.protocol import SamplingFields
 
 EngineParams: TypeAlias = "SamplingParams | PoolingParams"

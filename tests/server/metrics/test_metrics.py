@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+from pointsman.core import PreemptionCause
 from pointsman.engine import SamplingParams
 from pointsman.engine.output import RequestMetrics
 from pointsman.server.metrics import exposition as metrics
@@ -113,13 +114,16 @@ def totals(observations: Observations) -> dict[str, tuple[int, float]]:
 
 
 def test_a_finished_request_is_told_by_phase() -> None:
-    times = RequestMetrics(100.0, 101.0, 103.0, 111.0, num_cached_tokens=4, num_preemptions=2)
+    causes = tuple(PreemptionCause)
+    times = RequestMetrics(
+        100.0, 101.0, 103.0, 111.0, num_cached_tokens=4, num_preemptions=len(causes), preemption_causes=causes
+    )
     assert totals(ended("length", times, 5)) == {
         "request_prompt_tokens": (1, 10),
         "request_generation_tokens": (1, 5),
         "request_prefill_kv_computed_tokens": (1, 6),
         "request_params_max_tokens": (1, 64),
-        "request_num_preemptions": (1, 2),
+        "request_num_preemptions": (1, 2),  # for memory and by a reset, as vLLM counts
         "e2e_request_latency_seconds": (1, 11.0),
         "request_queue_time_seconds": (1, 1.0),
         "request_inference_time_seconds": (1, 10.0),

@@ -1,11 +1,11 @@
-"""Our decisions as vLLM's `SchedulerOutput`.
+"""The core's decisions as vLLM's `SchedulerOutput`.
 
-The lists of it are made of our arrays at once; what depends only on who runs is kept from the step before. Python loops
-run over rows that got blocks, were admitted, or have a grammar.
+Its lists are made from the core's arrays at once; what depends only on the set of running requests is kept from the
+step before. Python loops visit rows that got blocks, were admitted, or have a grammar.
 
-vLLM has two model runners, which are told of a resumed request in different ways: the first, among the cached requests,
-with all its blocks and its tokens; the second, as a new one, with its tokens. Both keep the lists that they get, so
-every list here is made for its output.
+vLLM has two model runners, which read a resumed request in different ways: the first among the cached requests, with
+all its blocks and its tokens; the second as a new request, with its tokens. Both keep the lists that they get, so every
+list is made for its output.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 
 from pointsman.core import Request
 from pointsman.core import SchedulerOutput as Output
-from pointsman.integrations.vllm.versions import maker
+from pointsman.integrations.vllm.support import maker
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -51,36 +51,35 @@ new_request_data = maker(
 )
 
 
-class Schedules:
+class OutputMaker:
     """Makes vLLM's outputs, in order.
 
     Args:
-        v2_runner: which of vLLM's model runners will read them.
-        sends_tokens: whether a worker needs to be told what was sampled (pipeline parallelism without asynchronous
-            scheduling).
-        runs_ahead: whether steps are scheduled while others are in flight, and every row in each need not be in the
-            next.
+        v2_runner: whether vLLM's second model runner reads them.
+        sends_tokens: whether workers need the sampled tokens (pipeline parallelism without asynchronous scheduling).
+        runs_ahead: whether steps are scheduled while others are in flight, so that a row of one step may be missing in
+            the next.
     """
 
     def __init__(self, *, v2_runner: bool, sends_tokens: bool, runs_ahead: bool) -> None:
         self._v2_runner = v2_runner
         self._sends_tokens = sends_tokens
-        self._tells_tokens = runs_ahead and not v2_runner
-        # By row of ours, of the request that has it; both grow with the rows.
+        self._sends_all_tokens = runs_ahead and not v2_runner
+        # By row of the core's batch, of the request on it; both grow with the rows.
         self._id_of: npt.NDArray[np.object_] = np.empty(64, dtype=object)
         self._prompt_end_of: Int64Array = np.zeros(64, dtype=np.int64)
         # Of the newest output, in its order.
         self._requests: Sequence[Request] = ()
         self._ids: list[str] = []
         self._prompt_ends: Int64Array = np.zeros(0, dtype=np.int64)
-        """Where the last tokens of the prompts are."""
+        """[n] position of the last prompt token."""
         self._one_each: dict[str, int] = {}
         self._all_sample: npt.NDArray[np.bool_] | None = None
-        """The `samples` that were found to be all true."""
+        """The last `samples` that were all true."""
         self._ids_before: Sequence[str] = ()
 
     def ids(self, output: Output) -> list[str]:
-        """What vLLM calls the requests of the newest output; the list is ours."""
+        """vLLM's ids of the requests of the newest output. Not to be changed."""
         if output.requests is self._requests:
             return self._ids
         rows = output.rows
@@ -107,7 +106,7 @@ class Schedules:
         Args:
             output: the newest one.
             ids: of its requests.
-            num_drafts: how many drafts a request may have in its next step.
+            num_drafts: maximum drafts of a request in its next step.
         """
         count = output.num_continued
         computed = output.num_computed_tokens.tolist()
@@ -116,7 +115,7 @@ class Schedules:
             req_ids=ids[:count],
             resumed_req_ids=set(),
             new_token_ids=self._sampled_before(output) if self._sends_tokens else [],
-            all_token_ids=self._tokens_of_skipped(output, ids) if self._tells_tokens else {},
+            all_token_ids=self._tokens_of_skipped(output, ids) if self._sends_all_tokens else {},
             new_block_ids=_new_block_ids(count, blocks, block_rows),
             num_computed_tokens=computed[:count],
             num_output_tokens=self._num_output_tokens(output),
@@ -144,7 +143,7 @@ class Schedules:
         return self._one_each.copy()
 
     def _num_output_tokens(self, output: Output) -> list[int]:
-        """Of each continued row, the output tokens that are known where this step ends, those in flight included."""
+        """Number of output tokens of each continued row at the end of this step, those in flight included."""
         count = output.num_continued
         numbers: list[int]
         if output.total_num_scheduled_tokens == len(self._ids) == count:  # each its newest token alone
@@ -159,12 +158,12 @@ class Schedules:
             if np.count_nonzero(samples) == len(samples):
                 self._all_sample = samples
                 return numbers
-            for index in (~samples[:count]).nonzero()[0].tolist():  # it ends before what is known of the request
+            for index in (~samples[:count]).nonzero()[0].tolist():  # this step ends before the known tokens
                 numbers[index] = output.requests[index].num_output_tokens
         return numbers
 
     def _tokens_of_skipped(self, output: Output, ids: list[str]) -> dict[str, list[int]]:
-        """The tokens of those that were not in the output before this one, and go on."""
+        """All tokens of continued requests that were not in the output before this one."""
         if ids is self._ids_before:
             return {}
         before = set(self._ids_before)
@@ -181,8 +180,7 @@ class Schedules:
     def _admitted(
         self, output: Output, ids: list[str], blocks: list[int], block_rows: list[int], cached: Any
     ) -> list[Any]:
-        """What the workers are told of the admitted rows as new requests; those that the first runner is told of as
-        resumed are added to the cached ones."""
+        """The admitted rows as new requests; rows that the first runner reads as resumed are added to `cached`."""
         new = []
         count = output.num_continued
         end = bisect_left(block_rows, count)
@@ -210,7 +208,7 @@ class Schedules:
         return new
 
     def _add_resumed(self, cached: Any, output: Output, index: int, blocks: tuple[list[int]]) -> None:
-        """A resumed row, among the cached requests."""
+        """Add a resumed row to the cached requests."""
         request = output.requests[index]
         name, start = request.metadata.request_id, int(output.num_computed_tokens[index])
         cached.req_ids.append(name)
@@ -218,7 +216,7 @@ class Schedules:
         cached.new_block_ids.append(blocks)
         cached.num_computed_tokens.append(start)
         cached.num_output_tokens.append(request.num_output_tokens)
-        if self._tells_tokens:
+        if self._sends_all_tokens:
             cached.all_token_ids[name] = request.all_token_ids.tolist()
         if self._sends_tokens:
             end = start + int(output.num_scheduled_tokens[index])
@@ -230,7 +228,7 @@ def _names(requests: Sequence[Request]) -> set[str]:
 
 
 def _new_block_ids(count: int, blocks: list[int], block_rows: list[int]) -> list[tuple[list[int]] | None]:
-    """The new blocks of each of the `count` continued rows, None where there are none."""
+    """The new blocks of each of the `count` continued rows, or None."""
     found: list[tuple[list[int]] | None] = [None] * count
     for index, block in zip(block_rows, blocks, strict=True):
         if index >= count:

@@ -1,4 +1,4 @@
-"""`pointsman explain`, `metrics` and `record`, as an operator types them, against a scheduler that runs."""
+"""`pointsman explain`, `metrics` and `record` against a running scheduler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pointsman.cli import main
-from pointsman.integrations.vllm.exposition import NAMES
+from pointsman.cli.vllm import METRICS
 from pointsman.server.metrics.readings import SCRAPED
 from tests.integrations.vllm_operated import Operated, operated
 
@@ -98,7 +98,7 @@ def test_metrics_are_what_prometheus_reads(host: Operated, run: Run) -> None:
     assert code == 0
     families = {family.name: family for family in text_string_to_metric_families(out)}
     kinds = {definition.name.removesuffix("_total"): definition.kind for definition, _ in SCRAPED}
-    assert {name.removesuffix("_total") for name in NAMES} == families.keys() - {"pointsman:requests_refused"}
+    assert {name.removesuffix("_total") for name in METRICS} == families.keys() - {"pointsman:requests_refused"}
     for name, family in families.items():
         assert family.type == kinds.get(name, "counter")
         assert all(sample.labels["model_name"] == 'the "demo"' for sample in family.samples)
@@ -151,7 +151,10 @@ def test_who_does_not_answer_is_named_with_what_to_do(
     (tmp_path / "file").write_text("")
     with operated(tmp_path / "s"):
         (tmp_path / "s").rename(tmp_path / "dead")
-    for name, words in (("none", "there is no socket none"), ("dead", "nobody listens on dead any more")):
+    for name, words in (
+        ("none", "there is no socket none"),
+        ("dead", "no process listens on dead; that vLLM has exited"),
+    ):
         code, out, err = run(*command, "--socket", name)
         assert (code, out) == (1, "") and words in err and len(err.splitlines()) == 1
     assert not (tmp_path / "r").exists()
