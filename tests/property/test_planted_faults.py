@@ -7,6 +7,7 @@ switched off: what catches the fault is then independent of the code that has it
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
 from typing import Any
 
@@ -739,10 +740,8 @@ def passed_over_returns_behind_the_next(patch: Patch) -> None:
     def put_back(original: Any, queue: FirstComeFirstServed, requests: Any) -> None:
         original(queue, requests)
         if len(requests) > 1:
-            queue.remove(requests[0])
-            requests[0].arrival_time += 1e9
-            queue.push(requests[0])
-            requests[0].arrival_time -= 1e9
+            requests[0]._state.queue_entry[2] += 1e9  # as if it had arrived later
+            heapq.heapify(queue._heap)
 
     around(patch, FirstComeFirstServed, "put_back", put_back)
 
