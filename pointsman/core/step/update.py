@@ -18,7 +18,7 @@ import numpy.typing as npt
 from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.observe.stats import Counters
 from pointsman.core.state.batch import WATCHED, Batch, Members
-from pointsman.core.state.numbers import ONE, set_writeable
+from pointsman.core.state.numbers import ONE, ZERO, set_writeable
 from pointsman.core.state.output import IntArray, SchedulerOutput, StepResult, StepUpdate, UpdateFields
 from pointsman.core.state.repetition import REPETITION_DETECTED
 from pointsman.core.state.request import Request
@@ -205,7 +205,7 @@ class Update:
             sampled = np.minimum(sampled, runs.counts + 1)  # a draft that ends its request was accepted
         if self._is_last():  # then all is known
             batch.num_computed_tokens[rows] = num_tokens - ONE
-            batch.num_pending[rows] = live.zeros
+            batch.num_pending[rows] = ZERO
         else:
             batch.num_computed_tokens[rows] -= drafts + 1 - runs.counts
             batch.num_pending[rows] -= 1
