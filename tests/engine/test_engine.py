@@ -257,10 +257,10 @@ def test_an_interrupt_in_a_gap_of_the_step_leaves_the_engine_usable(
     engine.step()
     context = type(engine.loaded.context)
     place: tuple[Any, str] = {
-        "schedule": (engine.scheduler, "schedule"),
+        "schedule": (Scheduler, "schedule"),
         "begin": (context, "begin"),
         "end": (context, "end"),
-        "update": (engine.scheduler, "update"),
+        "update": (Scheduler, "update"),
     }[where]
     original, interrupts = getattr(*place), itertools.count()
 
