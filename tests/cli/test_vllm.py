@@ -73,7 +73,8 @@ def test_one_request_is_told_in_full(host: Operated, run: Run) -> None:
     lines = out.splitlines()
     assert code == 0
     assert lines[0] == (
-        "cmpl-b-0-z waits for 1 more sequence slots: all sequence slots are taken. Held by cmpl-a-0-x (1), cmpl-a-1-y (1)."
+        "cmpl-b-0-z waits for 1 more sequence slots: all sequence slots are taken. "
+        "Held by cmpl-a-0-x (1), cmpl-a-1-y (1)."
     )
     facts = dict(line.split(maxsplit=1) for line in lines[1:] if not line.startswith("held"))
     assert (facts["state"], facts["reason"], facts["position"]) == ("waiting", "sequence_limit", "0")
