@@ -30,7 +30,7 @@ from _engine_model import FULL, QUICK, model_directory
 from _pointsman_engine import exactly, open_engine, set_threads, vocabulary_size, watch_begins, watch_passes
 
 from pointsman.engine import Engine
-from pointsman.engine.model_loader import load_model
+from pointsman.engine.model.loader import load_model
 
 ROWS = 32
 PROMPT_TOKENS = 32

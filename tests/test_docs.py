@@ -102,7 +102,7 @@ def test_the_documents_have_examples_and_commands() -> None:
 @cache
 def parent() -> ForkingParent:
     """A process that has imported what the examples run."""
-    modules = ("pointsman.cli", "pointsman.engine.async_engine", "pointsman.engine.llm")
+    modules = ("pointsman.cli", "pointsman.engine.aio.async_engine", "pointsman.engine.llm")
     return ForkingParent(sys.executable, modules, {**os.environ, "OMP_NUM_THREADS": "1"})
 
 

@@ -13,9 +13,9 @@ from pointsman.cli.units import parse_size
 from pointsman.core import ConfigError, Scheduler, SchedulerConfig
 from pointsman.core.kv.connector import RecordedConnector
 from pointsman.core.presets import PRESETS
-from pointsman.engine.kv_events import KVEventsConfig
+from pointsman.engine.kv.events import KVEventsConfig
 from pointsman.engine.kv_knobs import KVKnobs
-from pointsman.engine.scheduler_knobs import DEFAULTS, NAMES
+from pointsman.engine.params.engine_args import DEFAULTS, NAMES
 from pointsman.engine.speculative_config import speculation_knobs
 
 SIZES = {"kv_cache_bytes", "kv_offload_bytes", "kv_store_bytes"}

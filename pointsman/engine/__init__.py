@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pointsman.engine.async_engine import AsyncEngine, RequestStream
+    from pointsman.engine.aio.async_engine import AsyncEngine, RequestStream
     from pointsman.engine.engine import Engine
     from pointsman.engine.errors import (
         EngineDeadError,
@@ -22,28 +22,28 @@ if TYPE_CHECKING:
         UnsupportedModel,
     )
     from pointsman.engine.llm import LLM
-    from pointsman.engine.output import CompletionOutput, Logprob, RequestOutput
-    from pointsman.engine.pooling_params import EmbeddingRequestOutput, PoolingParams
-    from pointsman.engine.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
-    from pointsman.engine.stats_log import EngineStats
-    from pointsman.engine.structured_outputs import StructuredOutputsParams
+    from pointsman.engine.outputs.request_output import CompletionOutput, Logprob, RequestOutput
+    from pointsman.engine.params.pooling import EmbeddingRequestOutput, PoolingParams
+    from pointsman.engine.params.sampling import RepetitionDetectionParams, RequestOutputKind, SamplingParams
+    from pointsman.engine.params.structured_outputs import StructuredOutputsParams
+    from pointsman.engine.stats import EngineStats
 
 _HOMES = {
     "LLM": "llm",
     "Engine": "engine",
-    "AsyncEngine": "async_engine",
-    "RequestStream": "async_engine",
-    "EmbeddingRequestOutput": "pooling_params",
-    "PoolingParams": "pooling_params",
-    "EngineStats": "stats_log",
+    "AsyncEngine": "aio.async_engine",
+    "RequestStream": "aio.async_engine",
+    "EmbeddingRequestOutput": "params.pooling",
+    "PoolingParams": "params.pooling",
+    "EngineStats": "stats",
     "EngineDeadError": "errors",
-    "SamplingParams": "sampling_params",
-    "RepetitionDetectionParams": "sampling_params",
-    "RequestOutputKind": "sampling_params",
-    "StructuredOutputsParams": "structured_outputs",
-    "Logprob": "output",
-    "RequestOutput": "output",
-    "CompletionOutput": "output",
+    "SamplingParams": "params.sampling",
+    "RepetitionDetectionParams": "params.sampling",
+    "RequestOutputKind": "params.sampling",
+    "StructuredOutputsParams": "params.structured_outputs",
+    "Logprob": "outputs.request_output",
+    "RequestOutput": "outputs.request_output",
+    "CompletionOutput": "outputs.request_output",
     "EngineStepError": "errors",
     "GrammarError": "errors",
     "GrammarQueueFullError": "errors",

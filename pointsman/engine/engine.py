@@ -24,38 +24,38 @@ from pointsman.core import FinishReason, ParkReason, Request, Scheduler, Schedul
 from pointsman.engine import deadlines
 from pointsman.engine.allocation import give_back_freed_pages, keep_freed_pages
 from pointsman.engine.counters import EngineCounters
+from pointsman.engine.drafts.prompt_lookup import PromptLookup, check_prompt_lookup
 from pointsman.engine.errors import GrammarError
-from pointsman.engine.grammar_compiler import GrammarCompiler
-from pointsman.engine.grammar_process import DEFAULT_TIMEOUT, GrammarLimits
-from pointsman.engine.kv_connector import make_kv_connector
-from pointsman.engine.kv_events import KVEventsConfig, KVEventsPublisher
+from pointsman.engine.grammar.compiler import GrammarCompiler
+from pointsman.engine.grammar.process import DEFAULT_TIMEOUT, GrammarLimits
+from pointsman.engine.kv.connector import make_kv_connector
+from pointsman.engine.kv.events import KVEventsConfig, KVEventsPublisher
+from pointsman.engine.kv.pool import KVPool, choose_kv_dtype, choose_num_blocks
 from pointsman.engine.kv_knobs import KVKnobs
-from pointsman.engine.kv_pool import KVPool, choose_kv_dtype, choose_num_blocks
 from pointsman.engine.loading import load_with_attention
-from pointsman.engine.model_runner import ModelRunner
-from pointsman.engine.output import RequestOutput
-from pointsman.engine.output_processor import OutputProcessor
+from pointsman.engine.machine import set_num_threads
+from pointsman.engine.model.pooling import check_can_pool
+from pointsman.engine.model.runner import ModelRunner
+from pointsman.engine.outputs.processor import OutputProcessor
+from pointsman.engine.outputs.request_output import RequestOutput
+from pointsman.engine.params.engine_args import with_defaults
+from pointsman.engine.params.pooling import SILENT, PoolingParams
+from pointsman.engine.params.requests import check_may_come_in_parts, check_request_id, checked_token_ids, most_output
+from pointsman.engine.params.sampling import SamplingParams
 from pointsman.engine.pausing import PauseChoice, Pausing
-from pointsman.engine.pooling import check_can_pool
-from pointsman.engine.pooling_params import SILENT, PoolingParams
-from pointsman.engine.proposer import PromptLookup, check_prompt_lookup
-from pointsman.engine.request_checks import check_may_come_in_parts, check_request_id, checked_token_ids, most_output
 from pointsman.engine.requests import to_request
-from pointsman.engine.sampling_params import SamplingParams
-from pointsman.engine.scheduler_knobs import with_defaults
 from pointsman.engine.speculative_config import speculation_knobs
 from pointsman.engine.steps_in_flight import StepsInFlight
-from pointsman.engine.threads import set_num_threads
-from pointsman.engine.tokenizing import encode
+from pointsman.engine.text.tokenizer import encode
 from pointsman.engine.watchdog import make_watchdog
 
 if TYPE_CHECKING:
     from pointsman.core.recording import Recorder
     from pointsman.core.state.output import IntArray, StepUpdate
-    from pointsman.engine.attention import AttentionBackend
-    from pointsman.engine.backends import AttentionChoice
-    from pointsman.engine.model_loader import LoadedModel
-    from pointsman.engine.model_runner import StepExecution
+    from pointsman.engine.attention.paged import AttentionBackend
+    from pointsman.engine.model.backends import AttentionChoice
+    from pointsman.engine.model.loader import LoadedModel
+    from pointsman.engine.model.runner import StepExecution
 
 
 PATIENCE = 0.1

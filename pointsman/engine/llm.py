@@ -19,12 +19,12 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from pointsman.engine.engine import Engine
 from pointsman.engine.errors import EngineStepError
 from pointsman.engine.interruption import Interruption, noted_interrupts
-from pointsman.engine.model_loader import LoadedModel
-from pointsman.engine.output import RequestOutput
-from pointsman.engine.pooling_params import EmbeddingRequestOutput, Pooling, PoolingParams
-from pointsman.engine.sampling_params import RequestOutputKind, SamplingParams
-from pointsman.engine.stats_log import DEFAULT_INTERVAL, StatsLogger
-from pointsman.engine.tokenizing import render_chat
+from pointsman.engine.model.loader import LoadedModel
+from pointsman.engine.outputs.request_output import RequestOutput
+from pointsman.engine.params.pooling import EmbeddingRequestOutput, Pooling, PoolingParams
+from pointsman.engine.params.sampling import RequestOutputKind, SamplingParams
+from pointsman.engine.stats import DEFAULT_INTERVAL, StatsLogger
+from pointsman.engine.text.tokenizer import render_chat
 
 Prompt: TypeAlias = str | Mapping[str, Any]
 """Text, or {"prompt": text}, or {"prompt_token_ids": [...]} (with both, the tokens are run and the text is shown); a

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pointsman.engine.backends import attention_of
-from pointsman.engine.model_loader import LoadedModel, load_model
+from pointsman.engine.model.backends import attention_of
+from pointsman.engine.model.loader import LoadedModel, load_model
 
 if TYPE_CHECKING:
-    from pointsman.engine.attention import AttentionBackend
-    from pointsman.engine.backends import AttentionChoice
+    from pointsman.engine.attention.paged import AttentionBackend
+    from pointsman.engine.model.backends import AttentionChoice
 
 
 def load_with_attention(

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pointsman.core import Request
-from pointsman.engine.pooling_params import SILENT, PoolingParams
-from pointsman.engine.sampling_params import SamplingParams
+from pointsman.engine.params.pooling import SILENT, PoolingParams
+from pointsman.engine.params.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from pointsman.core.state.output import IntArray

@@ -30,7 +30,7 @@ from pointsman.engine.errors import EngineStepError
 if TYPE_CHECKING:
     from pointsman.core import Scheduler, SchedulerOutput, StepUpdate
     from pointsman.engine.counters import EngineCounters
-    from pointsman.engine.model_runner import ModelRunner, PreparedStep, StepExecution
+    from pointsman.engine.model.runner import ModelRunner, PreparedStep, StepExecution
 
 
 @dataclass(slots=True)

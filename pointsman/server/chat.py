@@ -12,7 +12,7 @@ from pointsman.server.sampling import check_limits, choose_max_tokens, sampling_
 from pointsman.server.service import Job, Service
 
 if TYPE_CHECKING:
-    from pointsman.engine.sampling_params import SamplingParams
+    from pointsman.engine.params.sampling import SamplingParams
     from pointsman.server.wire import Delta
 
 

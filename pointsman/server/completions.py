@@ -13,7 +13,7 @@ from pointsman.server.sampling import check_limits, choose_max_tokens, sampling_
 from pointsman.server.service import Job, Progress, Service
 
 if TYPE_CHECKING:
-    from pointsman.engine.sampling_params import SamplingParams
+    from pointsman.engine.params.sampling import SamplingParams
     from pointsman.server.wire import Delta
 
 DEFAULT_MAX_TOKENS = 16

@@ -12,7 +12,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from pointsman.engine.errors import EngineDeadError
-from pointsman.engine.pooling_params import PoolingParams
+from pointsman.engine.params.pooling import PoolingParams
 from pointsman.server.bodies import StrictRoute
 from pointsman.server.descriptions import errors
 from pointsman.server.engine_client import EngineStalledError

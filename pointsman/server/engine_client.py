@@ -27,8 +27,8 @@ from typing import Any, cast
 
 from pointsman.engine.errors import EngineDeadError, ModelLoadError
 from pointsman.engine.pausing import PauseChoice
-from pointsman.engine.stats_log import DEFAULT_INTERVAL, EngineStats
-from pointsman.engine.tokenizing import PLAIN_CHAT_TEMPLATE, encode, model_directory, read_tokenizer, render_chat
+from pointsman.engine.stats import DEFAULT_INTERVAL, EngineStats
+from pointsman.engine.text.tokenizer import PLAIN_CHAT_TEMPLATE, encode, model_directory, read_tokenizer, render_chat
 from pointsman.server.client_stream import ClientStream
 from pointsman.server.wire import (
     Abandon,

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pointsman.engine.errors import EngineDeadError, GrammarQueueFullError, first_line
-from pointsman.engine.grammar_process import DEFAULT_TIMEOUT
+from pointsman.engine.grammar.process import DEFAULT_TIMEOUT
 from pointsman.server.engine_client import EngineStalledError
 
 logger = logging.getLogger(__name__)

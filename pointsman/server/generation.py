@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from pointsman.engine.output import Logprob
+    from pointsman.engine.outputs.request_output import Logprob
     from pointsman.server.backlog import Ticket
     from pointsman.server.client_stream import ClientStream
     from pointsman.server.engine_client import EngineClient

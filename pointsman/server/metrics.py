@@ -46,7 +46,7 @@ from pointsman.server.metric_table import (
 from pointsman.server.observations import Observations
 
 if TYPE_CHECKING:
-    from pointsman.engine.stats_log import EngineStats
+    from pointsman.engine.stats import EngineStats
     from pointsman.server.engine_client import EngineClient
     from pointsman.server.wire import EngineInfo
 

@@ -39,7 +39,7 @@ from pointsman.server.metric_table import (
 )
 
 if TYPE_CHECKING:
-    from pointsman.engine.output import RequestMetrics
+    from pointsman.engine.outputs.request_output import RequestMetrics
     from pointsman.server.wire import Delta, EngineRequest, StepNote
 
 

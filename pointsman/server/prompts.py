@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pointsman.engine.errors import first_line
-from pointsman.engine.tokenizing import model_directory, read_tokenizer, render_chat
+from pointsman.engine.text.tokenizer import model_directory, read_tokenizer, render_chat
 from pointsman.server.errors import ApiError
 from pointsman.server.protocol import MAX_PROMPTS
 

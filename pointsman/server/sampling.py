@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pointsman.core import RepetitionDetectionParams
-from pointsman.engine.sampling_params import SamplingParams
-from pointsman.engine.structured_outputs import StructuredOutputsParams
+from pointsman.engine.params.sampling import SamplingParams
+from pointsman.engine.params.structured_outputs import StructuredOutputsParams
 from pointsman.server.errors import ApiError, shown
 
 if TYPE_CHECKING:

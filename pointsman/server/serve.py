@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pointsman.engine.openmp import wait_briefly
-from pointsman.engine.stats_log import DEFAULT_INTERVAL
+from pointsman.engine.stats import DEFAULT_INTERVAL
 from pointsman.server.config import ServerConfig
 from pointsman.server.engine_client import EngineClient, EngineStartError
 from pointsman.server.prompts import check_chat_template

@@ -34,7 +34,7 @@ from pointsman.server.wire import EngineRequest
 if TYPE_CHECKING:
     from starlette.types import Send
 
-    from pointsman.engine.sampling_params import SamplingParams
+    from pointsman.engine.params.sampling import SamplingParams
     from pointsman.server.config import ServerConfig
     from pointsman.server.engine_client import EngineClient
     from pointsman.server.gate import Gate

@@ -19,7 +19,7 @@ from pointsman.cli.options import KNOBS, SERVER
 from pointsman.cli.serve import FILE_OPTIONS, ServeSettings, serve_settings
 from pointsman.core import SchedulerConfig
 from pointsman.core.presets import PRESETS
-from pointsman.engine.scheduler_knobs import DEFAULTS, NAMES
+from pointsman.engine.params.engine_args import DEFAULTS, NAMES
 from pointsman.server.config import ServerConfig
 from tests.cli.conftest import Finished
 from tests.cli.test_bad_input import check_refused

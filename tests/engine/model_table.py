@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tiny_models import FAMILIES, REFUSED, THOROUGH
+from tests.engine.tiny_models import FAMILIES, REFUSED, THOROUGH
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 

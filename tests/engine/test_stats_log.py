@@ -7,12 +7,12 @@ import re
 from dataclasses import replace
 
 import pytest
-from tiny_models import FAMILIES, build
 
 from pointsman.engine import LLM, Engine, SamplingParams
 from pointsman.engine.counters import EngineCounters
-from pointsman.engine.model_loader import wrap_model
-from pointsman.engine.stats_log import EngineStats, StatsLogger, read_stats, stats_line
+from pointsman.engine.model.loader import wrap_model
+from pointsman.engine.stats import EngineStats, StatsLogger, read_stats, stats_line
+from tests.engine.tiny_models import FAMILIES, build
 
 SIXTEEN = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
@@ -165,10 +165,10 @@ def test_llm_tells_of_a_run_that_was_shorter_than_the_interval(
 ) -> None:
     llm = LLM(wrap_model(build(FAMILIES["qwen3"](), seed=1)), num_blocks=64, block_size=4, log_stats_interval=1000.0)
     prompt = {"prompt_token_ids": [5] * 8}
-    with caplog.at_level(logging.INFO, logger="pointsman.engine.stats_log"):
+    with caplog.at_level(logging.INFO, logger="pointsman.engine.stats"):
         llm.generate(prompt, SIXTEEN, use_tqdm=False)
         assert "throughput" not in caplog.text, "a short run was told"
-        monkeypatch.setattr("pointsman.engine.stats_log.SHORT_RUN", 0.0)
+        monkeypatch.setattr("pointsman.engine.stats.SHORT_RUN", 0.0)
         llm.generate(prompt, SIXTEEN, use_tqdm=False)
     assert caplog.text.count("throughput: ") == 2  # of prompts and of generation, in one line
 
@@ -177,7 +177,7 @@ def test_lines_go_to_the_log(engine: Engine, clock: Clock, caplog: pytest.LogCap
     log = StatsLogger(engine, 10.0, clock=clock)
     engine.add_request("a", [5] * 8, SIXTEEN)
     clock.now += 10.0
-    with caplog.at_level(logging.INFO, logger="pointsman.engine.stats_log"):
+    with caplog.at_level(logging.INFO, logger="pointsman.engine.stats"):
         log.tick()
     assert "Waiting: 1 reqs" in caplog.text
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from pointsman.engine import SamplingParams
-from pointsman.engine.output import RequestMetrics
+from pointsman.engine.outputs.request_output import RequestMetrics
 from pointsman.server import metric_table, metrics
 from pointsman.server.engine_client import EngineClient
 from pointsman.server.metric_buckets import INTER_TOKEN_BUCKETS, token_buckets

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pointsman.engine.tokenizing import PLAIN_CHAT_TEMPLATE
+from pointsman.engine.text.tokenizer import PLAIN_CHAT_TEMPLATE
 from pointsman.server.errors import ApiError
 from pointsman.server.prompts import check_chat_template, count_prompts
 

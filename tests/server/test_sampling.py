@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pointsman.engine.sampling_params import RepetitionDetectionParams, SamplingParams
+from pointsman.engine.params.sampling import RepetitionDetectionParams, SamplingParams
 from pointsman.server.config import ServerConfig
 from pointsman.server.errors import ApiError
 from pointsman.server.protocol import ChatCompletionRequest, CompletionRequest

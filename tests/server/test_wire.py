@@ -9,8 +9,8 @@ import pytest
 
 from pointsman.core.errors import RequestRefused, UnknownRequest
 from pointsman.engine import SamplingParams
-from pointsman.engine.output import Logprob
-from pointsman.engine.structured_outputs import StructuredOutputsParams
+from pointsman.engine.outputs.request_output import Logprob
+from pointsman.engine.params.structured_outputs import StructuredOutputsParams
 from pointsman.server.sampling import for_sample
 from pointsman.server.wire import Add, Delta, EngineRequest, News, StepNote, Unpacker, pack, portable
 

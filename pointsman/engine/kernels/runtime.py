@@ -31,7 +31,7 @@ from numba import cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-from pointsman.engine.threads import num_cores, openmp_library
+from pointsman.engine.machine import num_cores, openmp_library
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,159 @@
+"""Prompt lookup: drafts for speculation from the request's own tokens, without a second model.
+
+`trail.py` says what a request's tokens have been followed by before, `draft_worth.py` for whom, and how far, that is
+worth being verified. So a request whose text does not repeat itself costs next to nothing, and where many requests
+share a step, only the likeliest drafts are in it.
+
+Some requests get no drafts: those whose logits depend on the tokens before (penalties, bad words, grammars), because
+each draft would need edits of its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pointsman.core.config import SchedulerConfig
+from pointsman.core.errors import ConfigError
+from pointsman.engine.drafts.trail import Trail
+from pointsman.engine.drafts.worth import Odds, StepCost, best_counts
+from pointsman.engine.params.sampling import SamplingParams
+from pointsman.engine.sampling.batch import has_penalties
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pointsman.core import Request, Scheduler, SchedulerOutput, StepUpdate
+    from pointsman.engine.counters import EngineCounters
+
+DEFAULT_MIN, DEFAULT_MAX = 2, 5
+PATIENCE = 8
+"""After so many steps without a draft, not every step is looked at."""
+PAUSE = 4
+"""One in so many is then: in a small model's steps that saves most of what looking costs."""
+
+
+def takes_drafts(params: SamplingParams) -> bool:
+    """Whether each position's logits can be had without knowing which drafts before it are accepted."""
+    return not (has_penalties(params) or params.bad_words or params.structured_outputs is not None)
+
+
+def check_prompt_lookup(config: SchedulerConfig, min_ngram: int | None, max_ngram: int | None) -> tuple[int, int]:
+    """The knobs of prompt lookup, None being their defaults.
+
+    Raises:
+        ConfigError: they cannot be, or not beside the scheduler's.
+    """
+    if not config.num_draft_tokens and (min_ngram is not None or max_ngram is not None):
+        raise ConfigError(
+            f"prompt_lookup_min is {min_ngram} and prompt_lookup_max {max_ngram}, and no drafts are looked up, so they "
+            "would have no effect; set num_draft_tokens or leave them out"
+        )
+    min_ngram = DEFAULT_MIN if min_ngram is None else min_ngram
+    max_ngram = DEFAULT_MAX if max_ngram is None else max_ngram
+    for name, value in (("prompt_lookup_min", min_ngram), ("prompt_lookup_max", max_ngram)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{name} is {value!r}; it must be an integer of at least 1, a number of tokens")
+    if min_ngram > max_ngram:
+        raise ConfigError(
+            f"prompt_lookup_min is {min_ngram}, more than prompt_lookup_max {max_ngram}; lower it or raise that"
+        )
+    if config.num_draft_tokens and config.max_steps_in_flight > 1:
+        raise ConfigError(
+            f"num_draft_tokens is {config.num_draft_tokens} and max_steps_in_flight {config.max_steps_in_flight}: "
+            "drafts continue the newest token, which a step scheduled ahead does not know; leave one at its default"
+        )
+    return min_ngram, max_ngram
+
+
+class PromptLookup:
+    """Proposes drafts for the rows of a step.
+
+    Args:
+        scheduler: it takes them; how many it would have verified is asked of it.
+        min_ngram, max_ngram: see `Trail`.
+        counters: of the engine: the time that its steps took.
+        rounded: the number of rows that the model computes for a number of tokens.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        min_ngram: int,
+        max_ngram: int,
+        counters: EngineCounters,
+        rounded: Callable[[int], int],
+    ) -> None:
+        self._scheduler = scheduler
+        self._min_ngram = min_ngram
+        self._max_ngram = max_ngram
+        self._counters = counters
+        self._trails: dict[Request, Trail] = {}  # until the request's end is reported
+        self._odds = Odds()
+        self._cost = StepCost(rounded)
+        self._work = counters.work_time
+        self._steps_without = 0
+
+    def propose(self, output: SchedulerOutput, update: StepUpdate, now: float) -> None:
+        """Propose drafts behind the newest tokens of the output's rows; the output was updated last.
+
+        Args:
+            update: what came of it.
+        """
+        for request in output.finished:
+            self._trails.pop(request, None)
+        self._learn_cost(output)
+        most = self._scheduler.max_drafts
+        self._steps_without += 1
+        if not most or (self._steps_without > PATIENCE and self._steps_without % PAUSE):
+            return
+        found, num_rows = self._follow(output, update)
+        if not found:
+            return
+        chances = self._odds.chances([trail.length for _, trail in found], most)
+        drafts: list[int] = []
+        counts = np.zeros(output.num_rows, dtype=np.int64)
+        for (index, trail), count in zip(found, best_counts(chances, num_rows, self._cost).tolist(), strict=True):
+            if count:
+                drafts += trail.expected(count)
+                counts[index] = count
+        if drafts:
+            self._steps_without = 0
+            self._scheduler.propose(output, drafts, counts, now)
+
+    def _learn_cost(self, output: SchedulerOutput) -> None:
+        """The time since the last output was that of this one; steps that compute prompts say nothing of drafts."""
+        before, self._work = self._work, self._counters.work_time
+        num_tokens = output.total_num_scheduled_tokens
+        if output.num_rows and num_tokens == output.num_rows + len(output.draft_token_ids):
+            self._cost.learn(num_tokens, self._work - before)
+
+    def _follow(self, output: SchedulerOutput, update: StepUpdate) -> tuple[list[tuple[int, Trail]], int]:
+        """Take in the newest tokens. Returns row indices and trails where something is expected, and how many rows
+        decode.
+        """
+        trails = self._trails
+        token_ids, start = update.token_ids.tolist(), 0
+        found: list[tuple[int, Trail]] = []
+        num_rows = 0
+        known = output.num_computed_tokens + output.num_scheduled_tokens - output.num_draft_tokens
+        told = zip(output.requests, update.counts.tolist(), known.tolist(), strict=True)
+        for index, (request, count, num_known) in enumerate(told):
+            newest = token_ids[start : start + count]
+            start += count
+            if not newest or request.row is None:
+                continue
+            num_rows += 1
+            trail = trails.get(request)
+            if trail is not None:
+                if len(trail) != num_known:  # there were steps that nobody looked at
+                    newest = request.all_token_ids[len(trail) :].tolist()
+                judged = trail.go_on(newest)
+                if judged:
+                    self._odds.note(judged)
+            elif takes_drafts(request.metadata):
+                trail = trails[request] = Trail(request.all_token_ids, self._min_ngram, self._max_ngram)
+            if trail is not None and trail.length:
+                found.append((index, trail))
+        return found, num_rows
