@@ -32,7 +32,7 @@ from pointsman.cli.workload import (
 )
 from pointsman.core import replay as core_replay
 from pointsman.core.recording import Recorder, RecordingError, ReplayDifference
-from pointsman.engine.openmp import wait_briefly
+from pointsman.engine.machine import wait_briefly
 
 if TYPE_CHECKING:
     from pointsman.engine import Engine

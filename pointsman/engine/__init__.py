@@ -22,8 +22,9 @@ if TYPE_CHECKING:
         UnsupportedModel,
     )
     from pointsman.engine.llm import LLM
+    from pointsman.engine.outputs.embedding import EmbeddingRequestOutput
     from pointsman.engine.outputs.request_output import CompletionOutput, Logprob, RequestOutput
-    from pointsman.engine.params.pooling import EmbeddingRequestOutput, PoolingParams
+    from pointsman.engine.params.pooling import PoolingParams
     from pointsman.engine.params.sampling import RepetitionDetectionParams, RequestOutputKind, SamplingParams
     from pointsman.engine.params.structured_outputs import StructuredOutputsParams
     from pointsman.engine.stats import EngineStats
@@ -33,7 +34,7 @@ _HOMES = {
     "Engine": "engine",
     "AsyncEngine": "aio.async_engine",
     "RequestStream": "aio.async_engine",
-    "EmbeddingRequestOutput": "params.pooling",
+    "EmbeddingRequestOutput": "outputs.embedding",
     "PoolingParams": "params.pooling",
     "EngineStats": "stats",
     "EngineDeadError": "errors",

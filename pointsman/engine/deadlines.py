@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING
@@ -48,9 +47,3 @@ class Deadlines:
         while self._heap and self._heap[0][2].is_finished:
             heappop(self._heap)
         return self._heap[0][0] if self._heap else None
-
-
-def check(request_id: str, deadline: float | None) -> None:
-    """Raises ValueError: a deadline is no finite number of seconds."""
-    if deadline is not None and not (isinstance(deadline, (int, float)) and math.isfinite(deadline)):
-        raise ValueError(f"request {request_id!r}: the deadline is {deadline!r}; give seconds on the engine's clock")

@@ -17,44 +17,50 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pointsman.core import FinishReason, ParkReason, Request, Scheduler, SchedulerConfig, SchedulerOutput
-from pointsman.engine import deadlines
-from pointsman.engine.allocation import give_back_freed_pages, keep_freed_pages
 from pointsman.engine.counters import EngineCounters
-from pointsman.engine.drafts.prompt_lookup import PromptLookup, check_prompt_lookup
+from pointsman.engine.deadlines import Deadlines
+from pointsman.engine.drafts.prompt_lookup import PromptLookup
 from pointsman.engine.errors import GrammarError
 from pointsman.engine.grammar.compiler import GrammarCompiler
 from pointsman.engine.grammar.process import DEFAULT_TIMEOUT, GrammarLimits
 from pointsman.engine.kv.connector import make_kv_connector
 from pointsman.engine.kv.events import KVEventsConfig, KVEventsPublisher
 from pointsman.engine.kv.pool import KVPool, choose_kv_dtype, choose_num_blocks
-from pointsman.engine.kv_knobs import KVKnobs
-from pointsman.engine.loading import load_with_attention
-from pointsman.engine.machine import set_num_threads
+from pointsman.engine.machine import give_back_freed_pages, keep_freed_pages
+from pointsman.engine.model.fingerprint import model_fingerprint
+from pointsman.engine.model.loader import load_with_attention
 from pointsman.engine.model.pooling import check_can_pool
 from pointsman.engine.model.runner import ModelRunner
 from pointsman.engine.outputs.processor import OutputProcessor
 from pointsman.engine.outputs.request_output import RequestOutput
-from pointsman.engine.params.engine_args import with_defaults
+from pointsman.engine.params.engine_args import KVKnobs, check_prompt_lookup, speculation_knobs, with_defaults
 from pointsman.engine.params.pooling import SILENT, PoolingParams
-from pointsman.engine.params.requests import check_may_come_in_parts, check_request_id, checked_token_ids, most_output
+from pointsman.engine.params.requests import (
+    check_deadline,
+    check_may_come_in_parts,
+    check_request_id,
+    checked_token_ids,
+    most_output,
+    to_request,
+)
 from pointsman.engine.params.sampling import SamplingParams
 from pointsman.engine.pausing import PauseChoice, Pausing
-from pointsman.engine.requests import to_request
-from pointsman.engine.speculative_config import speculation_knobs
 from pointsman.engine.steps_in_flight import StepsInFlight
 from pointsman.engine.text.tokenizer import encode
+from pointsman.engine.threads import set_num_threads
 from pointsman.engine.watchdog import make_watchdog
 
 if TYPE_CHECKING:
     from pointsman.core.recording import Recorder
     from pointsman.core.state.output import IntArray, StepUpdate
+    from pointsman.engine.attention.backends import AttentionChoice
     from pointsman.engine.attention.paged import AttentionBackend
-    from pointsman.engine.model.backends import AttentionChoice
-    from pointsman.engine.model.loader import LoadedModel
+    from pointsman.engine.model.loaded import LoadedModel
     from pointsman.engine.model.runner import StepExecution
 
 
@@ -170,7 +176,9 @@ class Engine:
         self.kv_pool.log_capacity(self.max_model_len)
         self.counters = EngineCounters()
         kv_knobs = KVKnobs(kv_offload_bytes, kv_store, kv_store_role, kv_store_bytes)
-        self.kv_connector = make_kv_connector(kv_knobs, config, self.loaded, self.kv_pool, self.counters, clock)
+        self.kv_connector = make_kv_connector(
+            kv_knobs, config, partial(model_fingerprint, self.loaded), self.kv_pool, self.counters, clock
+        )
         self.scheduler = Scheduler(config, recorder=recorder, connector=self.kv_connector)
         self.runner = ModelRunner(
             self.loaded, self.kv_pool, self.scheduler, self.kv_connector, seed=seed, backend=self.attention
@@ -201,7 +209,7 @@ class Engine:
         """Gets every step that was reported, behind its outputs."""
         self.on_ready: Callable[[Request], None] | None = None
         """Gets every request that was parked for its grammar when it has it."""
-        self.deadlines = deadlines.Deadlines()
+        self.deadlines = Deadlines()
         self.pausing = Pausing(self.scheduler, clock, self._abort_all)
         give_back_freed_pages()  # of loading
         self._unreported: list[RequestOutput] = []  # what the next `step` returns
@@ -258,7 +266,7 @@ class Engine:
             RequestRefused, DuplicateRequest, ValueError: it can never run, with the reason; nothing else is disturbed.
         """
         now = self.clock()
-        deadlines.check(request_id, deadline)
+        check_deadline(request_id, deadline)
         params = params or SamplingParams()
         request = to_request(
             request_id,

@@ -19,9 +19,10 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from pointsman.engine.engine import Engine
 from pointsman.engine.errors import EngineStepError
 from pointsman.engine.interruption import Interruption, noted_interrupts
-from pointsman.engine.model.loader import LoadedModel
+from pointsman.engine.model.loaded import LoadedModel
+from pointsman.engine.outputs.embedding import EmbeddingRequestOutput
 from pointsman.engine.outputs.request_output import RequestOutput
-from pointsman.engine.params.pooling import EmbeddingRequestOutput, Pooling, PoolingParams
+from pointsman.engine.params.pooling import Pooling, PoolingParams
 from pointsman.engine.params.sampling import RequestOutputKind, SamplingParams
 from pointsman.engine.stats import DEFAULT_INTERVAL, StatsLogger
 from pointsman.engine.text.tokenizer import render_chat

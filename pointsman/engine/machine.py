@@ -1,107 +1,70 @@
-"""How many threads compute.
+"""Settings of the C libraries below PyTorch: how idle threads wait, and when freed memory returns to the system.
 
-PyTorch takes every core it sees. That is wrong in two cases: in a container whose share of the processor is limited by
-a quota, where further threads only wait for each other; and for a model so small that handing its work to another
-thread takes longer than doing it. What the user has set, in the environment or by `torch.set_num_threads`, is left
-alone.
+This module imports no PyTorch, because OpenMP reads the environment when PyTorch is loaded.
+
+*Threads.* GNU's OpenMP lets a thread without work spin for milliseconds by default, see `wait_briefly`.
+
+*Memory.* By default an allocation of more than a few hundred KiB gets pages of its own from the system, which are
+returned when it is freed. The activations of a large step are such allocations, a few per layer and step, and each
+time every page is mapped and zeroed again: 8 % of a prompt step where this was measured. Kept in the heap, the pages
+of one layer serve the next, see `keep_freed_pages`.
 """
 
 from __future__ import annotations
 
 import ctypes
-import logging
-import math
 import os
-from contextlib import suppress
+from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 
-import torch
-
-logger = logging.getLogger(__name__)
-
-ENVIRONMENT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-SMALL_MODEL = 8_000_000
-"""Parameters below which one thread is fastest: such a step takes a few milliseconds, and waits at every operation."""
-_PAUSE_SOFT = 1  # `omp_pause_soft`
-CGROUP = Path("/sys/fs/cgroup")
-
-_at_start = torch.get_num_threads()
-_last_set = _at_start
+SPINS = "5000"
+"""Turns of the loop in which GNU's OpenMP waits before it sleeps, about a tenth of a millisecond."""
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
+ENVIRONMENT = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
+LARGEST_IN_HEAP = 32 << 20
+"""Bytes; the most that the C library accepts."""
+KEPT_AT_THE_TOP = 1 << 30
+"""Bytes that may lie free at a heap's end before they go back to the system."""
 
 
-def set_num_threads(num_threads: int | None, num_parameters: int) -> int:
-    """Set PyTorch's number of threads, for this process, and return it.
+def wait_briefly() -> None:
+    """Let threads without work wait for as long as it is from one operator to the next, and then sleep.
+
+    By default they spin for milliseconds, which on a machine with other work costs a factor of twenty. Threads that
+    sleep at once have to be woken for every operator, which costs a quarter of the speed of a small model. What the
+    user has set is left alone. To be called before PyTorch is imported; processes that are started inherit it.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+
+
+@cache
+def keep_freed_pages(*, one_heap: bool = False) -> bool:
+    """Tell the C library so, for this process. False: it is not glibc's, or the user has said something else.
 
     Args:
-        num_threads: as many; None: the right number for a model of `num_parameters`.
-
-    Raises:
-        ValueError: the number is below 1.
+        one_heap: let all threads share the process's heap. A thread's own is made of pieces of 64 MiB, each given back
+            whenever it is empty, whatever has been said; a few threads that allocate seldom lose nothing by sharing.
+            Only before those threads allocate for the first time.
     """
-    global _last_set
-    if num_threads is not None:
-        if not isinstance(num_threads, int) or num_threads < 1:
-            raise ValueError(f"num_threads is {num_threads!r}; it must be an integer of at least 1")
-        chosen = num_threads
-    elif any(name in os.environ for name in ENVIRONMENT) or torch.get_num_threads() != _last_set:
-        return torch.get_num_threads()
-    elif num_parameters < SMALL_MODEL:
-        chosen = 1
-    else:
-        chosen = max(1, math.ceil(min(_at_start, cpu_quota(CGROUP))))
-    if chosen != torch.get_num_threads():
-        logger.info("PyTorch computes with %d thread(s); num_threads or OMP_NUM_THREADS changes that", chosen)
-        torch.set_num_threads(chosen)
-    _last_set = chosen
-    return chosen
+    mallopt = _of_the_c_library("mallopt")
+    if mallopt is None or any(name in os.environ for name in ENVIRONMENT):
+        return False
+    if one_heap:
+        mallopt(M_ARENA_MAX, 1)
+    return bool(mallopt(M_MMAP_THRESHOLD, LARGEST_IN_HEAP)) and bool(mallopt(M_TRIM_THRESHOLD, KEPT_AT_THE_TOP))
 
 
-@cache
-def openmp_library() -> ctypes.CDLL | None:
-    """GNU's OpenMP library, if that is what PyTorch computes with."""
-    for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
-        with suppress(OSError, AttributeError):
-            library = ctypes.CDLL(str(path))
-            library.GOMP_parallel  # noqa: B018 - raises where there is none
-            return library
-    return None
+def give_back_freed_pages() -> None:
+    """Return to the system what lies free in the heap, for a time in which nobody needs it; takes milliseconds."""
+    trim = _of_the_c_library("malloc_trim")
+    if trim is not None:
+        trim(0)
 
 
-def release_helper_threads() -> None:
-    """End the threads that OpenMP keeps for the calling thread; it gets new ones if it computes again.
-
-    OpenMP keeps helpers for each thread that has computed. With those of the thread that loaded the model beside those
-    of the thread that steps, it counts more threads than cores and lets none wait for the next operator awake: a decode
-    step of a small model took 1.5 times as long.
-    """
-    library = openmp_library()
-    pause = getattr(library, "omp_pause_resource_all", None)
-    if pause is not None:  # OpenMP 5.0
-        pause(_PAUSE_SOFT)
-
-
-@cache
-def num_cores() -> int:
-    """Processors that this process may use at a time, at least 1."""
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux
-    seen = (os.cpu_count() or 1) if affinity is None else len(affinity(0))
-    return max(1, math.ceil(min(seen, cpu_quota(CGROUP))))
-
-
-def cpu_quota(root: Path) -> float:
-    """How many processors' worth of time the control group at `root` may use; infinity without a limit.
-
-    Both interfaces of Linux's control groups are read: `cpu.max` ("quota period" or "max period"), and the older pair
-    `cpu.cfs_quota_us` and `cpu.cfs_period_us`.
-    """
+def _of_the_c_library(name: str) -> Callable[..., int] | None:
     try:
-        if (root / "cpu.max").is_file():
-            quota, period = (root / "cpu.max").read_text().split()
-        else:
-            quota = (root / "cpu" / "cpu.cfs_quota_us").read_text()
-            period = (root / "cpu" / "cpu.cfs_period_us").read_text()
-        share = float(quota) / float(period)
-    except (OSError, ValueError, ZeroDivisionError):  # no such file, or "max"
-        return math.inf
-    return share if share > 0 else math.inf
+        return getattr(ctypes.CDLL(None), name)  # type: ignore[no-any-return]
+    except (OSError, AttributeError, TypeError):  # not glibc, or Windows, where a library must be named
+        return None

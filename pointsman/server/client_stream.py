@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
-from pointsman.engine.waiter import Waiter
+from pointsman.engine.aio.mailbox import Waiter
 from pointsman.server.wire import Delta, EngineRequest
 
 if TYPE_CHECKING:

@@ -29,9 +29,9 @@ from pointsman.engine.aio.engine_thread import EngineThread
 from pointsman.engine.aio.messages import Add as ThreadAdd
 from pointsman.engine.aio.messages import Call
 from pointsman.engine.aio.messages import Stop as ThreadStop
-from pointsman.engine.allocation import keep_freed_pages
 from pointsman.engine.engine import Engine
 from pointsman.engine.errors import EngineDeadError, first_line
+from pointsman.engine.machine import keep_freed_pages
 from pointsman.engine.pausing import PauseChoice
 from pointsman.engine.stats import read_stats
 from pointsman.server.outbox import RemoteMailbox, RemotePort

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from pointsman.engine.openmp import wait_briefly
+from pointsman.engine.machine import wait_briefly
 from pointsman.engine.stats import DEFAULT_INTERVAL
 from pointsman.server.config import ServerConfig
 from pointsman.server.engine_client import EngineClient, EngineStartError

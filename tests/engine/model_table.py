@@ -1,6 +1,6 @@
 """The tables of docs/models.md, made from the lists that the tests run.
 
-`python tests/engine/model_table.py` writes them.
+`python -m tests.engine.model_table` writes them.
 Each table stands between a pair of comments in the document; the text around them is written by hand.
 """
 

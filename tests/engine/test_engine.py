@@ -26,7 +26,8 @@ from pointsman.engine import (
     SamplingParams,
 )
 from pointsman.engine.kv.pool import KVPool
-from pointsman.engine.model.loader import LoadedModel, wrap_model
+from pointsman.engine.model.loaded import LoadedModel
+from pointsman.engine.model.loader import wrap_model
 from pointsman.engine.model.runner import NOT_FINITE, ModelRunner
 from tests.engine.engine_loop import drain, free_blocks
 from tests.engine.text_tokenizers import byte_tokenizer

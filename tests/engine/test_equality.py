@@ -21,7 +21,8 @@ import torch
 
 from pointsman.engine import Engine, RequestOutput, SamplingParams
 from pointsman.engine.attention.paged import AttentionBackend
-from pointsman.engine.model.loader import LoadedModel, wrap_model
+from pointsman.engine.model.loaded import LoadedModel
+from pointsman.engine.model.loader import wrap_model
 from tests.engine.tiny_models import FAMILIES, THOROUGH, VOCAB_SIZE, build
 
 pytestmark = pytest.mark.e2e

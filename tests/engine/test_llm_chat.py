@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pointsman.engine import LLM, RequestOutputKind, SamplingParams
-from pointsman.engine.model.loader import LoadedModel, wrap_model
+from pointsman.engine.model.loaded import LoadedModel
+from pointsman.engine.model.loader import wrap_model
 from tests.engine.text_tokenizers import byte_level
 from tests.engine.tiny_models import FAMILIES, build
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from pointsman.engine import LLM, AsyncEngine, Engine, EngineDeadError, SamplingParams
-from pointsman.engine.model.loader import LoadedModel, wrap_model
+from pointsman.engine.model.loaded import LoadedModel
+from pointsman.engine.model.loader import wrap_model
 from pointsman.engine.pausing import PauseChoice, ResumedError
 from tests.engine.tiny_models import FAMILIES, build
 

@@ -13,7 +13,8 @@ import pytest
 from pointsman.core.recording import Recorder, replay
 from pointsman.engine import LLM, Engine, EngineStepError, RequestOutput, SamplingParams, StructuredOutputsParams
 from pointsman.engine.attention.paged import PagedBatch
-from pointsman.engine.model.loader import LoadedModel, wrap_model
+from pointsman.engine.model.loaded import LoadedModel
+from pointsman.engine.model.loader import wrap_model
 from pointsman.engine.model.runner import PreparedStep, StepExecution
 from tests.engine.engine_loop import drain, free_blocks
 from tests.engine.plain_requests import FEATURES

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pointsman.engine import machine as threads
+from pointsman.engine import threads
 
 LARGE = threads.SMALL_MODEL
 

@@ -11,7 +11,8 @@ import pytest
 
 from pointsman.core import ParkReason, PauseMode
 from pointsman.engine import AsyncEngine, Engine, SamplingParams
-from pointsman.engine.model.loader import LoadedModel, wrap_model
+from pointsman.engine.model.loaded import LoadedModel
+from pointsman.engine.model.loader import wrap_model
 from pointsman.engine.stats import read_stats
 from pointsman.engine.watchdog import MOST_LINES, EngineWatchdog
 from tests.core.helpers import Host

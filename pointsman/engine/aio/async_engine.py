@@ -33,8 +33,9 @@ from pointsman.engine.aio.mailbox import LoopMailbox, LoopPort
 from pointsman.engine.aio.messages import Add, Call, Expect, Stop
 from pointsman.engine.engine import Engine
 from pointsman.engine.errors import EngineDeadError
+from pointsman.engine.outputs.embedding import EmbeddingRequestOutput
 from pointsman.engine.outputs.request_output import RequestOutput
-from pointsman.engine.params.pooling import EmbeddingRequestOutput, PoolingParams
+from pointsman.engine.params.pooling import PoolingParams
 from pointsman.engine.params.requests import check_request_id
 from pointsman.engine.params.sampling import RequestOutputKind, SamplingParams
 from pointsman.engine.pausing import PauseChoice
@@ -43,7 +44,7 @@ from pointsman.engine.stats import DEFAULT_INTERVAL, EngineStats, read_stats
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from pointsman.engine.model.loader import LoadedModel
+    from pointsman.engine.model.loaded import LoadedModel
 
 Answer = TypeVar("Answer")
 

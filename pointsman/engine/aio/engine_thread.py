@@ -27,12 +27,12 @@ from weakref import WeakSet
 from pointsman.core.errors import DuplicateRequest
 from pointsman.engine.aio.mailbox import Mailbox, Port
 from pointsman.engine.aio.messages import Abandon, Add, Call, Expect, GrammarDone, Message, Stop, TransferDone
-from pointsman.engine.allocation import give_back_freed_pages
 from pointsman.engine.errors import EngineDeadError, EngineStepError, GrammarError
 from pointsman.engine.kv.worker import EXIT_PATIENCE  # its thread ends after the one here, which may wait for it
-from pointsman.engine.machine import release_helper_threads
+from pointsman.engine.machine import give_back_freed_pages
 from pointsman.engine.outputs.request_output import RequestOutput
 from pointsman.engine.stats import StatsLogger
+from pointsman.engine.threads import release_helper_threads
 
 if TYPE_CHECKING:
     from pointsman.core import Request, SchedulerOutput

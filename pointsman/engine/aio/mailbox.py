@@ -22,8 +22,6 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from pointsman.engine.waiter import Waiter
-
 if TYPE_CHECKING:
     from pointsman.engine.outputs.request_output import RequestOutput
 
@@ -108,6 +106,33 @@ class Mailbox:
 
 
 # ------------------------------------------------------------------------------------------------- event loops
+
+
+class Waiter:
+    """Where one task at a time waits. It is woken in its event loop's thread.
+
+    Args:
+        loop: of whoever waits; a task of another one gets a RuntimeError.
+    """
+
+    __slots__ = ("_future", "_loop")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._future: asyncio.Future[None] | None = None
+
+    async def wait(self) -> None:
+        """Until the next `wake`."""
+        self._future = self._loop.create_future()
+        try:
+            await self._future
+        finally:
+            self._future = None
+
+    def wake(self) -> None:
+        """Let the waiting task, if there is one, look again."""
+        if self._future is not None and not self._future.done():
+            self._future.set_result(None)
 
 
 class LoopPort(Port["LoopMailbox"]):

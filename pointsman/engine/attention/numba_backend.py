@@ -8,20 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pointsman.engine.attention.paged import Int64Array, PagedBatch
+from pointsman.engine.arrays import Float32Array, Int64Array
+from pointsman.engine.attention.paged import PagedBatch
 from pointsman.engine.kernels import attention as kernel
 from pointsman.engine.kernels import layers
 from pointsman.engine.kernels.attention import attention_kernel
 from pointsman.engine.kv.pool import LayerShape
-
-Float32Array: TypeAlias = npt.NDArray[np.float32]
 
 LONG = 300_000
 """Multiplications, 50 to 100 us; to have another thread begin takes 15 us."""

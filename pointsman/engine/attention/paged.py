@@ -23,16 +23,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from threading import RLock
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from pointsman.engine.arrays import Int64Array
 from pointsman.engine.kv.pool import KVPool, LayerShape
-
-Int64Array: TypeAlias = npt.NDArray[np.int64]
 
 ATTENTION_NAME = "pointsman_paged"
 _HANDLER = "pointsman_attention"  # the key under which a module's __dict__ carries its handler

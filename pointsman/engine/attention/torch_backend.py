@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pointsman.engine.attention.paged import Int64Array, PagedBatch
+from pointsman.engine.arrays import Int64Array
+from pointsman.engine.attention.paged import PagedBatch
 from pointsman.engine.kv.pool import LayerShape
 
 GROUP_COST = 1 << 17

@@ -14,12 +14,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pointsman.core.config import SchedulerConfig
-from pointsman.core.errors import ConfigError
 from pointsman.engine.drafts.trail import Trail
 from pointsman.engine.drafts.worth import Odds, StepCost, best_counts
 from pointsman.engine.params.sampling import SamplingParams
-from pointsman.engine.sampling.batch import has_penalties
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +24,6 @@ if TYPE_CHECKING:
     from pointsman.core import Request, Scheduler, SchedulerOutput, StepUpdate
     from pointsman.engine.counters import EngineCounters
 
-DEFAULT_MIN, DEFAULT_MAX = 2, 5
 PATIENCE = 8
 """After so many steps without a draft, not every step is looked at."""
 PAUSE = 4
@@ -36,35 +32,7 @@ PAUSE = 4
 
 def takes_drafts(params: SamplingParams) -> bool:
     """Whether each position's logits can be had without knowing which drafts before it are accepted."""
-    return not (has_penalties(params) or params.bad_words or params.structured_outputs is not None)
-
-
-def check_prompt_lookup(config: SchedulerConfig, min_ngram: int | None, max_ngram: int | None) -> tuple[int, int]:
-    """The knobs of prompt lookup, None being their defaults.
-
-    Raises:
-        ConfigError: they cannot be, or not beside the scheduler's.
-    """
-    if not config.num_draft_tokens and (min_ngram is not None or max_ngram is not None):
-        raise ConfigError(
-            f"prompt_lookup_min is {min_ngram} and prompt_lookup_max {max_ngram}, and no drafts are looked up, so they "
-            "would have no effect; set num_draft_tokens or leave them out"
-        )
-    min_ngram = DEFAULT_MIN if min_ngram is None else min_ngram
-    max_ngram = DEFAULT_MAX if max_ngram is None else max_ngram
-    for name, value in (("prompt_lookup_min", min_ngram), ("prompt_lookup_max", max_ngram)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{name} is {value!r}; it must be an integer of at least 1, a number of tokens")
-    if min_ngram > max_ngram:
-        raise ConfigError(
-            f"prompt_lookup_min is {min_ngram}, more than prompt_lookup_max {max_ngram}; lower it or raise that"
-        )
-    if config.num_draft_tokens and config.max_steps_in_flight > 1:
-        raise ConfigError(
-            f"num_draft_tokens is {config.num_draft_tokens} and max_steps_in_flight {config.max_steps_in_flight}: "
-            "drafts continue the newest token, which a step scheduled ahead does not know; leave one at its default"
-        )
-    return min_ngram, max_ngram
+    return not (params.has_penalties or params.bad_words or params.structured_outputs is not None)
 
 
 class PromptLookup:

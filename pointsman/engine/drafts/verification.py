@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.state.output import SchedulerOutput, StepResult
-from pointsman.engine.sampling.race import Int64Array
+from pointsman.engine.arrays import Int64Array
 
 BoolArray = npt.NDArray[np.bool_]
 

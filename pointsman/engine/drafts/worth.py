@@ -11,13 +11,11 @@ draft, so a request that begins to repeat itself is noticed while it has no draf
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-Int64Array: TypeAlias = npt.NDArray[np.int64]
-Float64Array: TypeAlias = npt.NDArray[np.float64]
+from pointsman.engine.arrays import Float64Array, Int64Array
 
 LONGEST = 16
 """Matches of this length and longer ones are told apart no more."""

@@ -21,21 +21,20 @@ from collections.abc import Callable
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from llvmlite import ir
 from numba import cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-from pointsman.engine.machine import num_cores, openmp_library
+from pointsman.engine.arrays import Int64Array
+from pointsman.engine.threads import num_cores, openmp_library
 
 logger = logging.getLogger(__name__)
 
-Int64Array: TypeAlias = npt.NDArray[np.int64]
 
 SIGNATURE = types.void(types.CPointer(types.int64))
 FAST: set[str] = {"reassoc", "contract", "nsz", "arcp"}

@@ -28,7 +28,7 @@ from pointsman.engine.kv.offload import HostCopies, HostTier, SlotLoad
 from pointsman.engine.kv.pool import KVPool
 from pointsman.engine.kv.store import BadBlock, BlockFolder, KVStore
 from pointsman.engine.kv.worker import Worker
-from pointsman.engine.kv_knobs import KVKnobs
+from pointsman.engine.params.engine_args import KVKnobs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from pointsman.core import Load, Request, Scheduler, SchedulerConfig, SchedulerOutput
     from pointsman.engine.counters import EngineCounters
-    from pointsman.engine.model.loader import LoadedModel
 
 logger = logging.getLogger(__name__)
 
@@ -335,7 +334,7 @@ def fill_block(pool: KVPool, block_id: int, parts: dict[str, Any]) -> None:
 def make_kv_connector(
     knobs: KVKnobs,
     config: SchedulerConfig,
-    loaded: LoadedModel,
+    fingerprint: Callable[[], bytes],
     pool: KVPool,
     counters: EngineCounters,
     clock: Callable[[], float],
@@ -350,7 +349,9 @@ def make_kv_connector(
     if not knobs.is_on:
         return None
     tier = None if knobs.kv_offload_bytes is None else HostTier(pool, knobs.kv_offload_bytes)
-    store = None if knobs.kv_store is None else KVStore(knobs.kv_store, loaded, pool, max_bytes=knobs.kv_store_bytes)
+    store = (
+        None if knobs.kv_store is None else KVStore(knobs.kv_store, fingerprint, pool, max_bytes=knobs.kv_store_bytes)
+    )
     if tier is not None:
         logger.info("KV offload: host memory for %d blocks of the pool", tier.num_blocks)
     if store is not None:

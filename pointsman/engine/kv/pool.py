@@ -200,3 +200,9 @@ def choose_num_blocks(
             f"length {max_model_len} takes {block_bytes * blocks_for(max_model_len, block_size)}"
         )
     return kv_cache_bytes // block_bytes
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor; without a copy, where it lies in one piece in the main memory."""
+    plain = tensor.detach().cpu().contiguous().view(-1)
+    return memoryview(plain.view(torch.uint8).numpy())

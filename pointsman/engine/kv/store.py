@@ -24,20 +24,16 @@ import logging
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
 from pointsman.core import ConfigError
-from pointsman.engine.model.fingerprint import as_bytes, model_fingerprint
-
-if TYPE_CHECKING:
-    from pointsman.engine.kv.pool import KVPool
-    from pointsman.engine.model.loader import LoadedModel
+from pointsman.engine.kv.pool import KVPool, as_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +166,8 @@ class KVStore:
 
     Args:
         directory: made if it is not there.
-        loaded: the engine's model.
+        fingerprint: the name for what the engine's model computes with, 32 bytes, as the weights are now; it takes
+            seconds for a large model (`model/fingerprint.py`).
         pool: its KV pool.
         max_bytes: most that all files may take, of all models; None: no bound.
 
@@ -178,13 +175,15 @@ class KVStore:
         ConfigError: the directory cannot be used.
     """
 
-    def __init__(self, directory: str | Path, loaded: LoadedModel, pool: KVPool, *, max_bytes: int | None) -> None:
+    def __init__(
+        self, directory: str | Path, fingerprint: Callable[[], bytes], pool: KVPool, *, max_bytes: int | None
+    ) -> None:
         self.directory = Path(directory).expanduser().absolute()
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"kv_store is {str(directory)!r}, which is no usable directory: {error}") from None
-        self._loaded = loaded
+        self._model_fingerprint = fingerprint
         self._pool = pool
         self._max_bytes = max_bytes
         self._folder: BlockFolder | None = self._find_folder()
@@ -203,7 +202,7 @@ class KVStore:
 
     def _find_folder(self) -> BlockFolder:
         pool = self._pool
-        parts = [FORMAT, model_fingerprint(self._loaded).hex(), str(pool.dtype), pool.block_size, pool.layers]
+        parts = [FORMAT, self._model_fingerprint().hex(), str(pool.dtype), pool.block_size, pool.layers]
         fingerprint = hashlib.sha256(repr(parts).encode()).hexdigest()
         return BlockFolder(self.directory / fingerprint[:20], fingerprint, pool)
 

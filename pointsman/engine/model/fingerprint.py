@@ -13,14 +13,14 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from pointsman.engine.errors import UnsupportedModel
+from pointsman.engine.kv.pool import as_bytes
 from pointsman.engine.model.linear import JoinedLinear
 
 if TYPE_CHECKING:
-    from pointsman.engine.model.loader import LoadedModel
+    from pointsman.engine.model.loaded import LoadedModel
 
 NOT_COMPUTED_WITH = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "_attn_implementation")
 """Entries of a configuration that say where it came from; the dtypes of the weights are told with the weights."""
@@ -54,12 +54,6 @@ def model_fingerprint(loaded: LoadedModel) -> bytes:
             "could take it for another one; load it with fuse=False"
         )
     return digest.digest()
-
-
-def as_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor; without a copy, where it lies in one piece in the main memory."""
-    plain = tensor.detach().cpu().contiguous().view(-1)
-    return memoryview(plain.view(torch.uint8).numpy())
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Literal["weight", "buffer", "joined", "scales"]]]:

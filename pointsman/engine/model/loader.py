@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,76 +13,18 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from pointsman.engine.attention.paged import ATTENTION_NAME, AttentionBackend, AttentionContext
+from pointsman.engine.attention.backends import AttentionChoice, choose_attention, choose_device
+from pointsman.engine.attention.paged import ATTENTION_NAME, AttentionBackend
 from pointsman.engine.errors import ModelLoadError, UnsupportedModel, first_line
-from pointsman.engine.kv.pool import LayerShape
-from pointsman.engine.model.backends import AttentionChoice, choose_attention, choose_device, drops_early, fuse_for
 from pointsman.engine.model.check import attach, check_config, fix_longrope, probe_layers
 from pointsman.engine.model.linear import check_quantization, store_weights
+from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.model.self_check import SelfCheck
 from pointsman.engine.text.tokenizer import model_directory, read_tokenizer
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass(slots=True)
-class LoadedModel:
-    """A model that passed its checks, ready for a `ModelRunner`."""
-
-    path: str
-    model: Any
-    """The transformers model, in evaluation mode, its attention answered by `context`."""
-    config: Any
-    """Its text configuration."""
-    tokenizer: Any | None
-    """None where the directory has none: prompts are then token ids."""
-    layers: tuple[LayerShape, ...]
-    context: AttentionContext
-    eos_token_ids: tuple[int, ...]
-    max_position_embeddings: int | None
-    """Longest sequence the model can run as it was loaded; None where the configuration does not say."""
-    attention: AttentionBackend
-    """The attention that it was checked with."""
-    fused: dict[str, int]
-    """How many parts of each kind were replaced by faster ones; they need the backend above."""
-    drops_tokens_early: bool
-    """Whether its last layer leaves out the tokens whose logits nobody wants."""
-    rows_are_independent: bool
-    """Whether it may compute rows that nobody wants beside the others; not so in 8 bits, where all share a scale."""
-    num_parameters: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self.model.dtype
-        return dtype
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the input embedding: token ids must be below it."""
-        return int(self.model.get_input_embeddings().num_embeddings)
-
-    def choose_max_model_len(self, max_model_len: int | None) -> int:
-        """Tokens of the longest sequence: as given, or what the model was made for.
-
-        Raises:
-            ValueError: the model cannot run so long a sequence, or does not say how long one may be.
-        """
-        longest = self.max_position_embeddings
-        if max_model_len is None:
-            if longest is None:
-                raise ValueError(
-                    f"the model in {self.path} does not say how long a sequence may be; give max_model_len"
-                )
-            return longest
-        if not isinstance(max_model_len, int) or max_model_len < 1:
-            raise ValueError(f"max_model_len is {max_model_len!r}; it must be an integer of at least 1")
-        if longest is not None and max_model_len > longest:
-            raise ValueError(
-                f"max_model_len is {max_model_len}, but the model was made for at most {longest}; lower it"
-            )
-        return max_model_len
 
 
 def load_model(
@@ -169,11 +110,11 @@ def wrap_model(
     backend = choose_attention(attention, layers, model.device, model.dtype)
     check = SelfCheck(model, layers, context, backend)
     check.run()
-    fused = fuse_for(model, check, store=quantization is None) if fuse else {}
+    fused = _fuse(model, check, store=quantization is None) if fuse else {}
     drops_tokens_early = False
     if fused:
         _check_fused(check)
-        drops_tokens_early = drops_early(model, check)
+        drops_tokens_early = _drop_tokens_early(model, check)
     if quantization is not None:
         store_weights(model, quantization)
     config = model.config.get_text_config(decoder=True)
@@ -192,6 +133,78 @@ def wrap_model(
         rows_are_independent=quantization is None,
         num_parameters=num_parameters,
     )
+
+
+def load_with_attention(
+    model: str | Path | LoadedModel | None,
+    dtype: str,
+    attention: AttentionChoice | AttentionBackend,
+    *,
+    max_model_len: int | None,
+    device: str,
+    fuse: bool,
+    quantization: str | None,
+) -> tuple[LoadedModel, AttentionBackend]:
+    """The model, loaded if it is not yet, and the backend that computes its attention. All arguments are `Engine`'s.
+
+    Raises:
+        ModelLoadError, UnsupportedModel: the model cannot be read, or not be run correctly.
+        ValueError: an option is unknown, or cannot be chosen for this model any more.
+    """
+    if isinstance(model, LoadedModel):
+        if (device, fuse, quantization) != ("auto", True, None):
+            raise ValueError("the model is loaded already; give device, fuse and quantization to load_model")
+        return model, _attention_of(model, attention)
+    if not isinstance(attention, str) and not callable(attention):
+        raise ValueError("attention is a backend object, which fits one model; load that with load_model first")
+    loaded = load_model(
+        model,
+        dtype,
+        device=device,
+        max_model_len=max_model_len,
+        attention=attention,
+        fuse=fuse,
+        quantization=quantization,
+    )
+    return loaded, loaded.attention
+
+
+def _attention_of(loaded: LoadedModel, attention: AttentionChoice | AttentionBackend) -> AttentionBackend:
+    """The attention of a model that is loaded: what it was checked with, or another that its layers can use."""
+    if attention == "auto":
+        return loaded.attention
+    if not (isinstance(attention, str) or callable(attention)):
+        backend = attention
+    else:
+        backend = choose_attention(attention, loaded.layers, loaded.model.device, loaded.dtype)
+    if loaded.fused and not hasattr(backend, "write_heads"):
+        raise ValueError(
+            f"the model was loaded with fused layers, which need its own attention ({loaded.attention.name}) and not "
+            f"{backend.name}; load it with fuse=False"
+        )
+    return backend
+
+
+def _fuse(model: Any, check: SelfCheck, *, store: bool) -> dict[str, int]:
+    """Replace parts of the model by faster ones where the backend has them; how many of each kind.
+
+    Args:
+        store: put their weights into their final form; else `linear.store_weights` is to do so.
+    """
+    if check.backend.name != "numba":
+        return {}
+    from pointsman.engine.model.fusion import fuse
+
+    with check.first_step() as step:
+        return dict(fuse(model, step, store=store))
+
+
+def _drop_tokens_early(model: Any, check: SelfCheck) -> bool:
+    """Whether the last layer of a fused model leaves out tokens that nobody asks for; it is told to, if it can."""
+    from pointsman.engine.model.fusion import drop_tokens_early
+
+    with check.first_step() as step:
+        return drop_tokens_early(model, step)
 
 
 class FusionFailed(UnsupportedModel):

@@ -20,16 +20,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pointsman.engine.params.pooling import Float32Array, PoolingParams
+from pointsman.engine.arrays import Float32Array, Int64Array
+from pointsman.engine.params.pooling import PoolingParams
 
 if TYPE_CHECKING:
     from pointsman.core import Request, SchedulerOutput
-
-Int64Array = npt.NDArray[np.int64]
 
 
 class PooledChunk(NamedTuple):

@@ -21,19 +21,17 @@ from torch import Tensor
 
 from pointsman.core.state.output import SchedulerOutput, StepResult
 from pointsman.core.step.input_tokens import UNSAMPLED
+from pointsman.engine.arrays import Float32Array, Int64Array
 from pointsman.engine.attention.paged import AttentionBackend, PagedBatch
 from pointsman.engine.drafts.verification import Verification
 from pointsman.engine.errors import NOTHING_LEFT
 from pointsman.engine.kv.pool import KVPool
-from pointsman.engine.model.check import lengthened, run_model, takes_logits_to_keep
+from pointsman.engine.model.forward import lengthened, run_model, takes_logits_to_keep
 from pointsman.engine.model.linear import whole_rows
-from pointsman.engine.model.loader import LoadedModel
+from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.model.pooling import PooledChunk, Pooler, hidden_states
-from pointsman.engine.params.pooling import Float32Array
-from pointsman.engine.sampled_tokens import SampledTokens
 from pointsman.engine.sampling.batch import SamplingBatch
 from pointsman.engine.sampling.logprobs import PromptLogprobs, TokenLogprobs, token_logprobs
-from pointsman.engine.sampling.race import Int64Array
 from pointsman.engine.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -302,6 +300,36 @@ class ModelRunner:
             return StepExecution(StepResult(token_ids=sampled.token_ids), sampled.logprobs)
         result = StepResult(token_ids=sampled.token_ids[sampled.ok], errors=_errors(prepared, logits, sampled.ok))
         return StepExecution(result, sampled.logprobs)
+
+
+class SampledTokens:
+    """The last `num_steps` sampled tokens of each row of the scheduler.
+
+    A row's place for a token depends on the token's position in its sequence. A row is reused only when every step that
+    names it is over, and what a repeated step samples goes where it went before, so nothing here is ever stale: whoever
+    reads a place has a step before its own that wrote it.
+    """
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        self._tokens: Int64Array = np.zeros(0, dtype=np.int64)
+
+    def places(self, rows: Int64Array, positions: Int64Array) -> Int64Array:
+        """Where the tokens at these positions of the rows' sequences are kept; may be called at any time."""
+        return rows * self._num_steps + positions % self._num_steps
+
+    def put(self, places: Int64Array, token_ids: Int64Array) -> None:
+        """What a step sampled."""
+        most = int(places.max(initial=-1))
+        if most >= len(self._tokens):
+            grown = np.zeros(max(most + 1, 2 * len(self._tokens)), dtype=np.int64)
+            grown[: len(self._tokens)] = self._tokens
+            self._tokens = grown
+        self._tokens[places] = token_ids
+
+    def get(self, places: Int64Array) -> Int64Array:
+        """What steps before have put there."""
+        return self._tokens[places]
 
 
 def _links(output: SchedulerOutput, prepared: PreparedStep, tokens: SampledTokens) -> StepLinks:

@@ -18,7 +18,7 @@ from torch import Tensor
 from pointsman.engine.attention.paged import ATTENTION_NAME, AttentionBackend, AttentionContext, PagedBatch
 from pointsman.engine.errors import UnsupportedModel
 from pointsman.engine.kv.pool import KVPool, LayerShape, blocks_for
-from pointsman.engine.model.check import run_model
+from pointsman.engine.model.forward import run_model
 from pointsman.engine.model.linear import whole_rows
 
 BLOCK_SIZE = 4

@@ -1,20 +1,16 @@
-"""What is asked for and given when a prompt is made a vector; without PyTorch, for processes that only pass it on."""
+"""PoolingParams: how a prompt becomes one vector, an embedding."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-import numpy.typing as npt
-
 from pointsman.engine.params.sampling import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
-    from pointsman.engine.outputs.request_output import RequestOutput
+    pass
 
 Pooling = Literal["last", "mean"]
-Float32Array = npt.NDArray[np.float32]
 
 SILENT = SamplingParams(max_tokens=1, temperature=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
 """What stands in for sampling parameters where every request has some."""
@@ -45,34 +41,3 @@ class PoolingParams:
     def output_kind(self) -> RequestOutputKind:
         """There is one output, at the end."""
         return RequestOutputKind.FINAL_ONLY
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddingOutput:
-    """A prompt's vector."""
-
-    embedding: Float32Array
-    """[hidden_size]."""
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddingRequestOutput:
-    """A prompt and its vector, in the shape that vLLM's users know."""
-
-    request_id: str
-    outputs: EmbeddingOutput
-    prompt_token_ids: list[int]
-    num_cached_tokens: int
-
-    @classmethod
-    def of(cls, output: RequestOutput) -> EmbeddingRequestOutput:
-        """What the last output of a request says.
-
-        Raises:
-            RuntimeError: it ended without a vector; the message says why.
-        """
-        if output.embedding is None:
-            why = output.finish_detail or output.finish_reason
-            raise RuntimeError(f"request {output.request_id!r} ended without an embedding: {why}")
-        result = EmbeddingOutput(output.embedding)
-        return cls(output.request_id, result, output.prompt_token_ids, output.num_cached_tokens)

@@ -1,16 +1,19 @@
-"""What a request must be before anything is made of it: an id that names it, tokens that the model has."""
+"""From a caller's prompt and parameters to the scheduler's `Request`: checks that need no model, then `to_request`."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pointsman.core import Request
+from pointsman.engine.params.pooling import SILENT, PoolingParams
+from pointsman.engine.params.sampling import SamplingParams
+
 if TYPE_CHECKING:
-    from pointsman.core import Request
     from pointsman.core.state.output import IntArray
-    from pointsman.engine.params.sampling import SamplingParams
 
 
 def check_request_id(request_id: object) -> None:
@@ -24,6 +27,12 @@ def check_request_id(request_id: object) -> None:
         request_id.encode()
     except UnicodeEncodeError:
         raise ValueError(f"request id {request_id!r} is not valid Unicode (a lone surrogate); remove it") from None
+
+
+def check_deadline(request_id: str, deadline: float | None) -> None:
+    """Raises ValueError: a deadline is no finite number of seconds."""
+    if deadline is not None and not (isinstance(deadline, (int, float)) and math.isfinite(deadline)):
+        raise ValueError(f"request {request_id!r}: the deadline is {deadline!r}; give seconds on the engine's clock")
 
 
 def check_may_come_in_parts(request_id: str, params: SamplingParams, *, is_pooled: bool) -> None:
@@ -67,3 +76,48 @@ def most_output(request: Request, num_last_tokens: int, max_model_len: int) -> i
     length = request.num_prompt_tokens + sum(len(part.token_ids) for part in request.parts) + num_last_tokens
     most: int | None = request.metadata.max_tokens
     return max(1, max_model_len - length) if most is None else most
+
+
+def to_request(
+    request_id: str,
+    token_ids: IntArray | Sequence[int],
+    params: SamplingParams | PoolingParams,
+    *,
+    arrival_time: float,
+    eos_token_ids: tuple[int, ...],
+    max_model_len: int,
+    priority: int = 0,
+    cache_salt: str | None = None,
+    more_input: bool = False,
+) -> Request:
+    """The request for a prompt, with its sampling parameters as metadata.
+
+    Raises:
+        RequestRefused: it could never run.
+    """
+    pooling = params if isinstance(params, PoolingParams) else None
+    sampling = SILENT if isinstance(params, PoolingParams) else params
+    # The text of a structured request ends where its grammar does, even before `min_tokens` and with `ignore_eos`: as
+    # long as the text may go on, it is the sampler that keeps it from ending.
+    is_structured = sampling.structured_outputs is not None
+    max_tokens = 0 if pooling or more_input else sampling.max_tokens
+    if max_tokens is None:
+        max_tokens = max(1, max_model_len - len(token_ids))
+    return Request(
+        request_id,
+        token_ids,
+        arrival_time=arrival_time,
+        max_tokens=max_tokens,
+        min_tokens=0 if is_structured else sampling.min_tokens,
+        priority=priority,
+        eos_token_ids=eos_token_ids,
+        ignore_eos=sampling.ignore_eos and not is_structured,
+        stop_token_ids=tuple(sampling.stop_token_ids),
+        repetition_detection=sampling.repetition_detection,
+        cache_salt=cache_salt,
+        # A cached prefix computes neither the logits before a prompt token nor its hidden state.
+        use_prefix_cache=sampling.prompt_logprobs is None and (pooling is None or pooling.pooling == "last"),
+        runs_ahead=not is_structured,  # a grammar says what may follow a token when it has seen the token
+        more_input=more_input,
+        metadata=sampling,
+    )

@@ -23,6 +23,9 @@ GREEDY_BELOW = 1e-5
 
 MAX_TOKEN_ID = 2**31 - 1
 
+ALL_TOKENS = -1
+"""In `logprobs` and `prompt_logprobs`: the whole vocabulary."""
+
 LOGIT_BIAS_LIMIT = 100.0
 """The largest bias either way, as in OpenAI's API."""
 REPETITION_PENALTIES = (0.01, 100.0)
@@ -201,6 +204,23 @@ class SamplingParams:
             worst = max(token_ids or (), default=0)
             if worst >= vocab_size:
                 raise ValueError(f"{name} names token {worst}, and the model's vocabulary has {vocab_size}; remove it")
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether logits depend on the tokens so far."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether logits are changed before temperature, at all positions or at some."""
+        return bool(
+            self.has_penalties
+            or self.min_tokens
+            or self.logit_bias
+            or self.bad_words
+            or self.allowed_token_ids is not None
+            or self.structured_outputs is not None
+        )
 
     @property
     def is_greedy(self) -> bool:

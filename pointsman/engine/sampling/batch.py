@@ -14,25 +14,21 @@ Requests with a feature of flag EDITED (penalties, biases, masks, grammars) have
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from pointsman.core.state.output import SchedulerOutput
 from pointsman.core.state.request import Request
+from pointsman.engine.arrays import Float32Array, Float64Array, Int64Array, UInt64Array
 from pointsman.engine.params.sampling import SamplingParams
-from pointsman.engine.sampling.race import Int64Array, UInt64Array, derive_seed, mix_seed, row_keys
+from pointsman.engine.sampling.race import derive_seed, mix_seed, row_keys
 
 if TYPE_CHECKING:
     from pointsman.engine.sampling.logit_edits import LogitEdits
 
-Float32Array: TypeAlias = npt.NDArray[np.float32]
-Float64Array: TypeAlias = npt.NDArray[np.float64]
 
 RANDOM, EDITED, LOGPROBS, PROMPT_LOGPROBS = 1, 2, 4, 8
-ALL_TOKENS = -1
-"""In `logprobs`: the whole vocabulary."""
 
 
 @dataclass(slots=True)
@@ -113,7 +109,7 @@ class SamplingColumns:
             self.top_k[row] = min(params.top_k, np.iinfo(np.int64).max)
             self.top_p[row] = params.top_p
             self.min_p[row] = params.min_p
-        if is_edited(params):
+        if params.edits_logits:
             flags |= EDITED
         if params.logprobs is not None:
             flags |= LOGPROBS
@@ -158,20 +154,3 @@ class SamplingColumns:
         """Which of the rows that sample have an `EditedRow` (positions in `sampling`)."""
         found: list[int] = (self.flags[output.rows[sampling]] & EDITED).nonzero()[0].tolist()
         return found
-
-
-def has_penalties(params: SamplingParams) -> bool:
-    """Whether logits depend on the tokens so far."""
-    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-
-
-def is_edited(params: SamplingParams) -> bool:
-    """Whether a request's logits are changed before temperature, at all positions or at some."""
-    return bool(
-        has_penalties(params)
-        or params.min_tokens
-        or params.logit_bias
-        or params.bad_words
-        or params.allowed_token_ids is not None
-        or params.structured_outputs is not None
-    )

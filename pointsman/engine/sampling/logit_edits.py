@@ -28,10 +28,9 @@ import torch
 from torch import Tensor
 
 from pointsman.core.state.request import Request
+from pointsman.engine.arrays import Float32Array, Int64Array
 from pointsman.engine.grammar.matcher import RequestGrammar, TokenMasks
 from pointsman.engine.params.sampling import SamplingParams
-from pointsman.engine.sampling.batch import Float32Array, has_penalties
-from pointsman.engine.sampling.race import Int64Array
 
 MINUS_INFINITY = float("-inf")
 
@@ -151,7 +150,7 @@ class EditedRow:
             edits.mask(row, self._stop_ids)
         if len(self._bias_ids):
             edits.bias(row, self._bias_ids, self._bias_values)
-        if has_penalties(self._params):
+        if self._params.has_penalties:
             edits.add(row, num_missing, self._prepare_penalties(row, num_output))
 
     def _constrain(self, grammar: RequestGrammar, row: int, num_output: int, edits: LogitEdits) -> bool:

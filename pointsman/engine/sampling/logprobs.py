@@ -9,8 +9,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pointsman.engine.sampling.batch import ALL_TOKENS, Float32Array
-from pointsman.engine.sampling.race import Int64Array
+from pointsman.engine.arrays import Float32Array, Int64Array
+from pointsman.engine.params.sampling import ALL_TOKENS
 
 
 @dataclass(slots=True, eq=False)

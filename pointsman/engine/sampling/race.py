@@ -21,15 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-Int64Array: TypeAlias = npt.NDArray[np.int64]
-UInt64Array: TypeAlias = npt.NDArray[np.uint64]
+from pointsman.engine.arrays import Int64Array, UInt64Array
 
 MASK_64 = (1 << 64) - 1
 TOKEN_STEP = 0x9E3779B97F4A7C15

@@ -16,8 +16,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit  # type: ignore[import-untyped]
 
-from pointsman.engine.sampling.batch import Float32Array, Float64Array
-from pointsman.engine.sampling.race import MULTIPLIERS, SHIFTS, TOKEN_STEP, Int64Array, UInt64Array
+from pointsman.engine.arrays import Float32Array, Float64Array, Int64Array, UInt64Array
+from pointsman.engine.sampling.race import MULTIPLIERS, SHIFTS, TOKEN_STEP
 
 _STEP = np.uint64(TOKEN_STEP)
 _MULTIPLIER_1, _MULTIPLIER_2 = np.uint64(MULTIPLIERS[0]), np.uint64(MULTIPLIERS[1])

@@ -30,13 +30,14 @@ import torch
 from torch import Tensor
 
 from pointsman.core.state.request import Request
+from pointsman.engine.arrays import Float32Array, Int64Array
 from pointsman.engine.errors import GrammarError
 from pointsman.engine.grammar.matcher import RequestGrammar
 from pointsman.engine.params.sampling import SamplingParams
-from pointsman.engine.sampling.batch import Float32Array, SamplingBatch, SamplingColumns
+from pointsman.engine.sampling.batch import SamplingBatch, SamplingColumns
 from pointsman.engine.sampling.logit_edits import EditedRow, LogitEdits, bad_word_sequences
 from pointsman.engine.sampling.logprobs import TokenLogprobs, token_logprobs
-from pointsman.engine.sampling.race import Int64Array, draw, probabilities
+from pointsman.engine.sampling.race import draw, probabilities
 
 if TYPE_CHECKING:
     from pointsman.core.state.output import SchedulerOutput

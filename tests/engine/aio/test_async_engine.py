@@ -23,7 +23,8 @@ from pointsman.core.errors import UnknownRequest
 from pointsman.engine import LLM, AsyncEngine, Engine, EngineDeadError, RequestOutput, RequestOutputKind, SamplingParams
 from pointsman.engine.aio.async_engine import RequestStream
 from pointsman.engine.aio.mailbox import LoopMailbox
-from pointsman.engine.model.loader import LoadedModel, load_model
+from pointsman.engine.model.loaded import LoadedModel
+from pointsman.engine.model.loader import load_model
 
 Answer = TypeVar("Answer")
 

@@ -10,7 +10,8 @@ import pytest
 
 from pointsman.core import InvalidTransition, RequestRefused, UnknownRequest
 from pointsman.engine import LLM, AsyncEngine, Engine, PoolingParams, SamplingParams, StructuredOutputsParams
-from pointsman.engine.model.loader import LoadedModel, load_model, wrap_model
+from pointsman.engine.model.loaded import LoadedModel
+from pointsman.engine.model.loader import load_model, wrap_model
 from tests.engine.tiny_models import FAMILIES, build
 
 PROMPT = [5, 9, 2, 7, 7, 1, 3, 8, 4, 6, 5, 5, 10, 11, 12, 13, 14, 3, 3, 9, 20, 21]

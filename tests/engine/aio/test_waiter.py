@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from pointsman.engine.waiter import Waiter
+from pointsman.engine.aio.mailbox import Waiter
 
 
 def with_waiter(test: Callable[[Waiter], Awaitable[None]]) -> None:

@@ -19,7 +19,7 @@ from numba import carray, njit
 from numba.core import caching
 from torch import Tensor
 
-from pointsman.engine import machine as threads
+from pointsman.engine import threads
 from pointsman.engine.kernels import layers, runtime
 from pointsman.engine.kernels.runtime import Kernel, exponential, hyperbolic_tangent, nearest_bfloat16, next_item
 from pointsman.engine.model.fused_layers import FusedNorm

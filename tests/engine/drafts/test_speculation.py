@@ -13,7 +13,8 @@ from pointsman.engine.drafts import trail
 from pointsman.engine.drafts.prompt_lookup import PromptLookup
 from pointsman.engine.drafts.trail import Trail
 from pointsman.engine.drafts.verification import Verification
-from pointsman.engine.model.loader import LoadedModel, wrap_model
+from pointsman.engine.model.loaded import LoadedModel
+from pointsman.engine.model.loader import wrap_model
 from tests.engine.text_tokenizers import byte_tokenizer
 from tests.engine.tiny_models import FAMILIES, build
 

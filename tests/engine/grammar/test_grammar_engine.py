@@ -34,7 +34,8 @@ from pointsman.engine.errors import NOTHING_LEFT
 from pointsman.engine.grammar.compiler import GrammarCompiler
 from pointsman.engine.grammar.matcher import RequestGrammar
 from pointsman.engine.grammar.process import CompiledGrammar, GrammarLimits
-from pointsman.engine.model.loader import LoadedModel, load_model, wrap_model
+from pointsman.engine.model.loaded import LoadedModel
+from pointsman.engine.model.loader import load_model, wrap_model
 from pointsman.engine.sampling.logit_edits import EditedRow, LogitEdits
 from tests.engine.engine_loop import free_blocks
 from tests.engine.hopeless_grammar import HOPELESS, is_alive, wait_until

@@ -19,7 +19,8 @@ from pointsman.core.kv.events import AllBlocksCleared, BlockRemoved, BlockStored
 from pointsman.core.kv.prefix_tree import Root
 from pointsman.engine import Engine, SamplingParams
 from pointsman.engine.kv.events import END_OF_REPLAY, KVEventsConfig, KVEventsPublisher
-from pointsman.engine.model.loader import LoadedModel, wrap_model
+from pointsman.engine.model.loaded import LoadedModel
+from pointsman.engine.model.loader import wrap_model
 from tests.engine.tiny_models import FAMILIES, build
 
 LOCAL = {"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*", "topic": "kv@here"}

@@ -16,7 +16,8 @@ import pytest
 
 from pointsman.core.recording import Recorder, replay
 from pointsman.engine import Engine, EngineStepError, SamplingParams
-from pointsman.engine.model.loader import LoadedModel, wrap_model
+from pointsman.engine.model.loaded import LoadedModel
+from pointsman.engine.model.loader import wrap_model
 from tests.engine.kv_requests import break_passes, check, drain, make, prompt_of, settle
 from tests.engine.tiny_models import FAMILIES, build
 

@@ -13,7 +13,8 @@ from pointsman.core import ConfigError
 from pointsman.engine import AsyncEngine, EngineStepError
 from pointsman.engine.kv.offload import HostCopies, HostTier, SlotLoad
 from pointsman.engine.kv.pool import KVPool, LayerShape
-from pointsman.engine.model.loader import LoadedModel, wrap_model
+from pointsman.engine.model.loaded import LoadedModel
+from pointsman.engine.model.loader import wrap_model
 from tests.engine.kv_requests import PARAMS, TIGHT, add_round, break_passes, drain, make, prompt_of, run_rounds, settle
 from tests.engine.tiny_models import FAMILIES, build
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from pointsman.core import ConfigError, RequestStatus
 from pointsman.engine import AsyncEngine, Engine, EngineStepError, RequestOutput
 from pointsman.engine.kv.connector import EngineConnector
 from pointsman.engine.kv.store import ABANDONED_AFTER, BadBlock, BlockFolder, KVStore
-from pointsman.engine.model.loader import LoadedModel, wrap_model
+from pointsman.engine.model.fingerprint import model_fingerprint
+from pointsman.engine.model.loaded import LoadedModel
+from pointsman.engine.model.loader import wrap_model
 from pointsman.engine.model.runner import PreparedStep
 from tests.engine.kv_requests import (
     PARAMS,
@@ -52,7 +55,8 @@ def expected(loaded: LoadedModel) -> dict[str, list[int]]:
 
 
 def open_store(directory: Path, loaded: LoadedModel, max_bytes: int | None = None, **knobs: Any) -> KVStore:
-    return KVStore(directory, loaded, make(loaded, num_blocks=16, **knobs).kv_pool, max_bytes=max_bytes)
+    pool = make(loaded, num_blocks=16, **knobs).kv_pool
+    return KVStore(directory, partial(model_fingerprint, loaded), pool, max_bytes=max_bytes)
 
 
 def block_of(store: KVStore, number: int) -> dict[str, Tensor]:

@@ -11,7 +11,8 @@ from torch import nn
 from pointsman.engine import UnsupportedModel
 from pointsman.engine.model.fingerprint import model_fingerprint
 from pointsman.engine.model.linear import JoinedLinear
-from pointsman.engine.model.loader import LoadedModel, load_model, wrap_model
+from pointsman.engine.model.loaded import LoadedModel
+from pointsman.engine.model.loader import load_model, wrap_model
 from tests.engine.kv_requests import make, run_rounds
 from tests.engine.tiny_models import FAMILIES, build
 

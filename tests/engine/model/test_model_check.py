@@ -17,13 +17,14 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from pointsman.engine.attention import paged as attention
+from pointsman.engine.attention.backends import BackendFactory
 from pointsman.engine.attention.paged import AttentionBackend, PagedBatch
 from pointsman.engine.attention.torch_backend import TorchAttention
 from pointsman.engine.errors import UnsupportedModel
 from pointsman.engine.kv.pool import KVPool, LayerShape
-from pointsman.engine.model.backends import BackendFactory
-from pointsman.engine.model.check import run_model
-from pointsman.engine.model.loader import LoadedModel, wrap_model
+from pointsman.engine.model.forward import run_model
+from pointsman.engine.model.loaded import LoadedModel
+from pointsman.engine.model.loader import wrap_model
 from pointsman.engine.model.self_check import SelfCheck, relative_error
 from tests.engine.tiny_models import COMMON, FAMILIES, ORIGINAL_LONGROPE, VOCAB_SIZE, build, longrope
 

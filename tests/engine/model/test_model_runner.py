@@ -12,8 +12,9 @@ import torch
 from pointsman.core import Request, Scheduler, SchedulerConfig, SchedulerOutput
 from pointsman.engine.errors import NOTHING_LEFT
 from pointsman.engine.kv.pool import KVPool
-from pointsman.engine.model.check import run_model
-from pointsman.engine.model.loader import LoadedModel, wrap_model
+from pointsman.engine.model.forward import run_model
+from pointsman.engine.model.loaded import LoadedModel
+from pointsman.engine.model.loader import wrap_model
 from pointsman.engine.model.runner import NOT_FINITE, ModelRunner, PreparedStep, StepExecution
 from pointsman.engine.params.sampling import SamplingParams
 from pointsman.engine.sampling.logprobs import TokenLogprobs

@@ -12,7 +12,8 @@ import torch
 
 from pointsman.core import RequestRefused
 from pointsman.engine import LLM, AsyncEngine, Engine, EngineStepError, PoolingParams, SamplingParams
-from pointsman.engine.model.loader import LoadedModel, wrap_model
+from pointsman.engine.model.loaded import LoadedModel
+from pointsman.engine.model.loader import wrap_model
 from pointsman.engine.model.runner import NOT_FINITE
 from pointsman.engine.params.pooling import Pooling
 from tests.engine.tiny_models import FAMILIES, VOCAB_SIZE, build

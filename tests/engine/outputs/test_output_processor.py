@@ -13,7 +13,8 @@ import pytest
 
 from pointsman.core import FinishReason, ParkReason, Request
 from pointsman.engine import Engine, RequestOutput, RequestOutputKind, SamplingParams
-from pointsman.engine.model.loader import LoadedModel, wrap_model
+from pointsman.engine.model.loaded import LoadedModel
+from pointsman.engine.model.loader import wrap_model
 from pointsman.engine.outputs.request_output import Transcript
 from pointsman.engine.sampling.logprobs import TokenLogprobs
 from pointsman.engine.text.detokenizer import Detokenizer, TextDecoder

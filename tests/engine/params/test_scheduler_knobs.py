@@ -7,15 +7,20 @@ import pytest
 from pointsman.core import ConfigError, SchedulerConfig
 from pointsman.core.presets import SYSTEMS
 from pointsman.engine import Engine, SamplingParams
-from pointsman.engine.model.loader import LoadedModel, wrap_model
-from pointsman.engine.params.engine_args import DEFAULTS, NAMES, with_defaults
+from pointsman.engine.model.loaded import LoadedModel
+from pointsman.engine.model.loader import wrap_model
+from pointsman.engine.params.engine_args import SCHEDULER_DEFAULTS, SCHEDULER_NAMES, with_defaults
 from tests.engine.tiny_models import FAMILIES, build
 
 
 def test_what_is_given_wins_over_the_defaults() -> None:
-    assert with_defaults({}) == DEFAULTS
-    assert with_defaults({"block_size": 8, "order": "priority"}) == {**DEFAULTS, "block_size": 8, "order": "priority"}
-    assert set(DEFAULTS) <= NAMES
+    assert with_defaults({}) == SCHEDULER_DEFAULTS
+    assert with_defaults({"block_size": 8, "order": "priority"}) == {
+        **SCHEDULER_DEFAULTS,
+        "block_size": 8,
+        "order": "priority",
+    }
+    assert set(SCHEDULER_DEFAULTS) <= SCHEDULER_NAMES
 
 
 @pytest.mark.parametrize("name", ["num_reserved_blocks", "enable_kv_cache_events", "max_loras", "encoder_budget"])

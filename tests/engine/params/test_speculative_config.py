@@ -9,8 +9,9 @@ import pytest
 
 from pointsman.core import ConfigError
 from pointsman.engine import LLM, AsyncEngine, Engine, SamplingParams
-from pointsman.engine.model.loader import LoadedModel, wrap_model
-from pointsman.engine.speculative_config import speculation_knobs
+from pointsman.engine.model.loaded import LoadedModel
+from pointsman.engine.model.loader import wrap_model
+from pointsman.engine.params.engine_args import speculation_knobs
 from tests.engine.text_tokenizers import byte_tokenizer
 from tests.engine.tiny_models import FAMILIES, build
 

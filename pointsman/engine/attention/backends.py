@@ -1,11 +1,11 @@
-"""Which device, which attention backend, which faster layers: one place for the choice.
+"""Which device, and which attention backend: one place for the choice.
 
-| device | attention | layers |
-| --- | --- | --- |
-| CPU | `numba_attention.py`, compiled | fused and prepacked (`fusion.py`) |
-| GPU, or where numba is missing | `torch_attention.py`, plain PyTorch | the model's own |
+| device | attention |
+| --- | --- |
+| CPU | `numba_backend.py`, compiled |
+| GPU, or where numba is missing | `torch_backend.py`, plain PyTorch |
 
-A further backend (Triton kernels for GPUs, say) is a class with the methods of `AttentionBackend` and a line in
+A further backend (Triton kernels for GPUs, for example) is a class with the methods of `AttentionBackend` and a line in
 `choose_attention`.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -21,10 +21,6 @@ from pointsman.engine.attention.paged import AttentionBackend
 from pointsman.engine.attention.torch_backend import TorchAttention
 from pointsman.engine.errors import first_line
 from pointsman.engine.kv.pool import LayerShape
-
-if TYPE_CHECKING:
-    from pointsman.engine.model.loader import LoadedModel
-    from pointsman.engine.model.self_check import SelfCheck
 
 logger = logging.getLogger(__name__)
 
@@ -79,41 +75,3 @@ def choose_attention(
             raise ValueError(f"attention is 'numba', which has no kernels for {dtype}; use float32 or bfloat16")
         return TorchAttention(layers, device)
     return NumbaAttention(layers, device)
-
-
-def fuse_for(model: Any, check: SelfCheck, *, store: bool) -> dict[str, int]:
-    """Replace parts of the model by faster ones where the backend has them; how many of each kind.
-
-    Args:
-        store: put their weights into their final form; else `linear.store_weights` is to do so.
-    """
-    if check.backend.name != "numba":
-        return {}
-    from pointsman.engine.model.fusion import fuse
-
-    with check.first_step() as step:
-        return dict(fuse(model, step, store=store))
-
-
-def drops_early(model: Any, check: SelfCheck) -> bool:
-    """Whether the last layer of a fused model leaves out tokens that nobody asks for; it is told to, if it can."""
-    from pointsman.engine.model.fusion import drop_tokens_early
-
-    with check.first_step() as step:
-        return drop_tokens_early(model, step)
-
-
-def attention_of(loaded: LoadedModel, attention: AttentionChoice | AttentionBackend) -> AttentionBackend:
-    """The attention of a model that is loaded: what it was checked with, or another that its layers can use."""
-    if attention == "auto":
-        return loaded.attention
-    if not (isinstance(attention, str) or callable(attention)):
-        backend = attention
-    else:
-        backend = choose_attention(attention, loaded.layers, loaded.model.device, loaded.dtype)
-    if loaded.fused and not hasattr(backend, "write_heads"):
-        raise ValueError(
-            f"the model was loaded with fused layers, which need its own attention ({loaded.attention.name}) and not "
-            f"{backend.name}; load it with fuse=False"
-        )
-    return backend

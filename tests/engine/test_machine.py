@@ -1,4 +1,4 @@
-"""Large pieces of memory stay in the heap, unless the user has said otherwise."""
+"""How threads wait, and where freed memory goes: settings of C libraries, and only where the user has not set them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+from pointsman.engine.machine import SPINS, wait_briefly
+
 PAGE_FAULTS = """
 import resource, sys
 import torch
-from pointsman.engine.allocation import keep_freed_pages
+from pointsman.engine.machine import keep_freed_pages
 told = keep_freed_pages() if sys.argv[1] == "keep" else None
 for _ in range(3):
     torch.zeros(4 << 20)
@@ -43,7 +47,7 @@ def test_idle_engines_give_freed_pages_back() -> None:
     code = """
 import sys
 import torch
-from pointsman.engine.allocation import give_back_freed_pages, keep_freed_pages
+from pointsman.engine.machine import give_back_freed_pages, keep_freed_pages
 from pathlib import Path
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
@@ -57,3 +61,27 @@ print(before - resident() >> 20)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) >= 100
+
+
+OPENMP_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+
+
+@pytest.mark.parametrize(
+    ("set_before", "after"),
+    [
+        ({}, {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": SPINS}),
+        ({"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "7"}),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, {"OMP_WAIT_POLICY": "ACTIVE"}),
+    ],
+    ids=["nothing", "spins", "policy"],
+)
+def test_how_threads_wait_stays(
+    monkeypatch: pytest.MonkeyPatch, set_before: dict[str, str], after: dict[str, str]
+) -> None:
+    for name in OPENMP_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in set_before.items():
+        monkeypatch.setenv(name, value)
+    wait_briefly()
+    got = {name: os.environ.pop(name) for name in OPENMP_VARIABLES if name in os.environ}
+    assert got == after
