@@ -2,7 +2,22 @@
 
     from pointsman.engine import LLM, SamplingParams
 
-Importing this package is cheap: what needs PyTorch and transformers is loaded when it is first used.
+It imports `pointsman.core` only, and PyTorch and transformers when a name below is first used. A request passes from
+`engine.py` (add, schedule) to `model/runner.py` (forward), `sampling/`, and back through `outputs/`; `llm.py` and `aio/`
+are the two ways to drive an engine. Begin with `engine.py`.
+
+| package | question |
+| --- | --- |
+| `params/` | what does a caller ask for? |
+| `text/` | how does text become tokens, and tokens text? |
+| `attention/`, `kernels/` | how is paged attention computed? |
+| `model/` | how is a model loaded and checked, how does a step run on it? |
+| `grammar/` | which tokens may follow in a structured output? |
+| `sampling/` | which token comes next? |
+| `drafts/` | which tokens are proposed before the model has run? |
+| `kv/` | where are keys and values? |
+| `outputs/` | what does a caller get back? |
+| `aio/` | how do asyncio and the engine's thread meet? |
 """
 
 from __future__ import annotations

@@ -311,15 +311,15 @@ class Engine:
         check_request_id(request_id)
         content = self.tokenize(prompt) if isinstance(prompt, str) else prompt
         token_ids = checked_token_ids(request_id, content, self.loaded.vocab_size)
-        sampling = params
-        if isinstance(params, PoolingParams):
+        is_pooled = isinstance(params, PoolingParams)
+        if is_pooled:
             check_can_pool(self.loaded.model)
-            sampling = SILENT
+        sampling = SILENT if isinstance(params, PoolingParams) else params
         self.outputs.check(request_id, sampling)
         self.runner.sampler.check(sampling)
         self.grammars.check(sampling)
         if more_input:
-            check_may_come_in_parts(request_id, sampling, is_pooled=sampling is not params)
+            check_may_come_in_parts(request_id, sampling, is_pooled=is_pooled)
         return token_ids
 
     def extend(
@@ -405,8 +405,9 @@ class Engine:
         """The last outputs of requests that the scheduler has ended by itself; of others that have theirs, none."""
         now = self.clock()
         outputs = [output for request in requests if (output := self.outputs.end(request, now)) is not None]
-        for output in outputs if self.on_output is not None else ():
-            self.on_output(output)
+        if self.on_output is not None:
+            for output in outputs:
+                self.on_output(output)
         return outputs
 
     def _end(

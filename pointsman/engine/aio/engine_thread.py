@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from copy import copy
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet
 
 from pointsman.core.errors import DuplicateRequest
@@ -86,7 +86,7 @@ class EngineThread:
         self._parked: set[Mailbox] = set()  # of readers whose requests are accepted once their grammars are there
         self._expected: dict[Mailbox, str] = {}  # request ids, by mailbox: two with one id may be on their way
         self._adding: Mailbox | None = None
-        self._ports_to_ring: dict[Port, None] = {}
+        self._ports_to_ring: dict[Port[Any], None] = {}
         self._loops_checked = 0.0
         self._num_failures = 0  # in a row
         self._has_computed = False  # since freed memory was last given back
@@ -320,7 +320,8 @@ class EngineThread:
             return
         self._adding = mailbox  # whatever happens below reaches it
         request = self._try_to_add(message)
-        if isinstance(request, DuplicateRequest) and self._has_unreported_ends and request_id not in self._readers:
+        has_ends = self._has_unreported_ends
+        if isinstance(request, DuplicateRequest) and has_ends and request_id not in self._readers:
             while self._has_unreported_ends:  # for its consumer the id's last request is over: an output must tell
                 self._step()
             request = self._try_to_add(message)
@@ -410,7 +411,7 @@ class EngineThread:
             if port.is_closed:
                 self._forget(port)
 
-    def _forget(self, port: Port) -> None:
+    def _forget(self, port: Port[Any]) -> None:
         """End what was for a loop that is closed."""
         for mailbox in [one for one in self._expected if one.port is port]:
             del self._expected[mailbox]

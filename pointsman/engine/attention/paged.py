@@ -27,6 +27,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -157,6 +158,20 @@ class AttentionBackend(Protocol):
 
         Where other threads compute and this one need not, it should `do_meanwhile` what the batch has to do. A backend
         that does not makes scheduling wait for the end of the step.
+        """
+
+
+class FusedAttentionBackend(AttentionBackend, Protocol):
+    """A backend for fused layers: it also norms and rotates heads on their way from the projections to the pool."""
+
+    def write_heads(
+        self, plan: Any, arguments: Int64Array, activations: torch.dtype, keys: Tensor, values: Tensor
+    ) -> None:
+        """Run the kernel `heads_kernel` (`kernels/layers.py`).
+
+        Args:
+            arguments: the kernel's, without those that the step and the pool decide.
+            activations: the type of queries, keys and values.
         """
 
 

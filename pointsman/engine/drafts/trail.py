@@ -44,7 +44,7 @@ class Trail:
         self._tokens.frombytes(np.zeros(min_ngram, dtype=np.int32).tobytes())  # so that there always is an n-gram
         self._tokens.frombytes(token_ids.astype(np.int32).tobytes())
         self._power = pow(MULTIPLIER, min_ngram, MASK_64 + 1)
-        self._make_filter()
+        self._key, self._mask, self._filter = self._make_filter()
         self._place = 0
         """Of the token that is expected next, if `length` is not 0."""
         self.length = 0
@@ -84,7 +84,7 @@ class Trail:
         if was_there and not self.length:
             self._look_up()
         if len(tokens) * FILTER_FACTOR > len(self._filter):
-            self._make_filter()
+            self._key, self._mask, self._filter = self._make_filter()
         return judged
 
     def expected(self, count: int) -> array[int]:
@@ -100,21 +100,22 @@ class Trail:
         place, self.length = look_up(tokens, self._min_ngram, self._max_ngram)
         self._place = self._min_ngram + place
 
-    def _make_filter(self) -> None:
-        """Enter all n-grams there are, in a filter large enough for a while.
+    def _make_filter(self) -> tuple[int, int, bytearray]:
+        """A filter with all n-grams so far, large enough for a while: the newest n-gram's key, the mask of keys, the
+        filter.
 
         The key of an n-gram is a polynomial of its tokens, so that the next follows from the one before.
         """
         size = 1 << (2 * FILTER_FACTOR * len(self._tokens) + 511).bit_length()
-        self._mask = size - 1
+        mask = size - 1
         tokens = np.frombuffer(self._tokens, dtype=np.int32).astype(np.uint64)
         num_places = len(tokens) - self._min_ngram + 1
         keys = np.zeros(num_places, dtype=np.uint64)
         for place in range(self._min_ngram):
             keys = keys * np.uint64(MULTIPLIER) + tokens[place : place + num_places]
-        self._key = int(keys[-1])
-        self._filter = bytearray(size)
-        np.frombuffer(self._filter, dtype=np.uint8)[(keys & np.uint64(self._mask)).astype(np.int64)] = 1
+        made = bytearray(size)
+        np.frombuffer(made, dtype=np.uint8)[(keys & np.uint64(mask)).astype(np.int64)] = 1
+        return int(keys[-1]), mask, made
 
 
 def look_up(token_ids: npt.NDArray[np.int32], min_ngram: int, max_ngram: int) -> tuple[int, int]:

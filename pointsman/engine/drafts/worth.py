@@ -110,10 +110,12 @@ class StepCost:
         if most >= len(self._sizes):
             self._sizes = np.array([self._rounded(size) for size in range(2 * most)], dtype=np.int64)
         sizes = self._sizes[least : most + 1]
-        if not self._weight:
-            return 1 + self.PRIOR_SLOPE * (sizes / sizes[0] - 1)
-        found: Float64Array = self._base + self._slope * sizes
-        return found
+        seconds: Float64Array
+        if self._weight:
+            seconds = np.multiply(sizes, self._slope, dtype=np.float64) + self._base
+        else:
+            seconds = 1 + self.PRIOR_SLOPE * (np.divide(sizes, sizes[0], dtype=np.float64) - 1)
+        return seconds
 
 
 def best_counts(chances: Float64Array, num_rows: int, cost: StepCost) -> Int64Array:

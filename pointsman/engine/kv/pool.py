@@ -205,4 +205,4 @@ def choose_num_blocks(
 def as_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor; without a copy, where it lies in one piece in the main memory."""
     plain = tensor.detach().cpu().contiguous().view(-1)
-    return memoryview(plain.view(torch.uint8).numpy())
+    return plain.view(torch.uint8).numpy().data

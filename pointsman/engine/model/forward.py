@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -28,7 +29,7 @@ def run_model(
     if num_rows is not None:
         token_ids, positions = lengthened(token_ids, num_rows), lengthened(positions, num_rows)
     options: dict[str, Any] = {}
-    selects = keep is not None and takes_logits_to_keep(type(model))
+    selects = keep is not None and takes_logits_to_keep(type(model).forward)
     if selects:
         options["logits_to_keep"] = keep
     with torch.inference_mode():
@@ -51,6 +52,6 @@ def lengthened(values: Tensor, length: int) -> Tensor:
 
 
 @cache
-def takes_logits_to_keep(kind: type) -> bool:
-    """Whether models of a class can be asked for some rows' logits only; nearly all can."""
-    return "logits_to_keep" in inspect.signature(kind.forward).parameters  # type: ignore[attr-defined]
+def takes_logits_to_keep(forward: Callable[..., Any]) -> bool:
+    """Whether a model, given by its class's `forward`, can compute the logits of selected rows only; nearly all can."""
+    return "logits_to_keep" in inspect.signature(forward).parameters

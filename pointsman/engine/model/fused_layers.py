@@ -7,13 +7,13 @@ rows. Kernels read raw memory, so shapes and types that would not fit are errors
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pointsman.engine.attention.paged import AttentionContext, PagedLayer
+from pointsman.engine.attention.paged import AttentionContext, FusedAttentionBackend, PagedLayer
 from pointsman.engine.kernels import layers as kernels
 from pointsman.engine.model.linear import JoinedLinear
 
@@ -159,14 +159,15 @@ class FusedAttention(nn.Module):
             arguments[kernels.QUERY_NORM] = self._norms.query.data_ptr()
             arguments[kernels.KEY_NORM] = self._norms.key.data_ptr()
         if self.rotary:
-            cos, sin = (one.to(qkv.dtype).contiguous() for one in position_embeddings)  # type: ignore[union-attr]
+            assert position_embeddings is not None
+            cos, sin = (one.to(qkv.dtype).contiguous() for one in position_embeddings)
             if cos.shape != sin.shape or cos.shape[:2] != (1, num_tokens) or cos.shape[-1] > self.k_dim:
                 raise ValueError(
                     f"rotary embeddings {tuple(cos.shape)} for {num_tokens} tokens and {self.k_dim} a head"
                 )
             arguments[kernels.COS], arguments[kernels.SIN] = cos.data_ptr(), sin.data_ptr()
             arguments[kernels.ROTARY_DIM] = cos.shape[-1]
-        backend.write_heads(plan, arguments, qkv.dtype, keys, values)
+        cast(FusedAttentionBackend, backend).write_heads(plan, arguments, qkv.dtype, keys, values)
         attended = backend.attend(plan, query, keys, values, **self.options)
         attended = attended.view(1, num_tokens, -1)
         return self.output(attended if keep is None else attended[:, keep]), None

@@ -100,8 +100,9 @@ def candidates_for(module: Any, options: dict[str, Any] | None) -> list[Builder]
         return attention_candidates(module, options)
     if all(can_join(getattr(module, one, None)) for one in ("gate_proj", "up_proj", "down_proj")):
         return mlp_candidates(module)
-    if is_norm(module):
-        return [partial(FusedNorm, module.weight, norm_epsilon(module), offset) for offset in (0.0, 1.0)]
+    epsilon = norm_epsilon(module)
+    if epsilon is not None and is_norm(module):
+        return [partial(FusedNorm, module.weight, epsilon, offset) for offset in (0.0, 1.0)]
     return []
 
 
@@ -366,11 +367,15 @@ def variations(call: Call) -> Iterator[Call]:
     """
     yield call
     for scale in SCALES:
-        yield _with_input(call, lambda x, scale=scale: x * scale, SCALED_TOLERANCE)
+        yield _with_input(call, partial(_scaled, scale), SCALED_TOLERANCE)
     yield _with_input(call, lambda x: x + 3 * x.std(), TOLERANCE)
     if any(_is_position(value) for value in call.keywords.values()):
         moved = {name: value + FAR if _is_position(value) else value for name, value in call.keywords.items()}
         yield Call(call.arguments, moved)
+
+
+def _scaled(scale: float, x: Tensor) -> Tensor:
+    return x * scale
 
 
 def _is_position(value: Any) -> bool:

@@ -17,7 +17,7 @@ import logging
 import warnings
 from collections.abc import Container, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -118,7 +118,7 @@ class JoinedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.weight.dtype}, {self.form}"
 
 
-def can_join(layer: nn.Module | None) -> bool:
+def can_join(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
     """Whether a layer is a plain linear layer on a CPU, of a type that the kernels know."""
     return type(layer) is nn.Linear and layer.weight.device.type == "cpu" and layer.weight.dtype in JOINED_DTYPES
 
@@ -131,8 +131,8 @@ def join_linear_layers(model: nn.Module, layers: Container[nn.Module]) -> int:
     found = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if child in layers and can_join(child) and child.weight.numel() >= PACKED_FROM:  # type: ignore[union-attr]
-                setattr(parent, name, JoinedLinear([child]))  # type: ignore[list-item]
+            if child in layers and can_join(child) and child.weight.numel() >= PACKED_FROM:
+                setattr(parent, name, JoinedLinear([child]))
                 found += 1
     return found
 

@@ -259,7 +259,7 @@ class ModelRunner:
     def _forward_and_pool(self, prepared: PreparedStep) -> tuple[Tensor, dict[int, Float32Array]]:
         """Logits [num_logits or more, vocab_size], and the vectors of the rows that completed."""
         model, num_logits = self.loaded.model, prepared.num_logits
-        trims = takes_logits_to_keep(type(model))
+        trims = takes_logits_to_keep(type(model).forward)
         wanted = whole_rows(num_logits) if self._fills_rows else num_logits
         with hidden_states(model, wanted, trims) as heard:
             logits = self._forward(prepared)

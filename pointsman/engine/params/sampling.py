@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pointsman.core import RepetitionDetectionParams
+from pointsman.core import RepetitionDetectionParams as RepetitionDetectionParams  # one of the public names
 from pointsman.engine.params.structured_outputs import StructuredOutputsParams
 
 GREEDY_BELOW = 1e-5
