@@ -20,6 +20,7 @@ import pointsman.core.policy.encoder_budget as encoder_cache_module
 import pointsman.core.policy.reserve as reserve_module
 from pointsman.core import ConfigError, EncoderInput, FinishReason, InvariantError, Request, Scheduler
 from pointsman.core.kv.block_pool import BlockPool
+from pointsman.core.kv.content_marks import ContentMarks
 from pointsman.core.kv.events import BlockStored, KVEvents
 from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.kv.prefix_tree import PrefixCache, Root
@@ -27,17 +28,16 @@ from pointsman.core.kv.transfers import External, Transfers
 from pointsman.core.observe.events import RequestLog
 from pointsman.core.observe.left_out import LeftOut
 from pointsman.core.observe.watchdog import Watchdog
-from pointsman.core.policy.adapters import Adapter, AdapterSlots
+from pointsman.core.policy.adapters import AdapterSlots
 from pointsman.core.policy.encoder_budget import EncoderCache
 from pointsman.core.policy.limits import FairLongPrefillThreshold, OneSampleInFlight
 from pointsman.core.policy.order import FirstComeFirstServed, FrontFirst
 from pointsman.core.policy.partial_prefills import PartialPrefills
 from pointsman.core.policy.reserve import DecodeReserve, Watermark
 from pointsman.core.state.acceptance import Acceptance
-from pointsman.core.state.batch import Batch
-from pointsman.core.state.encoder_inputs import ContentMarks
+from pointsman.core.state.batch import Batch, StopFilter
+from pointsman.core.state.inputs import Adapter
 from pointsman.core.state.repetition import RepetitionWatch
-from pointsman.core.state.stop_filter import StopFilter
 from pointsman.core.step.admission import Admission
 from pointsman.core.step.common_prefix import CommonPrefix
 from pointsman.core.step.displacement import Displacement
