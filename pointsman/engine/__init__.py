@@ -2,8 +2,8 @@
 
     from pointsman.engine import LLM, SamplingParams
 
-It imports `pointsman.core` only, and PyTorch and transformers when a name below is first used. A request passes from
-`engine.py` (add, schedule) to `model/runner.py` (forward), `sampling/`, and back through `outputs/`; `llm.py` and `aio/`
+It imports `pointsman.core` only, and PyTorch and transformers when a public name is first used. A request passes from
+`engine.py` (add, schedule) through `model/runner.py` (forward pass) and `sampling/` to `outputs/`; `llm.py` and `aio/`
 are the two ways to drive an engine. Begin with `engine.py`.
 
 | package | question |
