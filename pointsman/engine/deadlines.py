@@ -1,4 +1,4 @@
-"""When requests must have ended: those whose time is up are found without looking at the others."""
+"""Deadlines of requests: overdue ones are found without looking at the others."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ FEWEST = 64
 class Deadlines:
     """The deadlines of one engine's requests, in seconds on its clock: a heap.
 
-    Requests that ended in time are not told to it. Their entries go when they are due, or when they may be more than
-    half of all, so that a deadline in an hour does not keep a request's prompt for an hour.
+    Requests that finish in time are not removed from it. Their entries go when they are due, or when they may be more
+    than half of all, so that a deadline in an hour does not keep a request's prompt for an hour.
     """
 
     def __init__(self) -> None:

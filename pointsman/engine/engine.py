@@ -7,7 +7,7 @@
             print(output.request_id, output.text)
 
 One thread owns an engine. `step` is the scheduler's `schedule`, the model, and the scheduler's `update`, with as many
-steps in flight as `max_steps_in_flight` says (`steps_in_flight.py`); everything else here makes requests of prompts;
+steps in flight as `max_steps_in_flight` says (`step_loop.py`); everything else here makes requests of prompts;
 tokens become text in the `OutputProcessor`.
 """
 
@@ -50,18 +50,17 @@ from pointsman.engine.params.requests import (
 )
 from pointsman.engine.params.sampling import SamplingParams
 from pointsman.engine.pausing import PauseChoice, Pausing
-from pointsman.engine.steps_in_flight import StepsInFlight
+from pointsman.engine.step_loop import StepLoop
 from pointsman.engine.text.tokenizer import encode
 from pointsman.engine.threads import set_num_threads
 from pointsman.engine.watchdog import make_watchdog
 
 if TYPE_CHECKING:
     from pointsman.core.recording import Recorder
-    from pointsman.core.state.output import IntArray, StepUpdate
+    from pointsman.core.state.output import IntArray
     from pointsman.engine.attention.backends import AttentionChoice
     from pointsman.engine.attention.paged import AttentionBackend
     from pointsman.engine.model.loaded import LoadedModel
-    from pointsman.engine.model.runner import StepExecution
 
 
 PATIENCE = 0.1
@@ -97,7 +96,7 @@ class Engine:
             had before for drafts to be taken from there, at least, and how many are looked for (`proposer.py`); None: 2
             and 5.
         speculative_config: the same three as vLLM has them, in their place, see `speculative_config.py`.
-        watchdog_seconds: without progress, after which a request is told of in the log (`watchdog.py`); 0: never.
+        watchdog_seconds: without progress, after which a request is reported in the log (`watchdog.py`); 0: never.
         scheduler_knobs: fields of `SchedulerConfig`, which mean what they say there; where an engine's defaults differ,
             and what it cannot use, is in `scheduler_knobs.py`.
 
@@ -190,14 +189,9 @@ class Engine:
         )
         self.clock = clock
         self.watchdog = make_watchdog(self.scheduler, watchdog_seconds, clock)
-        self.last_output: SchedulerOutput | None = None
-        """The last step's decisions, for displays."""
         self.kv_events = KVEventsPublisher(events_config, config.block_size) if events_config is not None else None
         if self.kv_events is not None:
             weakref.finalize(self, self.kv_events.close)
-        self.steps = StepsInFlight(
-            self.scheduler, self.runner, self.schedule, self.update, self.report, clock, self.counters
-        )
         self.outputs = OutputProcessor(self.loaded.tokenizer, self.counters, stream_interval)
         self.grammars = GrammarCompiler(
             self.loaded.tokenizer,
@@ -205,16 +199,22 @@ class Engine:
             self.eos_token_ids,
             limits=GrammarLimits(timeout=grammar_timeout),
         )
-        self.on_report: Callable[[SchedulerOutput], None] | None = None
-        """Gets every step that was reported, behind its outputs."""
         self.on_ready: Callable[[Request], None] | None = None
         """Gets every request that was parked for its grammar when it has it."""
         self.deadlines = Deadlines()
         self.pausing = Pausing(self.scheduler, clock, self._abort_all)
+        self.steps = StepLoop(
+            self.scheduler,
+            self.runner,
+            self.outputs,
+            proposer=self.proposer,
+            kv_events=self.kv_events,
+            pausing=self.pausing,
+            before_schedule=self._before_schedule,
+            clock=clock,
+            counters=self.counters,
+        )
         give_back_freed_pages()  # of loading
-        self._unreported: list[RequestOutput] = []  # what the next `step` returns
-        self.on_output: Callable[[RequestOutput], None] | None = None
-        """Gets every output as soon as there is one; `step` and `finish_steps` then return none."""
 
     @property
     def tokenizer(self) -> Any | None:
@@ -225,6 +225,20 @@ class Engine:
     def model_config(self) -> Any:
         """The model's (text) configuration, as transformers has it."""
         return self.loaded.config
+
+    @property
+    def last_output(self) -> SchedulerOutput | None:
+        """The last step's decisions, for displays."""
+        return self.steps.last_output
+
+    @property
+    def on_output(self) -> Callable[[RequestOutput], None] | None:
+        """Called with every output as soon as there is one; `step` and `finish_steps` then return none."""
+        return self.outputs.on_output
+
+    @on_output.setter
+    def on_output(self, listener: Callable[[RequestOutput], None] | None) -> None:
+        self.outputs.on_output = listener
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -366,7 +380,7 @@ class Engine:
         return self._end(request_id, FinishReason.ABORT, self.clock())
 
     def end_overdue(self) -> list[RequestOutput]:
-        """End the requests whose deadlines have passed; their last outputs. `schedule` does so too."""
+        """End the requests whose deadlines have passed; their last outputs. Every step does so too."""
         now = self.clock()
         ended = []
         for request in self.deadlines.take_overdue(now):
@@ -378,7 +392,7 @@ class Engine:
 
     def take_grammars(self) -> list[RequestOutput]:
         """Requests whose grammar has been compiled return to their places in the queue; those whose grammar failed
-        end, and these are their last outputs. `schedule` does so too.
+        end, and these are their last outputs. Every step does so too.
         """
         now = self.clock()
         ended = []
@@ -396,15 +410,11 @@ class Engine:
 
     def take_transfers(self) -> list[RequestOutput]:
         """Requests whose KV has been loaded return to their places in the queue; the last outputs of those that end
-        because it could not be. `schedule` does so too.
+        because it could not be. Every step does so too.
         """
-        connector = self.kv_connector
-        return [] if connector is None else self._report_ends(connector.settle(self.scheduler))
-
-    def _report_ends(self, requests: Sequence[Request]) -> list[RequestOutput]:
-        """The last outputs of requests that the scheduler has ended by itself; of others that have theirs, none."""
-        now = self.clock()
-        outputs = [output for request in requests if (output := self.outputs.end(request, now)) is not None]
+        if self.kv_connector is None:
+            return []
+        outputs = self.outputs.end_all(self.kv_connector.settle(self.scheduler), self.clock())
         if self.on_output is not None:
             for output in outputs:
                 self.on_output(output)
@@ -415,7 +425,8 @@ class Engine:
     ) -> RequestOutput | None:
         request = self.scheduler.finish(request_id, reason, now, detail=detail)
         if request is not None:
-            self._tell_kv_events()
+            if self.kv_events is not None:
+                self.kv_events.publish(self.scheduler.take_kv_events())
             self.grammars.forget(request)
         output = None if request is None else self.outputs.end(request, now, error)
         if output is not None and self.on_output is not None:
@@ -426,7 +437,7 @@ class Engine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether any request waits or runs, a step is in flight, or `step` has outputs to return."""
-        return bool(self._unreported) or len(self.steps) > 0 or self.scheduler.has_unfinished_requests()
+        return self.outputs.has_kept or len(self.steps) > 0 or self.scheduler.has_unfinished_requests()
 
     def has_runnable_requests(self) -> bool:
         """Whether there is anything to do: a step is in flight, or a request neither parked nor paused."""
@@ -435,8 +446,9 @@ class Engine:
     # -------------------------------------------------------------------------------------------------- pausing
 
     def pause(self, mode: PauseChoice = "abort", *, clear_cache: bool = True) -> Future[None]:
-        """Admit nobody until `resume`, so that weights can be changed. `pausing.py` says what `mode` (or a ValueError)
-        and `clear_cache` mean. Done when nothing will be computed until `resume`: at once, or after further steps."""
+        """Admit no request until `resume`, so that weights can be changed. `pausing.py` says what `mode` (or a
+        ValueError) and `clear_cache` mean. Done when nothing will be computed until `resume`: at once, or after further
+        steps."""
         return self.pausing.pause(mode, clear_cache=clear_cache)
 
     def resume(self) -> None:
@@ -458,7 +470,7 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Execute a step, and `update`. With several steps in flight that may be the one before it; see
-        `steps_in_flight.py`.
+        `step_loop.py`.
 
         Returns:
             The requests that got a token or ended meanwhile, in order; one may be there twice.
@@ -474,7 +486,7 @@ class Engine:
             self.kv_connector.wait(PATIENCE)
         self.steps.void_if_broken_off()
         self.steps.run()
-        return self._take_unreported()
+        return self.outputs.take_kept()
 
     def finish_steps(self) -> list[RequestOutput]:
         """Take in every step in flight, and schedule no further one.
@@ -483,7 +495,7 @@ class Engine:
             EngineStepError: as for `step`.
         """
         self.steps.finish()
-        return self._take_unreported()
+        return self.outputs.take_kept()
 
     def close(self) -> None:
         """Take back the steps in flight, and close what the engine has to do with others."""
@@ -493,13 +505,8 @@ class Engine:
         if self.kv_events is not None:
             self.kv_events.close()
 
-    def _tell_kv_events(self) -> None:
-        if self.kv_events is not None:
-            self.kv_events.publish(self.scheduler.take_kv_events())
-
-    def schedule(self) -> SchedulerOutput:
-        """Decide what runs in the next step. Every output must reach the model and `update`, in order."""
-        started = time.perf_counter()
+    def _before_schedule(self) -> None:
+        """Finish requests whose deadline passed, and return to the queue those whose grammar or KV has come."""
         self._keep(self.end_overdue())  # before they cost anything
         if self.grammars.num_waiting:
             self._keep(self.take_grammars())
@@ -507,48 +514,8 @@ class Engine:
             self._keep(self.take_transfers())
         if self.watchdog is not None:
             self.watchdog.tick()
-        now = self.clock()
-        self.last_output = output = self.scheduler.schedule(now)
-        for request, num_external in zip(output.admitted, output.num_external_tokens.tolist(), strict=True):
-            self.outputs.note_scheduled(request, now, num_external)
-        if self.kv_connector is not None:
-            self._keep(self._report_ends(output.finished))  # of loads that took too long
-        self._tell_kv_events()
-        self.counters.num_steps += 1
-        self.counters.scheduler_time += time.perf_counter() - started
-        return output
-
-    def update(self, output: SchedulerOutput, execution: StepExecution) -> StepUpdate:
-        """Tell the scheduler what came back from the model for the oldest step in flight; `report` must follow."""
-        started = time.perf_counter()
-        update = self.scheduler.update(output, execution.result, self.clock())
-        self.counters.scheduler_time += time.perf_counter() - started
-        self._tell_kv_events()
-        self.counters.num_generated_tokens += len(update.token_ids)
-        return update
-
-    def report(self, output: SchedulerOutput, update: StepUpdate, execution: StepExecution) -> None:
-        """Make outputs of what an update gave, and end whom a stop string ends."""
-        now = self.clock()
-        outputs, stops = self.outputs.process(output, update, execution, now)
-        for request_id, num_tokens, stop, reason, detail in stops:
-            self.scheduler.finish(request_id, reason, now, keep_tokens=num_tokens, detail=detail, stop_reason=stop)
-        if self.proposer is not None:
-            self.proposer.propose(output, update, now)
-        if self.on_output is not None:
-            for one in outputs:
-                self.on_output(one)
-        if self.pausing.waiting:
-            self.pausing.settle()
-        self._keep(outputs)
-        if self.on_report is not None:
-            self.on_report(output)
 
     def _keep(self, outputs: list[RequestOutput]) -> None:
-        """For the next `step` to return."""
+        """Outputs for the next `step` to return, unless `on_output` has had them."""
         if self.on_output is None:
-            self._unreported += outputs
-
-    def _take_unreported(self) -> list[RequestOutput]:
-        outputs, self._unreported = self._unreported, []
-        return outputs
+            self.outputs.hand_out(outputs)

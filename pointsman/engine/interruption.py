@@ -9,7 +9,7 @@ boundaries, so that whatever it leaves is whole:
             engine.step()
             interruption.obey()
 
-Only the first one is noted: whoever presses Ctrl-C again does not want to wait for the step.
+Only the first one is noted: a second Ctrl-C means not to wait for the step.
 """
 
 from __future__ import annotations

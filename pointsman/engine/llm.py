@@ -225,7 +225,7 @@ class LLM:
     def _abort_all(self, ids: Sequence[str]) -> None:
         for request_id in ids:
             self.engine.abort(request_id)
-        with suppress(EngineStepError):  # nobody wants what they give
+        with suppress(EngineStepError):  # their outputs have no reader
             self.engine.finish_steps()
 
 

@@ -41,11 +41,12 @@ def wait_briefly() -> None:
 
 @cache
 def keep_freed_pages(*, one_heap: bool = False) -> bool:
-    """Tell the C library so, for this process. False: it is not glibc's, or the user has said something else.
+    """Keep freed memory in the heap, in this process. False: the C library is not glibc, or the user has set it
+    otherwise.
 
     Args:
         one_heap: let all threads share the process's heap. A thread's own is made of pieces of 64 MiB, each given back
-            whenever it is empty, whatever has been said; a few threads that allocate seldom lose nothing by sharing.
+            whenever it is empty, whatever is set here; a few threads that allocate seldom lose nothing by sharing.
             Only before those threads allocate for the first time.
     """
     mallopt = _of_the_c_library("mallopt")
@@ -57,7 +58,7 @@ def keep_freed_pages(*, one_heap: bool = False) -> bool:
 
 
 def give_back_freed_pages() -> None:
-    """Return to the system what lies free in the heap, for a time in which nobody needs it; takes milliseconds."""
+    """Return to the system what lies free in the heap, for a time in which it is not needed; takes milliseconds."""
     trim = _of_the_c_library("malloc_trim")
     if trim is not None:
         trim(0)

@@ -6,7 +6,7 @@
 
 (one line, here wrapped). Rates, the hit rate, preemptions and savings are of the interval since the line before;
 running, waiting and the cache's usage are of this moment. An idle engine is silent: the interval in which its last
-request ended is the last one that is told.
+request finished is the last one that is logged.
 """
 
 from __future__ import annotations

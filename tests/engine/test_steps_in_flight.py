@@ -327,7 +327,7 @@ def test_a_call_that_was_broken_off_between_two_steps_is_made_good(loaded: Loade
     engine.add_request("a", [3, 4], GREEDY)
     engine.step()
     engine.steps.void()
-    engine.schedule()
+    engine.steps.schedule()
     assert drain(engine)["a"].token_ids == tokens
 
 

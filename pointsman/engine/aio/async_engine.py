@@ -10,8 +10,8 @@ request (`mailbox.py`). Nothing here blocks an event loop. Text prompts are toke
 takes milliseconds per thousand tokens, which in the event loop would stall every stream, and in the engine's thread
 every step; one thread and not several, so that requests are queued in the order in which they were sent.
 
-A stream is ended by whoever reads it, in any way that Python has: a cancelled task, `aclose()`, `async with`, or simply
-letting go of it. Each aborts the request, and its blocks are free at the next step boundary.
+A reader ends a stream in any way that Python has: a cancelled task, `aclose()`, `async with`, or by dropping it. Each
+aborts the request, and its blocks are free at the next step boundary.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class AsyncEngine:
     def from_engine(
         cls, engine: Engine, *, max_step_retries: int = 0, log_stats_interval: float | None = DEFAULT_INTERVAL
     ) -> AsyncEngine:
-        """Take over an engine. Nobody else may use it from now on, except through `call`."""
+        """Take over an engine. From now on it may only be used through `call`."""
         self = cls.__new__(cls)
         self._own(engine, max_step_retries, log_stats_interval)
         return self
@@ -174,7 +174,7 @@ class AsyncEngine:
     async def abort(self, request_id: str) -> bool:
         """End a request now; its stream ends with finish_reason "abort". False: it is unknown or has ended.
 
-        One whose prompt is still being tokenized ends in the same way, once that is done.
+        A request whose prompt is still being tokenized is aborted in the same way, once that is done.
 
         Raises:
             EngineDeadError: there is no engine to ask.
@@ -207,7 +207,7 @@ class AsyncEngine:
         return await self._call(function)
 
     async def explain(self, request_id: str) -> Explanation:
-        """Where a request stands, why it waits, for whom and since when.
+        """Where a request is, why it waits, which requests hold it up and since when.
 
         Raises:
             UnknownRequest: no such request, or its end has been reported.
@@ -219,13 +219,14 @@ class AsyncEngine:
         return await self._call(lambda engine: read_stats(engine, engine.clock()))
 
     async def reset_prefix_cache(self, *, preempt_running: bool = False) -> None:
-        """Forget every cached prefix. What runs goes on with the KV it has, or computes it anew (`preempt_running`)."""
+        """Forget every cached prefix. Running requests keep their KV, or recompute it (`preempt_running`)."""
         await self._call(
             lambda engine: engine.scheduler.reset_prefix_cache(engine.clock(), preempt_running=preempt_running)
         )
 
     async def set_max_num_active_seqs(self, limit: int | None) -> None:
-        """Change how many requests may run at once, from the next step on; None: `max_num_seqs`. Who runs goes on.
+        """Change how many requests may run at once, from the next step on; None: `max_num_seqs`. Running
+        requests go on.
 
         Raises:
             ConfigError: the limit is out of range.
@@ -233,12 +234,13 @@ class AsyncEngine:
         await self._call(lambda engine: engine.scheduler.set_max_num_active_seqs(limit, engine.clock()))
 
     async def pause(self, mode: PauseChoice = "abort", *, clear_cache: bool = True) -> None:
-        """Admit nobody until `resume`, and return when nothing is computed any more: the weights may be changed then.
+        """Admit no request until `resume`, and return when nothing is computed any more: the weights may be changed
+        then.
 
         Args:
-            mode: what becomes of the requests that are there: "abort" ends them, "wait" lets those that run go on to
-                their end, "keep" lets all stand still.
-            clear_cache: whether cached prefixes are then forgotten; what stands still computes its KV anew.
+            mode: what becomes of unfinished requests: "abort" aborts them, "wait" lets running ones finish, "keep"
+                suspends all.
+            clear_cache: whether cached prefixes are then forgotten; paused requests recompute their KV.
 
         Raises:
             ValueError: there is no such mode.
@@ -378,8 +380,8 @@ class AsyncEngine:
 class RequestStream(AsyncIterator[RequestOutput]):
     """The outputs of one request, for one reader. Made by `AsyncEngine.generate`.
 
-    Letting go of it before its end aborts the request; `async with stream:` or `aclose()` do so at a certain moment. So
-    does a reading that is cancelled, by a timeout too. `aclose()` may come from another task than the reader's, for
+    Dropping it before its end aborts the request; `async with stream:` or `aclose()` do so at a certain moment. So does
+    a reading that is cancelled, by a timeout too. `aclose()` may come from another task than the reader's, for
     which the stream then simply ends.
     """
 
@@ -423,7 +425,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
             except BaseException as error:
                 if isinstance(error, Exception):
                     self._refusal = error
-                self._let_go()
+                self._detach()
                 raise
             self._is_started = True
 
@@ -462,7 +464,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
                 await self.start()
             output = None if self._mailbox is None else await self._mailbox.newer_than(self._seen)
         except BaseException:  # also when the reading task is cancelled
-            self._let_go()
+            self._detach()
             raise
         finally:
             self._is_reading = False
@@ -479,7 +481,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
 
     async def aclose(self) -> None:
         """End the stream. Its request is aborted if it has not ended; its blocks are free at the next step boundary."""
-        self._let_go()
+        self._detach()
 
     async def __aenter__(self) -> RequestStream:
         return self
@@ -493,7 +495,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         if not self._is_over:
             self._abandon()
 
-    def _let_go(self) -> None:
+    def _detach(self) -> None:
         """End the stream in its own event loop, where other tasks may wait for it."""
         self._abandon()
         if self._mailbox is not None:

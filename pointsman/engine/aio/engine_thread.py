@@ -3,7 +3,8 @@
     loop:  messages from the inbox -> schedule -> model -> update -> snapshots into mailboxes, one ring per port
 
 Messages are handled between steps, in the order in which they were sent, so nothing here or in the scheduler needs a
-lock. Without work the thread blocks on the inbox. It ends in one of two ways, and either way whoever waits is told:
+lock. Without work the thread blocks on the inbox. It ends in one of two ways, and every waiting reader gets an
+error or a last output:
 
 - it was asked to stop: at once (what runs is aborted), or once what runs has ended (`drain`);
 - it died: a step failed more often in a row than allowed, or anything else was raised. Then every stream and every
@@ -15,22 +16,20 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from copy import copy
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from pointsman.core.errors import DuplicateRequest
-from pointsman.engine.aio.mailbox import Mailbox, Port
+from pointsman.engine.aio.mailbox import Mailbox
 from pointsman.engine.aio.messages import Abandon, Add, Call, Expect, GrammarDone, Message, Stop, TransferDone
-from pointsman.engine.errors import EngineDeadError, EngineStepError, GrammarError
+from pointsman.engine.aio.readers import Readers
+from pointsman.engine.errors import EngineDeadError, EngineStepError
 from pointsman.engine.kv.worker import EXIT_PATIENCE  # its thread ends after the one here, which may wait for it
 from pointsman.engine.machine import give_back_freed_pages
-from pointsman.engine.outputs.request_output import RequestOutput
 from pointsman.engine.stats import StatsLogger
 from pointsman.engine.threads import release_helper_threads
 
@@ -43,21 +42,14 @@ logger = logging.getLogger(__name__)
 SECONDS_TO_IDLE = 1.0
 """Without work, after which freed memory goes back to the system."""
 LOOP_CHECK_INTERVAL = 0.5
-"""Seconds between looks for event loops that were closed without a word, while there is anything to do for them."""
-
-
-class Reader(NamedTuple):
-    """A request of the engine, and where its outputs go."""
-
-    request: Request
-    mailbox: Mailbox
+"""Seconds between checks for event loops that were closed while requests of theirs are unfinished."""
 
 
 class EngineThread:
     """Steps an engine while it has work. Start it once; only its own thread touches the engine afterwards.
 
     Args:
-        engine: nobody else may use it from now on.
+        engine: only this thread may use it from now on.
         max_step_retries: how often in a row a failed step is tried again.
         log_stats_interval: seconds between lines of statistics; None: none.
         on_step: called in the thread after every step, with what ran in it.
@@ -72,9 +64,10 @@ class EngineThread:
         on_step: Callable[[SchedulerOutput], None] | None = None,
     ) -> None:
         self._engine = engine
-        engine.on_output = self._deliver
-        engine.on_report = self._note_report
-        engine.on_ready = self._accept
+        self._readers = Readers(engine.abort)
+        engine.on_output = self._readers.deliver
+        engine.steps.on_report = self._note_report
+        engine.on_ready = self._readers.accept
         engine.grammars.notify = self._note_grammar
         if engine.kv_connector is not None:
             engine.kv_connector.notify = self._note_transfer
@@ -82,12 +75,7 @@ class EngineThread:
         self._on_step = on_step
         self._stats_log = None if log_stats_interval is None else StatsLogger(engine, log_stats_interval)
         self._inbox: SimpleQueue[Message] = SimpleQueue()
-        self._readers: dict[str, Reader] = {}  # of requests that have not ended
-        self._parked: set[Mailbox] = set()  # of readers whose requests are accepted once their grammars are there
-        self._expected: dict[Mailbox, str] = {}  # request ids, by mailbox: two with one id may be on their way
         self._adding: Mailbox | None = None
-        self._ports_to_ring: dict[Port[Any], None] = {}
-        self._loops_checked = 0.0
         self._num_failures = 0  # in a row
         self._has_computed = False  # since freed memory was last given back
         self._stop: Stop | None = None
@@ -98,7 +86,7 @@ class EngineThread:
         """What killed the thread."""
         self.ended: Future[None] = Future()
         """Done when the thread has nothing left to do."""
-        self.ended.set_running_or_notify_cancel()  # one who waits for it and gives up must not cancel it for all
+        self.ended.set_running_or_notify_cancel()  # a caller that gives up waiting must not cancel it for all
         self._thread = threading.Thread(target=self._run, name="pointsman-engine", daemon=True)
 
     # ------------------------------------------------------------------ any thread
@@ -115,7 +103,7 @@ class EngineThread:
         return not self._is_closed and self._thread.is_alive()
 
     def dead_error(self) -> EngineDeadError:
-        """Why nothing will be handled; a new one for each who must hear it."""
+        """Why no message will be handled; a new error for each caller."""
         if self.cause is not None:
             kind = type(self.cause).__name__
             what = " ".join(str(self.cause).split())  # one line
@@ -151,7 +139,8 @@ class EngineThread:
         return self._thread.is_alive() or self.ended.done()
 
     def abandon(self, request_id: str, mailbox: Mailbox) -> None:
-        """Abort a request that nobody reads. Safe in finalizers, at any moment, also when the thread has ended."""
+        """Abort a request that has no reader any more. Safe in finalizers, at any moment, also when the thread has
+        ended."""
         mailbox.is_abandoned = True
         self._inbox.put(Abandon(request_id, mailbox))
 
@@ -179,7 +168,7 @@ class EngineThread:
                 if self._has_work() and not self._is_over():
                     self._step()
             self._abort_all()
-        except BaseException as error:  # the thread's last words must reach all who wait
+        except BaseException as error:  # every waiting caller must get this error
             self.cause = error
             logger.critical("the engine is dead", exc_info=error)
         finally:
@@ -209,7 +198,7 @@ class EngineThread:
             return True
         engine = self._engine  # what a pause holds up will not end by itself
         ends = engine.has_runnable_requests() if engine.is_paused else engine.has_unfinished_requests()
-        return not (ends or self._expected)
+        return not (ends or self._readers.are_expected)
 
     def _step(self) -> bool:
         """One step of the engine; whether it worked. A failed one is tried again by the next call, unless there were
@@ -232,9 +221,8 @@ class EngineThread:
         """The outputs of a step were delivered; the next one may be executed just now."""
         if self._on_step is not None:
             self._on_step(output)
-        if time.monotonic() - self._loops_checked >= LOOP_CHECK_INTERVAL:
-            self._check_loops()
-        self._ring()
+        self._readers.check_ports(LOOP_CHECK_INTERVAL)
+        self._readers.ring()
         if self._stats_log is not None:
             self._stats_log.tick()
 
@@ -250,7 +238,7 @@ class EngineThread:
             self._handle(message)
             message = self._poll() if num_more > 0 else None
             num_more -= 1
-        self._ring()
+        self._readers.ring()
 
     def _next_message(self) -> Message | None:
         if self._has_work():
@@ -263,7 +251,7 @@ class EngineThread:
                 if self._has_computed:
                     self._has_computed = False
                     give_back_freed_pages()
-                self._check_loops()
+                self._readers.check_ports()
                 self._engine.end_overdue()  # of those that are parked or paused
             if self._engine.watchdog is not None:
                 self._engine.watchdog.tick()
@@ -275,10 +263,10 @@ class EngineThread:
     def _patience(self) -> float | None:
         """Seconds to wait for a message; None: without end."""
         wait = None if self._stats_log is None else self._stats_log.wait()
-        if self._expected or self._readers:
+        if self._readers:
             wait = LOOP_CHECK_INTERVAL if wait is None else min(wait, LOOP_CHECK_INTERVAL)
         for deadline in (self._engine.deadlines.next(), self._load_deadline):
-            if self._readers and deadline is not None:
+            if self._readers.are_following and deadline is not None:
                 left = max(0.0, deadline - self._engine.clock())
                 wait = left if wait is None else min(wait, left)
         if self._has_computed:
@@ -294,17 +282,14 @@ class EngineThread:
     def _handle(self, message: Message) -> None:
         match message:
             case Expect(request_id, mailbox):
-                self._expected[mailbox] = request_id
+                self._readers.expect(request_id, mailbox)
             case Add():
                 self._add(message)
             case Call():
                 message.run(self._engine)
-                self._end_those_that_ended()
+                self._report_finished()
             case Abandon(request_id, mailbox):
-                self._expected.pop(mailbox, None)
-                reader = self._readers.get(request_id)
-                if reader is not None and reader.mailbox is mailbox:
-                    self._engine.abort(request_id)
+                self._readers.abandon(request_id, mailbox)
             case Stop(drain):
                 if self._stop is None or not drain:
                     self._stop = message
@@ -314,37 +299,24 @@ class EngineThread:
                 self._engine.take_transfers()  # delivers ends
 
     def _add(self, message: Add) -> None:
-        request_id, mailbox = message.request_id, message.mailbox
-        self._expected.pop(mailbox, None)
+        request_id, mailbox, readers = message.request_id, message.mailbox, self._readers
+        readers.stop_expecting(mailbox)
         if mailbox.is_abandoned:
             return
         self._adding = mailbox  # whatever happens below reaches it
         request = self._try_to_add(message)
         has_ends = self._has_unreported_ends
-        if isinstance(request, DuplicateRequest) and has_ends and request_id not in self._readers:
-            while self._has_unreported_ends:  # for its consumer the id's last request is over: an output must tell
+        if isinstance(request, DuplicateRequest) and has_ends and not readers.is_following(request_id):
+            while self._has_unreported_ends:  # for its consumer the id's last request is over: an output must say so
                 self._step()
             request = self._try_to_add(message)
         if isinstance(request, BaseException):
-            mailbox.fail(request)
+            readers.refuse(mailbox, request)
         else:
-            self._readers[request_id] = Reader(request, mailbox)
-            if request.status.is_parked:
-                self._parked.add(mailbox)
-            else:
-                mailbox.accept()
+            readers.follow(request, mailbox)
             if mailbox.is_aborted:
                 self._engine.abort(request_id)
         self._adding = None
-        self._ports_to_ring[mailbox.port] = None
-
-    def _accept(self, request: Request) -> None:
-        """A request that was parked has its grammar."""
-        reader = self._readers.get(request.request_id)
-        if reader is not None and reader.mailbox in self._parked:
-            self._parked.discard(reader.mailbox)
-            reader.mailbox.accept()
-            self._ports_to_ring[reader.mailbox.port] = None
 
     def _try_to_add(self, message: Add) -> Request | BaseException:
         """The request, or what was wrong with it: the caller's problem, whatever it is, and not the engine's."""
@@ -356,109 +328,47 @@ class EngineThread:
     def abort(self, request_id: str) -> bool:
         """This thread only: end a request; its mailbox gets the last snapshot. Whether there was one to end.
 
-        One whose prompt is still being tokenized ends as soon as it is queued.
+        A request whose prompt is still being tokenized is aborted as soon as it is queued.
         """
         if self._engine.abort(request_id) is not None:  # delivers
             return True
-        expected = [mailbox for mailbox, name in self._expected.items() if name == request_id]
-        for mailbox in expected:
-            mailbox.is_aborted = True
-        return bool(expected)
+        return self._readers.abort_expected(request_id)
 
-    def _end_those_that_ended(self) -> None:
-        """A `Call` may do anything with the engine; also end requests in the scheduler, behind the engine's back."""
-        now = self._engine.clock()
-        for reader in [one for one in self._readers.values() if one.request.is_finished]:
-            output = self._engine.outputs.end(reader.request, now)
-            if output is not None:
-                self._deliver(output)
-
-    # ------------------------------------------------------------------ outputs
-
-    def _deliver(self, output: RequestOutput) -> None:
-        if output.finished:
-            reader = self._readers.pop(output.request_id, None)
-        else:
-            reader = self._readers.get(output.request_id)
-        if reader is None:
-            return
-        mailbox = reader.mailbox
-        if self._parked and mailbox in self._parked:  # it has ended before it was accepted
-            self._parked.discard(mailbox)
-            self._ports_to_ring[mailbox.port] = None
-            if output.finish_reason == "error":
-                mailbox.fail(copy(output.error or GrammarError(output.finish_detail)))  # others may raise it, too
-                return
-            mailbox.accept()
-        if mailbox.is_abandoned:
-            return
-        if output.finished or not mailbox.finished_only:
-            mailbox.put(output)
-            self._ports_to_ring[mailbox.port] = None
-
-    def _ring(self) -> None:
-        """Wake the loops that have news; forget the requests of those that are closed."""
-        while self._ports_to_ring:
-            port, _ = self._ports_to_ring.popitem()
-            if not port.ring():
-                self._forget(port)
-
-    def _check_loops(self) -> None:
-        """Loops without news are not rung, so that one of them may have been closed unnoticed."""
-        self._loops_checked = time.monotonic()
-        ports = {reader.mailbox.port for reader in self._readers.values()} | {one.port for one in self._expected}
-        for port in ports:
-            if port.is_closed:
-                self._forget(port)
-
-    def _forget(self, port: Port[Any]) -> None:
-        """End what was for a loop that is closed."""
-        for mailbox in [one for one in self._expected if one.port is port]:
-            del self._expected[mailbox]
-        self._parked = {mailbox for mailbox in self._parked if mailbox.port is not port}
-        for request_id in [key for key, reader in self._readers.items() if reader.mailbox.port is port]:
-            del self._readers[request_id]
-            self._engine.abort(request_id)
+    def _report_finished(self) -> None:
+        """A `Call` may do anything with the engine; also finish requests in the scheduler without the engine."""
+        self._engine.outputs.hand_out(self._engine.outputs.end_all(self._readers.finished(), self._engine.clock()))
 
     # ------------------------------------------------------------------ the end
 
     def _abort_all(self) -> None:
-        for request_id in list(self._readers):
+        for request_id in self._readers.request_ids():
             self._engine.abort(request_id)
-        with suppress(EngineStepError):  # nobody waits for it any more
+        with suppress(EngineStepError):  # its outputs have no reader any more
             self._engine.finish_steps()
-        self._ring()
+        self._readers.ring()
         if self._stats_log is not None:
             self._stats_log.flush()
 
     def _close(self) -> None:
-        """Close the inbox and tell everybody who still waits."""
+        """Close the inbox, and give every waiting caller an error."""
         with self._gate:
             self._is_closed = True
-        self._engine.on_output = self._engine.on_report = self._engine.on_ready = None
+        self._engine.on_output = self._engine.steps.on_report = self._engine.on_ready = None
         self._engine.grammars.notify = None
         if self._engine.kv_connector is not None:
             self._engine.kv_connector.notify = None
         self._engine.grammars.close()
         self._engine.pausing.fail(self.dead_error())
         self._engine.close()
-        waiting = [reader.mailbox for reader in self._readers.values()]
-        for mailbox in waiting if self._adding is None else [*waiting, self._adding]:
-            self._fail(mailbox)
-        self._readers.clear()
-        self._expected.clear()
+        self._readers.close(self.dead_error)
+        if self._adding is not None:
+            self._readers.refuse(self._adding, self.dead_error())
         while (message := self._poll()) is not None:
             if isinstance(message, Add):
-                self._fail(message.mailbox)
+                self._readers.refuse(message.mailbox, self.dead_error())
             elif isinstance(message, Call) and message.future.set_running_or_notify_cancel():
                 message.future.set_exception(self.dead_error())
-        for port in self._ports_to_ring:
-            port.ring()
-        self._ports_to_ring.clear()
-
-    def _fail(self, mailbox: Mailbox) -> None:
-        mailbox.fail(self.dead_error())
-        self._ports_to_ring[mailbox.port] = None
+        self._readers.ring()
 
 
 _live: WeakSet[EngineThread] = WeakSet()

@@ -53,11 +53,11 @@ class InputFeed:
         raise ValueError("the prompt's iterator ended without a part; give at least one")
 
     def start(self) -> None:
-        """Feed the rest; the request has been queued with the first part."""
+        """Feed the remaining parts; the request has been queued with the first part."""
         self._task = self._loop.create_task(self._feed())
 
     def stop(self) -> None:
-        """Nobody wants the request any more. Safe in finalizers, in any thread."""
+        """The request has no reader any more. Safe in finalizers, in any thread."""
         if self._task is not None and not self._task.done() and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._task.cancel)
 

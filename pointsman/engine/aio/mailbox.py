@@ -1,7 +1,7 @@
 """How outputs leave the engine's thread: a mailbox per request, and a port for all mailboxes that one reader reads.
 
     engine's thread                                    reader
-    mailbox.put(output)  ->  port.mark, port.ring  ->  is told of all marked mailboxes
+    mailbox.put(output)  ->  port.mark, port.ring  ->  gets all marked mailboxes
 
 A mailbox holds one snapshot, the newest. Snapshots are cumulative, so a consumer that comes late finds in it all that
 it missed, and what a slow consumer costs does not grow.
@@ -39,20 +39,20 @@ class Port(ABC, Generic[OwnMailbox]):
     @property
     @abstractmethod
     def is_closed(self) -> bool:
-        """Whether nobody can read any more."""
+        """Whether it has no reader any more."""
 
     @abstractmethod
     def ring(self) -> bool:
-        """Tell the reader of all marked mailboxes. False: nobody will read."""
+        """Wake the reader for all marked mailboxes. False: it is gone."""
 
     def mark(self, mailbox: OwnMailbox) -> None:
-        """This mailbox has news, to be told with the next `ring`."""
+        """This mailbox has news for the next `ring`."""
         if not mailbox.is_marked:
             mailbox.is_marked = True
             self._marked.append(mailbox)
 
     def _take_marked(self) -> Iterator[OwnMailbox]:
-        """The marked mailboxes, for whoever reads them; each is unmarked before it is given out."""
+        """The marked mailboxes, for their reader; each is unmarked before it is returned."""
         while self._marked:
             mailbox = self._marked.popleft()
             mailbox.is_marked = False
@@ -112,7 +112,7 @@ class Waiter:
     """Where one task at a time waits. It is woken in its event loop's thread.
 
     Args:
-        loop: of whoever waits; a task of another one gets a RuntimeError.
+        loop: of the task that waits; a task of another loop gets a RuntimeError.
     """
 
     __slots__ = ("_future", "_loop")

@@ -1,4 +1,4 @@
-"""What others ask of the thread that owns an engine (`engine_thread.py`): the messages in its inbox."""
+"""Messages to the thread that owns an engine (`engine_thread.py`)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Call:
 
 @dataclass(slots=True, eq=False)
 class Abandon:
-    """Message: nobody reads this mailbox any more."""
+    """Message: this mailbox has no reader any more."""
 
     request_id: str
     mailbox: Mailbox

@@ -4,9 +4,9 @@ One function, `paged_attention_forward`, is registered with transformers under t
 loaded with that name calls it once per layer, with the layer's own module as first argument, and that is the only
 point at which a model and the paged KV pool meet: no model has code of its own here.
 
-A step's tokens travel as one flat row, `input_ids [1, T]`: the scheduled tokens of every request behind each other.
-What tells the requests apart is a `PagedBatch`, built once per step and shared by all layers. In each layer the keys
-and values of ALL rows are written to the pool before any row attends, so requests of one step may share blocks.
+A step's tokens travel as one flat row, `input_ids [1, T]`: the scheduled tokens of every request behind each other. A
+`PagedBatch` says which token belongs to which request, built once per step and shared by all layers. In each layer the
+keys and values of ALL rows are written to the pool before any row attends, so requests of one step may share blocks.
 
     model(input_ids [1, T]) -> layer i -> paged_attention_forward(module, q, k, v)
                                              -> handler of that module: PagedLayer
@@ -14,7 +14,7 @@ and values of ALL rows are written to the pool before any row attends, so reques
                                                   -> backend.attend(plan, q, ...)
 
 A backend is an object with `plan` (once per step, on the host), `write` and `attend` (once per layer each). The plain
-one is in `torch_attention.py`, the fast one for CPUs in `numba_attention.py`; a backend for another device (Triton
+one is in `torch_backend.py`, the fast one for CPUs in `numba_backend.py`; a backend for another device (Triton
 kernels over the same pool, say) has its place behind the same three methods.
 """
 
@@ -61,7 +61,8 @@ class PagedBatch:
     slot_offsets: Int64Array
     """[T] and its place within the block."""
     tails: Int64Array
-    """[T] slots behind the token that are to be zeroed: the rest of a block that its row begins and does not fill."""
+    """[T] slots behind the token that are to be zeroed: what remains of a block that its row begins and does not
+    fill."""
     meanwhile: Callable[[], bool] | None = None
     """Does a part of what the step's thread can do while others compute for it, and says whether there is a further
     one; None: there is nothing."""
@@ -203,7 +204,7 @@ class AttentionContext:
         self.batch, self.pool, self.backend, self.plan, self.keep = batch, pool, backend, plan, keep
 
     def end(self) -> None:
-        """Drop this thread's step, so that a forward without `begin` fails instead of writing to yesterday's slots. It
+        """Drop this thread's step, so that a forward without `begin` fails instead of writing to stale slots. It
         may be called again, and does nothing while another thread's step is under way.
         """
         if not self._busy.acquire(blocking=False):
@@ -276,12 +277,12 @@ def paged_attention_forward(
 
 
 def get_handler(module: nn.Module) -> Any:
-    """What answers the module's attention calls; None: nobody."""
+    """What answers the module's attention calls; None: nothing does."""
     return module.__dict__.get(_HANDLER)
 
 
 def set_handler(module: nn.Module, handler: Any) -> None:
-    """Make `handler(module, query, key, value, options)` answer the module's attention calls; None: nobody."""
+    """Make `handler(module, query, key, value, options)` answer the module's attention calls; None: nothing does."""
     module.__dict__[_HANDLER] = handler  # past nn.Module.__setattr__: a handler is neither parameter nor submodule
 
 

@@ -1,8 +1,8 @@
 """Prompt lookup: drafts for speculation from the request's own tokens, without a second model.
 
-`trail.py` says what a request's tokens have been followed by before, `draft_worth.py` for whom, and how far, that is
-worth being verified. So a request whose text does not repeat itself costs next to nothing, and where many requests
-share a step, only the likeliest drafts are in it.
+`trail.py` says what followed the same tokens earlier in a request, `worth.py` for which requests, and for how many
+tokens, a step that verifies them pays. So a request whose text does not repeat itself costs next to nothing, and where
+many requests share a step, only the likeliest drafts are in it.
 
 Some requests get no drafts: those whose logits depend on the tokens before (penalties, bad words, grammars), because
 each draft would need edits of its own.
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from pointsman.engine.counters import EngineCounters
 
 PATIENCE = 8
-"""After so many steps without a draft, not every step is looked at."""
+"""After this many steps without a draft, not every step is searched for drafts."""
 PAUSE = 4
-"""One in so many is then: in a small model's steps that saves most of what looking costs."""
+"""One in this many is then: in a small model's steps that saves most of the search."""
 
 
 def takes_drafts(params: SamplingParams) -> bool:
@@ -71,7 +71,7 @@ class PromptLookup:
         """
         for request in output.finished:
             self._trails.pop(request, None)
-        self._learn_cost(output)
+        self._observe_cost(output)
         most = self._scheduler.max_drafts
         self._steps_without += 1
         if not most or (self._steps_without > PATIENCE and self._steps_without % PAUSE):
@@ -90,12 +90,12 @@ class PromptLookup:
             self._steps_without = 0
             self._scheduler.propose(output, drafts, counts, now)
 
-    def _learn_cost(self, output: SchedulerOutput) -> None:
+    def _observe_cost(self, output: SchedulerOutput) -> None:
         """The time since the last output was that of this one; steps that compute prompts say nothing of drafts."""
         before, self._work = self._work, self._counters.work_time
         num_tokens = output.total_num_scheduled_tokens
         if output.num_rows and num_tokens == output.num_rows + len(output.draft_token_ids):
-            self._cost.learn(num_tokens, self._work - before)
+            self._cost.observe(num_tokens, self._work - before)
 
     def _follow(self, output: SchedulerOutput, update: StepUpdate) -> tuple[list[tuple[int, Trail]], int]:
         """Take in the newest tokens. Returns row indices and trails where something is expected, and how many rows
@@ -106,8 +106,8 @@ class PromptLookup:
         found: list[tuple[int, Trail]] = []
         num_rows = 0
         known = output.num_computed_tokens + output.num_scheduled_tokens - output.num_draft_tokens
-        told = zip(output.requests, update.counts.tolist(), known.tolist(), strict=True)
-        for index, (request, count, num_known) in enumerate(told):
+        rows = zip(output.requests, update.counts.tolist(), known.tolist(), strict=True)
+        for index, (request, count, num_known) in enumerate(rows):
             newest = token_ids[start : start + count]
             start += count
             if not newest or request.row is None:
@@ -115,7 +115,7 @@ class PromptLookup:
             num_rows += 1
             trail = trails.get(request)
             if trail is not None:
-                if len(trail) != num_known:  # there were steps that nobody looked at
+                if len(trail) != num_known:  # steps in between were not searched
                     newest = request.all_token_ids[len(trail) :].tolist()
                 judged = trail.go_on(newest)
                 if judged:

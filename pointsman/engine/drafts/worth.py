@@ -18,11 +18,11 @@ import numpy.typing as npt
 from pointsman.engine.arrays import Float64Array, Int64Array
 
 LONGEST = 16
-"""Matches of this length and longer ones are told apart no more."""
+"""Matches of this length and longer ones count as one."""
 PRIOR = 4.0
 """Tokens that the odds of a length begin with."""
 MOST_NOTED = 128.0
-"""From so many tokens of a length on, half of them are forgotten."""
+"""From this many tokens of a length on, half of them are forgotten."""
 LEAST_GAIN = 1.05
 """By how much drafts must be expected to raise the tokens per second, for there to be any: estimates are rough."""
 
@@ -82,8 +82,8 @@ class StepCost:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
         self._base, self._slope = 0.0, 0.0
 
-    def learn(self, num_tokens: int, seconds: float) -> None:
-        """A step of so many tokens took so long."""
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """A step of `num_tokens` tokens took `seconds`."""
         x, weight = float(self._rounded(num_tokens)), 1.0
         if self._weight:
             line = self._base + self._slope * x

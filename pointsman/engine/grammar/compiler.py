@@ -2,11 +2,11 @@
 
     compiler.add(request)            a request waits for its grammar; equal ones are compiled once
     compiler.take()                  -> requests whose grammar is there, or has failed
-    compiler.find(params)            a grammar that was compiled before: nobody has to wait
+    compiler.find(params)            a grammar that was compiled before: no wait
 
 All of these belong to the engine's thread and return at once. Behind them threads wait for a process that compiles
-(`grammar_process.py`), each for one grammar at a time. When one is done, `notify` is called, in such a thread: that is
-how an engine without anything else to do learns of it.
+(`process.py`), each for one grammar at a time. When one is done, `notify` is called, in such a thread: that wakes
+an engine without anything else to do.
 
 Most grammars take little time, a few take all that they may, and which is which shows only in compiling them. So
 there are two queues, each with threads of its own:
@@ -14,12 +14,12 @@ there are two queues, each with threads of its own:
     new     a slice of the limit each          done, failed, or out of time: then to `slow`
     slow    the whole limit, from the start
 
-A grammar that takes long is compiled anew from its start, for a slice more in all; and however many such there are, one
-that does not waits only until those before it have had their slice. Both queues are bounded; what finds its queue full
-fails, and may be sent again later.
+A grammar that takes long is compiled again from its start, which costs one slice more in all; and however many such
+grammars there are, a quick one waits only until those before it have had their slice. Both queues are bounded; what
+finds its queue full fails, and may be sent again later.
 
-What was compiled is kept, up to `CACHE_BYTES`, least recently used first to go. A failure is kept too, for a while: who
-sends the same hopeless grammar again does not occupy the process again.
+What was compiled is kept, up to `CACHE_BYTES`, least recently used first to go. A failure is kept too, for a while: the
+same hopeless grammar does not occupy the process again.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ FIRST_SLICE, SLICE_PER_TOKEN = 0.5, 1e-5
 """Seconds that a new grammar is compiled before others have their turn, and how many more for each token of the
 vocabulary: with 150,000 tokens, schemas of 4 to 80 properties took 1.5 to 2 s on an idle core, whatever their size."""
 MAX_WAITING, MAX_SLOW_WAITING = 256, 32
-"""Grammars in each queue. Slow ones take seconds each, and whoever comes after more than these waits minutes."""
+"""Grammars in each queue. Slow ones take seconds each, so that a longer queue would mean minutes."""
 CACHE_BYTES = 256 * 1024**2
 MAX_FAILURES = 256
 FAILURE_MEMORY = 60.0
@@ -74,7 +74,8 @@ class _Done(NamedTuple):
 
 
 class _Worker:
-    """What the threads share with the compiler. They do not refer to the compiler itself, so that it can be let go."""
+    """What the threads share with the compiler. They do not refer to the compiler itself, so that it can be
+    collected."""
 
     def __init__(self, process: GrammarProcess, timeout: float, first_slice: float) -> None:
         self.process = process
@@ -125,7 +126,7 @@ class _Worker:
 
 def _queue_full(limit: int, which: str = "") -> GrammarQueueFullError:
     return GrammarQueueFullError(
-        f"too many grammars{which} wait to be compiled, and the most is {limit}; try again later"
+        f"too many grammars{which} wait to be compiled, and the limit is {limit}; try again later"
     )
 
 
@@ -227,7 +228,7 @@ class GrammarCompiler:
         self._job_of[request] = job
 
     def forget(self, request: Request) -> None:
-        """A request has ended. A grammar that nobody else waits for is not compiled any further."""
+        """A request has finished. A grammar that no other request waits for is not compiled any further."""
         job = self._job_of.pop(request, None)
         if job is None:
             return
@@ -270,7 +271,7 @@ class GrammarCompiler:
             ).start()
 
     def close(self) -> None:
-        """End the process and the threads; nothing more will be compiled. Letting go of the compiler does so too."""
+        """End the process and the threads; nothing more will be compiled. Dropping the compiler does so too."""
         for job in self._jobs.values():
             job.cancel()
         self._stop()
@@ -296,7 +297,7 @@ class GrammarCompiler:
         return error if time.monotonic() < until else None
 
     def _note_failure(self, spec: GrammarSpec, error: GrammarError) -> None:
-        if self._failure(spec) is None:  # one that is remembered does not become newer by being told again
+        if self._failure(spec) is None:  # a known failure does not become newer by being reported again
             self._failures.pop(spec, None)
             self._failures[spec] = (time.monotonic() + FAILURE_MEMORY, error)
             if len(self._failures) > MAX_FAILURES:
@@ -304,7 +305,7 @@ class GrammarCompiler:
 
 
 class GrammarCache:
-    """Compiled grammars, at most so many bytes of them; the least recently used ones go first.
+    """Compiled grammars, up to a number of bytes; the least recently used ones are dropped first.
 
     Args:
         max_bytes: one that is larger by itself is not kept.
@@ -348,7 +349,7 @@ def _start_process(process: GrammarProcess) -> None:
         process.start()
     except Cancelled:
         return
-    except GrammarError as error:  # requests will be told
+    except GrammarError as error:  # it is reported to the requests
         logger.warning("%s", error)
 
 

@@ -1,8 +1,8 @@
 """Where a request is in its grammar, and which tokens may come next.
 
 A `RequestGrammar` is brought up to the output that its request has: it takes in tokens that are new, and goes back if
-there are fewer. So the tokens that it allows depend on the output alone, and not on when or beside whom the request
-runs.
+there are fewer. So the tokens that it allows depend on the output alone, and not on when or beside which others the
+request runs.
 
 A complete text is followed by EOS. While more text may follow, EOS is one choice among others, which `min_tokens` and
 `ignore_eos` take away; once nothing else may follow, EOS is what comes, whatever else the parameters say: the grammar's

@@ -1,4 +1,4 @@
-"""The engine's side of the process that compiles grammars (`grammar_worker.py`): started when it is first needed.
+"""The engine's side of the process that compiles grammars (`worker.py`): started when it is first needed.
 
 `GrammarProcess.compile` may be called from several threads, each of which waits for its own job: a socket pair whose
 other end goes to the process. Closing it, `Job.cancel`, ends the compilation at once.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT = 10.0
-"""Seconds that a grammar may take to compile, if nobody says otherwise."""
+"""Seconds that a grammar may take to compile, by default."""
 START_TIMEOUT = 120.0
 """Seconds in which the process must have imported xgrammar; some seconds, as a rule."""
 GRACE = 5.0
@@ -72,7 +72,7 @@ class CompiledGrammar:
 
 
 class Cancelled(Exception):
-    """Nobody waits for the grammar any more."""
+    """No request waits for the grammar any more."""
 
 
 class OutOfTime(GrammarError):

@@ -1,4 +1,4 @@
-"""The program that compiles grammars, in a process of its own. `grammar_process.py` starts it, by its path.
+"""The program that compiles grammars, in a process of its own. `process.py` starts it, by its path.
 
 It imports xgrammar once, and then forks a child for each grammar, because compiling cannot be interrupted, may take any
 amount of time and memory, and may crash. The kernel ends a child, whatever it is doing:
@@ -94,7 +94,7 @@ def _run_child(server: socket.socket, descriptor: int, compiler: xgrammar.Gramma
         with socket.socket(fileno=descriptor) as sock:
             _answer(sock, compiler)
         status = 0
-    except BaseException as error:  # nobody is left to hear it but the log
+    except BaseException as error:  # only the log is left to take it
         sys.stderr.write(f"pointsman: a grammar's compiler failed: {type(error).__name__}: {error}\n")
         sys.stderr.flush()
     finally:
@@ -136,11 +136,11 @@ def _limit(job: dict[str, Any]) -> None:
 
 
 def _die_with(sock: socket.socket) -> None:
-    """End this process when the other end of the socket does: SIGIO, which nobody here handles, says so."""
+    """End this process when the other end of the socket does: SIGIO, which has no handler here, ends it."""
     fcntl.fcntl(sock, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(sock, fcntl.F_SETFL, fcntl.fcntl(sock, fcntl.F_GETFL) | os.O_ASYNC)
     poll = select.poll()
-    poll.register(sock, 0)  # POLLHUP is always told
+    poll.register(sock, 0)  # POLLHUP is always reported
     if poll.poll(0):
         os._exit(0)  # it ended before
 

@@ -40,9 +40,9 @@ from pointsman.engine.kernels.runtime import (
 CHUNK = 128
 """Keys whose scores are kept at a time, at least; a block if that is more."""
 PAIR = 2
-"""Up to so many queries (times heads), two at a time are enough: a decode where two heads share a KV head."""
+"""Up to this many queries (times heads), two at a time are enough: a decode where two heads share a KV head."""
 FEW_ROWS = 8
-"""Up to so many queries (times heads), a block's keys are not worth transposing."""
+"""Up to this many queries (times heads), a block's keys are not worth transposing."""
 TILE_ROWS = 64
 """Queries times heads of a tile, at most; one query's heads at least."""
 NONE = -1.0e30

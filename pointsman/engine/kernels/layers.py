@@ -40,7 +40,7 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 def threads_for(num_rows: int) -> int:
-    """Threads for work on so many rows."""
+    """Threads for work on `num_rows` rows."""
     return min(torch.get_num_threads(), -(-num_rows // ROWS_PER_THREAD))
 
 

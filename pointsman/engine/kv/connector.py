@@ -3,11 +3,11 @@
     scheduler.schedule     asks `num_external_tokens`: how much is in host memory, how much in the store?
     connector.prepare      reads the output's saves and loads: what to copy with the step, which files to read then
     transfers.run          with the step, before it computes
-    connector.settle       loads and sends that have ended meanwhile: the scheduler is told
-    connector.void         steps that were taken back: what they were to load is answered with nothing
+    connector.settle       finished loads and sends are reported to the scheduler
+    connector.void         voided steps: their loads are reported as empty
 
-Host memory (`kv_offload.py`) is read before the step computes: a request that finds its blocks there is admitted at
-once. The store (`kv_store.py`) is read by a thread, while its request waits as WAITING_FOR_REMOTE_KVS and others run.
+Host memory (`offload.py`) is read before the step computes: a request that finds its blocks there is admitted at
+once. The store (`store.py`) is read by a thread, while its request waits as WAITING_FOR_REMOTE_KVS and others run.
 If both could help, whichever has more does. What has ended is written to the store by a second thread; the blocks stay
 as they are until it is done.
 """
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 class FileLoad:
-    """A load from the store. It is answered by whoever claims it first: the thread that reads the files, or the engine,
+    """A load from the store. The first to claim it answers it: the thread that reads the files, or the engine,
     if it takes the step back before that thread has begun."""
 
     def __init__(self, load: Load, start: Callable[[FileLoad], object]) -> None:
@@ -53,7 +53,7 @@ class FileLoad:
         self._start(self)
 
     def claim(self) -> bool:
-        """Whether nobody has claimed it before."""
+        """Claim it; whether it was unclaimed."""
         try:
             return self._claims.pop()  # of two threads one finds it
         except IndexError:
@@ -76,7 +76,7 @@ class StepTransfers:
 
 
 class Waiting(NamedTuple):
-    """Who waits for a load."""
+    """A request that waits for a load."""
 
     request: Request
     since: float
@@ -141,7 +141,7 @@ class EngineConnector:
     def request_ended(
         self, request: Request, block_ids: npt.NDArray[np.int64], num_tokens: int, transfer_id: int
     ) -> bool:
-        """Whether blocks of a request that has ended are being written to the store."""
+        """Whether blocks of a finished request are being written to the store."""
         if self._writes is None or request.prefix_epoch != self._num_resets:  # computed before a reset
             return False
         folder, size = self._writes.folder, self._pool.block_size
@@ -160,7 +160,7 @@ class EngineConnector:
         if self.store is not None:
             self.store.reset()
 
-    # ------------------------------------------------------------------ what an output tells
+    # ------------------------------------------------------------------ what a scheduler's output says
 
     def prepare(self, output: SchedulerOutput) -> StepTransfers | None:
         """What a step that was scheduled now moves; None: nothing."""
@@ -233,7 +233,7 @@ class EngineConnector:
     # ------------------------------------------------------------------ what has ended
 
     def settle(self, scheduler: Scheduler) -> list[Request]:
-        """Tell the scheduler of the transfers that have ended. Returns the requests that end by it."""
+        """Report finished transfers to the scheduler. Returns the requests that finish by it."""
         ended, self._taken = self._taken, []
         while not self._ended.empty():
             ended.append(self._ended.get())
@@ -276,7 +276,7 @@ class EngineConnector:
         keys = chain[-len(load.block_ids) :]
         try:
             for key, block in zip(keys, load.block_ids.tolist(), strict=True):
-                if load.request.is_finished:  # nobody waits for it any more
+                if load.request.is_finished:  # no request waits for it any more
                     break
                 fill_block(self._pool, block, folder.read(key))
                 num_loaded += 1
@@ -322,7 +322,7 @@ class EngineConnector:
 
 
 def fill_block(pool: KVPool, block_id: int, parts: dict[str, Any]) -> None:
-    """Copy a block's parts into the pool, in whichever thread: on a CPU without PyTorch, whose operators would start
+    """Copy a block's parts into the pool, in any thread: on a CPU without PyTorch, whose operators would start
     helper threads for this one."""
     for name, target in pool.block(block_id).items():
         if target.device.type == "cpu":

@@ -3,12 +3,12 @@
 Each step's events are one message of three frames: the topic, a sequence number (8 bytes, big-endian, from 0) and a
 MessagePack array of [seconds since 1970, events, data parallel rank]. Events are maps with a "type": BlockStored,
 BlockRemoved, AllBlocksCleared (the interface is that of `vllm/distributed/kv_events.py` of vLLM 0.32; block hashes are
-SHA-256, see `pointsman/core/kv/content.py`). Who missed messages asks the replay socket: a DEALER socket sends an
-empty frame and the first number that it wants, 8 bytes, big-endian. It gets the messages that are still kept, each
-behind an empty frame, then one with the number -1.
+SHA-256, see `pointsman/core/kv/content.py`). A subscriber that missed messages asks the replay socket: a DEALER socket
+sends an empty frame and the first number that it wants, 8 bytes, big-endian. It gets the messages that are still kept,
+each behind an empty frame, then one with the number -1.
 
 A thread of its own writes, so that a step never waits. If it cannot keep up, messages are dropped: a subscriber sees a
-gap in the numbers. What happens between two steps is told with the next one.
+gap in the numbers. What happens between two steps is published with the next one.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class KVEventsPublisher:
             logger.warning("KV events: message %d is dropped, as %d wait", number, self._queue.maxsize)
 
     def close(self, timeout: float = 1.0) -> None:
-        """Send what waits, for at most so many seconds, and close the sockets."""
+        """Send what waits, for at most `timeout` seconds, and close the sockets."""
         if self._thread.is_alive():
             try:
                 self._queue.put(None, timeout=timeout)

@@ -1,6 +1,6 @@
 """Host memory behind the KV pool: what the pool gives up is copied there, and copied back instead of computed again.
 
-The pool gives up the content of a block when it needs the block and nobody has used it for longest: a prefix that was
+The pool gives up the content of a block when it needs the block and it is the least recently used: a prefix that was
 cached, or what a preempted request had computed. The scheduler names such blocks in `SchedulerOutput.saves`, and asks,
 when a request comes, how many of its blocks are here.
 

@@ -8,8 +8,8 @@ must be equal, too: the model's configuration and weights, the type of the eleme
 A file is written under another name and renamed, so it appears whole or not at all. What is read is believed only if
 size, names, shapes, types, fingerprint, key and checksum are as they must be; anything else counts as absent. So a file
 may be torn, damaged or removed at any moment, which costs a recomputation. The checksum guards against accidents, not
-against somebody who can write to the directory, who can make the model say what they like; and who can read it can
-learn what was asked. Keep it as you keep the prompts.
+against writers: with write access to the directory one can make the model say anything, with read access one can infer
+the prompts. Protect it as you protect the prompts.
 
 Files that were used least recently go first when the directory grows beyond its bound. Each process counts what it
 wrote itself, and looks at all files when that may be too much.
@@ -74,7 +74,7 @@ class BlockFolder:
         return self.path / name[:2] / (name + SUFFIX)
 
     def knows(self, key: bytes) -> bool:
-        """Whether a file of this key was seen that may be good. Asks nobody."""
+        """Whether a file of this key was seen that may be good. Looks at no file."""
         return key in self._known and key not in self._distrusted
 
     def has(self, key: bytes) -> bool:
@@ -207,7 +207,7 @@ class KVStore:
         return BlockFolder(self.directory / fingerprint[:20], fingerprint, pool)
 
     def wrote(self, num_bytes: int) -> None:
-        """Files of so many bytes are new: if that makes too many, others go. One thread only."""
+        """Files of `num_bytes` bytes are new: if that is too much, others are removed. One thread only."""
         self._num_bytes += num_bytes
         if self._max_bytes is None or self._num_bytes <= self._max_bytes:
             return
@@ -225,11 +225,11 @@ class KVStore:
         self._num_bytes = total
 
     def _files(self) -> list[tuple[int, int, Path]]:
-        """When each was used last (ns), its size, and its path; files that nobody will finish are removed."""
+        """When each was used last (ns), its size, and its path; abandoned unfinished files are removed."""
         found = []
         for path in self.directory.glob("*/*/*"):
             match = OURS.fullmatch(path.relative_to(self.directory).as_posix())
-            if match is None:  # whatever else somebody keeps in this directory is never removed
+            if match is None:  # other files in this directory are never removed
                 continue
             try:
                 status = path.stat()

@@ -63,7 +63,7 @@ def _work(inbox: Inbox) -> None:
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(function())
-            except BaseException as error:  # whatever it is, it is for whoever waits for the answer
+            except BaseException as error:  # whatever it is, it belongs to the caller
                 future.set_exception(error)
         del task, future, function  # nothing is kept while it waits
 

@@ -96,7 +96,7 @@ def fix_longrope(model: Any, max_model_len: int | None) -> int | None:
     """Choose between the two sets of frequencies of a "longrope" model for good, and return its longest sequence.
 
     Such a model has frequencies for sequences up to its original length and others for longer ones, and transformers
-    chooses anew in every forward pass. Up to the original length the short set is what transformers uses for every
+    chooses again in every forward pass. Up to the original length the short set is what transformers uses for every
     request. Beyond it, all requests get the long set: right from the first token for a prompt above the original
     length, while transformers would run a shorter one with the short set until it has grown past that length, and
     then compute all of it again.
@@ -165,7 +165,7 @@ class ProbedLayer:
 
 
 class _Recorder:
-    """Answers attention calls with zeros and notes who called."""
+    """Answers attention calls with zeros and notes the callers."""
 
     def __init__(self) -> None:
         self.layers: list[ProbedLayer] = []

@@ -1,8 +1,8 @@
 """A name for what a model computes with: equal for two engines only if keys and values of one are those of the other.
 
-It is a SHA-256 digest over the model's configuration and the bytes of every weight as it is in memory, so it also tells
-that weights were changed there. One engine with fused layers and one without differ, and so do weights in 8 bits: their
-keys and values differ in their last bits, too. It reads about a gigabyte a second.
+It is a SHA-256 digest over the model's configuration and the bytes of every weight as it is in memory, so it also
+changes when weights are changed there. One engine with fused layers and one without differ, and so do weights in 8
+bits: their keys and values differ in their last bits, too. It reads about a gigabyte a second.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from pointsman.engine.model.loaded import LoadedModel
 
 NOT_COMPUTED_WITH = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "_attn_implementation")
-"""Entries of a configuration that say where it came from; the dtypes of the weights are told with the weights."""
+"""Entries of a configuration that say where it came from; the dtypes of the weights are hashed with the weights."""
 
 
 def model_fingerprint(loaded: LoadedModel) -> bytes:
-    """32 bytes. While it is computed, nobody may change the weights.
+    """32 bytes. The weights must not change while it is computed.
 
     Raises:
         UnsupportedModel: some of its weights could not be found, so that it might be taken for another model.

@@ -183,13 +183,13 @@ class FusedLayer(nn.Module):
         self.second_norm = second_norm
         self.mlp = mlp
         self.context: AttentionContext | None = None
-        """Of a model's last layer: says which tokens' outputs anybody wants. The others need keys and values only."""
+        """Of a model's last layer: says which tokens' outputs are needed. The others need keys and values only."""
 
     def forward(self, hidden_states: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
         """[1, T, hidden] -> [1, T, hidden], or fewer, see `context`; further arguments are those of the attention."""
         keep = None if self.context is None else self.context.keep
         position_embeddings = keywords.get("position_embeddings")
-        # The parts' own methods, not their calls: a step has hundreds, and nobody hooks them.
+        # The parts' own methods, not their calls: a step has hundreds, and no hooks are set on them.
         x = hidden_states.contiguous()
         attended, _ = self.attention.forward(self.first_norm.forward(x), position_embeddings, keep=keep)
         if keep is not None:

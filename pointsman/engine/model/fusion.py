@@ -175,7 +175,7 @@ def attention_candidates(module: Any, options: dict[str, Any]) -> list[Builder]:
 
 
 def fuse(model: nn.Module, step: FirstStep, *, store: bool) -> Counter[str]:
-    """Replace what can be replaced, in place. What has been replaced is let go at once, so memory holds little twice.
+    """Replace what can be replaced, in place. What has been replaced is freed at once, so memory holds little twice.
 
     Args:
         model: attached to paged attention with a `NumbaAttention` backend.
@@ -214,9 +214,10 @@ def fuse(model: nn.Module, step: FirstStep, *, store: bool) -> Counter[str]:
 
 
 def drop_tokens_early(model: nn.Module, step: FirstStep) -> bool:
-    """Let the last layer go on with those tokens only whose logits are wanted; whether it was seen to do that rightly.
+    """Let the last layer compute only the tokens whose logits are needed; whether a trial shows that it does so
+    correctly.
 
-    Of a chunk of a prompt that is one token or none, and the layer's largest products are spared for the rest.
+    Of a chunk of a prompt that is one token or none, and the layer's largest products are spared for the others.
     """
     layer = next((module for module in reversed(list(model.modules())) if isinstance(module, FusedLayer)), None)
     if layer is None:

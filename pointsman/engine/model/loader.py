@@ -200,7 +200,8 @@ def _fuse(model: Any, check: SelfCheck, *, store: bool) -> dict[str, int]:
 
 
 def _drop_tokens_early(model: Any, check: SelfCheck) -> bool:
-    """Whether the last layer of a fused model leaves out tokens that nobody asks for; it is told to, if it can."""
+    """Whether the last layer of a fused model leaves out tokens whose logits are not needed; it is set to, if it
+    can."""
     from pointsman.engine.model.fusion import drop_tokens_early
 
     with check.first_step() as step:

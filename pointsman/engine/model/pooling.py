@@ -59,7 +59,7 @@ class Pooler:
         return len(self._pooled)
 
     def add(self, request: Request, params: PoolingParams) -> None:
-        """Pool the prompt of a request, until an output tells of its end."""
+        """Pool the prompt of a request, until an output reports that it finished."""
         self._pooled[request] = _Pooled(params)
 
     def prepare(self, output: SchedulerOutput, query_starts: Int64Array) -> tuple[list[PooledChunk], Int64Array]:

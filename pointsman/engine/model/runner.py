@@ -4,7 +4,7 @@
     execution = runner.run(prepared)       reads only what was prepared: forward pass, sampling, log probabilities
 
 so the scheduler may be asked for the next step while `run` executes, also in another thread; `execute` is one after
-the other. A step whose input an earlier one has yet to sample says where the token will be (`sampled_tokens.py`).
+the other. A step whose input an earlier one has yet to sample says where the token will be (`SampledTokens`).
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class ModelRunner:
         self._sampled_tokens = SampledTokens(num_steps) if num_steps > 1 else None
 
     def num_computed_rows(self, num_tokens: int) -> int:
-        """How many rows the model's products have in a step of so many tokens."""
+        """The number of rows that the model's products have in a step of `num_tokens` tokens."""
         return whole_rows(num_tokens) if self._fills_rows else num_tokens
 
     def execute(self, output: SchedulerOutput) -> StepExecution:
@@ -306,8 +306,8 @@ class SampledTokens:
     """The last `num_steps` sampled tokens of each row of the scheduler.
 
     A row's place for a token depends on the token's position in its sequence. A row is reused only when every step that
-    names it is over, and what a repeated step samples goes where it went before, so nothing here is ever stale: whoever
-    reads a place has a step before its own that wrote it.
+    names it is over, and what a repeated step samples goes where it went before, so nothing here is ever stale: for
+    every place that is read, an earlier step has written it.
     """
 
     def __init__(self, num_steps: int) -> None:

@@ -1,6 +1,6 @@
 """OutputProcessor: from a step's tokens to what callers see.
 
-It keeps a `Transcript` per request until its end. In the common case a row costs a look-up, an append and one small
+It keeps a `Transcript` per request until its end. In the common case a row costs a lookup, an append and one small
 object; only rows with something to do beyond that (the first token, text to make, an end) take the longer way:
 
 | mode | what a step does with the row's token |
@@ -12,13 +12,14 @@ object; only rows with something to do beyond that (the first token, text to mak
 | EAGER, with one of these four | makes its text first, and looks whether a stop string is complete |
 
 Text is made here, in the engine's thread, for requests with stop strings and for those whose outputs other threads
-read; for all others when somebody reads it. If the tokenizer fails on one of them, that request ends with an error and
+read; for all others when it is read. If the tokenizer fails on one of them, that request ends with an error and
 the others go on.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pointsman.core import FinishReason, Request, SchedulerOutput, StepUpdate
@@ -42,7 +43,7 @@ _MODES = {
 
 
 class StopFound(NamedTuple):
-    """A request that its text ended; the scheduler has to be told."""
+    """A request that a stop string, or a failing tokenizer, finishes; the scheduler does not know it yet."""
 
     request_id: str
     num_tokens: int
@@ -74,6 +75,9 @@ class OutputProcessor:
         self.decoder = TextDecoder(tokenizer) if tokenizer is not None else None
         self._counters = counters
         self._live: dict[Request, Transcript] = {}
+        self.on_output: Callable[[RequestOutput], None] | None = None
+        """Called with every output as soon as there is one; None: they are kept for `take_kept`."""
+        self._kept: list[RequestOutput] = []
 
     def __len__(self) -> int:
         """Requests that have not ended."""
@@ -121,7 +125,7 @@ class OutputProcessor:
         )
 
     def extend(self, request: Request, part: str | None) -> None:
-        """A request's prompt goes on; None: with tokens whose text nobody knows, and then nobody knows the whole."""
+        """A request's prompt goes on; None: with tokens whose text is unknown, and then the whole text is."""
         transcript = self._live[request]
         known = part is not None and transcript.prompt is not None
         transcript.prompt = f"{transcript.prompt}{part}" if known else None
@@ -209,7 +213,7 @@ class OutputProcessor:
         return [self._finish(transcript, len(transcript.token_ids), now) for transcript in failed]
 
     def note_scheduled(self, request: Request, now: float, num_external_tokens: int = 0) -> None:
-        """A request was admitted, with so many tokens from outside the pool; the first time counts."""
+        """A request was admitted, with `num_external_tokens` from outside the pool; the first time counts."""
         transcript = self._live.get(request)
         if transcript is None:
             return
@@ -225,6 +229,32 @@ class OutputProcessor:
             return None
         transcript.error = error
         return self._finish(transcript, len(transcript.token_ids), now)
+
+    def end_all(self, requests: Sequence[Request], now: float) -> list[RequestOutput]:
+        """The last outputs of requests that the scheduler has finished, without those that have had theirs."""
+        return [output for request in requests if (output := self.end(request, now)) is not None]
+
+    # ---------------------------------------------------------------------------------------- where outputs go
+
+    def hand_out(self, outputs: list[RequestOutput]) -> None:
+        """Give outputs to `on_output`, or keep them."""
+        if self.on_output is None:
+            self._kept += outputs
+        else:
+            for output in outputs:
+                self.on_output(output)
+
+    @property
+    def has_kept(self) -> bool:
+        """Whether `take_kept` would return any."""
+        return bool(self._kept)
+
+    def take_kept(self) -> list[RequestOutput]:
+        """The outputs since the last call that no `on_output` was there for."""
+        outputs, self._kept = self._kept, []
+        return outputs
+
+    # ------------------------------------------------------------------------------------------- single requests
 
     def _advance(
         self, transcript: Transcript, now: float, stops: list[StopFound], num_reported: int | None = None
@@ -348,7 +378,7 @@ def _tokens_by_request(output: SchedulerOutput, update: StepUpdate) -> zip[tuple
 
 
 def _give_up_text(transcript: Transcript, error: Exception) -> str:
-    """Leave the rest of a text that the tokenizer failed on empty; why, in a line."""
+    """Leave the remaining text empty, because the tokenizer failed on it; returns why, in a line."""
     transcript.give_up_text()
     detail = " ".join(f"the tokenizer failed: {type(error).__name__}: {error}".split())
     logger.error("request %r: %s", transcript.request.request_id, detail)

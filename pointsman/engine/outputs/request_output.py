@@ -1,8 +1,8 @@
-"""What a caller gets back for a request: its text and tokens so far, and once it ended, why.
+"""What a caller gets back for a request: its text and tokens so far, and when it has finished, why.
 
 A request's tokens, the text of each and their log probabilities are kept once, in its `Transcript`, which only ever
 grows. A `RequestOutput` is a view of a stretch of it: making one costs the same however long the output is, and lists
-and texts are put together when they are read. So an engine can hand out one per token and request, and a caller who
+and texts are put together when they are read. So an engine can hand out one per token and request, and a caller that
 looks at the last one only pays for that.
 
     earlier.token_ids, earlier.text      # stay what they were when more tokens come
@@ -95,7 +95,7 @@ class Transcript:
         self.is_eager = is_eager
         self.stream_interval = stream_interval
         self.num_reported = 0
-        """With an interval above 1: how many of the tokens an output has told of."""
+        """With an interval above 1: the number of tokens that outputs have reported."""
         self.mode = 0  # the output processor's own note on how to treat it
         self.token_ids: list[int] = []
         self.texts: list[str] = []
@@ -151,7 +151,7 @@ class Transcript:
         return self._rest
 
     def give_up_text(self) -> None:
-        """Nobody is to call the tokenizer for this text again: what was not made of it stays empty."""
+        """The tokenizer must not be called for this text again: what was not made of it stays empty."""
         self.texts += [""] * (len(self.token_ids) - len(self.texts))
         self._rest = self._rest or ""
 
@@ -160,7 +160,7 @@ class Transcript:
         if self.detokenizer is None or self.decoder is None:
             return ""
         if to_the_end and start == 0 and not self.is_eager and not self.texts:
-            if self._final_text is None:  # nobody has read any of it: decoding all at once is the fastest
+            if self._final_text is None:  # none of it has been read: decoding all at once is the fastest
                 shown = self.token_ids[:-1] if self.has_hidden_end else self.token_ids
                 self._final_text = self.decoder.decode(shown, self.skips_special_tokens)
             return self._final_text

@@ -5,10 +5,10 @@ a schema that it was promised to keep. So a schema that says something of the ki
 the keyword and where it stands. Only places where a schema may stand are looked at: a property may well be called
 "contains".
 
-What the compiler reads otherwise than JSON Schema means it is written anew: an object or array of which the schema
+What the compiler reads otherwise than JSON Schema means it is rewritten: an object or array of which the schema
 says nothing more may hold anything; an e-mail address is given as a pattern.
 
-A schema comes from whoever sends a request, and is looked at while others wait: all of it takes time in proportion to
+A schema comes from a client, and is checked while other requests wait: all of it takes time in proportion to
 its length.
 
 One keyword means less than it says: of the schemas in `oneOf` at least one holds, as in `anyOf`. Schemas that
@@ -88,7 +88,7 @@ def prepare_schema(schema: Any) -> Any:
             return _prepare(schema, None, 1)
         nested = [one for one in within if isinstance(one, (Mapping, list))]
         within = [value for one in nested for value in (one.values() if isinstance(one, Mapping) else one)]
-    raise ValueError(f"the JSON schema is nested too deeply, and the most is {MAX_NESTING} levels; flatten it")
+    raise ValueError(f"the JSON schema is nested too deeply, and the maximum is {MAX_NESTING} levels; flatten it")
 
 
 def _prepare(schema: Any, path: _Path, depth: int) -> Any:

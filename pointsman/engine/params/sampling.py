@@ -2,7 +2,7 @@
 
 Names, defaults and ranges are those of vLLM's class of this name, with two exceptions: a bias beyond 100 is refused
 here and not brought into range silently, and a repetition penalty has a least and a most. Every value is checked when
-the object is built, so whoever reads one later needs no checks; only what depends on the model (whether a token id
+the object is built, so later readers need no checks; only what depends on the model (whether a token id
 exists) is checked by `check_token_ids`, which needs the vocabulary's size.
 """
 

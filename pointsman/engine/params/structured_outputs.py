@@ -135,7 +135,9 @@ def _choices(choices: object) -> tuple[str, ...]:
             raise ValueError(f"choice holds {_shown(one)}; it must hold texts of at least one character")
     num_characters = sum(map(len, choices))
     if num_characters > MAX_GRAMMAR_BYTES:  # before they are written as a grammar
-        raise ValueError(f"choice has {num_characters:,} characters, and the most is {MAX_GRAMMAR_BYTES:,}; shorten it")
+        raise ValueError(
+            f"choice has {num_characters:,} characters, and the maximum is {MAX_GRAMMAR_BYTES:,}; shorten it"
+        )
     return tuple(choices)
 
 
@@ -160,7 +162,7 @@ def _check_text(way: str, text: str) -> None:
     except UnicodeEncodeError:
         raise ValueError(f"{way} is not valid Unicode (a lone surrogate); remove it") from None
     if num_bytes > MAX_GRAMMAR_BYTES:
-        raise ValueError(f"{way} takes {num_bytes:,} bytes, and the most is {MAX_GRAMMAR_BYTES:,}; shorten it")
+        raise ValueError(f"{way} takes {num_bytes:,} bytes, and the maximum is {MAX_GRAMMAR_BYTES:,}; shorten it")
 
 
 def _shown(value: object) -> str:

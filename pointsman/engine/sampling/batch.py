@@ -92,7 +92,7 @@ class SamplingColumns:
         return admitted
 
     def _grow(self, least: int) -> None:
-        """At least double, so that growing is rare. Serials start at 1, so a new row's 0 is nobody's."""
+        """At least double, so that growing is rare. Serials start at 1, so a new row's 0 belongs to no admission."""
         more = max(least, 2 * len(self.serial)) - len(self.serial)
         for name, column in vars(self).items():
             if isinstance(column, np.ndarray):

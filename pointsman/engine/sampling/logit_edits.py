@@ -7,8 +7,8 @@ penalties are taken; last, what a grammar does not allow becomes minus infinity.
 text's end, nothing else is asked.
 
 Nothing here depends on the history of the engine: what has been counted is brought up to the tokens that the request
-has now, and if an admission is new (after a preemption, say), counted anew. So a request samples the same tokens alone,
-batched, preempted, or in a step that failed and is repeated.
+has now, and if an admission is new (after a preemption, say), counted again. So a request samples the same tokens
+alone, batched, preempted, or in a step that failed and is repeated.
 
 With several steps in flight the newest tokens of a request may be unknown when a step is prepared. Penalties and bad
 words then wait, with all that is known, for the moment before the step is executed (`UnfinishedEdit`); requests with a
@@ -219,7 +219,7 @@ class UnfinishedEdit:
     """How many tokens before the one to be drawn were unknown."""
     finish: Finish
     sources: Int64Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """[num_missing] where they will be, see `SampledTokens`; set by whoever executes the step."""
+    """[num_missing] where they will be, see `SampledTokens`; set by the runner."""
 
 
 class LogitEdits:
@@ -336,7 +336,7 @@ def output_since(request: Request, start: int) -> npt.NDArray[np.int32]:
 
 
 def bad_word_sequences(tokenizer: Any, bad_words: Sequence[str]) -> list[tuple[int, ...]]:
-    """The token sequences of bad words: each as a text of its own and after a space, which tokenizers tell apart.
+    """The token sequences of bad words: each as a text of its own and after a space, which tokenizers distinguish.
 
     Raises:
         ValueError: there is no tokenizer to make them with, or a word is no text that it could read.

@@ -13,7 +13,7 @@ The order is that of vLLM's V1 sampler:
        temperature, min-p, top-k, top-p, and the race of exponential clocks            `race.py`, `race_kernels.py`
 
 What is random is a function of (seed, position, token) alone, see `race.py`. Parameters live in columns, see
-`sampling_batch.py`: a step over rows that only use temperature, top-k, top-p and min-p runs no Python per row.
+`batch.py`: a step over rows that only use temperature, top-k, top-p and min-p runs no Python per row.
 """
 
 from __future__ import annotations

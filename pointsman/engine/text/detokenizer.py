@@ -1,6 +1,6 @@
 """From tokens to text, one token at a time.
 
-Decoding all tokens anew at every step would cost time quadratic in the length, and decoding each token alone would be
+Decoding all tokens again at every step would cost time quadratic in the length, and decoding each token alone would be
 wrong: a character may be spread over several tokens, and some decoders treat the first token of a text differently.
 So a stream takes tokens one by one and releases text as soon as it is *settled*: no later token can change it. What
 it released, joined, is what `tokenizer.decode` makes of all tokens at once, and a text only ever grows.
@@ -199,7 +199,7 @@ class Detokenizer:
         return text
 
     def finish(self) -> str:
-        """No token follows: the rest of the text. It, too, may complete a stop string."""
+        """No token follows: the remaining text. It, too, may complete a stop string."""
         if self.stop_reason is not None:
             return ""
         piece = self._stream.flush()

@@ -29,7 +29,7 @@ class TokenStream(Protocol):
         ...
 
     def flush(self) -> str:
-        """No token will follow: the rest of the text."""
+        """No token will follow: the remaining text."""
         ...
 
     def pending(self) -> str:

@@ -566,7 +566,7 @@ async def _round(engine: AsyncEngine, num_requests: int, seed: int) -> None:
 
 def _forget_last_output(engine: Engine) -> None:
     """It is kept for displays, and names the last requests that ended."""
-    engine.last_output = None
+    engine.steps.last_output = None
 
 
 def _tracked() -> int:

@@ -12,7 +12,7 @@ def line(base: float, slope: float, sizes: tuple[int, ...] = (1, 4, 9)) -> StepC
     cost = StepCost(lambda size: size)
     for turn in range(60):
         size = sizes[turn % len(sizes)]
-        cost.learn(size, base + slope * size)
+        cost.observe(size, base + slope * size)
     return cost
 
 
@@ -45,7 +45,7 @@ def test_a_cost_is_the_line_through_the_steps() -> None:
 def test_costs_are_those_of_the_rows_that_are_computed() -> None:
     cost = StepCost(lambda size: -(-size // 8) * 8)
     for turn in range(60):
-        cost.learn(3 + 10 * (turn % 2), 1.0 + 0.5 * (turn % 2))
+        cost.observe(3 + 10 * (turn % 2), 1.0 + 0.5 * (turn % 2))
     found = cost.between(1, 16)
     assert np.ptp(found[:8]) == np.ptp(found[8:]) == 0
     assert found[8] / found[7] == pytest.approx(1.5, rel=0.05)
@@ -61,7 +61,7 @@ def test_a_cost_never_falls_and_is_never_negative() -> None:
     for _ in range(50):
         cost = StepCost(lambda size: size)
         for _ in range(20):
-            cost.learn(int(rng.integers(1, 70)), float(rng.exponential()) + 1e-6)
+            cost.observe(int(rng.integers(1, 70)), float(rng.exponential()) + 1e-6)
             found = cost.between(1, 80)
             assert (found > 0).all()
             assert (np.diff(found) >= 0).all()
@@ -69,10 +69,10 @@ def test_a_cost_never_falls_and_is_never_negative() -> None:
 
 def test_a_slow_step_in_between_is_not_taken_for_the_rule() -> None:
     cost = line(2.0, 0.1)
-    cost.learn(9, 200.0)
+    cost.observe(9, 200.0)
     assert cost.between(9, 9)[0] < 1.2 * 2.9
     for _ in range(200):
-        cost.learn(1, 5.0)
+        cost.observe(1, 5.0)
     assert cost.between(1, 1)[0] == pytest.approx(5.0, rel=0.05), "but what lasts is"
 
 

@@ -202,7 +202,7 @@ def test_the_queue_of_new_grammars_is_bounded(
     compiler.add(request_with(regex="late"))
     ((_, error),) = take(compiler)
     assert isinstance(error, GrammarQueueFullError)
-    assert str(error) == "too many grammars wait to be compiled, and the most is 3; try again later"
+    assert str(error) == "too many grammars wait to be compiled, and the limit is 3; try again later"
     assert {request for request, _ in take(compiler, 3)} == set(accepted)
     assert isinstance(outcome(compiler, regex="late"), CompiledGrammar)  # the refusal was not kept
     for request in hopeless:
@@ -219,7 +219,7 @@ def test_the_queue_of_slow_grammars_is_bounded(
     for request in requests:
         compiler.add(request)
     errors = [error for _, error in take(compiler, 2)]  # one is compiled, one waits
-    words = "too many grammars that take longer than 0.1 s wait to be compiled, and the most is 1; try again later"
+    words = "too many grammars that take longer than 0.1 s wait to be compiled, and the limit is 1; try again later"
     assert [(type(error), str(error)) for error in errors] == [(GrammarQueueFullError, words)] * 2
     assert isinstance(outcome(compiler, regex="quick"), CompiledGrammar)
     assert compiler.num_waiting == 2

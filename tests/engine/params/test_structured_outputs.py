@@ -64,7 +64,7 @@ def test_parameters_are_values() -> None:
         ({"regex": "a\x00"}, "NUL"),
         ({"regex": "\ud800"}, "lone surrogate"),
         ({"json": '{"const": "\\ud800"}'}, "lone surrogate"),
-        ({"regex": "a" * (MAX_GRAMMAR_BYTES + 1)}, "65,537 bytes, and the most is 65,536"),
+        ({"regex": "a" * (MAX_GRAMMAR_BYTES + 1)}, "65,537 bytes, and the maximum is 65,536"),
         ({"grammar": "é" * MAX_GRAMMAR_BYTES}, "131,072 bytes"),
         ({"json": "{" + " " * MAX_GRAMMAR_BYTES + "}"}, "bytes, and the most"),
         ({"json": "{"}, "not valid JSON"),
@@ -79,11 +79,14 @@ def test_parameters_are_values() -> None:
         ({"choice": "abc"}, "must be a list of texts"),
         ({"choice": ["a", ""]}, "choice holds ''"),
         ({"choice": ["a", 1]}, "choice holds 1"),
-        ({"choice": ["a" * 40_000] * 2}, "choice has 80,000 characters, and the most is 65,536"),
+        ({"choice": ["a" * 40_000] * 2}, "choice has 80,000 characters, and the maximum is 65,536"),
         ({"json": {"const": "\ud800"}}, "lone surrogate"),
         ({"json": {"const": "a\0"}}, "NUL"),
         ({"json": '{"const": NaN}'}, "what JSON cannot express"),
-        ({"json": {"const": [[[]]], "default": {"a": "b" * MAX_GRAMMAR_BYTES}}}, "and the most is 65,536; shorten it"),
+        (
+            {"json": {"const": [[[]]], "default": {"a": "b" * MAX_GRAMMAR_BYTES}}},
+            "and the maximum is 65,536; shorten it",
+        ),
         ({"regex": "a", "disable_any_whitespace": "yes"}, "disable_any_whitespace is 'yes'"),
     ],
 )
@@ -204,7 +207,7 @@ def test_depth_is_limited() -> None:
     for _ in range(MAX_NESTING - 2):
         nested = [nested]
     StructuredOutputsParams(json={"const": nested})
-    with pytest.raises(ValueError, match=f"nested too deeply, and the most is {MAX_NESTING} levels"):
+    with pytest.raises(ValueError, match=f"nested too deeply, and the maximum is {MAX_NESTING} levels"):
         StructuredOutputsParams(json={"const": [nested]})
 
 
@@ -261,7 +264,7 @@ def test_the_longest_schemas_take_milliseconds(schema: Any) -> None:
     ids=lambda options: str(options)[:40],
 )
 def test_what_is_too_long_is_not_looked_into(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"and the most is 65,536; shorten it"):
+    with pytest.raises(ValueError, match=r"and the maximum is 65,536; shorten it"):
         StructuredOutputsParams(**options)
     assert seconds_to_check(**options) < 0.2
 

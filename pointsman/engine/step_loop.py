@@ -1,18 +1,16 @@
-"""Steps that were scheduled and whose results the scheduler does not know yet, in order.
+"""StepLoop: the five parts of a step, one behind the other or interleaved with those of other steps.
 
-    output = steps.run()     executes the oldest one
+    schedule   the scheduler decides what runs
+    prepare    inputs of the model are read from the scheduler
+    run        the model computes, the sampler draws
+    update     the scheduler takes in the tokens
+    report     tokens become outputs, for callers
 
-With one step in flight a step is scheduled, prepared, executed and taken in, one behind the other. With more, the
-thread that executes a step has something to do while other threads, or a GPU, compute for it:
-
-    update     the scheduler with what the step before gave
-    report     it: text, outputs
-    schedule   the next step
-    prepare    its inputs
-
-It does so part by part, at the moments that the step offers (`PagedBatch.meanwhile`). So all Python stays in one
-thread: two that run it take turns at its lock, and meet where it costs most. A step that offers no such moment, because
-nothing in it takes long, is updated and reported at its end as if there were one step in flight.
+With one step in flight these follow each other. With more (`max_steps_in_flight`), the thread that executes a step has
+something to do while other threads, or a GPU, compute for it: update and report the step before, schedule and prepare
+the next one. It does so part by part, at the moments that the step offers (`PagedBatch.meanwhile`). So all Python stays
+in one thread: two that run it take turns at its lock, and meet where it costs most. A step that offers no such moment,
+because nothing in it takes long, is updated and reported at its end as if there were one step in flight.
 """
 
 from __future__ import annotations
@@ -30,7 +28,11 @@ from pointsman.engine.errors import EngineStepError
 if TYPE_CHECKING:
     from pointsman.core import Scheduler, SchedulerOutput, StepUpdate
     from pointsman.engine.counters import EngineCounters
+    from pointsman.engine.drafts.prompt_lookup import PromptLookup
+    from pointsman.engine.kv.events import KVEventsPublisher
     from pointsman.engine.model.runner import ModelRunner, PreparedStep, StepExecution
+    from pointsman.engine.outputs.processor import OutputProcessor
+    from pointsman.engine.pausing import Pausing
 
 
 @dataclass(slots=True)
@@ -45,36 +47,47 @@ class _Updated(NamedTuple):
     execution: StepExecution
 
 
-class StepsInFlight:
-    """The steps of one engine on their way through its model.
+class StepLoop:
+    """The steps of one engine on their way through its model, in order.
 
     Args:
-        scheduler: whose outputs these are; its `max_steps_in_flight` says how many.
-        runner: prepares and executes them.
-        schedule: decides one more.
-        update: is given each step in order, and what came back from the model for it.
-        report: is then given what the update made of it.
+        scheduler: decides; its `max_steps_in_flight` is the maximum number of steps here.
+        runner: prepares and executes.
+        outputs: makes outputs of the tokens.
+        proposer: proposes drafts for the next steps; None: there are none.
+        kv_events: publishes what entered and left the prefix cache; None: nothing is published.
+        pausing: completes a pause when a step was the last to compute.
+        before_schedule: finishes or returns to the queue what waited for something else than a step.
         clock: the engine's, in seconds.
-        counters: of the engine; the time that is spent here is counted there.
+        counters: of the engine; steps, tokens and the time spent here are counted there.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         runner: ModelRunner,
-        schedule: Callable[[], SchedulerOutput],
-        update: Callable[[SchedulerOutput, StepExecution], StepUpdate],
-        report: Callable[[SchedulerOutput, StepUpdate, StepExecution], None],
+        outputs: OutputProcessor,
+        *,
+        proposer: PromptLookup | None,
+        kv_events: KVEventsPublisher | None,
+        pausing: Pausing,
+        before_schedule: Callable[[], None],
         clock: Callable[[], float],
         counters: EngineCounters,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
-        self._schedule = schedule
-        self._update = update
-        self._report = report
+        self._outputs = outputs
+        self._proposer = proposer
+        self._kv_events = kv_events
+        self._pausing = pausing
+        self._before_schedule = before_schedule
         self._clock = clock
         self._counters = counters
+        self.last_output: SchedulerOutput | None = None
+        """The last step's decisions, for displays."""
+        self.on_report: Callable[[SchedulerOutput], None] | None = None
+        """Called with every step that was reported, after its outputs."""
         self._most = scheduler.config.max_steps_in_flight
         self._steps: deque[_Step] = deque()
         """Those that were not executed; the oldest one may be just now."""
@@ -150,6 +163,48 @@ class StepsInFlight:
         if len(self) != self._scheduler.num_steps_in_flight:
             self.void()
 
+    # ------------------------------------------------------------------ the parts
+
+    def schedule(self) -> SchedulerOutput:
+        """Decide what runs in the next step. Every output must be executed and updated, in order."""
+        started = time.perf_counter()
+        self._before_schedule()
+        now = self._clock()
+        self.last_output = output = self._scheduler.schedule(now)
+        for request, num_external in zip(output.admitted, output.num_external_tokens.tolist(), strict=True):
+            self._outputs.note_scheduled(request, now, num_external)
+        if self._runner.connector is not None and output.finished:  # loads that took too long
+            self._outputs.hand_out(self._outputs.end_all(output.finished, now))
+        if self._kv_events is not None:
+            self._kv_events.publish(self._scheduler.take_kv_events())
+        self._counters.num_steps += 1
+        self._counters.scheduler_time += time.perf_counter() - started
+        return output
+
+    def _update(self, output: SchedulerOutput, execution: StepExecution) -> StepUpdate:
+        """Give the scheduler the result of the oldest step in flight; its report must follow."""
+        started = time.perf_counter()
+        update = self._scheduler.update(output, execution.result, self._clock())
+        self._counters.scheduler_time += time.perf_counter() - started
+        if self._kv_events is not None:
+            self._kv_events.publish(self._scheduler.take_kv_events())
+        self._counters.num_generated_tokens += len(update.token_ids)
+        return update
+
+    def _report(self, output: SchedulerOutput, update: StepUpdate, execution: StepExecution) -> None:
+        """Make outputs of an update, and finish the requests that a stop string ends."""
+        now = self._clock()
+        outputs, stops = self._outputs.process(output, update, execution, now)
+        for request_id, num_tokens, stop, reason, detail in stops:
+            self._scheduler.finish(request_id, reason, now, keep_tokens=num_tokens, detail=detail, stop_reason=stop)
+        if self._proposer is not None:
+            self._proposer.propose(output, update, now)
+        self._outputs.hand_out(outputs)
+        if self._pausing.waiting:
+            self._pausing.settle()
+        if self.on_report is not None:
+            self.on_report(output)
+
     # ------------------------------------------------------------------ one after the other
 
     def _execute(self, step: _Step, prepared: PreparedStep) -> StepExecution:
@@ -169,7 +224,7 @@ class StepsInFlight:
 
     def _schedule_one(self) -> None:
         started = time.perf_counter()
-        self._steps.append(_Step(self._schedule()))
+        self._steps.append(_Step(self.schedule()))
         self._elsewhere += time.perf_counter() - started
 
     def _prepare_newest(self) -> None:
