@@ -145,7 +145,9 @@ KNOBS: dict[str, Any] = {
     ],
     "watchdog_seconds": Annotated[
         float | None,
-        typer.Option(help="Seconds without progress, after which a request is told of in the log [default: 0, never]."),
+        typer.Option(
+            help="Seconds without progress, after which a request is reported in the log [default: 0, never]."
+        ),
     ],
     "num_blocks": Annotated[int | None, typer.Option(help="KV blocks in the pool [default: 1 GiB of them or less].")],
     "kv_cache_bytes": Annotated[

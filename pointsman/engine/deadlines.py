@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from pointsman.core import Request
 
 FEWEST = 64
-"""Entries from which those of ended requests are looked for."""
+"""The number of entries from which those of finished requests are removed."""
 
 
 class Deadlines:
@@ -34,7 +34,7 @@ class Deadlines:
         heappush(self._heap, (deadline, next(self._tie_breaks), request))
 
     def take_overdue(self, now: float) -> list[Request]:
-        """The requests that have not ended and should have, the longest overdue first; each is returned once."""
+        """The overdue requests that have not finished, the longest overdue first; each is returned once."""
         overdue = []
         while self._heap and self._heap[0][0] <= now:
             request = heappop(self._heap)[2]

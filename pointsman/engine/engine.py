@@ -82,23 +82,23 @@ class Engine:
         device: "cpu", "cuda", ...; "auto": a GPU if PyTorch sees one. For a model that is not loaded yet.
         attention: "torch", "numba", a class of backends, or "auto": the fastest; for a model that is loaded already
             also a backend object.
-        fuse: whether parts of the model may be replaced by faster ones that compute the same.
-        quantization: "int8" for linear layers in 8 bits: faster, and other answers (see `linear.py`).
-        num_threads: of PyTorch and the kernels; None: see `threads.py`.
-        grammar_timeout: seconds that compiling the grammar of a request with structured output may take.
-        kv_offload_bytes: host memory for KV that the pool gives up, see `kv_offload.py`; None: none.
-        kv_store: a directory in which KV is kept for other engines and for later, see `kv_store.py`; None: nowhere.
-        kv_store_role: "producer": what is computed is written there; "consumer": what is there is not computed; "both".
-        kv_store_bytes: most that the files there may take; None: as much as there is room for.
-        kv_events_config: where to publish what enters and leaves the prefix cache, see `kv_events.py`; None: nowhere.
-        stream_interval: tokens from one output of a request to the next; its first token and its end come at once.
-        prompt_lookup_min, prompt_lookup_max: with `num_draft_tokens`: how many of its newest tokens a request must have
-            had before for drafts to be taken from there, at least, and how many are looked for (`proposer.py`); None: 2
-            and 5.
-        speculative_config: the same three as vLLM has them, in their place, see `speculative_config.py`.
+        fuse: whether parts of the model may be replaced by faster ones that compute the same. quantization: "int8" for
+        linear layers in 8 bits: faster, and other outputs (see `model/linear.py`). num_threads: of PyTorch and the
+        kernels; None: see `threads.py`. grammar_timeout: seconds that compiling the grammar of a request with
+        structured output may take. kv_offload_bytes: host memory for KV that the pool gives up, see `kv/offload.py`;
+        None: none. kv_store: a directory in which KV is kept for other engines and for later, see `kv/store.py`; None:
+        nowhere. kv_store_role: "producer": what is computed is written there; "consumer": what is there is not
+        computed; "both". kv_store_bytes: most that the files there may take; None: as much as there is room for.
+        kv_events_config: where to publish what enters and leaves the prefix cache, see `kv/events.py`; None: nowhere.
+        stream_interval: tokens from one output of a request to the next; the first token and the last output come at
+        once. prompt_lookup_min, prompt_lookup_max: with `num_draft_tokens`: how many of its newest tokens a request
+        must have
+            had before for drafts to be taken from there, at least, and how many are looked for
+            (`drafts/prompt_lookup.py`); None: 2 and 5.
+        speculative_config: the same three as vLLM has them, in their place, see `params/engine_args.py`.
         watchdog_seconds: without progress, after which a request is reported in the log (`watchdog.py`); 0: never.
         scheduler_knobs: fields of `SchedulerConfig`, which mean what they say there; where an engine's defaults differ,
-            and what it cannot use, is in `scheduler_knobs.py`.
+            and what it cannot use, is in `params/engine_args.py`.
 
     Raises:
         ModelLoadError, UnsupportedModel: the model cannot be read, or not be run correctly.
@@ -263,13 +263,13 @@ class Engine:
         """Queue a prompt; if its grammar is still to be compiled, park it until that is done.
 
         Args:
-            request_id: text, unique among requests that have not ended; free again with the step after its end.
+            request_id: text, unique among unfinished requests; free again with the step after it finishes.
             prompt: text, or token ids.
             params: None: the defaults of `SamplingParams`; a `PoolingParams`: its output has an embedding and no token.
             arrival_time: seconds on the engine's clock; None: now.
             priority: smaller is more urgent; read under order "priority".
             cache_salt: only requests with an equal salt share cached prefixes.
-            deadline: when the request ends with finish_reason "deadline" if it has not ended, waiting or running, in
+            deadline: when the request finishes with finish_reason "deadline", waiting or running, in
                 seconds on the engine's clock; None: never.
             prompt_text: what outputs show as the prompt if it is given as token ids.
             eager_text: make the text in `report`, in the engine's thread, and not when an output's text is read; for
@@ -376,41 +376,41 @@ class Engine:
         return encode(self.tokenizer, prompt, add_special_tokens=add_special_tokens)
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request now; its last output, or None if it is unknown or has ended."""
+        """Abort a request now; its last output, or None if it is unknown or has finished."""
         return self._end(request_id, FinishReason.ABORT, self.clock())
 
     def end_overdue(self) -> list[RequestOutput]:
-        """End the requests whose deadlines have passed; their last outputs. Every step does so too."""
+        """Finish the requests whose deadlines have passed; their last outputs. Every step does so too."""
         now = self.clock()
-        ended = []
+        finished = []
         for request in self.deadlines.take_overdue(now):
             detail = f"its deadline passed, {now - request.arrival_time:.3f} s after its arrival"
             output = self._end(request.request_id, FinishReason.DEADLINE, now, detail)
             if output is not None:
-                ended.append(output)
-        return ended
+                finished.append(output)
+        return finished
 
     def take_grammars(self) -> list[RequestOutput]:
         """Requests whose grammar has been compiled return to their places in the queue; those whose grammar failed
-        end, and these are their last outputs. Every step does so too.
+        finish, and these are their last outputs. Every step does so too.
         """
         now = self.clock()
-        ended = []
+        finished = []
         for request, grammar in self.grammars.take():
             if isinstance(grammar, GrammarError):
                 output = self._end(request.request_id, FinishReason.ERROR, now, str(grammar), grammar)
                 if output is not None:
-                    ended.append(output)
+                    finished.append(output)
             elif request.status.is_parked:
                 self.runner.sampler.use_grammar(request, grammar)
                 self.scheduler.ready(request.request_id, now)
                 if self.on_ready is not None:
                     self.on_ready(request)
-        return ended
+        return finished
 
     def take_transfers(self) -> list[RequestOutput]:
-        """Requests whose KV has been loaded return to their places in the queue; the last outputs of those that end
-        because it could not be. Every step does so too.
+        """Requests whose KV has been loaded return to their places in the queue; the last outputs of those that
+        finish because it could not be. Every step does so too.
         """
         if self.kv_connector is None:
             return []
@@ -473,7 +473,7 @@ class Engine:
         `step_loop.py`.
 
         Returns:
-            The requests that got a token or ended meanwhile, in order; one may be there twice.
+            Outputs of the requests that got a token or finished meanwhile, in order; one may be there twice.
 
         Raises:
             EngineStepError: the model failed. Its cause is the failure; the scheduler is as it was before the step,

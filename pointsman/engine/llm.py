@@ -40,7 +40,7 @@ class LLM:
 
     Args:
         model: a directory, "demo" for the packaged model, or a model that is loaded already.
-        log_stats_interval: seconds between lines of statistics in the log (`stats_log.py`) while no progress bar is
+        log_stats_interval: seconds between lines of statistics in the log (`stats.py`) while no progress bar is
             shown; None: no lines.
         **knobs: as for `Engine`.
 
@@ -128,7 +128,7 @@ class LLM:
         return [EmbeddingRequestOutput.of(output) for output in self.generate(prompts, params, use_tqdm)]
 
     def _run(self, num_requests: int, use_tqdm: bool, interruption: Interruption) -> dict[str, RequestOutput]:
-        """Step until every request has ended; their last outputs, by id."""
+        """Step until every request has finished; their last outputs, by id."""
         interval = None if use_tqdm else self._log_stats_interval  # a line would tear the bar
         statistics = StatsLogger(self.engine, interval) if interval is not None else None
         finished: dict[str, RequestOutput] = {}
@@ -164,7 +164,7 @@ class LLM:
             sampling_params: as for `generate`.
             use_tqdm: whether to show progress on stderr.
             chat_template: a Jinja template in place of the tokenizer's own.
-            add_generation_prompt: end the prompt with the beginning of an answer.
+            add_generation_prompt: end the prompt with the beginning of a completion.
             continue_final_message: leave the last message open, to be continued; in place of a generation prompt.
             tools: descriptions of functions, for templates that show them to the model.
             chat_template_kwargs: whatever else the template reads.

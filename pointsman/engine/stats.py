@@ -45,7 +45,7 @@ class EngineStats:
     num_stalled: int = 0
     """Requests without progress; see `watchdog.py`."""
     has_external_kv: bool = False
-    """Whether KV is kept outside the pool; see `kv_connector.py`."""
+    """Whether KV is kept outside the pool; see `kv/connector.py`."""
 
 
 def read_stats(engine: Engine, now: float) -> EngineStats:

@@ -146,7 +146,7 @@ class StepLoop:
             self._goes_on = True
 
     def void(self) -> None:
-        """Take back every step in flight."""
+        """Void every step in flight: the scheduler returns to the state before the oldest."""
         self._steps.clear()
         self._executed = None
         self._runner.loaded.context.end()
@@ -159,7 +159,7 @@ class StepLoop:
             self._report_updated()
 
     def void_if_broken_off(self) -> None:
-        """Take back everything if a call ended, by an exception, between the scheduler's decision and here."""
+        """Void everything if a call was left, by an exception, between the scheduler's decision and here."""
         if len(self) != self._scheduler.num_steps_in_flight:
             self.void()
 

@@ -25,10 +25,9 @@ from typing import TYPE_CHECKING, Any
 from pointsman.core import SchedulerOutput
 from pointsman.core.errors import UnknownRequest
 from pointsman.core.recording import Recorder
-from pointsman.engine.aio.engine_thread import EngineThread
-from pointsman.engine.aio.messages import Add as ThreadAdd
-from pointsman.engine.aio.messages import Call
-from pointsman.engine.aio.messages import Stop as ThreadStop
+from pointsman.engine.aio.engine_thread import Add as ThreadAdd
+from pointsman.engine.aio.engine_thread import Call, EngineThread
+from pointsman.engine.aio.engine_thread import Stop as ThreadStop
 from pointsman.engine.engine import Engine
 from pointsman.engine.errors import EngineDeadError, first_line
 from pointsman.engine.machine import keep_freed_pages

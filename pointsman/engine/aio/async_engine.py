@@ -27,10 +27,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pointsman.core import Explanation, Request
-from pointsman.engine.aio.engine_thread import EngineThread
+from pointsman.engine.aio.engine_thread import Add, Call, EngineThread, Expect, Stop
 from pointsman.engine.aio.input_feed import InputFeed
 from pointsman.engine.aio.mailbox import LoopMailbox, LoopPort
-from pointsman.engine.aio.messages import Add, Call, Expect, Stop
 from pointsman.engine.engine import Engine
 from pointsman.engine.errors import EngineDeadError
 from pointsman.engine.outputs.embedding import EmbeddingRequestOutput
@@ -56,7 +55,7 @@ class AsyncEngine:
         model: as for `Engine`; loaded here, before the first request.
         max_step_retries: how often in a row a failed step is tried again. The scheduler is rewound each time, so
             nothing is lost; after that, the engine is dead.
-        log_stats_interval: seconds between lines of statistics (see `stats_log`); None: none.
+        log_stats_interval: seconds between lines of statistics (see `stats.py`); None: none.
         **knobs: as for `Engine`.
 
     Raises:
@@ -128,11 +127,11 @@ class AsyncEngine:
 
         Args:
             prompt: text, or token ids; or an asynchronous iterator of such parts, which are computed as they come. The
-                request is then queued with the first one, and answered when the iterator has ended.
+                request is then queued with the first one, and generates when the iterator is exhausted.
             params: None: the defaults of `SamplingParams`. Its `output_kind` says what the stream yields: all so far
                 (CUMULATIVE), what is new (DELTA), or the end (FINAL_ONLY). Steps whose outputs were not read in time
                 come together in one.
-            request_id: unique among requests that have not ended; None: "request-0", "request-1", ...
+            request_id: unique among unfinished requests; None: "request-0", "request-1", ...
             priority: smaller is more urgent; read under order "priority".
             cache_salt: only requests with an equal salt share cached prefixes.
             arrival_time: seconds on the engine's clock; None: the moment it is queued, before it is tokenized.
@@ -165,14 +164,14 @@ class AsyncEngine:
             prompt, request_id, priority, cache_salt: as for `generate`.
 
         Raises:
-            As reading a stream; RuntimeError: it ended without a vector, and why.
+            As reading a stream; RuntimeError: it finished without a vector, and why.
         """
         pooling = params or PoolingParams()
         async with self.generate(prompt, pooling, request_id, priority=priority, cache_salt=cache_salt) as stream:
             return EmbeddingRequestOutput.of(await anext(stream))
 
     async def abort(self, request_id: str) -> bool:
-        """End a request now; its stream ends with finish_reason "abort". False: it is unknown or has ended.
+        """Abort a request now; its stream ends with finish_reason "abort". False: it is unknown or has finished.
 
         A request whose prompt is still being tokenized is aborted in the same way, once that is done.
 
@@ -210,7 +209,7 @@ class AsyncEngine:
         """Where a request is, why it waits, which requests hold it up and since when.
 
         Raises:
-            UnknownRequest: no such request, or its end has been reported.
+            UnknownRequest: no such request, or its finish has been reported.
         """
         return await self._call(lambda engine: engine.scheduler.explain(request_id))
 
@@ -267,7 +266,7 @@ class AsyncEngine:
 
     @property
     def is_running(self) -> bool:
-        """Whether requests will be answered: it has neither died nor been shut down."""
+        """Whether requests are accepted and computed: it has neither died nor been shut down."""
         return self._thread.is_running
 
     @property
@@ -311,7 +310,7 @@ class AsyncEngine:
         self._tokenizing.shutdown(wait=False)
 
     def _send_stop(self, drain: bool) -> None:
-        # An engine that has ended needs no asking.
+        # An engine that has stopped needs no message.
         if self._thread.is_running:
             try:
                 self._thread.send(Stop(drain))
@@ -380,8 +379,8 @@ class AsyncEngine:
 class RequestStream(AsyncIterator[RequestOutput]):
     """The outputs of one request, for one reader. Made by `AsyncEngine.generate`.
 
-    Dropping it before its end aborts the request; `async with stream:` or `aclose()` do so at a certain moment. So does
-    a reading that is cancelled, by a timeout too. `aclose()` may come from another task than the reader's, for
+    Dropping it before it has finished aborts the request; `async with stream:` or `aclose()` do so at a certain moment.
+    So does a reading that is cancelled, by a timeout too. `aclose()` may come from another task than the reader's, for
     which the stream then simply ends.
     """
 
@@ -480,7 +479,8 @@ class RequestStream(AsyncIterator[RequestOutput]):
         return output
 
     async def aclose(self) -> None:
-        """End the stream. Its request is aborted if it has not ended; its blocks are free at the next step boundary."""
+        """End the stream. Its request is aborted if it has not finished; its blocks are free at the next step
+        boundary."""
         self._detach()
 
     async def __aenter__(self) -> RequestStream:

@@ -6,7 +6,7 @@ Messages are handled between steps, in the order in which they were sent, so not
 lock. Without work the thread blocks on the inbox. It ends in one of two ways, and every waiting reader gets an
 error or a last output:
 
-- it was asked to stop: at once (what runs is aborted), or once what runs has ended (`drain`);
+- it was asked to stop: at once (what runs is aborted), or once what runs has finished (`drain`);
 - it died: a step failed more often in a row than allowed, or anything else was raised. Then every stream and every
   call, waiting or still to come, gets an `EngineDeadError`.
 """
@@ -19,13 +19,13 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakSet
 
 from pointsman.core.errors import DuplicateRequest
 from pointsman.engine.aio.mailbox import Mailbox
-from pointsman.engine.aio.messages import Abandon, Add, Call, Expect, GrammarDone, Message, Stop, TransferDone
 from pointsman.engine.aio.readers import Readers
 from pointsman.engine.errors import EngineDeadError, EngineStepError
 from pointsman.engine.kv.worker import EXIT_PATIENCE  # its thread ends after the one here, which may wait for it
@@ -43,6 +43,74 @@ SECONDS_TO_IDLE = 1.0
 """Without work, after which freed memory goes back to the system."""
 LOOP_CHECK_INTERVAL = 0.5
 """Seconds between checks for event loops that were closed while requests of theirs are unfinished."""
+
+
+# ---------------------------------------------------------------------------------------- messages in the inbox
+
+
+@dataclass(slots=True, eq=False)
+class Expect:
+    """Message: an `Add` with this mailbox will follow, or an `Abandon`; its prompt is being tokenized."""
+
+    request_id: str
+    mailbox: Mailbox
+
+
+@dataclass(slots=True, eq=False)
+class Add:
+    """Message: queue a request."""
+
+    request_id: str
+    mailbox: Mailbox
+    add: Callable[[Engine], Request]
+    """Adds it to the engine, or raises why not."""
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """Message: call a function with the engine."""
+
+    function: Callable[[Engine], Any]
+    future: Future[Any]
+
+    def run(self, engine: Engine) -> None:
+        """Call it; what it returns or raises goes to the caller."""
+        if self.future.set_running_or_notify_cancel():  # False: the caller has given up
+            try:
+                self.future.set_result(self.function(engine))
+            except BaseException as error:  # whatever it is, it is the caller's
+                self.future.set_exception(error)
+
+
+@dataclass(slots=True, eq=False)
+class Abandon:
+    """Message: this mailbox has no reader any more."""
+
+    request_id: str
+    mailbox: Mailbox
+
+
+@dataclass(slots=True, eq=False)
+class Stop:
+    """Message: end the thread."""
+
+    drain: bool
+
+
+@dataclass(slots=True, eq=False)
+class GrammarDone:
+    """Message: a grammar has been compiled, or has failed."""
+
+
+@dataclass(slots=True, eq=False)
+class TransferDone:
+    """Message: KV has been loaded or stored, or could not be."""
+
+
+Message: TypeAlias = Expect | Add | Call | Abandon | Stop | GrammarDone | TransferDone
+
+
+# ---------------------------------------------------------------------------------------------------- the thread
 
 
 class EngineThread:
@@ -140,7 +208,7 @@ class EngineThread:
 
     def abandon(self, request_id: str, mailbox: Mailbox) -> None:
         """Abort a request that has no reader any more. Safe in finalizers, at any moment, also when the thread has
-        ended."""
+        stopped."""
         mailbox.is_abandoned = True
         self._inbox.put(Abandon(request_id, mailbox))
 
@@ -188,7 +256,7 @@ class EngineThread:
 
     @property
     def _has_unreported_ends(self) -> bool:
-        """Whether ids of requests that ended are free only with the next output."""
+        """Whether ids of finished requests are free only with the next output."""
         return self._engine.scheduler.has_unreported_ends
 
     def _is_over(self) -> bool:

@@ -7,8 +7,8 @@
     async for output in engine.generate(parts(), params): ...
 
 The request is queued with the first part, each further one is computed when it comes, and nothing is generated before
-the iterator has ended. The task that reads the iterator knows the request and not its stream, so that a stream that is
-dropped ends both.
+the iterator is exhausted. The task that reads the iterator knows the request and not its stream, so that a stream that
+is dropped ends both.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class InputFeed:
                     await self._extend(part, True)
             await self._extend((), False)
         except UnknownRequest:
-            return  # it has ended; its reader knows
+            return  # it has finished; its reader knows
         except Exception as error:
             self.error = error
             self._on_error()

@@ -194,7 +194,7 @@ class LoopMailbox(Mailbox):
         """The newest snapshot, once there is one other than `seen`; None once the stream is closed.
 
         Raises:
-            What ended the request instead.
+            The error that finished the request instead.
         """
         while self._latest is seen and not self.is_abandoned:
             await self._wait()

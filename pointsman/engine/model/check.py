@@ -1,6 +1,6 @@
 """Whether a model computes correctly on the paged path: what is refused by its configuration, a probe, a self-check.
 
-A wrong answer from a model that was let in would look like a bad model, so a model must earn its way in:
+Wrong logits would look like a bad model, so a model is used only after three checks:
 
 1. `check_config` refuses what cannot work by construction: encoder-decoders, recurrent or hybrid layers, layers that
    share KV, and rotary embeddings whose frequencies depend on the length of the batch (transformers reads the

@@ -20,7 +20,7 @@ def run_model(
         token_ids, positions: [t] int64.
         keep: [r] int64, the rows whose logits are wanted; None: all.
         num_rows: at least t: how many rows to compute; those beyond repeat the last token and are no part of the
-            answer. Only for attention backends that leave them out.
+            result. Only for attention backends that leave them out.
 
     Returns:
         [r or t, vocab_size] logits.

@@ -7,7 +7,7 @@ they are tried before they are used, and where they are missing or wrong weights
 
 With `int8`, weights are rounded to 8 bits per output feature when the model is loaded, and activations to 8 bits in
 every call (PyTorch's dynamic quantization): a quarter of the memory and about a third of the time of float32, for
-answers that differ. The scale of the activations is that of all rows of a step together, so in this mode a request's
+outputs that differ. The scale of the activations is that of all rows of a step together, so in this mode a request's
 tokens do depend on what runs beside it. torchao, whose scales are per row, was slower than float32 here.
 """
 
@@ -96,7 +96,7 @@ class JoinedLinear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
     def _in_int8(self, x: Tensor) -> Tensor:
-        """The rows share one scale, so those that are not finite are kept out of it, and answered with NaN."""
+        """The rows share one scale, so those that are not finite are kept out of it, and give NaN."""
         if bool(torch.isfinite(x.sum())):
             return torch.ops.quantized.linear_dynamic(x, self._stored, not has_vnni())  # type: ignore[no-any-return]
         broken = ~torch.isfinite(x).all(dim=-1, keepdim=True)

@@ -17,7 +17,7 @@ class LoadedModel:
 
     path: str
     model: Any
-    """The transformers model, in evaluation mode, its attention answered by `context`."""
+    """The transformers model, in evaluation mode, its attention computed through `context`."""
     config: Any
     """Its text configuration."""
     tokenizer: Any | None

@@ -84,7 +84,7 @@ def wrap_model(
     """Check a transformers model that is already in memory and connect it to paged attention.
 
     Args:
-        model: changed in place: its attention is answered by the returned object's `context` from now on.
+        model: changed in place: its attention is computed through the returned object's `context` from now on.
         tokenizer, path: kept for the caller.
         max_model_len: longest sequence that will be asked for; None: what the model was made for. Only a model with
             a "longrope" embedding needs to know it when it is loaded (see `fix_longrope`).

@@ -146,8 +146,8 @@ class ModelRunner:
     def execute(self, output: SchedulerOutput) -> StepExecution:
         """Compute the step: KV of every scheduled token, one sampled token per row with `samples`.
 
-        A row whose logits are not finite, or which has no token left to sample, is answered with an error, so that only
-        its request ends. An empty output is answered without a forward pass.
+        A row whose logits are not finite, or which has no token left to sample, gives an error, so that only its
+        request finishes. An empty output takes no forward pass.
 
         Raises:
             Exception: whatever the model raises; nothing is then known about the pool's slots of this step.

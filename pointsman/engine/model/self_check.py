@@ -1,4 +1,4 @@
-"""The last gate of a model: its logits on the paged path, step by step, against a plain forward pass.
+"""The last check of a model: its logits on the paged path, step by step, against a plain forward pass.
 
 The plain pass is computed once, when a `SelfCheck` is made; the paged path may be checked any number of times, also
 after parts of the model have been replaced by faster ones.
@@ -60,7 +60,7 @@ class SelfCheck:
     Args:
         model: with its handlers attached to `context`, and its own layers still in place.
         layers: its layers' shapes, as probed.
-        context: what its attention is answered by.
+        context: through which its attention is computed.
         backend: the attention that will run.
     """
 

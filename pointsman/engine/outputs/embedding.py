@@ -33,7 +33,7 @@ class EmbeddingRequestOutput:
         """What the last output of a request says.
 
         Raises:
-            RuntimeError: it ended without a vector; the message says why.
+            RuntimeError: it finished without a vector; the message says why.
         """
         if output.embedding is None:
             why = output.finish_detail or output.finish_reason

@@ -1,7 +1,7 @@
 """OutputProcessor: from a step's tokens to what callers see.
 
-It keeps a `Transcript` per request until its end. In the common case a row costs a lookup, an append and one small
-object; only rows with something to do beyond that (the first token, text to make, an end) take the longer way:
+It keeps a `Transcript` per request until it finishes. In the common case a row costs a lookup, an append and one small
+object; only rows with something to do beyond that (the first token, text to make, a finish) take the longer way:
 
 | mode | what a step does with the row's token |
 | --- | --- |
@@ -12,7 +12,7 @@ object; only rows with something to do beyond that (the first token, text to mak
 | EAGER, with one of these four | makes its text first, and looks whether a stop string is complete |
 
 Text is made here, in the engine's thread, for requests with stop strings and for those whose outputs other threads
-read; for all others when it is read. If the tokenizer fails on one of them, that request ends with an error and
+read; for all others when it is read. If the tokenizer fails on one of them, that request finishes with an error and
 the others go on.
 """
 
@@ -80,12 +80,12 @@ class OutputProcessor:
         self._kept: list[RequestOutput] = []
 
     def __len__(self) -> int:
-        """Requests that have not ended."""
+        """Unfinished requests."""
         return len(self._live)
 
     @property
     def requests(self) -> list[Request]:
-        """Those that have not ended, in the order in which they were added."""
+        """Those that have not finished, in the order in which they were added."""
         return list(self._live)
 
     def check(self, request_id: str, params: SamplingParams) -> None:
@@ -136,8 +136,8 @@ class OutputProcessor:
         """Take in a step.
 
         Returns:
-            Outputs of the requests that got a token or ended, in row order, without those that their callers do not
-            want; and the requests among them that have to be ended in the scheduler.
+            Outputs of the requests that got a token or finished, in row order, without those that their callers do not
+            want; and the requests among them that have to be finished in the scheduler.
         """
         live = self._live
         if execution.embeddings:
@@ -223,7 +223,8 @@ class OutputProcessor:
             transcript.metrics.num_external_tokens = num_external_tokens
 
     def end(self, request: Request, now: float, error: Exception | None = None) -> RequestOutput | None:
-        """The last output of a request that was ended from outside, by an error perhaps; None if it is not followed."""
+        """The last output of a request that was finished from outside, by an error perhaps; None if it is unknown
+        here."""
         transcript = self._live.get(request)
         if transcript is None:
             return None
@@ -292,7 +293,7 @@ class OutputProcessor:
     def _stop(
         self, transcript: Transcript, now: float, stops: list[StopFound], num_reported: int | None = None
     ) -> RequestOutput:
-        """End a running request whose newest token completed a stop string."""
+        """Finish a running request whose newest token completed a stop string."""
         num_tokens = len(transcript.token_ids)
         output = self._finish(transcript, num_tokens - 1 if num_reported is None else num_reported, now)
         stops.append(StopFound(output.request_id, num_tokens, str(output.stop_reason)))
@@ -306,7 +307,7 @@ class OutputProcessor:
         stops: list[StopFound],
         num_reported: int | None = None,
     ) -> RequestOutput:
-        """End a running request whose text the tokenizer failed to make."""
+        """Finish a running request whose text the tokenizer failed to make."""
         num_tokens = len(transcript.token_ids)
         detail = _give_up_text(transcript, error)
         output = self._finish(transcript, num_tokens - 1 if num_reported is None else num_reported, now)
@@ -386,5 +387,5 @@ def _give_up_text(transcript: Transcript, error: Exception) -> str:
 
 
 def _was_cut_short(request: Request) -> bool:
-    """Whether a request ended for a reason that its text does not outweigh."""
+    """Whether a request finished for a reason that its text does not override."""
     return request.finish_reason is not None and request.finish_reason.value in ("abort", "error", "deadline")

@@ -112,7 +112,7 @@ class Transcript:
         self.finish_reason: str | None = None
         self.finish_detail = ""
         self.error: Exception | None = None
-        """What ended it from outside, if that was an error."""
+        """What finished it from outside, if that was an error."""
         self.stop_reason: int | str | None = None
         self.has_hidden_end = False
         """Whether the last token, which stopped the request, is not part of the text."""
@@ -213,7 +213,7 @@ class CompletionOutput:
 
     @property
     def token_ids(self) -> list[int]:
-        """Generated tokens, the one that ended the request included."""
+        """Generated tokens, the one that finished the request included."""
         if self._token_ids is None:
             self._token_ids = self._transcript.token_ids[self._start : self._end]
         return self._token_ids
@@ -240,12 +240,12 @@ class CompletionOutput:
 
     @property
     def finish_detail(self) -> str:
-        """What exactly ended it: which limit, or the error."""
+        """What exactly finished it: which limit, or the error."""
         return self._transcript.finish_detail if self._finished else ""
 
     @property
     def stop_reason(self) -> int | str | None:
-        """The stop token or stop string that ended it, if one did, or "repetition_detected"; None for EOS."""
+        """The stop token or stop string that finished it, if one did, or "repetition_detected"; None for EOS."""
         return self._transcript.stop_reason if self._finished else None
 
     @property
@@ -259,7 +259,7 @@ class CompletionOutput:
 
 
 class RequestOutput:
-    """A request after a step in which it got tokens or ended: a view, made in constant time."""
+    """A request after a step in which it got tokens or finished: a view, made in constant time."""
 
     __slots__ = ("_completion", "_end", "_start", "_transcript", "finished")
 

@@ -125,7 +125,7 @@ def speculation_knobs(config: Mapping[str, Any], others: Mapping[str, Any]) -> d
     """The knobs that a `speculative_config` stands for; their values are checked where knobs are.
 
     Of `prompt_lookup_min` and `prompt_lookup_max` one alone is both, as in vLLM. Without either they have their
-    defaults here, which are wider than vLLM's 5 and 5; answers do not depend on them.
+    defaults here, which are wider than vLLM's 5 and 5; outputs do not depend on them.
 
     Args:
         config: None in it is as if the key were not there.

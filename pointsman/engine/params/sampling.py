@@ -1,4 +1,4 @@
-"""SamplingParams: how the next token is chosen and when a request ends, under the names vLLM's users know.
+"""SamplingParams: how the next token is chosen and when a request finishes, under the names vLLM's users know.
 
 Names, defaults and ranges are those of vLLM's class of this name, with two exceptions: a bias beyond 100 is refused
 here and not brought into range silently, and a repetition penalty has a least and a most. Every value is checked when
