@@ -24,7 +24,7 @@ class EngineCounters:
     num_external_queries: int = 0
     """With KV outside the pool: tokens of newly admitted requests that the prefix cache did not have,"""
     num_external_hits: int = 0
-    """and how many of them came from there."""
+    """and the number of them that came from there."""
     num_offloaded_blocks: int = 0
     """KV blocks that were copied to host memory,"""
     num_restored_blocks: int = 0

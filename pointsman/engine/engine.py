@@ -82,19 +82,20 @@ class Engine:
         device: "cpu", "cuda", ...; "auto": a GPU if PyTorch sees one. For a model that is not loaded yet.
         attention: "torch", "numba", a class of backends, or "auto": the fastest; for a model that is loaded already
             also a backend object.
-        fuse: whether parts of the model may be replaced by faster ones that compute the same. quantization: "int8" for
-        linear layers in 8 bits: faster, and other outputs (see `model/linear.py`). num_threads: of PyTorch and the
-        kernels; None: see `threads.py`. grammar_timeout: seconds that compiling the grammar of a request with
-        structured output may take. kv_offload_bytes: host memory for KV that the pool gives up, see `kv/offload.py`;
-        None: none. kv_store: a directory in which KV is kept for other engines and for later, see `kv/store.py`; None:
-        nowhere. kv_store_role: "producer": what is computed is written there; "consumer": what is there is not
-        computed; "both". kv_store_bytes: most that the files there may take; None: as much as there is room for.
+        fuse: whether parts of the model may be replaced by faster ones that compute the same.
+        quantization: "int8" for linear layers in 8 bits: faster, and other outputs (see `model/linear.py`).
+        num_threads: of PyTorch and the kernels; None: see `threads.py`.
+        grammar_timeout: seconds that compiling the grammar of a request with structured output may take.
+        kv_offload_bytes: host memory for KV that the pool evicts, see `kv/offload.py`; None: none.
+        kv_store: a directory in which KV is kept for other engines and for later, see `kv/store.py`; None: nowhere.
+        kv_store_role: "producer": computed KV is written there; "consumer": KV found there is not computed; "both".
+        kv_store_bytes: the maximum that the files there may take; None: no limit but the disk's.
         kv_events_config: where to publish what enters and leaves the prefix cache, see `kv/events.py`; None: nowhere.
         stream_interval: tokens from one output of a request to the next; the first token and the last output come at
-        once. prompt_lookup_min, prompt_lookup_max: with `num_draft_tokens`: how many of its newest tokens a request
-        must have
-            had before for drafts to be taken from there, at least, and how many are looked for
-            (`drafts/prompt_lookup.py`); None: 2 and 5.
+            once.
+        prompt_lookup_min, prompt_lookup_max: with `num_draft_tokens`: the minimum and the maximum number of its newest
+            tokens that must occur earlier in a request for drafts to be taken from there (`drafts/prompt_lookup.py`);
+            None: 2 and 5.
         speculative_config: the same three as vLLM has them, in their place, see `params/engine_args.py`.
         watchdog_seconds: without progress, after which a request is reported in the log (`watchdog.py`); 0: never.
         scheduler_knobs: fields of `SchedulerConfig`, which mean what they say there; where an engine's defaults differ,
@@ -269,11 +270,11 @@ class Engine:
             arrival_time: seconds on the engine's clock; None: now.
             priority: smaller is more urgent; read under order "priority".
             cache_salt: only requests with an equal salt share cached prefixes.
-            deadline: when the request finishes with finish_reason "deadline", waiting or running, in
-                seconds on the engine's clock; None: never.
+            deadline: when the request finishes with finish_reason "deadline", waiting or running, in seconds on the
+                engine's clock; None: never.
             prompt_text: what outputs show as the prompt if it is given as token ids.
-            eager_text: make the text in `report`, in the engine's thread, and not when an output's text is read; for
-                outputs that other threads read.
+            eager_text: make the text when a step is reported, in the engine's thread, and not when an output's text is
+                read; for outputs that other threads read.
             more_input: whether the prompt goes on in later parts (`extend`); nothing is generated before the last.
 
         Raises:

@@ -1,6 +1,6 @@
 """Ctrl-C between steps instead of within one.
 
-Python raises KeyboardInterrupt wherever the main thread happens to be: half way through the scheduler's bookkeeping, or
+Python raises KeyboardInterrupt wherever the main thread happens to be: in the middle of the scheduler's bookkeeping, or
 between a lock and the `try` that would release it. A loop that steps an engine notes the signal and obeys it at its own
 boundaries, so that whatever it leaves is whole:
 

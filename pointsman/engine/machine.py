@@ -22,7 +22,7 @@ SPINS = "5000"
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 ENVIRONMENT = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
 LARGEST_IN_HEAP = 32 << 20
-"""Bytes; the most that the C library accepts."""
+"""Bytes; the maximum that the C library accepts."""
 KEPT_AT_THE_TOP = 1 << 30
 """Bytes that may lie free at a heap's end before they go back to the system."""
 

@@ -28,9 +28,9 @@ from pointsman.engine.kv.pool import LayerShape
 GROUP_COST = 1 << 17
 """What starting a group costs, in multiply-adds: about 50 us of PyTorch calls on a CPU."""
 GROUP_KV_ELEMENTS = 1 << 20
-"""Most key elements that one group gathers: 4 MiB in float32."""
+"""The maximum of key elements that one group gathers: 4 MiB in float32."""
 PIECE_SCORES = 1 << 22
-"""Most scores (heads x queries x keys) of one piece: 16 MiB in float32."""
+"""The maximum of scores (heads x queries x keys) of one piece: 16 MiB in float32."""
 
 
 @dataclass(slots=True)

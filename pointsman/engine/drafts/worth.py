@@ -2,7 +2,7 @@
 
     Odds         how often the token that was expected came, by the length of the match behind it
     StepCost     seconds of a step, by the number of tokens that it computes
-    best_counts  the drafts with which a step gives the most tokens per second, none if that is so
+    best_counts  the drafts with which a step gives the most tokens per second, none if that is best
 
 Both are measured as the engine runs. That a token was expected costs nothing to find out, whether or not it was a
 draft, so a request that begins to repeat itself is noticed while it has no drafts.
@@ -119,7 +119,7 @@ class StepCost:
 
 
 def best_counts(chances: Float64Array, num_rows: int, cost: StepCost) -> Int64Array:
-    """How many drafts each request should have in a step, that it give the most tokens per second.
+    """The number of drafts of each request with which a step gives the most tokens per second.
 
     Args:
         chances: [n, most] as `Odds.chances`; they do not rise along a row.

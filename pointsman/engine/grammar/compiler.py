@@ -138,7 +138,7 @@ class GrammarCompiler:
         vocab_size: how many logits the model gives.
         eos_token_ids: of the model.
         limits: for each grammar.
-        cache_bytes: most that compiled grammars may take.
+        cache_bytes: the maximum that compiled grammars may take.
 
     Raises:
         ValueError: a limit is out of range.

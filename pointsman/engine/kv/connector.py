@@ -1,4 +1,4 @@
-"""What the engine knows of KV outside the pool: it answers the scheduler's questions, and moves the bytes.
+"""EngineConnector: KV outside the pool. It answers the scheduler's lookups, and moves the bytes.
 
     scheduler.schedule     asks `num_external_tokens`: how much is in host memory, how much in the store?
     connector.prepare      reads the output's saves and loads: what to copy with the step, which files to read then
@@ -7,9 +7,9 @@
     connector.void         voided steps: their loads are reported as empty
 
 Host memory (`offload.py`) is read before the step computes: a request that finds its blocks there is admitted at
-once. The store (`store.py`) is read by a thread, while its request waits as WAITING_FOR_REMOTE_KVS and others run.
-If both could help, whichever has more does. What has ended is written to the store by a second thread; the blocks stay
-as they are until it is done.
+once. The store (`store.py`) is read by a thread, while its request waits as WAITING_FOR_REMOTE_KVS and others run. If
+both have blocks of a request, the one that has more is used. The KV of finished requests is written to the store by a
+second thread; the blocks stay as they are until it is done.
 """
 
 from __future__ import annotations

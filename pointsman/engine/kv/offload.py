@@ -68,7 +68,7 @@ class HostTier:
 
     Args:
         pool: that they belong to.
-        num_bytes: most that they take. A slot takes as much as a block.
+        num_bytes: the maximum that they take. A slot takes as much as a block.
 
     Raises:
         ConfigError: less than one block fits.

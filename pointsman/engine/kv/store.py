@@ -169,7 +169,7 @@ class KVStore:
         fingerprint: the name for what the engine's model computes with, 32 bytes, as the weights are now; it takes
             seconds for a large model (`model/fingerprint.py`).
         pool: its KV pool.
-        max_bytes: most that all files may take, of all models; None: no bound.
+        max_bytes: the maximum that all files may take, of all models; None: no limit.
 
     Raises:
         ConfigError: the directory cannot be used.

@@ -51,7 +51,7 @@ class LoadedModel:
         """Tokens of the longest sequence: as given, or what the model was made for.
 
         Raises:
-            ValueError: the model cannot run so long a sequence, or does not say how long one may be.
+            ValueError: the model cannot run a sequence of this length, or its configuration names no maximum.
         """
         longest = self.max_position_embeddings
         if max_model_len is None:

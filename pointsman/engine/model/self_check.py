@@ -98,7 +98,7 @@ class SelfCheck:
 
     @contextmanager
     def first_step(self) -> Iterator[FirstStep]:
-        """The first step, with two chunks, to be computed as often as one likes while this is open."""
+        """The first step, with two chunks, to be computed any number of times while this is open."""
         counts = np.array(self.steps[0])
         with self._step(self._pool(), counts, np.zeros_like(counts)) as forward:
             yield FirstStep(forward, self.context, self._pool(torch.float32))

@@ -1,4 +1,4 @@
-"""What a caller gets back for a request: its text and tokens so far, and when it has finished, why.
+"""RequestOutput: what a caller gets back for a request: text and tokens so far, and the finish reason.
 
 A request's tokens, the text of each and their log probabilities are kept once, in its `Transcript`, which only ever
 grows. A `RequestOutput` is a view of a stretch of it: making one costs the same however long the output is, and lists

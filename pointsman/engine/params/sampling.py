@@ -1,9 +1,9 @@
 """SamplingParams: how the next token is chosen and when a request finishes, under the names vLLM's users know.
 
 Names, defaults and ranges are those of vLLM's class of this name, with two exceptions: a bias beyond 100 is refused
-here and not brought into range silently, and a repetition penalty has a least and a most. Every value is checked when
-the object is built, so later readers need no checks; only what depends on the model (whether a token id
-exists) is checked by `check_token_ids`, which needs the vocabulary's size.
+here and not brought into range silently, and a repetition penalty has a minimum and a maximum. Every value is checked
+when the object is built, so later readers need no checks; only what depends on the model (whether a token id exists) is
+checked by `check_token_ids`, which needs the vocabulary's size.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ALL_TOKENS = -1
 LOGIT_BIAS_LIMIT = 100.0
 """The largest bias either way, as in OpenAI's API."""
 REPETITION_PENALTIES = (0.01, 100.0)
-"""The least and the most; beyond, logits would become infinite rather than less likely."""
+"""The minimum and the maximum; beyond, logits would become infinite rather than less likely."""
 
 
 class RequestOutputKind(enum.Enum):
@@ -60,7 +60,7 @@ class SamplingParams:
     top_k: int = 0
     """Sample only from this many most likely tokens; 0 or -1: from all."""
     max_tokens: int | None = 16
-    """Most tokens to generate; None: as many as the model's length allows."""
+    """The maximum number of tokens to generate; None: as many as the model's length allows."""
     min_tokens: int = 0
     """Before this many tokens neither EOS nor a stop token can be sampled; with `structured_outputs`, unless nothing
     else may follow."""

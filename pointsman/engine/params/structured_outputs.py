@@ -4,7 +4,7 @@
 
 One of five ways says it: a JSON schema, "any JSON object", a regular expression, a list of texts, or a grammar in EBNF.
 Here they are only checked and brought into one of the three forms that are compiled (`GrammarSpec`); a grammar's own
-syntax is checked by the compiler, in a process of its own (`grammar/compiler.py`), because some grammars take for ever.
+syntax is checked by the compiler, in a process of its own (`grammar/compiler.py`), because some grammars take hours.
 """
 
 from __future__ import annotations

@@ -118,7 +118,9 @@ class Sampler:
             for at in edited:
                 try:
                     self._edited_row(output, int(sampling[at])).edit(at, int(positions[at]), edits)
-                except ValueError as error:  # of `check`, or a grammar's; a step that fails would fail again for ever
+                except (
+                    ValueError
+                ) as error:  # of `check`, or a grammar's; a step that failed would fail each time it is repeated
                     batch.errors[at] = str(error)
             batch.edits = edits if edits else None
         return batch

@@ -1,6 +1,6 @@
 """From text to token ids, and chat templates. Nothing here needs PyTorch: an API process uses it without a model.
 
-What a tokenizer or a template raises of a text is the text's fault, and becomes a `ValueError` of one line.
+An error that a tokenizer or a template raises on a text becomes a `ValueError` of one line.
 """
 
 from __future__ import annotations
