@@ -13,9 +13,9 @@ class EngineCounters:
     num_prompt_tokens: int = 0
     """Prompt tokens of requests that reached their first token, with those found in the prefix cache."""
     num_cached_tokens: int = 0
-    """How many of `num_prompt_tokens` were not computed: they were found in the prefix cache, or outside the pool."""
+    """Those of `num_prompt_tokens` that were not computed: they were found in the prefix cache, or outside the pool."""
     num_external_tokens: int = 0
-    """How many of `num_cached_tokens` came from host memory or the KV store."""
+    """Those of `num_cached_tokens` that came from host memory or the KV store."""
     num_generated_tokens: int = 0
     scheduler_time: float = 0.0
     """Seconds in the scheduler's `schedule` and `update`."""

@@ -318,7 +318,7 @@ class Engine:
         *,
         more_input: bool,
     ) -> IntArray | Sequence[int]:
-        """The prompt's tokens, if it and what is asked for can be a request of this model.
+        """The prompt's tokens, if prompt and parameters can be a request of this model.
 
         Raises:
             ValueError: they cannot, or the id cannot name one.
@@ -354,7 +354,7 @@ class Engine:
 
         Raises:
             UnknownRequest, InvalidTransition: there is no such request, or its prompt is complete.
-            ValueError: the part is none, or the prompt would be too long; the request is as before.
+            ValueError: the part is not valid, or the prompt would be too long; the request is as before.
         """
         tokens = self.tokenize(prompt, add_special_tokens=False) if isinstance(prompt, str) else prompt
         token_ids = checked_token_ids(request_id, tokens, self.loaded.vocab_size)
@@ -441,7 +441,8 @@ class Engine:
         return self.outputs.has_kept or len(self.steps) > 0 or self.scheduler.has_unfinished_requests()
 
     def has_runnable_requests(self) -> bool:
-        """Whether there is anything to do: a step is in flight, or a request neither parked nor paused."""
+        """Whether there is anything to compute: a step in flight, or a request that is neither paused nor parked (which
+        waits for a grammar, KV or a part of its prompt)."""
         return len(self.steps) > 0 or self.scheduler.has_runnable_requests()
 
     # -------------------------------------------------------------------------------------------------- pausing
@@ -490,7 +491,7 @@ class Engine:
         return self.outputs.take_kept()
 
     def finish_steps(self) -> list[RequestOutput]:
-        """Take in every step in flight, and schedule no further one.
+        """Execute, update and report every step in flight, and schedule no further one.
 
         Raises:
             EngineStepError: as for `step`.
@@ -499,7 +500,7 @@ class Engine:
         return self.outputs.take_kept()
 
     def close(self) -> None:
-        """Take back the steps in flight, and close what the engine has to do with others."""
+        """Void the steps in flight, and close the connector and the publisher of KV events."""
         self.steps.void()
         if self.kv_connector is not None:
             self.kv_connector.close()

@@ -78,7 +78,7 @@ def stats_line(before: EngineStats, after: EngineStats) -> str:
         f"Running: {now.num_running} reqs",
         f"Waiting: {now.num_waiting} reqs",
         f"KV cache usage: {now.kv_cache_usage:.1%}",
-        # No new request was looked up: that is neither a good rate nor a bad one.
+        # No new request had a prefix cache lookup: that is neither a good rate nor a bad one.
         f"Prefix cache hit rate: {f'{hits / queries:.1%}' if queries else 'n/a'}",
         *_external_hit_rate(before, after),
         f"Preemptions: {now.num_preemptions - was.num_preemptions}",

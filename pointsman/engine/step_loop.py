@@ -1,9 +1,9 @@
-"""StepLoop: the five parts of a step, one behind the other or interleaved with those of other steps.
+"""StepLoop: the five parts of a step, one after the other or interleaved with those of other steps.
 
     schedule   the scheduler decides what runs
     prepare    inputs of the model are read from the scheduler
     run        the model computes, the sampler draws
-    update     the scheduler takes in the tokens
+    update     the scheduler appends the tokens and finishes requests
     report     tokens become outputs, for callers
 
 With one step in flight these follow each other. With more (`max_steps_in_flight`), the thread that executes a step has
@@ -90,18 +90,18 @@ class StepLoop:
         """Called with every step that was reported, after its outputs."""
         self._most = scheduler.config.max_steps_in_flight
         self._steps: deque[_Step] = deque()
-        """Those that were not executed; the oldest one may be just now."""
+        """Steps that were not executed yet; the oldest one may be executing."""
         self._executed: tuple[SchedulerOutput, StepExecution] | None = None
-        """The one before them, if the scheduler does not know its result yet."""
+        """The step before them, if the scheduler does not know its result yet."""
         self._updated: _Updated | None = None
-        """The one before that, if it was not reported."""
+        """The step before that one, if it was not reported."""
         self._goes_on = True
-        """Whether further ones are scheduled."""
+        """Whether further steps are scheduled."""
         self._part: Callable[[], object] | None = None
-        """What comes next of that which can be done while a step is executed."""
+        """The next part that can be done while a step is executed; None: there is none."""
         self._error_of_part: BaseException | None = None
         self._elsewhere = 0.0
-        """Seconds of the present call that went into something else than executing."""
+        """Seconds of the present call that were spent on other parts than executing."""
 
     def __len__(self) -> int:
         """Steps that were scheduled and whose results the scheduler does not know."""
@@ -109,11 +109,11 @@ class StepLoop:
 
     def run(self) -> SchedulerOutput:
         """Execute the oldest step in flight, or schedule one. It is updated and reported by the next call, if that has
-        a step to execute by then, or else now.
+        a step to execute by then, or else by this one.
 
         Raises:
             EngineStepError: the model failed. The step, and any scheduled after it, is void: the scheduler is as it
-                was before it, and the next call decides anew. Those before it were reported.
+                was before it, and the next call schedules again. Those before it were reported.
         """
         started, self._elsewhere = time.perf_counter(), 0.0
         try:

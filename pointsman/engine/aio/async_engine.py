@@ -91,7 +91,7 @@ class AsyncEngine:
         self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pointsman-tokenizer")
         self._thread = EngineThread(engine, max_step_retries=max_step_retries, log_stats_interval=log_stats_interval)
         self._thread.start()
-        # One that is dropped without a shutdown takes its thread along. (At the interpreter's exit: see engine_thread.)
+        # An engine that is dropped without a shutdown stops its thread. (At the interpreter's exit: see engine_thread.)
         weakref.finalize(self, self._thread.ask_to_stop).atexit = False
 
     # ------------------------------------------------------------------ facts that never change
@@ -129,8 +129,8 @@ class AsyncEngine:
             prompt: text, or token ids; or an asynchronous iterator of such parts, which are computed as they come. The
                 request is then queued with the first one, and generates when the iterator is exhausted.
             params: None: the defaults of `SamplingParams`. Its `output_kind` says what the stream yields: all so far
-                (CUMULATIVE), what is new (DELTA), or the end (FINAL_ONLY). Steps whose outputs were not read in time
-                come together in one.
+                (CUMULATIVE), what is new (DELTA), or one final output (FINAL_ONLY). Steps whose outputs were not read
+                in time come together in one.
             request_id: unique among unfinished requests; None: "request-0", "request-1", ...
             priority: smaller is more urgent; read under order "priority".
             cache_salt: only requests with an equal salt share cached prefixes.

@@ -31,7 +31,7 @@ PAUSE = 4
 
 
 def takes_drafts(params: SamplingParams) -> bool:
-    """Whether each position's logits can be had without knowing which drafts before it are accepted."""
+    """Whether the logits of each position do not depend on which drafts before it are accepted."""
     return not (params.has_penalties or params.bad_words or params.structured_outputs is not None)
 
 
@@ -39,7 +39,7 @@ class PromptLookup:
     """Proposes drafts for the rows of a step.
 
     Args:
-        scheduler: it takes them; how many it would have verified is asked of it.
+        scheduler: takes the drafts; its `max_drafts` is the maximum per request.
         min_ngram, max_ngram: see `Trail`.
         counters: of the engine: the time that its steps took.
         rounded: the number of rows that the model computes for a number of tokens.
@@ -67,7 +67,7 @@ class PromptLookup:
         """Propose drafts behind the newest tokens of the output's rows; the output was updated last.
 
         Args:
-            update: what came of it.
+            update: the result of that update.
         """
         for request in output.finished:
             self._trails.pop(request, None)
@@ -91,15 +91,15 @@ class PromptLookup:
             self._scheduler.propose(output, drafts, counts, now)
 
     def _observe_cost(self, output: SchedulerOutput) -> None:
-        """The time since the last output was that of this one; steps that compute prompts say nothing of drafts."""
+        """Measure the step: the time since the last output was spent on it. Steps with prompts are left out."""
         before, self._work = self._work, self._counters.work_time
         num_tokens = output.total_num_scheduled_tokens
         if output.num_rows and num_tokens == output.num_rows + len(output.draft_token_ids):
             self._cost.observe(num_tokens, self._work - before)
 
     def _follow(self, output: SchedulerOutput, update: StepUpdate) -> tuple[list[tuple[int, Trail]], int]:
-        """Take in the newest tokens. Returns row indices and trails where something is expected, and how many rows
-        decode.
+        """Append the newest tokens. Returns row indices and trails where a continuation is expected, and the number of
+        rows that decode.
         """
         trails = self._trails
         token_ids, start = update.token_ids.tolist(), 0

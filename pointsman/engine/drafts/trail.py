@@ -1,7 +1,7 @@
-"""A request's tokens as a trail: where they have been before, and so what they may say next.
+"""Trail: a request's tokens, and what is expected next because it followed the same tokens before.
 
-What a request has just generated often stands in its tokens already: in a passage that it quotes, in code that it
-edits, in the turn before. So the longest suffix of `min_ngram` to `max_ngram` tokens that occurred earlier is looked
+What a request generates often occurs in its tokens already: in a passage that it quotes, in code that it edits, in the
+turn before. So the longest suffix of `min_ngram` to `max_ngram` tokens that occurred earlier is looked
 up, and what followed it there is expected (Saxena 2023, "Prompt Lookup Decoding"; vLLM's method "ngram"). Of several
 places the last is taken. As long as the tokens that come are those expected, the place moves on with them and nothing
 is looked up: the longer that goes on, the surer is what follows (as in SuffixDecoding, Oliaro et al. 2024).
@@ -29,7 +29,7 @@ class Trail:
 
     Args:
         token_ids: [n] int32, all that are known.
-        min_ngram: tokens of the shortest suffix that is worth a guess.
+        min_ngram: tokens of the shortest suffix from which drafts are taken.
         max_ngram: of the longest that is looked for.
     """
 
@@ -59,10 +59,10 @@ class Trail:
         return self._tokens[self._min_ngram :].tolist()
 
     def go_on(self, token_ids: Sequence[int]) -> list[int]:
-        """These tokens come next.
+        """Append tokens.
 
         Returns:
-            For each of them where one was expected: the length of the match, negative if it was another one.
+            For each position where a token was expected: the length of the match, negative if another token came.
         """
         tokens, judged = self._tokens, []
         was_there = 0

@@ -1,8 +1,8 @@
-"""Verifying drafts: which tokens of a step count where each position of a row was sampled.
+"""Verification: which tokens of a step with drafts are accepted.
 
 At every position the sampler draws what it would draw without drafts, from the same logits and with the same
 randomness (a function of the request's seed and the position). A draft is accepted if it is just the token that was
-drawn before it; the first that is not makes everything behind it worthless, and the token drawn in its place counts.
+drawn before it; the first that is not voids everything behind it, and the token drawn in its place is taken.
 
 For a proposal without randomness this is rejection sampling (Leviathan et al. 2023): a draft is accepted with its
 probability, and otherwise the token is distributed as the others are. It is even more: the tokens are those that the
@@ -58,7 +58,7 @@ class Verification:
 
         Args:
             token_ids: [s] what was drawn.
-            ok: [s] whether it means anything.
+            ok: [s] whether the token is valid.
             num_rows: of the output.
 
         Returns:

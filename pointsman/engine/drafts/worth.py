@@ -1,10 +1,10 @@
-"""What drafts are worth: how likely they are right, and what a step costs that verifies them.
+"""The value of drafts: how likely they are accepted, and what a step costs that verifies them.
 
-    Odds         how often the token that was expected came, by the length of the match behind it
+    Odds         how often the expected token came, by the length of the match before it
     StepCost     seconds of a step, by the number of tokens that it computes
     best_counts  the drafts with which a step gives the most tokens per second, none if that is best
 
-Both are measured as the engine runs. That a token was expected costs nothing to find out, whether or not it was a
+Both are measured as the engine runs. Whether an expected token came is known at no cost, also when it was no
 draft, so a request that begins to repeat itself is noticed while it has no drafts.
 """
 
@@ -28,7 +28,7 @@ LEAST_GAIN = 1.05
 
 
 class Odds:
-    """How often the token that was expected came."""
+    """How often the expected token came, by the length of the match."""
 
     def __init__(self) -> None:
         self._noted = [PRIOR] * (LONGEST + 1)

@@ -1,14 +1,14 @@
 """GrammarCompiler: the grammars of one engine's requests, compiled beside its steps.
 
-    compiler.add(request)            a request waits for its grammar; equal ones are compiled once
-    compiler.take()                  -> requests whose grammar is there, or has failed
+    compiler.add(request)            compile a request's grammar; equal ones are compiled once
+    compiler.take()                  -> requests whose grammar is compiled, or has failed
     compiler.find(params)            a grammar that was compiled before: no wait
 
 All of these belong to the engine's thread and return at once. Behind them threads wait for a process that compiles
 (`process.py`), each for one grammar at a time. When one is done, `notify` is called, in such a thread: that wakes
 an engine without anything else to do.
 
-Most grammars take little time, a few take all that they may, and which is which shows only in compiling them. So
+Most grammars take little time, a few reach the time limit, and only compiling shows which. So
 there are two queues, each with threads of its own:
 
     new     a slice of the limit each          done, failed, or out of time: then to `slow`
@@ -102,7 +102,7 @@ class _Worker:
             self.notify()
 
     def _compile(self, job: Job, is_new: bool) -> _Done | None:
-        """What came of it; None, if it waits for more time."""
+        """The outcome; None if the job was moved to the slow queue."""
         timeout = self.first_slice if is_new else self.timeout
         try:
             return _Done(job, self.process.compile(job, timeout))
@@ -131,11 +131,11 @@ def _queue_full(limit: int, which: str = "") -> GrammarQueueFullError:
 
 
 class GrammarCompiler:
-    """Compiles what the requests of one engine need. Nothing is started before the first of them, or `warm_up`.
+    """Compiles the grammars of one engine's requests. Nothing is started before the first of them, or `warm_up`.
 
     Args:
         tokenizer: of the model; None: `check` refuses all.
-        vocab_size: how many logits the model gives.
+        vocab_size: the number of the model's logits.
         eos_token_ids: of the model.
         limits: for each grammar.
         cache_bytes: the maximum that compiled grammars may take.

@@ -1,8 +1,7 @@
-"""Where a request is in its grammar, and which tokens may come next.
+"""RequestGrammar: the state of a request in its grammar, and which tokens may come next.
 
-A `RequestGrammar` is brought up to the output that its request has: it takes in tokens that are new, and goes back if
-there are fewer. So the tokens that it allows depend on the output alone, and not on when or beside which others the
-request runs.
+A `RequestGrammar` follows the output of its request: it accepts new tokens, and rewinds if there are fewer. So the
+tokens that it allows depend on the output alone, and not on when or beside which others the request runs.
 
 A complete text is followed by EOS. While more text may follow, EOS is one choice among others, which `min_tokens` and
 `ignore_eos` take away; once nothing else may follow, EOS is what comes, whatever else the parameters say: the grammar's
@@ -43,7 +42,7 @@ class TokenMasks:
         self._vocab_size = vocab_size
         self._rows: list[int] = []
         self.words = torch.empty((num_rows, -(-vocab_size // BITS)), dtype=torch.int32)
-        """[num_rows, ceil(vocab_size / 32)] int32 on the CPU; only rows that were added mean something."""
+        """[num_rows, ceil(vocab_size / 32)] int32 on the CPU; only rows that were added are valid."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -89,15 +88,15 @@ class RequestGrammar:
         self._limits = grammar.limits
         self._seconds = 0.0
         self.num_accepted = 0
-        """Output tokens that it has taken in."""
+        """The number of output tokens that it has accepted."""
 
     def rewind(self, num_tokens: int) -> None:
-        """Back to the state after the first `num_tokens` of the tokens taken in."""
+        """Return to the state after the first `num_tokens` accepted tokens."""
         self._matcher.rollback(self.num_accepted - num_tokens)
         self.num_accepted = num_tokens
 
     def mask(self, new_token_ids: Sequence[int], row: int, masks: TokenMasks) -> bool:
-        """Take in the output's next tokens, and put into `masks` what may follow them.
+        """Accept the output's next tokens, and put into `masks` which tokens may follow.
 
         Returns:
             Whether the text is complete and nothing but its end may follow.

@@ -40,7 +40,7 @@ GRACE = 5.0
 KILL_PATIENCE = 0.2
 """Seconds from the end of a child to that of its parent, if both were killed."""
 MAX_COMPILED_BYTES = 64 * 1024**2
-"""Longest compiled grammar, as JSON. Reading one takes about a second per 100 MB."""
+"""The maximum length of a compiled grammar, as JSON. Reading one takes about a second per 100 MB."""
 
 _WORKER = Path(__file__).with_name("worker.py")
 _READY = b"R"
@@ -76,7 +76,7 @@ class Cancelled(Exception):
 
 
 class OutOfTime(GrammarError):
-    """It was not compiled in the time that it was given."""
+    """The grammar was not compiled within its time limit."""
 
 
 class Job:
@@ -89,7 +89,7 @@ class Job:
         self._sock: socket.socket | None = None
 
     def cancel(self) -> None:
-        """End it, whether it runs or is still to come."""
+        """Cancel it, running or queued."""
         with self._lock:
             self.is_cancelled = True
             if self._sock is not None:

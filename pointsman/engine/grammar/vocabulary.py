@@ -1,7 +1,7 @@
-"""What a grammar knows of a model's tokens: the bytes of text that each stands for.
+"""GrammarVocabulary: the bytes of text that each of a model's tokens stands for.
 
-xgrammar reads them from the tokenizer, for the three ways in which vocabularies write bytes. What it gets wrong there
-would make texts that the grammar never allowed, so its reading is compared with the engine's own decoder: a token on
+xgrammar reads them from the tokenizer, for the three ways in which vocabularies write bytes. An error there would
+make texts that the grammar never allowed, so its reading is compared with the engine's own decoder: a token on
 whose text the two disagree is never chosen under a grammar, and a tokenizer with many of them has no structured output.
 Special tokens stand for no text, because texts leave them out.
 """

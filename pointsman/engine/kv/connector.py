@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 class FileLoad:
     """A load from the store. The first to claim it answers it: the thread that reads the files, or the engine,
-    if it takes the step back before that thread has begun."""
+    if it voids the step before that thread has begun."""
 
     def __init__(self, load: Load, start: Callable[[FileLoad], object]) -> None:
         self.load = load
@@ -85,7 +85,7 @@ class Waiting(NamedTuple):
 class EngineConnector:
     """Both sides of a `pointsman.core.KVConnector`, for one engine.
 
-    Only the thread that owns the engine calls it; but `StepTransfers.run` is for whatever executes the steps.
+    Only the thread that owns the engine calls it; but `StepTransfers.run` is called where the steps are executed.
 
     Args:
         pool: the engine's.
@@ -153,7 +153,7 @@ class EngineConnector:
         return True
 
     def reset(self) -> None:
-        """Nothing that was kept so far may be found."""
+        """Forget all KV that was kept so far."""
         self._num_resets += 1
         if self.tier is not None:
             self.tier.clear()
@@ -182,13 +182,13 @@ class EngineConnector:
         return transfers
 
     def void(self, outputs: Sequence[SchedulerOutput]) -> None:
-        """All steps in flight are taken back: none of them runs, or will."""
+        """All steps in flight are void: none of them runs, or will."""
         if self.tier is not None:
             self.tier.drop_plans()
         for output in outputs:
             transfers = self._steps.pop(output.step_id, None)
             loads = [load for load in output.loads if load.is_async]
-            if transfers is not None:  # else it never got here
+            if transfers is not None:  # else it was never prepared
                 loads = [one.load for one in transfers.loads if one.claim()]
             for load in loads:
                 self._ended.put((load.transfer_id, 0))
@@ -339,7 +339,7 @@ def make_kv_connector(
     counters: EngineCounters,
     clock: Callable[[], float],
 ) -> EngineConnector | None:
-    """The connector of an engine; None: it has nothing to do with KV outside the pool.
+    """The connector of an engine; None: it keeps no KV outside the pool.
 
     Raises:
         ConfigError: a knob is out of range, or would have no effect.

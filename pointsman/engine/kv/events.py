@@ -84,7 +84,7 @@ class KVEventsConfig:
         """The configuration, given as one or as a mapping; None: nothing is to be published.
 
         Raises:
-            ValueError: it has a field that there is none of, or a value is out of range.
+            ValueError: it has an unknown field, or a value is out of range.
         """
         if value is None or isinstance(value, KVEventsConfig):
             config = value

@@ -1,11 +1,11 @@
-"""Host memory behind the KV pool: what the pool gives up is copied there, and copied back instead of computed again.
+"""Host memory behind the KV pool: evicted blocks are copied there, and copied back instead of recomputed.
 
-The pool gives up the content of a block when it needs the block and it is the least recently used: a prefix that was
-cached, or what a preempted request had computed. The scheduler names such blocks in `SchedulerOutput.saves`, and asks,
+The pool evicts the content of a block when it needs the block and it is the least recently used: a cached prefix, or
+what a preempted request had computed. The scheduler names such blocks in `SchedulerOutput.saves`, and asks,
 when a request comes, how many of its blocks are here.
 
 The directory (which content is in which slot) is kept by the thread that owns the scheduler; bytes are moved by
-whatever executes the steps, in their order. So one step's copies are planned while another one executes:
+the thread that executes the steps, in their order. So one step's copies are planned while another one executes:
 
     copies = tier.plan(saves, loads)     owner: slots are taken, the least recently used first
     copies.run()                         with the step, before it computes: blocks -> slots, then slots -> blocks
@@ -134,7 +134,7 @@ class HostTier:
         return slot
 
     def drop_plans(self) -> None:
-        """The steps in flight were taken back: what they were to save, and have not, is not here."""
+        """The steps in flight are void: what they were to save, and have not, is forgotten."""
         for copies in self._plans:
             for one in () if copies.is_done else copies.saves:
                 if self._slots.get(one.key) == one.slot:

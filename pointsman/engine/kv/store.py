@@ -5,13 +5,13 @@ must be equal, too: the model's configuration and weights, the type of the eleme
 
     DIR/3f0a52c8d1e94b67a0c2/7b/7b9e...safetensors        folder by fingerprint, first byte of the key, key
 
-A file is written under another name and renamed, so it appears whole or not at all. What is read is believed only if
+A file is written under another name and renamed, so it appears whole or not at all. A file that is read is used only if
 size, names, shapes, types, fingerprint, key and checksum are as they must be; anything else counts as absent. So a file
 may be torn, damaged or removed at any moment, which costs a recomputation. The checksum guards against accidents, not
 against writers: with write access to the directory one can make the model say anything, with read access one can infer
 the prompts. Protect it as you protect the prompts.
 
-Files that were used least recently go first when the directory grows beyond its bound. Each process counts what it
+Files that were used least recently go first when the directory grows beyond its limit. Each process counts what it
 wrote itself, and looks at all files when that may be too much.
 """
 
@@ -45,7 +45,7 @@ OURS = re.compile(r"[0-9a-f]{20}/([0-9a-f]{2})/\1([0-9a-f]{62}|[0-9a-f]{14}-[0-9
 ABANDONED_AFTER = 3600.0
 """Seconds after which a file that was not finished is taken to be left behind by a process that is gone."""
 ROOM = 0.9
-"""What of the bound is kept when there was too much."""
+"""The share of the limit that is kept when files are removed."""
 
 
 class BadBlock(Exception):

@@ -37,7 +37,7 @@ plain one 2."""
 KEPT_BOTH_WAYS_FROM = 1 << 16
 """Elements of a weight from which packing pays for many rows. It is then kept both ways, which is a MiB at most."""
 MANY_ROWS = 8
-"""From this many rows on, of a weight that is kept both ways the packed one is used."""
+"""From this many rows on, the packed form of a weight that is kept both ways is used."""
 
 
 def whole_rows(num_rows: int) -> int:

@@ -88,14 +88,14 @@ def wrap_model(
         tokenizer, path: kept for the caller.
         max_model_len: longest sequence that will be asked for; None: what the model was made for. Only a model with
             a "longrope" embedding needs to know it when it is loaded (see `fix_longrope`).
-        attention: "torch", "numba" (compiled, for CPUs), a class of backends, or "auto": the fastest there is.
+        attention: "torch", "numba" (compiled, for CPUs), a class of backends, or "auto": the fastest available.
         fuse: replace parts of the model by faster ones that were seen to compute the same (see `fusion.py`), where the
             attention is "numba". The model is then good for this only.
-        quantization: "int8": linear layers in 8 bits (see `linear.py`), for fused models in float32. Answers differ.
+        quantization: "int8": linear layers in 8 bits (see `linear.py`), for fused models in float32. Outputs differ.
 
     Raises:
         UnsupportedModel: the paged path would not compute it correctly.
-        ValueError: an attention or a quantization that cannot be had here.
+        ValueError: an attention or a quantization that is not available here.
     """
     check_config(model.config)
     model.eval().requires_grad_(False)

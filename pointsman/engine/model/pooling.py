@@ -1,4 +1,4 @@
-"""Embeddings: one vector per prompt, made of the model's last hidden states; nothing is sampled.
+"""Pooler: embeddings, one vector per prompt, made of the model's last hidden states; nothing is sampled.
 
     "last"   the hidden state of the prompt's last token (what decoder models are trained for, vLLM's default)
     "mean"   the mean over all of its tokens
@@ -81,7 +81,7 @@ class Pooler:
         return chunks, np.concatenate(positions)
 
     def take(self, chunks: Sequence[PooledChunk], hidden: Tensor) -> dict[int, Float32Array]:
-        """Take in the hidden states of a step.
+        """Add the hidden states of a step.
 
         Args:
             hidden: [states of all chunks, hidden_size], chunk after chunk.
@@ -119,7 +119,7 @@ def hidden_states(model: Any, num_logits: int, trims: bool) -> Iterator[list[Ten
 
     Args:
         num_logits: of these rows, how many logits are wanted; the first ones.
-        trims: whether the other rows may be kept from the layer, so that its answer has only those.
+        trims: whether the other rows may be kept from the layer, so that its output has only those.
     """
     heard: list[Tensor] = []
 

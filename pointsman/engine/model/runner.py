@@ -75,7 +75,7 @@ class PreparedStep:
     verification: Verification | None = None
     """Of its drafts; None: it has none."""
     links: StepLinks | None = None
-    """How it hangs together with other steps in flight; None: there are none."""
+    """Tokens exchanged with other steps in flight; None: there are none."""
     transfers: StepTransfers | None = None
     """KV that is copied before the step computes; None: none is."""
 
@@ -94,7 +94,7 @@ class StepLinks:
 
 @dataclass(slots=True)
 class StepExecution:
-    """What a step gave: for the scheduler, and for the callers of its requests."""
+    """The results of a step: for the scheduler, and for the callers of its requests."""
 
     result: StepResult
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class ModelRunner:
         loaded: the model.
         pool: its KV pool, with the block count and size of the scheduler's configuration.
         scheduler: read for block tables and input tokens, never changed.
-        connector: knows of KV outside the pool; None: there is none.
+        connector: of KV outside the pool; None: there is none.
         seed: requests that give no seed derive theirs from it and their id.
         backend: how attention is computed; None: as the model was checked.
     """
@@ -319,7 +319,7 @@ class SampledTokens:
         return rows * self._num_steps + positions % self._num_steps
 
     def put(self, places: Int64Array, token_ids: Int64Array) -> None:
-        """What a step sampled."""
+        """Keep what a step sampled."""
         most = int(places.max(initial=-1))
         if most >= len(self._tokens):
             grown = np.zeros(max(most + 1, 2 * len(self._tokens)), dtype=np.int64)
@@ -328,7 +328,7 @@ class SampledTokens:
         self._tokens[places] = token_ids
 
     def get(self, places: Int64Array) -> Int64Array:
-        """What steps before have put there."""
+        """What earlier steps have put there."""
         return self._tokens[places]
 
 

@@ -5,7 +5,7 @@ object; only rows with something to do beyond that (the first token, text to mak
 
 | mode | what a step does with the row's token |
 | --- | --- |
-| CAREFUL | everything: first token, text, stop strings, end |
+| CAREFUL | everything: first token, text, stop strings, finish |
 | CUMULATIVE, DELTA | appends it and hands out a view |
 | SILENT | appends it; the caller wants the final output only |
 | SPACED | appends it, and hands out a view every `stream_interval` tokens |
@@ -47,7 +47,7 @@ class StopFound(NamedTuple):
 
     request_id: str
     num_tokens: int
-    """How many of its tokens count."""
+    """The number of its tokens that count."""
     stop: str | None
     """The stop string; None if the text could not be made."""
     reason: FinishReason = FinishReason.STOP
@@ -60,7 +60,8 @@ class OutputProcessor:
     Args:
         tokenizer: of the model; None: there is no text.
         counters: of the engine; counts prompts here.
-        stream_interval: tokens from one output of a request to the next; the first token and the end come at once.
+        stream_interval: tokens from one output of a request to the next; the first token and the last output come at
+            once.
 
     Raises:
         ValueError: the interval is no integer of at least 1.
@@ -133,7 +134,7 @@ class OutputProcessor:
     def process(
         self, output: SchedulerOutput, update: StepUpdate, execution: StepExecution, now: float
     ) -> tuple[list[RequestOutput], list[StopFound]]:
-        """Take in a step.
+        """Process a step: its tokens, log probabilities and embeddings.
 
         Returns:
             Outputs of the requests that got a token or finished, in row order, without those that their callers do not
@@ -172,7 +173,7 @@ class OutputProcessor:
                         outputs.append(self._report(transcript))
                 elif mode == CAREFUL and (one := self._advance(transcript, now, stops)) is not None:
                     outputs.append(one)
-            except Exception as error:  # of the tokenizer, which is not ours
+            except Exception as error:  # of the tokenizer, whose code is foreign
                 outputs.append(self._fail(transcript, error, now, stops))
         return outputs + self._finish_without_token(update, now), stops
 
@@ -193,7 +194,7 @@ class OutputProcessor:
     def _take_run(
         self, transcript: Transcript, run: list[int], now: float, stops: list[StopFound]
     ) -> RequestOutput | None:
-        """Take in tokens one by one, up to a stop string, and report them together."""
+        """Append tokens one by one, up to a stop string, and report them together."""
         num_reported = len(transcript.token_ids)
         try:
             for token_id in run[:-1]:
@@ -204,7 +205,7 @@ class OutputProcessor:
                         return self._stop(transcript, now, stops, num_reported)
             transcript.token_ids.append(run[-1])
             return self._advance(transcript, now, stops, num_reported)
-        except Exception as error:  # of the tokenizer, which is not ours
+        except Exception as error:  # of the tokenizer, whose code is foreign
             return self._fail(transcript, error, now, stops, num_reported)
 
     def _finish_without_token(self, update: StepUpdate, now: float) -> list[RequestOutput]:

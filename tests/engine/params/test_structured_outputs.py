@@ -66,7 +66,7 @@ def test_parameters_are_values() -> None:
         ({"json": '{"const": "\\ud800"}'}, "lone surrogate"),
         ({"regex": "a" * (MAX_GRAMMAR_BYTES + 1)}, "65,537 bytes, and the maximum is 65,536"),
         ({"grammar": "é" * MAX_GRAMMAR_BYTES}, "131,072 bytes"),
-        ({"json": "{" + " " * MAX_GRAMMAR_BYTES + "}"}, "bytes, and the most"),
+        ({"json": "{" + " " * MAX_GRAMMAR_BYTES + "}"}, "bytes, and the maximum"),
         ({"json": "{"}, "not valid JSON"),
         ({"json": "[1]"}, "must be a JSON schema"),
         ({"json": '"a"'}, "must be a JSON schema"),
