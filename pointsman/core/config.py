@@ -160,7 +160,10 @@ class SchedulerConfig:
         presets = PRESETS | SYSTEMS
         if name not in presets:
             raise ConfigError(f"no preset is called {name!r}; choose one of {', '.join(presets)}")
-        return cls(**{**presets[name], **overrides})
+        values = {**presets[name], **overrides}
+        if values.get("enable_prefix_caching") is False and "share_within_step" not in overrides:
+            values.pop("share_within_step", None)  # the preset sets what then has no effect
+        return cls(**values)
 
     def replace(self, **overrides: Any) -> Self:
         """A copy with `overrides`, checked again."""
