@@ -109,7 +109,13 @@ class Mailbox:
 
 
 class Waiter:
-    """Where one task at a time waits. It is woken in its event loop's thread.
+    """One task waits here until others say that something has happened, in its event loop's thread.
+
+        while not is_done():
+            await waiter.wait()      # and elsewhere: waiter.wake()
+
+    What has happened is not said: the task that was woken looks for itself. A `wake` while no task waits is forgotten.
+    No news is missed all the same, because the loop runs nothing else between the look and the wait.
 
     Args:
         loop: of the task that waits; a task of another loop gets a RuntimeError.
