@@ -183,7 +183,7 @@ class Engine:
         self.runner = ModelRunner(
             self.loaded, self.kv_pool, self.scheduler, self.kv_connector, seed=seed, backend=self.attention
         )
-        self.proposer = (
+        proposer = (
             PromptLookup(self.scheduler, min_ngram, max_ngram, self.counters, self.runner.num_computed_rows)
             if config.num_draft_tokens
             else None
@@ -208,7 +208,7 @@ class Engine:
             self.scheduler,
             self.runner,
             self.outputs,
-            proposer=self.proposer,
+            proposer=proposer,
             kv_events=self.kv_events,
             pausing=self.pausing,
             before_schedule=self._before_schedule,

@@ -78,12 +78,13 @@ class StepLoop:
         self._scheduler = scheduler
         self._runner = runner
         self._outputs = outputs
-        self._proposer = proposer
         self._kv_events = kv_events
         self._pausing = pausing
         self._before_schedule = before_schedule
         self._clock = clock
         self._counters = counters
+        self.proposer = proposer
+        """Proposes drafts for the next steps; None: there are none."""
         self.last_output: SchedulerOutput | None = None
         """The last step's decisions, for displays."""
         self.on_report: Callable[[SchedulerOutput], None] | None = None
@@ -197,8 +198,8 @@ class StepLoop:
         outputs, stops = self._outputs.process(output, update, execution, now)
         for request_id, num_tokens, stop, reason, detail in stops:
             self._scheduler.finish(request_id, reason, now, keep_tokens=num_tokens, detail=detail, stop_reason=stop)
-        if self._proposer is not None:
-            self._proposer.propose(output, update, now)
+        if self.proposer is not None:
+            self.proposer.propose(output, update, now)
         self._outputs.hand_out(outputs)
         if self._pausing.waiting:
             self._pausing.settle()

@@ -116,7 +116,7 @@ def test_right_drafts_are_accepted_and_save_steps(loaded: LoadedModel) -> None:
     engine = make(loaded, 3)
     oracle = Oracle(engine.scheduler, 1, 1, engine.counters, engine.runner.num_computed_rows)
     oracle.answers = {output.request_id: list(output.token_ids) for output in plain}
-    engine.proposer = oracle
+    engine.steps.proposer = oracle
     assert [story(output) for output in run(engine, params, prompts)] == [story(output) for output in plain]
     stats = engine.scheduler.stats()
     assert stats.num_accepted_tokens > 60
@@ -130,7 +130,7 @@ def test_a_delta_holds_all_tokens_of_its_step(loaded: LoadedModel) -> None:
     (plain,) = run(make(loaded, 0), [params], [REPETITIVE])
     oracle = Oracle(engine.scheduler, 1, 1, engine.counters, engine.runner.num_computed_rows)
     oracle.answers = {"a": list(plain.token_ids)}
-    engine.proposer = oracle
+    engine.steps.proposer = oracle
     engine.add_request("a", REPETITIVE, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True,
                                                        output_kind=RequestOutputKind.DELTA))  # fmt: skip
     deltas = []
