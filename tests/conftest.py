@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections import Counter
@@ -12,6 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.soak import SOAK
+
 # Started in the background of a script, the tests would hand a deaf ear for Ctrl-C down to all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -20,9 +21,9 @@ _common = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
     print_blob=True,
 )
-settings.register_profile("short", _common, max_examples=180, stateful_step_count=50)
-settings.register_profile("soak", _common, max_examples=1200, stateful_step_count=60)
-settings.load_profile("soak" if os.environ.get("POINTSMAN_SOAK") == "1" else "short")
+settings.register_profile("short", _common, max_examples=120, stateful_step_count=50)
+settings.register_profile("soak", _common, max_examples=1000, stateful_step_count=60)
+settings.load_profile("soak" if SOAK else "short")
 
 
 LONG_ONES = ("test_docs.py", "integrations", "benchmarks", "server", "cli", "engine")
@@ -31,7 +32,11 @@ from each other, is then in small pieces."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long tests first."""
+    """Long tests first; those of the long form alone are skipped in the short one."""
+    if not SOAK:
+        for item in items:
+            if item.get_closest_marker("soak"):
+                item.add_marker(pytest.mark.skip(reason="the long form: make soak"))
     here = Path(__file__).parent
 
     def place(item: pytest.Item) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,8 +31,8 @@ from pointsman.cli.workload import (
     text_workload,
     trace_workload,
 )
+from pointsman.core import Recorder, RecordingError, ReplayDifference
 from pointsman.core import replay as core_replay
-from pointsman.core.recording import Recorder, RecordingError, ReplayDifference
 from pointsman.engine.machine import wait_briefly
 
 if TYPE_CHECKING:
@@ -114,6 +115,8 @@ def serve(config: options.ConfigFile = None, preset: options.Preset = None, **va
     """
     settings = serve_settings({"preset": preset, **values}, config, os.environ)
     _log_to_stderr()
+    if not hasattr(socket, "AF_UNIX"):
+        raise CommandError("serve needs Unix sockets, which this Python lacks; run it on Linux or macOS")
     wait_briefly()
     try:
         for name in ("fastapi", "uvicorn", "uvloop", "httptools", "prometheus_client"):

@@ -15,8 +15,10 @@ from pointsman.core.errors import (
     UnknownTransfer,
 )
 from pointsman.core.kv.connector import KVConnector
-from pointsman.core.observe.stats import Explanation, SchedulerStats
-from pointsman.core.recording import Recorder, RecordingError, ReplayDifference, ReplayReport, replay
+from pointsman.core.observe.explain import Explanation
+from pointsman.core.observe.stats import SchedulerStats
+from pointsman.core.recording import Recorder, RecordingError
+from pointsman.core.replay import ReplayDifference, ReplayReport, replay
 from pointsman.core.scheduler import Scheduler
 from pointsman.core.state.inputs import Adapter, EncoderEntry, EncoderInput
 from pointsman.core.state.output import Load, Save, SchedulerOutput, StepResult, StepUpdate

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pointsman.cli import main
 from pointsman.integrations.vllm.exposition import NAMES
-from pointsman.server.metric_readings import SCRAPED
+from pointsman.server.metrics.readings import SCRAPED
 from tests.integrations.vllm_operated import Operated, operated
 
 Run = Callable[..., tuple[int, str, str]]

@@ -10,6 +10,7 @@ import pytest
 from pointsman.core import ConfigError, ParkReason, Reason, Request
 from pointsman.core.kv.prefix_tree import PrefixCache
 from tests.core.helpers import Host, names, tokens_of
+from tests.soak import short_or_long
 
 
 def test_waiting_requests_are_admitted_until_one_must_wait_and_nobody_overtakes_it() -> None:
@@ -301,7 +302,7 @@ def _decisions(seed: int, config: dict[str, Any], forgets: bool) -> list[object]
             request = Request(f"r{step}", tokens, arrival_time=float(step), max_tokens=random.randint(1, 14))
             scheduler.add(request, float(step))
         if forgets:
-            scheduler._admission.forget()
+            scheduler._admission._kept = None
             scheduler.check_invariants()
         output = scheduler.schedule(float(step))
         told.append((tokens_of(output), output.block_ids.tolist(), names(output.preempted)))
@@ -316,7 +317,7 @@ def _decisions(seed: int, config: dict[str, Any], forgets: bool) -> list[object]
     "config", [{}, {"watermark": 0.1}, {"long_prefill_token_threshold": 3}, {"full_sequence_must_fit": False}], ids=str
 )
 def test_what_is_remembered_decides_as_if_it_were_found_out_anew(config: dict[str, Any]) -> None:
-    for seed in range(12):
+    for seed in range(short_or_long(2, 24)):
         assert _decisions(seed, config, forgets=False) == _decisions(seed, config, forgets=True)
 
 

@@ -1,12 +1,11 @@
 """Presets named after other schedulers decide as those do: step by step, against their specifications.
 
-`POINTSMAN_SOAK=1` compares ten times as many workloads.
+`POINTSMAN_SOAK=1` compares forty times as many workloads.
 """
 
 from __future__ import annotations
 
 import io
-import os
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +26,7 @@ from pointsman.core import (
 )
 from pointsman.core.policy.order import make_order
 from pointsman.core.presets import SYSTEMS
+from tests.soak import short_or_long
 
 from .helpers import Host, cached_of, names, next_token, tokens_of
 from .specifications.original_caches import OriginalMiniVllm, OriginalNanoVllm, OriginalNanoVllmChunked
@@ -41,8 +41,8 @@ from .specifications.two_phases import (
 )
 from .specifications.vllm import Vllm
 
-NUM_WORKLOADS = 1000 if os.environ.get("POINTSMAN_SOAK") == "1" else 100
-NUM_WITH_ORIGINAL_CACHE = 600 if NUM_WORKLOADS >= 1000 else NUM_WORKLOADS // 5
+NUM_WORKLOADS = short_or_long(25, 1000)
+NUM_WITH_ORIGINAL_CACHE = short_or_long(20, 600)
 NUM_TOKENS = 5  # in the vocabulary: so few that unrelated requests meet in the prefix cache
 
 SPECIFICATIONS: dict[str, type[Specification]] = {
@@ -446,7 +446,8 @@ def test_the_request_preempted_last_is_the_head_under_fcfs_front() -> None:
         order = make_order(name)
         for request_id, serial in (("x", 1), ("y", 2)):
             request = Request(request_id, [1], arrival_time=serial, max_tokens=1)
-            request.status, request.serial, request.loss_number = RequestStatus.PREEMPTED, serial, serial
+            state = request._state
+            state.status, state.serial, state.loss_number = RequestStatus.PREEMPTED, serial, serial
             order.push(request)
         order.push(Request("new", [1], arrival_time=0.0, max_tokens=1))
         heads[name] = [order.pop().request_id for _ in range(3)]

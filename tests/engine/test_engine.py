@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from pointsman.core import DuplicateRequest, RequestRefused, Scheduler, SchedulerConfig
+from pointsman.core import DuplicateRequest, Recorder, RequestRefused, Scheduler, SchedulerConfig, replay
 from pointsman.core.errors import ConfigError
-from pointsman.core.recording import Recorder, replay
 from pointsman.engine import (
     LLM,
     Engine,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pointsman.core.recording import Recorder, replay
+from pointsman.core import Recorder, Scheduler, replay
 from pointsman.engine import LLM, Engine, EngineStepError, RequestOutput, SamplingParams, StructuredOutputsParams
 from pointsman.engine.attention.paged import PagedBatch
 from pointsman.engine.model.loaded import LoadedModel
@@ -331,17 +331,17 @@ def test_a_call_that_was_broken_off_between_two_steps_is_made_good(loaded: Loade
     assert drain(engine)["a"].token_ids == tokens
 
 
-def test_llm_leaves_no_step_behind_when_it_is_interrupted(loaded: LoadedModel) -> None:
+def test_llm_leaves_no_step_behind_when_it_is_interrupted(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(loaded, num_blocks=64, block_size=4, max_steps_in_flight=2)
     expected = llm.generate([{"prompt_token_ids": [3, 4]}], GREEDY, use_tqdm=False)[0].token_ids
-    update, countdown = llm.engine.scheduler.update, iter([0, 0, 1])
+    update, countdown = Scheduler.update, iter([0, 0, 1])
 
     def interrupted(*arguments: Any) -> Any:
         if next(countdown, 0):
             raise KeyboardInterrupt
         return update(*arguments)
 
-    llm.engine.scheduler.update = interrupted  # type: ignore[method-assign]
+    monkeypatch.setattr(Scheduler, "update", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([{"prompt_token_ids": [3, 4]}, {"prompt_token_ids": [5]}], GREEDY, use_tqdm=False)
     assert not llm.engine.has_unfinished_requests() and llm.engine.scheduler.num_steps_in_flight == 0

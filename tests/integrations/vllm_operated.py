@@ -35,8 +35,8 @@ class Operated:
         self.control = ControlSocket(None if path is None else str(path), self.questions.answer)
 
     def add(self, name: str, length: int = 6, max_tokens: int = 8, **options: Any) -> None:
+        options["metadata"] = SimpleNamespace(request_id=name)
         request = Request(name, range(1, length + 1), arrival_time=time.monotonic(), max_tokens=max_tokens, **options)
-        request.metadata = SimpleNamespace(request_id=name)
         with self.lock:
             if self.recordings.waiting is not None:
                 self.recordings.try_to_begin()

@@ -6,7 +6,6 @@ KV; at the end of each run everything must finish. `POINTSMAN_SOAK=1` runs the l
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -15,15 +14,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from pointsman.core import Reason
+from tests.soak import SOAK, short_or_long
 
 from .operations import EXECUTED, OPERATIONS, Operation, drive, make_world, run_operation
 from .workload import DrawChooser
 from .world import World
 
-SOAK = os.environ.get("POINTSMAN_SOAK") == "1"
-LEAST_RULES = 50_000 if SOAK else 5_000
+LEAST_RULES = short_or_long(4_000, 40_000)
 """Rules that the state machine must have executed; a run cut short by Hypothesis may not pass for a full one."""
-NUM_SEEDS = 400 if SOAK else 20
+NUM_SEEDS = short_or_long(16, 250)
 RULES_PER_SEED = 60
 NUM_LIMIT_SEEDS = 24
 LEAST_OF_A_LIMIT = 4

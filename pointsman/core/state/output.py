@@ -1,20 +1,23 @@
 """What travels between the scheduler and its host: `SchedulerOutput` out, `StepResult` in, `StepUpdate` back.
 
-An output has n rows: continued requests first, in admission order, then the requests admitted in this
-step. All arrays belong to the output; the scheduler never changes them afterwards.
+An output has n rows: continued requests first, in admission order, then the requests admitted in this step.
+
+What goes out is read-only: attributes cannot be assigned, sequences are tuples, arrays are flagged unwritable. A host
+may keep all of it; the scheduler never changes it afterwards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.state.inputs import Adapter, EncoderEntry
 from pointsman.core.state.request import Request
+from pointsman.core.state.sealed import Sealed
 
 IntArray: TypeAlias = npt.NDArray[np.integer]
 Integers: TypeAlias = IntArray | Sequence[int]
@@ -52,8 +55,8 @@ class Save(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class SchedulerOutput:
-    """What to run in one step."""
+class OutputFields:
+    """The fields of a `SchedulerOutput`, which can be assigned while the step is decided."""
 
     step_id: int
     """Counts up from 0, one per call of `schedule`."""
@@ -118,6 +121,13 @@ class SchedulerOutput:
     """What a connector loads, see `kv_connector.py`: before the step computes, or, if asynchronous, from now on."""
     saves: Sequence[Save] = ()
     """Blocks whose content is given up: copy them out first, in this order, or it is lost."""
+
+
+class SchedulerOutput(Sealed, OutputFields):
+    """What to run in one step. Read-only."""
+
+    __slots__ = ()
+    _remedy: ClassVar[str] = "what a step runs is decided by `Scheduler.schedule`"
 
     @property
     def num_rows(self) -> int:
@@ -200,15 +210,21 @@ class StepResult:
     """Seconds that the step took on the host, if it knows."""
 
 
-@dataclass(slots=True)
-class StepUpdate:
-    """What `update` made of a step result."""
+@dataclass(slots=True, eq=False)
+class UpdateFields:
+    """The fields of a `StepUpdate`, which can be assigned while the result is applied."""
 
     token_ids: IntArray
     """Tokens that were appended, ragged, parallel to the output's requests."""
     counts: IntArray
     """[n] int64: how many of `token_ids` belong to each row; 0 where a request had ended or sampled nothing."""
-    finished: Sequence[Request]
-    """Requests that ended by this update, in row order."""
+    finished: Sequence[Request] = ()
+    """Requests that finished by this update, in row order."""
     completed_parts: Sequence[Request] = ()
     """Requests whose present part is complete by it, in row order: they wait for the next, or go on with it."""
+
+
+class StepUpdate(Sealed, UpdateFields):
+    """What `Scheduler.update` made of a step result. Read-only."""
+
+    __slots__ = ()

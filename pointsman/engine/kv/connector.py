@@ -222,12 +222,12 @@ class EngineConnector:
 
         return FileLoad(load, start)
 
-    def _chain(self, load: Load) -> list[bytes]:
+    def _chain(self, load: Load) -> tuple[bytes, ...]:
         """The keys of all blocks of a load's request, from its first one to the last that is loaded."""
         size = self._pool.block_size
         return block_keys(load.request, size)[: load.first_token // size + len(load.block_ids)]
 
-    def _keys(self, load: Load) -> list[bytes]:
+    def _keys(self, load: Load) -> tuple[bytes, ...]:
         return self._chain(load)[-len(load.block_ids) :]
 
     # ------------------------------------------------------------------ what has ended

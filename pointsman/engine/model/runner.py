@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pointsman.core.state.output import SchedulerOutput, StepResult
-from pointsman.core.step.input_tokens import UNSAMPLED
+from pointsman.core.step.emit import UNSAMPLED
 from pointsman.engine.arrays import Float32Array, Int64Array
 from pointsman.engine.attention.paged import AttentionBackend, PagedBatch
 from pointsman.engine.drafts.verification import Verification

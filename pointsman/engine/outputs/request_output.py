@@ -108,7 +108,7 @@ class Transcript:
         """Of a request that is pooled, once its prompt is computed."""
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if keeps_prompt_logprobs else None
         """One per prompt token from the second on."""
-        self.metrics = RequestMetrics(arrival_time=request.arrival_time, events=request.events)
+        self.metrics = RequestMetrics(arrival_time=request.arrival_time)
         self.finish_reason: str | None = None
         self.finish_detail = ""
         self.error: Exception | None = None
@@ -324,6 +324,7 @@ class RequestOutput:
         """Shared by all outputs of the request, so it is always up to date."""
         metrics = self._transcript.metrics
         metrics.num_preemptions = self._transcript.request.num_preemptions
+        metrics.events = list(self._transcript.request.events)
         return metrics
 
     @property

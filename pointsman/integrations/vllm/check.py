@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-import pointsman
 from pointsman.core import ConfigError, SchedulerConfig
 from pointsman.integrations.vllm.settings import FLAGS, read_settings, scheduler_config
 from pointsman.integrations.vllm.support import GO_BACK, problems_of, what_was_not_run
 from pointsman.integrations.vllm.versions import TESTED, UnsupportedVLLM, check_version, minor_version
+from pointsman.version import __version__
 
 SCHEDULER_CLS = "pointsman.integrations.vllm.Scheduler"
 _STAND_IN_BLOCKS = 1 << 20  # how many there are is known when the weights are loaded
@@ -67,7 +67,7 @@ class Report:
 
     def _of_version(self) -> str:
         tested = TESTED.get(minor_version(self.version))
-        return f"Pointsman {pointsman.__version__} supports it ({tested})" if tested else "not supported"
+        return f"Pointsman {__version__} supports it ({tested})" if tested else "not supported"
 
 
 def check(model: str, options: list[str]) -> Report:

@@ -11,7 +11,6 @@ here knows of vLLM, or of a scheduler.
 from __future__ import annotations
 
 import atexit
-import fcntl
 import glob
 import itertools
 import json
@@ -211,6 +210,8 @@ def _listen(path: str) -> socket.socket:
 @contextmanager
 def _alone_in(folder: str) -> Iterator[None]:
     """Nobody else who does this makes way for a socket in the folder meanwhile."""
+    import fcntl  # Windows has none; questions and clients, which it does have, import this module
+
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -1,6 +1,6 @@
 """The metrics that vLLM does not have of this scheduler, as text for Prometheus.
 
-Names, types and meanings are those of `pointsman serve` (`pointsman/server/metric_table.py`). What vLLM counts itself
+Names, types and meanings are those of `pointsman serve` (`pointsman/server/metrics/table.py`). What vLLM counts itself
 is not here: its own page has it.
 """
 
@@ -12,8 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from pointsman.core import SchedulerStats
-from pointsman.server.metric_readings import SCRAPED
-from pointsman.server.metric_table import BASE_LABELS, REQUESTS_REFUSED, Definition, Reading
+from pointsman.server.metrics.readings import SCRAPED
+from pointsman.server.metrics.table import BASE_LABELS, REQUESTS_REFUSED, Definition, Reading
 
 NAMES = (
     "pointsman:requests_waiting",

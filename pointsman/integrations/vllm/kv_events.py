@@ -60,7 +60,7 @@ class KVEvents:
         return of_vllm.BlockStored(
             block_hashes=[maybe_convert_block_hash(each) for each in self._of_vllm(event, parent)],
             parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
-            token_ids=event.token_ids,
+            token_ids=list(event.token_ids),
             block_size=self._block_size,
             lora_id=lora_number(adapter) if adapter is not None else None,
             medium=of_vllm.MEDIUM_GPU,

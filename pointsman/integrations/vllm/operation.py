@@ -7,13 +7,13 @@ import threading
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-import pointsman
 from pointsman.core import ConfigError, Request, Scheduler
 from pointsman.integrations.vllm.control import ControlSocket
 from pointsman.integrations.vllm.questions import Questions
 from pointsman.integrations.vllm.recordings import RecordingFile, Recordings, open_recording
 from pointsman.integrations.vllm.settings import Settings
 from pointsman.integrations.vllm.support import what_was_not_run
+from pointsman.version import __version__
 
 logger = logging.getLogger("vllm.pointsman")  # where vLLM's own log goes
 
@@ -48,7 +48,7 @@ class Operation:
             self.recordings,
             adapter.lock,
             facts={
-                "version": pointsman.__version__,
+                "version": __version__,
                 "model": served_name(vllm_config),
                 "engine": rank_of(vllm_config),
             },
@@ -71,7 +71,7 @@ class Operation:
         config = self._adapter.core.config
         told = ", ".join(f"{name} {value}" for name, value in knobs.items())
         lines = [
-            f"Pointsman {pointsman.__version__} schedules for vLLM {vllm.__version__}, in place of its own scheduler",
+            f"Pointsman {__version__} schedules for vLLM {vllm.__version__}, in place of its own scheduler",
             f"order {config.order}, {config.max_num_batched_tokens} tokens and {config.max_num_seqs} requests a step, "
             f"{config.num_usable_blocks} KV blocks of {config.block_size}, {config.max_steps_in_flight} step(s) in "
             f"flight{f'; {told}' if told else ''}",

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pointsman.core.recording import Recorder, replay
+from pointsman.core import Recorder, replay
 from pointsman.engine import Engine, EngineStepError, SamplingParams
 from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.model.loader import wrap_model
