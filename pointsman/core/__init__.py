@@ -1,4 +1,14 @@
-"""The scheduler: NumPy and the standard library only, and it knows no host."""
+"""The scheduler: which requests run in a step, and how many tokens each advances.
+
+It imports NumPy and the standard library, and knows no host. Begin with `scheduler.py`.
+
+    state/    where does a fact live?              kv/       which block holds what?
+    policy/   which request, how many, how much?   step/     what happens in a step?
+    observe/  what was decided, and why?
+
+A host builds a `Request`, calls the scheduler's methods and reads what they return. Everything that leaves this package
+is read-only: writing to it raises.
+"""
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import (
@@ -20,6 +30,7 @@ from pointsman.core.observe.stats import SchedulerStats
 from pointsman.core.recording import Recorder, RecordingError
 from pointsman.core.replay import ReplayDifference, ReplayReport, replay
 from pointsman.core.scheduler import Scheduler
+from pointsman.core.state.events import Listener, StepDecision
 from pointsman.core.state.inputs import Adapter, EncoderEntry, EncoderInput
 from pointsman.core.state.output import Load, Save, SchedulerOutput, StepResult, StepUpdate
 from pointsman.core.state.reason import Holder, Reason
@@ -47,6 +58,7 @@ __all__ = [
     "InvalidTransition",
     "InvariantError",
     "KVConnector",
+    "Listener",
     "Load",
     "ParkReason",
     "PauseMode",
@@ -69,6 +81,7 @@ __all__ = [
     "SchedulerConfig",
     "SchedulerOutput",
     "SchedulerStats",
+    "StepDecision",
     "StepOrderError",
     "StepResult",
     "StepResultError",

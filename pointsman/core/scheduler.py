@@ -11,6 +11,9 @@ requests it favours in `policy/`, which blocks it hands out in `kv/`, the facts 
 There is no prefill phase and no decode phase (unless `batching` asks for them): each request's `num_computed_tokens`
 chases its `num_tokens`, and a prefill chunk is what the budget does to a long prompt. The scheduler reads no clock and
 no random number; the same calls give the same decisions. One thread owns it.
+
+What a host may write: nothing that it gets from here. Outputs, updates and requests are read-only, and change by the
+scheduler's methods alone (`set_priority`, `extend`, `park`, ...); a view (`block_table`) is valid until the next call.
 """
 
 from __future__ import annotations
@@ -31,12 +34,12 @@ from pointsman.core.observe.request_log import RequestLog
 from pointsman.core.observe.stats import SchedulerStats, Statistics
 from pointsman.core.observe.watchdog import Stall, Watchdog
 from pointsman.core.recording import Recorder
-from pointsman.core.state.events import Call, Events, Listener, PreemptionCause, Refused, send
+from pointsman.core.state.events import Call, Events, Listener, Refused, send
 from pointsman.core.state.inputs import EncoderInput
 from pointsman.core.state.numbers import checked_priority, set_writeable
 from pointsman.core.state.output import Integers, SchedulerOutput, StepResult, StepUpdate
 from pointsman.core.state.request import Request
-from pointsman.core.state.status import FinishReason, ParkReason, Pause, PauseMode, RequestStatus
+from pointsman.core.state.status import FinishReason, ParkReason, Pause, PauseMode, PreemptionCause, RequestStatus
 from pointsman.core.step.assembly import NEW, Start, assemble
 from pointsman.core.step.emit import input_token_ids
 from pointsman.core.step.in_flight import StepRecord
@@ -260,7 +263,7 @@ class Scheduler:
         head = table.queue.peek()
         displaced = self._displacement.choose(head)
         for request in displaced:
-            table.preempt(request, PreemptionCause.PRIORITY)
+            table.preempt(request, PreemptionCause.DISPLACED)
         step.displacer = head if displaced else None
 
     def _advance(self, step: StepRecord) -> None:

@@ -21,7 +21,7 @@ def test_it_takes_a_seat() -> None:
     assert names(output.preempted) == ["lazy"]
     assert tokens_of(output) == {"urgent": 4}
     assert (host.stats().num_displaced, host.stats().num_preemptions) == (1, 1)
-    assert lazy.preemption_causes == (PreemptionCause.PRIORITY,)
+    assert lazy.preemption_causes == (PreemptionCause.DISPLACED,)
     host.run_to_end()
     assert lazy.output_token_ids.tolist() == reference_output(lazy.prompt_token_ids, 6)
 

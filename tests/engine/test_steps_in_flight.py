@@ -9,15 +9,17 @@ import weakref
 from typing import Any
 
 import pytest
-from test_engine import byte_tokenizer, drain, free_blocks
-from test_sampling_batch import FEATURES
-from tiny_models import FAMILIES, build
 
 from pointsman.core import Recorder, Scheduler, replay
 from pointsman.engine import LLM, Engine, EngineStepError, RequestOutput, SamplingParams, StructuredOutputsParams
-from pointsman.engine.attention import PagedBatch
-from pointsman.engine.model_loader import LoadedModel, wrap_model
-from pointsman.engine.model_runner import PreparedStep, StepExecution
+from pointsman.engine.attention.paged import PagedBatch
+from pointsman.engine.model.loaded import LoadedModel
+from pointsman.engine.model.loader import wrap_model
+from pointsman.engine.model.runner import PreparedStep, StepExecution
+from tests.engine.engine_loop import drain, free_blocks
+from tests.engine.plain_requests import FEATURES
+from tests.engine.text_tokenizers import byte_tokenizer
+from tests.engine.tiny_models import FAMILIES, build
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 TEXTS: list[dict[str, Any]] = [
@@ -144,7 +146,7 @@ def test_a_failed_step_voids_those_behind_it(
 # ------------------------------------------------------------------------------------------------------- the overlap
 
 
-def watch(engine: Engine) -> list[str]:
+def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the engine does, as it does it."""
     events: list[str] = []
 
@@ -157,17 +159,19 @@ def watch(engine: Engine) -> list[str]:
             events.append(f"{name} ends")
             return answer
 
-        setattr(owner, name, watched)
+        monkeypatch.setattr(owner, name, watched)
 
-    for owner, names in ((engine.scheduler, ("schedule", "update")), (engine.runner, ("prepare", "run"))):
+    for owner, names in ((Scheduler, ("schedule", "update")), (engine.runner, ("prepare", "run"))):
         for name in names:
             wrap(owner, name)
     return events
 
 
-def test_the_last_step_is_taken_in_and_the_next_one_scheduled_while_the_model_computes(loaded: LoadedModel) -> None:
+def test_the_last_step_is_taken_in_and_the_next_one_scheduled_while_the_model_computes(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make(loaded)
-    events = watch(engine)
+    events = watch(engine, monkeypatch)
     engine.add_request("a", [3, 4, 5], GREEDY)
     for number in range(8):
         events.clear()
@@ -203,20 +207,22 @@ def test_any_part_may_be_left_for_later(
     assert free_blocks(engine) == 22
 
 
-def test_attention_that_offers_no_moment_runs_ahead_of_nothing() -> None:
+def test_attention_that_offers_no_moment_runs_ahead_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was not done while the model computed is done as with one step in flight."""
     engine = make(wrap_model(build(FAMILIES["qwen3"](), seed=1), fuse=False), attention="torch")
-    events = watch(engine)
+    events = watch(engine, monkeypatch)
     engine.add_request("a", [3, 4, 5], GREEDY)
     drain(engine)
     one = [f"{name} {what}" for name in ("schedule", "prepare", "run", "update") for what in ("begins", "ends")]
     assert events == one * 8
 
 
-def test_what_is_done_meanwhile_comes_before_the_step_ends(loaded: LoadedModel) -> None:
+def test_what_is_done_meanwhile_comes_before_the_step_ends(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A reader that is given every output at once has a token while the model computes the next."""
     engine = make(loaded)
-    events, seen = watch(engine), []
+    events, seen = watch(engine, monkeypatch), []
     engine.on_output = lambda output: seen.append((len(output.token_ids), events[-1]))
     engine.add_request("a", [3, 4, 5], GREEDY)
     assert [engine.step() for _ in range(8)] == [[]] * 8, "they were given already"
@@ -270,7 +276,7 @@ def test_an_exception_anywhere_leaves_the_engine_usable(
     raised: Any = EngineStepError if error is RuntimeError and where in ("run", "prepare") else error
     for _ in range(2):
         with monkeypatch.context() as patch:
-            owner = engine.scheduler if where in ("schedule", "update") else engine.runner
+            owner: Any = Scheduler if where in ("schedule", "update") else engine.runner
 
             def broken(*arguments: Any) -> None:
                 raise error
@@ -325,7 +331,7 @@ def test_a_call_that_was_broken_off_between_two_steps_is_made_good(loaded: Loade
     engine.add_request("a", [3, 4], GREEDY)
     engine.step()
     engine.steps.void()
-    engine.schedule()
+    engine.steps.schedule()
     assert drain(engine)["a"].token_ids == tokens
 
 

@@ -173,7 +173,7 @@ def test_requests_are_explained_oldest_first(tmp_path: Path) -> None:
         b, c = answer["requests"][2:]
         assert (b["state"], b["reason"], b["position"], b["missing"]) == ("waiting", "sequence_limit", 0, 1)
         assert b["holders"] == [{"id": name, "amount": 1, "what": ""} for name in ("a-0-x", "a-1-y")]
-        assert c["explanation"] == "c waits behind b, which waits: all seats are taken."
+        assert c["explanation"] == "c waits behind b, which waits: all sequence slots are taken."
         assert (b["num_prompt_tokens"], b["max_tokens"], b["num_blocks"], b["priority"]) == (6, 8, 0, 3)
         assert 0 <= b["waiting_for"] <= b["age"] < 60
         assert (answer["requests"][0]["num_output_tokens"], answer["requests"][0]["num_blocks"]) == (1, 2)

@@ -119,7 +119,9 @@ def test_commands_run_in_the_order_of_the_document(tmp_path: Path) -> None:
         table, one, every = (run(line, server, tmp_path) for line in asking[:3])
         assert table.startswith("1 running, 2 waiting, 0 parked") and "sequence_limit" in table and "behind" in table
         assert re.match(
-            r"cmpl-my-request-0-\w+ waits for 1 more seats: all seats are taken. Held by cmpl-first-0-\w+ \(1\).", one
+            r"cmpl-my-request-0-\w+ waits for 1 more sequence slots: all sequence slots are taken. "
+            r"Held by cmpl-first-0-\w+ \(1\).",
+            one,
         )
         found = [json.loads(line) for line in every.splitlines()]
         assert [re.sub("-0-.*", "", request["id"]) for request in found] == [f"cmpl-{name}" for name in names]

@@ -178,10 +178,9 @@ def drafts_are_counted_up_to_what_the_model_accepted() -> None:
     last = told(outputs, "d")
     assert last.new_token_ids == [5, 9] and last.finish_reason is FinishReason.LENGTH
     assert (last.spec_decode_metrics.per_step_drafted, last.spec_decode_metrics.per_step_accepted) == ([1], [1])
-    scheduler.add_request(request("e", [1, 2, 3], max_tokens=9))
-    scheduler.requests["e"].sampling_params.stop_token_ids = []
-    scheduler.of_id["e"].stop_set = frozenset([6])
-    scheduler.of_id["e"].stop_token_ids = (6,)
+    stopping = request("e", [1, 2, 3], max_tokens=9)
+    stopping.sampling_params.stop_token_ids = [6]
+    scheduler.add_request(stopping)
     step(scheduler)
     scheduler.update_draft_token_ids(DraftTokenIds(["e"], [[5, 6, 7]]))
     _, outputs = step(scheduler)

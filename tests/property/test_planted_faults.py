@@ -9,6 +9,7 @@ An eighth of the faults is planted in each run, the next eighth with the next co
 
 from __future__ import annotations
 
+import heapq
 import os
 import subprocess
 from collections.abc import Callable
@@ -720,11 +721,8 @@ def passed_over_returns_behind_the_next(patch: Patch) -> None:
     def put_back(original: Any, queue: Any, requests: Any) -> None:
         original(queue, requests)
         if len(requests) > 1:
-            queue.remove(requests[0])
-            arrival_time = requests[0].arrival_time
-            object.__setattr__(requests[0], "arrival_time", arrival_time + 1e9)
-            queue.push(requests[0])
-            object.__setattr__(requests[0], "arrival_time", arrival_time)
+            requests[0]._state.queue_entry[2] += 1e9  # as if it had arrived later
+            heapq.heapify(queue._heap)
 
     around(patch, "FirstComeFirstServed.put_back", put_back)
 

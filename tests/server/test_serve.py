@@ -17,7 +17,7 @@ import httpx2 as httpx
 import pytest
 from _server_process import ServerFailed, ServerProcess, start_server, wait_until
 
-from pointsman.engine.tokenizing import PLAIN_CHAT_TEMPLATE
+from pointsman.engine.text.tokenizer import PLAIN_CHAT_TEMPLATE
 from pointsman.server.config import ServerConfig
 from pointsman.server.serve import AddressError, check_chat_template, listening, url_of
 

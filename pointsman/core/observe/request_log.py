@@ -13,13 +13,12 @@ from pointsman.core.state.events import (
     Listener,
     Parked,
     Preempted,
-    PreemptionCause,
     Queued,
     RolledBack,
 )
 from pointsman.core.state.output import SchedulerOutput, StepUpdate
 from pointsman.core.state.request import Request
-from pointsman.core.state.status import RequestEvent, RequestEventType
+from pointsman.core.state.status import PreemptionCause, RequestEvent, RequestEventType
 
 
 class RequestLog(Listener):

@@ -17,13 +17,12 @@ from pointsman.core.state.events import (
     LoadFinished,
     LoadStarted,
     Preempted,
-    PreemptionCause,
     Refused,
     StepDecision,
 )
 from pointsman.core.state.output import SchedulerOutput, StepUpdate
 from pointsman.core.state.reason import Reason
-from pointsman.core.state.status import FinishReason
+from pointsman.core.state.status import FinishReason, PreemptionCause
 from pointsman.core.step.assembly import Parts
 
 
@@ -205,7 +204,7 @@ class Statistics(Listener):
             num_added=self.num_added,
             num_refused=self.num_refused,
             num_preemptions=sum(self.preemptions.values()),
-            num_displaced=self.preemptions[PreemptionCause.PRIORITY],
+            num_displaced=self.preemptions[PreemptionCause.DISPLACED],
             num_preempted_by_parking=self.preemptions[PreemptionCause.PARKED],
             num_preempted_by_reset=self.preemptions[PreemptionCause.RESET],
             num_recomputed_tokens=self.num_recomputed_tokens,

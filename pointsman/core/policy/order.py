@@ -1,4 +1,7 @@
-"""Who comes next? The orders of the waiting queue.
+"""Which request comes next? The orders of the waiting queue.
+
+To add one: a class with the methods of `Order` (`state/interfaces.py`), its name in `ORDERS` at the end of this file;
+or pass an object as `SchedulerConfig(order=...)`.
 
 An order is a queue of its own. Both built-in ones are a heap with lazy removal, so adding, taking and removing a
 request cost O(log n) and the head is known in O(1), however many wait. The key of a request is

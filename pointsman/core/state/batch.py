@@ -6,7 +6,7 @@ Layout, with R rows (grown by doubling) and W = blocks of the longest request:
     num_computed_tokens  int64 [R]     tokens whose KV exists, or will when the steps in flight have run
     num_pending          int64 [R]     samples scheduled and not yet returned
     num_slots            int64 [R]     tokens that the row's blocks can hold (number of blocks x block size)
-    token_limit          int64 [R]     at that many tokens the request ends
+    token_limit          int64 [R]     number of tokens at which the request finishes
     eos_token_id         int32 [R]     its one stop token; NO_TOKEN: none, or several (`StopFilter`)
     priority             int64 [R]     smaller is more urgent
     serial               int64 [R]     which admission the row belongs to; 0: none
@@ -42,9 +42,9 @@ Int32Array = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]
 
 PREFILLING = 1  # no sample has been scheduled since its admission: known tokens are left to compute
-WATCHED = 2  # a repetition may end it: each of its tokens is looked at
+WATCHED = 2  # a repetition may finish it: each of its tokens is tested
 NOT_AHEAD = 4  # none of its steps is scheduled while a sample of it is in flight
-NO_SAMPLE = 16  # it samples nothing, and ends when its prompt is computed
+NO_SAMPLE = 16  # it samples nothing, and finishes when its prompt is computed
 ENCODER_INPUTS = 32  # its prompt has placeholders
 
 NO_TOKEN = -1
@@ -152,7 +152,7 @@ class StopFilter:
 class Batch:
     """Rows for any number of requests of up to `max_blocks` blocks of `block_size` tokens.
 
-    `accepted_drafts`, one longer than the most drafts of a row: see `Acceptance`.
+    `accepted_drafts` has one element more than the maximum number of drafts of a row: see `Acceptance`.
     """
 
     def __init__(self, block_size: int, max_blocks: int, accepted_drafts: list[int]) -> None:
@@ -183,8 +183,8 @@ class Batch:
         self.stop_filter = StopFilter()
         self.num_not_ahead = 0
         self.num_no_sample = 0
-        self.least_left = 0  # so many tokens can surely be appended to each row before one comes to its token limit
-        self._least_room = 0  # so many appends can surely go by before a row's recent tokens must be flushed
+        self.least_left = 0  # tokens that can surely be appended to each row before one reaches its token limit
+        self._least_room = 0  # appends that can surely go by before a row's recent tokens must be flushed
         self.members = Members(self, np.zeros(0, dtype=np.int64), ())
 
     def __len__(self) -> int:

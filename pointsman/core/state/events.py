@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.state.reason import Reason
-from pointsman.core.state.status import PreemptionCause as PreemptionCause
+from pointsman.core.state.status import PreemptionCause
 
 if TYPE_CHECKING:
     from pointsman.core.state.output import SchedulerOutput, StepUpdate

@@ -20,7 +20,7 @@ MAX_INT = 2**31 - 1
 INT32, INT64 = np.dtype(np.int32), np.dtype(np.int64)
 UINT32, UINT64 = np.dtype(np.uint32), np.dtype(np.uint64)
 ONE: Int64Array = np.array(1)
-"""An array without dimensions, as the next ones: a number of Python's is converted anew each time."""
+"""An array without dimensions, as the next ones: a Python number is converted at every use."""
 ZERO: Int64Array = np.array(0)
 TRUE: npt.NDArray[np.bool_] = np.array(True)
 FALSE: npt.NDArray[np.bool_] = np.array(False)
@@ -85,10 +85,10 @@ def flat_integers(
 def flat_tokens(
     values: npt.NDArray[np.integer] | Sequence[int], count: int, wanted: str, origin: str, error: type[Exception]
 ) -> npt.NDArray[np.int32]:
-    """`count` token ids as an int32 array of its own; `wanted` and `origin` say, in errors, why so many and whence.
+    """`count` token ids as an int32 array of its own; errors say why that many (`wanted`) and of what (`origin`).
 
     Raises:
-        error: they are no flat sequence of so many integers from 0 to MAX_INT.
+        error: they are no flat sequence of that many integers from 0 to MAX_INT.
     """
     # As kept, or nearly. `in` and `is` compare identities first: that takes a fifth of the time of comparing types.
     if isinstance(values, np.ndarray) and (kind := values.dtype) in (INT32, UINT32):

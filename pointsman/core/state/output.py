@@ -51,7 +51,7 @@ class Save(NamedTuple):
 
     block_id: int
     key: bytes
-    """What it holds, see `content_keys.py`."""
+    """What it holds, see `kv/content.py`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -87,7 +87,7 @@ class OutputFields:
     """Ragged int32: the drafts, in row order."""
     completes: IntArray
     """[m] int64: row indices (0 to n - 1) that compute the last of a prompt for which nothing is sampled (`max_tokens`
-    0). The request ends with this step's update; whatever is made of its hidden states is the host's."""
+    0). The request finishes with this step's update; what to make of its hidden states is up to the host."""
 
     num_cached_tokens: IntArray
     """[n - num_continued] int64: tokens of each admitted row that need not be computed: they were found in the prefix
@@ -106,19 +106,19 @@ class OutputFields:
     """Encoder inputs to compute in this step, before the model runs: (request, index into its `encoder_inputs`). What
     else the rows need was computed before, and not freed since."""
     freed_encoder_entries: Sequence[EncoderEntry]
-    """Embeddings to free before anything is computed, if the host has them: one may be computed anew in this step."""
+    """Embeddings to free before anything is computed, if the host has them: one may be recomputed in this step."""
 
     preempted: Sequence[Request]
     """Requests that lost their row since the last output. A host drops their rows first: one may be resumed here."""
     finished: Sequence[Request]
-    """Requests that ended since the last output, each once; after this their ids are free again. A host forgets them
+    """Requests that finished since the last output, each once; after this their ids are free again. A host forgets them
     first: an id may be among the new ones."""
 
     num_common_prefix_blocks: int = 0
-    """With `count_common_prefix`: so many blocks are the same, one by one, at the beginning of the tables of all rows.
+    """With `count_common_prefix`: number of blocks that the tables of all rows begin with.
     Some may be written in this step: without a causal mask, read no further than the least `num_computed_tokens`."""
     loads: Sequence[Load] = ()
-    """What a connector loads, see `kv_connector.py`: before the step computes, or, if asynchronous, from now on."""
+    """What a connector loads, see `kv/connector.py`: before the step computes, or, if asynchronous, from now on."""
     saves: Sequence[Save] = ()
     """Blocks whose content is given up: copy them out first, in this order, or it is lost."""
 
@@ -184,7 +184,7 @@ class SchedulerOutput(Sealed, OutputFields):
         return pending
 
     def blocks(self, row_index: int) -> IntArray:
-        """Block ids that this output tells of row `row_index` (0 to n - 1): see `block_ids`."""
+        """Block ids that this output reports of row `row_index` (0 to n - 1): see `block_ids`."""
         start = self.block_rows.searchsorted(row_index)
         return self.block_ids[start : self.block_rows.searchsorted(row_index, side="right")]
 
@@ -205,7 +205,7 @@ class StepResult:
     """[n] tokens of each row; None: one for each row with `samples`, none for the others. A row with d drafts has 1 to
     1 + d: the drafts that the model accepts, and the token that it puts behind them."""
     errors: Mapping[int, str] = field(default_factory=dict)
-    """Row index (0 to n - 1) -> message: that request ends with FINISHED_ERROR; it has no token here."""
+    """Row index (0 to n - 1) -> message: that request finishes with FINISHED_ERROR; it has no token here."""
     step_time: float | None = None
     """Seconds that the step took on the host, if it knows."""
 

@@ -1,4 +1,7 @@
-"""Why a request waits: the reasons for a deferral, kept per request and counted per step for the head."""
+"""Why a request waits: the reasons for a deferral, kept per request and counted per step for the head.
+
+A waiting request gets its reason in `step/admission.py`; `observe/explain.py` puts it in words.
+"""
 
 from __future__ import annotations
 

@@ -114,6 +114,7 @@ class RequestState:
         self.finish_detail = ""
         self.num_preemptions = 0
         self.preemption_causes: tuple[PreemptionCause, ...] = ()
+        """Of each of its preemptions, in order."""
         self.events: list[RequestEvent] = []
         self.num_cached_tokens = 0  # of the last admission, those that a connector loaded included
         self.num_admitted_tokens = 0  # known tokens at the last admission
@@ -524,7 +525,7 @@ class Request(Sealed, _Asked):
 
     @property
     def preemption_causes(self) -> tuple[PreemptionCause, ...]:
-        """[num_preemptions] the cause of each preemption, in order."""
+        """Of each of its preemptions, in order."""
         return self._state.preemption_causes
 
     @property

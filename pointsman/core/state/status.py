@@ -55,16 +55,16 @@ class ParkReason(enum.Enum):
 
 
 class PreemptionCause(enum.Enum):
-    """Why a running request lost its row."""
+    """Why a running request lost its row and its blocks before it was done."""
 
     MEMORY = "memory"
-    """KV blocks ran out."""
-    PRIORITY = "priority"
-    """A more urgent waiting request took its place."""
+    """No block was free for a running request."""
+    DISPLACED = "displaced"
+    """A more urgent waiting request was admitted in its place."""
     PARKED = "parked"
     """The host parked it."""
     RESET = "reset"
-    """The prefix cache was reset, and what runs is computed again."""
+    """A reset of the prefix cache that also recomputes what runs."""
 
     @property
     def exists_in_vllm(self) -> bool:
@@ -77,7 +77,7 @@ class PreemptionCause(enum.Enum):
 
 
 class FinishReason(enum.Enum):
-    """Why a request ended; the values are those of the OpenAI API where it has them."""
+    """Why a request finished; the values are those of the OpenAI API where it has them."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -87,7 +87,7 @@ class FinishReason(enum.Enum):
     DEADLINE = "deadline"
     """The host's: its caller's time was up, whether it waited or ran."""
     REPETITION = "repetition"
-    """Its output goes round in circles, see `repetition.py`."""
+    """Its output repeats itself, see `repetition.py`."""
 
     __hash__ = object.__hash__
 
@@ -153,7 +153,7 @@ class PauseMode(enum.Enum):
     ALL = "all"
     """It schedules nothing. What runs keeps its blocks, and goes on where it stood."""
     ADMISSIONS = "admissions"
-    """It admits nobody, whoever was preempted meanwhile included; what runs goes on, until nothing does."""
+    """It admits no request, preempted ones included; running requests go on until they finish."""
 
 
 class Pause(NamedTuple):

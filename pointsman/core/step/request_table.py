@@ -26,7 +26,6 @@ from pointsman.core.state.events import (
     Finished,
     Parked,
     Preempted,
-    PreemptionCause,
     Queued,
     RolledBack,
     send,
@@ -34,7 +33,7 @@ from pointsman.core.state.events import (
 from pointsman.core.state.interfaces import Order
 from pointsman.core.state.reason import Deferral, Reason
 from pointsman.core.state.request import Request
-from pointsman.core.state.status import FinishReason, ParkReason, RequestStatus
+from pointsman.core.state.status import FinishReason, ParkReason, PreemptionCause, RequestStatus
 from pointsman.core.step.in_flight import AdmittedRequest, Grant, StepRecord, StepsInFlight
 
 PARKED = Deferral(Reason.PARKED, 0)

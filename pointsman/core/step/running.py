@@ -233,7 +233,7 @@ class Running:
             return None
         block_ids = self._kv.grow_by_one(batch, rows[lacking]) if len(lacking) else NO_BLOCKS
         batch.num_computed_tokens[rows] = end
-        batch.num_pending[rows] = members.ones
+        batch.num_pending[rows] = ONE
         return Advance(
             members.requests,
             rows,

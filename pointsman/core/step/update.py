@@ -19,7 +19,7 @@ from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.kv.transfers import Transfers
 from pointsman.core.policy.encoder_budget import EncoderCache
 from pointsman.core.state.batch import WATCHED, Batch, Members
-from pointsman.core.state.numbers import INT64, ONE, flat_tokens, set_writeable
+from pointsman.core.state.numbers import INT64, ONE, ZERO, flat_tokens, set_writeable
 from pointsman.core.state.output import IntArray, SchedulerOutput, StepResult, UpdateFields
 from pointsman.core.state.repetition import REPETITION_DETECTED
 from pointsman.core.state.request import Request
@@ -217,7 +217,7 @@ class Update:
             sampled = np.minimum(sampled, runs.counts + 1)  # a draft that ends its request was accepted
         if self._is_last():  # then all is known
             batch.num_computed_tokens[rows] = num_tokens - ONE
-            batch.num_pending[rows] = live.zeros
+            batch.num_pending[rows] = ZERO
         else:
             batch.num_computed_tokens[rows] -= drafts + 1 - runs.counts
             batch.num_pending[rows] -= 1

@@ -210,7 +210,7 @@ def _listen(path: str) -> socket.socket:
 @contextmanager
 def _locked_folder(folder: str) -> Iterator[None]:
     """A lock among processes that remove and create sockets in the folder."""
-    import fcntl  # not on Windows, where clients import this module all the same
+    import fcntl  # Windows has none; clients, which it does have, import this module
 
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from pointsman.engine.pooling_params import PoolingParams
+from pointsman.engine.params.pooling import PoolingParams
 from pointsman.server.api.guards import StrictRoute
 from pointsman.server.api.openapi import GENERATION_ERRORS, errors
 from pointsman.server.service.prompts import TextPrompts

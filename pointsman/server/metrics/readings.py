@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pointsman.core.state.reason import Reason
-from pointsman.core.state.status import ParkReason
+from pointsman.core.state.status import ParkReason, PreemptionCause
 from pointsman.server.metrics.table import FINISH_REASONS, Definition, Reading
 
 if TYPE_CHECKING:
-    from pointsman.engine.stats_log import EngineStats
+    from pointsman.engine.stats import EngineStats
 
 
 def _num_parked(stats: EngineStats) -> int:
@@ -27,20 +27,14 @@ def _waiting(stats: EngineStats) -> Reading:
 
 
 def _preemptions(stats: EngineStats) -> dict[str, int]:
-    """All preemptions by cause."""
+    """The preemptions by the value of `PreemptionCause`; their sum is `num_preemptions`."""
     scheduler = stats.scheduler
     others = {
-        "displaced": scheduler.num_displaced,
-        "parked": scheduler.num_preempted_by_parking,
-        "reset": scheduler.num_preempted_by_reset,
+        PreemptionCause.DISPLACED.value: scheduler.num_displaced,
+        PreemptionCause.PARKED.value: scheduler.num_preempted_by_parking,
+        PreemptionCause.RESET.value: scheduler.num_preempted_by_reset,
     }
-    return {"memory": scheduler.num_preemptions - sum(others.values()), **others}
-
-
-def _preemptions_of_vllm(stats: EngineStats) -> int:
-    """Those of the causes that vLLM has too, see `PreemptionCause.exists_in_vllm`."""
-    by_cause = _preemptions(stats)
-    return by_cause["memory"] + by_cause["reset"]
+    return {PreemptionCause.MEMORY.value: scheduler.num_preemptions - sum(others.values()), **others}
 
 
 def _blocks(stats: EngineStats) -> Reading:
@@ -175,7 +169,7 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
             "Running requests that lost their blocks, counted as vLLM counts: for memory, and by a reset of the prefix "
             "cache that recomputes what runs. pointsman:preemptions_total has every cause.",
         ),
-        _preemptions_of_vllm,
+        lambda stats: sum(_preemptions(stats)[cause.value] for cause in PreemptionCause if cause.exists_in_vllm),
     ),
     (
         Definition(

@@ -1,1 +1,1 @@
-"""Tests of `pointsman.server.metrics`."""
+"""Tests of `pointsman.server.metrics.exposition`."""

@@ -1,1 +1,1 @@
-"""Tests of `pointsman.server.service`."""
+"""Tests of `pointsman.server.service.service`."""

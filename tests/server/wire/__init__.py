@@ -1,1 +1,1 @@
-"""Tests of `pointsman.server.wire`."""
+"""Tests of `pointsman.server.wire.messages`."""
