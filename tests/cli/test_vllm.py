@@ -79,8 +79,8 @@ def test_one_request_is_told_in_full(host: Operated, run: Run) -> None:
     facts = dict(line.split(maxsplit=1) for line in lines[1:] if not line.startswith("held"))
     assert (facts["state"], facts["reason"], facts["position"]) == ("waiting", "sequence_limit", "0")
     assert [line for line in lines if line.startswith("held")] == [
-        "held by              cmpl-a-0-x: 1 seats",
-        "held by              cmpl-a-1-y: 1 seats",
+        "held by              cmpl-a-0-x: 1 sequence slots",
+        "held by              cmpl-a-1-y: 1 sequence slots",
     ]
 
 
