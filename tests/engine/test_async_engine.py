@@ -586,7 +586,6 @@ def test_random_cancellations_leave_nothing(make: Callable[..., AsyncEngine]) ->
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(os.environ.get("POINTSMAN_SOAK") != "1", reason="the long form; set POINTSMAN_SOAK=1")
 def test_three_thousand_random_cancellations_leave_nothing(make: Callable[..., AsyncEngine]) -> None:
     engine = make(num_blocks=48, max_num_seqs=24, max_model_len=256, full_sequence_must_fit=False)
 

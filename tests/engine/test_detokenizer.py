@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import time
 from typing import Any
@@ -15,8 +14,9 @@ from text_tokenizers import HARD_TEXTS, KINDS, byte_level, byte_token, metaspace
 
 from pointsman.engine.detokenizer import Detokenizer, TextDecoder
 from pointsman.engine.token_streams import CleanUpStream
+from tests.soak import short_or_long
 
-NUM_STRINGS = 10_000 if os.environ.get("POINTSMAN_SOAK") == "1" else 1_000  # per kind of tokenizer
+NUM_STRINGS = short_or_long(500, 10_000)  # per kind of tokenizer
 
 
 @pytest.fixture(scope="module", params=list(KINDS))

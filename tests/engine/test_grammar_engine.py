@@ -40,11 +40,11 @@ from pointsman.engine.grammar_matcher import RequestGrammar
 from pointsman.engine.grammar_process import CompiledGrammar, GrammarLimits
 from pointsman.engine.logit_edits import EditedRow, LogitEdits
 from pointsman.engine.model_loader import LoadedModel, load_model, wrap_model
+from tests.soak import short_or_long
 
 pytestmark = pytest.mark.e2e
 
-SOAK = os.environ.get("POINTSMAN_SOAK") == "1"
-NUM_SCHEMAS = 200 if SOAK else 60
+NUM_SCHEMAS = short_or_long(24, 200)
 PADDED_VOCAB_SIZE = 2100
 """Logits of the random model: more than the tokenizer, that of the demo model, has tokens."""
 PROMPT = "The import statement"

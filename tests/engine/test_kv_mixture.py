@@ -7,7 +7,6 @@ run is recorded and replayed.
 from __future__ import annotations
 
 import io
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from tiny_models import FAMILIES, build
 from pointsman.core.recording import Recorder, replay
 from pointsman.engine import Engine, EngineStepError, SamplingParams
 from pointsman.engine.model_loader import LoadedModel, wrap_model
+from tests.soak import short_or_long
 
 PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 NUM_PROMPTS = 40
@@ -115,7 +115,7 @@ def run_at_random(engine: Engine, choose: random.Random, expected: list[list[int
     return num_failures
 
 
-@pytest.mark.parametrize("seed", range(100) if os.environ.get("POINTSMAN_SOAK") else range(6))
+@pytest.mark.parametrize("seed", range(short_or_long(4, 60)))
 def test_everything_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel, expected: list[list[int]], seed: int
 ) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from _server_process import ServerProcess, start_server
+from _server_process import ServerProcess
 
 from pointsman.server import engine_client
 from tests.server.engine_pool import engine_pool
-from tests.server.forked_engines import SUBPROCESS
+from tests.server.forked_engines import SUBPROCESS, start_server
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +23,7 @@ def server() -> Iterator[ServerProcess]:
 
 @pytest.fixture(autouse=True, scope="session")
 def engines() -> Iterator[None]:
-    """Engines of this process, not that of `server`, are forked; what the tests have left in the pool is ended."""
+    """Engines are forked; what the tests have left in the pool is ended."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_client, "subprocess", SUBPROCESS)
         yield

@@ -1,14 +1,17 @@
-"""Engine processes that need not import anything: forked from one that has run an engine."""
+"""Servers and engine processes that need not import anything: forked from a process that has run an engine."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
+from _server_process import ServerProcess
+
+from tests import fork_server as fork_servers
 from tests.fork_server import ForkedProcess, ForkServer
 
 
@@ -16,7 +19,10 @@ def prepare() -> None:
     """Import what an engine process imports, at its start and with its first model, and load the compiled kernels."""
     import torch
 
-    import pointsman.server.engine_process  # noqa: F401
+    import pointsman.cli.serve
+    import pointsman.server.app
+    import pointsman.server.engine_process
+    import pointsman.server.serve  # noqa: F401
     from pointsman.engine import Engine, SamplingParams
 
     torch.set_num_threads(1)
@@ -36,7 +42,7 @@ def run_engine(descriptor: str) -> int:
 @cache
 def fork_server() -> ForkServer:
     """One for all tests of this process."""
-    return ForkServer("tests.server.forked_engines:prepare")
+    return fork_servers.connection or fork_servers.launch("tests.server.forked_engines:prepare")
 
 
 def popen(command: Sequence[str], *, pass_fds: Sequence[int], **_: Any) -> ForkedProcess:
@@ -44,7 +50,7 @@ def popen(command: Sequence[str], *, pass_fds: Sequence[int], **_: Any) -> Forke
     with open(os.devnull) as nothing:
         return fork_server().start(
             "tests.server.forked_engines:run_engine",
-            ["{3}"],
+            [3],
             descriptors=[nothing.fileno(), 1, 2, *pass_fds],
             environment=os.environ,
         )
@@ -52,3 +58,40 @@ def popen(command: Sequence[str], *, pass_fds: Sequence[int], **_: Any) -> Forke
 
 SUBPROCESS = SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL)
 """In place of the module where engines are started."""
+
+
+def run_server(*arguments: str) -> None:
+    """What `python -m pointsman serve` does; its engine is forked as well."""
+    from pointsman.cli import main
+    from pointsman.server import engine_client
+
+    fork_server.cache_clear()
+    engine_client.subprocess = SUBPROCESS  # type: ignore[assignment]
+    main(["serve", *arguments])
+
+
+class ForkedServer(ServerProcess):
+    """A server whose engine process is not its child."""
+
+    @property
+    def engine_pid(self) -> int:
+        return fork_server().started_by(self.pid)
+
+
+def start_server(
+    *arguments: str, environment: Mapping[str, str | None] | None = None, timeout: float = 120
+) -> ServerProcess:
+    """As `_server_process.start_server`, and forked."""
+    merged: dict[str, Any] = {**os.environ, **(environment or {})}
+    log, theirs = os.pipe()
+    with open(os.devnull) as nothing, open(theirs, "wb") as stderr:
+        process = fork_server().start(
+            "tests.server.forked_engines:run_server",
+            ["--port", "0", *arguments],
+            descriptors=[nothing.fileno(), 1, stderr.fileno()],
+            environment={name: value for name, value in merged.items() if value is not None},
+        )
+    process.stderr = open(log, errors="replace")  # noqa: SIM115 - it is read to its end, and closed with the process
+    server = ForkedServer(process)  # type: ignore[arg-type]
+    server.wait_ready(timeout)
+    return server
