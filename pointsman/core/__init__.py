@@ -14,19 +14,23 @@ from pointsman.core.errors import (
     UnknownRequest,
     UnknownTransfer,
 )
-from pointsman.core.kv.connector import KVConnector, Load, Save
-from pointsman.core.observe.events import RequestEvent, RequestEventType
+from pointsman.core.kv.connector import KVConnector
 from pointsman.core.observe.stats import Explanation, SchedulerStats
-from pointsman.core.policy.adapters import Adapter
 from pointsman.core.recording import Recorder, RecordingError, ReplayDifference, ReplayReport, replay
 from pointsman.core.scheduler import Scheduler
-from pointsman.core.state.encoder_inputs import EncoderEntry, EncoderInput
-from pointsman.core.state.output import SchedulerOutput, StepResult, StepUpdate
-from pointsman.core.state.pause import PauseMode
+from pointsman.core.state.inputs import Adapter, EncoderEntry, EncoderInput
+from pointsman.core.state.output import Load, Save, SchedulerOutput, StepResult, StepUpdate
 from pointsman.core.state.reason import Holder, Reason
 from pointsman.core.state.repetition import RepetitionDetectionParams
 from pointsman.core.state.request import Request
-from pointsman.core.state.status import FinishReason, ParkReason, RequestStatus
+from pointsman.core.state.status import (
+    FinishReason,
+    ParkReason,
+    PauseMode,
+    RequestEvent,
+    RequestEventType,
+    RequestStatus,
+)
 
 __all__ = [
     "Adapter",

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from pointsman.core.errors import ConfigError
 from pointsman.core.presets import PRESETS, SYSTEMS
+from pointsman.core.state.interfaces import Order, Victim
+from pointsman.core.state.numbers import MAX_INT
 
-if TYPE_CHECKING:
-    from pointsman.core.policy.order import Order
-    from pointsman.core.policy.victim import Victim
-
-MAX_INT = 2**31 - 1  # token and block counts travel as int32
 MAX_OVERTAKES = 64
 _ENCODER = ("encoder_budget", "encoder_cache_size")
 
@@ -163,7 +160,10 @@ class SchedulerConfig:
         presets = PRESETS | SYSTEMS
         if name not in presets:
             raise ConfigError(f"no preset is called {name!r}; choose one of {', '.join(presets)}")
-        return cls(**{**presets[name], **overrides})
+        values = {**presets[name], **overrides}
+        if values.get("enable_prefix_caching") is False and "share_within_step" not in overrides:
+            values.pop("share_within_step", None)  # the preset sets what then has no effect
+        return cls(**values)
 
     def replace(self, **overrides: Any) -> Self:
         """A copy with `overrides`, checked again."""

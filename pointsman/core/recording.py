@@ -20,13 +20,12 @@ from pointsman.core.kv.connector import AnswerLog, RecordedConnector
 from pointsman.core.policy.order import ORDERS
 from pointsman.core.policy.victim import VICTIMS
 from pointsman.core.state.output import Integers, SchedulerOutput, StepResult, StepUpdate
-from pointsman.core.state.pause import PauseMode
 from pointsman.core.state.request import Request
-from pointsman.core.state.status import FinishReason, ParkReason
+from pointsman.core.state.status import FinishReason, ParkReason, PauseMode
 
 if TYPE_CHECKING:
     from pointsman.core.scheduler import Scheduler
-    from pointsman.core.step.prompt_parts import Part
+    from pointsman.core.state.inputs import Part
 
 FORMAT = "pointsman-recording"
 FORMAT_VERSION = 1

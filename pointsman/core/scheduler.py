@@ -43,14 +43,13 @@ from pointsman.core.policy.reserve import make_reserves
 from pointsman.core.policy.victim import make_victim
 from pointsman.core.recording import NEW, Recorder, Start
 from pointsman.core.state.batch import Batch
-from pointsman.core.state.encoder_inputs import EncoderInput
+from pointsman.core.state.inputs import EncoderInput
+from pointsman.core.state.numbers import checked_priority
 from pointsman.core.state.output import Integers, SchedulerOutput, StepResult, StepUpdate
-from pointsman.core.state.pause import Pause, PauseMode
 from pointsman.core.state.request import Request
-from pointsman.core.state.status import FinishReason, ParkReason, RequestStatus
+from pointsman.core.state.status import FinishReason, ParkReason, Pause, PauseMode, RequestStatus
 from pointsman.core.step.admission import Admission
 from pointsman.core.step.batching import Idle, make_work
-from pointsman.core.step.checks import checked_priority
 from pointsman.core.step.displacement import Displacement, displaces
 from pointsman.core.step.drafts import Drafts
 from pointsman.core.step.emit import Emission

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pointsman.core import ConfigError, Scheduler, SchedulerConfig
-from pointsman.core.config import MAX_INT
 from pointsman.core.presets import PRESETS, SYSTEMS
+from pointsman.core.state.numbers import MAX_INT
 from tests.core.helpers import small_config
 
 POSITIVE = [

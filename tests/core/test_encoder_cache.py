@@ -18,7 +18,7 @@ from pointsman.core import (
     SchedulerOutput,
     StepResult,
 )
-from pointsman.core.state.encoder_inputs import ContentMarks
+from pointsman.core.kv.content_marks import ContentMarks
 from pointsman.core.state.reason import Holder
 from tests.core.helpers import Host, blocks_of, cached_of, names, tokens_of
 from tests.property.embeddings import ShadowEncoder

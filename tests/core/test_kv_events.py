@@ -10,7 +10,7 @@ import numpy as np
 from pointsman.core import EncoderInput
 from pointsman.core.kv.events import AllBlocksCleared, BlockRemoved, BlockStored
 from pointsman.core.kv.prefix_tree import Root
-from pointsman.core.policy.adapters import Adapter
+from pointsman.core.state.inputs import Adapter
 from tests.core.helpers import Host
 
 

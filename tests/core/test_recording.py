@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -351,3 +352,12 @@ def test_numpy_integers_are_recorded_as_what_they_are() -> None:
     host.add("a", 4, max_tokens=np.int32(2), priority=np.int64(3), eos_token_ids=(np.int64(5),))
     host.run_to_end()
     assert replay(file.getvalue().splitlines()).num_requests == 1
+
+
+@pytest.mark.parametrize("name", ["plain", "drafts", "connector"])
+def test_recordings_of_earlier_versions_replay(name: str) -> None:
+    """Made before the core was divided into packages; `plain` and `drafts` also preempt, park, fail and reset."""
+    path = Path(__file__).parent / "recordings" / f"{name}.jsonl"
+    with path.open() as file:
+        report = replay(file)
+    assert report.num_steps >= 40 and report.num_requests >= 15

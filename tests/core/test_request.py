@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pointsman.core import FinishReason, InvalidTransition, ParkReason, Request, RequestRefused, RequestStatus
-from pointsman.core.config import MAX_INT
+from pointsman.core.state.numbers import MAX_INT
 from tests.core.helpers import Host, next_token
 
 S = RequestStatus

@@ -7,23 +7,23 @@ import pytest
 
 import pointsman.core.step.update as update_module
 from pointsman.core import Request, RequestStatus
-from pointsman.core.state.stop_filter import SIZE, StopFilter
+from pointsman.core.state.batch import STOP_FILTER_SIZE, StopFilter
 
 from .helpers import Host
 
 
 def test_it_misses_no_stop_token_and_lets_others_pass() -> None:
     stops = StopFilter()
-    stops.add({5, SIZE + 7, 3})
-    assert stops.may_stop(np.array([5, SIZE + 7, 3, 4, 8])).tolist() == [True, True, True, False, False]
-    assert stops.may_stop(np.array([7, SIZE + 5])).all(), "the same low bits: to be looked at, no more"
+    stops.add({5, STOP_FILTER_SIZE + 7, 3})
+    assert stops.may_stop(np.array([5, STOP_FILTER_SIZE + 7, 3, 4, 8])).tolist() == [True, True, True, False, False]
+    assert stops.may_stop(np.array([7, STOP_FILTER_SIZE + 5])).all(), "the same low bits: to be looked at, no more"
 
 
 def test_tokens_that_share_a_place_are_counted_apart() -> None:
     stops = StopFilter()
-    stops.add({5, SIZE + 5})
+    stops.add({5, STOP_FILTER_SIZE + 5})
     stops.add({5, 6})
-    stops.remove({5, SIZE + 5})
+    stops.remove({5, STOP_FILTER_SIZE + 5})
     assert stops.may_stop(np.array([5, 6])).all() and stops.num_rows == 1
     stops.remove({5, 6})
     assert not stops.counts.any() and stops.num_rows == 0
@@ -39,11 +39,11 @@ def test_a_single_stop_token_is_not_its_business() -> None:
 def test_a_token_ends_the_requests_whose_stop_token_it_is_and_no_other() -> None:
     host = Host()
     first = host.add("a", eos_token_ids=(7, 8))
-    second = host.add("b", eos_token_ids=(9, SIZE + 7))
+    second = host.add("b", eos_token_ids=(9, STOP_FILTER_SIZE + 7))
     third = host.add("c", eos_token_ids=(7,))
     host.step({"a": 9, "b": 7, "c": 8})
     assert not (first.is_finished or second.is_finished or third.is_finished)
-    host.step({"a": 8, "b": SIZE + 7, "c": 7})
+    host.step({"a": 8, "b": STOP_FILTER_SIZE + 7, "c": 7})
     assert {first.status, second.status, third.status} == {RequestStatus.FINISHED_STOPPED}
     host.scheduler.check_invariants()
 

@@ -19,14 +19,12 @@ can be adapted to the other.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from pointsman.core.state.request import Request
+from pointsman.core.state.request import Request
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -63,36 +61,6 @@ class KVConnector(Protocol):
 
     def reset(self) -> None:
         """The prefix cache was reset: what was kept so far is of no use."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Load:
-    """Blocks that the host fills from outside."""
-
-    transfer_id: int
-    """Unique in the scheduler's life."""
-    request: Request
-    local_blocks: Int64Array
-    """int64: the request's blocks before them, whose content the pool has."""
-    block_ids: Int64Array
-    """[m] int64: the blocks to fill, in order."""
-    first_token: int
-    """Position in the request of the first token of `block_ids[0]`, a multiple of the block size."""
-    num_tokens: int
-    """m times the block size."""
-    is_async: bool
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-
-class Save(NamedTuple):
-    """A block whose content is given up in this step."""
-
-    block_id: int
-    key: bytes
-    """What it holds, see `content_keys.py`."""
 
 
 class AnswerLog:

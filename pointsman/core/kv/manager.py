@@ -15,13 +15,13 @@ import numpy.typing as npt
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.kv.block_pool import NO_BLOCKS, BlockPool
-from pointsman.core.kv.connector import Save
 from pointsman.core.kv.content import block_keys
+from pointsman.core.kv.content_marks import ContentMarks
 from pointsman.core.kv.events import KVEvents
 from pointsman.core.kv.prefix_tree import Node, Place, PrefixCache, Root, Span
 from pointsman.core.state.batch import Batch
-from pointsman.core.state.encoder_inputs import ContentMarks
 from pointsman.core.state.numbers import INT32
+from pointsman.core.state.output import Save
 from pointsman.core.state.request import Request
 
 Int32Array = npt.NDArray[np.int32]

@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.kv.block_pool import NO_BLOCKS
-from pointsman.core.policy.adapters import Adapter
+from pointsman.core.state.inputs import Adapter
 from pointsman.core.state.numbers import ZERO
 
 if TYPE_CHECKING:

@@ -20,8 +20,9 @@ import numpy.typing as npt
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import ConfigError, UnknownTransfer
-from pointsman.core.kv.connector import KVConnector, Load
+from pointsman.core.kv.connector import KVConnector
 from pointsman.core.kv.manager import KVCacheManager
+from pointsman.core.state.output import Load
 from pointsman.core.state.reason import Blocked, Deferral, Reason
 from pointsman.core.state.request import Request
 

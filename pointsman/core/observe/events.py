@@ -7,42 +7,8 @@ none yet are looked through.
 
 from __future__ import annotations
 
-import enum
-from typing import TYPE_CHECKING, NamedTuple
-
-from pointsman.core.state.status import RequestStatus
-
-if TYPE_CHECKING:
-    from pointsman.core.state.request import Request
-
-
-class RequestEventType(enum.IntEnum):
-    """What happened. The first three have the names and numbers of vLLM's `EngineCoreEventType`."""
-
-    QUEUED = 1
-    """It entered the queue: added, or ready after it was parked."""
-    SCHEDULED = 2
-    """It was admitted for the first time."""
-    PREEMPTED = 3
-    """It lost its blocks and returned to the queue."""
-    RESUMED = 4
-    """It was admitted again. (For vLLM this is SCHEDULED, too.)"""
-    PARKED = 5
-    """It waits for something other than capacity, which `detail` names; if it ran, it lost its blocks."""
-    ROLLED_BACK = 6
-    """Its admission is void, because the step failed; it is in its place in the queue again."""
-    FIRST_TOKEN = 7
-    FINISHED = 8
-    """`detail` is the finish reason."""
-
-
-class RequestEvent(NamedTuple):
-    """One entry of a request's log."""
-
-    type: RequestEventType
-    timestamp: float
-    """The `now` of the call in which it happened."""
-    detail: str = ""
+from pointsman.core.state.request import Request
+from pointsman.core.state.status import RequestEvent, RequestEventType, RequestStatus
 
 
 class RequestLog:

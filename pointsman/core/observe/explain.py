@@ -10,9 +10,9 @@ from pointsman.core.observe.causes import CAUSES, MAX_HOLDERS, sentence
 from pointsman.core.observe.left_out import why_left_out
 from pointsman.core.observe.stats import Counters, Explanation, SchedulerStats
 from pointsman.core.state.batch import Batch
-from pointsman.core.state.pause import PauseMode
 from pointsman.core.state.reason import Deferral, Reason
 from pointsman.core.state.request import Request
+from pointsman.core.state.status import PauseMode
 from pointsman.core.step.request_table import Lifecycle
 
 

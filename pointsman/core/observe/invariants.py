@@ -20,9 +20,8 @@ from pointsman.core.errors import InvariantError
 from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.kv.prefix_tree import TOKEN_BYTES, Root
 from pointsman.core.kv.transfers import Holding, Transfers
-from pointsman.core.state.batch import ENCODER_INPUTS, NO_SAMPLE, NOT_AHEAD, PREFILLING, WATCHED, Batch
+from pointsman.core.state.batch import ENCODER_INPUTS, NO_SAMPLE, NOT_AHEAD, PREFILLING, WATCHED, Batch, StopFilter
 from pointsman.core.state.status import RequestStatus
-from pointsman.core.state.stop_filter import StopFilter
 from pointsman.core.step.drafts import Drafts
 from pointsman.core.step.request_table import Lifecycle
 

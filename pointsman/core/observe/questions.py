@@ -12,8 +12,8 @@ from pointsman.core.observe.invariants import check
 from pointsman.core.observe.stats import Counters, Explanation, SchedulerStats
 from pointsman.core.state.batch import Batch
 from pointsman.core.state.output import SchedulerOutput
-from pointsman.core.state.pause import PauseMode
 from pointsman.core.state.request import Request
+from pointsman.core.state.status import PauseMode
 from pointsman.core.step.drafts import Drafts
 from pointsman.core.step.input_tokens import input_token_ids
 from pointsman.core.step.request_table import Lifecycle

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pointsman.core.observe.events import RequestEvent
-from pointsman.core.policy.adapters import Adapter
+from pointsman.core.state.inputs import Adapter
 from pointsman.core.state.reason import Holder, Reason
-from pointsman.core.state.status import FinishReason, RequestStatus
+from pointsman.core.state.status import FinishReason, RequestEvent, RequestStatus
 
 
 @dataclass(slots=True)

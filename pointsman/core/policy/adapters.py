@@ -16,22 +16,12 @@ Nothing about a claim is stored: every step asks the queue in order, so whoever 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
 
 from pointsman.core.config import SchedulerConfig
+from pointsman.core.state.inputs import Adapter
 from pointsman.core.state.reason import Blocked, Reason
+from pointsman.core.state.request import Request
 from pointsman.core.state.status import RequestStatus
-
-if TYPE_CHECKING:
-    from pointsman.core.state.request import Request
-
-
-class Adapter(NamedTuple):
-    """Weights that are added to the model's, such as a LoRA. Another version is another adapter."""
-
-    name: str
-    version: int | str = 0
-    """What changes with the weights: a number that counts up, or a digest of them."""
 
 
 class AdapterSlots:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.state.batch import ENCODER_INPUTS, PREFILLING, Batch
-from pointsman.core.state.encoder_inputs import EncoderEntry, EncoderInput
+from pointsman.core.state.inputs import EncoderEntry, EncoderInput
 from pointsman.core.state.reason import Blocked, Deferral, Reason
 from pointsman.core.state.request import Request
 from pointsman.core.state.status import RequestStatus

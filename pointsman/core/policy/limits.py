@@ -11,9 +11,10 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.config import MAX_INT, SchedulerConfig
+from pointsman.core.config import SchedulerConfig
 from pointsman.core.policy.encoder_budget import EncoderCache
 from pointsman.core.state.batch import NOT_AHEAD, Batch
+from pointsman.core.state.numbers import MAX_INT
 from pointsman.core.state.reason import Blocked
 from pointsman.core.state.request import Request
 

@@ -13,43 +13,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from pointsman.core.errors import ConfigError
+from pointsman.core.state.interfaces import Order
 from pointsman.core.state.request import Request
 from pointsman.core.state.status import RequestStatus
-
-
-class Order(Protocol):
-    """A queue of waiting requests. An object serves one scheduler."""
-
-    name: str
-    displaces: bool
-    """Whether a waiting request of strictly smaller `priority` may take the room of running ones."""
-
-    def push(self, request: Request) -> None:
-        """Insert a request; one that ran before goes to the front of its class."""
-
-    def pop(self) -> Request:
-        """Remove and return the head."""
-
-    def put_back(self, requests: Sequence[Request]) -> None:
-        """Take back requests that were popped in this order, each to its place. Nothing was pushed since."""
-
-    def peek(self) -> Request:
-        """The head. The queue is not empty."""
-
-    def remove(self, request: Request) -> None:
-        """Take a queued request out, wherever it stands."""
-
-    def position(self, request: Request) -> int:
-        """How many stand before it. For explanations: may cost O(n)."""
-
-    def __len__(self) -> int: ...
-
-    def __contains__(self, request: Request) -> bool: ...
-
-    def __iter__(self) -> Iterator[Request]: ...
 
 
 class FirstComeFirstServed:

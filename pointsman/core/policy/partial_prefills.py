@@ -11,8 +11,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.config import MAX_INT, SchedulerConfig
+from pointsman.core.config import SchedulerConfig
 from pointsman.core.state.batch import PREFILLING, Batch
+from pointsman.core.state.numbers import MAX_INT
 from pointsman.core.state.reason import Blocked, Reason
 from pointsman.core.state.request import Request
 

@@ -6,20 +6,10 @@ admitted again, less what the prefix cache still holds.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import ConfigError
 from pointsman.core.state.batch import Batch
-
-
-class Victim(Protocol):
-    """Chooses who gives way."""
-
-    name: str
-
-    def choose(self, batch: Batch, asking_row: int) -> int:
-        """The row that gives way to `asking_row`: a running row, maybe that one itself, and nothing senior to it."""
+from pointsman.core.state.interfaces import Victim
 
 
 class Latest:

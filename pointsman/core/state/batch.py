@@ -7,7 +7,7 @@ Layout, with R rows (grown by doubling) and W = blocks of the longest request:
     num_pending          int64 [R]     samples scheduled and not yet returned
     num_slots            int64 [R]     tokens that the row's blocks can hold (number of blocks x block size)
     token_limit          int64 [R]     at that many tokens the request ends
-    eos_token_id         int32 [R]     its one stop token; NO_TOKEN: none, or several (`stop_filter.py`)
+    eos_token_id         int32 [R]     its one stop token; NO_TOKEN: none, or several (`StopFilter`)
     priority             int64 [R]     smaller is more urgent
     serial               int64 [R]     which admission the row belongs to; 0: none
     flags                uint8 [R]     anything rare, see the constants
@@ -26,18 +26,16 @@ A row is free for reuse once every step that names it has been updated (`fence`)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.config import MAX_INT
 from pointsman.core.state.acceptance import Acceptance
-from pointsman.core.state.numbers import ONE, ZERO
+from pointsman.core.state.numbers import MAX_INT, ONE, ZERO
 from pointsman.core.state.request import Request
 from pointsman.core.state.runs import Runs
-from pointsman.core.state.stop_filter import StopFilter
 
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
@@ -50,6 +48,8 @@ NO_SAMPLE = 16  # it samples nothing, and ends when its prompt is computed
 ENCODER_INPUTS = 32  # its prompt has placeholders
 
 NO_TOKEN = -1
+STOP_FILTER_SIZE = 1 << 16  # vocabularies have two to four times as many: a stop token shares its place with few others
+_STOP_MASK = np.array(STOP_FILTER_SIZE - 1)  # of int64: what is masked is a place, whatever its type
 # One flush per row and so many tokens. In a step all rows write about the same place of theirs: if these places were a
 # power of two apart, they would share a few sets of the processor's cache.
 RECENT, RECENT_WITH_DRAFTS = 528, 4112
@@ -112,6 +112,41 @@ class Members:
         only_one = len(self._stop_tokens) == 1
         stops: BoolArray = runs.token_ids == (self._stop_tokens if only_one else self.eos_token_id.repeat(runs.counts))
         return stops
+
+
+class StopFilter:
+    """Which sampled tokens may be a stop token of the row that sampled them, for all rows at once.
+
+    A row with one stop token is compared with it (`Batch.eos_token_id`). Many models have two or three, and a request
+    may bring hundreds of its own. Those are counted here, over all rows together, by the low bits of their ids: a token
+    whose place is empty stops no row, and the few others are tested one by one, exactly.
+
+        counts  int32 [65536]   stop tokens, of rows with several of them, whose low bits are the index
+    """
+
+    def __init__(self) -> None:
+        self.num_rows = 0
+        """0: no row has several, and nothing need be asked."""
+        self.counts: npt.NDArray[np.int32] = np.zeros(STOP_FILTER_SIZE, dtype=np.int32)
+
+    def add(self, stop_tokens: Collection[int]) -> None:
+        """A row has these stop tokens; if they are several, they count."""
+        self._count(stop_tokens, 1)
+
+    def remove(self, stop_tokens: Collection[int]) -> None:
+        """A row that had these stop tokens is gone."""
+        self._count(stop_tokens, -1)
+
+    def may_stop(self, token_ids: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
+        """[len(token_ids)] False: the token is none of them."""
+        may: npt.NDArray[np.bool_] = self.counts[token_ids & _STOP_MASK] != 0
+        return may
+
+    def _count(self, stop_tokens: Collection[int], change: int) -> None:
+        if len(stop_tokens) > 1:
+            self.num_rows += change
+            places = np.fromiter(stop_tokens, dtype=np.int64, count=len(stop_tokens)) & _STOP_MASK
+            np.add.at(self.counts, places, change)
 
 
 class Batch:

@@ -8,19 +8,47 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.kv.connector import Load, Save
-from pointsman.core.policy.adapters import Adapter
-from pointsman.core.state.encoder_inputs import EncoderEntry
+from pointsman.core.state.inputs import Adapter, EncoderEntry
 from pointsman.core.state.request import Request
 
 IntArray: TypeAlias = npt.NDArray[np.integer]
 Integers: TypeAlias = IntArray | Sequence[int]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Load:
+    """Blocks that the host fills from outside."""
+
+    transfer_id: int
+    """Unique in the scheduler's life."""
+    request: Request
+    local_blocks: IntArray
+    """int64: the request's blocks before them, whose content the pool has."""
+    block_ids: IntArray
+    """[m] int64: the blocks to fill, in order."""
+    first_token: int
+    """Position in the request of the first token of `block_ids[0]`, a multiple of the block size."""
+    num_tokens: int
+    """m times the block size."""
+    is_async: bool
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+
+class Save(NamedTuple):
+    """A block whose content is given up in this step."""
+
+    block_id: int
+    key: bytes
+    """What it holds, see `content_keys.py`."""
 
 
 @dataclass(slots=True, eq=False)

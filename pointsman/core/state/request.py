@@ -15,17 +15,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from pointsman.core.errors import InvalidTransition, RequestRefused
-from pointsman.core.policy.adapters import Adapter
-from pointsman.core.state.encoder_inputs import EncoderInput, read_encoder_inputs
+from pointsman.core.state.inputs import Adapter, EncoderInput, read_encoder_inputs
+from pointsman.core.state.numbers import checked_integer, checked_priority
 from pointsman.core.state.repetition import RepetitionDetectionParams, RepetitionWatch
 from pointsman.core.state.status import NEXT, FinishReason, RequestStatus
 from pointsman.core.state.tokens import Int32Array, IntArray, OutputTokens, shared_prompt
-from pointsman.core.step.checks import checked_integer, checked_priority
 
 if TYPE_CHECKING:
-    from pointsman.core.observe.events import RequestEvent
     from pointsman.core.state.batch import Batch
-    from pointsman.core.step.prompt_parts import Part
+    from pointsman.core.state.inputs import Part
+    from pointsman.core.state.status import RequestEvent
 
 
 class Request:

@@ -1,6 +1,6 @@
-"""Where a request can be, why it waits outside the queue, and why it ends.
+"""Where a request can be, why it is parked, why it finishes, and what happened to it; and how a scheduler is paused.
 
-The life of a request:
+The states of a request:
 
     WAITING ----> RUNNING ----> FINISHED_*
        |  ^        |   ^
@@ -11,6 +11,7 @@ The life of a request:
 from __future__ import annotations
 
 import enum
+from typing import NamedTuple
 
 
 class RequestStatus(enum.Enum):
@@ -93,3 +94,49 @@ NEXT: dict[RequestStatus, frozenset[RequestStatus]] = {
     **{parked: _ENDS | {RequestStatus.WAITING, RequestStatus.PREEMPTED} for parked in _PARKED},
     **{finished: frozenset() for finished in _FINISHED},
 }
+
+
+class RequestEventType(enum.IntEnum):
+    """What happened. The first three have the names and numbers of vLLM's `EngineCoreEventType`."""
+
+    QUEUED = 1
+    """It entered the queue: added, or ready after it was parked."""
+    SCHEDULED = 2
+    """It was admitted for the first time."""
+    PREEMPTED = 3
+    """It lost its blocks and returned to the queue."""
+    RESUMED = 4
+    """It was admitted again. (For vLLM this is SCHEDULED, too.)"""
+    PARKED = 5
+    """It waits for something other than capacity, which `detail` names; if it ran, it lost its blocks."""
+    ROLLED_BACK = 6
+    """Its admission is void, because the step failed; it is in its place in the queue again."""
+    FIRST_TOKEN = 7
+    FINISHED = 8
+    """`detail` is the finish reason."""
+
+
+class RequestEvent(NamedTuple):
+    """One entry of a request's log."""
+
+    type: RequestEventType
+    timestamp: float
+    """The `now` of the call in which it happened."""
+    detail: str = ""
+
+
+class PauseMode(enum.Enum):
+    """What a paused scheduler does not do."""
+
+    ALL = "all"
+    """It schedules nothing. What runs keeps its blocks, and goes on where it stood."""
+    ADMISSIONS = "admissions"
+    """It admits nobody, whoever was preempted meanwhile included; what runs goes on, until nothing does."""
+
+
+class Pause(NamedTuple):
+    """A pause that lasts."""
+
+    mode: PauseMode
+    since: float
+    """When it was asked for, on the caller's clock."""

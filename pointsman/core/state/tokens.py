@@ -9,8 +9,8 @@ from typing import TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.config import MAX_INT
 from pointsman.core.errors import RequestRefused
+from pointsman.core.state.numbers import MAX_INT
 
 IntArray: TypeAlias = npt.NDArray[np.integer]
 Int32Array: TypeAlias = npt.NDArray[np.int32]

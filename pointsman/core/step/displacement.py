@@ -18,9 +18,9 @@ from pointsman.core.kv.block_pool import NO_BLOCKS
 from pointsman.core.kv.manager import KVCacheManager, Match
 from pointsman.core.policy.adapters import AdapterSlots
 from pointsman.core.policy.encoder_budget import EncoderCache
-from pointsman.core.policy.order import Order
 from pointsman.core.policy.reserve import Demand
 from pointsman.core.state.batch import Batch, Members
+from pointsman.core.state.interfaces import Order
 from pointsman.core.state.request import Request
 from pointsman.core.step.admission import Admission
 from pointsman.core.step.drafts import Drafts

@@ -24,10 +24,10 @@ from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import ProposalError, StepOrderError
 from pointsman.core.observe.stats import Counters
 from pointsman.core.state.batch import PREFILLING, Batch
+from pointsman.core.state.numbers import flat_integers, flat_tokens
 from pointsman.core.state.output import IntArray, Integers, SchedulerOutput
 from pointsman.core.state.runs import Runs
 from pointsman.core.state.tokens import NO_TOKENS
-from pointsman.core.step.checks import flat_integers, flat_tokens
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]

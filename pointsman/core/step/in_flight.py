@@ -9,10 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.errors import StepOrderError
-from pointsman.core.kv.connector import Load
 from pointsman.core.kv.manager import Journal
 from pointsman.core.state.batch import Members
-from pointsman.core.state.output import SchedulerOutput
+from pointsman.core.state.output import Load, SchedulerOutput
 from pointsman.core.state.request import Request
 from pointsman.core.state.status import RequestStatus
 from pointsman.core.step.admission import Grant

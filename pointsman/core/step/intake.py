@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pointsman.core.config import MAX_INT, SchedulerConfig
+from pointsman.core.config import SchedulerConfig
 from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.observe.stats import Counters
 from pointsman.core.state.batch import Batch
+from pointsman.core.state.numbers import MAX_INT
 from pointsman.core.state.reason import Blocked, Deferral, Reason
 from pointsman.core.state.request import Request
 from pointsman.core.state.status import RequestStatus

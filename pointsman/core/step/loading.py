@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.config import SchedulerConfig
-from pointsman.core.kv.connector import Load
 from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.kv.transfers import Holding, Transfers
 from pointsman.core.observe.stats import Counters
+from pointsman.core.state.output import Load
 from pointsman.core.state.reason import Deferral, Reason
 from pointsman.core.state.request import Request
 from pointsman.core.state.status import FinishReason, ParkReason

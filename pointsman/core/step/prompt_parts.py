@@ -13,28 +13,19 @@ without its last token, which was sampled and never computed (as in vLLM), and t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import InvalidTransition, RequestRefused
-from pointsman.core.state.encoder_inputs import EncoderInput, read_encoder_inputs
+from pointsman.core.state.inputs import EncoderInput, Part, read_encoder_inputs
+from pointsman.core.state.numbers import checked_integer
 from pointsman.core.state.request import Request
 from pointsman.core.state.status import FinishReason, ParkReason, RequestStatus
-from pointsman.core.state.tokens import Int32Array, IntArray, token_array
-from pointsman.core.step.checks import checked_integer
+from pointsman.core.state.tokens import IntArray, token_array
 from pointsman.core.step.request_table import End, Lifecycle
 from pointsman.core.step.validation import encoder_inputs_fit, settle_limits, too_long
-
-
-class Part(NamedTuple):
-    """What comes behind the prompt of a request."""
-
-    token_ids: Int32Array
-    max_tokens: int
-    encoder_inputs: tuple[EncoderInput, ...]
-    """Their placeholders are counted from its own first token."""
 
 
 class Parts:

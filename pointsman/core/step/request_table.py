@@ -17,13 +17,12 @@ from pointsman.core.observe.left_out import LeftOut
 from pointsman.core.observe.stats import Counters
 from pointsman.core.policy.adapters import AdapterSlots
 from pointsman.core.policy.encoder_budget import EncoderCache
-from pointsman.core.policy.order import Order
 from pointsman.core.state.batch import Batch
+from pointsman.core.state.interfaces import Order
 from pointsman.core.state.output import SchedulerOutput
-from pointsman.core.state.pause import Pause
 from pointsman.core.state.reason import Deferral, Reason
 from pointsman.core.state.request import Request
-from pointsman.core.state.status import FinishReason, ParkReason, RequestStatus
+from pointsman.core.state.status import FinishReason, ParkReason, Pause, RequestStatus
 from pointsman.core.step.admission import Admission
 from pointsman.core.step.in_flight import AdmittedRequest, StepRecord
 

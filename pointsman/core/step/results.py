@@ -6,10 +6,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.errors import StepResultError
-from pointsman.core.state.numbers import INT64
+from pointsman.core.state.numbers import INT64, flat_tokens
 from pointsman.core.state.output import SchedulerOutput, StepResult
 from pointsman.core.state.runs import Runs
-from pointsman.core.step.checks import flat_tokens
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]

@@ -21,8 +21,8 @@ from pointsman.core.config import SchedulerConfig
 from pointsman.core.kv.block_pool import NO_BLOCKS
 from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.policy.limits import Limit
-from pointsman.core.policy.victim import Victim
 from pointsman.core.state.batch import PREFILLING, Batch, Members
+from pointsman.core.state.interfaces import Victim
 from pointsman.core.state.numbers import ONE
 from pointsman.core.state.output import IntArray
 from pointsman.core.state.request import Request

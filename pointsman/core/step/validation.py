@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import InvalidTransition, RequestRefused
-from pointsman.core.state.encoder_inputs import EncoderInput
+from pointsman.core.state.inputs import EncoderInput
 from pointsman.core.state.repetition import RepetitionWatch
 from pointsman.core.state.request import Request
 from pointsman.core.state.status import FinishReason, RequestStatus

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from pointsman.core import Request
-from pointsman.core.config import MAX_INT
-from pointsman.core.policy.adapters import Adapter
+from pointsman.core.state.inputs import Adapter
+from pointsman.core.state.numbers import MAX_INT
 
 
 def to_adapter(lora_request: Any) -> Adapter:

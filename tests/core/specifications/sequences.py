@@ -1,8 +1,12 @@
-"""What the specifications have in common: sequences, a plain prefix cache, and the end of a step.
+"""What the specifications have in common: sequences, a plain prefix cache, and the update after a step.
 
-Nothing here knows the library. Which free block is overwritten first is not a scheduler's decision but its block
-manager's, and the five systems differ in it, so all specifications share one rule, the library's: blocks of worthless
-content first, then the least recently used one, a sequence's last block before its first.
+Nothing here imports the library. Three things are decided by a system's block manager and not by its scheduler, and the
+five systems differ in them, so all specifications share one rule, the library's:
+
+- which free block is overwritten first: one without cached content, then the least recently used one, a sequence's last
+  block before its first;
+- generated blocks can be found once their sequence finishes or is preempted, and until they are overwritten;
+- of two blocks with the same content each can be found, the one that was computed first before the other.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ class Sequence:
     name: str
     prompt: list[int]
     limit: int
-    """At that many tokens it ends."""
+    """Number of tokens at which it finishes."""
     arrival: int
     priority: int = 0
     tokens: list[int] = field(default_factory=list)
@@ -68,7 +72,7 @@ class Cache:
         return found
 
     def start(self, sequence: Sequence, cached: list[Block], num_tokens: int) -> None:
-        """Hold the cached blocks, and new ones for `num_tokens` in all."""
+        """Take the cached blocks, and new ones until `num_tokens` fit."""
         for block in cached:
             if block.references == 0:
                 self.cached.remove(block)
@@ -92,7 +96,7 @@ class Cache:
             sequence.table.append(block)
 
     def publish(self, sequence: Sequence, num_tokens: int) -> None:
-        """The blocks that the first `num_tokens` tokens fill can be found from now on."""
+        """Make the blocks that the first `num_tokens` tokens fill findable."""
         for index in range(sequence.published, num_tokens // self.size):
             key = tuple(sequence.tokens[: (index + 1) * self.size])
             sequence.table[index].key = key
@@ -103,7 +107,7 @@ class Cache:
         self.publish(sequence, min(sequence.computed, len(sequence.prompt)))
 
     def release(self, sequence: Sequence) -> None:
-        """What it computed, generated tokens included, can still be found until it is overwritten."""
+        """Return its blocks; what they hold, generated tokens included, can be found until it is overwritten."""
         self.publish(sequence, min(sequence.computed, len(sequence.tokens)))
         for block in reversed(sequence.table):
             block.references -= 1
@@ -119,7 +123,7 @@ class Cache:
 
 @dataclass
 class Settings:
-    """What a specification is told."""
+    """The configuration of a specification."""
 
     num_blocks: int
     block_size: int
@@ -131,7 +135,7 @@ class Settings:
 
 @dataclass
 class Decision:
-    """A step: who computes how many tokens, in order; who gave way; and the cached tokens of who was admitted."""
+    """A step: the scheduled tokens of each sequence, in order; the preempted; the cached tokens of each admission."""
 
     tokens: dict[str, int] = field(default_factory=dict)
     preempted: list[str] = field(default_factory=list)
@@ -141,9 +145,13 @@ class Decision:
 class Specification:
     """Two queues and a cache; `schedule` is each system's own."""
 
+    cache_type: type[Cache] = Cache
+    shares_within_step = True
+    """Whether a sequence finds the prompt blocks that one before it computes in the same step."""
+
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.cache = Cache(settings.num_blocks, settings.block_size)
+        self.cache = self.cache_type(settings.num_blocks, settings.block_size)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.step: dict[Sequence, int] = {}
@@ -155,25 +163,28 @@ class Specification:
         raise NotImplementedError
 
     def preempt(self, sequence: Sequence, decision: Decision) -> None:
-        """It loses its blocks, keeps its tokens, and goes to the front of the queue."""
+        """Take its blocks, keep its tokens, and put it at the front of the queue."""
         self.cache.release(sequence)
         self.waiting.insert(0, sequence)
         decision.preempted.append(sequence.name)
 
     def samples(self) -> Iterable[Sequence]:
-        """Who samples a token in this step: whoever computes all its known tokens."""
+        """The sequences that sample a token in this step: those with all known tokens computed."""
         return [sequence for sequence in self.step if sequence.computed == len(sequence.tokens)]
 
     def compute(self, sequence: Sequence, num_tokens: int, decision: Decision) -> None:
-        """It computes `num_tokens` in this step; its prompt blocks can be found by those who come after."""
+        """Schedule `num_tokens` of it in this step."""
         sequence.computed += num_tokens
         sequence.is_cut = sequence.computed < len(sequence.tokens)
         self.step[sequence] = decision.tokens[sequence.name] = num_tokens
-        self.cache.publish_prompt(sequence)
+        if self.shares_within_step:
+            self.cache.publish_prompt(sequence)
 
     def update(self, sampled: dict[str, int]) -> list[str]:
-        """Append the samples; whoever is done leaves at once, which is before the next step does anything."""
+        """Append the samples; a finished sequence leaves at once, before the next step does anything."""
         finished: list[str] = []
+        for sequence in self.step:
+            self.cache.publish_prompt(sequence)
         for sequence in list(self.samples()):
             sequence.tokens.append(sampled[sequence.name])
             if len(sequence.tokens) == sequence.limit:

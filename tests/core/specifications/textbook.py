@@ -1,9 +1,9 @@
 """The five actions of seed 000: free what finished, append decode slots, promote, preempt if need be, return.
 
 Where its prose and its listing differ, the prose and the other descriptions hold: the victim is the latest, generated
-tokens are kept, and nobody is promoted if fewer blocks than the expected output would be left (here: while others run,
-and no more than its own limit leaves of it). Whoever finished was freed at the end of the step before, which comes to
-the same.
+tokens are kept, and no sequence is promoted if fewer blocks than the expected output would be left (here: while others
+run, and at most what the limits of the sequence leave of that output). A finished sequence was freed at the end of the
+step before, which comes to the same.
 """
 
 from __future__ import annotations

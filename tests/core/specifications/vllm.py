@@ -1,6 +1,6 @@
 """vLLM 0.32, V1 scheduler: running requests first, one list walked in order, then waiting ones (seeds 002 and 003).
 
-Beside the descriptions: a victim that had its share in this step gives it back to those behind the row that asks; if
+Beside the descriptions: what a preempted request was granted in this step goes to those behind the row that asks; if
 the row that asks is itself the victim the walk ends; the queue of "priority" is sorted by priority and arrival, and has
 no front for the preempted. Watermark, long-prefill threshold and lookahead are off, as by default.
 """
@@ -59,7 +59,7 @@ class Vllm(Specification):
             cached = cache.look_up(sequence)
             hit = len(cached) * cache.size
             num_tokens = min(len(sequence.tokens) - hit, budget)
-            # The whole sequence must fit; a cached block costs a free one unless somebody holds it.
+            # The whole sequence must fit; a cached block costs a free one unless a sequence holds it.
             held = sum(block.references > 0 for block in cached)
             if cache.blocks_for(len(sequence.tokens)) - held > cache.free:
                 break

@@ -1,0 +1,92 @@
+"""Values that a request is made of beside its tokens: its adapter, its encoder inputs, further parts of its prompt.
+
+An encoder input (an image, audio) is a part of a prompt whose embeddings an encoder computes before the model needs
+them. It stands at placeholder tokens of the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.state.numbers import checked_integer
+
+
+class Adapter(NamedTuple):
+    """Weights that are added to the model's, such as a LoRA. Another version is another adapter."""
+
+    name: str
+    version: int | str = 0
+    """What changes with the weights: a number that counts up, or a digest of them."""
+
+
+class EncoderEntry(NamedTuple):
+    """What the encoder makes of an input, as the encoder cache knows it."""
+
+    key: str
+    num_embeddings: int
+
+
+class EncoderInput(NamedTuple):
+    """An input of the encoder, at placeholder tokens of a prompt."""
+
+    key: str
+    """Names the content exactly, such as a digest of it and of all else that decides its embeddings. Requests with
+    equal keys share embeddings and cached prefixes."""
+    start: int
+    """The first placeholder's position in the prompt."""
+    length: int
+    """Placeholders, one behind the other."""
+    num_embeddings: int | None = None
+    """Embeddings that the encoder makes, which budget and cache are counted in; None: one for each placeholder."""
+
+    @property
+    def end(self) -> int:
+        """The position behind its last placeholder."""
+        return self.start + self.length
+
+    @property
+    def entry(self) -> EncoderEntry:
+        """What holds its embeddings."""
+        return EncoderEntry(self.key, self.length if self.num_embeddings is None else self.num_embeddings)
+
+
+def read_encoder_inputs(
+    given: Sequence[EncoderInput | Sequence[Any]], num_tokens: int, of: str = "prompt"
+) -> tuple[EncoderInput, ...]:
+    """The encoder inputs of a prompt, or of what else is to be named, of `num_tokens` tokens.
+
+    Raises:
+        ValueError: they are none, or not in the order of placeholders among these tokens which do not overlap.
+    """
+    inputs: list[EncoderInput] = []
+    end = 0
+    for item in given:
+        if not isinstance(item, (tuple, list)) or not 3 <= len(item) <= 4 or not (isinstance(item[0], str) and item[0]):
+            raise ValueError(f"an encoder input is {item!r}; give (key, start, length, num_embeddings), the key a text")
+        key, start, length, num_embeddings = (*item, None)[:4]
+        start = checked_integer("an encoder input's start", start, 0)
+        length = checked_integer("an encoder input's length", length, 1)
+        num_embeddings = length if num_embeddings is None else num_embeddings
+        num_embeddings = checked_integer("an encoder input's num_embeddings", num_embeddings, 1)
+        if start < end:
+            raise ValueError(f"encoder input {key!r} starts at {start}, before {end}, where the one before it ends")
+        end = start + length
+        if end > num_tokens:
+            raise ValueError(f"encoder input {key!r} ends at {end}, and the {of} has {num_tokens} tokens")
+        inputs.append(EncoderInput(key, start, length, num_embeddings))
+    return tuple(inputs)
+
+
+class Part(NamedTuple):
+    """What comes behind the prompt of a request (`Scheduler.extend`)."""
+
+    token_ids: npt.NDArray[np.int32]
+    """Read-only."""
+    max_tokens: int
+    """Tokens to generate at most before the next part is taken; 0: the part is only computed."""
+    encoder_inputs: tuple[EncoderInput, ...]
+    """Their placeholders are counted from the part's own first token."""

@@ -1,0 +1,50 @@
+"""What the configuration accepts as an object in place of a name: the protocols of an order and of a victim policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from pointsman.core.state.batch import Batch
+from pointsman.core.state.request import Request
+
+
+class Order(Protocol):
+    """A queue of waiting requests. An object serves one scheduler."""
+
+    name: str
+    displaces: bool
+    """Whether a waiting request of strictly smaller `priority` may take the room of running ones."""
+
+    def push(self, request: Request) -> None:
+        """Insert a request; one that ran before goes to the front of its class."""
+
+    def pop(self) -> Request:
+        """Remove and return the head."""
+
+    def put_back(self, requests: Sequence[Request]) -> None:
+        """Take back requests that were popped in this order, each to its place. Nothing was pushed since."""
+
+    def peek(self) -> Request:
+        """The head. The queue is not empty."""
+
+    def remove(self, request: Request) -> None:
+        """Take a queued request out, wherever it stands."""
+
+    def position(self, request: Request) -> int:
+        """How many stand before it. For explanations: may cost O(n)."""
+
+    def __len__(self) -> int: ...
+
+    def __contains__(self, request: Request) -> bool: ...
+
+    def __iter__(self) -> Iterator[Request]: ...
+
+
+class Victim(Protocol):
+    """Chooses who gives way."""
+
+    name: str
+
+    def choose(self, batch: Batch, asking_row: int) -> int:
+        """The row that gives way to `asking_row`: a running row, maybe that one itself, and nothing senior to it."""
