@@ -24,6 +24,7 @@ from pointsman.engine import LLM, AsyncEngine, Engine, EngineDeadError, RequestO
 from pointsman.engine.async_engine import RequestStream
 from pointsman.engine.mailbox import LoopMailbox
 from pointsman.engine.model_loader import LoadedModel, load_model
+from tests.soak import short_of
 
 Answer = TypeVar("Answer")
 
@@ -844,7 +845,7 @@ def test_an_engine_that_is_dropped_ends_its_thread(loaded: LoadedModel) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("steps", short_of([1, 2], [2]))
 def test_the_interpreter_exits_with_requests_running(steps: int) -> None:
     script = f"""
 import asyncio

@@ -60,14 +60,14 @@ SUBPROCESS = SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL)
 """In place of the module where engines are started."""
 
 
-def run_server(*arguments: str) -> None:
-    """What `python -m pointsman serve` does; its engine is forked as well."""
+def run_command(*arguments: str) -> None:
+    """What `python -m pointsman` does; an engine process is forked as well."""
     from pointsman.cli import main
     from pointsman.server import engine_client
 
     fork_server.cache_clear()
     engine_client.subprocess = SUBPROCESS  # type: ignore[assignment]
-    main(["serve", *arguments])
+    main(list(arguments))
 
 
 class ForkedServer(ServerProcess):
@@ -86,8 +86,8 @@ def start_server(
     log, theirs = os.pipe()
     with open(os.devnull) as nothing, open(theirs, "wb") as stderr:
         process = fork_server().start(
-            "tests.server.forked_engines:run_server",
-            ["--port", "0", *arguments],
+            "tests.server.forked_engines:run_command",
+            ["serve", "--port", "0", *arguments],
             descriptors=[nothing.fileno(), 1, stderr.fileno()],
             environment={name: value for name, value in merged.items() if value is not None},
         )
