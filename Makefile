@@ -13,16 +13,33 @@ VLLM ?= 1
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
+# pip compiles no files (thousands that nobody imports), so Python keeps what it compiles, even where it is told not to.
+export PYTHONDONTWRITEBYTECODE :=
+
 # A thread of PyTorch's that has no work sleeps instead of spinning: CI machines and laptops have other work to do.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help install serve demo test lint kernels vllm format bench bench-quick soak dist clean
+# The long forms, in parts that run alone: the tests of each part, and its benchmarks.
+SOAKS := core engine server vllm
+TESTS_core := tests/core tests/property tests/test_traces.py
+TESTS_engine := tests/engine
+TESTS_server := tests/server tests/cli tests/benchmarks tests/release tests/test_docs.py tests/test_forking.py
+TESTS_vllm := tests/integrations
+BENCHMARKS_core := scheduler_step prefix_scaling
+BENCHMARKS_engine := static_vs_continuous engine_throughput time_to_first_token step_overhead async_scheduling \
+    speculation kv_transfer
+BENCHMARKS_server := server_throughput server_overhead server_load server_faults
+BENCHMARKS_vllm := vllm_scheduler vllm_engine
+BENCHMARKS := $(foreach part,$(SOAKS),$(BENCHMARKS_$(part)))
+
+.PHONY: help install serve demo test lint kernels vllm format bench bench-quick soak $(SOAKS:%=soak-%) dist clean
 
 help:
 	@echo "make serve   serve the demo model on port 8000, and print a curl that works"
 	@echo "make demo    run the demo model on built-in prompts"
-	@echo "make test    format check, lint, types, all tests (quick benchmarks among them)"
-	@echo "make soak    the long forms of all tests, and the benchmarks in full"
+	@echo "make test    format check, lint, types, all tests in their short form"
+	@echo "make soak    the long forms of all tests, and the benchmarks in full; a part of it: make soak-core, soak-engine,"
+	@echo "             soak-server, soak-vllm"
 	@echo "make bench   the benchmarks in full, beside vLLM in an environment of its own"
 	@echo "make format  format the code and repair what the linter can"
 	@echo "make dist    build what is released: dist/*.tar.gz and dist/*.whl"
@@ -33,9 +50,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	    || { echo "$$($(PYTHON) --version) is too old: Pointsman needs Python 3.11 or later (make PYTHON=...)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	@if [ -n "$(TORCH_INDEX)" ]; then $(BIN)/python -m pip install -q -c constraints.txt --index-url $(TORCH_INDEX) torch; fi
+	@if [ -n "$(TORCH_INDEX)" ]; then $(BIN)/python -m pip install -q --no-compile -c constraints.txt --index-url $(TORCH_INDEX) torch; fi
 	@echo "installing into $(VENV) (once; PyTorch is the large part)"
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[server,dev]'
+	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e '.[server,dev]'
 	@touch $@
 
 serve: $(INSTALLED)
@@ -44,13 +61,11 @@ serve: $(INSTALLED)
 demo: $(INSTALLED)
 	$(BIN)/pointsman generate
 
-# Which contracts of pyproject.toml are checked; empty: all. Missing: core, circles.
-CONTRACTS ?= packages integrations numpy
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/lint-imports --no-cache --no-logo $(CONTRACTS:%=--contract %)
+	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/mypy --strict pointsman
 
 # Both environments are made at once: one waits for the network while the other unpacks.
@@ -70,42 +85,19 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 bench-quick: $(INSTALLED)
-	$(BIN)/python benchmarks/scheduler_step.py --quick
-	$(BIN)/python benchmarks/vllm_scheduler.py --quick
-	$(BIN)/python benchmarks/vllm_engine.py --quick
-	$(BIN)/python benchmarks/prefix_scaling.py --quick
-	$(BIN)/python benchmarks/static_vs_continuous.py --quick
-	$(BIN)/python benchmarks/engine_throughput.py --quick
-	$(BIN)/python benchmarks/time_to_first_token.py --quick
-	$(BIN)/python benchmarks/step_overhead.py --quick
-	$(BIN)/python benchmarks/async_scheduling.py --quick
-	$(BIN)/python benchmarks/speculation.py --quick
-	$(BIN)/python benchmarks/kv_transfer.py --quick
-	$(BIN)/python benchmarks/server_throughput.py --quick
-	$(BIN)/python benchmarks/server_overhead.py --quick
-	$(BIN)/python benchmarks/server_load.py --quick --check
-	$(BIN)/python benchmarks/server_faults.py --quick --check
+	set -e; for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py --quick; done
 
-bench: $(INSTALLED)
-	$(BIN)/python benchmarks/vllm_env.py
-	$(BIN)/python benchmarks/scheduler_step.py --check
-	$(BIN)/python benchmarks/vllm_scheduler.py --check
-	$(BIN)/python benchmarks/vllm_engine.py --check
-	$(BIN)/python benchmarks/prefix_scaling.py --check
-	$(BIN)/python benchmarks/static_vs_continuous.py --check
-	$(BIN)/python benchmarks/engine_throughput.py --check
-	$(BIN)/python benchmarks/time_to_first_token.py --check
-	$(BIN)/python benchmarks/step_overhead.py --check
-	$(BIN)/python benchmarks/async_scheduling.py --check
-	$(BIN)/python benchmarks/speculation.py --check
-	$(BIN)/python benchmarks/kv_transfer.py --check
-	$(BIN)/python benchmarks/server_throughput.py --check
-	$(BIN)/python benchmarks/server_overhead.py --check
+bench: $(INSTALLED) vllm
+	set -e; for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py --check; done
 
-soak: lint bench
-	$(BIN)/python benchmarks/server_load.py --check
-	$(BIN)/python benchmarks/server_faults.py --check
-	POINTSMAN_SOAK=1 $(BIN)/python -m pytest -q
+# Tests use all cores; benchmarks run alone, when no test does.
+soak: lint $(SOAKS:%=soak-%)
+
+soak-vllm: vllm
+
+$(SOAKS:%=soak-%): soak-%: $(INSTALLED)
+	POINTSMAN_SOAK=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(TESTS_$*)
+	set -e; for name in $(BENCHMARKS_$*); do $(BIN)/python benchmarks/$$name.py --check; done
 
 # The sdist, and the wheel from it, in an environment of their own that pyproject.toml describes.
 dist: $(INSTALLED)

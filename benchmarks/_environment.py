@@ -37,7 +37,8 @@ def make_environment(
         return 0
 
     def pip_install(*arguments: str) -> None:
-        command = [str(python_in(environment)), "-m", "pip", "install", "--quiet", *pip_options, *arguments]
+        options = ["--quiet", "--no-compile", *pip_options]  # few of the thousands of files are ever imported
+        command = [str(python_in(environment)), "-m", "pip", "install", *options, *arguments]
         subprocess.run(command, check=True)
 
     try:

@@ -6,7 +6,7 @@ A test that exists in the long form alone is marked `soak`, and so is a paramete
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Container
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ def short_or_long(short: int, long: int) -> int:
     return long if SOAK else short
 
 
-def short_of(cases: Iterable[Any], short: Container[Any]) -> list[Any]:
+def short_of(cases: Collection[Any], short: Container[Any]) -> list[Any]:
     """Parameters of a test: all of `cases`, of which the short form runs those in `short`."""
-    return [case if case in short else pytest.param(case, marks=pytest.mark.soak) for case in cases]
+    marked = [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.soak) for case in cases]
+    return [case if case in short else mark for case, mark in zip(cases, marked, strict=True)]

@@ -19,10 +19,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from _server_process import ServerProcess, start_server
+from _server_process import ServerProcess
+from _server_process import start_server as start_separate_server
 
 from pointsman.cli.options import KNOBS, SERVER
 from tests.forking import ForkingParent
+from tests.server.forked_engines import start_server
 
 ROOT = Path(__file__).resolve().parent.parent
 VLLM = ROOT / "docs" / "vllm.md"
@@ -214,7 +216,8 @@ def test_server_sessions_run(session: Session, tmp_path: Path, monkeypatch: pyte
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("POINTSMAN_API_KEY", raising=False)
-    with start_server(*session.options, "--port", "0") as server:
+    start = start_separate_server if session.where.startswith("README") else start_server
+    with start(*session.options, "--port", "0") as server:
         for where, language, text in session.talk:
             printed = talk(server, language, text, tmp_path)
             assert '{"error"' not in printed, f"{where}: {text}\n{printed}"

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import pytest
 
 from pointsman.cli import main
+from tests.server.forked_engines import fork_server
 
 MAX_MODEL_LEN = 512
 
@@ -92,12 +92,24 @@ def pointsman(capfd: pytest.CaptureFixture[str]) -> Callable[..., Finished]:
 
 @pytest.fixture
 def pointsman_process() -> Callable[..., Finished]:
-    """The command, as a process of its own."""
+    """The command, as a process of its own, forked from one that has imported what it needs."""
 
     def run(*args: object, stdin: str | None = None) -> Finished:
-        command = [sys.executable, "-m", "pointsman", *map(str, args)]
-        root = Path(__file__).parents[2]
-        done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120, cwd=root, check=False)
-        return Finished(done.returncode, done.stdout, done.stderr)
+        with TemporaryFile("w+") as given, TemporaryFile("w+") as out, TemporaryFile("w+") as err:
+            given.write(stdin or "")
+            given.seek(0)
+            process = fork_server().start(
+                "tests.server.forked_engines:run_command",
+                [str(arg) for arg in args],
+                descriptors=[given.fileno(), out.fileno(), err.fileno()],
+                environment=os.environ,
+            )
+            try:
+                code = process.wait(120)
+            finally:
+                process.kill()
+            out.seek(0)
+            err.seek(0)
+            return Finished(code, out.read(), err.read())
 
     return run

@@ -1,6 +1,6 @@
 """Presets named after other schedulers decide as those do: step by step, against their specifications.
 
-`POINTSMAN_SOAK=1` compares forty times as many workloads.
+`POINTSMAN_SOAK=1` compares many more workloads.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .specifications.two_phases import (
 )
 from .specifications.vllm import Vllm
 
-NUM_WORKLOADS = short_or_long(25, 1000)
+NUM_WORKLOADS = short_or_long(25, 600)
 NUM_WITH_ORIGINAL_CACHE = short_or_long(20, 600)
 NUM_TOKENS = 5  # in the vocabulary: so few that unrelated requests meet in the prefix cache
 

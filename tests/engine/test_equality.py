@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from pointsman.engine.attention.paged import AttentionBackend
 from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.model.loader import wrap_model
 from tests.engine.tiny_models import FAMILIES, THOROUGH, VOCAB_SIZE, build
+from tests.soak import short_of
 
 pytestmark = pytest.mark.e2e
 
@@ -172,7 +174,13 @@ class Watched:
         return self.backend.attend(*arguments, **features)
 
 
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    short_of([*product(FAMILIES, BACKENDS)], [*product(THOROUGH, BACKENDS), *product(FAMILIES, ["fast"])]),
+    indirect=True,
+)
 def test_chunks_prefixes_and_preemption_at_once(case: Case, backend: str) -> None:
+    """The short form runs every family with what is the default, and the thorough ones with both backends."""
     seen = Seen()
     watched = Watched(case.loaded[backend].attention)
     outputs = run(case.engine(backend, attention=watched, **EVERYTHING), case.prompts, greedy(case), seen)

@@ -1,16 +1,16 @@
 """With the preset "vllm", our scheduler decides in vLLM as vLLM's own: step by step, on random workloads.
 
-`POINTSMAN_SOAK=1` compares ten times as many. docs/vllm.md lists what is left out.
+`POINTSMAN_SOAK=1` compares more of them. docs/vllm.md lists what is left out.
 """
 
 from __future__ import annotations
 
 import json
-import os
 
 from tests.integrations.vllm_process import NEEDS_VLLM, run_in_vllm
+from tests.soak import short_or_long
 
-NUM_WORKLOADS = 1000 if os.environ.get("POINTSMAN_SOAK") else 100
+NUM_WORKLOADS = short_or_long(40, 1000)
 MET_PER_100 = {
     "steps": 5_000,
     "preemptions": 150,

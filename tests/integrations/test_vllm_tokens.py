@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,10 @@ import pytest
 from pointsman.core import replay
 from tests.integrations.vllm_process import DEMO, NEEDS_VLLM, run_in_vllm
 from tests.integrations.vllm_requests import ENGINE, WAYS, Way, make_requests
+from tests.soak import SOAK, short_of, short_or_long
 
-SOAK = bool(os.environ.get("POINTSMAN_SOAK"))
-NUM_REQUESTS = 300 if SOAK else 200
-ONLY_SOAKED = {"priority", "async-pressure"}  # the long form has them too
+NUM_REQUESTS = short_or_long(80, 300)
+SHORT = {"pressure", "ngram", "async"}
 
 pytestmark = NEEDS_VLLM
 
@@ -44,7 +43,7 @@ def is_prefix(one: list[int], other: list[int]) -> bool:
     return one[:length] == other[:length]
 
 
-@pytest.mark.parametrize("name", [name for name in WAYS if SOAK or name not in ONLY_SOAKED])
+@pytest.mark.parametrize("name", short_of(WAYS, SHORT))
 def test_the_answers_are_those_of_vllms_own_scheduler(tmp_path: Path, name: str) -> None:
     way = WAYS[name]
     requests, aborts = make_requests(NUM_REQUESTS, seed=1, most_tokens=way.most_tokens)

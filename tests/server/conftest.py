@@ -7,9 +7,11 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from _server_process import ServerProcess, start_server
+from _server_process import ServerProcess
 
+from pointsman.server.service import engine_client
 from tests.server.engine_pool import engine_pool
+from tests.server.forked_engines import SUBPROCESS, start_server
 
 
 @pytest.fixture(scope="session")
@@ -21,9 +23,11 @@ def server() -> Iterator[ServerProcess]:
 
 @pytest.fixture(autouse=True, scope="session")
 def engines() -> Iterator[None]:
-    """Ends what the tests have left in the pool."""
-    yield
-    engine_pool().close()
+    """Engines are forked; what the tests have left in the pool is ended."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_client, "subprocess", SUBPROCESS)
+        yield
+        engine_pool().close()
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import httpx2 as httpx
 import pytest
-from _server_process import ServerProcess, start_server, wait_until
+from _server_process import ServerProcess, wait_until
+
+from tests.server.forked_engines import start_server
 
 pytestmark = pytest.mark.e2e
 

@@ -15,11 +15,13 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from _server_process import ServerFailed, ServerProcess, start_server, wait_until
+from _server_process import ServerFailed, ServerProcess, wait_until
+from _server_process import start_server as start_separate_server
 
 from pointsman.engine.text.tokenizer import PLAIN_CHAT_TEMPLATE
 from pointsman.server.config import ServerConfig
 from pointsman.server.serve import AddressError, check_chat_template, listening, url_of
+from tests.server.forked_engines import start_server
 
 pytestmark = pytest.mark.e2e
 
@@ -63,7 +65,7 @@ def num_running(server: ServerProcess) -> int:
 
 
 def test_a_server_starts_answers_and_ends() -> None:
-    with start_server(*SMALL) as server:
+    with start_separate_server(*SMALL) as server:
         assert httpx.get(f"{server.url}/health").status_code == 200
         assert httpx.get(f"{server.url}/ready").status_code == 200
         answer = completion(server, 8)
@@ -77,7 +79,7 @@ def test_a_server_starts_answers_and_ends() -> None:
 
 def test_sigterm_finishes_what_was_accepted_and_refuses_what_comes() -> None:
     with start_server(*SMALL, "--drain-timeout", "120") as server:
-        clients = [Client(server, 800) for _ in range(6)]  # two of them wait
+        clients = [Client(server, 400) for _ in range(6)]  # two of them wait
         wait_until(lambda: num_running(server) == 6, 20, "six requests are there")
         server.signal(signal.SIGTERM)
         wait_until(lambda: httpx.get(f"{server.url}/ready").status_code == 503, 10, "the server is not ready")
@@ -87,7 +89,7 @@ def test_sigterm_finishes_what_was_accepted_and_refuses_what_comes() -> None:
         for client in clients:
             client.join(10)
             assert client.failure is None and client.status == 200
-            assert json.loads(client.text)["usage"]["completion_tokens"] == 800
+            assert json.loads(client.text)["usage"]["completion_tokens"] == 400
 
 
 def test_a_drain_that_takes_too_long_is_cut_short() -> None:

@@ -25,6 +25,7 @@ from pointsman.engine.aio.async_engine import RequestStream
 from pointsman.engine.aio.mailbox import LoopMailbox
 from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.model.loader import load_model
+from tests.soak import short_of
 
 Answer = TypeVar("Answer")
 
@@ -587,7 +588,6 @@ def test_random_cancellations_leave_nothing(make: Callable[..., AsyncEngine]) ->
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(os.environ.get("POINTSMAN_SOAK") != "1", reason="the long form; set POINTSMAN_SOAK=1")
 def test_three_thousand_random_cancellations_leave_nothing(make: Callable[..., AsyncEngine]) -> None:
     engine = make(num_blocks=48, max_num_seqs=24, max_model_len=256, full_sequence_must_fit=False)
 
@@ -846,7 +846,7 @@ def test_an_engine_that_is_dropped_ends_its_thread(loaded: LoadedModel) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("steps", short_of([1, 2], [2]))
 def test_the_interpreter_exits_with_requests_running(steps: int) -> None:
     script = f"""
 import asyncio

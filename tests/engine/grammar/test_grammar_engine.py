@@ -41,11 +41,11 @@ from tests.engine.engine_loop import free_blocks
 from tests.engine.hopeless_grammar import HOPELESS, is_alive, wait_until
 from tests.engine.json_schemas import random_document, random_schema
 from tests.engine.tiny_models import HEAD16, Family, build
+from tests.soak import short_or_long
 
 pytestmark = pytest.mark.e2e
 
-SOAK = os.environ.get("POINTSMAN_SOAK") == "1"
-NUM_SCHEMAS = 200 if SOAK else 60
+NUM_SCHEMAS = short_or_long(24, 200)
 PADDED_VOCAB_SIZE = 2100
 """Logits of the random model: more than the tokenizer, that of the demo model, has tokens."""
 PROMPT = "The import statement"

@@ -7,7 +7,6 @@ run is recorded and replayed.
 from __future__ import annotations
 
 import io
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.model.loader import wrap_model
 from tests.engine.kv_requests import break_passes, check, drain, make, prompt_of, settle
 from tests.engine.tiny_models import FAMILIES, build
+from tests.soak import short_or_long
 
 PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 NUM_PROMPTS = 40
@@ -116,7 +116,7 @@ def run_at_random(engine: Engine, choose: random.Random, expected: list[list[int
     return num_failures
 
 
-@pytest.mark.parametrize("seed", range(100) if os.environ.get("POINTSMAN_SOAK") else range(6))
+@pytest.mark.parametrize("seed", range(short_or_long(4, 60)))
 def test_everything_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel, expected: list[list[int]], seed: int
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import time
 from typing import Any
@@ -23,8 +22,9 @@ from tests.engine.text_tokenizers import (
     metaspace,
     random_tokens,
 )
+from tests.soak import short_or_long
 
-NUM_STRINGS = 10_000 if os.environ.get("POINTSMAN_SOAK") == "1" else 1_000  # per kind of tokenizer
+NUM_STRINGS = short_or_long(500, 10_000)  # per kind of tokenizer
 
 
 @pytest.fixture(scope="module", params=list(KINDS))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 from typing import Any
 
@@ -15,12 +14,13 @@ from _server_process import ServerProcess
 
 from pointsman.server.wire.responses import ChatCompletionResponse
 from tests.engine.json_schemas import random_document
+from tests.soak import short_or_long
 
 openai = pytest.importorskip("openai")
 
 pytestmark = pytest.mark.e2e
 
-NUM_SCHEMAS = 200 if os.environ.get("POINTSMAN_SOAK") == "1" else 16
+NUM_SCHEMAS = short_or_long(8, 200)
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a list?"}]
 GREEDY: dict[str, Any] = {"model": "demo", "messages": MESSAGES, "temperature": 0, "max_completion_tokens": 12}
 

@@ -2,7 +2,7 @@
 
 schemathesis reads the OpenAPI description of a running server and makes up requests: such that fit it, and such that
 break it somewhere. No answer may be a server error (503 aside, where the description says so), have a status or a
-content type that the description does not list, or a JSON body of another shape. 200 requests, 2,000 with
+content type that the description does not list, or a JSON body of another shape. 100 requests, 2,000 with
 POINTSMAN_SOAK=1; operations that have a body or a parameter share them evenly, the others are asked once.
 
 Of the requests that fit the description, hardly one gets as far as the engine: some field of every one is beyond this
@@ -12,14 +12,16 @@ description, which knows the model's name, the vocabulary and the limits; many o
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from _server_process import ServerProcess, start_server
+from _server_process import ServerProcess
 from hypothesis import HealthCheck, Phase, given, settings
+
+from tests.server.forked_engines import start_server
+from tests.soak import short_or_long
 
 schemathesis = pytest.importorskip("schemathesis")
 
@@ -27,7 +29,7 @@ import requests  # noqa: E402 - schemathesis brings it along
 from schemathesis.checks import CHECKS, load_all_checks  # noqa: E402 - not before it is known to be there
 from schemathesis.generation import GenerationMode  # noqa: E402
 
-NUM_CASES = 2000 if os.environ.get("POINTSMAN_SOAK") == "1" else 200
+NUM_CASES = short_or_long(100, 2000)
 CHECK_NAMES = ("status_code_conformance", "content_type_conformance", "response_schema_conformance")
 MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
 GENERATING = ("/v1/completions", "/v1/chat/completions")

@@ -1,0 +1,279 @@
+"""Processes that are forked from one that has imported what they need, and watched as those of `subprocess` are.
+
+An engine process spends most of its start on importing PyTorch. In the fork server that is done once, and every engine
+begins where the imports have ended. No thread may run in it, or a fork is not sound: it says so, and ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+_MESSAGE = 1 << 16
+_STATUS = 4  # bytes of an exit code
+
+
+class ForkedProcess:
+    """What `subprocess.Popen` is to a process that was started. Made by `ForkServer.start`.
+
+    Attributes:
+        stderr: for whoever has connected it.
+    """
+
+    def __init__(self, args: Sequence[str], pid: int, status: int) -> None:
+        self.args = args
+        self.pid = pid
+        self.returncode: int | None = None
+        self.stderr: Any = None
+        self._status = status
+        self._lock = threading.Lock()
+
+    def __del__(self) -> None:
+        os.close(self._status)
+
+    def poll(self) -> int | None:
+        """Its exit code, or None while it runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code, once it has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not.
+        """
+        if self.returncode is None:
+            if not select.select([self._status], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+            with self._lock:
+                if self.returncode is None:
+                    self.returncode = int.from_bytes(os.read(self._status, _STATUS), "little", signed=True)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, if it has not ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.send_signal(signal.SIGKILL)
+
+
+class ForkServer:
+    """A process that forks; or the connection to it that every process has which it has forked: `connection`."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+
+    def start(
+        self,
+        function: str,
+        arguments: Sequence[str | int],
+        *,
+        descriptors: Sequence[int],
+        environment: Mapping[str, str],
+    ) -> ForkedProcess:
+        """A process that calls a function with `arguments`; a number n among them stands for the nth descriptor.
+
+        Args:
+            function: what it calls, as "module:function"; it ends with what that returns, or with SystemExit.
+            arguments: of the function.
+            descriptors: its standard input, output and error output, and further ones.
+            environment: its variables.
+
+        Raises:
+            RuntimeError: the fork server has ended; it said why.
+        """
+        status, theirs = os.pipe()
+        try:
+            job = {"function": function, "arguments": list(arguments), "environment": dict(environment)}
+            message = json.dumps({**job, "cwd": os.getcwd()}).encode()
+            socket.send_fds(self._socket, [message], [theirs, *descriptors])
+            answer = self._socket.recv(_MESSAGE)
+        except OSError:
+            answer = b""
+        finally:
+            os.close(theirs)
+        if not answer:
+            raise RuntimeError("the fork server has ended; it says why on its error output")
+        return ForkedProcess([function, *map(str, arguments)], int(answer), status)
+
+    def started_by(self, pid: int) -> int:
+        """The newest process that the process `pid` has started through its own connection, and that has not ended.
+
+        Raises:
+            ProcessLookupError: there is none.
+        """
+        self._socket.send(json.dumps({"started_by": pid}).encode())
+        if not (found := int(self._socket.recv(_MESSAGE))):
+            raise ProcessLookupError(f"process {pid} has started none that runs")
+        return found
+
+
+def launch(prepare: str) -> ForkServer:
+    """A fork server, which ends with this process.
+
+    Args:
+        prepare: a function that imports what its children need, as "module:function".
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    root = Path(__file__).parents[1]
+    paths = [str(root), str(root / "benchmarks"), os.environ.get("PYTHONPATH", "")]
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.fork_server", str(theirs.fileno()), prepare],
+            pass_fds=(theirs.fileno(),),
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+        )
+
+    def close() -> None:
+        ours.close()
+        process.wait()
+
+    atexit.register(close)
+    return ForkServer(ours)
+
+
+connection: ForkServer | None = None
+"""In a process that was forked: whom to ask for others."""
+
+
+def function_of(name: str) -> Callable[..., Any]:
+    """The function "module:function"."""
+    module, _, attribute = name.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+    return found
+
+
+def _become(job: dict[str, Any], descriptors: list[int], sock: socket.socket) -> NoReturn:
+    """Be the process that was asked for, to its end."""
+    global connection
+    connection = ForkServer(sock)
+    for number, descriptor in enumerate(descriptors[:3]):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", closefd=False, buffering=1, errors="backslashreplace")  # noqa: SIM115
+    os.environ.clear()
+    os.environ.update(job["environment"])
+    os.chdir(job["cwd"])
+    for number in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    arguments = [each if isinstance(each, str) else str(descriptors[each]) for each in job["arguments"]]
+    try:
+        code = function_of(job["function"])(*arguments)
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(int(code or 0))
+
+
+class _Forking:
+    """The fork server's side.
+
+    Args:
+        control: to the process that launched it; when that closes, it ends.
+    """
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._askers = {control: 0}  # process ids
+        self._running: dict[int, tuple[int, int, int]] = {}  # by descriptor: its id, who asked, where its code goes
+
+    def run(self) -> None:
+        """Fork until there is nobody any more who could ask."""
+        while True:
+            for ready in select.select([*self._askers, *self._running], [], [])[0]:
+                if isinstance(ready, int):
+                    self._end(ready)
+                elif not self._answer(ready):
+                    if ready is self._control:
+                        return
+                    del self._askers[ready]
+                    ready.close()
+
+    def _end(self, process: int) -> None:
+        pid, _, status = self._running.pop(process)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        os.close(process)
+        with contextlib.suppress(BrokenPipeError):
+            os.write(status, code.to_bytes(_STATUS, "little", signed=True))
+        os.close(status)
+
+    def _answer(self, sock: socket.socket) -> bool:
+        """Whether something was asked."""
+        message, received, _, _ = socket.recv_fds(sock, _MESSAGE, 16)
+        if not message:
+            return False
+        job = json.loads(message)
+        if "started_by" in job:
+            pids = [pid for pid, asker, _ in self._running.values() if asker == job["started_by"]]
+            sock.send(str(pids[-1] if pids else 0).encode())
+            return True
+        status, *descriptors = received
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            os.close(status)
+            self._forget()
+            _become(job, descriptors, theirs)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        theirs.close()
+        self._running[os.pidfd_open(pid)] = (pid, self._askers[sock], status)
+        self._askers[ours] = pid
+        sock.send(str(pid).encode())
+        return True
+
+    def _forget(self) -> None:
+        """In the new process: nothing of the others is its own."""
+        for sock in self._askers:
+            sock.close()
+        for process, (_, _, status) in self._running.items():
+            os.close(process)
+            os.close(status)
+
+
+def main(descriptor: int, prepare: str) -> None:
+    """Be a fork server."""
+    with socket.socket(fileno=descriptor) as control:
+        function_of(prepare)()
+        threads = os.listdir("/proc/self/task")
+        if len(threads) > 1:
+            sys.exit(f"after {prepare} there are {len(threads)} threads, so nothing can be forked")
+        gc.freeze()
+        _Forking(control).run()
+
+
+if __name__ == "__main__":
+    # As the module that others import, so that `connection` is theirs.
+    importlib.import_module("tests.fork_server").main(int(sys.argv[1]), sys.argv[2])
