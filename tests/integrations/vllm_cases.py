@@ -119,7 +119,7 @@ def a_grammar_refuses_the_token_that_ends_its_request() -> None:
 def large_numbers_are_taken_as_vllm_takes_them() -> None:
     scheduler = make_scheduler(v2=False, asynchronous=False, pipeline=1, policy="priority")
     now_in_ns = 1_795_350_000_000_000_000
-    for at in range(8):  # seats for 6
+    for at in range(8):  # sequence slots for 6
         scheduler.add_request(request(f"r{at}", [at, 2, 3], priority=now_in_ns - at, max_tokens=10**12))
     output, _ = step(scheduler)
     assert list(output.num_scheduled_tokens) == ["r7", "r6", "r5", "r4", "r3", "r2"]
