@@ -2,7 +2,8 @@
 
 A script measures ratios against a peer in the same run, takes turns with it, and keeps medians of CPU time, because
 a shared machine changes speed from one minute to the next. `--check` compares the figures with the project's
-targets and exits with 1 if one is missed, saying which.
+targets and exits with 1 if one is missed, or if the run measured none. A target that a run does not measure (no peer,
+no trace, `--quick`) is named with the reason, in the text and in the JSON line.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ AZURE_TRACE = REPOSITORY.parent / "shared" / "traces" / "azure_llm_2023_conversa
 
 @dataclass
 class Targets:
-    """The project's targets that a run has met or missed."""
+    """The project's targets that a run has met, missed or not measured."""
 
     missed: list[str] = field(default_factory=list)
     met: list[str] = field(default_factory=list)
+    not_measured: list[str] = field(default_factory=list)
 
     def at_least(self, name: str, value: float, target: float) -> None:
         """`value` must be `target` or more."""
@@ -42,6 +44,10 @@ class Targets:
         """A target that is not one number: `text` says what was measured and what was wanted."""
         self._note(met, text)
 
+    def skip(self, name: str, why: str) -> None:
+        """A target of the script that this run does not measure, and what is missing for it."""
+        self.not_measured.append(f"{name} ({why})")
+
     def _note(self, met: bool, text: str) -> None:
         (self.met if met else self.missed).append(text)
 
@@ -50,7 +56,7 @@ def argument_parser(description: str) -> argparse.ArgumentParser:
     """A parser with the options that every benchmark has; the description's first line is what `--help` shows."""
     parser = argparse.ArgumentParser(description=description.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="under a minute; fewer rounds, and it may skip the peer")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a target of the project is missed")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed, or none was measured")
     return parser
 
 
@@ -77,14 +83,24 @@ def note(text: str) -> None:
 
 
 def finish(benchmark: str, figures: dict[str, Any], targets: Targets, check: bool) -> int:
-    """Print the verdict and, last, the JSON line; the exit code is 1 if `check` and a target was missed."""
+    """Print the verdict and, last, the JSON line.
+
+    Returns:
+        The exit code: 1 if `check` and a target was missed, or none was measured; else 0.
+    """
     for text in targets.missed:
         print(f"missed: {text}")
-    if check and not targets.missed:
-        print(f"all {len(targets.met)} targets that this run measures are met")
+    for text in targets.not_measured:
+        print(f"not measured: {text}")
+    measured_none = not targets.missed and not targets.met
+    if check and measured_none:
+        print("this run measured no target, so --check fails; see what it lacks above, or leave --check out")
+    elif check and not targets.missed:
+        print(f"all {len(targets.met)} targets that this run measured are met")
     machine = {"python": platform.python_version(), "machine": platform.machine(), "cores": os.cpu_count()}
-    print(json.dumps({"benchmark": benchmark, **machine, **figures, "missed": targets.missed}), flush=True)
-    return 1 if check and targets.missed else 0
+    verdict = {"missed": targets.missed, "not_measured": targets.not_measured}
+    print(json.dumps({"benchmark": benchmark, **machine, **figures, **verdict}), flush=True)
+    return 1 if check and (targets.missed or measured_none) else 0
 
 
 def azure_lengths(path: Path, count: int | None = None) -> list[tuple[int, int]] | None:

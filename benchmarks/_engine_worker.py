@@ -1,4 +1,4 @@
-"""One contender of `engine_throughput.py`: a process that owns one engine and is told, line by line, what to serve.
+"""One contender of `engine_throughput.py`: a process with one engine that serves what its standard input says.
 
 The driver starts each contender in the environment of its engine and lets them take turns. A worker reads JSON
 commands from its standard input and answers each with one JSON line; whatever a library prints by itself goes to
@@ -26,7 +26,7 @@ FIRST_TOKENS = 8
 
 @dataclass(frozen=True)
 class Settings:
-    """What all contenders are told alike."""
+    """Settings that all contenders share."""
 
     model: str
     dtype: str

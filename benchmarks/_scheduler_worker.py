@@ -1,4 +1,4 @@
-"""One side of a benchmark of schedulers: a process that owns some of one kind and is told, line by line, what to time.
+"""One side of a benchmark of schedulers: a process with schedulers of one kind that times what its standard input says.
 
 The driver starts one worker per side, each in the environment of its scheduler, and lets them take turns. A worker
 reads JSON commands from its standard input and answers each with one JSON line. Whatever a library prints by itself
@@ -35,7 +35,7 @@ WARM_UP_STEPS = 2 * BLOCK_SIZE
 
 @dataclass(frozen=True)
 class Settings:
-    """What both schedulers are told alike."""
+    """Settings that both schedulers share."""
 
     num_blocks: int  # with one reserved: vLLM keeps block 0 to itself
     max_model_len: int
@@ -102,7 +102,7 @@ class Session(ABC):
         """Bring `running` requests to steady decode, with `waiting` more behind a head that cannot be admitted.
 
         Prompts are of 17 to 32 tokens, so that in every step one request in 16 needs a block. The head needs the
-        whole pool, so it waits as long as anything runs; `waiting=None`: no head and nobody behind it.
+        whole pool, so it waits while any request runs; `waiting=None`: no head and no request behind it.
         """
         for i in range(running):
             prompt = self.tokens(BLOCK_SIZE + 1 + i % BLOCK_SIZE)
@@ -155,7 +155,7 @@ class Session(ABC):
         """
         before, drafts = self.counts(), self.settings.num_draft_tokens
         self.propose(self.last_output, *self.drafts(before[0]))
-        # A host has just written what it answers and proposes, so they are in the processor's cache: a few take turns.
+        # A host has just written its results and drafts, so they are in the processor's cache: a few take turns.
         results = [self.verified_result(before[0]) for _ in range(8)]
         proposals = [self.drafts(before[0]) for _ in range(8)]
         schedule, update, propose = self.schedule, self.update, self.propose
@@ -229,7 +229,7 @@ class Session(ABC):
     # ------------------------------------------------------------------ helpers
 
     def tokens(self, count: int) -> npt.NDArray[np.int32]:
-        """[count] random tokens, none of them EOS: int32, as vLLM's sampler answers."""
+        """[count] random tokens, none of them EOS: int32, as from vLLM's sampler."""
         return self.rng.integers(FIRST_TOKEN, VOCABULARY, size=count).astype(np.int32)
 
     def _add_waiting(self) -> None:

@@ -57,7 +57,7 @@ class Exchange(asyncio.Protocol):
 
     Args:
         request: the bytes to send.
-        hang_up_after: end the connection when so many pieces have arrived; None: read to the end.
+        hang_up_after: close the connection after this number of pieces; None: read to the end.
     """
 
     def __init__(self, request: bytes, hang_up_after: int | None = None) -> None:
@@ -97,7 +97,7 @@ class Exchange(asyncio.Protocol):
         if not self._ended.done():
             self._ended.set_result(None)
 
-    # Called by whoever sent it.
+    # Called by the sender.
 
     def hang_up(self) -> None:
         """End the connection at once, whatever is still to come."""
@@ -158,7 +158,7 @@ async def start(
         receive_buffer: bytes that the kernel may hold for this connection; None: as many as it likes.
 
     Raises:
-        OSError: nobody listens.
+        OSError: no process listens.
     """
     loop = asyncio.get_running_loop()
     exchange = Exchange(request, hang_up_after)
@@ -177,7 +177,7 @@ async def send(address: Address, request: bytes, timeout: float = SECONDS_TO_ANS
     """Send a request and read its answer to the end.
 
     Raises:
-        OSError: nobody listens.
+        OSError: no process listens.
         TimeoutError: the answer did not end in time; the connection is ended.
     """
     exchange = await start(address, request)

@@ -56,7 +56,7 @@ class Driven:
 
 
 def stream_request(model: str, prompt: Sequence[int], num_tokens: int) -> bytes:
-    """A streamed completion of exactly so many tokens."""
+    """A streamed completion of an exact number of tokens."""
     body = {
         "model": model,
         "prompt": list(prompt),
@@ -111,7 +111,7 @@ async def drive(
 
 
 def _judge(exchanges: Sequence[Exchange], outputs: Sequence[int], seconds: float, client_seconds: float) -> Driven:
-    """Take the answers apart, when the clock has stopped."""
+    """Parse the completions, after the clock has stopped."""
     first, gaps, per_token, num_complete, num_tokens = [], [], [], 0, 0
     for exchange, wanted in zip(exchanges, outputs, strict=True):
         try:

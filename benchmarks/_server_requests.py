@@ -1,7 +1,7 @@
 """The requests of `server_load.py`: most are sound, some hang up, some are malformed, some come with too little time.
 
-Everything is drawn from a seed: lengths, kinds, who hangs up when. A sound request asks for an exact number of tokens
-(`ignore_eos`), so that a single one lost or doubled shows.
+Everything is drawn from a seed: lengths, kinds, which client hangs up when. A sound request asks for an exact number of
+tokens (`ignore_eos`), so that a single one lost or doubled shows.
 """
 
 from __future__ import annotations

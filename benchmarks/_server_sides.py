@@ -1,4 +1,4 @@
-"""Servers that take turns: Pointsman's and vLLM's, on the same model directory, told the same.
+"""Servers that take turns: Pointsman's and vLLM's, on the same model directory, with the same settings.
 
 Only one has the machine at a time: a server is stopped (SIGSTOP) with all its processes while it is not its turn, as
 the engines of `_worker_process.py` are. Both are started as a user starts them, with the knobs that say how much may
@@ -42,7 +42,7 @@ what to run on."""
 
 @dataclass(frozen=True, slots=True)
 class Knobs:
-    """What both servers are told."""
+    """Settings that both servers share."""
 
     model: Path
     threads: int
@@ -127,7 +127,7 @@ class VllmSide(Side):
     """vLLM's own API server.
 
     Args:
-        knobs: what it is told.
+        knobs: its settings.
         eager: without compiling the model, which takes a minute.
         options: further options of its command line.
 

@@ -1,4 +1,4 @@
-"""One side of `vllm_engine.py`: a vLLM with one scheduler, told line by line what to serve.
+"""One side of `vllm_engine.py`: a vLLM with one scheduler, which serves what its standard input says.
 
 The engine core is in a process of its own, as it is behind vLLM's server. This process is the front end, which is not
 counted; it makes no text.

@@ -1,4 +1,4 @@
-"""A stand-in for vLLM's first model runner: it samples what it is told to, and believes nothing.
+"""A stand-in for vLLM's first model runner: it samples as scheduled, and checks everything.
 
 It knows of a request what `SchedulerOutput`s say, as a worker does, and checks that what they say fits together.
 """
@@ -67,7 +67,7 @@ class StandInRunner:
 
     def _check(self, output: SchedulerOutput, ends: dict[str, tuple[int, bool]]) -> None:
         scheduled = output.num_scheduled_tokens
-        assert ends.keys() == scheduled.keys(), f"{ends.keys() ^ scheduled.keys()} are scheduled and not told of"
+        assert ends.keys() == scheduled.keys(), f"{ends.keys() ^ scheduled.keys()} are scheduled but not reported"
         assert sum(scheduled.values()) == output.total_num_scheduled_tokens
         if self.block_size:
             for name, (end, _) in ends.items():

@@ -29,7 +29,7 @@ class WorkerFailed(RuntimeError):
 
 
 class WorkerProcess:
-    """A process that answers JSON lines with JSON lines, one each.
+    """A process that replies to each JSON line with one JSON line.
 
     Args:
         name: for messages.
@@ -119,7 +119,7 @@ class WorkerProcess:
             time.sleep(0.001)
 
     def _stats(self, pattern: str) -> Iterator[list[str]]:
-        """What /proc tells of the group's processes or threads, from their states on."""
+        """Fields of /proc of the group's processes or threads, from the state on."""
         group = str(self._process.pid)
         for stat in glob.iglob(f"/proc/{pattern}"):  # that of `Path` fails if a process ends while it looks
             try:

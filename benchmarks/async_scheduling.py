@@ -87,7 +87,7 @@ class Side:
             self.engine.abort(request.request_id)
         while self.engine.has_unfinished_requests():
             self.engine.step()
-        self.engine.step()  # tells of the ends
+        self.engine.step()  # reports the finished requests
 
 
 def measure(model: str | Path, num_rounds: int) -> dict[int, Side]:

@@ -9,7 +9,7 @@ the machine, and the time.
 seen it, gets the request. Measured is the wall time from `add_request` to the first token on that second engine, beside
 one without the store, prompt by prompt.
 
-The answers of both sides must be the same, token for token.
+The outputs of both sides must be equal, token for token.
 
     python benchmarks/kv_transfer.py --check
 """
@@ -106,7 +106,7 @@ def measure_offload(loaded: LoadedModel, num_rounds: int) -> dict[str, Side]:
             if turn == 0:
                 side.seconds.clear(), side.computed.clear(), side.preemptions.clear()
     if sides["with"].answers != sides["without"].answers:
-        raise RuntimeError("the answers differ with host memory")
+        raise RuntimeError("the outputs differ with host memory")
     return sides
 
 
@@ -132,7 +132,7 @@ def measure_store(loaded: LoadedModel, num_prompts: int, directory: Path) -> dic
             if number:
                 seconds[label].append(elapsed)
         if answers[0] != answers[1]:
-            raise RuntimeError("the answers differ with the store")
+            raise RuntimeError("the outputs differ with the store")
     expected = (PROMPT_TOKENS - 1) // BLOCK_SIZE * BLOCK_SIZE * (num_prompts + 1)
     loaded_tokens = sides["with"].counters.num_external_tokens
     if loaded_tokens != expected:

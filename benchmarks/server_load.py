@@ -1,8 +1,8 @@
 """Load on the server: is every request answered exactly once and completely, whatever its neighbours do?
 
-2,000 requests, up to 500 of them open at once, prompts of 16 to 256 tokens, answers of 8 to 64, on the demo model in a
-pool so small that requests give way to each other. 10 % hang up at a random moment, 5 % are malformed, 5 % come with
-a deadline that nobody can meet. Three rounds on one server, each with other requests of the same kinds. Checked:
+2,000 requests, up to 500 of them open at once, prompts of 16 to 256 tokens, outputs of 8 to 64, on the demo model in a
+pool so small that requests are preempted. 10 % hang up at a random moment, 5 % are malformed, 5 % come with
+an impossible deadline. Three rounds on one server, each with other requests of the same kinds. Checked:
 
 - every sound request is answered once: all tokens it asked for, one finish reason, [DONE] last, the usage right, and
   for a sample the same text as when it is asked for again, alone and unstreamed;
@@ -233,7 +233,7 @@ def book_keeping_faults(outcomes: Sequence[Outcome], gained: dict[str, float]) -
         faults.append(f"the engine finished {by_length} requests by length, not {sound} to {sound + hung_up}")
     ids = [id_ for each in outcomes for id_ in ids_of(each)]
     if len(set(ids)) != len(ids):
-        faults.append(f"{len(ids) - len(set(ids))} answers share their id with another request's")
+        faults.append(f"{len(ids) - len(set(ids))} completions share their id with another request's")
     return faults
 
 
@@ -254,7 +254,7 @@ def sample_of(outcomes: Sequence[Outcome]) -> list[Outcome]:
 async def repeat_fault(address: Address, outcome: Outcome) -> str | None:
     """Ask again, alone and unstreamed: the text must be the same."""
     if outcome.exchange is None or outcome.fault:
-        return None  # told already
+        return None  # reported already
     streamed = outcome.exchange.answer().stream()
     choice = (await send(address, outcome.planned.unstreamed())).answer().json()["choices"][0]
     alone = choice["text"] if "text" in choice else choice["message"]["content"]
@@ -316,7 +316,7 @@ async def watch_work(address: Address, readings: list[tuple[float, float]]) -> N
 
 
 def tokens_in(metrics: dict[str, float]) -> float:
-    """Tokens of prompts and answers that the engine has computed, or found in its prefix cache."""
+    """Tokens of prompts and outputs that the engine has computed, or found in its prefix cache."""
     return metrics["vllm:prompt_tokens_total"] + metrics["vllm:generation_tokens_total"]
 
 

@@ -235,6 +235,8 @@ def main() -> int:
         setting |= {"parameters": SIZES[arguments.size].num_parameters, "client": "vllm", "rounds": arguments.rounds}
     setting["requests"] = num_requests
     figures = report(results, num_requests, targets)
+    if arguments.quick:
+        targets.skip("output tokens/s and p99 ITL, Pointsman / its peers", "--quick runs no peer")
     return finish("server_throughput", {**setting, "rates": figures}, targets, arguments.check)
 
 

@@ -174,11 +174,14 @@ def main() -> int:
     quick, targets = arguments.quick, Targets()
     if not is_complete():
         note("skipped: there is no environment for vLLM; python benchmarks/vllm_env.py makes it")
+        targets.skip("engine core CPU, ours / vLLM's own", "no environment for vLLM")
         return finish("vllm_engine", {"quick": quick, "requests": None}, targets, arguments.check)
     sizes = [int(size) for size in arguments.sizes.split(",")] if arguments.sizes else list(MOST_CPU)
     if quick:
         sizes = sizes[:1]
     pairs = arguments.pairs or (PAIRS_QUICK if quick else PAIRS)
+    for size in MOST_CPU.keys() - set(sizes):
+        targets.skip(f"engine core CPU at {size} requests, ours / vLLM's own", "--quick" if quick else "not in --sizes")
     figures = {str(size): report(size, pairs, targets) for size in sizes}
     return finish("vllm_engine", {"quick": quick, "requests": figures}, targets, arguments.check)
 

@@ -1,34 +1,122 @@
 """Pointsman: the scheduler of an LLM inference engine, as a library.
 
-`import pointsman` needs NumPy alone. The engine (`pointsman.engine`) and the command line
-(`pointsman.cli`) are extras and are imported where they are used.
+    from pointsman import Request, Scheduler, SchedulerConfig, StepResult   # the scheduler, for an engine of your own
+    from pointsman import LLM, SamplingParams                               # the engine that comes with it
+
+`import pointsman` needs NumPy alone: it is `pointsman.core`, every public name of it. The names of the engine are
+resolved on first use, which needs `pip install 'pointsman[engine]'`. The other packages are imported where they are
+used: `pointsman.server` (HTTP), `pointsman.cli` (the command line), `pointsman.integrations` (other engines),
+`pointsman.traces` (request traces).
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from pointsman.core import (
+    Adapter,
+    ConfigError,
     DuplicateRequest,
+    EncoderEntry,
+    EncoderInput,
+    Explanation,
+    FinishReason,
+    Holder,
+    InvalidTransition,
+    InvariantError,
+    KVConnector,
+    Listener,
+    Load,
     ParkReason,
+    PauseMode,
+    PointsmanError,
+    PreemptionCause,
+    ProposalError,
+    Reason,
+    Recorder,
+    RecordingError,
+    RepetitionDetectionParams,
+    ReplayDifference,
+    ReplayReport,
     Request,
+    RequestEvent,
+    RequestEventType,
     RequestRefused,
     RequestStatus,
+    Save,
     Scheduler,
     SchedulerConfig,
     SchedulerOutput,
+    SchedulerStats,
+    StepDecision,
+    StepOrderError,
     StepResult,
+    StepResultError,
     StepUpdate,
+    UnknownRequest,
+    UnknownTransfer,
+    replay,
 )
+from pointsman.version import __version__
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from pointsman.engine import LLM, AsyncEngine, SamplingParams
 
 __all__ = [
+    "LLM",
+    "Adapter",
+    "AsyncEngine",
+    "ConfigError",
     "DuplicateRequest",
+    "EncoderEntry",
+    "EncoderInput",
+    "Explanation",
+    "FinishReason",
+    "Holder",
+    "InvalidTransition",
+    "InvariantError",
+    "KVConnector",
+    "Listener",
+    "Load",
     "ParkReason",
+    "PauseMode",
+    "PointsmanError",
+    "PreemptionCause",
+    "ProposalError",
+    "Reason",
+    "Recorder",
+    "RecordingError",
+    "RepetitionDetectionParams",
+    "ReplayDifference",
+    "ReplayReport",
     "Request",
+    "RequestEvent",
+    "RequestEventType",
     "RequestRefused",
     "RequestStatus",
+    "SamplingParams",
+    "Save",
     "Scheduler",
     "SchedulerConfig",
     "SchedulerOutput",
+    "SchedulerStats",
+    "StepDecision",
+    "StepOrderError",
     "StepResult",
+    "StepResultError",
     "StepUpdate",
+    "UnknownRequest",
+    "UnknownTransfer",
     "__version__",
+    "replay",
 ]
+
+if not TYPE_CHECKING:  # hidden from type checkers, to which every misspelt name would otherwise be an `Any`
+    _OF_THE_ENGINE = frozenset({"LLM", "AsyncEngine", "SamplingParams"})
+
+    def __getattr__(name: str) -> object:
+        if name not in _OF_THE_ENGINE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module("pointsman.engine"), name)
+
+    def __dir__() -> list[str]:
+        return sorted(globals().keys() | _OF_THE_ENGINE)

@@ -1,19 +1,19 @@
-"""Readers of request traces: who asked when, with how long a prompt, for how long an answer.
+"""Readers of request traces: arrival times, prompt lengths and output lengths.
 
-A published trace holds no text. What it holds is enough to load a scheduler as the traced service was loaded:
-arrival times, prompt and output lengths, and in some formats which prompts begin alike. `read_trace` recognises
-the format by the file's first line:
+A published trace has no text, but enough to load a scheduler as the traced service was loaded: arrival times, prompt
+and output lengths, and in some formats which prompts share a prefix. `read_trace` recognises the format by the file's
+first line:
 
     format              first line                                   arrival        prompts that share a prefix
-    Azure CSV           TIMESTAMP,ContextTokens,GeneratedTokens      date and time  not told
-    BurstGPT CSV        Timestamp,Model,Request tokens,...           seconds        not told
+    Azure CSV           TIMESTAMP,ContextTokens,GeneratedTokens      date and time  unknown
+    BurstGPT CSV        Timestamp,Model,Request tokens,...           seconds        unknown
     Mooncake JSON       {"timestamp": ..., "input_length": ...,      milliseconds   one hash id per 512 tokens
                          "output_length": ..., "hash_ids": [...]}
-    measured JSON       {"request_id": ..., "input_toks": ...,       seconds        not told
+    measured JSON       {"request_id": ..., "input_toks": ...,       seconds        unknown
                          "output_toks": ..., "arrival_time": ...}
 
-A hash id stands for the content of its block and of everything before it. `prompt_token_ids` turns that back into
-tokens: equal ids at the same place become equal tokens, so a prefix cache finds what it would have found.
+A hash id stands for the content of its block and of everything before it. `prompt_token_ids` turns ids into tokens:
+equal ids at the same place become equal tokens, so a prefix cache has the same hits.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class TraceRequest:
     """What the traced service generated; 0 for a request that failed there."""
     block_hash_ids: tuple[int, ...] = ()
     """One id per `hash_block_size` prompt tokens: equal ids, equal content from the start of the prompt. Prompt
-    tokens beyond the last id are shared with nobody."""
+    tokens beyond the last id are not shared."""
     hash_block_size: int = MOONCAKE_BLOCK_SIZE
     """Tokens that one hash id covers."""
 
@@ -99,7 +99,7 @@ def prompt_token_ids(request: TraceRequest, vocab_size: int, seed: int, index: i
         request: the request of the trace.
         vocab_size: tokens are drawn from 0 to vocab_size - 1.
         seed: another seed gives other tokens to the whole trace.
-        index: the request's place in the trace; tells apart requests without hash ids.
+        index: the request's index in the trace, which distinguishes requests without hash ids.
 
     Returns:
         [num_prompt_tokens] int32.

@@ -33,6 +33,9 @@ DOCUMENTS = [ROOT / "README.md", *sorted(set((ROOT / "docs").glob("*.md")) - {VL
 ADDRESS = "http://127.0.0.1:8000"
 """Of the server, in the documents."""
 OPERATING = ROOT / "docs" / "operating.md"
+DECISIONS = ROOT / "docs" / "decisions"
+TEXTS = [*DOCUMENTS, VLLM, ROOT / "CONTRIBUTING.md", *sorted(DECISIONS.glob("*.md"))]
+"""Every document that names files; the changelog is not one of them, because it also names those of before."""
 
 
 def blocks(path: Path) -> Iterator[tuple[str, str, str]]:
@@ -99,6 +102,69 @@ def test_the_documents_have_examples_and_commands() -> None:
     assert len(COMMANDS) >= 4
     assert len(SESSIONS) >= 3
     assert sum(len(session.talk) for session in SESSIONS) >= 8
+
+
+# ------------------------------------------------------------------ what the documents name
+
+
+def files_named(text: str) -> set[str]:
+    """Source files (`core/config.py`, with or without `pointsman/` in front) and folders (`tests/property/`)."""
+    files = re.findall(r"(?<![\w./*-])[\w-]+(?:/[\w-]+)*\.(?:py|toml|txt)\b", text)
+    folders = re.findall(r"`([\w-]+(?:/[\w-]+)*/)`", text)
+    return {name for name in (*files, *folders) if name not in WRITTEN_BY_EXAMPLES}
+
+
+WRITTEN_BY_EXAMPLES = {"prompts.txt"}
+PARTS = "|".join(sorted(path.stem for path in (ROOT / "pointsman").iterdir() if not path.name.startswith("_")))
+"""Of the package: `pointsman.core` is a name of it, `pointsman.json` a file."""
+
+
+def exists(dotted: str) -> bool:
+    """Whether `pointsman.a.b` is a module, or `b` a name that stands in module `pointsman.a`."""
+    parts = dotted.split(".")
+    for end in range(len(parts), 0, -1):
+        stem = ROOT.joinpath(*parts[:end])
+        module = stem / "__init__.py" if stem.is_dir() else stem.with_suffix(".py")
+        if module.is_file():
+            return all(re.search(rf"\b{name}\b", module.read_text()) for name in parts[end:])
+    return False
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=[path.name for path in TEXTS])
+def test_every_file_name_and_link_of_a_document_leads_somewhere(path: Path) -> None:
+    text = path.read_text()
+    bases = (ROOT, ROOT / "pointsman")
+    missing = {name for name in files_named(text) if not any((base / name).exists() for base in bases)}
+    missing |= {
+        name for name in re.findall(rf"\bpointsman\.(?:{PARTS})\b(?:\.[A-Za-z_]\w*)*", text) if not exists(name)
+    }
+    links = {link for link in re.findall(r"\]\(([^)\s#]+)", text) if "://" not in link}
+    missing |= {link for link in links if not (path.parent / link).exists()}
+    assert not missing, f"{path.relative_to(ROOT)} names what is not there: {', '.join(sorted(missing))}"
+
+
+def test_the_names_of_files_are_found() -> None:
+    assert files_named("see `core/config.py` and `tests/property/`, not run.jsonl, a.b or `/v1/`") == {
+        "core/config.py",
+        "tests/property/",
+    }
+    assert exists("pointsman.core.config.SchedulerConfig")
+    assert not exists("pointsman.core.config.NoSuchName")
+    assert len(files_named((ROOT / "docs" / "design.md").read_text())) > 40
+
+
+def test_every_decision_is_a_record_of_three_parts_in_the_index() -> None:
+    index = re.findall(r"^(\d+)\. \[(.+)\]\((.+)\)$", (DECISIONS / "README.md").read_text(), re.MULTILINE)
+    assert [file for _, _, file in index] == sorted(path.name for path in DECISIONS.glob("[0-9]*.md"))
+    for position, (number, title, file) in enumerate(index, 1):
+        lines = (DECISIONS / file).read_text().splitlines()
+        assert int(number) == position == int(file[:4]), file
+        assert lines[0] == f"# {number}. {title}"
+        parts = [
+            part for part in ("Context", "Decision", "Consequence") if any(x.startswith(f"**{part}.**") for x in lines)
+        ]
+        assert len(parts) == 3, f"{file} has only {parts}"
+        assert len(lines) <= 30, f"{file} is no short record"
 
 
 @cache

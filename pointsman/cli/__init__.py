@@ -1,19 +1,15 @@
-"""The command line. `main` is its entry point.
+"""The command line, `pointsman`: `main` is its entry point. It may import every other package, and none imports it.
 
-    app.py           the commands
-    options.py       their options, those that commands share once
-    knobs.py         from options to arguments of the engine: presets, sizes, checks
-    config_file.py   the YAML file of `serve`
-    serve.py         what the server is started with, and where each setting comes from
-    chat.py          a conversation with a running server
-    ask.py           questions to a scheduler inside vLLM
-    vllm.py          what concerns a vLLM that is installed here
-    workload.py      what to run: built-in prompts, a file of prompts, a trace
-    generate.py      the loop around the engine: arrivals, steps, an orderly end
-    progress.py      what is known about the run, and its summary
-    display.py       how it is shown: live, as plain lines, as JSON lines
+Begin at `app.py`, which has the commands; `options.py` has their options and help pages.
 
-Exit codes: 0 all went well; 1 a replay differs, a step failed or the engine died; 2 bad input; 130 interrupted.
+    generate        `workload.py` (prompts or a trace), `generate.py` (the loop around the engine), `progress.py` (the
+                    state of the run, its summary), `display.py` (live, plain or JSON lines), `demo_prompts.py`
+    serve           `serve.py` (where each setting comes from), `config_file.py` (the YAML file)
+    both            `knobs.py` (from options to arguments of the engine)
+    chat            `chat.py`
+    explain, metrics, record, vllm check     `vllm.py`
+
+Exit codes: 0 success; 1 a replay differs, a step failed or the engine died; 2 bad input; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -27,14 +23,14 @@ from pointsman.cli.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, 
 
 
 def main(args: list[str] | None = None) -> NoReturn:
-    """Run the command line; every error that a user can cause is one line on stderr.
+    """Run the command line. Every error that a user can cause is one line on stderr.
 
     Args:
         args: the arguments; None: those of the process.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without Unicode shows a mark instead of failing
+            stream.reconfigure(errors="replace")  # a terminal without Unicode shows "?" instead of failing
     try:
         from pointsman.cli.app import app
     except ModuleNotFoundError as error:
@@ -47,15 +43,15 @@ def main(args: list[str] | None = None) -> NoReturn:
         _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
         _fail("interrupted", EXIT_INTERRUPTED)
-    except BrokenPipeError:  # whoever read the output has gone; nothing is left to tell them
+    except BrokenPipeError:  # the reader of the output is gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_FAILED)
     except Exception as error:
-        # Usage errors come from Typer or from Click, by version; both know how to phrase themselves.
+        # Usage errors are Typer's or Click's, depending on the version; both have `format_message`.
         phrase = getattr(error, "format_message", None)
         if phrase is None:
             raise
-        _fail(f"{phrase()} (pointsman --help says more)")
+        _fail(f"{phrase()} (see pointsman --help)")
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import pointsman
-from pointsman.cli import ask, options, vllm
+from pointsman.cli import options, vllm
 from pointsman.cli.display import choose_display, one_line
 from pointsman.cli.errors import EXIT_FAILED, EXIT_OK, CommandError
 from pointsman.cli.generate import run_workload
@@ -30,19 +31,24 @@ from pointsman.cli.workload import (
     text_workload,
     trace_workload,
 )
+from pointsman.core import Recorder, RecordingError, ReplayDifference
 from pointsman.core import replay as core_replay
-from pointsman.core.recording import Recorder, RecordingError, ReplayDifference
 from pointsman.engine.openmp import wait_briefly
 
 if TYPE_CHECKING:
     from pointsman.engine import Engine
 
-# Plain help: the framed kind cuts off long option names in a narrow terminal.
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+# Plain help: Typer's framed help cuts off long option names at 80 columns.
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"max_content_width": 120},
+)
 
 app.add_typer(vllm.app, name="vllm")
 
-# The built-in prompts run with few seats and a small pool, so that requests wait and give way while one looks on.
+# The built-in prompts run with few sequence slots in a small pool, so that requests wait and are preempted.
 DEMO_STEP = {"max_num_seqs": 8, "max_num_batched_tokens": 128}
 DEMO_POOL = {"num_blocks": 40, "block_size": 16, "max_model_len": 640}
 
@@ -52,14 +58,14 @@ def root(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
-    """The scheduler of an LLM inference engine, and a first engine that runs on it."""
+    """The scheduler of an LLM inference engine, an engine and a server that run on it."""
     if version:
         print(f"pointsman {pointsman.__version__}")
     elif context.invoked_subcommand is None:
         print(context.get_help())
 
 
-@app.command()
+@app.command(cls=options.grouped(options.GENERATE_HELP))
 @options.takes(options.KNOBS)
 def generate(
     model: options.Model = "demo",
@@ -80,15 +86,15 @@ def generate(
     preset: options.Preset = None,
     **knobs: Any,
 ) -> int:
-    """Run a model on many prompts at once and watch the scheduler at work.
+    """Run prompts or a trace offline and watch the scheduler.
 
-    Without options the demo model continues built-in prompts, in a pool so small that requests wait and give way.
+    Without options the demo model continues built-in prompts, in a pool so small that requests wait and are preempted.
     """
     sampling = Sampling(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, ignore_eos=ignore_eos, stop=stop or ()
     )
     try:
-        sampling.params()  # the options themselves, before anything is read or loaded
+        sampling.params()  # check the options before anything is read or loaded
         arguments = engine_arguments(options.given(knobs), preset)
         if not (prompt or prompts or trace):
             arguments = _demo_knobs(arguments) | arguments
@@ -102,22 +108,24 @@ def generate(
         return run_workload(engine, workload, display)
 
 
-@app.command()
+@app.command(cls=options.grouped(options.SERVE_HELP))
 @options.takes(options.SERVER, options.KNOBS)
 def serve(config: options.ConfigFile = None, preset: options.Preset = None, **values: Any) -> int:
-    """Serve a model over HTTP, to every client that speaks OpenAI's API.
+    """Serve a model over HTTP with OpenAI's API.
 
-    Without options the demo model is served at http://127.0.0.1:8000, without API keys. SIGTERM or Ctrl-C lets running
+    Without options it serves the demo model at http://127.0.0.1:8000, without API keys. SIGTERM or Ctrl-C lets running
     requests finish.
 
-    Exit code 0: ended by a signal; 1: the engine died, so start it anew; 2: an option, a file or the model is wrong.
+    Exit code 0: stopped by a signal; 1: the engine died, restart it; 2: an option, a file or the model is wrong.
     """
     settings = serve_settings({"preset": preset, **values}, config, os.environ)
     _log_to_stderr()
+    if not hasattr(socket, "AF_UNIX"):
+        raise CommandError("serve needs Unix sockets, which this Python lacks; run it on Linux or macOS")
     wait_briefly()
     try:
         for name in ("fastapi", "uvicorn", "uvloop", "httptools", "prometheus_client"):
-            import_module(name)  # what `run` would miss only after the model is loaded
+            import_module(name)  # `run` would notice a missing one only after the model is loaded
         from pointsman.server.serve import run
     except ModuleNotFoundError as error:
         raise _not_installed("serve", error, "server") from None
@@ -139,7 +147,7 @@ def chat(
 ) -> int:
     """Talk to a running server from the terminal.
 
-    Ctrl-C stops an answer, Ctrl-D ends the conversation. From a pipe, each line is a question.
+    Ctrl-C stops a completion, Ctrl-D ends the conversation. From a pipe, each line is a message.
     """
     try:
         from pointsman.cli.chat import run_chat
@@ -153,9 +161,9 @@ def chat(
 def replay(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A recording, as pointsman generate --record writes it.")],
 ) -> int:
-    """Run a recording through the scheduler again and compare every decision.
+    """Replay a recording and compare every decision.
 
-    Exit code 0: no difference; 1: the first difference is printed; 2: the file is no recording.
+    Exit code 0: no difference; 1: the first difference is printed; 2: the file is not a recording.
     """
     try:
         with open(file, encoding="utf-8") as lines:
@@ -184,30 +192,35 @@ def explain(
     limit: options.MostRequests = 100,
     as_json: options.AsJsonLines = False,
 ) -> int:
-    """Show where the requests of a vLLM stand that this scheduler runs in, and why they wait.
+    """Show the requests of a running vLLM and why they wait.
 
-    The log of vLLM tells the socket at the start. With a request, all about it; an id as clients know it will do.
+    vLLM must run with this scheduler; its log names the socket at the start. With an ID, everything about one request;
+    the id that the client knows is enough.
     """
-    return ask.explain(socket, request, limit, as_json=as_json)
+    return vllm.explain(socket, request, limit, as_json=as_json)
 
 
 @app.command()
 def metrics(socket: options.Socket) -> int:
-    """Print what vLLM's own metrics lack of this scheduler, in the text format of Prometheus."""
-    return ask.metrics(socket)
+    """Print the scheduler's metrics that vLLM does not have.
+
+    Prometheus text, from a running vLLM with this scheduler.
+    """
+    return vllm.metrics(socket)
 
 
 @app.command()
 def record(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="Where to; it will hold prompts, as token ids.")],
+    file: Annotated[str, typer.Argument(metavar="FILE", help="File to write; it will contain prompts, as token ids.")],
     socket: options.Socket,
-    seconds: Annotated[float | None, typer.Option(help="How long [default: until Ctrl-C].")] = None,
+    seconds: Annotated[float | None, typer.Option(help="Duration [default: until Ctrl-C].")] = None,
 ) -> int:
-    """Record every call and decision of the scheduler in a vLLM that runs, for pointsman replay.
+    """Record the scheduler of a running vLLM for pointsman replay.
 
-    It waits for a moment without requests, and then empties the prefix cache, because a replay begins with nothing.
+    Recording starts at the next moment without requests, and then empties the prefix cache, because a replay starts
+    with an empty scheduler.
     """
-    return ask.record(socket, file, seconds)
+    return vllm.record(socket, file, seconds)
 
 
 def _shorten(value: object, length: int = 400) -> str:
@@ -216,7 +229,7 @@ def _shorten(value: object, length: int = 400) -> str:
 
 
 def _demo_knobs(given: dict[str, Any]) -> dict[str, int]:
-    """The knobs of the built-in prompts, as far as the user has not chosen others or what depends on them."""
+    """The settings of the built-in prompts, except those that given options set or depend on."""
     step = {} if given.keys() & DEMO_STEP.keys() else DEMO_STEP
     pool = {} if given.keys() & {"num_blocks", "kv_cache_bytes", "block_size"} else DEMO_POOL
     return step | pool
@@ -256,7 +269,7 @@ def _warn_of_unread_priorities(workload: Workload, order: str | None) -> None:
 
 @contextmanager
 def _recorder(path: str | None) -> Iterator[Recorder | None]:
-    """A recorder whose file is closed with the context; None where none is wanted."""
+    """A recorder whose file is closed with the context; None without a path."""
     if path is None:
         yield None
         return
@@ -289,7 +302,7 @@ def _log_to_stderr() -> None:
 
 
 def _not_installed(command: str, error: ModuleNotFoundError, extra: str) -> Exception:
-    """What to raise where a command's library is absent; a module of our own that is absent is a mistake of ours."""
+    """The error for a missing library of a command; a missing module of this package is a bug and stays as it is."""
     if (error.name or "").startswith("pointsman"):
         return error
     return CommandError(f"{command} needs {error.name}; install it with: pip install 'pointsman[{extra}]'")

@@ -1,8 +1,8 @@
 """`pointsman chat`: a conversation with a running server, in the terminal or through a pipe.
 
-The answer is shown as it is generated. On a terminal Ctrl-C stops an answer (the server aborts the request, because its
-client is gone), and the conversation goes on; Ctrl-D ends it. From a pipe every line is a question, and every answer
-ends with a line break. A turn that failed is reported on stderr and leaves no trace in the history.
+The output is shown as it is generated. On a terminal Ctrl-C stops a completion (the server aborts the request, because
+its client disconnects), and the conversation continues; Ctrl-D ends it. From a pipe every line is a message, and every
+completion ends with a line break. A failed turn is reported on stderr and is not added to the history.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from pointsman.cli.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, CommandEr
 
 PROMPT = "> "
 TIMEOUT = httpx2.Timeout(600.0, connect=10.0)
-"""Seconds. A first token may have to wait for others' requests, so reading gets long; Ctrl-C is always there."""
+"""Seconds. Reading gets long, because a request may wait for others before its first token; Ctrl-C stops it."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 ENDS = {
-    "length": "the answer reached the most tokens that it may have",
+    "length": "the completion reached its maximum number of tokens",
     "deadline": "the server's deadline has passed",
     "abort": "the server ended the request",
 }
-"""Ends of an answer that the reader should know of."""
+"""Finish reasons that are shown."""
 
 
 class TurnError(Exception):
-    """A question without a whole answer.
+    """A message without a complete completion.
 
     Args:
         message: one line.
-        exit_code: 2 where the question, the key or the model's name was wrong, 1 where the server failed.
+        exit_code: 2 if the message, the key or the model's name is wrong, 1 if the server failed.
     """
 
     def __init__(self, message: str, exit_code: int = EXIT_FAILED) -> None:
@@ -53,13 +53,13 @@ def run_chat(
     temperature: float | None,
     max_tokens: int | None,
 ) -> int:
-    """Read questions from standard input and show the answers, until it ends.
+    """Read messages from standard input and show the completions, until the input ends.
 
     Returns:
-        The exit code: 0; from a pipe also 2 if the server refused a question and 1 if it failed at one.
+        The exit code: 0; from a pipe also 2 if the server refused a message and 1 if it failed at one.
 
     Raises:
-        CommandError: the server cannot be reached, or does not let this client in, or has no such model.
+        CommandError: the server cannot be reached, refuses the key, or does not have the model.
     """
     sampling = {"temperature": temperature, "max_completion_tokens": max_tokens}
     with _client(url, api_key) as client:
@@ -70,42 +70,42 @@ def run_chat(
         parameters = {"model": model} | {name: value for name, value in sampling.items() if value is not None}
         chat = Chat(client, parameters, system)
         if isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(errors="replace")  # a byte that is no text is asked about as such
+            sys.stdin.reconfigure(errors="replace")  # bytes that are not text become replacement characters
         if sys.stdin.isatty() and sys.stdout.isatty():
             return _talk(chat)
-        return _answer_lines(chat)
+        return _complete_lines(chat)
 
 
 class Chat:
-    """A conversation: its history, and a turn at a time.
+    """A conversation: its history, and one turn at a time.
 
     Args:
-        client: with the server's address.
-        parameters: of every request: the model, and how it samples.
+        client: a client with the server's address.
+        parameters: fields of every request: the model and its sampling parameters.
         system: the first message, if any.
     """
 
     def __init__(self, client: httpx2.Client, parameters: dict[str, Any], system: str | None = None) -> None:
         self.messages = [_message_of("system", system)] if system else []
         self.end: str | None = None
-        """Why the last answer ended, as the server says; None: it was stopped from here."""
+        """The server's finish reason of the last completion; None: it was stopped from here."""
         self._client = client
         self._parameters = parameters
 
     def ask(self, question: str) -> Generator[str]:
-        """The pieces of the answer, as they come.
+        """The pieces of the completion, as they arrive.
 
-        The turn joins the history when the generator ends; if it is closed before, with what was read of the answer.
+        The turn is added to the history when the generator ends; if it is closed early, with the pieces read so far.
 
         Raises:
-            TurnError: there is no answer, or it broke off; the history is as before.
+            TurnError: there is no completion, or it was cut off; the history is unchanged.
         """
         messages = [*self.messages, _message_of("user", question)]
         pieces: list[str] = []
         failed = True
         self.end = None
         try:
-            for piece in self._answer(messages):
+            for piece in self._complete(messages):
                 pieces.append(piece)
                 yield piece
             failed = False
@@ -116,10 +116,10 @@ class Chat:
             if not failed:
                 self.messages = [*messages, _message_of("assistant", "".join(pieces))]
 
-    def _answer(self, messages: list[dict[str, str]]) -> Iterator[str]:
+    def _complete(self, messages: list[dict[str, str]]) -> Iterator[str]:
         body = {**self._parameters, "messages": messages, "stream": True}
         done = False
-        with _told(), self._client.sse("/v1/chat/completions", method="POST", json=body) as source:
+        with _connection_errors(), self._client.sse("/v1/chat/completions", method="POST", json=body) as source:
             _check(source.response)
             for event in source:
                 if event.data == "[DONE]":
@@ -127,7 +127,7 @@ class Chat:
                 elif event.data and not done:
                     yield from self._piece(event.data)
         if not done:
-            raise TurnError("the connection ended before the answer did; the server's log says why")
+            raise TurnError("the connection ended before the completion; see the server's log")
 
     def _piece(self, data: str) -> Iterator[str]:
         """The text in an event, if there is any."""
@@ -140,17 +140,17 @@ class Chat:
                 if text := choice["delta"].get("content"):
                     yield str(text)
         except (ValueError, LookupError, TypeError, AttributeError):
-            raise TurnError(f"the server sent what is no chunk of an answer: {one_line(data)[:80]}") from None
+            raise TurnError(f"the server sent an invalid chunk: {one_line(data)[:80]}") from None
 
 
 def choose_model(client: httpx2.Client, model: str | None) -> str:
-    """The model to talk to: as given, if the server has it, or else the server's first.
+    """The model to use: `model`, if the server has it; None: the server's first.
 
     Raises:
-        TurnError: the server cannot be reached, does not let this client in, or has no such model.
+        TurnError: the server cannot be reached, refuses the key, or does not have the model.
     """
     place = _place(client.base_url)
-    with _told():
+    with _connection_errors():
         response = client.get("/v1/models")
         _check(response)
     try:
@@ -171,7 +171,7 @@ def _talk(chat: Chat) -> int:
     """A conversation on a terminal."""
     with suppress(ImportError):
         import readline  # noqa: F401  (lets `input` edit and recall lines)
-    print("Ctrl-C stops an answer, Ctrl-D ends the conversation.", file=sys.stderr)
+    print("Ctrl-C stops a completion, Ctrl-D ends the conversation.", file=sys.stderr)
     while True:
         try:
             question = input(PROMPT)
@@ -192,8 +192,8 @@ def _talk(chat: Chat) -> int:
             _print_error(error)
 
 
-def _answer_lines(chat: Chat) -> int:
-    """A question a line; goes on after one that failed, unless nobody is there to answer the others."""
+def _complete_lines(chat: Chat) -> int:
+    """One message per line; continues after a failed one, unless the server cannot be reached."""
     worst = EXIT_OK
     for line in sys.stdin:
         if not line.strip():
@@ -210,9 +210,9 @@ def _answer_lines(chat: Chat) -> int:
 
 
 def _show(chat: Chat, question: str) -> None:
-    with closing(chat.ask(question)) as pieces:  # closed at once when interrupted, which tells the server
+    with closing(chat.ask(question)) as pieces:  # closing it on an interrupt disconnects from the server
         for piece in pieces:
-            # A model may generate any character; a terminal would obey some of them.
+            # A model may generate any character, and a terminal interprets some of them.
             print(printable(piece), end="", flush=True)
     print(flush=True)
     if chat.end in ENDS:
@@ -241,8 +241,8 @@ def _client(url: str, api_key: str | None) -> httpx2.Client:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """Failures of the connection, as errors of this module."""
+def _connection_errors() -> Iterator[None]:
+    """Failures of the connection as TurnError."""
     try:
         yield
     except httpx2.ConnectError as error:
@@ -254,7 +254,7 @@ def _told() -> Iterator[None]:
 
 
 def _check(response: httpx2.Response) -> None:
-    """Raises TurnError: the status is not one of success."""
+    """Raises TurnError if the status is not a success."""
     if response.is_success:
         return
     response.read()
@@ -272,19 +272,19 @@ def _check(response: httpx2.Response) -> None:
 
 
 def _error_text(body: Any) -> str:
-    """What an error's body says, on one line."""
+    """The message of an error's body, on one line."""
     error = body.get("error", body) if isinstance(body, dict) else body
     message = error.get("message", error) if isinstance(error, dict) else error
     return one_line(str(message))[:400]
 
 
 def _message_of(role: str, content: str) -> dict[str, str]:
-    """A message of the history. Lone surrogates, which arguments and models may hold, have no bytes to be sent as."""
+    """A message of the history. Lone surrogates, which arguments and models may contain, cannot be encoded."""
     return {"role": role, "content": content.encode("utf-8", "replace").decode("utf-8")}
 
 
 def _place(url: httpx2.URL) -> str:
-    """The server's address without what may be secret in a URL."""
+    """The server's address without the parts of a URL that may be secret."""
     host = f"[{url.host}]" if ":" in url.host else url.host
     return f"{url.scheme}://{host}" if url.port is None else f"{url.scheme}://{host}:{url.port}"
 

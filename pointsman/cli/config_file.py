@@ -1,12 +1,12 @@
-"""The configuration file of `pointsman serve`: YAML, one option a line, under the names that the command line has.
+"""The configuration file of `pointsman serve`: YAML, one option per line, named as on the command line.
 
     model: /models/qwen3-0.6b
     preset: low-latency
     max-num-seqs: 48
     served_model_name: [qwen3, default]
 
-Hyphens and underscores mean the same. A key that is no option is an error and not ignored, because a misspelt limit is
-a limit that is not there. Values have the types of the options; null leaves an option at its default.
+Hyphens and underscores are equal. An unknown key is an error, because a misspelt limit would have no effect. Values
+have the types of the options; null leaves an option at its default.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ KINDS = {
     list[str]: "text, or a list of texts",
 }
 SECRETS = {"api_key": "api_key_file (keys in a file of their own, one a line) or the variable POINTSMAN_API_KEY"}
-"""Options that would make a secret of the file, and what to use in their place."""
+"""Secrets, which the file must not contain, and what to use instead."""
 
 
 def read_config(path: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What the file sets, by option.
+    """The values of the file by option.
 
     Args:
         path: the file, UTF-8.
         options: the options that it may set: name -> annotation, as in `pointsman.cli.options`.
 
     Raises:
-        CommandError: it cannot be read, is no YAML, or a key or a value is not one of an option; with the line.
+        CommandError: it cannot be read, is not YAML, or has an invalid key or value; with the line.
     """
     try:
         import yaml
@@ -64,8 +64,8 @@ def read_config(path: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _entries(yaml: Any, text: str) -> list[tuple[int, object, Any]] | None:
-    """(line, key, value) of each entry; None: the document is not a mapping. Only plain types are made, as by
-    `safe_load`, which would say neither the line nor that a key is there twice.
+    """(line, key, value) of each entry; None: the document is not a mapping. Only plain types are constructed, as by
+    `safe_load`, which reports neither lines nor duplicate keys.
     """
     loader = yaml.SafeLoader(text)
     try:
@@ -104,7 +104,7 @@ def _nearest(name: str, options: Mapping[str, Any]) -> str:
 
 
 def _typed(place: str, name: str, value: Any, annotation: Any) -> Any:
-    """`value` as the option wants it: text as a list where the option may be repeated, whole numbers as numbers."""
+    """`value` with the option's type: text becomes a list where the option may be repeated."""
     kind = option_type(annotation)
     if name in SIZES | NUMBERS_OR_WORDS and isinstance(value, int) and not isinstance(value, bool):
         return str(value)

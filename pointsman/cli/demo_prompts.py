@@ -1,8 +1,7 @@
-"""The built-in prompts: Python documentation to continue, since that is all the demo model has read.
+"""The built-in prompts: Python documentation to continue, on which the demo model was trained.
 
-Lengths differ on purpose. Short questions stand beside long passages, and answers of a few tokens beside answers of
-some hundred, because requests of one length show nothing of what a scheduler does. The last four begin with the same
-passage: the prefix cache computes it once.
+Prompts and outputs are of very different lengths, because requests of one length show little of what a scheduler does.
+The last four begin with the same passage, which the prefix cache computes once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a run is shown: live on a terminal, as plain lines in a pipe or a log, as JSON lines for programs."""
+"""The display of a run: live on a terminal, plain lines in a pipe or a log, JSON lines for programs."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ _URGENCY = {"decoding": 0, "prefill": 0, "preempted": 1, "waiting": 2}
 
 
 class Display(Protocol):
-    """Shows a run while it goes on. A context, because a terminal must be left as it was found."""
+    """Shows a run. A context manager, because the terminal must be restored."""
 
     shows_progress: bool
-    """Whether one sees how far the run is; if not, lines of statistics in the log say it."""
+    """Whether the display shows progress; if not, lines of statistics go to the log."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *exc_info: object) -> None: ...
 
     def refresh(self, progress: Progress, now: float) -> None:
-        """Called after every step; shows something only as often as people can read."""
+        """Called after every step; limits how often it redraws."""
 
     def ended(self, entry: Entry) -> None:
-        """A request ended or was refused."""
+        """A request has finished or was refused."""
 
     def summary(self, summary: dict[str, Any]) -> None:
-        """The run is over. Called after the context was left."""
+        """The run has ended. Called after the context was left."""
 
 
 def choose_display(*, as_json: bool, texts: bool) -> Display:
-    """The display for this process's standard output; `texts`: whether the prompts and answers say anything."""
+    """The display for standard output; `texts`: whether prompts and outputs are text worth showing."""
     if as_json:
         return JsonDisplay()
     console = Console(highlight=False)
@@ -60,7 +60,7 @@ def choose_display(*, as_json: bool, texts: bool) -> Display:
 
 
 class JsonDisplay:
-    """One JSON line for each request that ended and one for the summary."""
+    """One JSON line for each finished request and one for the summary."""
 
     shows_progress = False
 
@@ -84,7 +84,7 @@ class JsonDisplay:
 
 
 class PlainDisplay:
-    """A status line a second and a line for each request that ended."""
+    """A status line per second and a line for each finished request."""
 
     shows_progress = True
 
@@ -106,7 +106,7 @@ class PlainDisplay:
 
     def ended(self, entry: Entry) -> None:
         if entry.end == "refused":
-            return  # the caller says why, on stderr, or counts it
+            return  # the caller reports it on stderr, or counts it
         answer = f": {one_line(entry.prompt)} ▸ {one_line(entry.text)}" if self._texts else ""
         print(f"{one_line(entry.request_id)} {_end(entry)}{answer}", flush=True)
 
@@ -115,7 +115,7 @@ class PlainDisplay:
 
 
 class LiveDisplay:
-    """A table that is redrawn: what the scheduler is doing now, and every request's text as it grows."""
+    """A table that is redrawn: the scheduler's current state, and every request's text as it grows."""
 
     shows_progress = True
 
@@ -140,7 +140,7 @@ class LiveDisplay:
     def ended(self, entry: Entry) -> None:
         if entry.end == "refused" or not self._texts:
             return
-        # Printed above the table, so that what is complete stays in the terminal's history.
+        # Printed above the table, so that complete texts stay in the terminal's history.
         answer = Text.assemble(
             (f"{one_line(entry.request_id)} ({_end(entry)})\n", "dim"),
             (printable(entry.prompt), "bold"),
@@ -170,7 +170,7 @@ class LiveDisplay:
         return [figures, _bar(status, self._console.width), table]
 
     def _shown(self, progress: Progress) -> list[Entry]:
-        """As many of the unfinished requests as the terminal has lines for: running ones first."""
+        """The unfinished requests that fit the terminal, running ones first."""
         entries = progress.unfinished()
         room = max(self._console.height - 5, 3)
         if len(entries) > room:
@@ -179,7 +179,7 @@ class LiveDisplay:
 
 
 def printable(text: str) -> str:
-    """`text` without what a terminal would obey instead of showing: a model may generate any character."""
+    """`text` without control characters: a model may generate any, and a terminal interprets them."""
     return "".join(char if char.isprintable() or char in "\n\t" else "�" for char in text)
 
 
@@ -195,7 +195,7 @@ def tail(text: str, width: int) -> str:
 
 
 def summary_lines(summary: dict[str, Any]) -> list[str]:
-    """The summary for people."""
+    """The summary as text."""
     ends = ", ".join(f"{count} {reason}" for reason, count in summary["finished"].items() if count) or "none ended"
     queries = summary["prefix_queries"]
     hits = f"{summary['prefix_hits'] / queries:.0%} of the prompt tokens" if queries else "nothing looked up"
@@ -229,7 +229,7 @@ def _figures(status: Status) -> str:
 
 
 def _bar(status: Status, width: int) -> Text:
-    """The pool as a bar: the part that requests hold."""
+    """The share of the pool that requests hold, as a bar."""
     label = f" {status.used_blocks}/{status.num_blocks} blocks"
     cells = max(width - len(label), 1)
     filled = round(status.kv_usage * cells)
@@ -237,7 +237,7 @@ def _bar(status: Status, width: int) -> Text:
 
 
 def _why(progress: Progress, entry: Entry, state: str) -> str:
-    """The state, and for a request that waits its reason."""
+    """The state, with the reason of a waiting request."""
     if state not in ("waiting", "preempted"):
         return state
     reason = progress.engine.scheduler.explain(entry.request_id).reason
@@ -251,4 +251,6 @@ def _advance(entry: Entry) -> str:
 
 def _end(entry: Entry) -> str:
     detail = f" ({one_line(entry.detail)})" if entry.detail else ""
-    return f"{entry.end}{detail}, {entry.num_output_tokens} tokens"
+    times = 0 if entry.request is None else entry.request.num_preemptions
+    preempted = f", preempted {times} time{'s' * (times > 1)}" if times else ""
+    return f"{entry.end}{detail}, {entry.num_output_tokens} tokens{preempted}"

@@ -1,4 +1,4 @@
-"""What a command reports as one line on stderr and an exit code."""
+"""Errors that a command reports as one line on stderr and an exit code."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ EXIT_INTERRUPTED = 130
 
 
 class CommandError(Exception):
-    """Something the user can repair.
+    """An error that the user can repair.
 
     Args:
         message: names the value, the limit and the remedy.
-        exit_code: 2 for bad input, 1 where the input was good and the run failed.
+        exit_code: 2 for bad input, 1 if the run failed with good input.
     """
 
     def __init__(self, message: str, exit_code: int = EXIT_BAD_INPUT) -> None:

@@ -1,8 +1,7 @@
-"""The loop around the engine: requests arrive, steps run, and the run ends in an orderly way whatever happens.
+"""The loop around the engine: requests arrive, steps run, and the run ends cleanly in every case.
 
-Prompts that are there from the start are added before anything is shown; a trace's requests are added when their time
-has come. Ctrl-C is noted and obeyed between two steps, so that the scheduler, a recording and the terminal are left
-whole; a second one does not wait.
+Prompts are added before anything is shown; a trace's requests are added at their arrival times. Ctrl-C takes effect
+between two steps, so that the scheduler, a recording and the terminal stay consistent; a second one is immediate.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from pointsman.engine.interruption import Interruption, noted_interrupts
 if TYPE_CHECKING:
     from pointsman.engine import Engine
 
-IDLE_SECONDS = 0.05  # between looks at the clock and for Ctrl-C while the next arrival is awaited
+IDLE_SECONDS = 0.05  # between checks of the clock and for Ctrl-C while waiting for the next arrival
 
 
 def run_workload(engine: Engine, workload: Workload, display: Display) -> int:
-    """Run every job to its end.
+    """Run every job until it has finished.
 
     Returns:
         The exit code: 0; 1 if a step or a request failed; 2 if a prompt was bad (the others ran); 130 after Ctrl-C.
@@ -52,7 +51,7 @@ def run_workload(engine: Engine, workload: Workload, display: Display) -> int:
 
 
 class _Run:
-    """One run: the jobs that have not arrived, and what happened to the others."""
+    """One run: the jobs that have not arrived, and the progress of the others."""
 
     def __init__(self, engine: Engine, workload: Workload, display: Display) -> None:
         self.engine = engine
@@ -66,7 +65,7 @@ class _Run:
         self._num_added = 0
 
     def report_problems(self) -> None:
-        """What the workload could not make a job of."""
+        """Prompts of the workload that could not become jobs."""
         for problem in self.workload.problems:
             self.display.ended(self.progress.refused(problem.request_id, problem.message))
             if not self.workload.is_trace:
@@ -74,13 +73,13 @@ class _Run:
                 _print_error(problem.message)
 
     def admit_arrived(self, interruption: Interruption) -> None:
-        """Add the requests whose time has come."""
+        """Add the requests whose arrival time has passed."""
         elapsed = time.monotonic() - self.progress.start
         while self.pending and self.pending[0].arrival_time <= elapsed and not interruption.requested:
             self._add(self.pending.popleft())
 
     def report_refusals(self) -> None:
-        """The refusals so far: counted for a trace, otherwise an error each, or one if nothing is left to run.
+        """Report the refusals so far: counted for a trace, otherwise one error each, or one if nothing can run.
 
         Raises:
             CommandError: every request was refused.
@@ -94,7 +93,7 @@ class _Run:
                 _print_error(refusal)
 
     def loop(self, interruption: Interruption) -> None:
-        """Step until everything has ended, Ctrl-C was pressed or a step failed."""
+        """Step until every request has finished, Ctrl-C was pressed or a step failed."""
         from pointsman.engine import EngineStepError
         from pointsman.engine.stats_log import StatsLogger
 
@@ -119,13 +118,13 @@ class _Run:
             statistics.finish()
 
     def abort_rest(self) -> None:
-        """End what still runs; nothing does after a run that came to its end."""
+        """Abort unfinished requests; after a complete run there are none."""
         for entry in self.progress.unfinished():
             if (output := self.engine.abort(entry.request_id)) is not None:
                 self.display.ended(self.progress.aborted(output))
 
     def _nothing_runs(self, refusals: list[str]) -> str:
-        """Why, once for all of them: usually one cause that they share, such as a pool that is too small."""
+        """One message for all refusals, which usually share a cause, such as a pool that is too small."""
         config = self.engine.scheduler.config
         message = refusals[0]
         if len(refusals) > 1:
@@ -148,7 +147,7 @@ class _Run:
                 arrival_time=self.progress.start + job.arrival_time,
                 priority=job.priority,
             )
-        except ValueError as error:  # refused, or a text or token that the model does not know
+        except ValueError as error:  # refused, or an unknown text or token
             self._refusals.append(f"{job.place}: {error}")
             self.display.ended(self.progress.refused(job.request_id, str(error)))
         else:

@@ -1,15 +1,15 @@
-"""From knobs as the user gave them to arguments of `Engine`: a preset underneath, sizes in bytes, checked at once."""
+"""From options of the command line to arguments of `Engine`: preset, sizes in bytes, and checks before loading."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from pointsman.cli.options import NUMBERS_OR_WORDS
-from pointsman.cli.units import parse_size
 from pointsman.core import ConfigError, Scheduler, SchedulerConfig
 from pointsman.core.kv.connector import RecordedConnector
 from pointsman.core.presets import PRESETS
@@ -20,12 +20,16 @@ from pointsman.engine.speculative_config import speculation_knobs
 
 SIZES = {"kv_cache_bytes", "kv_offload_bytes", "kv_store_bytes"}
 """Knobs that may be given like 64MiB."""
+_UNITS = {"": 1, "b": 1}
+for _power, _prefix in enumerate("kmgt", start=1):
+    _UNITS |= {f"{_prefix}ib": 1024**_power, _prefix: 1024**_power, f"{_prefix}b": 1000**_power}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def engine_arguments(knobs: Mapping[str, Any], preset: str | None = None) -> dict[str, Any]:
-    """Arguments of `Engine` for the knobs that were given, on top of those of a preset.
+    """Arguments of `Engine` for the given knobs, over those of a preset.
 
-    The scheduler's knobs are checked here, rather than after a model has been loaded for seconds.
+    The scheduler's knobs are checked here, before seconds are spent on loading a model.
 
     Raises:
         ValueError: a value is out of range, two knobs contradict each other, or no preset has that name.
@@ -40,8 +44,8 @@ def engine_arguments(knobs: Mapping[str, Any], preset: str | None = None) -> dic
     if "kv_events_config" in arguments:
         arguments["kv_events_config"] = kv_events_config(arguments["kv_events_config"])
     if "speculative_config" in arguments:
-        config = json_object("speculative_config", arguments.pop("speculative_config"))
-        arguments |= speculation_knobs(config, arguments)
+        speculative_config = json_object("speculative_config", arguments.pop("speculative_config"))
+        arguments |= speculation_knobs(speculative_config, arguments)
     if not 0 <= arguments.get("watchdog_seconds", 0) < math.inf:
         raise ValueError(f"--watchdog-seconds is {arguments['watchdog_seconds']}; give 0 or more seconds, 0 for never")
     for name in SIZES & arguments.keys():
@@ -54,7 +58,9 @@ def engine_arguments(knobs: Mapping[str, Any], preset: str | None = None) -> dic
         arguments[name] = number_or_word(arguments[name])
     own = {name: value for name, value in arguments.items() if name in NAMES}
     preset = "default" if preset is None else preset
-    if preset not in PRESETS:  # the scheduler knows more: systems to compare with, which are not for serving
+    if (
+        preset not in PRESETS
+    ):  # `SchedulerConfig` also has presets of systems to compare with, which are not for serving
         raise ConfigError(f"no preset is called {preset!r}; choose one of {', '.join(PRESETS)}")
     defaults = {name: value for name, value in DEFAULTS.items() if name not in PRESETS[preset]}
     stand_ins = {"num_blocks": 1, "max_model_len": 1}  # which the model decides
@@ -69,7 +75,7 @@ def kv_events_config(text: str) -> dict[str, Any]:
     """The fields of `KVEventsConfig`, from JSON.
 
     Raises:
-        ValueError: it is no JSON object, or not of such fields.
+        ValueError: it is not a JSON object, or has other fields.
     """
     values = json_object("kv_events_config", text)
     KVEventsConfig.of(values)
@@ -80,23 +86,23 @@ def json_object(name: str, text: str) -> dict[str, Any]:
     """The value of a knob that is written in JSON.
 
     Raises:
-        ValueError: it is no JSON object.
+        ValueError: it is not a JSON object.
     """
     option = f"--{name.replace('_', '-')}"
     try:
         values = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{option} is {text!r}, no JSON ({error.msg}); write it like {{}}") from None
+        raise ValueError(f"{option} is {text!r}, not JSON ({error.msg}); write it like {{}}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{option} is {text!r}; it must be a JSON object, like {{}}")
     return values
 
 
 def draft_table(text: str) -> tuple[tuple[int, ...], ...]:
-    """Pairs of running requests and drafts, of text like 16:2,64:0.
+    """(running requests, drafts) pairs of text like 16:2,64:0.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text has another form.
     """
     try:
         pairs = tuple(tuple(int(number) for number in pair.split(":")) for pair in text.split(","))
@@ -108,7 +114,7 @@ def draft_table(text: str) -> tuple[tuple[int, ...], ...]:
 
 
 def number_or_word(value: int | str) -> int | str:
-    """A whole number as such; whatever else it is, the scheduler's configuration knows, or says what it must be."""
+    """An integer where the text is one; the scheduler's configuration checks any other word."""
     try:
         return int(value)
     except ValueError:
@@ -116,9 +122,16 @@ def number_or_word(value: int | str) -> int | str:
 
 
 def size(value: int | str) -> int:
-    """Bytes, of a number or of text like 64MiB.
+    """Bytes of "64MiB", "64M" (the same), "64MB" (64,000,000), "1.5GiB", or of a plain number.
 
     Raises:
-        ValueError: it means none, or less than one byte.
+        ValueError: it is not a size, or less than one byte.
     """
-    return parse_size(str(value))
+    text = str(value)
+    found = _SIZE.fullmatch(text)
+    if found is None or found[2].lower() not in _UNITS:
+        raise ValueError(f"{text!r} is not a size; write for example 64MiB, 512KiB or 1.5GiB")
+    num_bytes = int(float(found[1]) * _UNITS[found[2].lower()])
+    if num_bytes < 1:
+        raise ValueError(f"{text!r} is less than one byte; write for example 64MiB")
+    return num_bytes

@@ -1,8 +1,11 @@
-"""The options of the commands: what each is called and means.
+"""The options of the commands: names, meanings, and how `--help` groups them.
 
-A command names the options that are its own in its signature, and gets the groups that commands share, each declared
-here once, by the decorator `takes`. None as a default means that the option was not given, so that the engine's or the
-server's own default holds, which is written where it is used; a help text repeats it in brackets.
+A command has its own options in its signature, and gets the options that commands share, each declared here once, by
+the decorator `takes`. None as a default means that the option was not given, so that the engine's or the server's own
+default holds, which is written where it is used; the help text repeats it in brackets.
+
+`GENERATE_HELP` and `SERVE_HELP` are the pages of the two commands with many options: the ten that matter first, then
+panels by subject. The pages are plain text, because Typer's framed panels cut off long option names at 80 columns.
 """
 
 from __future__ import annotations
@@ -12,13 +15,16 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperCommand
 
 Command = TypeVar("Command", bound=Callable[..., int])
 
 # ---------------------------------------------------------------------- what generate runs
 
 Model = Annotated[str, typer.Option(help="Directory of a Hugging Face model, or demo.")]
-PromptTexts = Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be repeated.")]
+PromptTexts = Annotated[
+    list[str] | None, typer.Option("--prompt", "-p", metavar="TEXT", help="A prompt; may be repeated.")
+]
 PromptFile = Annotated[
     str | None,
     typer.Option(
@@ -37,38 +43,42 @@ TraceFile = Annotated[
 ]
 Speed = Annotated[
     float | None,
-    typer.Option(help="With a trace: arrivals so many times as fast [default: 1]; 0: all at once."),
+    typer.Option(help="With a trace: factor by which arrivals are sped up [default: 1]; 0: all at once."),
 ]
-Limit = Annotated[int | None, typer.Option(help="With a trace: only so many requests from its start.")]
+Limit = Annotated[int | None, typer.Option(help="With a trace: number of requests from its start.")]
 
 # ---------------------------------------------------------------------- sampling
 
 MaxTokens = Annotated[
     int | None,
     typer.Option(
-        help="Most tokens to generate [default: 64]; can only shorten what built-in prompts and traces bring along.",
+        help="Maximum tokens to generate [default: 64]; only shortens what built-in prompts and traces ask for.",
     ),
 ]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens; 1: from all.")]
-TopK = Annotated[int, typer.Option(help="Sample from so many tokens; 0: from all.")]
-Seed = Annotated[int, typer.Option(help="Fixes what is sampled and a trace's prompts.")]
+TopP = Annotated[float, typer.Option(help="Sample from the most likely tokens up to this probability; 1: from all.")]
+TopK = Annotated[int, typer.Option(help="Sample from this number of most likely tokens; 0: from all.")]
+Seed = Annotated[int, typer.Option(help="Seed of sampling and of a trace's prompts.")]
 Stop = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End before this text; may be repeated.")]
-IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end of text.")]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Continue after the end-of-text token.")]
 
 # ---------------------------------------------------------------------- output
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON line per request and one summary line.")]
 RecordFile = Annotated[
     str | None,
-    typer.Option(metavar="FILE", help="Write a recording that pointsman replay checks."),
+    typer.Option(
+        metavar="FILE", help="Write every call and decision of the scheduler, prompts included, for pointsman replay."
+    ),
 ]
 
-# ---------------------------------------------------------------------- questions to a vLLM that runs
+# ---------------------------------------------------------------------- questions to a running vLLM
 
-Socket = Annotated[str, typer.Option(metavar="PATH", help="Of the vLLM; its log tells it at the start.")]
-AskedRequest = Annotated[str | None, typer.Argument(metavar="[ID]", help="One request, or those of one answer.")]
-MostRequests = Annotated[int, typer.Option(help="Most requests to show, the oldest first.")]
+Socket = Annotated[str, typer.Option(metavar="PATH", help="Control socket of the vLLM; its log names it at the start.")]
+AskedRequest = Annotated[
+    str | None, typer.Argument(metavar="[ID]", help="One request, or the requests of one completion.")
+]
+MostRequests = Annotated[int, typer.Option(help="Maximum number of requests to show, the oldest first.")]
 AsJsonLines = Annotated[bool, typer.Option("--json", help="One JSON line per request.")]
 
 # ---------------------------------------------------------------------- knobs of the engine and the scheduler
@@ -77,242 +87,256 @@ Preset = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="Knobs to start from: low-latency, high-throughput, long-context, short-requests, static or default; "
-        "each knob that is given itself wins over them.",
+        help="Settings to start from: low-latency, high-throughput, long-context, short-requests, static or default; "
+        "options that are given override them.",
     ),
 ]
 
 KNOBS: dict[str, Any] = {
     "dtype": Annotated[
-        str | None, typer.Option(metavar="NAME", help="Of the weights: float32 or bfloat16 [default: float32].")
+        str | None, typer.Option(metavar="NAME", help="Type of the weights: float32 or bfloat16 [default: float32].")
     ],
     "kv_cache_dtype": Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Of the KV cache: float32, bfloat16, or auto, the weights' [default: auto]."),
+        typer.Option(
+            metavar="NAME", help="Type of the KV cache: float32, bfloat16, or auto: as the weights [default: auto]."
+        ),
     ],
     "quantization": Annotated[
-        str | None, typer.Option(metavar="NAME", help="int8: linear layers in 8 bits, with other answers.")
+        str | None, typer.Option(metavar="NAME", help="int8: linear layers in 8 bits, which changes outputs.")
     ],
     "device": Annotated[
-        str | None, typer.Option(metavar="NAME", help="cpu, cuda, or auto, a GPU if there is one [default: auto].")
+        str | None, typer.Option(metavar="NAME", help="cpu, cuda, or auto: a GPU if there is one [default: auto].")
     ],
     "attention": Annotated[
-        str | None, typer.Option(metavar="NAME", help="numba, torch, or auto, the fastest [default: auto].")
+        str | None, typer.Option(metavar="NAME", help="numba, torch, or auto: the fastest [default: auto].")
     ],
     "fuse": Annotated[
         bool | None,
-        typer.Option("--fuse/--no-fuse", help="Whether faster parts may replace the model's own [default: fuse]."),
+        typer.Option("--fuse/--no-fuse", help="Whether fused layers may replace the model's own [default: fuse]."),
     ],
-    "threads": Annotated[int | None, typer.Option(help="Threads that PyTorch uses; its own choice otherwise.")],
+    "threads": Annotated[int | None, typer.Option(help="Threads of PyTorch [default: PyTorch's choice].")],
     "grammar_timeout": Annotated[
-        float | None, typer.Option(help="Seconds that a structured output's grammar may take to compile [default: 10].")
+        float | None, typer.Option(help="Maximum seconds to compile the grammar of a structured output [default: 10].")
     ],
     "stream_interval": Annotated[
-        int | None, typer.Option(help="Tokens from one output of a request to the next [default: 1].")
+        int | None, typer.Option(help="Tokens between two outputs of a request [default: 1].")
     ],
     "kv_offload_bytes": Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Host memory for KV that the pool gives up, like 4GiB [default: none]."),
+        typer.Option(
+            metavar="SIZE", help="Host memory for KV that is evicted from the pool, like 4GiB [default: none]."
+        ),
     ],
     "kv_store": Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="Directory in which KV is kept for other engines and for later."),
+        typer.Option(metavar="DIR", help="Directory that keeps KV for other engines and later runs."),
     ],
     "kv_store_role": Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="What to do with it: producer (write), consumer (read) or both [default: both]."
+            metavar="NAME", help="Use of the KV store: producer (write), consumer (read) or both [default: both]."
         ),
     ],
     "kv_store_bytes": Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Most that the directory's files may take [default: no bound].")
+        str | None, typer.Option(metavar="SIZE", help="Maximum size of the KV store's files [default: no limit].")
     ],
     "kv_load_failure_policy": Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="If KV cannot be loaded: recompute it, or fail the request [default: recompute]."
+            metavar="NAME", help="When KV cannot be loaded: recompute it, or fail the request [default: recompute]."
         ),
     ],
     "kv_load_timeout": Annotated[
-        float | None, typer.Option(help="Seconds after which a load from the KV store has failed [default: none].")
+        float | None, typer.Option(help="Seconds after which a load from the KV store fails [default: no limit].")
     ],
     "kv_events_config": Annotated[
         str | None,
         typer.Option(
             metavar="JSON",
-            help='Where to publish what the prefix cache holds, like {"endpoint": "tcp://*:5557"}; vLLM\'s fields.',
+            help='Where to publish changes of the prefix cache, like {"endpoint": "tcp://*:5557"}; vLLM\'s fields.',
         ),
     ],
     "watchdog_seconds": Annotated[
         float | None,
-        typer.Option(help="Seconds without progress, after which a request is told of in the log [default: 0, never]."),
+        typer.Option(help="Seconds without progress after which the log reports a request [default: 0: never]."),
     ],
-    "num_blocks": Annotated[int | None, typer.Option(help="KV blocks in the pool [default: 1 GiB of them or less].")],
+    "num_blocks": Annotated[int | None, typer.Option(help="KV blocks in the pool [default: at most 1 GiB].")],
     "kv_cache_bytes": Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="The pool's size in bytes instead, like 64MiB."),
+        typer.Option(metavar="SIZE", help="Size of the pool in bytes instead of --num-blocks, like 64MiB."),
     ],
     "block_size": Annotated[int | None, typer.Option(help="Tokens per block [default: 32].")],
-    "max_model_len": Annotated[int | None, typer.Option(help="Longest sequence, if less than the model's.")],
-    "max_num_seqs": Annotated[int | None, typer.Option(help="Most requests that run at once [default: 64].")],
+    "max_model_len": Annotated[
+        int | None, typer.Option(help="Maximum tokens of a sequence, prompt and output [default: the model's].")
+    ],
+    "max_num_seqs": Annotated[
+        int | None, typer.Option(help="Maximum number of requests that run at once [default: 64].")
+    ],
     "max_num_active_seqs": Annotated[
-        int | None, typer.Option(help="Most requests that run at once, if fewer than that.")
+        int | None,
+        typer.Option(help="Maximum number of requests that run at once, if lower [default: --max-num-seqs]."),
     ],
-    "max_num_batched_tokens": Annotated[
-        int | None, typer.Option(help="Most tokens that a step computes [default: 512].")
-    ],
+    "max_num_batched_tokens": Annotated[int | None, typer.Option(help="Token budget of a step [default: 512].")],
     "max_steps_in_flight": Annotated[
         int | None,
-        typer.Option(help="2: the next step is scheduled while one executes (asynchronous scheduling) [default: 1]."),
+        typer.Option(help="2: asynchronous scheduling, the next step is scheduled while one executes [default: 1]."),
     ],
     "num_draft_tokens": Annotated[
         int | None,
-        typer.Option(help="Speculation: most drafts from the request's own text that a step verifies [default: 0]."),
+        typer.Option(help="Maximum drafts per request and step, by prompt lookup [default: 0: no speculation]."),
     ],
     "draft_table": Annotated[
         str | None,
         typer.Option(
             metavar="RUNNING:DRAFTS,...",
-            help="Fewer drafts as more requests run: 16:2,64:0 is 2 from 16 on and none from 64 on.",
+            help="Fewer drafts as more requests run: 16:2,64:0 is 2 from 16 on and 0 from 64 on.",
         ),
     ],
     "prompt_lookup_min": Annotated[
-        int | None, typer.Option(help="Newest tokens that must have occurred before for a draft [default: 2].")
+        int | None, typer.Option(help="Minimum number of newest tokens that prompt lookup matches [default: 2].")
     ],
     "prompt_lookup_max": Annotated[
-        int | None, typer.Option(help="Newest tokens that are looked for, at most [default: 5].")
+        int | None, typer.Option(help="Maximum number of newest tokens that prompt lookup matches [default: 5].")
     ],
     "speculative_config": Annotated[
         str | None,
         typer.Option(
             metavar="JSON",
-            help='Speculation in vLLM\'s words instead: {"method": "ngram", "num_speculative_tokens": 5}.',
+            help='The same in vLLM\'s form: {"method": "ngram", "num_speculative_tokens": 5}.',
         ),
     ],
-    "order": Annotated[str | None, typer.Option(metavar="NAME", help="fcfs or priority [default: fcfs].")],
+    "order": Annotated[
+        str | None, typer.Option(metavar="NAME", help="Order of waiting requests: fcfs or priority [default: fcfs].")
+    ],
     "victim": Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Who gives way: latest or lowest-priority [default: by the order].",
+            help="Which request is preempted for memory: latest or lowest-priority [default: by the order].",
         ),
     ],
     "displace": Annotated[
         bool | None,
         typer.Option(
             "--displace/--no-displace",
-            help="Under priority: whether the more urgent take the room of the less urgent [default: displace].",
+            help="With --order priority: priority preemption for waiting requests [default: displace].",
         ),
     ],
     "watermark": Annotated[
         float | None,
-        typer.Option(help="Share of the pool that an admission must leave free [default: 0]."),
+        typer.Option(help="Share of the pool that an admission leaves free [default: 0]."),
     ],
     "decode_reserve": Annotated[
         str | None,
         typer.Option(
             metavar="TOKENS",
-            help="Output expected of a request, which an admission must find room for: a number, or mean, that of the "
-            "last 128 [default: 0].",
+            help="Output tokens that an admission finds blocks for: a number, or mean, the mean of the last 128 "
+            "requests [default: 0].",
         ),
     ],
     "batching": Annotated[
-        str | None, typer.Option(metavar="NAME", help="mixed, or static for comparison [default: mixed].")
+        str | None, typer.Option(metavar="NAME", help="mixed (continuous), or static for comparison [default: mixed].")
     ],
     "enable_prefix_caching": Annotated[
         bool | None,
         typer.Option(
             "--enable-prefix-caching/--no-enable-prefix-caching",
-            help="Whether blocks are found again by equal content [default: enabled].",
+            help="Whether equal prefixes share KV blocks [default: enabled].",
         ),
     ],
     "enable_chunked_prefill": Annotated[
         bool | None,
         typer.Option(
             "--enable-chunked-prefill/--no-enable-chunked-prefill",
-            help="Whether a prompt may take several steps [default: enabled].",
+            help="Whether a prompt may be computed over several steps [default: enabled].",
         ),
     ],
     "long_prefill_token_threshold": Annotated[
         int | None,
-        typer.Option(help="Most tokens that one request advances in a step [default: 0, no limit]."),
+        typer.Option(help="Maximum prompt tokens of one request in a step [default: 0: no limit]."),
     ],
     "long_prefill_token_threshold_adaptive": Annotated[
         bool | None,
         typer.Option(
             "--long-prefill-token-threshold-adaptive/--no-long-prefill-token-threshold-adaptive",
-            help="Whether that is at least a fair share of the step [default: no].",
+            help="Whether the threshold is at least a fair share of the budget [default: no].",
         ),
     ],
     "max_num_partial_prefills": Annotated[
-        int | None, typer.Option(help="Most prompts that may be half done at once [default: no cap].")
+        int | None, typer.Option(help="Maximum number of partial prefills at once [default: no limit].")
     ],
     "max_long_partial_prefills": Annotated[
-        int | None, typer.Option(help="Most of these that may be longer than the threshold [default: no cap].")
+        int | None, typer.Option(help="Maximum number of them longer than the threshold [default: no limit].")
     ],
     "log_request_events": Annotated[
         bool | None,
         typer.Option(
             "--log-request-events/--no-log-request-events",
-            help="Whether each request keeps a log of what happened to it and when [default: no].",
+            help="Whether each request keeps a log of its events with times [default: no].",
         ),
     ],
     "full_sequence_must_fit": Annotated[
         bool | None,
         typer.Option(
             "--full-sequence-must-fit/--no-full-sequence-must-fit",
-            help="Whether all of a prompt must fit, not only its first chunk [default: all].",
+            help="Whether an admission needs blocks for the whole prompt, not only its first chunk [default: whole].",
         ),
     ],
 }
-"""Arguments of `Engine` by name, but for `threads`, which is `num_threads` there."""
+"""Arguments of `Engine` by name, except `threads`, which is `num_threads` there."""
 
-# ---------------------------------------------------------------------- what serve serves, and how
+# ---------------------------------------------------------------------- serve
 
 ConfigFile = Annotated[
     str | None,
-    typer.Option(metavar="FILE", help="A YAML file of options; those on the command line win."),
+    typer.Option(metavar="FILE", help="YAML file of options; the command line overrides it."),
 ]
 
 SERVER: dict[str, Any] = {
     "model": Annotated[str | None, typer.Option(help="Directory of a Hugging Face model, or demo [default: demo].")],
     "host": Annotated[
-        str | None, typer.Option(help="Address to listen on; 0.0.0.0: every network [default: 127.0.0.1].")
+        str | None, typer.Option(help="Address to listen on; 0.0.0.0: all networks [default: 127.0.0.1].")
     ],
-    "port": Annotated[int | None, typer.Option(help="0: any free one [default: 8000].")],
+    "port": Annotated[int | None, typer.Option(help="Port to listen on; 0: any free port [default: 8000].")],
     "api_key": Annotated[
         list[str] | None,
         typer.Option(
             metavar="KEY",
-            help="A key of which clients must send one; may be repeated. A command line can be read by others on the "
-            "machine: --api-key-file and the variable POINTSMAN_API_KEY cannot.",
+            help="A key that clients must send; may be repeated. Other users of the machine can read a command line, "
+            "but not --api-key-file or the variable POINTSMAN_API_KEY.",
         ),
     ],
-    "api_key_file": Annotated[str | None, typer.Option(metavar="FILE", help="API keys, one a line.")],
+    "api_key_file": Annotated[str | None, typer.Option(metavar="FILE", help="File of API keys, one per line.")],
     "served_model_name": Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="What clients call the model; may be repeated [default: as --model]."),
+        typer.Option(metavar="NAME", help="Name of the model for clients; may be repeated [default: as --model]."),
     ],
     "max_waiting_requests": Annotated[
-        int | None, typer.Option(help="Open requests beyond those that can run at once; then 429 [default: 1024].")
+        int | None, typer.Option(help="Maximum open requests beyond --max-num-seqs; then 429 [default: 1024].")
     ],
     "max_waiting_prompt_tokens": Annotated[
-        int | None, typer.Option(help="Prompt tokens of all requests without a first token; then 429.")
+        int | None,
+        typer.Option(help="Maximum prompt tokens of all requests without a first token; then 429 [default: no limit]."),
     ],
     "max_request_bytes": Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Size of a request's body; then 413 [default: 4MiB].")
+        str | None, typer.Option(metavar="SIZE", help="Maximum size of a request's body; then 413 [default: 4MiB].")
     ],
-    "max_tokens_limit": Annotated[int | None, typer.Option(help="Most tokens that one request may ask for.")],
-    "max_n": Annotated[int | None, typer.Option(help="Most samples per prompt [default: 16].")],
-    "max_logprobs": Annotated[int | None, typer.Option(help="Most log probabilities per position [default: 20].")],
-    "max_deadline": Annotated[float | None, typer.Option(help="Seconds after which any request is ended.")],
+    "max_tokens_limit": Annotated[
+        int | None, typer.Option(help="Maximum max_tokens of a request [default: no limit].")
+    ],
+    "max_n": Annotated[int | None, typer.Option(help="Maximum n, the samples per prompt [default: 16].")],
+    "max_logprobs": Annotated[int | None, typer.Option(help="Maximum log probabilities per position [default: 20].")],
+    "max_deadline": Annotated[
+        float | None, typer.Option(help="Seconds after which any request is finished [default: no limit].")
+    ],
     "drain_timeout": Annotated[
-        float | None, typer.Option(help="Seconds that running requests get after SIGTERM [default: 30].")
+        float | None, typer.Option(help="Seconds for running requests to finish after SIGTERM [default: 30].")
     ],
     "chat_template": Annotated[
-        str | None, typer.Option(metavar="FILE", help="A Jinja template in place of the tokenizer's own.")
+        str | None, typer.Option(metavar="FILE", help="Jinja template in place of the tokenizer's.")
     ],
-    "response_role": Annotated[str | None, typer.Option(help="The role of chat answers [default: assistant].")],
+    "response_role": Annotated[str | None, typer.Option(help="Role of chat completions [default: assistant].")],
     "log_requests": Annotated[
         bool | None,
         typer.Option("--log-requests/--no-log-requests", help="Whether prompts appear in the log [default: no]."),
@@ -321,35 +345,170 @@ SERVER: dict[str, Any] = {
         float | None, typer.Option(help="Seconds between lines of statistics; 0: none [default: 10].")
     ],
     "max_step_retries": Annotated[
-        int | None, typer.Option(help="How often in a row a failed step is tried again [default: 0].")
+        int | None, typer.Option(help="Maximum consecutive retries of a failed step [default: 0].")
     ],
     "record": RecordFile,
-    "seed": Annotated[int | None, typer.Option(help="Of requests that bring none [default: 0].")],
+    "seed": Annotated[int | None, typer.Option(help="Seed of requests without one [default: 0].")],
 }
-"""Options of serve beside the knobs. All of these, and all knobs, may stand in its configuration file."""
+"""Options of serve beside the knobs. Its configuration file may set all of these and all knobs."""
 
 SIZES = frozenset({"kv_cache_bytes", "max_request_bytes"})
 """Options whose value is a number of bytes, written like 64MiB."""
 NUMBERS_OR_WORDS = frozenset({"decode_reserve"})
-"""Options whose value is a whole number, or a word in its place."""
+"""Options whose value is an integer or a word."""
 
 # ---------------------------------------------------------------------- chat
 
-Url = Annotated[str, typer.Option(help="Where the server is, with or without /v1.")]
-ChatModel = Annotated[str | None, typer.Option("--model", metavar="NAME", help="As the server calls it.")]
+Url = Annotated[str, typer.Option(help="URL of the server, with or without /v1.")]
+ChatModel = Annotated[str | None, typer.Option("--model", metavar="NAME", help="Name of the model at the server.")]
 ChatApiKey = Annotated[
     str | None,
-    typer.Option("--api-key", metavar="KEY", help="The server's key; the variable POINTSMAN_API_KEY is better hidden."),
+    typer.Option("--api-key", metavar="KEY", help="Key of the server; the variable POINTSMAN_API_KEY is safer."),
 ]
-System = Annotated[str | None, typer.Option(metavar="TEXT", help="What the model is told before the first question.")]
-ChatTemperature = Annotated[
-    float | None, typer.Option("--temperature", help="0 is greedy; the server's default if not given.")
-]
-ChatMaxTokens = Annotated[int | None, typer.Option("--max-tokens", help="Most tokens of an answer.")]
+System = Annotated[str | None, typer.Option(metavar="TEXT", help="System message of the conversation.")]
+ChatTemperature = Annotated[float | None, typer.Option("--temperature", help="0 is greedy [default: the server's].")]
+ChatMaxTokens = Annotated[int | None, typer.Option("--max-tokens", help="Maximum tokens of a completion.")]
+
+
+# ---------------------------------------------------------------------- help pages
+
+Panels = Mapping[str, tuple[str, ...]]
+"""Titles of a help page, each with the names of its options, in order. An option is in the first panel that has it."""
+
+_ENGINE_PANELS: Panels = {
+    "Model and device": ("dtype", "quantization", "device", "attention", "fuse", "threads"),
+    "KV pool and prefix cache": (
+        "num_blocks",
+        "kv_cache_bytes",
+        "block_size",
+        "max_model_len",
+        "kv_cache_dtype",
+        "enable_prefix_caching",
+    ),
+    "Steps": (
+        "max_num_seqs",
+        "max_num_active_seqs",
+        "max_num_batched_tokens",
+        "enable_chunked_prefill",
+        "long_prefill_token_threshold",
+        "long_prefill_token_threshold_adaptive",
+        "max_num_partial_prefills",
+        "max_long_partial_prefills",
+        "max_steps_in_flight",
+        "batching",
+    ),
+    "Admission and preemption": (
+        "order",
+        "victim",
+        "displace",
+        "full_sequence_must_fit",
+        "watermark",
+        "decode_reserve",
+    ),
+    "Speculation": (
+        "num_draft_tokens",
+        "draft_table",
+        "prompt_lookup_min",
+        "prompt_lookup_max",
+        "speculative_config",
+    ),
+    "KV outside the pool": (
+        "kv_offload_bytes",
+        "kv_store",
+        "kv_store_role",
+        "kv_store_bytes",
+        "kv_load_failure_policy",
+        "kv_load_timeout",
+        "kv_events_config",
+    ),
+    "Outputs and observation": (
+        "stream_interval",
+        "grammar_timeout",
+        "log_request_events",
+        "watchdog_seconds",
+        "log_requests",
+        "log_stats_interval",
+        "record",
+    ),
+}
+
+GENERATE_HELP: Panels = {
+    "Main options": (
+        "model",
+        "prompt",
+        "prompts",
+        "trace",
+        "max_tokens",
+        "temperature",
+        "num_blocks",
+        "max_num_seqs",
+        "preset",
+        "as_json",
+    ),
+    "Traces": ("speed", "limit"),
+    "Sampling": ("top_p", "top_k", "seed", "stop", "ignore_eos"),
+    **_ENGINE_PANELS,
+}
+
+SERVE_HELP: Panels = {
+    "Main options": (
+        "config",
+        "model",
+        "host",
+        "port",
+        "api_key_file",
+        "preset",
+        "dtype",
+        "kv_cache_bytes",
+        "max_model_len",
+        "max_num_seqs",
+    ),
+    "Requests and limits": (
+        "max_waiting_requests",
+        "max_waiting_prompt_tokens",
+        "max_request_bytes",
+        "max_tokens_limit",
+        "max_n",
+        "max_logprobs",
+        "max_deadline",
+        "seed",
+    ),
+    "Server": (
+        "api_key",
+        "served_model_name",
+        "chat_template",
+        "response_role",
+        "drain_timeout",
+        "max_step_retries",
+    ),
+    **_ENGINE_PANELS,
+}
+
+
+def grouped(panels: Panels) -> type[TyperCommand]:
+    """The class of a command whose help page has these panels."""
+
+    class Grouped(TyperCommand):
+        def format_options(self, ctx: Any, formatter: Any) -> None:
+            records = {param.name: param.get_help_record(ctx) for param in self.get_params(ctx)}
+            for title, names in panels.items():
+                self._write(formatter, title, [records.pop(name) for name in names if name in records])
+            self._write(formatter, "Other", list(records.values()))
+
+        @staticmethod
+        def _write(formatter: Any, title: str, records: list[tuple[str, str] | None]) -> None:
+            if rows := [record for record in records if record is not None]:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+    return Grouped
+
+
+# ---------------------------------------------------------------------- options in commands
 
 
 def takes(*groups: Mapping[str, Any]) -> Callable[[Command], Command]:
-    """Give a command the options of `groups`. It gets them all by name in its `**` parameter, None if not given."""
+    """Decorator: the command takes the options of `groups`, by name in its `**` parameter, None where not given."""
 
     def decorate(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)
@@ -366,5 +525,5 @@ def takes(*groups: Mapping[str, Any]) -> Callable[[Command], Command]:
 
 
 def given(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those options that the user gave. (A repeatable one that was not given may be an empty list.)"""
+    """The options that were given on the command line. (A repeatable option that was not may be an empty list.)"""
     return {name: value for name, value in values.items() if value is not None and value != []}

@@ -1,4 +1,4 @@
-"""What is known about a run: each request's state and text, the rates, and the summary at the end."""
+"""The state of a run: each request's state and text, rates, and the summary at the end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RATE_WINDOW = 2.0  # seconds over which tokens per second are averaged
 
 @dataclass(slots=True)
 class Entry:
-    """One request of the run, as it is shown."""
+    """One request of the run, for the display."""
 
     request_id: str
     request: Request | None = None
@@ -41,16 +41,16 @@ class Entry:
 
     @property
     def end(self) -> str:
-        """Why it ended: stop, length, abort, refused or error; empty while it has not."""
+        """Its finish reason: stop, length, abort, refused or error; empty while unfinished."""
         if self.request is None:
             return "refused"
         if self.output is not None and self.output.finish_reason is not None:
-            return self.output.finish_reason  # which knows of stop strings
+            return self.output.finish_reason  # includes stop strings
         return self.request.finish_reason.value if self.request.finish_reason is not None else ""
 
     @property
     def detail(self) -> str:
-        """What exactly ended it."""
+        """Details of the finish reason."""
         if self.request is None:
             return self.error
         if self.output is not None and self.output.finished:
@@ -72,7 +72,7 @@ class Entry:
         return self.output.metrics.finished_time - self.output.metrics.arrival_time
 
     def state(self) -> str:
-        """Where it stands, in a word for people."""
+        """Its state in one word."""
         if self.request is None or self.request.is_finished:
             return self.end
         if self.request.status is RequestStatus.PREEMPTED:
@@ -121,7 +121,7 @@ class Status:
 
 
 class Progress:
-    """Follows a run of `engine` that starts at `start` on the engine's clock."""
+    """Follows a run of `engine` from `start`, in seconds on the engine's clock."""
 
     def __init__(self, engine: Engine, start: float, num_jobs: int) -> None:
         self.engine = engine
@@ -140,12 +140,12 @@ class Progress:
         self.num_prompt_tokens += request.num_prompt_tokens
 
     def refused(self, request_id: str, error: str) -> Entry:
-        """A prompt cannot run."""
+        """A prompt was refused."""
         self.ends["refused"] += 1
         return Entry(request_id, error=error)
 
     def stepped(self, outputs: list[RequestOutput], now: float) -> list[Entry]:
-        """Take over what a step brought. Returns the requests that ended in it."""
+        """Take the outputs of a step. Returns the requests that finished in it."""
         ended = [entry for output in outputs if (entry := self._take(output)) and output.finished]
         stats = self.engine.scheduler.stats()
         self.peak_blocks = max(self.peak_blocks, stats.num_blocks - stats.num_free_blocks)
@@ -155,11 +155,11 @@ class Progress:
         return ended
 
     def aborted(self, output: RequestOutput) -> Entry:
-        """The run ends before this request does; what it has generated stays."""
+        """The run ends before this request; its output so far stays."""
         return self._take(output)
 
     def unfinished(self) -> list[Entry]:
-        """Requests that were added and have not ended, in the order of adding."""
+        """The unfinished requests, in the order of adding."""
         return [entry for entry in self.entries.values() if not entry.end]
 
     def status(self, now: float) -> Status:
@@ -221,7 +221,7 @@ class Progress:
 
 
 def _percentiles(values: list[float | None]) -> dict[str, float | None]:
-    """The median and the 99th percentile of those that are known."""
+    """The median and the 99th percentile of the known values."""
     known = [value for value in values if value is not None]
     if not known:
         return {"p50": None, "p99": None}
@@ -230,5 +230,5 @@ def _percentiles(values: list[float | None]) -> dict[str, float | None]:
 
 
 def _rounded(value: float | None) -> float | None:
-    """Microseconds are enough for people and for JSON."""
+    """Rounded to microseconds."""
     return None if value is None else round(value, 6)

@@ -1,8 +1,8 @@
-"""From the options of `pointsman serve` to what the server is started with.
+"""From the options of `pointsman serve` to the settings of its engine and server.
 
-A value comes from the command line, or else from the configuration file, or else from the preset, or else it is the
-default of the engine or the server. Secrets come from the command line, from a file of their own, or from the
-environment, and from nowhere else; nothing but secrets comes from the environment.
+A value comes from the command line, otherwise from the configuration file, otherwise from the preset, otherwise it is
+the default of the engine or the server. Secrets come from the command line, from a file of their own, or from the
+environment alone; only secrets come from the environment.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from pointsman.server.config import ServerConfig
 
 API_KEY_VARIABLE = "POINTSMAN_API_KEY"
 FILE_OPTIONS = {"preset": options.Preset, **options.SERVER, **options.KNOBS}
-"""What a configuration file may set, apart from secrets."""
+"""Options that a configuration file may set, beside secrets."""
 RUN_OPTIONS = ("log_stats_interval", "max_step_retries", "record")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings:
-    """What the server is started with."""
+    """Settings of the engine and the server."""
 
     engine: dict[str, Any]
     """Arguments of `Engine`, the model among them."""
@@ -36,12 +36,12 @@ class ServeSettings:
 
 
 def serve_settings(values: Mapping[str, Any], config_path: str | None, environment: Mapping[str, str]) -> ServeSettings:
-    """Everything that `pointsman serve` was told, checked as far as that needs no model.
+    """The settings of `pointsman serve`, checked as far as possible without a model.
 
     Args:
-        values: options of the command line by name; None, or an empty list, where not given.
-        config_path: the configuration file, if there is one.
-        environment: where secrets may be.
+        values: options of the command line by name; None or an empty list where not given.
+        config_path: the configuration file; None: none.
+        environment: environment variables, which may hold secrets.
 
     Raises:
         CommandError: a value or a file cannot be used.
@@ -65,7 +65,7 @@ def serve_settings(values: Mapping[str, Any], config_path: str | None, environme
 
 
 def _check_run_options(values: dict[str, Any]) -> None:
-    """Check what is neither the engine's nor in `ServerConfig`; 0 seconds between lines become None, no lines.
+    """Check the options beside those of the engine and of `ServerConfig`; 0 seconds between lines become None.
 
     Raises:
         CommandError, ValueError: one is out of range, or the recording cannot be written.
@@ -93,9 +93,9 @@ def _server_config(settings: dict[str, Any], environment: Mapping[str, str]) -> 
 
 
 def _api_keys(given: list[str], path: str | None, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The keys: those of the command line, or else those of the file, or else the variable's.
+    """The keys of the command line, otherwise of the file, otherwise of the variable.
 
-    A file or a variable that holds none is an error: whoever sets it means the server to be closed.
+    A file or a variable without a key is an error, because it is set to restrict access.
     """
     if given:
         return tuple(given)
@@ -121,7 +121,7 @@ def _read(what: str, path: str) -> str:
 
 
 def _check_writable(path: str) -> None:
-    """Complain of a recording that cannot be written before a model is loaded. What is in the file stays, for now."""
+    """Raise for a recording that cannot be written, before a model is loaded. The file keeps its content for now."""
     try:
         with Path(path).open("a", encoding="utf-8"):
             pass

@@ -1,12 +1,255 @@
-"""`pointsman vllm ...`: what concerns a vLLM that is installed here."""
+"""Commands about vLLM: `explain`, `metrics` and `record` ask one that runs with this scheduler, on its control socket;
+`pointsman vllm check` reads the configuration of the one that is installed here.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from pointsman.cli.errors import CommandError
+from pointsman.cli.errors import EXIT_FAILED, EXIT_OK, CommandError
+from pointsman.core import SchedulerStats
+from pointsman.integrations.vllm.client import Connection, ControlUnavailable, Refused, connect
+
+COLUMNS = ("request", "state", "place", "age", "prompt", "output", "computed", "blocks", "preempted", "why it waits")
+ROUNDED = ("waiting_for", "age")
+METRICS = (
+    "pointsman:requests_waiting",
+    "pointsman:parked",
+    "pointsman:kv_blocks",
+    "pointsman:preemptions_total",
+    "pointsman:recomputed_tokens_total",
+    "pointsman:resumed_prefix_cache_queries_total",
+    "pointsman:resumed_prefix_cache_hits_total",
+    "pointsman:evictions_total",
+    "pointsman:deferrals_total",
+    "pointsman:steps_total",
+    "pointsman:failed_steps_total",
+    "pointsman:scheduler_seconds_total",
+)
+"""Metrics of the scheduler that `metrics` prints, by their names in `SCRAPED`; vLLM has the others itself, or they are
+the engine's."""
+
+
+def explain(socket: str, name: str | None, limit: int, *, as_json: bool) -> int:
+    """Show requests: those with the id `name`, or those of the completion `name`; None: the oldest."""
+    with _asking(socket) as connection:
+        answer = connection.ask("explain", id=name, limit=limit)
+    requests = answer["requests"]
+    if as_json:
+        for request in requests:
+            print(json.dumps(request))
+    elif name is not None and len(requests) == 1:
+        _show_one(requests[0])
+    else:
+        _show_table(answer, limit if name is None else None)
+    return EXIT_OK
+
+
+def metrics(socket: str) -> int:
+    """Print the metrics as Prometheus text."""
+    with _asking(socket) as connection:
+        answer = connection.ask("metrics")
+    try:
+        print(exposition(answer), end="")
+    except ValueError as error:
+        raise CommandError(str(error), EXIT_FAILED) from None
+    return EXIT_OK
+
+
+def record(socket: str, path: str, seconds: float | None) -> int:
+    """Record to a file, for `seconds`, or until Ctrl-C."""
+    if seconds is not None and not seconds > 0:
+        raise CommandError(f"--seconds is {seconds:g}; it must be more than 0")
+    with _asking(socket) as connection, _written(path) as descriptor:
+        answer = connection.ask("record", file=descriptor)
+        try:
+            if answer["state"] == "waiting":
+                _say(
+                    f"waiting for a moment without requests ({answer['num_running']} run and {answer['num_waiting']} "
+                    "wait now), because a recording starts with an empty scheduler; Ctrl-C cancels"
+                )
+                answer = connection.next_line()
+            _say("recording; the prefix cache was emptied for it. Ctrl-C ends it")
+            done = connection.wait_for_line(seconds)
+        except KeyboardInterrupt:
+            done = None
+        if done is None:
+            connection.end_input()
+            done = connection.next_line()
+            while done["state"] == "recording":  # it has just begun
+                done = connection.next_line()
+    if done["state"] == "cancelled":
+        Path(path).unlink(missing_ok=True)
+        raise CommandError("there was no moment without requests, so nothing was recorded", EXIT_FAILED)
+    _say(f"{done['num_steps']} steps in {path}, {done['num_bytes']} bytes: pointsman replay {path}")
+    if done["ended_by"]:
+        raise CommandError(f"the recording ended early: {done['ended_by']}", EXIT_FAILED)
+    return EXIT_OK
+
+
+@contextmanager
+def _asking(socket: str) -> Iterator[Connection]:
+    try:
+        with connect(socket) as connection:
+            yield connection
+    except (ControlUnavailable, Refused) as error:
+        raise CommandError(str(error), EXIT_FAILED) from None
+
+
+@contextmanager
+def _written(path: str) -> Iterator[int]:
+    """A new file that only its owner may read, because it will contain prompts."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    except OSError as error:
+        raise CommandError(f"cannot write the recording {path}: {error.strerror}") from None
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _say(text: str) -> None:
+    print(f"pointsman: {text}", file=sys.stderr)
+
+
+# ---------------------------------------------------------------------- how requests are shown
+
+
+def _show_table(answer: Mapping[str, Any], limit: int | None) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in COLUMNS:
+        right = column in ("place", "age", "prompt", "output", "computed", "blocks", "preempted")
+        table.add_column(column, justify="right" if right else "left", overflow="fold")
+    for request in answer["requests"]:
+        table.add_row(*(Text(cell) for cell in _row(request)))
+    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+    counts = answer["counts"]
+    console.print(f"{counts['running']} running, {counts['waiting']} waiting, {counts['parked']} parked")
+    if answer["requests"]:
+        console.print(table)
+    if limit is not None and len(answer["requests"]) == limit < sum(counts.values()):
+        console.print(f"only the {limit} oldest are shown; --limit shows more")
+
+
+def _row(request: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
+        request["id"],
+        request["state"],
+        "" if request["position"] is None else str(request["position"] + 1),
+        _duration(request["age"]),
+        str(request["num_prompt_tokens"]),
+        f"{request['num_output_tokens']}/{request['max_tokens']}",
+        str(request["num_computed_tokens"]),
+        str(request["num_blocks"]),
+        str(request["num_preemptions"]),
+        _why(request),
+    )
+
+
+def _why(request: Mapping[str, Any]) -> str:
+    if request["reason"] is None:
+        return ""
+    lacks = f", {request['missing']} more {request['resource']}" if request["missing"] and request["resource"] else ""
+    waiting = f" for {_duration(request['waiting_for'])}" if request["waiting_for"] is not None else ""
+    return f"{request['reason']}{waiting}{lacks}"
+
+
+def _show_one(request: Mapping[str, Any]) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(Text(request["explanation"], style="bold"))
+    facts = {key: value for key, value in request.items() if key not in ("explanation", "holders", "num_holders")}
+    width = max(map(len, facts))
+    for key, value in facts.items():
+        if value is not None:
+            shown = _duration(value) if key in ROUNDED else str(value)
+            console.print(Text(f"{key:{width}}  {shown}"))
+    for holder in request["holders"]:
+        what = f" of adapter {holder['what']}" if holder["what"] else f" {request['resource'] or ''}".rstrip()
+        amount = f": {holder['amount']}{what}" if holder["amount"] else ""
+        console.print(Text(f"{'held by':{width}}  {holder['id']}{amount}"))
+    if request["num_holders"] > len(request["holders"]):
+        console.print(f"{'':{width}}  and {request['num_holders'] - len(request['holders'])} more")
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 10:
+        return f"{seconds:.1f}s"
+    minutes, left = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{left:02}s"
+    return f"{minutes // 60}h{minutes % 60:02}m"
+
+
+# ---------------------------------------------------------------------- metrics as text
+
+
+def exposition(answer: Mapping[str, Any]) -> str:
+    """Prometheus text of a control socket's answer to "metrics". Names, types and meanings are those of
+    `pointsman serve`.
+
+    Raises:
+        ValueError: the answer is from another version of Pointsman.
+    """
+    from pointsman.server.metrics.readings import SCRAPED
+    from pointsman.server.metrics.table import BASE_LABELS, REQUESTS_REFUSED
+
+    stats = _stats(answer["stats"])
+    reading = SimpleNamespace(
+        scheduler=stats,
+        counters=SimpleNamespace(num_steps=stats.num_steps, scheduler_time=answer["scheduler_seconds"]),
+    )
+    labels = dict(zip(BASE_LABELS, (answer["model"], str(answer["engine"])), strict=True))
+    lines: list[str] = []
+    for definition, read in SCRAPED:
+        if definition.name in METRICS:
+            lines += _lines(definition, read(reading), labels)  # type: ignore[arg-type]
+    lines += _lines(REQUESTS_REFUSED, {"invalid": stats.num_refused}, labels)
+    return "\n".join([*lines, ""])
+
+
+def _stats(values: Mapping[str, Any]) -> SchedulerStats:
+    names = {field.name for field in fields(SchedulerStats)}
+    if missing := names - values.keys():
+        raise ValueError(
+            f"the Pointsman inside vLLM reports no {min(missing)}, it is of another version; install the same in both"
+        )
+    return SchedulerStats(**{name: values[name] for name in names})
+
+
+def _lines(definition: Any, reading: Any, labels: Mapping[str, str]) -> Iterator[str]:
+    yield f"# HELP {definition.name} {definition.meaning}"
+    yield f"# TYPE {definition.name} {definition.kind}"
+    if not isinstance(reading, Mapping):
+        yield f"{definition.name}{_braced(labels)} {reading}"
+        return
+    assert definition.label is not None
+    for value, number in reading.items():
+        yield f"{definition.name}{_braced({**labels, definition.label: value})} {number}"
+
+
+def _braced(labels: Mapping[str, str]) -> str:
+    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items()) + "}"
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+# ---------------------------------------------------------------------- pointsman vllm check
 
 app = typer.Typer(help="Pointsman as the scheduler of vLLM.", rich_markup_mode=None, no_args_is_help=True)
 
@@ -21,12 +264,11 @@ def check(
     context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="As vllm serve takes it; its weights are not loaded.")],
 ) -> int:
-    """Whether the vLLM that is installed here can serve a model with this scheduler.
+    """Whether the installed vLLM can serve a model with this scheduler.
 
-    All further options are vLLM's own, as on the command line of vllm serve.
+    All further options are those of vllm serve.
 
-    Exit code 0: it can; 1: it cannot, for the reasons that are printed; 2: vLLM is not here, or does not take the
-    options.
+    Exit code 0: it can; 1: it cannot, for the printed reasons; 2: vLLM is not installed, or rejects the options.
     """
     from pointsman.integrations.vllm.check import CannotCheck
     from pointsman.integrations.vllm.check import check as check_vllm

@@ -1,7 +1,7 @@
-"""What to run: the built-in prompts, prompts from the command line or a file, or the requests of a trace.
+"""The workload: the built-in prompts, prompts from the command line or a file, or the requests of a trace.
 
-All of them become one list of `Job`s. A prompt that cannot be read is a problem of its own: it is noted with its
-place, and the others run.
+All of them become one list of `Job`s. A prompt that cannot be read becomes a `Problem` with its place, and the others
+run.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class Job:
 
     request_id: str
     prompt: Callable[[int], Prompt]
-    """Called with the vocabulary's size, when the request arrives: a trace's prompts are made one at a time."""
+    """Called with the vocabulary's size at the arrival: a trace's prompts are generated one at a time."""
     params: SamplingParams
     place: str
-    """Where it comes from, for messages."""
+    """Its source, for messages."""
     arrival_time: float = 0.0
     """Seconds after the start of the run."""
     priority: int = 0
@@ -72,12 +72,12 @@ class Problem:
 
 @dataclass(slots=True)
 class Workload:
-    """The jobs by arrival, and what could not become one."""
+    """The jobs by arrival, and the prompts that could not become one."""
 
     jobs: list[Job]
     problems: list[Problem] = field(default_factory=list)
     is_trace: bool = False
-    """Prompts are made up, so their texts say nothing, and what the model cannot hold is counted, not an error."""
+    """Prompts are generated, so their texts are not shown, and refusals are counted, not errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class Sampling:
     """The sampling options of the command, as defaults for every prompt that does not set its own."""
 
     max_tokens: int | None
-    """None: 64, or the lengths that the built-in prompts and traces bring along."""
+    """None: 64, or the lengths of the built-in prompts or of the trace."""
     temperature: float
     top_p: float
     top_k: int
@@ -96,8 +96,8 @@ class Sampling:
         """Sampling parameters of one request.
 
         Args:
-            length: the output length that a built-in prompt or a trace brings along; the option can only shorten it.
-            own: fields of `SamplingParams` that the request itself sets; they go before the options.
+            length: the output length of a built-in prompt or a trace; the option can only shorten it.
+            own: fields of `SamplingParams` that the request itself sets; they override the options.
 
         Raises:
             ValueError: a value is out of range.
@@ -164,9 +164,9 @@ def trace_workload(path: str, speed: float, limit: int | None, seed: int, sampli
     Args:
         path: an Azure or BurstGPT CSV, or Mooncake or measured JSON lines.
         speed: how many times as fast as recorded the requests arrive; 0: all at once.
-        limit: only so many requests from the start; None: all.
-        seed: of the made-up tokens.
-        sampling: its `max_tokens` shortens the traced outputs; they are never ended by an EOS, nor by stop strings.
+        limit: number of requests from the start; None: all.
+        seed: of the generated tokens.
+        sampling: its `max_tokens` shortens the traced outputs, which EOS and stop strings never end.
 
     Raises:
         CommandError: the trace cannot be read.
@@ -186,7 +186,7 @@ def trace_workload(path: str, speed: float, limit: int | None, seed: int, sampli
         workload.jobs.append(
             Job(
                 request_id=request_id,
-                prompt=_made_up(request, seed, index),
+                prompt=_generated(request, seed, index),
                 params=sampling.params(request.num_output_tokens, ignore_eos=True, stop=()),
                 place=f"{path}, request {index}",
                 arrival_time=request.arrival_time / speed if speed else 0.0,
@@ -195,7 +195,7 @@ def trace_workload(path: str, speed: float, limit: int | None, seed: int, sampli
     return workload
 
 
-def _made_up(request: TraceRequest, seed: int, index: int) -> Callable[[int], Prompt]:
+def _generated(request: TraceRequest, seed: int, index: int) -> Callable[[int], Prompt]:
     return lambda vocab_size: prompt_token_ids(request, vocab_size, seed, index).tolist()
 
 
@@ -223,7 +223,7 @@ def _check_unicode(name: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:  # half a surrogate pair in JSON, or bytes of another encoding as an argument
-        raise ValueError(f"{name} is no Unicode text at character {error.start}; write it in UTF-8") from None
+        raise ValueError(f"{name} is not Unicode text at character {error.start}; write it in UTF-8") from None
 
 
 def _given(prompt: Prompt) -> Callable[[int], Prompt]:
@@ -246,7 +246,7 @@ def _lines(path: str) -> Iterator[tuple[int, str]]:
 
 
 def _prompt_fields(text: str) -> dict[str, Any]:
-    """The fields of one JSON line, with the types of what identifies the request checked."""
+    """The fields of one JSON line; unknown fields and the id are checked."""
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
@@ -295,7 +295,7 @@ def _job(request_id: str, fields: dict[str, Any], place: str, sampling: Sampling
 
 
 def _token_ids_as_keys(bias: Any) -> dict[int, Any]:
-    """JSON has only strings as keys."""
+    """Integer keys, because JSON has only strings as keys."""
     try:
         return {int(token_id): value for token_id, value in bias.items()}
     except (AttributeError, ValueError):

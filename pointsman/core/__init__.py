@@ -1,4 +1,14 @@
-"""The scheduler: NumPy and the standard library only, and it knows no host."""
+"""The scheduler: which requests run in a step, and how many tokens each advances.
+
+It imports NumPy and the standard library, and knows no host. Begin with `scheduler.py`.
+
+    state/    where does a fact live?              kv/       which block holds what?
+    policy/   which request, how many, how much?   step/     what happens in a step?
+    observe/  what was decided, and why?
+
+A host builds a `Request`, calls the scheduler's methods and reads what they return. Everything that leaves this package
+is read-only: writing to it raises.
+"""
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import (
@@ -15,9 +25,12 @@ from pointsman.core.errors import (
     UnknownTransfer,
 )
 from pointsman.core.kv.connector import KVConnector
-from pointsman.core.observe.stats import Explanation, SchedulerStats
-from pointsman.core.recording import Recorder, RecordingError, ReplayDifference, ReplayReport, replay
+from pointsman.core.observe.explain import Explanation
+from pointsman.core.observe.stats import SchedulerStats
+from pointsman.core.recording import Recorder, RecordingError
+from pointsman.core.replay import ReplayDifference, ReplayReport, replay
 from pointsman.core.scheduler import Scheduler
+from pointsman.core.state.events import Listener, StepDecision
 from pointsman.core.state.inputs import Adapter, EncoderEntry, EncoderInput
 from pointsman.core.state.output import Load, Save, SchedulerOutput, StepResult, StepUpdate
 from pointsman.core.state.reason import Holder, Reason
@@ -27,6 +40,7 @@ from pointsman.core.state.status import (
     FinishReason,
     ParkReason,
     PauseMode,
+    PreemptionCause,
     RequestEvent,
     RequestEventType,
     RequestStatus,
@@ -44,10 +58,12 @@ __all__ = [
     "InvalidTransition",
     "InvariantError",
     "KVConnector",
+    "Listener",
     "Load",
     "ParkReason",
     "PauseMode",
     "PointsmanError",
+    "PreemptionCause",
     "ProposalError",
     "Reason",
     "Recorder",
@@ -65,6 +81,7 @@ __all__ = [
     "SchedulerConfig",
     "SchedulerOutput",
     "SchedulerStats",
+    "StepDecision",
     "StepOrderError",
     "StepResult",
     "StepResultError",

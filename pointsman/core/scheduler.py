@@ -3,80 +3,94 @@
     output = scheduler.schedule(now)                 decide, and commit the decision
     result = host.execute(output)                    the only part that differs between hosts
     done   = scheduler.update(output, result, now)   append tokens, stop conditions, free
-             scheduler.propose(output, ...)          optional: drafts, to be verified in the next step (`drafts.py`)
+             scheduler.propose(output, ...)          optional: drafts, to be verified in the next step
 
-`schedule` goes through five parts, in this order:
+`schedule` and `update` are here, with the parts that each goes through in order; what a part does is in `step/`, which
+requests it favours in `policy/`, which blocks it hands out in `kv/`, the facts that it works on in `state/`.
 
-    1. displace   a more urgent waiting request may take the room of less urgent running ones (`displacement.py`)
-    2. advance    the running requests, under limits, budget and blocks, preempting if need be (`running.py`)
-    3. publish    their prompt blocks, so that the requests admitted next can share them (`kv_cache.py`)
-    4. admit      waiting requests, one after the other, until one is a wall to those behind it (`intake.py`)
-    5. emit       the output (`emission.py`, `output.py`)
+There is no prefill phase and no decode phase (unless `batching` asks for them): each request's `num_computed_tokens`
+chases its `num_tokens`, and a prefill chunk is what the budget does to a long prompt. The scheduler reads no clock and
+no random number; the same calls give the same decisions. One thread owns it.
 
-There is no prefill phase and no decode phase (unless `batching` asks for them, see `work.py`): each request's
-`num_computed_tokens` chases its `num_tokens`, and a prefill chunk is what the budget does to a long prompt. The
-scheduler reads no clock and no random number; the same calls give the same decisions. One thread owns it. What a host
-may ask without changing anything is in `questions.py`.
+What a host may write: nothing that it gets from here. Outputs, updates and requests are read-only, and change by the
+scheduler's methods alone (`set_priority`, `extend`, `park`, ...); a view (`block_table`) is valid until the next call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import InvalidTransition, UnknownTransfer
 from pointsman.core.kv.connector import AnswerLog, KVConnector
 from pointsman.core.kv.events import KVEvent
-from pointsman.core.kv.manager import KVCacheManager
-from pointsman.core.kv.transfers import make_transfers
-from pointsman.core.observe.events import RequestLog
-from pointsman.core.observe.questions import Questions
-from pointsman.core.observe.stats import Counters
+from pointsman.core.observe.explain import Explanation, explain, find_holder
+from pointsman.core.observe.invariants import check
+from pointsman.core.observe.request_log import RequestLog
+from pointsman.core.observe.stats import SchedulerStats, Statistics
 from pointsman.core.observe.watchdog import Stall, Watchdog
-from pointsman.core.policy.adapters import AdapterSlots
-from pointsman.core.policy.encoder_budget import EncoderCache
-from pointsman.core.policy.limits import FollowsLoad, make_limits
-from pointsman.core.policy.order import make_order
-from pointsman.core.policy.partial_prefills import make_partial_prefills
-from pointsman.core.policy.reserve import make_reserves
-from pointsman.core.policy.victim import make_victim
-from pointsman.core.recording import NEW, Recorder, Start
-from pointsman.core.state.batch import Batch
+from pointsman.core.recording import Recorder
+from pointsman.core.state.events import Call, Events, Listener, Refused, send
 from pointsman.core.state.inputs import EncoderInput
-from pointsman.core.state.numbers import checked_priority
+from pointsman.core.state.numbers import checked_priority, set_writeable
 from pointsman.core.state.output import Integers, SchedulerOutput, StepResult, StepUpdate
 from pointsman.core.state.request import Request
-from pointsman.core.state.status import FinishReason, ParkReason, Pause, PauseMode, RequestStatus
-from pointsman.core.step.admission import Admission
-from pointsman.core.step.batching import Idle, make_work
-from pointsman.core.step.displacement import Displacement, displaces
-from pointsman.core.step.drafts import Drafts
-from pointsman.core.step.emit import Emission
-from pointsman.core.step.in_flight import StepRecord, not_the_oldest, require_in_flight, too_many_in_flight
-from pointsman.core.step.in_order import make_running
-from pointsman.core.step.intake import Intake
-from pointsman.core.step.loading import make_loading
-from pointsman.core.step.prompt_parts import Parts
-from pointsman.core.step.request_table import End, Lifecycle
+from pointsman.core.state.status import FinishReason, ParkReason, Pause, PauseMode, PreemptionCause, RequestStatus
+from pointsman.core.step.assembly import NEW, Start, assemble
+from pointsman.core.step.emit import input_token_ids
+from pointsman.core.step.in_flight import StepRecord
+from pointsman.core.step.request_table import End
 from pointsman.core.step.rewind import take_back
-from pointsman.core.step.update import Update
+from pointsman.core.step.running import InOrder
 from pointsman.core.step.validation import checked_end, refused, settle_limits
 
+Int32Array = npt.NDArray[np.int32]
+StepPart = Callable[[StepRecord], None]
 
-class Scheduler(Questions):
+
+class Scheduler:
     """Continuous batching over a paged KV cache, for any host that can execute a `SchedulerOutput`.
 
     Args:
         config: every knob.
         recorder: where to write every call and every decision, so that they can be replayed; None: nowhere, until
             `start_recording`.
-        connector: where KV comes from and goes to besides the pool, see `kv_connector.py`; None: nowhere.
+        connector: where KV comes from and goes to besides the pool, see `kv/connector.py`; None: nowhere.
+        listeners: what follows its decisions, see `state/events.py`.
         start: where the numbers of steps and admissions begin; a replay takes them from the recording.
 
     Raises:
         ConfigError: the configuration names a policy that does not exist, or is about a connector that is not there.
     """
+
+    __slots__ = (
+        "__weakref__",
+        "_admission",
+        "_batch",
+        "_config",
+        "_displacement",
+        "_drafts",
+        "_emission",
+        "_events",
+        "_kv",
+        "_listeners",
+        "_loading",
+        "_max_seen_active_seqs",
+        "_next_step_id",
+        "_parts",
+        "_plan",
+        "_recorder",
+        "_running",
+        "_statistics",
+        "_steps",
+        "_table",
+        "_update",
+        "_watchdog",
+    )
 
     def __init__(
         self,
@@ -84,53 +98,209 @@ class Scheduler(Questions):
         *,
         recorder: Recorder | None = None,
         connector: KVConnector | None = None,
+        listeners: Iterable[Listener] = (),
         start: Start = NEW,
     ) -> None:
-        self.config = config
-        self._counters = Counters(accepted_drafts=[0] * (1 + config.num_draft_tokens))
-        answers = None if recorder is None or connector is None else AnswerLog(connector)
-        self._has_connector = connector is not None
-        self._assemble(start, answers or connector)
+        self._config = config
+        self._statistics = Statistics(config.num_draft_tokens)
+        self._events = Events(lambda request, reason: find_holder(request, reason, self._parts))
         self._recorder = recorder
+        self._listeners = tuple(listeners)
+        answers = None if recorder is None or connector is None else AnswerLog(connector)
+        if recorder is not None:
+            self._listeners = (*self._listeners, recorder)
+        self._assemble(start, answers or connector)
         if recorder is not None:
             recorder.start(config, start, answers)
 
     def _assemble(self, start: Start, connector: KVConnector | None = None) -> None:
-        """Make all parts anew, for the present configuration; only the counters go on."""
-        config, counters = self.config, self._counters
-        max_blocks = min(-(-config.max_model_len // config.block_size), config.num_usable_blocks)
-        self._batch = batch = Batch(config.block_size, max_blocks, counters.accepted_drafts)
-        self._kv = kv = KVCacheManager(config)
-        self._drafts = drafts = Drafts(config, batch, counters)
-        drafts.last_updated_step = start.step_id - 1
-        encoder = EncoderCache(config) if config.encoder_budget else None
-        limits = make_limits(config, encoder)
-        self._load_limits = [limit for limit in limits if isinstance(limit, FollowsLoad)]
-        queue = make_order(config.order)
-        adapters = AdapterSlots(config)
-        transfers = make_transfers(config, kv, connector)
-        self._running = running = make_running(config, batch, kv, limits, make_victim(config, queue.name), drafts)
-        partial, reserves = make_partial_prefills(config, batch), make_reserves(config)
-        self._admission = Admission(config, kv, limits, reserves, adapters, partial, transfers)
-        self._displacement = None
-        if displaces(config, queue):
-            self._displacement = Displacement(config, batch, kv, running, self._admission, adapters, encoder, drafts)
-        log = RequestLog() if config.log_request_events else None
-        self._life = life = Lifecycle(batch, kv, queue, adapters, encoder, self._admission, counters, log, transfers)
-        life.next_serial = start.serial
-        self._loading = loading = make_loading(config, kv, life, transfers, counters)
-        self._intake = Intake(config, batch, kv, running, self._admission, life, counters, self._publish, loading)
-        self._usual_work = self._work = make_work(
-            self._running, life, self._publish, self._intake.admit, config.batching
-        )
-        self._idle = Idle(self._running, self._intake.admit)
-        self._parts = Parts(config, self._life)
-        self._update = Update(self._batch, self._kv, self._life, self._parts, self._counters)
-        self._most_active_seqs = config.num_seats
+        """Make all parts for the present configuration; statistics and listeners stay."""
+        config, events = self._config, self._events
+        log = [RequestLog()] if config.log_request_events else []
+        events.set([self._statistics, *log, *self._listeners])
+        self._parts = parts = assemble(config, start, connector, events, self._statistics.accepted_drafts)
+        events.set([self._statistics, *log, *parts.gates.reserves.listeners, *self._listeners])
+        self._batch, self._kv, self._table, self._steps = parts.batch, parts.kv, parts.table, parts.steps
+        self._running, self._drafts, self._emission = parts.running, parts.drafts, parts.emission
+        self._admission, self._displacement, self._loading = parts.admission, parts.displacement, parts.loading
+        self._update = parts.update
+        self._max_seen_active_seqs = config.num_seats
         self._watchdog = Watchdog()
         self._next_step_id = start.step_id
-        self._emission = Emission(self._batch, self._kv, self._life, counts_common_prefix=config.count_common_prefix)
-        self._unpublished: list[Request] = []
+        self._plan = self._usual_plan()
+
+    # ------------------------------------------------------------------ the step
+
+    def _usual_plan(self) -> tuple[StepPart, ...]:
+        """The parts of a step in order, by `batching`.
+
+        1. displace   running requests are preempted for a more urgent waiting one (`step/displacement.py`)
+        2. advance    the running requests, under limits, budget and blocks, preempting if need be (`step/running.py`)
+        3. publish    their prompt blocks, so that the requests admitted next can share them (`kv/manager.py`)
+        4. admit      waiting requests, one after the other, until one blocks the queue (`step/admission.py`)
+        5. emit       the output (`step/emit.py`)
+
+        With "prefill-first" rows that still compute their prompt advance and requests are admitted; only if neither
+        gives the step anything to do, the rows that decode advance.
+        """
+        if self._config.batching == "prefill-first":
+            return self._advance_prefills, self._publish, self._admission.admit, self._advance_decodes, self._emit
+        if self._displacement is None:
+            return self._advance, self._publish, self._admission.admit, self._emit
+        return self._displace, self._advance, self._publish, self._admission.admit, self._emit
+
+    def _paused_plan(self) -> tuple[StepPart, ...]:
+        """No row advances; the admission notes why the head of the queue waits."""
+        return self._rest, self._admission.admit, self._emit
+
+    def schedule(self, now: float) -> SchedulerOutput:
+        """Decide what runs in the next step, and commit to it.
+
+        Raises:
+            StepOrderError: `max_steps_in_flight` outputs wait for their update already.
+        """
+        step = self._open_step(now)
+        for part in self._plan:  # displace, advance, publish, admit, emit
+            part(step)
+        output = step.output
+        assert output is not None
+        self._steps.records.append(step)
+        self._next_step_id += 1
+        for method in self._events.stepped:
+            method(step)
+        if self._events.called:
+            send(self._events.called, Call("schedule", now, {"output": output}))
+        return output
+
+    def update(self, output: SchedulerOutput, result: StepResult, now: float) -> StepUpdate:
+        """Take in what came back from the model: append tokens, finish what stops, free its blocks.
+
+        Raises:
+            StepOrderError: `output` is not the oldest step in flight.
+            StepResultError: the result does not fit the output. Nothing was applied; the step is still in flight.
+        """
+        step = self._steps.require_oldest(output)
+        self._table.now = now
+        fields, ends = self._update.append(step, output, result)  # check the result, append tokens, find stops
+        if ends:
+            self._update.finish(fields, ends)  # finish requests, free their blocks
+        self._close_step(step)
+        set_writeable(fields.token_ids, False)
+        sealed: Any = fields
+        sealed.__class__ = StepUpdate  # complete: see `state/sealed.py`
+        update: StepUpdate = sealed
+        for method in self._events.updated:
+            method(output, update, now)
+        if self._events.called:
+            send(self._events.called, Call("update", now, {"output": output, "result": result, "update": update}))
+        return update
+
+    def propose(self, output: SchedulerOutput, token_ids: Integers, counts: Integers, now: float) -> int:
+        """Drafts: what the host guesses to follow the tokens of an updated output's rows, to be verified in their next
+        step. They take the place of what was proposed before.
+
+        Args:
+            output: the step that was updated last. For an older one the proposal is stale and is dropped.
+            token_ids: the drafts, ragged, in row order; an int32 array costs least.
+            counts: [output.num_rows] how many for each row, 0 to `num_draft_tokens`. Drafts of rows that do not decode
+                (any more), or have further samples in flight, are dropped, as is what would pass a token limit.
+
+        Returns:
+            How many drafts wait now at these rows.
+
+        Raises:
+            StepOrderError: `output` has not been updated.
+            ProposalError: the arguments do not fit the output. Nothing was kept.
+        """
+        kept = self._drafts.propose(output, token_ids, counts, len(self._steps.records) > 0)
+        if self._events.called:
+            arguments = {"output": output, "token_ids": token_ids, "counts": counts, "kept": kept}
+            send(self._events.called, Call("propose", now, arguments))
+        return kept
+
+    def fail(self, output: SchedulerOutput, now: float) -> None:
+        """A step could not be executed: it, and every later one in flight, is void.
+
+        Requests admitted since return to their places in the queue, the others are rewound and keep their blocks, and
+        blocks published since leave the prefix cache, embeddings computed since the encoder cache. Preemptions and
+        finished requests stand; the next output reports them again and carries the full block table of every row.
+
+        Raises:
+            StepOrderError: `output` is not in flight.
+        """
+        void = self._steps.take_from(output)
+        self._table.now = now
+        take_back(void, self._steps, self._batch, self._kv, self._table, self._parts.encoder, self._loading)
+        self._emission.resync()
+        for method in self._events.failed:
+            method(len(void), now)
+        if self._events.called:
+            send(self._events.called, Call("fail", now, {"output": output}))
+
+    # ------------------------------------------------------------------ parts of the step
+
+    def _open_step(self, now: float) -> StepRecord:
+        steps = self._steps
+        steps.require_room()
+        self._table.now = now
+        if self._loading is not None:
+            self._loading.expire(now)
+        step = StepRecord(self._next_step_id, now)
+        for open_step in self._parts.gates.load_followers:
+            open_step(len(self._table.queue) + len(self._batch))
+        oldest = steps.records[0].step_id if steps.records else step.step_id
+        self._kv.open_step(step.step_id, step.journal, oldest)
+        if self._parts.encoder is not None:
+            self._parts.encoder.open(step.step_id, now)
+        return step
+
+    def _displace(self, step: StepRecord) -> None:
+        table = self._table
+        if self._displacement is None or self._admission.pause is not None or not len(table.queue):
+            return
+        if not len(self._batch):
+            return
+        head = table.queue.peek()
+        displaced = self._displacement.choose(head)
+        for request in displaced:
+            table.preempt(request, PreemptionCause.DISPLACED)
+        step.displacer = head if displaced else None
+
+    def _advance(self, step: StepRecord) -> None:
+        step.advance = self._running.advance(len(self._steps.records) > 0, self._table.preempt)
+
+    def _advance_prefills(self, step: StepRecord) -> None:
+        assert isinstance(self._running, InOrder), "checked by the configuration"
+        step.advance = self._running.advance_prefills(self._table.preempt)
+
+    def _advance_decodes(self, step: StepRecord) -> None:
+        prefills = step.advance
+        assert prefills is not None and isinstance(self._running, InOrder)
+        if not prefills.total and not step.admitted:
+            step.advance = self._running.advance_decodes(
+                len(self._steps.records) > 0, self._table.preempt, was_preempted=prefills.preempted
+            )
+
+    def _rest(self, step: StepRecord) -> None:
+        step.advance = self._running.rest()
+
+    def _publish(self, step: StepRecord) -> None:
+        assert step.advance is not None
+        for request in step.advance.unpublished:
+            self._kv.publish_prompt(self._batch, request)
+
+    def _emit(self, step: StepRecord) -> None:
+        self._kv.publish_deferred(self._batch)
+        self._emission.emit(step)
+
+    def _close_step(self, step: StepRecord) -> None:
+        """The oldest step in flight is over."""
+        records = self._steps.records
+        records.popleft()
+        self._drafts.last_updated_step = step.step_id
+        self._batch.fence_passed(step.step_id)
+        if not records:
+            self._kv.journal = None
 
     # ------------------------------------------------------------------ requests
 
@@ -141,19 +311,19 @@ class Scheduler(Questions):
             RequestRefused: it could never run; its status is then FINISHED_REFUSED and nothing of it is kept.
             DuplicateRequest: its id is in use.
         """
-        self._life.require_free_id(request.request_id)
+        self._table.require_free_id(request.request_id)
         park = None if park is None else ParkReason(park)
         if request.status is not RequestStatus.WAITING or request.sequence_number:
             raise InvalidTransition(f"request {request.request_id!r} was added before; make a new Request")
-        why = settle_limits(self.config, request)
+        why = settle_limits(self._config, request)
         if why is not None:
-            self._counters.num_refused += 1
+            if self._events.refused:
+                send(self._events.refused, Refused(request, why, now))
             raise refused(request, why)
-        self._life.tell_time(now)
-        self._life.add(request, now, park)
-        self._counters.num_added += 1
-        if self._recorder is not None:
-            self._recorder.added(request, now, park)
+        self._table.now = now
+        self._table.add(request, park)
+        if self._events.called:
+            send(self._events.called, Call("add", now, {"request": request, "park": park}))
 
     def extend(
         self,
@@ -177,11 +347,11 @@ class Scheduler(Questions):
             UnknownRequest, InvalidTransition: there is no such request, or its prompt is complete.
             RequestRefused: the part is none, or what it leads to could never run; the request is as before.
         """
-        self._life.tell_time(now)
-        request = self._life.require(request_id)
-        part = self._parts.extend(request, token_ids, encoder_inputs, more=more, max_tokens=max_tokens)
-        if self._recorder is not None:
-            self._recorder.extended(request_id, part, more, now)
+        self._table.now = now
+        request = self._table.require(request_id)
+        part = self._parts.prompt_parts.extend(request, token_ids, encoder_inputs, more=more, max_tokens=max_tokens)
+        if self._events.called:
+            send(self._events.called, Call("extend", now, {"request_id": request_id, "part": part, "more": more}))
         return request
 
     def abort(self, request_id: str, now: float) -> Request | None:
@@ -202,16 +372,18 @@ class Scheduler(Questions):
 
         `keep_tokens` cuts its output to that many tokens.
         """
-        request = self._life.get(request_id)
+        request = self._table.get(request_id)
         if request is None:
             return None
         reason = checked_end(request_id, reason, keep_tokens)
-        self._life.tell_time(now)
-        self._life.end([End(request, reason, detail, stop_reason)])
+        self._table.now = now
+        self._table.finish([End(request, reason, detail, stop_reason)])
         if keep_tokens is not None:
-            request.truncate_output(keep_tokens)
-        if self._recorder is not None:
-            self._recorder.finished(request_id, reason, now, keep_tokens, detail, stop_reason)
+            request._state.truncate_output(keep_tokens)
+        if self._events.called:
+            arguments = {"request_id": request_id, "reason": reason, "keep_tokens": keep_tokens}
+            arguments |= {"detail": detail, "stop_reason": stop_reason}
+            send(self._events.called, Call("finish", now, arguments))
         return request
 
     def park(self, request_id: str, reason: ParkReason, now: float) -> None:
@@ -222,10 +394,10 @@ class Scheduler(Questions):
             UnknownRequest: no such request, or it has ended.
         """
         reason = ParkReason(reason)
-        self._life.tell_time(now)
-        self._life.park(self._life.require(request_id), reason, now)
-        if self._recorder is not None:
-            self._recorder.parked(request_id, reason, now)
+        self._table.now = now
+        self._table.park(self._table.require(request_id), reason)
+        if self._events.called:
+            send(self._events.called, Call("park", now, {"request_id": request_id, "reason": reason}))
 
     def ready(self, request_id: str, now: float) -> None:
         """What a parked request waited for is there.
@@ -234,12 +406,12 @@ class Scheduler(Questions):
             UnknownRequest: no such request, or it has ended.
             InvalidTransition: it is not parked, or waits for input alone.
         """
-        request = self._life.require_parked(request_id)
-        self._life.tell_time(now)
-        if self._parts.ready(request, now):
-            self._life.ready(request)
-        if self._recorder is not None:
-            self._recorder.readied(request_id, now)
+        request = self._table.require_parked(request_id)
+        self._table.now = now
+        if self._parts.prompt_parts.ready(request):
+            self._table.ready(request)
+        if self._events.called:
+            send(self._events.called, Call("ready", now, {"request_id": request_id}))
 
     def set_priority(self, request_id: str, priority: int, now: float) -> None:
         """Change a request's priority; if it is queued, its place changes at once.
@@ -248,13 +420,13 @@ class Scheduler(Questions):
             UnknownRequest: no such request, or it has ended.
             ValueError: the priority is no integer, or out of range.
         """
-        request = self._life.require(request_id)
+        request = self._table.require(request_id)
         priority = checked_priority(priority)
-        self._life.set_priority(request, priority)
+        self._table.set_priority(request, priority)
         if self._displacement is not None:
             self._displacement.forget()
-        if self._recorder is not None:
-            self._recorder.set_priority(request_id, priority, now)
+        if self._events.called:
+            send(self._events.called, Call("set_priority", now, {"request_id": request_id, "priority": priority}))
 
     def reset_prefix_cache(self, now: float, *, preempt_running: bool = False) -> None:
         """Forget every cached prefix (after the weights changed, say), in the pool and in the connector.
@@ -262,55 +434,55 @@ class Scheduler(Questions):
         What runs goes on with the KV that it has, and publishes no more. With `preempt_running` it computes it anew
         instead: it returns to the queue with its tokens, and with the samples of steps in flight when they come back.
         """
-        self._life.tell_time(now)
+        self._table.now = now
         if preempt_running:
-            self._life.preempt_all()
+            self._table.preempt_all()
         self._kv.reset()
         if self._loading is not None:
             self._loading.forget()
-        if self._recorder is not None:
-            self._recorder.reset_prefix_cache(preempt_running, now)
+        if self._events.called:
+            send(self._events.called, Call("reset_prefix_cache", now, {"preempt_running": preempt_running}))
 
     def reset_encoder_cache(self, now: float) -> None:
         """Forget every embedding of encoder inputs; KV that was computed from them stays (`reset_prefix_cache`)."""
-        if self._life.encoder is not None:
-            self._life.encoder.reset()
-        if self._recorder is not None:
-            self._recorder.reset_encoder_cache(now)
+        if self._parts.encoder is not None:
+            self._parts.encoder.reset()
+        if self._events.called:
+            send(self._events.called, Call("reset_encoder_cache", now, {}))
 
     def set_max_num_active_seqs(self, limit: int | None, now: float) -> None:
         """Change how many requests may run at once, from the next step on; None: `max_num_seqs`. `config` says it.
 
-        If more than `limit` run, they go on, and nobody is admitted until fewer do.
+        If more than `limit` run, they go on, and no request is admitted until fewer do.
 
         Raises:
             ConfigError: the limit is out of range, see `SchedulerConfig.max_num_active_seqs`.
         """
-        self.config = self.config.replace(max_num_active_seqs=limit)
-        self._admission.max_num_active_seqs = seats = self.config.num_seats
-        self._most_active_seqs = max(self._most_active_seqs, seats)
-        if self._recorder is not None:
-            self._recorder.set_max_num_active_seqs(limit, now)
+        self._config = self._config.replace(max_num_active_seqs=limit)
+        self._admission.max_num_active_seqs = seats = self._config.num_seats
+        self._max_seen_active_seqs = max(self._max_seen_active_seqs, seats)
+        if self._events.called:
+            send(self._events.called, Call("set_max_num_active_seqs", now, {"limit": limit}))
 
     def pause(self, now: float, mode: PauseMode = PauseMode.ALL) -> None:
-        """Schedule nothing (`PauseMode.ALL`), or admit nobody (`PauseMode.ADMISSIONS`), until `resume`.
+        """Schedule nothing (`PauseMode.ALL`), or admit no request (`PauseMode.ADMISSIONS`), until `resume`.
 
         Steps in flight end as ever; while one is, the pause is not complete. Twice is fine, and the later mode counts.
         """
         mode = PauseMode(mode)
         if mode is not PauseMode.ALL and self.pause_mode is PauseMode.ALL:
-            self._life.last_output = None  # as in `resume`
-        self._life.pause = Pause(mode, now)
-        self._work = self._idle if mode is PauseMode.ALL else self._usual_work
-        if self._recorder is not None:
-            self._recorder.paused(mode, now)
+            self._emission.last_output = None  # as in `resume`
+        self._admission.pause = Pause(mode, now)
+        self._plan = self._paused_plan() if mode is PauseMode.ALL else self._usual_plan()
+        if self._events.called:
+            send(self._events.called, Call("pause", now, {"mode": mode}))
 
     def resume(self, now: float) -> None:
         """Go on after a `pause`; nothing happens if there was none."""
-        self._life.pause = self._life.last_output = None  # whom a step in the pause left out, the next one need not
-        self._work = self._usual_work
-        if self._recorder is not None:
-            self._recorder.resumed(now)
+        self._admission.pause = self._emission.last_output = None  # a step in the pause left rows out that run next
+        self._plan = self._usual_plan()
+        if self._events.called:
+            send(self._events.called, Call("resume", now, {}))
 
     def transfer_done(
         self, transfer_id: int, now: float, *, num_loaded_tokens: int | None = None, failed_blocks: Iterable[int] = ()
@@ -325,107 +497,39 @@ class Scheduler(Questions):
         """
         if self._loading is None:
             raise UnknownTransfer(f"no transfer {transfer_id!r} is under way: this scheduler has no connector")
-        self._life.tell_time(now)
+        self._table.now = now
         failed = sorted(int(block) for block in failed_blocks)
         ended = self._loading.done(transfer_id, num_loaded_tokens, failed)
-        if self._recorder is not None:
-            self._recorder.transfer_done(transfer_id, num_loaded_tokens, failed, now)
+        if self._events.called:
+            arguments = {"transfer_id": transfer_id, "num_loaded_tokens": num_loaded_tokens, "failed_blocks": failed}
+            send(self._events.called, Call("transfer_done", now, arguments))
         return ended
-
-    # ------------------------------------------------------------------ the step
-
-    def schedule(self, now: float) -> SchedulerOutput:
-        """Decide what runs in the next step, and commit to it.
-
-        Raises:
-            StepOrderError: `max_steps_in_flight` outputs wait for their update already.
-        """
-        record = self._open_step(now)
-        displacer = self._displace()
-        advance = self._work(record, displacer, now)
-        for request in self._unpublished:
-            self._kv.publish_prompt(self._batch, request)
-        self._unpublished.clear()
-        output = self._emission.emit(record, advance)
-        self._life.in_flight.append(record)
-        self._next_step_id += 1
-        self._counters.num_steps += 1
-        self._counters.num_scheduled_tokens += output.total_num_scheduled_tokens
-        if self._recorder is not None:
-            self._recorder.scheduled(output, now)
-        return output
-
-    def update(self, output: SchedulerOutput, result: StepResult, now: float) -> StepUpdate:
-        """Take in what came back from the model: append tokens, end what is done, free its blocks.
-
-        Raises:
-            StepOrderError: `output` is not the oldest step in flight.
-            StepResultError: the result does not fit the output. Nothing was applied; the step is still in flight.
-        """
-        in_flight = self._life.in_flight
-        if not in_flight or in_flight[0].output is not output:
-            raise not_the_oldest(in_flight, output)
-        self._life.tell_time(now)
-        update = self._update.apply(in_flight[0], output, result, now)
-        in_flight.popleft()
-        self._drafts.last_updated_step = output.step_id
-        self._batch.fence_passed(output.step_id)
-        if not in_flight:
-            self._kv.journal = None
-        if self._recorder is not None:
-            self._recorder.updated(output, result, update, now)
-        return update
-
-    def propose(self, output: SchedulerOutput, token_ids: Integers, counts: Integers, now: float) -> int:
-        """Drafts: what the host guesses to follow the tokens of an updated output's rows, to be verified in their next
-        step. They take the place of what was proposed before.
-
-        Args:
-            output: the step that was updated last. For an older one the proposal comes too late and is dropped.
-            token_ids: the drafts, ragged, in row order; an int32 array costs least.
-            counts: [output.num_rows] how many for each row, 0 to `num_draft_tokens`. Drafts of rows that do not decode
-                (any more), or have further samples in flight, are dropped, as is what would pass a token limit.
-
-        Returns:
-            How many drafts wait now at these rows.
-
-        Raises:
-            StepOrderError: `output` has not been updated.
-            ProposalError: the arguments do not fit the output. Nothing was kept.
-        """
-        kept = self._drafts.propose(output, token_ids, counts, len(self._life.in_flight) > 0)
-        if self._recorder is not None:
-            self._recorder.proposed(output, token_ids, counts, kept, now)
-        return kept
-
-    def fail(self, output: SchedulerOutput, now: float) -> None:
-        """A step could not be executed: it, and every later one in flight, is void.
-
-        Requests admitted since return to their places in the queue, the others are rewound and keep their blocks, and
-        blocks published since leave the prefix cache, embeddings computed since the encoder cache. Preemptions and ends
-        stand; the next output tells of them again and carries the full block table of every row.
-
-        Raises:
-            StepOrderError: `output` is not in flight.
-        """
-        require_in_flight(self._life.in_flight, output)
-        self._life.tell_time(now)
-        self._counters.num_failed_steps += take_back(output, self._batch, self._kv, self._life, self._loading)
-        self._emission.resync()
-        if self._recorder is not None:
-            self._recorder.failed(output, now)
 
     # ------------------------------------------------------------------ what there is to tell
 
     def stalled(self, now: float, seconds: float) -> list[Stall]:
         """Requests without progress for `seconds` or longer; call it a few times in that many (see `watchdog.py`)."""
-        return self._watchdog.stalled(self._life, self.explain, now, seconds)
+        return self._watchdog.stalled(self._parts, self.explain, now, seconds)
 
     def take_kv_events(self) -> list[KVEvent]:
         """What entered and left the prefix cache since the last call, in order; with `enable_kv_cache_events`."""
         return self._kv.events.take() if self._kv.events is not None else []
 
-    # ------------------------------------------------------------------ recordings
+    # ------------------------------------------------------------------ listeners and recordings
+
+    def add_listener(self, listener: Listener) -> None:
+        """Tell a listener of every decision from now on, see `state/events.py`."""
+        self._listeners = (*self._listeners, listener)
+        self._events.set([*self._events.listeners, listener])
+        if self._events.wants_blocks and self._kv.returned is None:
+            self._kv.returned = []
+
+    def remove_listener(self, listener: Listener) -> None:
+        """Tell a listener nothing more; nothing happens if it was told nothing."""
+        self._listeners = tuple(other for other in self._listeners if other is not listener)
+        self._events.set([other for other in self._events.listeners if other is not listener])
+        if not self._events.wants_blocks:
+            self._kv.returned = None
 
     def start_recording(self, recorder: Recorder) -> None:
         """Record all that happens from now on.
@@ -439,60 +543,156 @@ class Scheduler(Questions):
         """
         if self._recorder is not None:
             raise InvalidTransition("a recording is under way; stop_recording() first")
-        if self.config.encoder_budget or self._has_connector:
-            what = "a connector" if self._has_connector else "encoder_budget"
+        if self._config.encoder_budget or self._kv.has_connector:
+            what = "a connector" if self._kv.has_connector else "encoder_budget"
             raise InvalidTransition(f"with {what} a recording begins with the scheduler: give it a recorder")
         if not self.is_idle:
             raise InvalidTransition(
-                f"a recording begins when nobody is here: {self.num_running} running, {self.num_queued} queued, "
+                f"a recording begins with no request present: {self.num_running} running, {self.num_queued} queued, "
                 f"{self.num_parked} parked, {self.num_steps_in_flight} step(s) in flight, and ends to tell of"
             )
         # One step's number is left out, so that drafts for a step of before come too late instead of being looked at.
-        start = Start(self._next_step_id + 1, self._life.next_serial)
-        kv, pause = self._kv, self._life.pause
+        start = Start(self._next_step_id + 1, self._table.next_serial)
+        kv, pause = self._kv, self._admission.pause
+        self._recorder = recorder
+        self._listeners = (*self._listeners, recorder)
         self._assemble(start)
         self._kv.continue_reports(kv)
-        self._recorder = recorder
-        recorder.start(self.config, start)
+        recorder.start(self._config, start)
         if pause is not None:
             self.pause(pause.since, pause.mode)
 
     def stop_recording(self) -> None:
         """Record nothing from now on; what has been recorded so far can be replayed. Nothing happens if nothing is."""
-        self._recorder = None
+        if self._recorder is not None:
+            self.remove_listener(self._recorder)
+            self._recorder = None
 
-    # ------------------------------------------------------------------ parts of `schedule`
+    # ------------------------------------------------------------------ questions, which change nothing
 
-    def _open_step(self, now: float) -> StepRecord:
-        in_flight = self._life.in_flight
-        if len(in_flight) >= self.config.max_steps_in_flight:
-            raise too_many_in_flight(in_flight, self.config.max_steps_in_flight)
-        self._life.tell_time(now)
-        if self._loading is not None:
-            self._loading.expire(now)
-        record = StepRecord(self._next_step_id)
-        for limit in self._load_limits:
-            limit.open_step(len(self._life.queue) + len(self._batch))
-        self._kv.open_step(record.step_id, record.journal, in_flight[0].step_id if in_flight else record.step_id)
-        if self._life.encoder is not None:
-            self._life.encoder.open(record.step_id, now)
-        return record
+    @property
+    def config(self) -> SchedulerConfig:
+        """The configuration, with the limit that `set_max_num_active_seqs` has set last."""
+        return self._config
 
-    def _displace(self) -> Request | None:
-        """Part 1: make room for a more urgent waiting request; returns it if somebody gave way."""
-        life = self._life
-        if self._displacement is None or life.pause is not None or not len(life.queue) or not len(self._batch):
-            return None
-        head = life.queue.peek()
-        displaced = self._displacement.choose(head)
-        for request in displaced:
-            life.preempt(request)
-        self._counters.num_displaced += len(displaced)
-        return head if displaced else None
+    def has_unfinished_requests(self) -> bool:
+        """Whether any request is queued, parked or running."""
+        return bool(len(self._batch) or len(self._table.queue) or self._table.parked)
 
-    def _publish(self, request: Request) -> None:
-        """Part 3: at once, or after the admissions if a host cannot share within a step."""
-        if self.config.share_within_step:
-            self._kv.publish_prompt(self._batch, request)
-        else:
-            self._unpublished.append(request)
+    def has_runnable_requests(self) -> bool:
+        """Whether a step may run anything now: whether a request is running or queued, and not held up by a pause.
+
+        If not, a host may wait for a call instead of scheduling empty steps. (The ends since the last output are told
+        by the next one, which a host that needs them schedules all the same.)
+        """
+        mode = self.pause_mode
+        if mode is PauseMode.ALL:
+            return False
+        return bool(len(self._batch) or (mode is None and len(self._table.queue)))
+
+    def get_request(self, request_id: str) -> Request | None:
+        """The request called so that has not ended, or None."""
+        return self._table.get(request_id)
+
+    def is_id_in_use(self, request_id: str) -> bool:
+        """Whether a request that is called so would be refused as a duplicate: one has not ended, or its end has not
+        been told by an output."""
+        return request_id in self._table.requests
+
+    @property
+    def pause_mode(self) -> PauseMode | None:
+        """How it is paused; None: it is not."""
+        return None if self._admission.pause is None else self._admission.pause.mode
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold blocks and take part in steps."""
+        return len(self._batch.members.requests)
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait for capacity."""
+        return len(self._table.queue)
+
+    @property
+    def num_parked(self) -> int:
+        """Requests that wait for something other than capacity."""
+        return len(self._table.parked)
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the blocks that requests hold, 0 to 1."""
+        return self._kv.pool.usage
+
+    @property
+    def num_steps_in_flight(self) -> int:
+        return len(self._steps.records)
+
+    @property
+    def outputs_in_flight(self) -> tuple[SchedulerOutput, ...]:
+        """Those that wait for their update, in the order in which `update` takes them."""
+        return tuple([record.output for record in self._steps.records if record.output is not None])
+
+    @property
+    def has_unreported_ends(self) -> bool:
+        """Whether the next output tells of a request's end; until then its id is in use."""
+        return bool(self._table.finished)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is there: no request, no step in flight, and nothing that the next output would tell of."""
+        return not (self._table.requests or self._steps.records or self._table.preempted or self._table.finished)
+
+    def can_advance(self) -> bool:
+        """Whether a step that is scheduled now may have anything to run: a request is queued, or a running one lacks a
+        token that no step in flight computes, and no pause holds it up. For hosts that run ahead and would rather not
+        run empty steps.
+        """
+        if self.pause_mode is PauseMode.ALL:
+            return False
+        wants = self._running.wants
+        waits = self.pause_mode is None and len(self._table.queue)
+        return bool(waits or wants(with_drafts=False, alone=True)[1].any())
+
+    @property
+    def max_drafts(self) -> int:
+        """Most drafts that a step would verify for a request now, by `num_draft_tokens` and `draft_table`."""
+        return self._config.max_drafts(len(self._batch))
+
+    @property
+    def block_table(self) -> Int32Array:
+        """int32 [rows, blocks], read-only: row `output.rows[i]` is request i's table. Valid until the next call."""
+        return self._batch.table_view
+
+    def input_token_ids(self, output: SchedulerOutput, *, allow_unsampled: bool = False) -> Int32Array:
+        """[total_num_scheduled_tokens] int32: the tokens that a step computes, row after row, drafts included.
+
+        Args:
+            allow_unsampled: put `UNSAMPLED` for tokens that an earlier step in flight has yet to sample; the host has
+                them itself when it executes the step.
+
+        Raises:
+            StepOrderError: there are such tokens, and they are not allowed.
+        """
+        return input_token_ids(self._batch, output, allow_unsampled)
+
+    def explain(self, request_id: str) -> Explanation:
+        """Where a request stands, why it waits, for whom and since when.
+
+        Raises:
+            UnknownRequest: no such request, or its end has been reported.
+        """
+        request = self._table.requests.get(request_id) or self._table.require(request_id)
+        return explain(request, self._parts, self._config)
+
+    def stats(self) -> SchedulerStats:
+        """A snapshot of counters and gauges."""
+        return self._statistics.snapshot(self._parts)
+
+    def check_invariants(self) -> None:
+        """Verify blocks, places and bookkeeping, whatever the state. O(everything): for tests and sampling.
+
+        Raises:
+            InvariantError: naming the promise that is broken.
+        """
+        check(self._config, self._parts, self._max_seen_active_seqs)

@@ -78,4 +78,12 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    try:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "pointsman":
+            raise  # a mistake of ours, which no installing repairs
+        raise ModuleNotFoundError(
+            f"pointsman.engine.{name} needs {error.name}; install it with: pip install 'pointsman[engine]'",
+            name=error.name,
+        ) from error

@@ -276,6 +276,8 @@ class _Server:
     """The process, and the socket that it reads jobs from. Closing the socket, or the engine's end, ends it."""
 
     def __init__(self) -> None:
+        if not (hasattr(socket, "AF_UNIX") and hasattr(os, "memfd_create")):
+            raise GrammarError("structured output needs Linux, whose kernel limits the process that compiles grammars")
         self.sock, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(

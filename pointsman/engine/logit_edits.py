@@ -144,7 +144,7 @@ class EditedRow:
             edits.allow(row, self._allowed)
         if self._bad_words:
             start = max(0, num_output - self._num_starting)
-            known = output_since(self._request, start)[: num_output - start].tolist() if self._num_starting else []
+            known = self._request.output_since(start)[: num_output - start].tolist() if self._num_starting else []
             finish = partial(self._mask_bad_words, row, known)
             edits.add(row, num_missing if self._num_starting else 0, finish)
         if num_output < self._params.min_tokens:
@@ -159,7 +159,7 @@ class EditedRow:
         if grammar.num_accepted > num_output:
             grammar.rewind(num_output)
         known = grammar.num_accepted
-        new = output_since(self._request, known)[: num_output - known].tolist() if known < num_output else ()
+        new = self._request.output_since(known)[: num_output - known].tolist() if known < num_output else ()
         return grammar.mask(new, row, edits.token_masks(self._vocab_size))
 
     def _mask_bad_words(self, row: int, known: list[int], edits: LogitEdits, newest: list[int]) -> None:
@@ -183,7 +183,7 @@ class EditedRow:
             if params.repetition_penalty != 1:
                 self._counts.note(self._request.prompt_token_ids)
         if self._num_counted < num_output:
-            new = output_since(self._request, self._num_counted)[: num_output - self._num_counted]
+            new = self._request.output_since(self._num_counted)[: num_output - self._num_counted]
             self._counts.add(new)
             self._num_counted += len(new)
         token_ids = self._counts.known.copy()
@@ -324,16 +324,6 @@ class _Places:
         place = torch.from_numpy(rows).to(device), torch.from_numpy(np.concatenate(self._token_ids)).to(device)
         columns = zip(*self._values, strict=True)
         return place, [torch.from_numpy(np.concatenate(column)).to(device) for column in columns]
-
-
-def output_since(request: Request, start: int) -> npt.NDArray[np.int32]:
-    """The request's output tokens from the one numbered `start` on.
-
-    In all but a few steps they are in the scheduler's ring, and the whole output need not be copied for them.
-    """
-    if request.batch is not None and request.row is not None and start >= request.num_own_output_tokens:
-        return request.batch.recent(request.row, request.num_prompt_tokens + start)
-    return request.output_token_ids[start:]
 
 
 def bad_word_sequences(tokenizer: Any, bad_words: Sequence[str]) -> list[tuple[int, ...]]:

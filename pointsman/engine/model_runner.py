@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pointsman.core.state.output import SchedulerOutput, StepResult
-from pointsman.core.step.input_tokens import UNSAMPLED
+from pointsman.core.step.emit import UNSAMPLED
 from pointsman.engine.attention import AttentionBackend, PagedBatch
 from pointsman.engine.errors import NOTHING_LEFT
 from pointsman.engine.kv_pool import KVPool

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core import FinishReason, Request, RequestEvent
+from pointsman.core import FinishReason, PreemptionCause, Request, RequestEvent
 
 if TYPE_CHECKING:
     from pointsman.engine.detokenizer import Detokenizer, TextDecoder
@@ -40,6 +40,8 @@ class RequestMetrics:
     num_external_tokens: int = 0
     """Of these, tokens that came from host memory or the KV store."""
     num_preemptions: int = 0
+    preemption_causes: tuple[PreemptionCause, ...] = ()
+    """Of each of them, in order."""
     events: list[RequestEvent] = field(default_factory=list)
     """What happened to it and when, with `log_request_events`."""
 
@@ -108,7 +110,7 @@ class Transcript:
         """Of a request that is pooled, once its prompt is computed."""
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if keeps_prompt_logprobs else None
         """One per prompt token from the second on."""
-        self.metrics = RequestMetrics(arrival_time=request.arrival_time, events=request.events)
+        self.metrics = RequestMetrics(arrival_time=request.arrival_time)
         self.finish_reason: str | None = None
         self.finish_detail = ""
         self.error: Exception | None = None
@@ -323,7 +325,9 @@ class RequestOutput:
     def metrics(self) -> RequestMetrics:
         """Shared by all outputs of the request, so it is always up to date."""
         metrics = self._transcript.metrics
-        metrics.num_preemptions = self._transcript.request.num_preemptions
+        request = self._transcript.request
+        metrics.num_preemptions, metrics.preemption_causes = request.num_preemptions, request.preemption_causes
+        metrics.events = list(request.events)
         return metrics
 
     @property

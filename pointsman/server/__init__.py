@@ -1,11 +1,14 @@
 """The OpenAI-compatible server: an API process in front of an engine process.
 
-    serve.py          the API process from start to exit: engine, HTTP, signals, drain
-    engine_client.py  the API process's side of the engine: a stream of deltas per request
-    engine_process.py the engine process: model, scheduler, sampler and text, behind a socket
-    wire.py           what crosses between the two
-    app.py            the HTTP interface
+    serve.py            the API process from start to exit: engine, HTTP, signals, drain
+    api/                the routes
+    service/            what happens to a request in the API process, down to the engine and back
+    metrics/            what is measured, and the text of a scrape
+    wire/               what crosses a socket: HTTP, JSON, events, the messages of the two processes
+    engine_process.py   the engine process: model, scheduler, sampler and text, behind a socket
+    outbox.py           how the engine process writes to that socket
 
-Tokenizing, chat templates, HTTP and JSON happen in the API process, so none of them ever delays a step; and when the
-engine process dies, of whatever, the API process is still there to tell every client.
+Tokenizing, chat templates, HTTP and JSON happen in the API process, so none of them delays a step; and when the engine
+process dies, for whatever reason, the API process still reports it to every client. Each package imports those below
+it. Begin with `serve.py`.
 """

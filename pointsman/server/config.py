@@ -1,4 +1,4 @@
-"""What an operator can set about the server itself; the engine's and the scheduler's knobs are the engine's."""
+"""The operator's settings of the server itself; those of engine and scheduler are keyword arguments of `Engine`."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ class ServerConfig:
     port: int = 8000
     """0: any free one."""
     api_keys: tuple[str, ...] = ()
-    """Keys of which a client must send one; none: everybody may call."""
+    """Keys of which a client must send one; none: no key is needed."""
     served_model_name: tuple[str, ...] = ()
     """What clients call the model, the first being what answers say; none: as it was given to the engine."""
     max_waiting_requests: int = 1024
-    """Requests that may be open beyond those that can run at once; more are answered with 429."""
+    """Requests that may be open beyond those that can run at once; further ones get 429."""
     max_waiting_prompt_tokens: int | None = None
-    """Prompt tokens of requests without a first token, over all; None: no limit. One request alone is always let in."""
+    """Prompt tokens of all requests without a first token; None: no limit. A single request is always taken."""
     max_request_bytes: int = 4 * MIB
-    """Size of a request's body; larger ones are answered with 413. While a body is parsed, nobody else is served."""
+    """Size of a request's body; larger ones get 413. While a body is parsed, no other request is served."""
     max_tokens_limit: int | None = None
-    """Most tokens that one request may ask for; None: as many as the model's length allows."""
+    """Maximum number of tokens that one request may ask for; None: as many as the model's length allows."""
     max_n: int = 16
-    """Most samples per prompt."""
+    """Maximum number of samples per prompt."""
     max_logprobs: int = 20
-    """Most log probabilities per position."""
+    """Maximum number of log probabilities per position."""
     max_deadline: float | None = None
-    """Seconds after which any request is ended; None: as many as it takes."""
+    """Seconds after which any request is ended; None: no limit."""
     drain_timeout: float = 30.0
-    """Seconds that running requests get to finish after SIGTERM."""
+    """Seconds that running requests have to finish after SIGTERM."""
     chat_template: str | None = None
     """A chat template (Jinja) in place of the tokenizer's own."""
     response_role: str = "assistant"

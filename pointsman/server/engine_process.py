@@ -1,11 +1,12 @@
-"""The engine process: what `EngineClient` starts. It lives as long as the API process, and no longer.
+"""The engine process: what `EngineClient` starts, as `python -m pointsman.server.engine_process SOCKET`.
 
-    main thread       reads what the API process asks for
-    engine's thread   steps; see `engine_thread.py`
+    main thread       reads requests and questions of the API process
+    engine's thread   runs the steps
     writer's thread   writes while the socket is full; see `outbox.py`
 
-It ends when the socket does, when it is told to, or when the engine dies. Signals that are meant for the server as a
-whole (Ctrl-C, a supervisor's SIGTERM to all processes) are the API process's to answer, so they are ignored here.
+It exits when the socket is closed, on `Stop`, or when the engine dies, so it does not outlive the API process. Signals
+to the server as a whole (Ctrl-C, a supervisor's SIGTERM to all processes) are handled by the API process and ignored
+here. Programs find this process by the module's name in its command line: the name is part of the interface.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from pointsman.engine.messages import Stop as ThreadStop
 from pointsman.engine.pausing import PauseChoice
 from pointsman.engine.stats_log import read_stats
 from pointsman.server.outbox import RemoteMailbox, RemotePort
-from pointsman.server.wire import (
+from pointsman.server.wire.messages import (
     Abandon,
     Add,
     Answer,
@@ -65,12 +66,12 @@ GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_pen
 
 
 class EngineProcess:
-    """Answers what the API process asks of an engine.
+    """Passes requests and questions of the API process to an engine.
 
     Args:
-        engine: with its model; this process's only one.
+        engine: with its model; the only one of this process.
         sock: to the API process.
-        start: what the API process wanted.
+        start: the first message of the API process.
     """
 
     def __init__(self, engine: Engine, sock: socket.socket, start: Start) -> None:
@@ -88,7 +89,7 @@ class EngineProcess:
         )
 
     def run(self, unpacker: Unpacker) -> int:
-        """Serve until the end; the exit code."""
+        """Serve until the engine or the API process ends; returns the exit code."""
         self._thread.start()
         self._thread.ended.add_done_callback(self._wake_up)
         self._port.outbox.put(self._info)
@@ -108,7 +109,7 @@ class EngineProcess:
             return b""
 
     def _wake_up(self, _: Future[None]) -> None:
-        """The engine's thread has ended: so shall the main thread, which waits for messages."""
+        """The engine's thread has ended: end the main thread's wait for messages."""
         try:
             self._sock.shutdown(socket.SHUT_RD)
         except OSError:
@@ -166,7 +167,7 @@ class EngineProcess:
     def _answer(self, key: int, future: Future[Any]) -> None:
         error = future.exception()
         answer = None if error is not None else future.result()
-        if isinstance(answer, Future):  # it takes further steps
+        if isinstance(answer, Future):  # the answer takes further steps
             answer.add_done_callback(partial(self._answer, key))
         else:
             self._port.outbox.put(Answer(key, answer, None if error is None else portable(error)))
@@ -222,10 +223,10 @@ class EngineProcess:
 
 
 def explain(engine: Engine, mailbox: RemoteMailbox) -> RequestExplanation:
-    """Where a request stands.
+    """The state of a request.
 
     Raises:
-        UnknownRequest: it has ended.
+        UnknownRequest: it has finished.
     """
     wanted, now = mailbox.request, engine.clock()
     explanation = engine.scheduler.explain(wanted.request_id)
@@ -247,7 +248,7 @@ def explain(engine: Engine, mailbox: RemoteMailbox) -> RequestExplanation:
 
 
 def describe(engine: Engine, model: str) -> EngineInfo:
-    """What the API process and its start-up log want to know; `model` as the operator named it."""
+    """The engine's description for the API process and its log; `model` as the operator named it."""
     config, pool = engine.scheduler.config, engine.kv_pool
     generation = getattr(engine.loaded.model, "generation_config", None)
     defaults = {}
@@ -311,4 +312,4 @@ def _first_message(sock: socket.socket, unpacker: Unpacker) -> Start | None:
 if __name__ == "__main__":
     code = main(int(sys.argv[1]))
     sys.stderr.flush()
-    os._exit(code)  # threads of libraries have nothing left to do
+    os._exit(code)  # threads of libraries are not waited for

@@ -1,11 +1,11 @@
-"""How the engine process writes: a step never waits for the API process, however long that does not read.
+"""How the engine process writes: a step never waits for the API process, even if that does not read.
 
-As long as the socket takes all that is written, a frame goes out at once, from the thread that makes it. Otherwise the
-rest is kept, a thread writes it when there is room, and until then no further outputs are made: requests that get more
-tokens meanwhile have them in their mailboxes, where they come together in one. So what waits is bounded by what the
-requests may generate, however slow the reader.
+As long as the socket takes every frame whole, a frame goes out at once, from the thread that makes it. Otherwise a
+thread writes the remaining bytes when there is room, and until then no further frame is made: tokens that come
+meanwhile are merged in the mailboxes of their requests. So what waits is bounded by what the requests may generate,
+however slow the reader.
 
-    engine's thread   mailbox.put -> port.mark ...  port.ring -> one frame of news    one per step
+    engine's thread   mailbox.put -> port.mark ...  port.ring -> one frame of outputs    one per step
     writer's thread   only while the socket is full
 """
 
@@ -17,7 +17,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from pointsman.engine.mailbox import Mailbox, Port
-from pointsman.server.wire import Delta, EngineRequest, News, StepNote, pack, portable
+from pointsman.server.wire.messages import Delta, EngineOutputs, EngineRequest, StepNote, pack, portable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,23 +29,23 @@ class Outbox:
     """Frames on their way out of a socket.
 
     Args:
-        sock: blocking; nobody else writes to it.
-        on_clear: called in the writer's thread when all that was kept back has gone.
+        sock: blocking; only the outbox writes to it.
+        on_clear: called in the writer's thread when no bytes wait any more.
     """
 
     def __init__(self, sock: socket.socket, on_clear: Callable[[], None]) -> None:
         self._sock = sock
         self._on_clear = on_clear
         self._lock = threading.Lock()
-        self._has_rest = threading.Condition(self._lock)
-        self._rest = bytearray()
+        self._unsent_changed = threading.Condition(self._lock)
+        self._unsent = bytearray()
         self._is_broken = False
-        threading.Thread(target=self._write_rest, name="pointsman-writer", daemon=True).start()
+        threading.Thread(target=self._write_unsent, name="pointsman-writer", daemon=True).start()
 
     @property
     def is_clear(self) -> bool:
         """Whether a frame would go out at once."""
-        return not self._rest
+        return not self._unsent
 
     def put(self, message: object) -> None:
         """Send a message behind all others; returns at once. Lost if the other end is gone."""
@@ -54,7 +54,7 @@ class Outbox:
             if self._is_broken:
                 return
             sent = 0
-            if not self._rest:
+            if not self._unsent:
                 try:
                     sent = self._sock.send(frame, socket.MSG_DONTWAIT)
                 except BlockingIOError:
@@ -63,19 +63,19 @@ class Outbox:
                     self._is_broken = True
                     return
             if sent < len(frame):
-                self._rest += memoryview(frame)[sent:]
-                self._has_rest.notify_all()
+                self._unsent += memoryview(frame)[sent:]
+                self._unsent_changed.notify_all()
 
     def wait_until_clear(self, timeout: float) -> None:
-        """Wait, at most so many seconds, until everything has gone out."""
+        """Wait until everything has gone out, at most `timeout` seconds."""
         with self._lock:
-            self._has_rest.wait_for(lambda: not self._rest or self._is_broken, timeout)
+            self._unsent_changed.wait_for(lambda: not self._unsent or self._is_broken, timeout)
 
-    def _write_rest(self) -> None:
+    def _write_unsent(self) -> None:
         while True:
             with self._lock:
-                self._has_rest.wait_for(lambda: bool(self._rest))
-                part = bytes(memoryview(self._rest)[: 1 << 16])
+                self._unsent_changed.wait_for(lambda: bool(self._unsent))
+                part = bytes(memoryview(self._unsent)[: 1 << 16])
             try:
                 sent = self._sock.send(part)  # the only place that waits
             except OSError:
@@ -83,11 +83,11 @@ class Outbox:
             with self._lock:
                 if sent < 0:
                     self._is_broken = True
-                    self._rest.clear()
+                    self._unsent.clear()
                 else:
-                    del self._rest[:sent]
-                is_clear = not self._rest
-                self._has_rest.notify_all()
+                    del self._unsent[:sent]
+                is_clear = not self._unsent
+                self._unsent_changed.notify_all()
             if is_clear:
                 self._on_clear()
             if sent < 0:
@@ -103,11 +103,11 @@ class RemotePort(Port["RemoteMailbox"]):
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__()
-        self.outbox = Outbox(sock, on_clear=self._tell)
+        self.outbox = Outbox(sock, on_clear=self._report)
         self.mailboxes: dict[int, RemoteMailbox] = {}
-        """Of requests that have not ended, by their keys."""
+        """Of unfinished requests, by their keys."""
         self._steps: deque[StepNote] = deque()
-        self._telling = threading.Lock()
+        self._reporting = threading.Lock()
 
     @property
     def is_closed(self) -> bool:
@@ -115,73 +115,77 @@ class RemotePort(Port["RemoteMailbox"]):
         return False
 
     def note_step(self, note: StepNote) -> None:
-        """Engine's thread: what a step did, to be told with the next `ring`."""
+        """Engine's thread: what a step did, to be reported with the next `ring`."""
         self._steps.append(note)
 
     def ring(self) -> bool:
-        """Engine's thread: tell the API process all the news, or leave it to the writer's thread."""
-        self._tell()
+        """Engine's thread: report all outputs to the API process, or leave that to the writer's thread."""
+        self._report()
         return True
 
-    def _tell(self) -> None:
-        # Who does not get the lock leaves his news to who has it, who looks again after giving it back.
-        while (self._marked or self._steps) and self.outbox.is_clear and self._telling.acquire(blocking=False):
+    def _report(self) -> None:
+        # A thread that does not get the lock leaves its outputs to the holder, which checks again after releasing it.
+        while (self._marked or self._steps) and self.outbox.is_clear and self._reporting.acquire(blocking=False):
             try:
-                self.outbox.put(self._take_news())
+                self.outbox.put(self._take_outputs())
             finally:
-                self._telling.release()
+                self._reporting.release()
 
-    def _take_news(self) -> News:
-        news = News()
+    def _take_outputs(self) -> EngineOutputs:
+        new = EngineOutputs()
         while self._steps:
-            news.steps.append(self._steps.popleft())
+            new.steps.append(self._steps.popleft())
         for mailbox in self._take_marked():
-            if mailbox.take_news(news):
+            if mailbox.take_outputs(new):
                 self.mailboxes.pop(mailbox.key, None)
-        return news
+        return new
 
 
 class RemoteMailbox(Mailbox):
-    """The newest output of one request of the API process, and what of it has been told.
+    """The newest output of one request of the API process, and how much of it has been reported.
 
     Args:
         port: of the API process.
-        key: its name for the request.
-        request: what it asked for.
+        key: the API process's name for the request.
+        request: what is asked for.
     """
 
-    __slots__ = ("_has_told_acceptance", "_told", "key", "request")
+    __slots__ = ("_has_reported_acceptance", "_reported", "key", "request")
 
     def __init__(self, port: RemotePort, key: int, request: EngineRequest) -> None:
         super().__init__(port)
         self.key = key
         self.request = request
-        self._has_told_acceptance = False
-        self._told: RequestOutput | None = None
+        self._has_reported_acceptance = False
+        self._reported: RequestOutput | None = None
 
-    def take_news(self, news: News) -> bool:
-        """Put what is new into `news`; whether it is the last there will be. For whoever tells."""
+    def take_outputs(self, new: EngineOutputs) -> bool:
+        """Put what is not reported yet into `new`; returns whether it is the last. For the thread that reports."""
         if self.is_abandoned:
             return True
-        error, latest, told = self._error, self._latest, self._told
-        if self._accepted and not self._has_told_acceptance:
-            self._has_told_acceptance = True
-            news.accepted.append(self.key)
-        if latest is not None and latest is not told and (latest.finished or told is None or self.request.stream):
-            self._told = latest
-            news.deltas.append((self.key, _delta(latest, told)))
+        error, latest, reported = self._error, self._latest, self._reported
+        if self._accepted and not self._has_reported_acceptance:
+            self._has_reported_acceptance = True
+            new.accepted.append(self.key)
+        if (
+            latest is not None
+            and latest is not reported
+            and (latest.finished or reported is None or self.request.stream)
+        ):
+            self._reported = latest
+            new.deltas.append((self.key, _delta(latest, reported)))
             if latest.finished:
                 return True
         if error is not None:
-            news.errors.append((self.key, portable(error)))
+            new.errors.append((self.key, portable(error)))
         return error is not None
 
 
-def _delta(latest: RequestOutput, told: RequestOutput | None) -> Delta:
-    new = latest.since(told)
+def _delta(latest: RequestOutput, reported: RequestOutput | None) -> Delta:
+    new = latest.since(reported)
     sample = new.outputs[0]
     delta = Delta(sample.text, sample.token_ids, sample.logprobs, num_cached_tokens=latest.num_cached_tokens)
-    if told is None:
+    if reported is None:
         delta.prompt_logprobs = new.prompt_logprobs
     if latest.finished:
         delta.finish_reason, delta.stop_reason = sample.finish_reason, sample.stop_reason

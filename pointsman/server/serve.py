@@ -2,10 +2,10 @@
 
 start      listen on the port, try the chat template, start the engine process, load the tokenizer, say what is served
 serving    until a signal comes or the engine dies
-drain      SIGTERM or SIGINT: new requests get 503, running ones finish, up to `drain_timeout`; then the rest ends
-           with finish_reason "abort". Exit code 0. A second signal ends at once.
+drain      SIGTERM or SIGINT: new requests get 503, running ones finish, up to `drain_timeout`; then the remaining
+           ones finish with finish_reason "abort". Exit code 0. A second signal ends the server at once.
 death      the engine process ended by itself: every open request gets an error, and the exit code is 1, so that a
-           supervisor starts the server anew.
+           supervisor restarts the server.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pointsman.engine.errors import first_line
 from pointsman.engine.openmp import wait_briefly
 from pointsman.engine.stats_log import DEFAULT_INTERVAL
+from pointsman.engine.tokenizing import model_directory, read_tokenizer, render_chat
 from pointsman.server.config import ServerConfig
-from pointsman.server.engine_client import EngineClient, EngineStartError
-from pointsman.server.prompts import check_chat_template
+from pointsman.server.service.engine_client import EngineClient, EngineStartError
 from pointsman.server.startup import startup_lines
 
 if TYPE_CHECKING:
@@ -35,15 +37,15 @@ logger = logging.getLogger(__name__)
 
 EXIT_OK, EXIT_FAILED = 0, 1
 
-SECONDS_TO_TELL = 3.0
-"""How long clients have to receive the error after the engine died, and the ends after a drain."""
+SECONDS_TO_REPORT = 3.0
+"""Time for clients to receive the error after the engine's death, and the last events after a drain."""
 KEEP_ALIVE = 30
 """Seconds that an idle connection is kept."""
 LISTEN_BACKLOG = 2048
 
 
 class AddressError(ValueError):
-    """The server cannot listen where it was told to."""
+    """The server cannot listen on its address."""
 
 
 def run(
@@ -58,20 +60,20 @@ def run(
 
     Args:
         options: keyword arguments of `Engine`.
-        config: the server's own.
+        config: of the server.
         record: a file for the scheduler's recording.
         log_stats_interval: seconds between lines of statistics; None: none.
         max_step_retries: how often in a row a failed step is tried again.
 
     Raises:
-        ValueError: the model cannot be run, a knob is out of range, the chat template is none, or the address cannot be
-            listened on.
+        ValueError: the model cannot be run, a knob is out of range, the chat template cannot be used, or the server
+            cannot listen on the address.
     """
     import uvloop
 
-    from pointsman.server.app import create_app
+    from pointsman.server.api.app import create_app
 
-    wait_briefly()  # the engine process; this one needs the processor too
+    wait_briefly()  # for the engine process, which inherits it: this process needs the processor too
     with listening(config) as sock, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         server = _Serving(options, config, sock, create_app)
         try:
@@ -83,10 +85,10 @@ def run(
 
 @contextmanager
 def listening(config: ServerConfig) -> Iterator[socket.socket]:
-    """A socket bound to the server's address; taken before a model is loaded for nothing.
+    """A socket bound to the server's address; bound before the model is loaded, which takes long.
 
     Raises:
-        AddressError: the address is taken, or none of this machine's.
+        AddressError: the address is in use, or not an address of this machine.
     """
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as sock:
@@ -97,6 +99,35 @@ def listening(config: ServerConfig) -> Iterator[socket.socket]:
             why = error.strerror if isinstance(error, OSError) else error
             raise AddressError(f"cannot listen on {config.host} port {config.port}: {why}; give another") from None
         yield sock
+
+
+def check_chat_template(template: str, model: str | Path | None) -> None:
+    """Refuse a chat template that is empty, does not compile, or fails on a user's message. Of the model, only the
+    tokenizer is read, which has the special tokens.
+
+    Args:
+        template: in place of the tokenizer's own.
+        model: as `Engine` takes it; nothing is rendered if it has no tokenizer, as its prompts must be token ids.
+
+    Raises:
+        ValueError: the template cannot be used.
+        ModelLoadError: the tokenizer cannot be read.
+    """
+    if not template.strip():
+        raise ValueError("chat_template is empty; give a Jinja template, or leave it out for the model's own")
+    tokenizer = read_tokenizer(model_directory(model))
+    if tokenizer is None:
+        return
+    messages = [{"role": "user", "content": "Hello"}]
+    try:
+        render_chat(tokenizer, messages, {"chat_template": template, "add_generation_prompt": True})
+    except ValueError as error:
+        cause = error.__cause__ or error  # an error of Jinja's syntax has a line number
+        line = getattr(cause, "lineno", None)
+        where = "" if line is None else f" (line {line})"
+        raise ValueError(
+            f"chat_template cannot be used: {first_line(cause)}{where}; correct it, or leave it out for the model's own"
+        ) from error
 
 
 def url_of(sock: socket.socket, host: str) -> str:
@@ -141,24 +172,23 @@ class _Serving:
 
     async def _start(self, record: str | None, log_stats_interval: float | None, max_step_retries: int) -> EngineClient:
         template = self._config.chat_template
-        if template is not None:  # one that is broken is told of before a model is loaded for nothing
+        if template is not None:  # a broken one is reported before the model is loaded, which takes long
             await asyncio.to_thread(check_chat_template, template, self._options.get("model"))
         return await EngineClient.start(
             self._options,
             record=record,
             log_stats_interval=log_stats_interval,
             max_step_retries=max_step_retries,
-            chat_template=template,
         )
 
     async def _serve(self, client: EngineClient, app: FastAPI) -> int:
         import uvicorn
 
-        from pointsman.server.http import LimitedHttpProtocol
+        from pointsman.server.wire.http import LimitedHttpProtocol
 
         class Server(uvicorn.Server):
             @contextmanager
-            def capture_signals(self) -> Iterator[None]:  # they are this module's to answer
+            def capture_signals(self) -> Iterator[None]:  # this module handles them
                 yield
 
         server = Server(
@@ -173,7 +203,7 @@ class _Serving:
                 server_header=False,
                 backlog=LISTEN_BACKLOG,
                 timeout_keep_alive=KEEP_ALIVE,
-                timeout_graceful_shutdown=math.ceil(SECONDS_TO_TELL),
+                timeout_graceful_shutdown=math.ceil(SECONDS_TO_REPORT),
             )
         )
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
@@ -184,22 +214,22 @@ class _Serving:
             logger.info("%s", line)
         await self._first_of(self._stop.wait(), client.dead.wait(), serving)
         app.state.gate.close()
-        left = SECONDS_TO_TELL
+        left = SECONDS_TO_REPORT
         if not client.dead.is_set():
             left = max(left, await self._drain(client, app))
         code = EXIT_OK if client.death is None else EXIT_FAILED
         await client.shutdown()
-        await self._first_of(app.state.gate.wait_empty(), self._force.wait(), timeout=SECONDS_TO_TELL)
-        # What is complete for this process may still be on its way to a slow reader.
+        await self._first_of(app.state.gate.wait_empty(), self._force.wait(), timeout=SECONDS_TO_REPORT)
+        # Responses that are complete here may still be on their way to a slow reader.
         server.config.timeout_graceful_shutdown = math.ceil(left)
         server.should_exit = True
-        await self._first_of(serving, self._force.wait(), timeout=left + SECONDS_TO_TELL)
+        await self._first_of(serving, self._force.wait(), timeout=left + SECONDS_TO_REPORT)
         server.force_exit = True
-        await asyncio.wait([serving], timeout=SECONDS_TO_TELL)
+        await asyncio.wait([serving], timeout=SECONDS_TO_REPORT)
         return code
 
     async def _drain(self, client: EngineClient, app: FastAPI) -> float:
-        """Wait for those inside; the seconds of `drain_timeout` that are left."""
+        """Wait for open requests; returns the seconds of `drain_timeout` that are left."""
         started = time.monotonic()
         num_open = app.state.gate.num_open
         if num_open:
@@ -225,7 +255,7 @@ class _Serving:
 
     @staticmethod
     async def _first_of(*awaitables: Any, timeout: float | None = None) -> None:
-        """Wait for the first of them; coroutines among them are cancelled then, tasks are not."""
+        """Wait for the first of them; then coroutines among them are cancelled, tasks are not."""
         tasks = [asyncio.ensure_future(one) for one in awaitables]
         await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         for task, one in zip(tasks, awaitables, strict=True):
@@ -234,6 +264,6 @@ class _Serving:
 
 
 def log_to_stderr() -> None:
-    """What the server's log looks like, for its commands."""
+    """Configure the log of the server and of its commands."""
     logging.basicConfig(stream=sys.stderr, format="pointsman: %(message)s")
     logging.getLogger("pointsman").setLevel(logging.INFO)

@@ -1,9 +1,9 @@
-"""What the log says when the server is ready: five lines, enough to know whether it is the server that one wanted.
+"""What the log says when the server is ready: five lines that show whether it is the intended server.
 
 serving      which model, of which size and type, where it runs
 KV cache     how much fits: blocks, tokens, requests of full length
-scheduler    the size of a step, the order, and every knob that differs from its default
-limits       how much one may ask for, how many may wait, whether a key is needed
+scheduler    the size of a step, the order, and every setting that differs from its default
+limits       what one request may ask for, the number of waiting requests, whether a key is needed
 listening    where, and a curl that works
 """
 
@@ -19,13 +19,13 @@ from pointsman.core import SchedulerConfig
 
 if TYPE_CHECKING:
     from pointsman.server.config import ServerConfig
-    from pointsman.server.engine_client import EngineInfo
+    from pointsman.server.wire.messages import EngineInfo
 
 LEFT_OUT = frozenset(
     {"num_blocks", "max_model_len", "block_size", "num_reserved_blocks", "max_steps_in_flight", "share_within_step"}
 )
-"""Fields of the scheduler's configuration that other lines tell, or that are the engine's affair and no operator's."""
-ALWAYS_TOLD = ("max_num_seqs", "max_num_batched_tokens", "order")
+"""Fields of the scheduler's configuration that other lines show, or that only the engine sets."""
+ALWAYS_SHOWN = ("max_num_seqs", "max_num_batched_tokens", "order")
 EXAMPLE_PROMPT = "The import statement"
 
 
@@ -33,7 +33,7 @@ def startup_lines(info: EngineInfo, config: ServerConfig, url: str) -> list[str]
     """The five lines.
 
     Args:
-        info: what the engine says about itself.
+        info: the engine's description of itself.
         config: the server's own settings.
         url: where it listens, like http://127.0.0.1:8000.
     """
@@ -59,7 +59,7 @@ def example_curl(model: str, config: ServerConfig, url: str) -> str:
 
 
 def reachable(url: str) -> str:
-    """The address to call: that of every network is no address to call, but this machine's own is one of them."""
+    """The address to call: for the wildcard address of all networks, the loopback address."""
     return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
@@ -92,8 +92,8 @@ def _capacity(info: EngineInfo) -> str:
 
 def _knobs(scheduler: dict[str, Any]) -> str:
     defaults = {field.name: field.default for field in fields(SchedulerConfig)}
-    told = [name for name in scheduler if name not in LEFT_OUT and not _is_default(scheduler[name], defaults[name])]
-    return ", ".join(f"{name} {_setting(scheduler[name])}" for name in dict.fromkeys([*ALWAYS_TOLD, *told]))
+    shown = [name for name in scheduler if name not in LEFT_OUT and not _is_default(scheduler[name], defaults[name])]
+    return ", ".join(f"{name} {_setting(scheduler[name])}" for name in dict.fromkeys([*ALWAYS_SHOWN, *shown]))
 
 
 def _is_default(value: Any, default: Any) -> bool:
@@ -106,9 +106,9 @@ def _limits(info: EngineInfo, config: ServerConfig) -> str:
     if config.api_keys:
         key = "an API key is asked for"
     elif is_loopback(config.host):
-        key = "no API key: whoever uses this machine may call"
+        key = "no API key: every user of this machine may call"
     else:
-        key = f"NO API KEY, and {_shown(config.host)} is no address of this machine alone: whoever reaches it may call"
+        key = f"NO API KEY, and {_shown(config.host)} can be reached from other machines: every client may call"
     parts = [
         f"{info.max_num_running:,} requests run and {config.max_waiting_requests:,} more wait, then 429",
         f"waiting prompt tokens {'without limit' if prompt_tokens is None else f'{prompt_tokens:,}'}",
@@ -132,7 +132,7 @@ def _setting(value: Any) -> str:
 
 
 def _count(number: int) -> str:
-    """A number of parameters as people say it."""
+    """A number of parameters, rounded to millions or billions."""
     for unit, name in ((10**9, "B"), (10**6, "M")):
         if number >= unit:
             return f"{number / unit:,.1f} {name}"
@@ -140,5 +140,5 @@ def _count(number: int) -> str:
 
 
 def _shown(text: str) -> str:
-    """A name or path from outside, on one line and without what a terminal would obey."""
+    """A name or path from outside, on one line and without control characters."""
     return text if text.isprintable() else ascii(text)

@@ -81,7 +81,7 @@ def test_each_line_is_a_turn_and_the_history_is_kept(server: ServerProcess) -> N
         expected += answer + "\n"
     assert finished.out == expected
     assert finished.code == 0
-    assert "most tokens" in finished.err  # both were cut at 12
+    assert "maximum number of tokens" in finished.err  # both were cut at 12
 
 
 @pytest.mark.e2e
@@ -206,11 +206,11 @@ ERROR = json.dumps({"error": {"message": "the engine\nhas ended", "type": "Inter
     ("answer", "message", "exit_code"),
     [
         ([SSE, chunk("some"), b"data: " + ERROR + b"\n\n", DONE], "broke off: the engine has ended", 1),
-        ([SSE, chunk("some")], "the connection ended before the answer did", 1),
-        ([SSE, chunk("some", "stop")], "the connection ended before the answer did", 1),
-        ([SSE, b"data: {\n\n", DONE], "no chunk of an answer", 1),
-        ([SSE, b"data: 5\n\n", DONE], "no chunk of an answer", 1),
-        ([SSE, b'data: {"choices": [{}]}\n\n', DONE], "no chunk of an answer", 1),
+        ([SSE, chunk("some")], "the connection ended before the completion", 1),
+        ([SSE, chunk("some", "stop")], "the connection ended before the completion", 1),
+        ([SSE, b"data: {\n\n", DONE], "sent an invalid chunk", 1),
+        ([SSE, b"data: 5\n\n", DONE], "sent an invalid chunk", 1),
+        ([SSE, b'data: {"choices": [{}]}\n\n', DONE], "sent an invalid chunk", 1),
         ([b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n<html>"], "text/event-stream", 1),
         ([b"HTTP/1.1 500 Oops\r\nConnection: close\r\n\r\n" + ERROR], "the engine has ended (HTTP 500)", 1),
         ([b"HTTP/1.1 502 Bad Gateway\r\nConnection: close\r\n\r\n<b>\x1b[2J</b>"], "<b>", 1),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import pointsman as package
+from pointsman.cli.options import GENERATE_HELP, SERVE_HELP, Panels
 from tests.cli.conftest import Finished
 
 Run = Callable[..., Finished]
@@ -37,6 +40,27 @@ def test_version_and_help(pointsman: Run) -> None:
     help_text = pointsman("generate", "--help").out
     for knob in ("--max-num-batched-tokens", "--no-enable-prefix-caching", "--full-sequence-must-fit", "--watermark"):
         assert knob in help_text
+
+
+@pytest.mark.parametrize(("command", "panels"), [("generate", GENERATE_HELP), ("serve", SERVE_HELP)])
+@pytest.mark.parametrize("columns", [80, 120])
+def test_help_pages_begin_with_the_ten_main_options_and_group_the_others(
+    pointsman: Run, monkeypatch: pytest.MonkeyPatch, command: str, panels: Panels, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    out = pointsman(command, "--help").out
+    page = re.split(r"^(\S.*):$", out, flags=re.MULTILINE)[1:]
+    shown = {
+        title: re.findall(r"^  (-.*)", text, re.MULTILINE) for title, text in zip(page[::2], page[1::2], strict=True)
+    }
+    assert list(shown) == [*panels, "Other"]
+    assert len(shown["Main options"]) == 10
+    assert [line.split()[0] for line in shown["Other"]] == ["--help"], "an option without a panel"
+    assert len(re.findall(r"^  (?:-p, )?--", out, re.MULTILINE)) == sum(map(len, shown.values())) > 40
+    # One option's name with its negation is longer than a narrow terminal; it has a line of its own, uncut.
+    too_long = [line for line in out.splitlines() if len(line) > columns]
+    assert all(line.startswith("  --long-prefill-token-threshold-adaptive / --no-") for line in too_long)
+    assert "…" not in out and "..." not in out.replace("RUNNING:DRAFTS,...", "")
 
 
 def test_the_same_seed_gives_the_same_text_under_pressure(pointsman: Run, model: str, tmp_path: Path) -> None:
@@ -82,7 +106,8 @@ def test_plain_lines_where_output_is_no_terminal(pointsman: Run, model: str, tmp
     finished = pointsman("generate", "--model", model, "--prompts", prompts_file(tmp_path), *PRESSURE)
     assert finished.code == 0
     lines = finished.out.splitlines()
-    assert sum(line.startswith("prompt-") and "length (max_tokens), 60 tokens: " in line for line in lines) == 6
+    assert sum(line.startswith("prompt-") and "length (max_tokens), 60 tokens" in line for line in lines) == 6
+    assert any(re.match(r"prompt-\d length \(max_tokens\), 60 tokens, preempted \d times?: ", line) for line in lines)
     status = next(line for line in lines if " running " in line)
     for word in ("waiting", "KV", "tokens/s", "preemptions", "prefix hits"):
         assert word in status
@@ -331,3 +356,25 @@ def test_the_demo_needs_no_arguments(pointsman_process: Callable[..., Finished])
     assert max(lengths) > 20 * min(lengths)
     assert finished.summary["prefix_hits"] > 0
     assert finished.summary["preemptions"] > 0
+
+
+@pytest.mark.e2e
+@pytest.mark.skipif(not DEMO_MODEL.exists(), reason="the demo model is not in this checkout")
+def test_the_small_pool_of_the_readme_preempts_and_every_request_finishes(
+    pointsman_process: Callable[..., Finished],
+) -> None:
+    line = next(line for line in (ROOT / "README.md").read_text().splitlines() if "--num-blocks" in line)
+    finished = pointsman_process(*shlex.split(line, comments=True)[1:])
+    assert finished.code == 0, finished.err
+
+    summary = re.search(r"^KV cache .*; (\d+) preemptions, (\d+) tokens computed again$", finished.out, re.MULTILINE)
+    assert summary is not None, finished.out
+    num_preemptions, num_recomputed = map(int, summary.groups())
+    assert num_preemptions >= 3
+    assert num_recomputed > 0
+    ends = re.findall(
+        r"^prompt-(\d+) (?:stop|length)[^,]*, (\d+) tokens(?:, preempted (\d+) times?)?:", finished.out, re.M
+    )
+    assert sorted(int(index) for index, _, _ in ends) == list(range(16))
+    assert sum(int(times or 0) for _, _, times in ends) == num_preemptions
+    assert all(int(tokens) > 0 for _, tokens, _ in ends)

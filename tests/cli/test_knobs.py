@@ -45,11 +45,11 @@ def test_a_preset_lies_underneath(name: str) -> None:
         ({"max_num_batched_tokens": 63}, "low-latency", "less than max_num_seqs 64"),
         ({"max_num_batched_tokens": 511}, "short-requests", "less than max_num_seqs 512"),
         ({"long_prefill_token_threshold": 8}, "short-requests", "enable_chunked_prefill is off"),
-        ({"kv_events_config": "tcp://*:1"}, None, "no JSON"),
+        ({"kv_events_config": "tcp://*:1"}, None, "not JSON"),
         ({"kv_events_config": "[]"}, None, "must be a JSON object"),
         ({"kv_events_config": '{"port": 1}'}, None, "no field 'port'; known are enable_kv_cache_events"),
         ({"kv_events_config": '{"hwm": 0}'}, None, "hwm is 0"),
-        ({"speculative_config": "ngram"}, None, "--speculative-config is 'ngram', no JSON"),
+        ({"speculative_config": "ngram"}, None, "--speculative-config is 'ngram', not JSON"),
         ({"speculative_config": '{"method": "eagle"}'}, None, "method is 'eagle'; the one there is is \"ngram\""),
         (
             {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 8}'},

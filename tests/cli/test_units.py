@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pointsman.cli.display import one_line, printable, tail
-from pointsman.cli.units import parse_size
+from pointsman.cli.knobs import size as parse_size
 
 
 @pytest.mark.parametrize(

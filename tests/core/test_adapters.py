@@ -8,7 +8,7 @@ import pytest
 
 from pointsman.core import Adapter, ConfigError, ParkReason, Reason, Request, RequestRefused
 from pointsman.core.policy.order import FirstComeFirstServed
-from pointsman.core.step.intake import MAX_PASSED
+from pointsman.core.step.admission import MAX_SKIPPED
 from tests.core.helpers import Host, cached_of, names, tokens_of
 
 
@@ -160,14 +160,14 @@ def test_a_step_passes_over_a_bounded_number() -> None:
     host = roomy(order=order, max_loras=1)
     add(host, "a", "x", max_tokens=50)
     host.step()
-    for index in range(3 * MAX_PASSED):
+    for index in range(3 * MAX_SKIPPED):
         add(host, f"r{index}", f"adapter {index}")
     add(host, "plain")
     order.pops = 0
     assert names(host.step().requests) == ["a"]
-    assert order.pops == MAX_PASSED
-    assert host.explain(f"r{MAX_PASSED + 1}").reason is Reason.BEHIND
-    assert host.explain(f"r{MAX_PASSED + 1}").blocker == f"r{MAX_PASSED}"
+    assert order.pops == MAX_SKIPPED
+    assert host.explain(f"r{MAX_SKIPPED + 1}").reason is Reason.BEHIND
+    assert host.explain(f"r{MAX_SKIPPED + 1}").blocker == f"r{MAX_SKIPPED}"
 
 
 def test_a_head_that_lacks_a_seat_is_a_wall_even_if_it_also_lacks_a_slot() -> None:

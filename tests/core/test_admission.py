@@ -302,7 +302,7 @@ def _decisions(seed: int, config: dict[str, Any], forgets: bool) -> list[object]
             request = Request(f"r{step}", tokens, arrival_time=float(step), max_tokens=random.randint(1, 14))
             scheduler.add(request, float(step))
         if forgets:
-            scheduler._admission.forget()
+            scheduler._admission._kept = None
             scheduler.check_invariants()
         output = scheduler.schedule(float(step))
         told.append((tokens_of(output), output.block_ids.tolist(), names(output.preempted)))

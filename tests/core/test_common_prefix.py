@@ -10,7 +10,7 @@ import pytest
 
 from pointsman.core.state.batch import Batch
 from pointsman.core.state.request import Request
-from pointsman.core.step.common_prefix import CommonPrefix
+from pointsman.core.step.emit import CommonPrefix
 from tests.core.helpers import Host, names
 
 
@@ -69,7 +69,7 @@ def test_against_brute_force(seed: int) -> None:
     common = random.integers(0, 1000, size=int(random.integers(0, 80)))
     rows, tables = [], []
     for number, request in enumerate(requests):
-        request.serial = number + 1
+        request._state.serial = number + 1
         table = [*common.tolist(), *random.integers(0, 3, size=int(random.integers(0, 8))).tolist()]
         rows.append(batch.place(request, 0, 2 * len(table)))
         batch.block_table[rows[-1], : len(table)] = table

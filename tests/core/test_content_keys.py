@@ -18,7 +18,7 @@ def request(*prompt: int, **fields: Any) -> Request:
 
 def keys(*prompt: int, **fields: Any) -> list[bytes]:
     """Of blocks of two tokens."""
-    return block_keys(request(*prompt, **fields), 2)
+    return list(block_keys(request(*prompt, **fields), 2))
 
 
 def pictures(*inputs: EncoderInput, prompt: tuple[int, ...] = (7, 0, 0, 0, 7, 7)) -> list[bytes]:
@@ -74,5 +74,5 @@ def test_what_is_generated_is_named_when_it_is_there_and_nothing_is_named_twice(
     grows = request(1, 2, 3)
     assert len(block_keys(grows, 2)) == 1
     first = block_keys(grows, 2)[0]
-    grows.append_output([4, 5])
-    assert block_keys(grows, 2) == keys(1, 2, 3, 4) and block_keys(grows, 2)[0] is first
+    grows._state.append_output([4, 5])
+    assert list(block_keys(grows, 2)) == keys(1, 2, 3, 4) and block_keys(grows, 2)[0] is first

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pointsman.core import Reason, Request, RequestStatus, SchedulerOutput, StepResult
+from pointsman.core import PreemptionCause, Reason, Request, RequestStatus, SchedulerOutput, StepResult
 from tests.core.helpers import Host, names, reference_output, tokens_of
 
 
@@ -21,6 +21,7 @@ def test_it_takes_a_seat() -> None:
     assert names(output.preempted) == ["lazy"]
     assert tokens_of(output) == {"urgent": 4}
     assert (host.stats().num_displaced, host.stats().num_preemptions) == (1, 1)
+    assert lazy.preemption_causes == (PreemptionCause.DISPLACED,)
     host.run_to_end()
     assert lazy.output_token_ids.tolist() == reference_output(lazy.prompt_token_ids, 6)
 

@@ -328,7 +328,8 @@ def test_what_a_host_does_with_its_arrays_afterwards_is_not_counted() -> None:
     update = host.scheduler.update(output, result, 0.0)
     result.token_ids[:], result.counts[:] = WRONG, 1  # type: ignore[index]
     assert (update.token_ids.tolist(), update.counts.tolist()) == (expected, [4])
-    update.counts[0] = 1
+    with pytest.raises(ValueError, match="read-only"):
+        update.counts[0] = 1
     assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 5)
     assert (request.num_draft_tokens, request.num_accepted_tokens) == (3, 3)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pointsman.core import ParkReason, Reason, RequestStatus
-from pointsman.core.observe.causes import CAUSES, PARKED_FOR
+from pointsman.core.observe.explain import CAUSES, PARKED_FOR
 from pointsman.core.state.reason import Holder
 from tests.core.helpers import Host, connected, names
 
@@ -221,8 +221,8 @@ def test_seats_are_held_by_those_who_run_the_one_that_came_first_in_front() -> N
         host.add(request_id, 4)
     host.step()
     told = host.explain("c")
-    assert (told.resource, told.missing, told.holders) == ("seats", 1, (Holder("a", 1), Holder("b", 1)))
-    assert told.sentence == "c waits for 1 more seats: all seats are taken. Held by a (1), b (1)."
+    assert (told.resource, told.missing, told.holders) == ("sequence slots", 1, (Holder("a", 1), Holder("b", 1)))
+    assert told.sentence == "c waits for 1 more sequence slots: all sequence slots are taken. Held by a (1), b (1)."
 
 
 def test_the_budget_is_held_by_what_the_last_step_computed() -> None:
@@ -247,7 +247,7 @@ def test_a_displacer_is_named() -> None:
     told = host.explain("low")
     assert (told.reason, told.blocker) == (Reason.DISPLACEMENT, "urgent")
     assert told.sentence == (
-        "low waits: a more urgent request got the room that was made in this step. Held by urgent."
+        "low waits: a more urgent request is admitted alone into what was preempted for it. Held by urgent."
     )
 
 
@@ -256,7 +256,7 @@ def test_who_stands_behind_the_head_is_told_what_the_head_waits_for() -> None:
     for request_id in "abc":
         host.add(request_id, 4)
     host.step()
-    assert host.explain("c").sentence == "c waits behind b, which waits: all seats are taken."
+    assert host.explain("c").sentence == "c waits behind b, which waits: all sequence slots are taken."
 
 
 def test_a_preempted_request_with_samples_in_flight_waits_for_them() -> None:
@@ -407,7 +407,7 @@ def test_what_does_not_wait_says_so() -> None:
     output = host.schedule()
     assert host.explain("a").sentence == "a runs."
     host.update(output)
-    assert host.explain("a").sentence == "a has ended."
+    assert host.explain("a").sentence == "a has finished."
 
 
 def test_of_many_holders_some_are_named_and_all_are_counted() -> None:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
 from functools import cache
+from pathlib import Path
+
+import pytest
+
+import pointsman
+
+ENGINE_NAMES = {"LLM", "AsyncEngine", "SamplingParams"}
 
 PROGRAM = """
 import json, sys, time
@@ -39,7 +47,49 @@ def test_import_brings_numpy_the_standard_library_and_nothing_else() -> None:
 def test_import_brings_the_scheduler_and_no_host() -> None:
     _, _, loaded = import_in_a_new_process()
     ours = {name for name in loaded if name.startswith("pointsman.")}
-    assert {name for name in ours if not name.startswith("pointsman.core")} == set()
+    assert {name for name in ours if not name.startswith("pointsman.core")} == {"pointsman.version"}
+
+
+def test_every_public_name_of_the_core_is_one_of_the_package() -> None:
+    assert set(pointsman.__all__) - set(pointsman.core.__all__) == {*ENGINE_NAMES, "__version__"}
+    for name in pointsman.core.__all__:
+        assert getattr(pointsman, name) is getattr(pointsman.core, name)
+
+
+def test_names_of_the_engine_are_listed_and_typed() -> None:
+    """`dir` has them without loading anything; type checkers and editors read them where types are checked."""
+    assert set(pointsman.__all__) <= set(dir(pointsman))
+    source = ast.parse(Path(pointsman.__file__).read_text())
+    (typed,) = (node for node in source.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    names = {alias.name for node in typed.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert names == ENGINE_NAMES
+
+
+def test_names_of_the_engine_are_resolved_on_first_use() -> None:
+    """In an order in which nothing was loaded before; sampling parameters need no PyTorch."""
+    program = """
+import sys
+import pointsman
+from pointsman import SamplingParams
+assert SamplingParams is pointsman.engine.SamplingParams
+assert "torch" not in sys.modules
+sys.modules["torch"] = None  # as if it were not installed
+for name in ("LLM", "AsyncEngine"):
+    try:
+        getattr(pointsman, name)
+    except ModuleNotFoundError as error:
+        print(error)
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    errors = run.stdout.splitlines()
+    assert len(errors) == 2
+    for name, error in zip(("LLM", "AsyncEngine"), errors, strict=True):
+        assert error == f"pointsman.engine.{name} needs torch; install it with: pip install 'pointsman[engine]'"
+
+
+def test_a_misspelt_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match=r"module 'pointsman' has no attribute 'Schedular'"):
+        _ = pointsman.Schedular  # type: ignore[attr-defined]
 
 
 def test_import_costs_less_than_twice_what_numpy_costs() -> None:

@@ -245,7 +245,7 @@ def test_a_finish_with_output_in_flight_drops_what_comes_back() -> None:
     kept = a.output_token_ids.tolist()
     host.finish("a", FinishReason.STOP, stop_reason="###")
     update = host.update(second)
-    assert update.counts.tolist() == [0, 1] and update.finished == []
+    assert update.counts.tolist() == [0, 1] and update.finished == ()
     assert a.output_token_ids.tolist() == kept and b.num_output_tokens == 2
 
 

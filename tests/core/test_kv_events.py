@@ -34,7 +34,7 @@ def test_a_prompt_is_told_of_when_it_is_scheduled_with_chained_hashes() -> None:
     host.add("a", prompt)
     host.schedule()
     names = chain("[null,null,null]", prompt)
-    assert host.scheduler.take_kv_events() == [BlockStored(names, None, prompt[:8], Root())]
+    assert host.scheduler.take_kv_events() == [BlockStored(tuple(names), None, tuple(prompt[:8]), Root())]
     assert host.scheduler.take_kv_events() == []
 
 
@@ -46,9 +46,9 @@ def test_what_follows_names_what_it_follows_and_generated_blocks_come_with_the_e
     first, second = host.scheduler.take_kv_events()
     names = chain("[null,null,null]", request.all_token_ids.tolist())
     assert isinstance(first, BlockStored) and isinstance(second, BlockStored)
-    assert (first.block_hashes, first.parent_block_hash) == (names[:1], None)
-    assert (second.block_hashes, second.parent_block_hash) == (names[1:2], names[0])
-    assert second.token_ids == request.all_token_ids[4:8].tolist()
+    assert (first.block_hashes, first.parent_block_hash) == (tuple(names[:1]), None)
+    assert (second.block_hashes, second.parent_block_hash) == (tuple(names[1:2]), names[0])
+    assert second.token_ids == tuple(request.all_token_ids[4:8].tolist())
 
 
 def test_equal_content_is_told_of_once_and_goes_with_its_last_block() -> None:
@@ -74,7 +74,7 @@ def test_salts_and_adapters_have_names_of_their_own() -> None:
     host.step()
     stored = [event for event in host.scheduler.take_kv_events() if isinstance(event, BlockStored)]
     roots = ["[null,null,null]", '["s",null,null]', '[null,"x",3]']
-    assert [event.block_hashes for event in stored] == [chain(root, prompt) for root in roots]
+    assert [list(event.block_hashes) for event in stored] == [chain(root, prompt) for root in roots]
     assert stored[2].root.adapter == Adapter("x", 3)
 
 
@@ -85,7 +85,7 @@ def test_contents_of_encoder_inputs_are_told_with_the_tokens_and_are_in_the_name
         host.add(name, prompt, encoder_inputs=[EncoderInput(name, 3, 3)], max_tokens=1)
     host.run_to_end()
     cat, dog = [event for event in host.scheduler.take_kv_events() if isinstance(event, BlockStored)]
-    assert cat.token_ids == dog.token_ids == prompt, "tokens as the host gave them"
+    assert cat.token_ids == dog.token_ids == tuple(prompt), "tokens as the host gave them"
     assert not set(cat.block_hashes) & set(dog.block_hashes)
     assert [[(item.key, item.offset) for item in of_block] for of_block in cat.inputs] == [
         [("cat", 3)],
@@ -102,7 +102,7 @@ def test_a_failed_step_is_taken_back() -> None:
     stored, *removed = host.scheduler.take_kv_events()
     assert isinstance(stored, BlockStored)
     gone = [name for event in removed if isinstance(event, BlockRemoved) for name in event.block_hashes]
-    assert gone == stored.block_hashes[::-1]
+    assert tuple(gone) == stored.block_hashes[::-1]
 
 
 def test_a_reset_clears_everything() -> None:

@@ -237,6 +237,6 @@ def test_a_refused_request_leaves_nothing_behind_and_its_id_is_free() -> None:
     assert request.status is RequestStatus.FINISHED_REFUSED
     assert request.finish_detail.startswith("the prompt has 12 tokens")
     assert not host.scheduler.has_unfinished_requests()
-    assert host.step().finished == []
+    assert host.step().finished == ()
     assert (host.stats().num_refused, host.stats().num_added, host.stats().finished["refused"]) == (1, 0, 0)
     host.add("a", 4)

@@ -106,7 +106,7 @@ def test_when_only_admissions_stay_paused_nobody_is_said_to_wait_for_what_a_step
     host.park("b")  # it gives back its blocks, which the next step reports
     host.ready("c")
     output = host.step()
-    assert (output.requests, names(output.preempted)) == ([], ["b"])
+    assert (output.requests, names(output.preempted)) == ((), ["b"])
     assert host.explain("a").reason is Reason.PAUSED
     host.pause(PauseMode.ADMISSIONS)
     assert host.explain("a").reason is None

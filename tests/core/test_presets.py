@@ -446,7 +446,8 @@ def test_the_request_preempted_last_is_the_head_under_fcfs_front() -> None:
         order = make_order(name)
         for request_id, serial in (("x", 1), ("y", 2)):
             request = Request(request_id, [1], arrival_time=serial, max_tokens=1)
-            request.status, request.serial, request.loss_number = RequestStatus.PREEMPTED, serial, serial
+            state = request._state
+            state.status, state.serial, state.loss_number = RequestStatus.PREEMPTED, serial, serial
             order.push(request)
         order.push(Request("new", [1], arrival_time=0.0, max_tokens=1))
         heads[name] = [order.pop().request_id for _ in range(3)]

@@ -153,11 +153,8 @@ def test_a_user_may_pass_an_order_of_its_own() -> None:
     class LastComeFirstServed(FirstComeFirstServed):
         name = "lcfs"
 
-        def push(self, request: Request) -> None:
-            arrival = request.arrival_time
-            request.arrival_time = -arrival
-            super().push(request)
-            request.arrival_time = arrival
+        def key(self, request: Request) -> tuple[float]:
+            return (-request.arrival_time,)
 
     host = Host(order=LastComeFirstServed(), max_num_seqs=1)
     for request_id in ("a", "b", "c"):

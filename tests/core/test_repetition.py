@@ -146,7 +146,7 @@ def test_a_repetition_is_found_across_a_preemption_with_samples_in_flight() -> N
 def test_parameters_that_ask_for_nothing_cost_nothing() -> None:
     host = Host()
     request = host.add("a", repetition_detection=RepetitionDetectionParams())
-    assert request.repetition_detection is None and request.repetition_watch is None
+    assert request.repetition_detection is None and request._state.repetition_watch is None
 
 
 def test_it_is_recorded_and_replayed() -> None:

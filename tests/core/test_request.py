@@ -80,14 +80,14 @@ def test_samples_of_one_prompt_share_its_memory() -> None:
     first = make(list(range(1000)))
     second = make(first.prompt_token_ids)
     assert np.shares_memory(first.prompt_token_ids, second.prompt_token_ids)
-    assert second.prompt_bytes is first.prompt_bytes
+    assert second._state.prompt_bytes is first._state.prompt_bytes
 
 
 def test_a_slice_of_another_prompt_is_a_prompt_of_its_own_length() -> None:
     first = make(list(range(8)))
     second = make(first.prompt_token_ids[2:5])
     assert second.prompt_token_ids.tolist() == [2, 3, 4]
-    assert second.prompt_bytes == np.array([2, 3, 4], dtype=np.int32).tobytes()
+    assert second._state.prompt_bytes == np.array([2, 3, 4], dtype=np.int32).tobytes()
 
 
 def test_metadata_is_the_callers_own_and_comes_back_as_it_was() -> None:
@@ -108,13 +108,13 @@ ALLOWED = {
 def test_the_life_of_a_request_allows_these_steps_and_no_other(status: RequestStatus) -> None:
     for following in S:
         request = make()
-        request.status = status
+        request._state.status = status
         if following in ALLOWED[status]:
-            request.transition(following)
+            request._state.transition(following)
             assert request.status is following
         else:
             with pytest.raises(InvalidTransition, match=f"'r' cannot go from {status.name} to {following.name}"):
-                request.transition(following)
+                request._state.transition(following)
             assert request.status is status
 
 
@@ -154,7 +154,7 @@ def test_a_request_reads_the_same_whether_it_has_a_row_or_not() -> None:
     assert (request.num_tokens, request.output_token_ids.tolist(), request.all_token_ids.tolist()) == running
     assert request.num_computed_tokens == 0
     assert request.tokens(3, 6).tolist() == running[2][3:6]
-    assert request.last_token_id == running[1][-1]
+    assert request._state.last_token_id == running[1][-1]
 
 
 def test_a_long_output_is_kept_whole() -> None:

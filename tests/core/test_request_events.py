@@ -100,4 +100,4 @@ def test_it_is_off_by_default() -> None:
     host = Host()
     request = host.add("a", max_tokens=2)
     host.run_to_end()
-    assert request.events == []
+    assert request.events == ()

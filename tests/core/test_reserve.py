@@ -8,6 +8,7 @@ import pytest
 
 from pointsman.core import FinishReason, Reason, Request
 from pointsman.core.policy.reserve import MEAN_OVER, MeanDecodeReserve
+from pointsman.core.state.events import Finished
 from tests.core.helpers import Host, cached_of, names, tokens_of
 
 
@@ -214,10 +215,11 @@ def test_the_mean_follows_the_last_ends() -> None:
     means = []
     for length in [1000] * 3 + [10] * (MEAN_OVER - 1) + [10]:
         request = Request("a", [1], arrival_time=0.0, max_tokens=2000)
-        request.append_output([7] * length)
-        request.finish_reason = FinishReason.STOP
-        before = reserve.num_tokens
-        assert reserve.on_finished(request) == (reserve.num_tokens != before)
+        request._state.append_output([7] * length)
+        request._state.finish_reason = FinishReason.STOP
+        before, changes = reserve.num_tokens, reserve.num_changes
+        reserve.on_finished(Finished(request, 0.0))
+        assert reserve.num_changes - changes == (reserve.num_tokens != before)
         means.append(reserve.num_tokens)
     assert means[:4] == [1000, 1000, 1000, 753]
     assert means[-2:] == [18, 10], "the first 3 have left: (1000 + 127 * 10) / 128, rounded up, and then 10"

@@ -237,9 +237,9 @@ def test_whether_a_further_step_would_have_anything_to_run() -> None:
     assert not host.scheduler.can_advance(), "a ends with what is in flight, and b must know its token"
     host.update(first)
     assert host.scheduler.can_advance()
-    assert host.scheduler.outputs_in_flight == [second]
+    assert host.scheduler.outputs_in_flight == (second,)
     host.update(second)
-    assert host.scheduler.outputs_in_flight == []
+    assert host.scheduler.outputs_in_flight == ()
     assert host.scheduler.has_unreported_ends, "a has ended"
     assert tokens_of(host.step()) == {"b": 1}
     assert not host.scheduler.has_unreported_ends

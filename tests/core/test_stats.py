@@ -72,8 +72,7 @@ def test_evictions_count_cached_blocks_whose_content_was_given_up() -> None:
 
 def test_preemptions_are_counted_by_what_they_were_for() -> None:
     host = Host(num_blocks=6, max_model_len=24, enable_prefix_caching=False)
-    host.add("a", 10, max_tokens=12)
-    host.add("b", 10, max_tokens=12)
+    requests = [host.add("a", 10, max_tokens=12), host.add("b", 10, max_tokens=12)]
     while not host.stats().num_preemptions:
         host.step()
     host.park("a", ParkReason.GRAMMAR)
@@ -84,6 +83,8 @@ def test_preemptions_are_counted_by_what_they_were_for() -> None:
     stats = host.stats()
     assert (stats.num_preempted_by_parking, stats.num_preempted_by_reset, stats.num_displaced) == (1, 1, 0)
     assert stats.num_preemptions == 3, "one for memory: who waits loses nothing when it is parked"
+    causes = [cause for request in requests for cause in request.preemption_causes]
+    assert sorted(cause.value for cause in causes) == ["memory", "parked", "reset"]
 
 
 def test_a_snapshot_does_not_change_afterwards() -> None:

@@ -435,7 +435,7 @@ def test_an_error_for_a_row_that_has_ended_since_changes_nothing() -> None:
     first = host.schedule()
     host.abort("a")
     update = host.scheduler.update(first, StepResult([], errors={0: "late"}), host.now)
-    assert update.finished == [] and request.status is RequestStatus.FINISHED_ABORTED
+    assert update.finished == () and request.status is RequestStatus.FINISHED_ABORTED
 
 
 def test_an_error_for_a_row_whose_request_was_admitted_again_since_ends_it() -> None:

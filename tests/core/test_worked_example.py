@@ -10,28 +10,24 @@ from __future__ import annotations
 import numpy as np
 
 from pointsman.core import Reason, Request
-from pointsman.core.policy.limits import Int64Array
+from pointsman.core.policy.gate import View
+from pointsman.core.policy.limits import Int64Array, Limit
 from pointsman.core.state.batch import Batch
-from pointsman.core.state.reason import Blocked
+from pointsman.core.state.reason import Deferral
 
 from .helpers import Host, cached_of, names, tokens_of
 
 
-class FirstChunk:
+class FirstChunk(Limit):
     """Holds prompts at 300 tokens a step while it is on: in one step the budget alone could not cut C there."""
 
-    limits_decode = False
-    limits_drafts = False
-    is_shared = False
     is_on = True
 
     def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
         np.minimum(want, 300 if self.is_on else 2048, out=want)
 
-    def admit(self, request: Request, start: int, want: int) -> int | Blocked:
+    def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
         return min(want, 300 if self.is_on else 2048)
-
-    def take(self, request: Request, start: int, num_tokens: int) -> None: ...
 
 
 def example(num_blocks: int) -> Host:
@@ -45,7 +41,9 @@ def example(num_blocks: int) -> Host:
         num_draft_tokens=2,
     )
     first_chunk = FirstChunk()
-    host.scheduler._admission._limits.append(first_chunk)  # the running part reads the same list
+    gates = host.scheduler._parts.gates
+    gates.limits.append(first_chunk)  # the running part reads the same list
+    gates.after_lookup.insert(1, first_chunk)
     document = host.prompt(256)
     host.add("earlier", [*document, 1], max_tokens=1)
     host.run_to_end()

@@ -28,7 +28,7 @@ def test_those_that_ended_are_not_overdue_and_not_kept() -> None:
     ended = [request(str(number)) for number in range(10 * FEWEST)]
     for one in ended:
         deadlines.add(one, 1000.0)
-        one.transition(RequestStatus.FINISHED_REFUSED)
+        one._state.transition(RequestStatus.FINISHED_REFUSED)
     assert len(deadlines._heap) <= FEWEST  # what they hold is bounded, not proportional to all there ever were
     assert deadlines.next() is None and deadlines.take_overdue(2000.0) == []
 

@@ -17,9 +17,8 @@ from tiny_models import FAMILIES, VOCAB_SIZE, build
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from pointsman.core import DuplicateRequest, RequestRefused, Scheduler, SchedulerConfig
+from pointsman.core import DuplicateRequest, Recorder, RequestRefused, Scheduler, SchedulerConfig, replay
 from pointsman.core.errors import ConfigError
-from pointsman.core.recording import Recorder, replay
 from pointsman.engine import (
     LLM,
     Engine,
@@ -258,10 +257,10 @@ def test_an_interrupt_in_a_gap_of_the_step_leaves_the_engine_usable(
     engine.step()
     context = type(engine.loaded.context)
     place: tuple[Any, str] = {
-        "schedule": (engine.scheduler, "schedule"),
+        "schedule": (Scheduler, "schedule"),
         "begin": (context, "begin"),
         "end": (context, "end"),
-        "update": (engine.scheduler, "update"),
+        "update": (Scheduler, "update"),
     }[where]
     original, interrupts = getattr(*place), itertools.count()
 

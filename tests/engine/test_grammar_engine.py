@@ -298,7 +298,7 @@ def test_masks_depend_on_the_tokens_alone(demo: LoadedModel, demo_compiler: Gram
     demo_compiler.wait(60.0)
     ((_, grammar),) = demo_compiler.take()
     assert isinstance(grammar, CompiledGrammar)
-    request.append_output(output_ids)
+    request._state.append_output(output_ids)
     row = EditedRow(request, 1, demo.vocab_size, (), RequestGrammar(request, grammar))
 
     def allowed(num_output: int) -> list[int]:

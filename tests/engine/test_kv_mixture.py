@@ -15,7 +15,7 @@ import pytest
 from kv_requests import break_passes, check, drain, make, prompt_of, settle
 from tiny_models import FAMILIES, build
 
-from pointsman.core.recording import Recorder, replay
+from pointsman.core import Recorder, replay
 from pointsman.engine import Engine, EngineStepError, SamplingParams
 from pointsman.engine.model_loader import LoadedModel, wrap_model
 from tests.soak import short_or_long

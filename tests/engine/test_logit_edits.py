@@ -17,7 +17,7 @@ from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, Top
 from pointsman.core import Scheduler, SchedulerConfig
 from pointsman.core.state.output import StepResult
 from pointsman.core.state.request import Request
-from pointsman.engine.logit_edits import EditedRow, LogitEdits, TokenCounts, bad_word_sequences, output_since
+from pointsman.engine.logit_edits import EditedRow, LogitEdits, TokenCounts, bad_word_sequences
 from pointsman.engine.race import probabilities
 from pointsman.engine.sampling_params import SamplingParams
 
@@ -36,7 +36,7 @@ def request_of(params: SamplingParams, prompt: list[int], output: list[int], sto
         metadata=params,
     )
     if output:
-        request.append_output(output)
+        request._state.append_output(output)
     return request
 
 
@@ -139,7 +139,7 @@ def test_a_step_that_is_repeated_counts_nothing_twice() -> None:
     row = EditedRow(request, 1, V, ())
     once = edited(logits, row, 3)
     assert torch.equal(edited(logits, row, 3), once) and once[0, 5] == -1.0
-    request.append_output([5])
+    request._state.append_output([5])
     assert edited(logits, row, 4)[0, 5] == -1.5
     assert torch.equal(edited(logits, row, 3), once), "an earlier position counts what was there then"
 
@@ -181,9 +181,9 @@ def test_the_output_of_a_running_request_from_any_token_on() -> None:
         output = scheduler.schedule(0.0)
         scheduler.update(output, StepResult(token_ids=np.array([step % 97])), 0.0)
         whole = [token % 97 for token in range(step + 1)]
-        for start in {0, max(0, step - 3), step, step + 1, request.num_own_output_tokens}:
-            assert output_since(request, start).tolist() == whole[start:]
-        kinds.add(request.num_own_output_tokens)
+        for start in {0, max(0, step - 3), step, step + 1, request._state.num_own_output_tokens}:
+            assert request.output_since(start).tolist() == whole[start:]
+        kinds.add(request._state.num_own_output_tokens)
     assert len(kinds) > 2 and request.is_finished
 
 

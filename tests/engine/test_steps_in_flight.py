@@ -13,7 +13,7 @@ from test_engine import byte_tokenizer, drain, free_blocks
 from test_sampling_batch import FEATURES
 from tiny_models import FAMILIES, build
 
-from pointsman.core.recording import Recorder, replay
+from pointsman.core import Recorder, Scheduler, replay
 from pointsman.engine import LLM, Engine, EngineStepError, RequestOutput, SamplingParams, StructuredOutputsParams
 from pointsman.engine.attention import PagedBatch
 from pointsman.engine.model_loader import LoadedModel, wrap_model
@@ -144,7 +144,7 @@ def test_a_failed_step_voids_those_behind_it(
 # ------------------------------------------------------------------------------------------------------- the overlap
 
 
-def watch(engine: Engine) -> list[str]:
+def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the engine does, as it does it."""
     events: list[str] = []
 
@@ -157,17 +157,19 @@ def watch(engine: Engine) -> list[str]:
             events.append(f"{name} ends")
             return answer
 
-        setattr(owner, name, watched)
+        monkeypatch.setattr(owner, name, watched)
 
-    for owner, names in ((engine.scheduler, ("schedule", "update")), (engine.runner, ("prepare", "run"))):
+    for owner, names in ((Scheduler, ("schedule", "update")), (engine.runner, ("prepare", "run"))):
         for name in names:
             wrap(owner, name)
     return events
 
 
-def test_the_last_step_is_taken_in_and_the_next_one_scheduled_while_the_model_computes(loaded: LoadedModel) -> None:
+def test_the_last_step_is_taken_in_and_the_next_one_scheduled_while_the_model_computes(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make(loaded)
-    events = watch(engine)
+    events = watch(engine, monkeypatch)
     engine.add_request("a", [3, 4, 5], GREEDY)
     for number in range(8):
         events.clear()
@@ -203,20 +205,22 @@ def test_any_part_may_be_left_for_later(
     assert free_blocks(engine) == 22
 
 
-def test_attention_that_offers_no_moment_runs_ahead_of_nothing() -> None:
+def test_attention_that_offers_no_moment_runs_ahead_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was not done while the model computed is done as with one step in flight."""
     engine = make(wrap_model(build(FAMILIES["qwen3"](), seed=1), fuse=False), attention="torch")
-    events = watch(engine)
+    events = watch(engine, monkeypatch)
     engine.add_request("a", [3, 4, 5], GREEDY)
     drain(engine)
     one = [f"{name} {what}" for name in ("schedule", "prepare", "run", "update") for what in ("begins", "ends")]
     assert events == one * 8
 
 
-def test_what_is_done_meanwhile_comes_before_the_step_ends(loaded: LoadedModel) -> None:
+def test_what_is_done_meanwhile_comes_before_the_step_ends(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A reader that is given every output at once has a token while the model computes the next."""
     engine = make(loaded)
-    events, seen = watch(engine), []
+    events, seen = watch(engine, monkeypatch), []
     engine.on_output = lambda output: seen.append((len(output.token_ids), events[-1]))
     engine.add_request("a", [3, 4, 5], GREEDY)
     assert [engine.step() for _ in range(8)] == [[]] * 8, "they were given already"
@@ -270,7 +274,7 @@ def test_an_exception_anywhere_leaves_the_engine_usable(
     raised: Any = EngineStepError if error is RuntimeError and where in ("run", "prepare") else error
     for _ in range(2):
         with monkeypatch.context() as patch:
-            owner = engine.scheduler if where in ("schedule", "update") else engine.runner
+            owner: Any = Scheduler if where in ("schedule", "update") else engine.runner
 
             def broken(*arguments: Any) -> None:
                 raise error
@@ -329,17 +333,17 @@ def test_a_call_that_was_broken_off_between_two_steps_is_made_good(loaded: Loade
     assert drain(engine)["a"].token_ids == tokens
 
 
-def test_llm_leaves_no_step_behind_when_it_is_interrupted(loaded: LoadedModel) -> None:
+def test_llm_leaves_no_step_behind_when_it_is_interrupted(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(loaded, num_blocks=64, block_size=4, max_steps_in_flight=2)
     expected = llm.generate([{"prompt_token_ids": [3, 4]}], GREEDY, use_tqdm=False)[0].token_ids
-    update, countdown = llm.engine.scheduler.update, iter([0, 0, 1])
+    update, countdown = Scheduler.update, iter([0, 0, 1])
 
     def interrupted(*arguments: Any) -> Any:
         if next(countdown, 0):
             raise KeyboardInterrupt
         return update(*arguments)
 
-    llm.engine.scheduler.update = interrupted  # type: ignore[method-assign]
+    monkeypatch.setattr(Scheduler, "update", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([{"prompt_token_ids": [3, 4]}, {"prompt_token_ids": [5]}], GREEDY, use_tqdm=False)
     assert not llm.engine.has_unfinished_requests() and llm.engine.scheduler.num_steps_in_flight == 0

@@ -57,7 +57,6 @@ def test_a_template_cannot_reach_beyond_the_conversation() -> None:
 
 def test_pytorch_is_not_loaded_for_it() -> None:
     """An API process holds a tokenizer and no model."""
-    code = (
-        "import sys, pointsman.server.serve, pointsman.server.app; assert not {'torch', 'numba'} & sys.modules.keys()"
-    )
+    loaded = "{'torch', 'numba'} & sys.modules.keys()"
+    code = f"import sys, pointsman.server.serve, pointsman.server.api.app; assert not {loaded}"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

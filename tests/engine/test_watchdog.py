@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tiny_models import FAMILIES, build
 
-from pointsman.core import ParkReason, PauseMode
+from pointsman.core import ParkReason, PauseMode, Scheduler
 from pointsman.engine import AsyncEngine, Engine, SamplingParams
 from pointsman.engine.model_loader import LoadedModel, wrap_model
 from pointsman.engine.stats_log import read_stats
@@ -44,7 +44,7 @@ def test_a_stall_is_told_once_with_its_reason_and_counted_while_it_lasts(caplog:
         watched.host.step()
         watched.dog.tick()
     told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 1 and told[0].startswith("no progress for ") and "waits for 1 more seats" in told[0]
+    assert len(told) == 1 and told[0].startswith("no progress for ") and "waits for 1 more sequence slots" in told[0]
     assert "Held by runs" in told[0]
     assert watched.dog.num_stalled == 1
     watched.host.abort("runs")
@@ -57,10 +57,10 @@ def test_a_stall_is_told_once_with_its_reason_and_counted_while_it_lasts(caplog:
     assert len(caplog.records) == 2, "a stall of its own, for another reason"
 
 
-def test_it_looks_four_times_in_its_seconds_and_no_more_often() -> None:
+def test_it_looks_four_times_in_its_seconds_and_no_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(8.0)
     asked: list[float] = []
-    watched.host.scheduler.stalled = lambda now, seconds: asked.append(now) or []  # type: ignore[method-assign]
+    monkeypatch.setattr(Scheduler, "stalled", lambda _, now, seconds: asked.append(now) or [])
     for _ in range(17):
         watched.look(0.5)
     assert asked == [0.5, 2.5, 4.5, 6.5, 8.5]

@@ -137,7 +137,7 @@ def test_one_that_took_the_place_is_not_removed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("file", "is there and no socket"),
+        ("file", "exists and is not a socket"),
         ("nowhere/s", "cannot listen on the socket .*No such file"),
         ("x" * 200, "more than 107 bytes"),
     ],
@@ -173,7 +173,7 @@ def test_requests_are_explained_oldest_first(tmp_path: Path) -> None:
         b, c = answer["requests"][2:]
         assert (b["state"], b["reason"], b["position"], b["missing"]) == ("waiting", "sequence_limit", 0, 1)
         assert b["holders"] == [{"id": name, "amount": 1, "what": ""} for name in ("a-0-x", "a-1-y")]
-        assert c["explanation"] == "c waits behind b, which waits: all seats are taken."
+        assert c["explanation"] == "c waits behind b, which waits: all sequence slots are taken."
         assert (b["num_prompt_tokens"], b["max_tokens"], b["num_blocks"], b["priority"]) == (6, 8, 0, 3)
         assert 0 <= b["waiting_for"] <= b["age"] < 60
         assert (answer["requests"][0]["num_output_tokens"], answer["requests"][0]["num_blocks"]) == (1, 2)
@@ -201,10 +201,10 @@ def test_an_idle_scheduler_answers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (b"hello\n", "no JSON"),
-        (b"[1]\n", "no JSON object"),
-        (b'{"ask": "explode"}\n', "nobody can be asked 'explode'"),
-        (b"{}\n", "nobody can be asked None"),
+        (b"hello\n", "not JSON"),
+        (b"[1]\n", "not a JSON object"),
+        (b'{"ask": "explode"}\n', "the question 'explode' is unknown"),
+        (b"{}\n", "the question None is unknown"),
         (b'{"ask": "explain", "limit": 0}\n', "limit is 0; give 1 to 1000"),
         (b'{"ask": "explain", "limit": "x"}\n', "limit is 'x'"),
         (b'{"ask": "explain", "id": 7}\n', "no request 7"),

@@ -23,7 +23,7 @@ from _server_sides import write_vllm_metadata
 from prometheus_client.parser import text_string_to_metric_families
 from vllm_env import python_of
 
-from pointsman.integrations.vllm.exposition import NAMES
+from pointsman.cli.vllm import METRICS
 from tests.integrations.vllm_process import DEMO, NEEDS_VLLM, ROOT, vllm_parent
 from tests.test_docs import VLLM, blocks, commands
 
@@ -119,12 +119,14 @@ def test_commands_run_in_the_order_of_the_document(tmp_path: Path) -> None:
         table, one, every = (run(line, server, tmp_path) for line in asking[:3])
         assert table.startswith("1 running, 2 waiting, 0 parked") and "sequence_limit" in table and "behind" in table
         assert re.match(
-            r"cmpl-my-request-0-\w+ waits for 1 more seats: all seats are taken. Held by cmpl-first-0-\w+ \(1\).", one
+            r"cmpl-my-request-0-\w+ waits for 1 more sequence slots: all sequence slots are taken. "
+            r"Held by cmpl-first-0-\w+ \(1\).",
+            one,
         )
         found = [json.loads(line) for line in every.splitlines()]
         assert [re.sub("-0-.*", "", request["id"]) for request in found] == [f"cmpl-{name}" for name in names]
         metrics = {family.name: family for family in text_string_to_metric_families(run(asking[3], server, tmp_path))}
-        assert {f"{name}_total" if f"{name}_total" in NAMES else name for name in metrics} >= set(NAMES)
+        assert {f"{name}_total" if f"{name}_total" in METRICS else name for name in metrics} >= set(METRICS)
         with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
             theirs = {family.name for family in text_string_to_metric_families(answer.read().decode())}
         assert not theirs & metrics.keys()

@@ -25,7 +25,7 @@ def begin(connection: Connection, path: Path) -> dict[str, object]:
 
 
 def end(connection: Connection) -> dict[str, object]:
-    connection.say_no_more()
+    connection.end_input()
     return connection.next_line(30)
 
 

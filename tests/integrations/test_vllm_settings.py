@@ -10,8 +10,7 @@ import pytest
 from pointsman.core import ConfigError
 from pointsman.core.presets import SYSTEMS
 from pointsman.integrations.vllm.settings import FLAGS, KNOBS, read_settings, scheduler_config
-from pointsman.integrations.vllm.support import check_supported, what_was_not_run
-from pointsman.integrations.vllm.versions import UnsupportedVLLM, check_version
+from pointsman.integrations.vllm.support import UnsupportedVLLM, check_supported, check_version, untested_parts
 from tests.integrations.vllm_configs import vllm_config
 
 
@@ -62,9 +61,9 @@ def test_knobs_and_presets_come_from_the_additional_config() -> None:
     [
         (3, "it must be an object of knobs"),
         ({"max_num_seqs": 3}, "max_num_seqs is vLLM's own: set it with --max-num-seqs"),
-        ({"max_seqs": 3}, "max_seqs in --additional-config is no knob; choose from"),
-        ({"preset": "high-throughput"}, "no preset is called 'high-throughput' here"),
-        ({"kv_load_timeout": 1.0}, "kv_load_timeout in --additional-config is no knob"),
+        ({"max_seqs": 3}, "max_seqs in --additional-config is unknown; choose from"),
+        ({"preset": "high-throughput"}, "the preset 'high-throughput' is unknown here"),
+        ({"kv_load_timeout": 1.0}, "kv_load_timeout in --additional-config is unknown"),
         ({"socket": 1}, "socket in --additional-config is 1; it must be a path"),
     ],
 )
@@ -109,14 +108,14 @@ def test_what_is_not_supported_is_refused_with_a_remedy(changes: dict[str, Any],
 
 
 def test_what_nobody_has_run_is_told() -> None:
-    assert what_was_not_run(vllm_config(), "0.32.0") == []
+    assert untested_parts(vllm_config(), "0.32.0") == []
     speculation = SimpleNamespace(method="suffix")
     changes = {
         "parallel_config__tensor_parallel_size": 2,
         "use_v2_model_runner": True,
         "speculative_config": speculation,
     }
-    told = ", ".join(what_was_not_run(vllm_config(device_config__device_type="cuda", **changes), "0.33.0"))
+    told = ", ".join(untested_parts(vllm_config(device_config__device_type="cuda", **changes), "0.33.0"))
     for part in ("vLLM 0.33.0", "cuda", "second model runner", "'suffix'", "tensor_parallel_size 2"):
         assert part in told
 

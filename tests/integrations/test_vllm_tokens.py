@@ -69,6 +69,7 @@ def test_the_answers_are_those_of_vllms_own_scheduler(tmp_path: Path, name: str)
     assert ours["metrics"].keys() == theirs["metrics"].keys()
     report = replay((tmp_path / "recording").read_text().splitlines())
     assert report.num_requests == len(requests)
-    assert report.num_preemptions == ours["metrics"]["vllm:num_preemptions"]
+    assert report.num_preemptions == ours["metrics"]["vllm:num_preemptions"] + ours["displaced"]
+    assert (ours["displaced"] > 0) == (name == "priority"), "which vLLM's metrics do not count"
     if way.engine.get("speculative_config"):
         assert ours["metrics"]["vllm:spec_decode_num_accepted_tokens"] > 0

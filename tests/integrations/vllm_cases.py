@@ -21,15 +21,14 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, maybe_convert_block_hash
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
-from vllm.v1.engine import FinishReason
+from vllm.v1.engine import EngineCoreEventType, FinishReason
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, RSWASpec, SinkFullAttentionSpec
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.request import Request, RequestStatus
 
 from pointsman.core import StepResultError
 from pointsman.integrations.vllm import Scheduler
-from pointsman.integrations.vllm.support import check_supported
-from pointsman.integrations.vllm.versions import UnsupportedVLLM
+from pointsman.integrations.vllm.support import UnsupportedVLLM, check_supported
 from tests.integrations.vllm_configs import vllm_config
 from tests.integrations.vllm_fields import BLOCK_SIZE, make_scheduler
 
@@ -256,6 +255,27 @@ def a_token_that_is_none_is_named_as_it_came() -> None:
         raise AssertionError("a token that fits nothing is taken")
 
 
+def preemptions_are_reported_for_the_causes_that_vllm_has() -> None:
+    """Priority preemption is not: vLLM's metrics count the events, and vLLM preempts for memory and by resets alone."""
+    scheduler = make_scheduler(v2=False, asynchronous=False, pipeline=1, policy="priority")
+    for at in range(6):  # every sequence slot
+        scheduler.add_request(request(f"r{at}", [at, 2, 3], priority=5, max_tokens=8))
+    step(scheduler)
+    scheduler.add_request(request("urgent", [7, 2, 3], priority=0, max_tokens=1))
+    output, _ = step(scheduler)
+    assert output.preempted_req_ids == {"r5"}
+    output, outputs = step(scheduler)
+    types = [event.type for event in told(outputs, "r5").events]
+    assert EngineCoreEventType.PREEMPTED not in types and EngineCoreEventType.SCHEDULED in types
+    assert scheduler.core.stats().num_displaced == 1
+
+    scheduler.reset_prefix_cache(reset_running_requests=True)
+    output, outputs = step(scheduler)
+    assert output.preempted_req_ids == {f"r{at}" for at in range(6)}
+    for name in output.preempted_req_ids:
+        assert EngineCoreEventType.PREEMPTED in [event.type for event in told(outputs, name).events]
+
+
 def kv_cache_config_of(spec: Any) -> Any:
     return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)], needs_kv_cache_zeroing=False)
 
@@ -273,6 +293,7 @@ CASES = [
     what_reads_no_cache_leaves_none_and_says_so,
     models_whose_kv_vllm_manages_in_its_own_ways_are_refused,
     a_token_that_is_none_is_named_as_it_came,
+    preemptions_are_reported_for_the_causes_that_vllm_has,
 ]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from pointsman.core import Recorder, Request, Scheduler, SchedulerConfig, StepResult
 from pointsman.integrations.vllm.control import ControlSocket
-from pointsman.integrations.vllm.questions import Questions
+from pointsman.integrations.vllm.operation import Questions
 from pointsman.integrations.vllm.recordings import RecordingFile, Recordings
 
 
@@ -35,8 +35,8 @@ class Operated:
         self.control = ControlSocket(None if path is None else str(path), self.questions.answer)
 
     def add(self, name: str, length: int = 6, max_tokens: int = 8, **options: Any) -> None:
+        options["metadata"] = SimpleNamespace(request_id=name)
         request = Request(name, range(1, length + 1), arrival_time=time.monotonic(), max_tokens=max_tokens, **options)
-        request.metadata = SimpleNamespace(request_id=name)
         with self.lock:
             if self.recordings.waiting is not None:
                 self.recordings.try_to_begin()

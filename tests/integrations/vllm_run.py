@@ -102,6 +102,8 @@ def main() -> None:
     found["usage"] = scheduler.get_kv_cache_usage()
     found["counts"] = scheduler.get_request_counts()
     found["scheduler"] = type(scheduler).__module__
+    if settings["ours"]:
+        found["displaced"] = scheduler.core.stats().num_displaced
     metrics = {metric.name: getattr(metric, "value", None) for metric in engine.get_metrics()}
     found["metrics"] = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
     print(json.dumps(found))

@@ -400,7 +400,7 @@ def _check_missing(world: World, entry: Entry, told: Explanation) -> None:
     least = int(told.resource is not None and not (runs and told.reason is Reason.BLOCKS))
     most = {
         None: 0,
-        "seats": max(1, world.num_admissions),  # those that run, where their limit was lowered
+        "sequence slots": max(1, world.num_admissions),  # those that run, where their limit was lowered
         "places": 1,
         "adapter slots": 1,
         "samples": config.max_steps_in_flight,

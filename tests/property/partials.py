@@ -54,14 +54,14 @@ def may_lack_place(config: SchedulerConfig) -> bool:
 
 def is_wall(world: World, entry: Entry) -> bool:
     """Whether it was overtaken so often that nobody passes it while it waits for a place or for embeddings."""
-    deferral = entry.request.deferral
+    deferral = entry.request._state.deferral
     waits = deferral is not None and deferral.reason in (Reason.PARTIAL_PREFILLS, *LACKS_EMBEDDINGS)
     return waits and entry.num_overtaken >= world.config.max_overtakes
 
 
 def says_so(entry: Entry) -> bool:
     """Whether it says that it waits for a place; that it is true is checked when the ledger knows the step."""
-    deferral = entry.request.deferral
+    deferral = entry.request._state.deferral
     return deferral is not None and deferral.reason is Reason.PARTIAL_PREFILLS
 
 

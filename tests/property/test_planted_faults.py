@@ -9,6 +9,7 @@ An eighth of the faults is planted in each run, the next eighth with the next co
 
 from __future__ import annotations
 
+import heapq
 import os
 import subprocess
 from collections.abc import Callable
@@ -137,7 +138,7 @@ def recording_begins_with_what_was_learned(patch: Patch) -> None:
         admission = getattr(scheduler, "_admission", None)
         original(scheduler, *args)
         if admission is not None:
-            scheduler._admission._reserves = admission._reserves
+            scheduler._admission.gates.reserves._reserves = admission.gates.reserves._reserves
 
     around(patch, "Scheduler._assemble", assemble)
 
@@ -192,7 +193,7 @@ def budget_is_off_by_one(patch: Patch) -> None:
 
 def queue_forgets_a_removal(patch: Patch) -> None:
     def remove(original: Any, queue: Any, request: Any) -> None:
-        entry = request.queue_entry
+        entry = request._state.queue_entry
         original(queue, request)
         entry[-1] = request
 
@@ -200,27 +201,27 @@ def queue_forgets_a_removal(patch: Patch) -> None:
 
 
 def end_is_not_reported(patch: Patch) -> None:
-    def take_reports(original: Any, life: Any) -> Any:
-        preempted, finished = original(life)
+    def take_reports(original: Any, table: Any) -> Any:
+        preempted, finished = original(table)
         return preempted, finished[:1]
 
-    around(patch, "Lifecycle.take_reports", take_reports)
+    around(patch, "RequestTable.take_reports", take_reports)
 
 
 def end_is_not_repeated(patch: Patch) -> None:
-    def repeat_reports(original: Any, life: Any, void: list[Any]) -> None:
-        finished = life.finished
-        original(life, void)
-        life.finished = finished
+    def repeat_reports(original: Any, table: Any, void: list[Any]) -> None:
+        finished = table.finished
+        original(table, void)
+        table.finished = finished
 
-    around(patch, "Lifecycle.repeat_reports", repeat_reports)
+    around(patch, "RequestTable.repeat_reports", repeat_reports)
 
 
 def watch_misses_what_was_in_flight(patch: Patch) -> None:
     def deliver(original: Any, update: Any, request: Any, token_id: int) -> Any:
-        watch, request.repetition_watch = request.repetition_watch, None
+        watch, request._state.repetition_watch = request._state.repetition_watch, None
         end = original(update, request, token_id)
-        request.repetition_watch = watch
+        request._state.repetition_watch = watch
         return end
 
     around(patch, "Update._deliver", deliver)
@@ -272,11 +273,11 @@ def expected_output_is_ignored(patch: Patch) -> None:
 
 
 def first_token_is_missed_if_it_is_the_last(patch: Patch) -> None:
-    def finished(original: Any, log: Any, request: Any) -> None:
-        log._silent.pop(request, None)
-        original(log, request)
+    def on_finished(original: Any, log: Any, event: Any) -> None:
+        log._silent.pop(event.request, None)
+        original(log, event)
 
-    around(patch, "RequestLog.finished", finished)
+    around(patch, "RequestLog.on_finished", on_finished)
 
 
 def share_is_not_adapted(patch: Patch) -> None:
@@ -309,7 +310,7 @@ def one_prefill_too_many(patch: Patch) -> None:
 def overtaken_for_ever(patch: Patch) -> None:
     def init(original: Any, caps: Any, *args: Any) -> None:
         original(caps, *args)
-        caps._patience = 99
+        caps._max_overtakes = 99
 
     around(patch, "PartialPrefills.__init__", init)
 
@@ -334,7 +335,7 @@ def duplicates_are_told(patch: Patch) -> None:
 
 
 def owed_blocks_are_forgotten(patch: Patch) -> None:
-    replace(patch, "Running.blocks_owed", lambda running: 0)
+    replace(patch, "Running.num_owed_blocks", lambda running: 0)
 
 
 def prompts_do_not_keep_decoding_out(patch: Patch) -> None:
@@ -346,7 +347,7 @@ def victim_is_not_put_in_front(patch: Patch) -> None:
 
 
 def any_chunk_may_be_cut(patch: Patch) -> None:
-    around(patch, "Admission._must_fit", lambda original, admission, request, budget: False)
+    around(patch, "TokenBudget._must_fit", lambda original, gate, request, budget: False)
 
 
 def a_step_that_preempted_admits(patch: Patch) -> None:
@@ -359,9 +360,9 @@ def a_step_that_preempted_admits(patch: Patch) -> None:
 
 
 def stall_begins_anew_at_every_look(patch: Patch) -> None:
-    def stalled(original: Any, dog: Any, life: Any, *args: Any) -> Any:
+    def stalled(original: Any, dog: Any, table: Any, *args: Any) -> Any:
         dog._seen = {}
-        return original(dog, life, *args)
+        return original(dog, table, *args)
 
     around(patch, "Watchdog.stalled", stalled)
 
@@ -402,7 +403,7 @@ def silent_rows_sample(patch: Patch) -> None:
 
 def samples_of_a_complete_part_are_kept(patch: Patch) -> None:
     """What steps in flight sample after the end of a part is taken for output of the next one."""
-    replace(patch, "Lifecycle.disown_steps_in_flight", lambda life, request: None)
+    replace(patch, "RequestTable.disown_steps_in_flight", lambda table, request: None)
 
 
 def last_token_of_a_part_stays(patch: Patch) -> None:
@@ -410,72 +411,75 @@ def last_token_of_a_part_stays(patch: Patch) -> None:
 
     def take(original: Any, parts: Any, request: Request) -> None:
         output = request.output_token_ids
-        request.append_output(output[-1:])
+        request._state.append_output(output[-1:])
         original(parts, request)
 
-    around(patch, "Parts._take", take)
+    around(patch, "PromptParts._take", take)
 
 
 def placeholders_of_a_part_are_not_moved(patch: Patch) -> None:
     """The first of them stands where the part's own text begins, and not behind what was there before."""
 
-    def continue_with(
-        original: Any, request: Request, tokens: Any, most: int, inputs: tuple[EncoderInput, ...]
-    ) -> None:
-        known, end = len(request.encoder_inputs), len(tokens) - request.num_tokens
+    def continue_with(original: Any, state: Any, tokens: Any, most: int, inputs: tuple[EncoderInput, ...]) -> None:
+        known, end = len(state.encoder_inputs), len(tokens) - state.num_tokens
         moved = [item._replace(start=max(item.start - end, 0)) for item in inputs[known:]]
-        original(request, tokens, most, (*inputs[:known], *moved))
+        original(state, tokens, most, (*inputs[:known], *moved))
 
-    around(patch, "Request.continue_with", continue_with)
+    around(patch, "RequestState.continue_with", continue_with)
 
 
 def longer_prompt_is_keyed_without_its_images(patch: Patch) -> None:
-    def continue_with(original: Any, request: Request, *args: Any) -> None:
-        generation = request.content_generation
-        original(request, *args)
-        request.content_generation = generation
+    def continue_with(original: Any, state: Any, *args: Any) -> None:
+        generation = state.content_generation
+        original(state, *args)
+        state.content_generation = generation
 
-    around(patch, "Request.continue_with", continue_with)
+    around(patch, "RequestState.continue_with", continue_with)
 
 
 def end_of_a_part_counts_as_a_preemption(patch: Patch) -> None:
-    def lose_rows(original: Any, life: Any, requests: list[Request], **options: Any) -> None:
-        original(life, requests, **{**options, "is_done": False})
+    def lose_rows(original: Any, table: Any, requests: list[Request], cause: Any, **options: Any) -> None:
+        original(table, requests, cause or find("PreemptionCause").PARKED, **options)
 
-    around(patch, "Lifecycle._lose_rows", lose_rows)
+    around(patch, "RequestTable._lose_rows", lose_rows)
 
 
 def part_overtakes_another(patch: Patch) -> None:
     def extend(original: Any, parts: Any, request: Request, *args: Any, **kwargs: Any) -> None:
         original(parts, request, *args, **kwargs)
-        request.parts.reverse()
+        request._state.parts.reverse()
 
-    around(patch, "Parts.extend", extend)
+    around(patch, "PromptParts.extend", extend)
 
 
 def pause_does_not_hold_the_door(patch: Patch) -> None:
-    around(patch, "Intake._closed", lambda original, intake, advance: _without_pause(intake, original, advance))
+    def closed(original: Any, admission: Any, preempted: bool) -> Any:
+        return _without_pause(admission, original, admission, preempted)
+
+    around(patch, "Admission._closed", closed)
 
 
 def pause_lets_the_urgent_displace(patch: Patch) -> None:
-    around(patch, "Scheduler._displace", lambda original, scheduler: _without_pause(scheduler, original))
+    def displace(original: Any, scheduler: Any, step: Any) -> Any:
+        return _without_pause(scheduler._admission, original, scheduler, step)
+
+    around(patch, "Scheduler._displace", displace)
 
 
-def _without_pause(owner: Any, original: Any, *args: Any) -> Any:
-    life = owner._life
-    pause, life.pause = life.pause, None
+def _without_pause(admission: Any, original: Any, *args: Any) -> Any:
+    pause, admission.pause = admission.pause, None
     try:
-        return original(owner, *args)
+        return original(*args)
     finally:
-        life.pause = pause
+        admission.pause = pause
 
 
 def reset_preempts_one_too_few(patch: Patch) -> None:
-    def preempt_all(life: Any) -> None:
-        for request in life._batch.members.requests[1:]:
-            life.preempt(request)
+    def preempt_all(table: Any) -> None:
+        for request in table._batch.members.requests[1:]:
+            table.preempt(request)
 
-    replace(patch, "Lifecycle.preempt_all", preempt_all)
+    replace(patch, "RequestTable.preempt_all", preempt_all)
 
 
 def displaces_in_vain(patch: Patch) -> None:
@@ -543,11 +547,11 @@ def stop_within_a_run_is_missed(patch: Patch) -> None:
 
 
 def reasons_begin_anew_with_every_step(patch: Patch) -> None:
-    def defer(original: Any, intake: Any, request: Any, verdict: Any, now: float) -> None:
-        request.deferral = None
-        original(intake, request, verdict, now)
+    def defer(original: Any, admission: Any, request: Any, verdict: Any, step: Any) -> None:
+        request._state.deferral = None
+        original(admission, request, verdict, step)
 
-    around(patch, "Intake._defer", defer)
+    around(patch, "Admission._defer", defer)
 
 
 def who_is_left_out_is_left_out_anew(patch: Patch) -> None:
@@ -558,19 +562,19 @@ def who_is_left_out_is_left_out_anew(patch: Patch) -> None:
 
 
 def who_is_preempted_waits_since_it_came(patch: Patch) -> None:
-    def queue_again(original: Any, life: Any, request: Any) -> None:
-        before = request.queued_at
-        original(life, request)
-        request.queued_at = before
+    def queue_again(original: Any, table: Any, request: Any) -> None:
+        before = request._state.queued_at
+        original(table, request)
+        request._state.queued_at = before
 
-    around(patch, "Lifecycle._queue_again", queue_again)
+    around(patch, "RequestTable._queue_again", queue_again)
 
 
 def too_much_is_said_to_be_missing(patch: Patch) -> None:
-    def defer(original: Any, intake: Any, request: Any, verdict: Any, now: float) -> None:
-        original(intake, request, verdict._replace(missing=verdict.missing + 1), now)
+    def defer(original: Any, admission: Any, request: Any, verdict: Any, step: Any) -> None:
+        original(admission, request, verdict._replace(missing=verdict.missing + 1), step)
 
-    around(patch, "Intake._defer", defer)
+    around(patch, "Admission._defer", defer)
 
 
 # ------------------------------------------------------------- wrong KV: the shadow must notice
@@ -661,12 +665,13 @@ def reset_keeps_what_is_preempted(patch: Patch) -> None:
     def reset(original: Any, scheduler: Scheduler, now: float, *, preempt_running: bool = False) -> None:
         epoch = scheduler._kv.prefix.epoch if scheduler._kv.prefix is not None else 0
         original(scheduler, now)
-        scheduler._life.tell_time(now)
+        scheduler._table.now = now
         for request in list(scheduler._batch.members.requests) if preempt_running else []:
-            if request.prefix_epoch == epoch and scheduler._kv.prefix is not None:
-                request.prefix_epoch = scheduler._kv.prefix.epoch
-                request.prefix_node, request.num_published_blocks = Root(request.cache_salt), 0
-            scheduler._life.preempt(request)
+            state = request._state
+            if state.prefix_epoch == epoch and scheduler._kv.prefix is not None:
+                state.prefix_epoch = scheduler._kv.prefix.epoch
+                state.prefix_node, state.num_published_blocks = Root(request.cache_salt), 0
+            scheduler._table.preempt(request)
 
     around(patch, "Scheduler.reset_prefix_cache", reset)
 
@@ -676,10 +681,7 @@ def reset_does_nothing(patch: Patch) -> None:
 
 
 def sharing_within_a_step_is_not_asked(patch: Patch) -> None:
-    def publish(scheduler: Scheduler, request: Any) -> None:
-        scheduler._kv.publish_prompt(scheduler._batch, request)
-
-    replace(patch, "Scheduler._publish", publish)
+    replace(patch, "KVCacheManager.publish_prompt", find("KVCacheManager._publish_prompt"))
 
 
 def published_too_far(patch: Patch) -> None:
@@ -691,20 +693,20 @@ def published_too_far(patch: Patch) -> None:
 
 
 def slot_is_not_given_back(patch: Patch) -> None:
-    around(patch, "AdapterSlots.give_back", lambda original, slots, adapter: None)
+    replace(patch, "AdapterSlots.release", lambda slots, request: None)
 
 
 def slot_is_taken_by_the_first_row_alone(patch: Patch) -> None:
-    def take(original: Any, slots: Any, adapter: Adapter) -> None:
-        if adapter not in slots.held:
-            original(slots, adapter)
+    def commit(original: Any, slots: Any, request: Request, *args: Any) -> None:
+        if request.adapter not in slots.held:
+            original(slots, request, *args)
 
-    def give_back(original: Any, slots: Any, adapter: Adapter) -> None:
-        if adapter in slots.held:
-            original(slots, adapter)
+    def release(original: Any, slots: Any, request: Request) -> None:
+        if request.adapter in slots.held:
+            original(slots, request)
 
-    around(patch, "AdapterSlots.take", take)
-    around(patch, "AdapterSlots.give_back", give_back)
+    around(patch, "AdapterSlots.commit", commit)
+    around(patch, "AdapterSlots.release", release)
 
 
 def claims_are_ignored(patch: Patch) -> None:
@@ -712,17 +714,15 @@ def claims_are_ignored(patch: Patch) -> None:
 
 
 def passed_over_is_not_counted(patch: Patch) -> None:
-    around(patch, "Intake._take_back", lambda original, intake, passed, _: original(intake, passed, 0))
+    around(patch, "Admission._return_skipped", lambda original, admission, skipped, _: original(admission, skipped, 0))
 
 
 def passed_over_returns_behind_the_next(patch: Patch) -> None:
     def put_back(original: Any, queue: Any, requests: Any) -> None:
         original(queue, requests)
         if len(requests) > 1:
-            queue.remove(requests[0])
-            requests[0].arrival_time += 1e9
-            queue.push(requests[0])
-            requests[0].arrival_time -= 1e9
+            requests[0]._state.queue_entry[2] += 1e9  # as if it had arrived later
+            heapq.heapify(queue._heap)
 
     around(patch, "FirstComeFirstServed.put_back", put_back)
 
@@ -804,10 +804,10 @@ def bound_of_holders_is_ignored(patch: Patch) -> None:
 
 def holder_does_not_hand_over(patch: Patch) -> None:
     def admit(original: Any, loading: Any, request: Any, *args: Any) -> None:
-        holding = request.holding
+        holding = request._state.holding
         original(loading, request, *args)
         if holding is not None:
-            request.holding = holding
+            request._state.holding = holding
 
     around(patch, "Loading.admit", admit)
 
@@ -831,7 +831,7 @@ def abandoned_blocks_are_free_at_once(patch: Patch) -> None:
     """The device may still write them."""
 
     def let_go(original: Any, transfers: Any, request: Any) -> None:
-        holding = request.holding
+        holding = request._state.holding
         original(transfers, request)
         if holding.is_open:
             transfers._kv.take_back(holding.blocks)
@@ -844,7 +844,7 @@ def abandoned_blocks_are_free_at_once(patch: Patch) -> None:
 def load_is_published_when_it_starts(patch: Patch) -> None:
     def start(original: Any, loading: Any, request: Any, *args: Any) -> None:
         original(loading, request, *args)
-        loading._kv.publish_loaded(request, request.holding.blocks)
+        loading._kv.publish_loaded(request, request._state.holding.blocks)
 
     around(patch, "Loading.start", start)
 
@@ -869,7 +869,7 @@ def keys_forget_the_salt(patch: Patch) -> None:
 
 def keys_forget_the_parent(patch: Patch) -> None:
     def block_keys(request: Any, block_size: int) -> list[bytes]:
-        tokens, size = request.known_bytes(), 4 * block_size
+        tokens, size = request._state.known_bytes(), 4 * block_size
         return [tokens[start : start + size] for start in range(0, len(tokens) - size + 1, size)]
 
     replace(patch, "block_keys", block_keys, device.__name__)

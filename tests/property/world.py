@@ -820,7 +820,7 @@ class World:
             most = self.config.max_num_seqs
             require(running <= most, f"{running} requests run, and a step has room for {most}")
         outputs = [step.output for step in self.host.in_flight]
-        require(self.scheduler.outputs_in_flight == outputs, "other steps are in flight")
+        require(self.scheduler.outputs_in_flight == tuple(outputs), "other steps are in flight")
         require(self.scheduler.has_unreported_ends == bool(self.unreported), "unreported ends are miscounted")
         check_caps(self)
         self.mirror.check()

@@ -9,7 +9,7 @@ import httpx2 as httpx
 import pytest
 from _server_process import ServerProcess
 
-from pointsman.server import engine_client
+from pointsman.server.service import engine_client
 from tests.server.engine_pool import engine_pool
 from tests.server.forked_engines import SUBPROCESS, start_server
 

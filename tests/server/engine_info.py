@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pointsman.core import SchedulerConfig
-from pointsman.server.wire import EngineInfo
+from pointsman.server.wire.messages import EngineInfo
 
 SCHEDULER = SchedulerConfig(num_blocks=100, max_model_len=1000, block_size=32, max_num_seqs=7, watermark=0.25)
 

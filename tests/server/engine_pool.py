@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from functools import cache
 from typing import Any
 
-from pointsman.server.engine_client import EngineClient
+from pointsman.server.service.engine_client import EngineClient
 
 MAX_IDLE = 3
 """Engines that are kept; they take memory and no time."""
@@ -71,7 +71,7 @@ async def cancel(tasks: set[asyncio.Task[Any]]) -> None:
 
 async def tidy(client: EngineClient) -> None:
     """Leave an engine as if nobody had used it, but for its counters."""
-    client.on_steps = client.on_end = None
+    client.inbox.on_steps = client.inbox.on_end = None
     await client.resume()
     await client.set_max_num_active_seqs(None)
     while await client.explain_all():

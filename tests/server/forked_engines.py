@@ -20,7 +20,7 @@ def prepare() -> None:
     import torch
 
     import pointsman.cli.serve
-    import pointsman.server.app
+    import pointsman.server.api.app
     import pointsman.server.engine_process
     import pointsman.server.serve  # noqa: F401
     from pointsman.engine import Engine, SamplingParams
@@ -63,7 +63,7 @@ SUBPROCESS = SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL)
 def run_command(*arguments: str) -> None:
     """What `python -m pointsman` does; an engine process is forked as well."""
     from pointsman.cli import main
-    from pointsman.server import engine_client
+    from pointsman.server.service import engine_client
 
     fork_server.cache_clear()
     engine_client.subprocess = SUBPROCESS  # type: ignore[assignment]

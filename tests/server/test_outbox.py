@@ -11,7 +11,7 @@ from pointsman.core import Request
 from pointsman.engine import SamplingParams
 from pointsman.engine.output import RequestOutput, Transcript
 from pointsman.server.outbox import Outbox, RemoteMailbox, RemotePort
-from pointsman.server.wire import EngineRequest, News, StepNote, Unpacker
+from pointsman.server.wire.messages import EngineOutputs, EngineRequest, StepNote, Unpacker
 
 
 def read_until(sock: socket.socket, unpacker: Unpacker, done: Any) -> list[Any]:
@@ -84,8 +84,8 @@ def test_deltas_add_up_and_pile_up_nowhere() -> None:
             generation.grow(finished=step == num_steps - 1)
         port.note_step(StepNote(2, 2, 0.0))
         port.ring()
-    assert len(port.outbox._rest) < 1 << 16  # at most one frame is kept beyond what the socket took
-    found: list[News] = read_until(
+    assert len(port.outbox._unsent) < 1 << 16  # at most one frame is kept beyond what the socket took
+    found: list[EngineOutputs] = read_until(
         theirs,
         Unpacker(),
         lambda found: sum(delta.finish_reason is not None for n in found for _, delta in n.deltas) == 2,

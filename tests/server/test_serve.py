@@ -18,8 +18,9 @@ import pytest
 from _server_process import ServerFailed, ServerProcess, wait_until
 from _server_process import start_server as start_separate_server
 
+from pointsman.engine.tokenizing import PLAIN_CHAT_TEMPLATE
 from pointsman.server.config import ServerConfig
-from pointsman.server.serve import AddressError, listening, url_of
+from pointsman.server.serve import AddressError, check_chat_template, listening, url_of
 from tests.server.forked_engines import start_server
 
 pytestmark = pytest.mark.e2e
@@ -209,3 +210,37 @@ def test_where_it_listens() -> None:
         port = sock.getsockname()[1]
         assert url_of(sock, "127.0.0.1") == f"http://127.0.0.1:{port}"
         assert url_of(sock, "::1") == f"http://[::1]:{port}"
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        (" \n", "is empty"),
+        ("{% for message in messages %}\n{{ message.content }\n{% endfor %}", r"unexpected '}' \(line 2\)"),
+        ("{% for message in messages %}", r"Unexpected end of template.*\(line 1\)"),
+        ("{{ messages[0].content | no_such_filter }}", r"No filter named 'no_such_filter'.* \(line 1\)"),
+        ("{{ messages[1].content }}", "has no element 1"),
+        ("{{ raise_exception('no users here') }}", "no users here"),
+    ],
+)
+def test_a_chat_template_that_cannot_be_used_is_told_of_in_one_line(template: str, why: str) -> None:
+    with pytest.raises(ValueError, match=rf"^chat_template .*({why}).* leave it out for the model's own$") as caught:
+        check_chat_template(template, "demo")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        PLAIN_CHAT_TEMPLATE,
+        "{{ eos_token + messages[0].content }}",  # special tokens are the tokenizer's
+        "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{% endfor %}{{ messages | tojson }}",
+        "{% generation %}{{ messages[0]['content'] }}{% endgeneration %}{{ strftime_now('%Y') }}",
+    ],
+)
+def test_what_chat_templates_may_use_is_no_error(template: str) -> None:
+    check_chat_template(template, "demo")
+
+
+def test_a_chat_template_needs_a_tokenizer_to_be_tried(tmp_path: Path) -> None:
+    check_chat_template("{{ messages | no_such_filter }}", tmp_path)  # prompts will be token ids in any case

@@ -79,10 +79,10 @@ def test_the_curl_is_words_of_a_shell_and_tells_no_key(name: str, keys: tuple[st
 @pytest.mark.parametrize(
     ("host", "keys", "said"),
     [
-        ("127.0.0.1", (), "no API key: whoever uses this machine"),
-        ("::1", (), "no API key: whoever uses this machine"),
-        ("localhost", (), "no API key: whoever uses this machine"),
-        ("0.0.0.0", (), "NO API KEY, and 0.0.0.0 is no address of this machine alone"),
+        ("127.0.0.1", (), "no API key: every user of this machine"),
+        ("::1", (), "no API key: every user of this machine"),
+        ("localhost", (), "no API key: every user of this machine"),
+        ("0.0.0.0", (), "NO API KEY, and 0.0.0.0 can be reached from other machines"),
         ("192.0.2.7", (), "NO API KEY"),
         ("0.0.0.0", ("k",), "an API key is asked for"),
     ],

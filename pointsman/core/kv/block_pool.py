@@ -31,6 +31,7 @@ from pointsman.core.state.numbers import FALSE, ONE, TRUE, ZERO
 
 Int64Array = npt.NDArray[np.int64]
 NO_BLOCKS: Int64Array = np.zeros(0, dtype=np.int64)
+NO_BLOCKS.flags.writeable = False
 
 
 _SKIM = 1024  # entries of a segment that are looked at together, to see which are to be skipped

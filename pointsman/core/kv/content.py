@@ -47,15 +47,16 @@ def block_key(before: bytes, token_bytes: bytes, inputs: Sequence[Placed] = ()) 
     return hashlib.sha256(before + token_bytes + (_json(inputs) if inputs else b"")).digest()
 
 
-def block_keys(request: Request, block_size: int) -> list[bytes]:
+def block_keys(request: Request, block_size: int) -> tuple[bytes, ...]:
     """The keys of all full blocks of a request's known tokens, 32 bytes each.
 
-    They are kept with the request, so that each block is hashed once. The list must not be changed.
+    They are kept with the request, so that each block is hashed once.
     """
-    keys = request.block_keys
-    first, end = len(keys), request.num_tokens // block_size
+    state = request._state
+    first, end = len(state.block_keys), state.num_tokens // block_size
     if first >= end:
-        return keys
+        return state.block_keys
+    keys = list(state.block_keys)
     last = keys[-1] if keys else root_key(Root.of(request))
     placed = placed_inputs(request, first, end, block_size)
     token_bytes = request.tokens(first * block_size, end * block_size).tobytes()
@@ -64,15 +65,16 @@ def block_keys(request: Request, block_size: int) -> list[bytes]:
         start = (index - first) * size
         last = block_key(last, token_bytes[start : start + size], placed.get(index, ()))
         keys.append(last)
-    return keys
+    state.block_keys = tuple(keys)
+    return state.block_keys
 
 
 def placed_inputs(request: Request, first: int, end: int, block_size: int) -> dict[int, list[Placed]]:
     """The encoder inputs in those of blocks `first` to `end` - 1 that have any, each in the order of the prompt."""
     placed: dict[int, list[Placed]] = {}
-    for item in request.encoder_inputs:
+    for item in request._state.encoder_inputs:
         blocks = range(max(first, item.start // block_size), min(end, -(-item.end // block_size)))
-        digest = tokens_digest(request.prompt_token_ids[item.start : item.end].tobytes()) if blocks else ""
+        digest = tokens_digest(request._state.prompt_token_ids[item.start : item.end].tobytes()) if blocks else ""
         for block in blocks:
             entry = Placed(item.key, item.start - block * block_size, item.length, digest)
             placed.setdefault(block, []).append(entry)

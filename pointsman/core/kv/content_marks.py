@@ -36,7 +36,7 @@ class ContentMarks:
 
     def key(self, request: Request) -> bool:
         """See to it that a request's prompt is keyed by its contents. Returns whether a new generation began."""
-        if request.content_generation == self.generation:
+        if request._state.content_generation == self.generation:
             return False
         tokens = request.prompt_token_ids.copy()
         contents = [_content(item, tokens[item.start : item.end]) for item in request.encoder_inputs]
@@ -48,7 +48,7 @@ class ContentMarks:
         for item, content in zip(request.encoder_inputs, contents, strict=True):
             first = self._range(content)
             tokens[item.start : item.end] = -np.arange(first, first + item.length, dtype=np.int32)
-        request.set_prompt_key(tokens.tobytes(), self.generation)
+        request._state.set_prompt_key(tokens.tobytes(), self.generation)
         return begins
 
     def _range(self, content: Content) -> int:

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 class BlockStored(NamedTuple):
     """Consecutive full blocks can be found from now on."""
 
-    block_hashes: list[bytes]
+    block_hashes: tuple[bytes, ...]
     parent_block_hash: bytes | None
     """Of the block before the first; None: it is the first of its sequence."""
-    token_ids: list[int]
+    token_ids: tuple[int, ...]
     """Of all these blocks."""
     root: Root
     """What else must be equal: cache salt and adapter."""
@@ -50,7 +50,7 @@ class BlockStored(NamedTuple):
 class BlockRemoved(NamedTuple):
     """Blocks cannot be found any longer; the last of a sequence comes first."""
 
-    block_hashes: list[bytes]
+    block_hashes: tuple[bytes, ...]
 
 
 class AllBlocksCleared(NamedTuple):
@@ -77,18 +77,19 @@ class KVEvents:
         """A request's blocks from `first` on entered the tree, as a run."""
         size, end = self._block_size, first + run.length
         keys = block_keys(request, size)
-        hashes = self._hashes[run.run_id] = keys[first:end]
+        hashes = keys[first:end]
+        self._hashes[run.run_id] = list(hashes)
         parent = keys[first - 1] if first else None
-        token_ids = request.tokens(first * size, end * size).tolist()
+        token_ids = tuple(request.tokens(first * size, end * size).tolist())
         placed = placed_inputs(request, first, end, size)
-        inputs = [placed.get(block, ()) for block in range(first, end)] if placed else ()
-        self._events.append(BlockStored(list(hashes), parent, token_ids, Root.of(request), inputs))
+        inputs = tuple([tuple(placed.get(block, ())) for block in range(first, end)]) if placed else ()
+        self._events.append(BlockStored(hashes, parent, token_ids, Root.of(request), inputs))
 
     def shrunk(self, run: Run, length: int) -> None:
         """Only the first `length` blocks of a run are left in the tree."""
         hashes = self._hashes[run.run_id]
         if length < len(hashes):
-            self._events.append(BlockRemoved(hashes[length:][::-1]))
+            self._events.append(BlockRemoved(tuple(hashes[length:][::-1])))
             del hashes[length:]
         if length == 0:
             del self._hashes[run.run_id]

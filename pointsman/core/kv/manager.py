@@ -60,6 +60,12 @@ class KVCacheManager:
         self.num_saves = 0
         self.saves: list[Save] | None = None
         """Evictions that no output has told of; None: nobody wants to know."""
+        self._shares_within_step = config.share_within_step
+        self._unpublished: list[Request] = []
+        self.has_connector = False
+        """Whether KV may come from elsewhere."""
+        self.returned: list[Int64Array] | None = None
+        """Blocks that requests gave back since the newest output; None: nobody wants to know."""
         self._num_left = 0  # publications of blocks whose row let go of them at once
         self._newest_step = 0
         self._oldest_step = 0
@@ -93,33 +99,34 @@ class KVCacheManager:
 
         A request that holds loaded blocks goes on behind them, and is not looked up again.
         """
-        if request.holding is not None:
-            return Match(request.holding.blocks, request.prefix_node)
+        state = request._state
+        if state.holding is not None:
+            return Match(state.holding.blocks, state.prefix_node)
         root = Root.of(request)
         if self.prefix is None or not request.use_prefix_cache:
             return Match(NO_BLOCKS, root)
-        if request.encoder_inputs and self._marks.key(request):
+        if state.encoder_inputs and self._marks.key(request):
             self.reset()  # the marks of before mean something else from now on
-        max_blocks = (request.num_tokens - 1) // self.block_size
+        max_blocks = (state.num_tokens - 1) // self.block_size
         if max_blocks == 0:
             return Match(NO_BLOCKS, root)
-        needs_output = max_blocks * self.block_size > request.num_prompt_tokens
-        token_bytes = request.known_bytes() if needs_output else request.prompt_bytes
+        needs_output = max_blocks * self.block_size > state.num_prompt_tokens
+        token_bytes = state.known_bytes() if needs_output else state.prompt_bytes
         blocks, node = self.prefix.look_up(root, token_bytes, max_blocks)
         return Match(blocks, node)
 
     def admit(self, request: Request, match: Match, num_new_blocks: int) -> Int64Array:
         """Hold the matched blocks and `num_new_blocks` more; returns the request's block table."""
-        cached = match.blocks
-        if request.holding is not None:
+        state, cached = request._state, match.blocks
+        if state.holding is not None:
             new = self._take(num_new_blocks)
-            return np.concatenate([request.holding.blocks, new])
+            return np.concatenate([state.holding.blocks, new])
         if len(cached):
             self.pool.acquire(cached)
         new = self._take(num_new_blocks)
-        request.num_published_blocks = len(cached)
-        request.prefix_node = match.node
-        request.prefix_epoch = self.prefix.epoch if self.prefix is not None else 0
+        state.num_published_blocks = len(cached)
+        state.prefix_node = match.node
+        state.prefix_epoch = self.prefix.epoch if self.prefix is not None else 0
         return np.concatenate([cached, new]) if len(cached) else new
 
     # ------------------------------------------------------------------ running rows
@@ -158,30 +165,58 @@ class KVCacheManager:
     # ------------------------------------------------------------------ publishing and freeing
 
     def publish_prompt(self, batch: Batch, request: Request) -> None:
-        """Publish the prompt blocks that the steps scheduled so far complete."""
-        row = request.row
+        """Publish the prompt blocks that the steps scheduled so far complete: at once, so that the requests admitted
+        next can share them, or in `publish_deferred` if the host cannot share within a step."""
+        if self._shares_within_step:
+            self._publish_prompt(batch, request)
+        else:
+            self._unpublished.append(request)
+
+    def publish_deferred(self, batch: Batch) -> None:
+        """All admissions of the step are made."""
+        for request in self._unpublished:
+            self._publish_prompt(batch, request)
+        self._unpublished.clear()
+
+    def num_findable_tokens(self, request: Request) -> int:
+        """Of the tokens that a request has computed and published, those that are still in the prefix tree if nothing
+        of it was evicted since."""
+        state = request._state
+        if self.prefix is None or state.prefix_epoch != self.prefix.epoch:
+            return 0
+        count: int = state.num_published_blocks * self.block_size
+        return count
+
+    def _publish_prompt(self, batch: Batch, request: Request) -> None:
+        state = request._state
+        row = state.row
         assert row is not None
-        computed = min(int(batch.num_computed_tokens[row]), request.num_prompt_tokens)
-        self._publish(request, batch.block_table[row], computed // self.block_size, request.prompt_bytes)
+        computed = min(int(batch.num_computed_tokens[row]), state.num_prompt_tokens)
+        self._publish(request, batch.block_table[row], computed // self.block_size, state.prompt_bytes)
 
     def publish_loaded(self, request: Request, blocks: Int64Array) -> None:
         """Publish what was loaded for a request that holds these blocks, the first ones of its table."""
-        self._publish(request, blocks, len(blocks), request.known_bytes())
+        self._publish(request, blocks, len(blocks), request._state.known_bytes())
 
     def take_back(self, blocks: Int64Array) -> None:
         """Blocks that were held without a row, in table order."""
         self.pool.release(blocks)
         self.num_returns += 1
+        if self.returned is not None:
+            self.returned.append(blocks)
 
     def release(self, batch: Batch, request: Request, *, num_valid_tokens: int, publish: bool = True) -> None:
         """Give back a row's blocks, after publishing those that its first `num_valid_tokens` tokens fill."""
-        row = request.row
+        state = request._state
+        row = state.row
         assert row is not None
         table = self.table(batch, row)
         full = num_valid_tokens // self.block_size
-        if publish and full > request.num_published_blocks and self.prefix is not None:
-            self._num_left += self._publish(request, table, full, request.known_bytes())
+        if publish and full > state.num_published_blocks and self.prefix is not None:
+            self._num_left += self._publish(request, table, full, state.known_bytes())
         self.pool.release(table)
+        if self.returned is not None:
+            self.returned.append(table)
 
     def undo(self, journal: Journal) -> None:
         """Take the publications of a void step out of the tree, newest first; later steps' are out already.
@@ -197,10 +232,11 @@ class KVCacheManager:
                     continue
                 prefix.forget(block)
                 self.pool.uncache([block])
-                if request.row is not None or request.holding is not None:
+                state = request._state
+                if state.row is not None or state.holding is not None:
                     # It publishes them again when they are computed again.
-                    request.num_published_blocks -= 1
-                    request.prefix_node = Place(run, index - 1) if index else run.parent
+                    state.num_published_blocks -= 1
+                    state.prefix_node = Place(run, index - 1) if index else run.parent
 
     def retract(self, journals: Iterable[Journal], publisher: Request, running: Iterable[Request]) -> None:
         """Take out what `publisher` published since the oldest of these steps, and all that was published behind it.
@@ -218,8 +254,9 @@ class KVCacheManager:
                 if prefix.holds(block, run, index):
                     self.pool.uncache(prefix.prune(block))
         for request in running:
-            if isinstance(request.prefix_node, Place) and not request.prefix_node.is_alive:
-                request.prefix_epoch = NO_EPOCH
+            state = request._state
+            if isinstance(state.prefix_node, Place) and not state.prefix_node.is_alive:
+                state.prefix_epoch = NO_EPOCH
 
     def continue_reports(self, before: KVCacheManager) -> None:
         """Go on with the count of evictions and the events of a manager that this one takes the place of."""
@@ -236,15 +273,15 @@ class KVCacheManager:
 
     def _publish(self, request: Request, table: IntArray, end: int, token_bytes: bytes) -> bool:
         """Publish blocks of a table up to `end`; whether there was something to publish."""
-        first = request.num_published_blocks
-        prefix = self.prefix
-        if prefix is None or end <= first or not request.use_prefix_cache or request.prefix_epoch != prefix.epoch:
+        state, prefix = request._state, self.prefix
+        first = state.num_published_blocks
+        if prefix is None or end <= first or not request.use_prefix_cache or state.prefix_epoch != prefix.epoch:
             return False
         blocks = table[first:end].astype(np.int64, copy=False)
-        spans = prefix.publish(request.prefix_node, token_bytes, first, blocks, request)
+        spans = prefix.publish(state.prefix_node, token_bytes, first, blocks, request)
         run, start, length = spans[-1]
-        request.prefix_node = Place(run, start + length - 1)
-        request.num_published_blocks = end
+        state.prefix_node = Place(run, start + length - 1)
+        state.num_published_blocks = end
         self.pool.set_cached(blocks)
         if self.saves is not None:
             keys = block_keys(request, self.block_size)[first:end]
@@ -275,7 +312,7 @@ class KVCacheManager:
         if not self.saves:
             return ()
         saves, self.saves = self.saves, []
-        return saves
+        return tuple(saves)
 
 
 def _nodes(blocks: Int64Array, spans: list[Span]) -> list[tuple[int, Place]]:

@@ -23,7 +23,7 @@ from pointsman.core.errors import ConfigError, UnknownTransfer
 from pointsman.core.kv.connector import KVConnector
 from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.state.output import Load
-from pointsman.core.state.reason import Blocked, Deferral, Reason
+from pointsman.core.state.reason import Deferral, Reason
 from pointsman.core.state.request import Request
 
 Int64Array = npt.NDArray[np.int64]
@@ -109,12 +109,12 @@ class Transfers:
         self._displacer = displacer
         self._now = now
 
-    def ask(self, request: Request, num_local_tokens: int) -> External | Blocked:
+    def ask(self, request: Request, num_local_tokens: int) -> External | Deferral:
         """What to load behind the tokens that the prefix cache has of a request."""
-        if not (request.may_load and request.use_prefix_cache) or request.holding is not None:
+        if not (request._state.may_load and request.use_prefix_cache) or request._state.holding is not None:
             return NOTHING
         size = self._kv.block_size
-        most = (request.num_tokens - 1) // size * size - num_local_tokens
+        most = (request._state.num_tokens - 1) // size * size - num_local_tokens
         if most <= 0:
             return NOTHING
         count, is_async = self.connector.num_external_tokens(request, num_local_tokens)
@@ -129,17 +129,18 @@ class Transfers:
             return NOTHING
         return self._fit(num_local_tokens // size, count // size)
 
-    def _wait_for_answer(self, request: Request) -> External | Blocked:
-        deferral: Deferral | None = request.deferral
-        asked_since = deferral.since if deferral is not None and deferral.reason is Reason.KV_CONNECTOR else self._now
+    def _wait_for_answer(self, request: Request) -> External | Deferral:
+        deferral = request._state.deferral
+        is_asked = deferral is not None and deferral.reason is Reason.KV_CONNECTOR
+        asked_since = request._state.deferred_since if is_asked else self._now
         if self._timeout is not None and self._now - asked_since >= self._timeout:
-            request.may_load = False
+            request._state.may_load = False
             return NOTHING
         if request is self._displacer:
             return NOTHING
-        return Blocked(Reason.KV_CONNECTOR, 0, passes=True)
+        return Deferral(Reason.KV_CONNECTOR, 0, blocks_queue=False)
 
-    def _fit(self, num_local: int, num_external: int) -> External | Blocked:
+    def _fit(self, num_local: int, num_external: int) -> External | Deferral:
         """How many of `num_external` blocks may be loaded behind `num_local` cached ones, between two steps.
 
         One that does not fit beside the others waits for them, and nobody behind it starts a load in this step. One
@@ -150,7 +151,7 @@ class Transfers:
         can_wait = total <= self.max_blocks - self._num_stuck
         if can_wait and (self._is_claimed or total > left):
             self._is_claimed = True
-            return Blocked(Reason.KV_ROOM, max(1, total - left), passes=True)
+            return Deferral(Reason.KV_ROOM, max(1, total - left), blocks_queue=False)
         fits = min(num_external, max(0, left - num_local))
         return External(fits * self._kv.block_size, True) if fits else NOTHING
 
@@ -160,7 +161,7 @@ class Transfers:
         holding = Holding(load.transfer_id, request.request_id, blocks, num_local, request, load, now)
         self._open[holding.transfer_id] = holding
         self.num_blocks += len(blocks)
-        request.holding = holding
+        request._state.holding = holding
         return holding
 
     def require(self, transfer_id: int) -> Holding:
@@ -197,17 +198,17 @@ class Transfers:
 
     def hand_over(self, request: Request) -> None:
         """The request runs now: its row names the blocks."""
-        holding = request.holding
+        holding = request._state.holding
         assert holding is not None and not holding.is_open
         del self._loaded[holding.transfer_id]
         self.num_blocks -= len(holding.blocks)
-        request.holding = holding.request = None
+        request._state.holding = holding.request = None
 
     def let_go(self, request: Request) -> None:
         """The request does not wait any more. What the device may still write stays held."""
-        holding = request.holding
+        holding = request._state.holding
         assert holding is not None
-        request.holding = holding.request = None
+        request._state.holding = holding.request = None
         if not holding.is_open:
             del self._loaded[holding.transfer_id]
             self.shorten(holding, 0)
@@ -238,6 +239,7 @@ class Transfers:
         if not len(blocks) or self.num_blocks + len(blocks) > self.max_blocks:
             return
         transfer_id = self.next_id()
+        blocks.setflags(write=False)  # the connector may keep them
         if self.connector.request_ended(request, blocks, num_tokens, transfer_id):
             self._kv.pool.acquire(blocks)
             self._open[transfer_id] = Holding(transfer_id, request.request_id, blocks, 0, None, None)
@@ -252,6 +254,7 @@ def make_transfers(config: SchedulerConfig, kv: KVCacheManager, connector: KVCon
         ConfigError: a knob is about a connector, and there is none.
     """
     if connector is not None:
+        kv.has_connector = True
         if connector.saves_evicted:
             kv.saves = []
         return Transfers(config, kv, connector)

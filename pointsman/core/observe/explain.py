@@ -1,159 +1,351 @@
-"""What people ask of a scheduler: why does this request wait, and how is the whole doing?"""
+"""Why does this request wait, for which resource, who holds it, and since when?
+
+`CAUSES` says what each `Reason` means: which resource is short, which requests hold it, and how to say it to a person.
+Nothing here is computed unless it is asked for.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
 
 from pointsman.core.config import SchedulerConfig
-from pointsman.core.kv.manager import KVCacheManager
-from pointsman.core.observe.causes import CAUSES, MAX_HOLDERS, sentence
-from pointsman.core.observe.left_out import why_left_out
-from pointsman.core.observe.stats import Counters, Explanation, SchedulerStats
-from pointsman.core.state.batch import Batch
-from pointsman.core.state.reason import Deferral, Reason
+from pointsman.core.state.inputs import Adapter
+from pointsman.core.state.output import SchedulerOutput
+from pointsman.core.state.reason import Deferral, Holder, Reason
 from pointsman.core.state.request import Request
-from pointsman.core.state.status import PauseMode
-from pointsman.core.step.request_table import Lifecycle
+from pointsman.core.state.status import PauseMode, RequestEvent, RequestStatus
+from pointsman.core.step.assembly import Parts
+
+MAX_HOLDERS = 8
+"""At most that many holders are named in an explanation."""
 
 
-def explain(
-    request: Request, batch: Batch, kv: KVCacheManager, life: Lifecycle, config: SchedulerConfig
-) -> Explanation:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Where a request stands, and why it does not advance."""
+
+    request_id: str
+    status: RequestStatus
+    phase: str
+    reason: Reason | None
+    """Why it waits; None if it has finished, if no step has been scheduled since it was added, or if it runs and was
+    not left out of the newest step."""
+    sentence: str
+    """All of it in words."""
+    resource: str | None
+    """What it lacks, such as "KV blocks" or "sequence slots": the unit of `missing`, and of what the holders hold.
+    None: nothing that is counted."""
+    holders: tuple[Holder, ...]
+    """What holds that, the most first, at most 8 of them: running requests for blocks and sequence slots, transfers for
+    blocks, the requests of the last step for the budget, one for each adapter; of a request that is not the head, the
+    one that it waits behind."""
+    num_holders: int
+    """How many hold some of it."""
+    blocker: str | None
+    """The first of the holders."""
+    adapter_slots: dict[Adapter, int]
+    """The adapters that hold the slots, longest first, each with its running requests, if that is the reason."""
+    missing: int
+    """How much of `resource` it lacks; 0 where nothing is counted."""
+    since: float | None
+    """When this reason began, on the caller's clock: behind others, when it entered the queue; for one that runs, the
+    first of the steps that have left it out. None where there is no reason."""
+    position: int | None
+    """How many stand before it in the queue."""
+    num_tokens: int
+    num_computed_tokens: int
+    num_cached_tokens: int
+    num_blocks: int
+    """Blocks that it holds, on its row or for its load."""
+    transfer: int | None
+    """The load that it waits for."""
+    num_preemptions: int
+    events: tuple[RequestEvent, ...]
+    """What happened to it and when; empty unless `log_request_events` is on."""
+
+
+def explain(request: Request, parts: Parts, config: SchedulerConfig) -> Explanation:
     """Where a request stands, why it waits, for whom and since when."""
-    deferral = _deferral(request, life)
-    why = deferral or why_left_out(request, batch, life.last_output, config)
+    table = parts.table
+    own = _deferral(request, parts)
+    why = own[0] if own is not None else why_left_out(request, parts, config)
     reason = why.reason if why else None
-    position = life.queue.position(request) if request in life.queue else None
-    if position and reason is not Reason.PAUSED and not _was_asked(request, position, life):
+    position = table.queue.position(request) if request in table.queue else None
+    if position and reason is not Reason.PAUSED and not _was_asked(request, position, parts):
         reason = Reason.BEHIND
     has_own = why is not None and reason is why.reason
     missing = why.missing if why is not None and has_own else 0
-    holders = CAUSES[reason].holders(request, batch, life) if reason is not None else []
+    holders = CAUSES[reason].holders(request, parts) if reason is not None else []
+    holding = request._state.holding
     return Explanation(
         request_id=request.request_id,
         status=request.status,
         phase=request.phase,
         reason=reason,
-        sentence=sentence(request, reason, missing, holders, life),
+        sentence=_sentence(request, reason, missing, holders, parts),
         resource=CAUSES[reason].resource if reason is not None else None,
         holders=tuple(holders[:MAX_HOLDERS]),
         num_holders=len(holders),
         blocker=holders[0].request_id if holders else None,
-        adapter_slots=dict(life.adapters.held) if reason is Reason.ADAPTER_SLOTS else {},
+        adapter_slots=dict(parts.gates.adapters.held) if reason is Reason.ADAPTER_SLOTS else {},
         missing=missing,
-        since=_since(request, reason, deferral if has_own else None, life),
+        since=_since(request, reason, own if has_own else None, parts),
         position=position,
         num_tokens=request.num_tokens,
         num_computed_tokens=request.num_computed_tokens,
         num_cached_tokens=request.num_cached_tokens,
-        num_blocks=_num_blocks(request, batch, kv),
-        transfer=request.holding.transfer_id if request.holding is not None and request.holding.is_open else None,
+        num_blocks=_num_blocks(request, parts),
+        transfer=holding.transfer_id if holding is not None and holding.is_open else None,
         num_preemptions=request.num_preemptions,
-        events=tuple(request.events),
+        events=request.events,
     )
 
 
-def _since(request: Request, reason: Reason | None, deferral: Deferral | None, life: Lifecycle) -> float | None:
+def _since(request: Request, reason: Reason | None, own: tuple[Deferral, float] | None, parts: Parts) -> float | None:
     """When the reason began."""
     if reason is None:
         return None
     if reason is Reason.BEHIND:
         return request.queued_at
-    return deferral.since if deferral is not None else life.left_out.since(request)
+    return own[1] if own is not None else parts.emission.left_out.since(request)
 
 
-def _deferral(request: Request, life: Lifecycle) -> Deferral | None:
-    """Why it waits as far as it is not for others; a pause goes before all else, for whom it holds up."""
-    pause = life.pause
+def _deferral(request: Request, parts: Parts) -> tuple[Deferral, float] | None:
+    """Why it waits other than for requests before it, and since when; a pause goes before all else that it holds up."""
+    pause, state = parts.admission.pause, request._state
     if pause is not None:
-        is_held = request in life.queue or (request.row is not None and pause.mode is PauseMode.ALL)
+        is_held = request in parts.table.queue or (state.row is not None and pause.mode is PauseMode.ALL)
         if is_held:
-            return Deferral(Reason.PAUSED, 0, max(pause.since, request.queued_at))
-    if request.row is not None and life.encoder is not None:
-        return life.encoder.deferral(request)
-    deferral: Deferral | None = request.deferral
-    return deferral
+            return Deferral(Reason.PAUSED, 0), max(pause.since, state.queued_at)
+    if state.row is not None and parts.encoder is not None:
+        return parts.encoder.deferral(request)
+    return None if state.deferral is None else (state.deferral, state.deferred_since)
 
 
-def _was_asked(request: Request, position: int, life: Lifecycle) -> bool:
-    """Whether its reason is its own although others stand before it: those were passed over, or it was."""
-    if request in life.passed:
-        return True
-    return request is life.wall and position == len(life.passed)
+def _was_asked(request: Request, position: int, parts: Parts) -> bool:
+    """Whether its reason is its own although others stand before it: those were skipped, or it was."""
+    table = parts.table
+    return request in table.skipped or (request is table.blocker and position == len(table.skipped))
 
 
-def _num_blocks(request: Request, batch: Batch, kv: KVCacheManager) -> int:
-    if request.row is not None:
-        return len(kv.table(batch, request.row))
-    return 0 if request.holding is None else len(request.holding.blocks)
+def _num_blocks(request: Request, parts: Parts) -> int:
+    state = request._state
+    if state.row is not None:
+        return len(parts.kv.table(parts.batch, state.row))
+    return 0 if state.holding is None else len(state.holding.blocks)
 
 
-def snapshot(counters: Counters, batch: Batch, kv: KVCacheManager, life: Lifecycle) -> SchedulerStats:
-    """Counters and gauges at this moment."""
-    pool, encoder, transfers = kv.pool, life.encoder, life.transfers
-    accepted = batch.acceptance.accepted_drafts
-    per_pos = tuple(sum(accepted[place:]) for place in range(1, len(accepted)))
-    parked: dict[str, int] = {}
-    for request in life.parked.values():
-        parked[request.status.value] = parked.get(request.status.value, 0) + 1
-    return SchedulerStats(
-        num_running=len(batch),
-        num_waiting=len(life.queue),
-        num_parked=parked,
-        num_waiting_by_reason=_waiting_by_reason(life),
-        num_blocks=pool.num_usable,
-        num_free_blocks=pool.num_free,
-        num_cached_free_blocks=pool.num_cached_free,
-        kv_cache_usage=pool.usage,
-        num_steps=counters.num_steps,
-        num_scheduled_tokens=counters.num_scheduled_tokens,
-        num_generated_tokens=counters.num_generated_tokens,
-        num_added=counters.num_added,
-        num_refused=counters.num_refused,
-        num_preemptions=counters.num_preemptions,
-        num_displaced=counters.num_displaced,
-        num_preempted_by_parking=counters.num_preempted_by_parking,
-        num_preempted_by_reset=counters.num_preempted_by_reset,
-        num_recomputed_tokens=counters.num_recomputed_tokens,
-        num_evictions=kv.num_evictions,
-        num_failed_steps=counters.num_failed_steps,
-        num_proposed_tokens=counters.num_proposed_tokens,
-        num_draft_tokens=counters.num_draft_tokens,
-        num_drafts=sum(accepted),
-        num_accepted_tokens=sum(per_pos),
-        num_accepted_tokens_per_pos=per_pos,
-        num_encoder_computed=encoder.counts.computed if encoder else 0,
-        num_encoder_reused=encoder.counts.reused if encoder else 0,
-        encoder_cache_usage=encoder.num_held / encoder.size if encoder else 0.0,
-        num_transfers=0 if transfers is None else transfers.num_open,
-        num_transfer_blocks=0 if transfers is None else transfers.num_blocks,
-        num_loads=counters.num_loads,
-        num_failed_loads=counters.num_failed_loads,
-        num_loaded_tokens=counters.num_loaded_tokens,
-        num_saved_blocks=kv.num_saves,
-        prefix_queries=counters.fresh_prefix.queries,
-        prefix_hits=counters.fresh_prefix.hits,
-        resumed_prefix_queries=counters.resumed_prefix.queries,
-        resumed_prefix_hits=counters.resumed_prefix.hits,
-        deferrals={reason.value: counters.deferrals[reason.position] for reason in Reason},
-        finished={reason.value: count for reason, count in counters.finished.items()},
-    )
+def find_holder(request: Request, reason: Reason, parts: Parts) -> str | None:
+    """The request that holds most of what another one waits for, or that it waits behind."""
+    holders = CAUSES[reason].holders(request, parts)
+    return holders[0].request_id if holders else None
 
 
-def _waiting_by_reason(life: Lifecycle) -> dict[str, int]:
-    queue = life.queue
-    if not len(queue):
-        return {}
-    if life.pause is not None:
-        return {Reason.PAUSED.value: len(queue)}
-    head = queue.peek()
-    asked = [head, *(request for request in life.passed if request is not head)]
-    if head in life.passed and life.wall is not None:
-        asked.append(life.wall)
-    counts: Counter[str] = Counter()
-    for request in asked:
-        deferral: Deferral | None = request.deferral
-        counts[deferral.reason.value if deferral else "not_tried"] += 1
-    if len(queue) > len(asked):
-        counts[Reason.BEHIND.value] = len(queue) - len(asked)
-    return dict(counts)
+def why_left_out(request: Request, parts: Parts, config: SchedulerConfig) -> Deferral | None:
+    """Why a request that runs is not in the newest output, and how much it needs at least.
+
+    None: it is, or has no row, or it waited for samples that have come back since.
+    """
+    batch, output = parts.batch, parts.emission.last_output
+    if request.row is None or output is None or request in output.requests:
+        return None
+    pending = int(batch.num_pending[request.row])
+    if pending:
+        return Deferral(Reason.IN_FLIGHT, pending)
+    decodes_alone = config.batching == "prefill-first" and request.phase != "prefill" and output.num_rows > 0
+    if decodes_alone and _is_for_prompts(output):
+        return Deferral(Reason.PREFILL_FIRST, 0)
+    if output.total_num_scheduled_tokens >= config.max_num_batched_tokens:
+        return Deferral(Reason.BUDGET, 1)
+    if output.num_rows >= config.max_num_seqs:
+        return Deferral(Reason.SEQUENCE_LIMIT, 1)
+    if output.preempted:
+        return Deferral(Reason.BLOCKS, int(batch.num_computed_tokens[request.row] >= batch.num_slots[request.row]))
+    return Deferral(Reason.PREFILL_FIRST, 0) if decodes_alone else None  # for prompts that lacked one token each
+
+
+def _is_for_prompts(output: SchedulerOutput) -> bool:
+    """Whether a step is for prompts, of those that are for prompts or for decoding, as far as its rows tell."""
+    is_long = np.any(output.num_scheduled_tokens - output.num_draft_tokens > 1)
+    return bool(output.admitted) or bool(is_long) or not bool(output.samples.all())
+
+
+class Cause(NamedTuple):
+    """The meaning of a reason."""
+
+    resource: str | None
+    """What is short, as the unit of `missing` and `Holder.amount`; None: nothing that could be counted."""
+    text: str
+    """What is the matter, as the end of a sentence that begins "it waits: ..."."""
+    holders: Callable[[Request, Parts], list[Holder]]
+    """Which requests hold the resource, the most first."""
+
+
+PARKED_FOR: dict[RequestStatus, str] = {
+    RequestStatus.WAITING_FOR_GRAMMAR: "its grammar is being compiled",
+    RequestStatus.WAITING_FOR_REMOTE_KVS: "its KV is on its way from elsewhere",
+    RequestStatus.WAITING_FOR_STREAMING_REQ: "its caller has more input to send",
+}
+"""What a parked request waits for."""
+
+
+def _no_request(request: Request, parts: Parts) -> list[Holder]:
+    return []
+
+
+def _of_blocks(request: Request, parts: Parts) -> list[Holder]:
+    """The other running requests, by the KV blocks in their tables, and the transfers; what several share counts for
+    each."""
+    batch, members = parts.batch, parts.batch.members
+    blocks = batch.num_slots[members.rows] // batch.block_size
+    pairs = zip(members.requests, blocks.tolist(), strict=True)
+    running = [Holder(other.request_id, n) for other, n in pairs if other is not request]
+    return _most([*running, *_of_transfers(request, parts)])
+
+
+def _of_transfers(request: Request, parts: Parts) -> list[Holder]:
+    """What is held without a row; the request that it was for may have ended."""
+    holdings = parts.transfers.holdings() if parts.transfers is not None else []
+    others = [holding for holding in holdings if holding.request is not request]
+    return _most(Holder(holding.request_id, len(holding.blocks), transfer=holding.transfer_id) for holding in others)
+
+
+def _of_sequence_slots(request: Request, parts: Parts) -> list[Holder]:
+    """The running requests, a sequence slot each, the one that has run longest first; for one of them, those of the
+    step."""
+    output = parts.emission.last_output
+    if request.row is None or output is None:
+        return [Holder(other.request_id, 1) for other in parts.batch.members.requests]
+    return [Holder(other.request_id, 1) for other in output.requests if not other.is_finished]
+
+
+def _of_budget(request: Request, parts: Parts) -> list[Holder]:
+    """The requests of the last step, by the tokens that they compute in it."""
+    output = parts.emission.last_output
+    if output is None:
+        return []
+    tokens = zip(output.requests, output.num_scheduled_tokens.tolist(), strict=True)
+    return _most(Holder(other.request_id, n) for other, n in tokens if not other.is_finished)
+
+
+def _of_adapters(request: Request, parts: Parts) -> list[Holder]:
+    """For every adapter that holds a slot, longest first: a request that runs with it, and how many do."""
+    first: dict[object, str] = {}
+    for other in parts.batch.members.requests:
+        first.setdefault(other.adapter, other.request_id)
+    return [Holder(first[adapter], n, adapter.name) for adapter, n in parts.gates.adapters.held.items()]
+
+
+def _of_prefills(request: Request, parts: Parts) -> list[Holder]:
+    """The running requests with a partial prefill, the one that was admitted first in front."""
+    return [Holder(other.request_id, 1) for other in parts.batch.members.requests if other.phase == "prefill"]
+
+
+def _of_embeddings(request: Request, parts: Parts) -> list[Holder]:
+    """The requests that hold entries of the encoder cache, by their embeddings; what several share counts for each."""
+    encoder = parts.encoder
+    if encoder is None:
+        return []
+    held = {other: encoder.holds(other) for other in encoder.holders() if other is not request}
+    return _most(Holder(r.request_id, sum(item.entry.num_embeddings for item in items)) for r, items in held.items())
+
+
+def _of_encoder_budget(request: Request, parts: Parts) -> list[Holder]:
+    """The requests for whose inputs the last step computed embeddings, by how many."""
+    output, counts = parts.emission.last_output, Counter[str]()
+    for other, index in output.encoder_inputs if output is not None else ():
+        if not other.is_finished:
+            counts[other.request_id] += other.encoder_inputs[index].entry.num_embeddings
+    return _most(Holder(name, count) for name, count in counts.items())
+
+
+def _displacer(request: Request, parts: Parts) -> list[Holder]:
+    output = parts.emission.last_output
+    admitted = output.admitted if output is not None else ()
+    return [Holder(other.request_id, 0) for other in admitted if not other.is_finished]
+
+
+def _before_it(request: Request, parts: Parts) -> list[Holder]:
+    """The request that blocks the queue; if none was found yet, the head of the queue."""
+    blocker, queue = parts.table.blocker, parts.table.queue
+    stands = blocker is not None and blocker is not request and blocker in queue
+    before = blocker if blocker is not None and stands else queue.peek()
+    return [Holder(before.request_id, 0)]
+
+
+def _most(holders: Iterable[Holder]) -> list[Holder]:
+    return sorted(holders, key=lambda holder: -holder.amount)
+
+
+_BLOCKS = "KV blocks"
+
+CAUSES: dict[Reason, Cause] = {
+    Reason.WATERMARK: Cause(_BLOCKS, "the KV blocks left are headroom for what runs (watermark)", _of_blocks),
+    Reason.FULL_SEQUENCE: Cause(
+        _BLOCKS, "its whole sequence does not fit beside what partial prefills are owed", _of_blocks
+    ),
+    Reason.DECODE_RESERVE: Cause(_BLOCKS, "the output that is expected of it would not fit", _of_blocks),
+    Reason.BLOCKS: Cause(_BLOCKS, "the KV cache is full", _of_blocks),
+    Reason.SEQUENCE_LIMIT: Cause("sequence slots", "all sequence slots are taken", _of_sequence_slots),
+    Reason.BUDGET: Cause("tokens of the step's budget", "the step is full", _of_budget),
+    Reason.PREEMPTION: Cause(
+        None,
+        "running requests ran out of KV blocks; a step that preempts admits no request",
+        _of_blocks,
+    ),
+    Reason.DISPLACEMENT: Cause(
+        None, "a more urgent request is admitted alone into what was preempted for it", _displacer
+    ),
+    Reason.STATIC_BATCH: Cause(None, "the static batch still runs", _of_sequence_slots),
+    Reason.ADAPTER_SLOTS: Cause(
+        "adapter slots", "other adapters hold them, or a request that waited longer has claimed the next", _of_adapters
+    ),
+    Reason.PREFILL_FIRST: Cause(None, "prompts go before decoding, and the step is theirs", _of_budget),
+    Reason.PARTIAL_PREFILLS: Cause("places", "as many prefills as allowed are partial", _of_prefills),
+    Reason.ENCODER_BUDGET: Cause("embeddings", "the step's budget for its encoder inputs is spent", _of_encoder_budget),
+    Reason.ENCODER_CACHE: Cause("embeddings", "others hold the encoder cache", _of_embeddings),
+    Reason.PAUSED: Cause(None, "the scheduler is paused", _no_request),
+    Reason.IN_FLIGHT: Cause(
+        "samples", "steps in flight sample for it, and what they sample has to come back first", _no_request
+    ),
+    Reason.KV_CONNECTOR: Cause(None, "the connector has yet to say what KV it could load", _no_request),
+    Reason.KV_ROOM: Cause(_BLOCKS, "the blocks that transfers may own are taken, and it is next", _of_transfers),
+    Reason.KV_LOAD: Cause(None, "its KV is being loaded", _no_request),
+    Reason.BEHIND: Cause(None, "it is not its turn", _before_it),
+    Reason.PARKED: Cause(None, "it is parked", _no_request),
+}
+
+
+def _sentence(request: Request, reason: Reason | None, missing: int, holders: list[Holder], parts: Parts) -> str:
+    """Why a request does not advance, for a person."""
+    name = request.request_id
+    if reason is None:
+        where = {"finished": "has finished", "waiting": "has not been tried in a step yet"}
+        return f"{name} {where.get(request.phase, 'runs')}."
+    cause = CAUSES[reason]
+    text = PARKED_FOR.get(request.status, cause.text) if reason is Reason.PARKED else cause.text
+    if reason is Reason.KV_LOAD and request._state.holding is not None:
+        text += f" (transfer {request._state.holding.transfer_id})"
+    if reason is Reason.BEHIND:
+        before = parts.table.requests[holders[0].request_id]
+        why = before._state.deferral.reason if before._state.deferral is not None else None
+        return f"{name} waits behind {before.request_id}" + (f", which waits: {CAUSES[why].text}." if why else ".")
+    lacks = f" for {missing} more {cause.resource}" if missing and cause.resource else ""
+    told = f"{name} waits{lacks}: {text}"
+    if not holders:
+        return f"{told}."
+    named = ", ".join(_shown(holder) for holder in holders[:3])
+    more = f" and {len(holders) - 3} more" if len(holders) > 3 else ""
+    return f"{told}. Held by {named}{more}."
+
+
+def _shown(holder: Holder) -> str:
+    if holder.what:
+        return f"adapter {holder.what} ({holder.request_id}, {holder.amount} running)"
+    shown = f"{holder.request_id} ({holder.amount})" if holder.amount else holder.request_id
+    return shown if holder.transfer is None else f"transfer {holder.transfer} of {shown}"

@@ -22,37 +22,32 @@ from pointsman.core.kv.prefix_tree import TOKEN_BYTES, Root
 from pointsman.core.kv.transfers import Holding, Transfers
 from pointsman.core.state.batch import ENCODER_INPUTS, NO_SAMPLE, NOT_AHEAD, PREFILLING, WATCHED, Batch, StopFilter
 from pointsman.core.state.status import RequestStatus
+from pointsman.core.step.assembly import Parts
 from pointsman.core.step.drafts import Drafts
-from pointsman.core.step.request_table import Lifecycle
+from pointsman.core.step.in_flight import StepsInFlight
+from pointsman.core.step.request_table import RequestTable
 
 
-def check(
-    config: SchedulerConfig,
-    batch: Batch,
-    kv: KVCacheManager,
-    life: Lifecycle,
-    drafts: Drafts,
-    most_active_seqs: int,
-) -> None:
-    """Verify everything that must hold between two calls; no more than `most_active_seqs` were ever to run at once.
+def check(config: SchedulerConfig, parts: Parts, max_seen_active_seqs: int) -> None:
+    """Verify everything that must hold between two calls; at most `max_seen_active_seqs` were ever to run at once.
 
     Raises:
         InvariantError: naming the promise that is broken.
     """
-    transfers = life.transfers
+    batch, transfers = parts.batch, parts.transfers
     holdings = [] if transfers is None else transfers.holdings()
-    _check_blocks(batch, kv, holdings)
-    _check_places(batch, life)
-    _require(len(batch) <= most_active_seqs, 3, f"{len(batch)} requests run, of {most_active_seqs}")
+    _check_blocks(batch, parts.kv, holdings)
+    _check_places(batch, parts.table)
+    _require(len(batch) <= max_seen_active_seqs, 3, f"{len(batch)} requests run, of {max_seen_active_seqs}")
     if transfers is not None:
-        _check_transfers(transfers, life)
-    _check_steps(config, life)
-    _check_adapters(config, batch, life)
-    _check_encoder(config, batch, life)
-    _check_columns(config, batch, kv, _check_in_flight(batch, life))
+        _check_transfers(transfers, parts.table)
+    _check_steps(config, parts.steps)
+    _check_adapters(config, parts)
+    _check_encoder(config, parts)
+    _check_columns(config, batch, parts.kv, _check_in_flight(batch, parts.steps))
     _check_stop_filter(batch)
-    _check_drafts(config, batch, drafts)
-    _check_contents(batch, kv)
+    _check_drafts(config, batch, parts.drafts)
+    _check_contents(batch, parts.kv)
 
 
 def _require(condition: bool, promise: int, what: str) -> None:
@@ -83,23 +78,23 @@ def _check_blocks(batch: Batch, kv: KVCacheManager, holdings: list[Holding]) -> 
     _require(cached.issuperset(cached_free) and cached.isdisjoint(blank), 1, "free blocks are in the wrong list")
 
 
-def _check_places(batch: Batch, life: Lifecycle) -> None:
-    queued = [request.request_id for request in life.queue]
+def _check_places(batch: Batch, table: RequestTable) -> None:
+    queued = [request.request_id for request in table.queue]
     running = [request.request_id for request in batch.members.requests]
-    finished = [request.request_id for request in life.requests.values() if request.is_finished]
-    everywhere = sorted([*queued, *running, *life.parked, *finished])
-    _require(everywhere == sorted(life.requests), 2, "a request is in no place, or in several")
-    _require(len(queued) == len(life.queue), 2, "the queue's length is not what it holds")
-    for request in life.queue:
+    finished = [request.request_id for request in table.requests.values() if request.is_finished]
+    everywhere = sorted([*queued, *running, *table.parked, *finished])
+    _require(everywhere == sorted(table.requests), 2, "a request is in no place, or in several")
+    _require(len(queued) == len(table.queue), 2, "the queue's length is not what it holds")
+    for request in table.queue:
         idle = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         _require(idle and request.row is None, 2, f"{request} is queued")
-    for request in life.parked.values():
+    for request in table.parked.values():
         _require(request.status.is_parked and request.row is None, 2, f"{request} is parked")
-    for request in life.requests.values():
+    for request in table.requests.values():
         waits = request.awaits_input and not request.is_finished
-        _require(not waits or (request.status.is_parked and not request.parts), 2, f"{request} waits for input")
-    reported = set(life.finished)
-    for request in life.requests.values():
+        _require(not waits or (request.status.is_parked and not request._state.parts), 2, f"{request} waits for input")
+    reported = set(table.finished)
+    for request in table.requests.values():
         _require(not request.is_finished or request in reported, 2, f"the end of {request} would never be reported")
     for row, request in zip(batch.members.rows.tolist(), batch.members.requests, strict=True):
         is_running = request.status is RequestStatus.RUNNING and request.row == row
@@ -110,7 +105,7 @@ def _check_places(batch: Batch, life: Lifecycle) -> None:
     _require(not batch.serial[idle_rows].any(), 2, "a free row belongs to an admission")
 
 
-def _check_transfers(transfers: Transfers, life: Lifecycle) -> None:
+def _check_transfers(transfers: Transfers, table: RequestTable) -> None:
     holdings = transfers.holdings()
     held = sum(len(holding.blocks) for holding in holdings)
     _require(held == transfers.num_blocks, 1, f"{held} blocks are held, counted {transfers.num_blocks}")
@@ -122,16 +117,18 @@ def _check_transfers(transfers: Transfers, life: Lifecycle) -> None:
         if request is None:
             _require(holding.is_open, 1, f"transfer {holding.transfer_id} has ended, and its blocks are still held")
             continue
-        _require(request.holding is holding, 1, f"{request} does not know what it holds")
-        waits = request.request_id in life.parked if holding.is_open else request in life.queue
+        _require(request._state.holding is holding, 1, f"{request} does not know what it holds")
+        waits = request.request_id in table.parked if holding.is_open else request in table.queue
         _require(waits, 2, f"{request} holds blocks for transfer {holding.transfer_id}")
-    for request in life.requests.values():
-        _require(request.holding is None or request in holders, 1, f"{request} holds blocks that nobody knows of")
+    for request in table.requests.values():
+        _require(
+            request._state.holding is None or request in holders, 1, f"{request} holds blocks that nobody knows of"
+        )
 
 
-def _check_steps(config: SchedulerConfig, life: Lifecycle) -> None:
-    _require(len(life.in_flight) <= config.max_steps_in_flight, 3, "too many steps are in flight")
-    for record in life.in_flight:
+def _check_steps(config: SchedulerConfig, steps: StepsInFlight) -> None:
+    _require(len(steps.records) <= config.max_steps_in_flight, 3, "too many steps are in flight")
+    for record in steps.records:
         output = record.output
         assert output is not None
         total = int(output.num_scheduled_tokens.sum())
@@ -140,17 +137,18 @@ def _check_steps(config: SchedulerConfig, life: Lifecycle) -> None:
         _require(output.num_rows <= config.max_num_seqs, 3, f"step {record.step_id} exceeds the sequence limit")
 
 
-def _check_adapters(config: SchedulerConfig, batch: Batch, life: Lifecycle) -> None:
+def _check_adapters(config: SchedulerConfig, parts: Parts) -> None:
+    batch, held = parts.batch, parts.gates.adapters.held
     running = Counter(request.adapter for request in batch.members.requests if request.adapter is not None)
-    _require(running == life.adapters.held, 3, f"{dict(running)} run, {life.adapters.held} hold adapter slots")
-    for record in life.in_flight:
+    _require(running == held, 3, f"{dict(running)} run, {held} hold adapter slots")
+    for record in parts.steps.records:
         assert record.output is not None
         used = {adapter for adapter in record.output.adapters if adapter is not None}
         _require(len(used) <= config.max_loras, 3, f"step {record.step_id} uses {len(used)} adapters")
 
 
-def _check_encoder(config: SchedulerConfig, batch: Batch, life: Lifecycle) -> None:
-    encoder = life.encoder
+def _check_encoder(config: SchedulerConfig, parts: Parts) -> None:
+    batch, encoder = parts.batch, parts.encoder
     if encoder is None:
         return
     present = encoder.entries()
@@ -161,7 +159,7 @@ def _check_encoder(config: SchedulerConfig, batch: Batch, life: Lifecycle) -> No
     used = sum(entry.num_embeddings for entry in present)
     _require(used == encoder.num_used <= config.encoder_cache_size, 3, f"{used} embeddings are in the encoder cache")
     _require(sum(entry.num_embeddings for entry in held) == encoder.num_held, 3, "held embeddings are miscounted")
-    for record in life.in_flight:
+    for record in parts.steps.records:
         assert record.output is not None
         entries = [request.encoder_inputs[index].entry for request, index in record.output.encoder_inputs]
         total = sum(entry.num_embeddings for entry in entries)
@@ -191,7 +189,7 @@ def _check_columns(config: SchedulerConfig, batch: Batch, kv: KVCacheManager, ve
             f"{request} is flagged wrongly",
         )
         _require(bool(flags & ENCODER_INPUTS) == bool(request.encoder_inputs), 2, f"{request} is flagged wrongly")
-        watch = request.repetition_watch
+        watch = request._state.repetition_watch
         _require(bool(flags & WATCHED) == (watch is not None), 2, f"{request} is flagged wrongly")
         seen = request.num_output_tokens if watch is None else watch.num_seen
         _require(seen == request.num_output_tokens, 2, f"{request} was watched for {seen} tokens of its output")
@@ -218,11 +216,11 @@ def _check_stop_filter(batch: Batch) -> None:
     _require(same, 2, "the stop filter holds others than the stop tokens of the rows with several")
 
 
-def _check_in_flight(batch: Batch, life: Lifecycle) -> dict[int, int]:
+def _check_in_flight(batch: Batch, steps: StepsInFlight) -> dict[int, int]:
     """What is pending is what the steps in flight will bring. Returns the drafts in flight, by serial."""
     pending: dict[int, int] = {}  # by serial
     verifying: dict[int, int] = {}
-    for record in life.in_flight:
+    for record in steps.records:
         output = record.output
         assert output is not None
         serials, drafts = output.serials.tolist(), output.num_draft_tokens.tolist()
@@ -256,9 +254,9 @@ def _check_contents(batch: Batch, kv: KVCacheManager) -> None:
     if prefix is None:
         return
     for row, request in zip(batch.members.rows.tolist(), batch.members.requests, strict=True):
-        if request.prefix_epoch != prefix.epoch:
+        if request._state.prefix_epoch != prefix.epoch:
             continue
-        root, known = Root.of(request), request.known_bytes()
+        root, known = Root.of(request), request._state.known_bytes()
         for index, block in enumerate(kv.table(batch, row).tolist()):
             held = (root, known[: (index + 1) * kv.block_size * TOKEN_BYTES])
             agrees = not prefix.is_cached(block) or prefix.content(block) == held

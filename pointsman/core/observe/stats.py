@@ -1,56 +1,29 @@
-"""Counters and gauges: what the scheduler has done, and what it holds now."""
+"""Counters and gauges: what the scheduler has done, and what it holds now.
+
+`Statistics` listens to the scheduler's events and counts; `SchedulerStats` is a snapshot of the counts and of what is
+there at that moment.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass
 
-from pointsman.core.state.inputs import Adapter
-from pointsman.core.state.reason import Holder, Reason
-from pointsman.core.state.status import FinishReason, RequestEvent, RequestStatus
-
-
-@dataclass(slots=True)
-class PrefixCounts:
-    """Look-ups of admitted requests, in tokens."""
-
-    queries: int = 0
-    """Known tokens of the requests."""
-    hits: int = 0
-    """Of these, tokens found in the prefix cache."""
-
-
-@dataclass(slots=True)
-class Counters:
-    """What only grows. Incremented in place by the scheduler; everybody else gets a copy."""
-
-    num_steps: int = 0
-    num_scheduled_tokens: int = 0
-    num_generated_tokens: int = 0
-    num_added: int = 0
-    num_refused: int = 0
-    num_preemptions: int = 0
-    """Running requests that lost their blocks: for memory, displaced, parked, or by a reset."""
-    num_displaced: int = 0
-    """Of these, those that gave way to a more urgent waiting request."""
-    num_preempted_by_parking: int = 0
-    num_preempted_by_reset: int = 0
-    """Of a reset of the prefix cache that computes what runs anew. The other preemptions were for memory."""
-    num_recomputed_tokens: int = 0
-    """Tokens that were computed, lost to a preemption, and scheduled to be computed again."""
-    num_failed_steps: int = 0
-    num_proposed_tokens: int = 0
-    """Drafts that the host proposed, less those that were dropped at once."""
-    num_draft_tokens: int = 0
-    """Drafts that were scheduled."""
-    accepted_drafts: list[int] = field(default_factory=lambda: [0])
-    """How often 0, 1, 2, ... of the drafts of a row and step became tokens; see `Acceptance` for when."""
-    num_loads: int = 0
-    num_failed_loads: int = 0
-    num_loaded_tokens: int = 0
-    fresh_prefix: PrefixCounts = field(default_factory=PrefixCounts)
-    resumed_prefix: PrefixCounts = field(default_factory=PrefixCounts)
-    deferrals: list[int] = field(default_factory=lambda: [0] * len(Reason))
-    finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
+from pointsman.core.state.events import (
+    Added,
+    Admitted,
+    Finished,
+    Listener,
+    LoadFinished,
+    LoadStarted,
+    Preempted,
+    Refused,
+    StepDecision,
+)
+from pointsman.core.state.output import SchedulerOutput, StepUpdate
+from pointsman.core.state.reason import Reason
+from pointsman.core.state.status import FinishReason, PreemptionCause
+from pointsman.core.step.assembly import Parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,45 +99,154 @@ class SchedulerStats:
     """Ended requests, by reason."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
-    """Where a request stands, and why it does not advance."""
+class Statistics(Listener):
+    """Counts what happens. The counts only grow, also over failed steps: what is repeated counts again."""
 
-    request_id: str
-    status: RequestStatus
-    phase: str
-    reason: Reason | None
-    """Why it waits; None if it has ended, if no step has been scheduled since it was added, or if it runs and was not
-    left out of the newest step."""
-    sentence: str
-    """All of it in words."""
-    resource: str | None
-    """What it lacks, such as "KV blocks" or "seats": the unit of `missing`, and of what the holders hold. None: nothing
-    that is counted."""
-    holders: tuple[Holder, ...]
-    """Who holds that, the most first, at most 8 of them: running requests for blocks and seats, transfers for blocks,
-    the requests of the last step for the budget, one for each adapter; of a request that is not the head, the one that
-    it waits behind."""
-    num_holders: int
-    """How many hold some of it."""
-    blocker: str | None
-    """The first of the holders."""
-    adapter_slots: dict[Adapter, int]
-    """The adapters that hold the slots, longest first, each with its running requests, if that is the reason."""
-    missing: int
-    """How much of `resource` it lacks; 0 where nothing is counted."""
-    since: float | None
-    """When this reason began, on the caller's clock: behind others, when it entered the queue; for one that runs, the
-    first of the steps that have left it out. None where there is no reason."""
-    position: int | None
-    """How many stand before it in the queue."""
-    num_tokens: int
-    num_computed_tokens: int
-    num_cached_tokens: int
-    num_blocks: int
-    """Blocks that it holds, on its row or for its load."""
-    transfer: int | None
-    """The load that it waits for."""
-    num_preemptions: int
-    events: tuple[RequestEvent, ...]
-    """What happened to it and when; empty unless `log_request_events` is on."""
+    def __init__(self, max_drafts: int) -> None:
+        self.num_steps = 0
+        self.num_scheduled_tokens = 0
+        self.num_generated_tokens = 0
+        self.num_added = 0
+        self.num_refused = 0
+        self.preemptions = dict.fromkeys(PreemptionCause, 0)
+        self.num_recomputed_tokens = 0
+        self.num_failed_steps = 0
+        self.num_proposed_tokens = 0
+        self.num_draft_tokens = 0
+        self.accepted_drafts = [0] * (1 + max_drafts)
+        """How often 0, 1, 2, ... of the drafts of a row and step became tokens; see `Acceptance` for when."""
+        self.num_loads = 0
+        self.num_failed_loads = 0
+        self.num_loaded_tokens = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+        self.resumed_prefix_queries = 0
+        self.resumed_prefix_hits = 0
+        self.deferrals = [0] * len(Reason)
+        self.finished = dict.fromkeys(FinishReason, 0)
+
+    def on_added(self, event: Added) -> None:
+        self.num_added += 1
+
+    def on_refused(self, event: Refused) -> None:
+        self.num_refused += 1
+
+    def on_admitted(self, event: Admitted) -> None:
+        request, resumed = event.request, event.resumed
+        state = request._state
+        if event.uses_prefix_cache:
+            found = event.num_cached_tokens - event.num_external_tokens
+            if resumed:
+                self.resumed_prefix_queries += state.num_admitted_tokens
+                self.resumed_prefix_hits += found
+            else:
+                self.prefix_queries += state.num_admitted_tokens
+                self.prefix_hits += found
+        if resumed:
+            self.num_recomputed_tokens += max(0, state.lost_tokens - event.num_cached_tokens)
+
+    def on_preempted(self, event: Preempted) -> None:
+        self.preemptions[event.cause] += 1
+
+    def on_finished(self, event: Finished) -> None:
+        reason = event.request._state.finish_reason
+        assert reason is not None
+        self.finished[reason] += 1
+
+    def on_step(self, step: StepDecision) -> None:
+        output = step.output
+        assert output is not None
+        self.num_steps += 1
+        self.num_scheduled_tokens += output.total_num_scheduled_tokens
+        self.num_draft_tokens += len(output.draft_token_ids)
+        if step.blocked_by is not None:
+            self.deferrals[step.blocked_by.position] += 1
+
+    def on_update(self, output: SchedulerOutput, update: StepUpdate, now: float) -> None:
+        self.num_generated_tokens += len(update.token_ids)
+
+    def on_failed(self, num_steps: int, now: float) -> None:
+        self.num_failed_steps += num_steps
+
+    def on_proposed(self, num_drafts: int) -> None:
+        self.num_proposed_tokens += num_drafts
+
+    def on_load_started(self, event: LoadStarted) -> None:
+        self.num_loads += 1
+        if not event.is_async:
+            self.num_loaded_tokens += event.num_tokens
+
+    def on_load_finished(self, event: LoadFinished) -> None:
+        self.num_loaded_tokens += event.num_tokens
+        self.num_failed_loads += event.failed
+
+    def snapshot(self, parts: Parts) -> SchedulerStats:
+        """Counters and gauges at this moment."""
+        batch, kv, table = parts.batch, parts.kv, parts.table
+        pool, encoder, transfers = kv.pool, parts.encoder, parts.transfers
+        accepted = batch.acceptance.accepted_drafts
+        per_pos = tuple(sum(accepted[place:]) for place in range(1, len(accepted)))
+        parked: dict[str, int] = {}
+        for request in table.parked.values():
+            parked[request.status.value] = parked.get(request.status.value, 0) + 1
+        return SchedulerStats(
+            num_running=len(batch),
+            num_waiting=len(table.queue),
+            num_parked=parked,
+            num_waiting_by_reason=_waiting_by_reason(parts),
+            num_blocks=pool.num_usable,
+            num_free_blocks=pool.num_free,
+            num_cached_free_blocks=pool.num_cached_free,
+            kv_cache_usage=pool.usage,
+            num_steps=self.num_steps,
+            num_scheduled_tokens=self.num_scheduled_tokens,
+            num_generated_tokens=self.num_generated_tokens,
+            num_added=self.num_added,
+            num_refused=self.num_refused,
+            num_preemptions=sum(self.preemptions.values()),
+            num_displaced=self.preemptions[PreemptionCause.DISPLACED],
+            num_preempted_by_parking=self.preemptions[PreemptionCause.PARKED],
+            num_preempted_by_reset=self.preemptions[PreemptionCause.RESET],
+            num_recomputed_tokens=self.num_recomputed_tokens,
+            num_evictions=kv.num_evictions,
+            num_failed_steps=self.num_failed_steps,
+            num_proposed_tokens=self.num_proposed_tokens,
+            num_draft_tokens=self.num_draft_tokens,
+            num_drafts=sum(accepted),
+            num_accepted_tokens=sum(per_pos),
+            num_accepted_tokens_per_pos=per_pos,
+            num_encoder_computed=encoder.counts.computed if encoder else 0,
+            num_encoder_reused=encoder.counts.reused if encoder else 0,
+            encoder_cache_usage=encoder.num_held / encoder.size if encoder else 0.0,
+            num_transfers=0 if transfers is None else transfers.num_open,
+            num_transfer_blocks=0 if transfers is None else transfers.num_blocks,
+            num_loads=self.num_loads,
+            num_failed_loads=self.num_failed_loads,
+            num_loaded_tokens=self.num_loaded_tokens,
+            num_saved_blocks=kv.num_saves,
+            prefix_queries=self.prefix_queries,
+            prefix_hits=self.prefix_hits,
+            resumed_prefix_queries=self.resumed_prefix_queries,
+            resumed_prefix_hits=self.resumed_prefix_hits,
+            deferrals={reason.value: self.deferrals[reason.position] for reason in Reason},
+            finished={reason.value: count for reason, count in self.finished.items()},
+        )
+
+
+def _waiting_by_reason(parts: Parts) -> dict[str, int]:
+    table, queue = parts.table, parts.table.queue
+    if not len(queue):
+        return {}
+    if parts.admission.pause is not None:
+        return {Reason.PAUSED.value: len(queue)}
+    head = queue.peek()
+    asked = [head, *(request for request in table.skipped if request is not head)]
+    if head in table.skipped and table.blocker is not None:
+        asked.append(table.blocker)
+    counts: Counter[str] = Counter()
+    for request in asked:
+        deferral = request._state.deferral
+        counts[deferral.reason.value if deferral else "not_tried"] += 1
+    if len(queue) > len(asked):
+        counts[Reason.BEHIND.value] = len(queue) - len(asked)
+    return dict(counts)

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from pointsman.core.observe.stats import Explanation
+from pointsman.core.observe.explain import Explanation
 from pointsman.core.state.reason import Reason
 from pointsman.core.state.request import Request
 from pointsman.core.state.status import RequestStatus
-from pointsman.core.step.request_table import Lifecycle
+from pointsman.core.step.assembly import Parts
 
 
 class Stall(NamedTuple):
@@ -31,14 +31,13 @@ class Watchdog:
     def __init__(self) -> None:
         self._seen: dict[Request, tuple[tuple[Any, ...], float]] = {}
 
-    def stalled(
-        self, life: Lifecycle, explain: Callable[[str], Explanation], now: float, seconds: float
-    ) -> list[Stall]:
-        """Look at every request that has not ended. Those that stand where they stood `seconds` ago or longer, longest
-        first; not those that a pause holds up, or that wait for their caller: their time begins anew when that ends."""
+    def stalled(self, parts: Parts, explain: Callable[[str], Explanation], now: float, seconds: float) -> list[Stall]:
+        """Look at every request that has not finished. Those that stand where they stood `seconds` ago or longer,
+        longest first; not those that a pause holds up, or that wait for their caller: their time starts again when that
+        ends."""
         seen: dict[Request, tuple[tuple[Any, ...], float]] = {}
-        is_paused = life.pause is not None
-        for request in life.requests.values():
+        is_paused = parts.admission.pause is not None
+        for request in parts.table.requests.values():
             if request.is_finished:
                 continue
             stands = (request.status, request.serial, request.num_tokens, request.num_computed_tokens, is_paused)

@@ -1,16 +1,16 @@
-"""Adapters (LoRA): at most `max_loras` different ones run at once, and everybody gets a turn.
+"""Adapters (LoRA): at most `max_loras` different ones run at once, and each gets its turn.
 
 A running request holds a slot for its adapter, alone or together with others of the same adapter, from its admission
-until it leaves its row, whether it computes its prompt or decodes. So the adapters of a step are never more than the
-slots. A waiting request whose adapter has no slot is passed over: those behind it may be admitted.
+until it loses its row, whether it computes its prompt or decodes. So the adapters of a step are never more than the
+slots. A waiting request whose adapter has no slot is skipped: those behind it may be admitted.
 
-That alone would let it wait for ever, since the adapters that run may always find new requests. So after
-`max_overtakes` admissions of requests that stood behind it, it claims a slot: behind it in the order, nobody starts
-with the adapter that has held its slot longest, while what already ran with it may come back and finish. Each claim
-retires one adapter. A request with a claim therefore waits no longer than the requests of one adapter that have
-started, and those with claims before it, unless the order puts somebody before it.
+Alone, that would starve it, since the adapters that run may always find new requests. So after `max_overtakes`
+admissions of requests behind it, it claims a slot: behind it in the queue, no request starts with the adapter that has
+held its slot longest, while what ran with it before may come back and finish. Each claim retires one adapter. A
+request with a claim therefore waits at most for the requests of one adapter that have started, and for those with
+claims before it, unless the order puts others before it.
 
-Nothing about a claim is stored: every step asks the queue in order, so whoever stands behind a claim is asked after it.
+Claims are not stored: every step asks the queue in order, so requests behind a claim are asked after it.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pointsman.core.config import SchedulerConfig
+from pointsman.core.policy.gate import Gate, View
 from pointsman.core.state.inputs import Adapter
-from pointsman.core.state.reason import Blocked, Reason
+from pointsman.core.state.reason import Deferral, Reason
 from pointsman.core.state.request import Request
 from pointsman.core.state.status import RequestStatus
 
 
-class AdapterSlots:
-    """Which adapters run, and who may join them."""
+class AdapterSlots(Gate):
+    """Which adapters run, and which requests may join them."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._num_slots = config.max_loras
-        self._patience = config.max_overtakes
+        self._max_overtakes = config.max_overtakes
         self._num_rows: dict[Adapter, int] = {}
         self._claims: set[Adapter] = set()
 
@@ -38,38 +39,38 @@ class AdapterSlots:
         """The adapters that hold a slot, longest first, each with the number of its running requests."""
         return self._num_rows
 
-    def take(self, adapter: Adapter) -> None:
-        """A request with this adapter runs from now on."""
-        self._num_rows[adapter] = self._num_rows.get(adapter, 0) + 1
-
-    def give_back(self, adapter: Adapter) -> None:
-        """A request with this adapter does not run any longer."""
-        left = self._num_rows[adapter] - 1
-        if left:
-            self._num_rows[adapter] = left
-        else:
-            del self._num_rows[adapter]
-
-    # ------------------------------------------------------------------ admission
-
-    def open(self) -> None:
-        """A step begins to ask the queue."""
+    def open_queue(self) -> None:
         if self._claims:
             self._claims = set()
 
-    def ask(self, request: Request) -> Blocked | None:
-        """Why a request may not start beside what runs, or None. Those before it in the queue were asked before."""
+    def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
+        """Requests before it in the queue were asked before."""
         adapter = request.adapter
         if adapter is None:
-            return None
+            return want
         if adapter in self._num_rows:
             if not self._claims or request.status is RequestStatus.PREEMPTED or adapter not in self._retiring():
-                return None
+                return want
         elif len(self._num_rows) < self._num_slots:
-            return None
-        elif request.num_overtaken >= self._patience:
+            return want
+        elif request.num_overtaken >= self._max_overtakes:
             self._claims.add(adapter)
-        return Blocked(Reason.ADAPTER_SLOTS, 1, passes=True)
+        return Deferral(Reason.ADAPTER_SLOTS, 1, blocks_queue=False)
+
+    def commit(self, request: Request, start: int, num_tokens: int) -> None:
+        adapter = request.adapter
+        if adapter is not None:
+            self._num_rows[adapter] = self._num_rows.get(adapter, 0) + 1
+
+    def release(self, request: Request) -> None:
+        adapter = request.adapter
+        if adapter is None:
+            return
+        remaining = self._num_rows[adapter] - 1
+        if remaining:
+            self._num_rows[adapter] = remaining
+        else:
+            del self._num_rows[adapter]
 
     def _retiring(self) -> list[Adapter]:
         """The adapters whose slots are claimed."""

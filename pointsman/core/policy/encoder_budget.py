@@ -22,9 +22,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.config import SchedulerConfig
+from pointsman.core.policy.gate import View
+from pointsman.core.policy.limits import Limit
 from pointsman.core.state.batch import ENCODER_INPUTS, PREFILLING, Batch
 from pointsman.core.state.inputs import EncoderEntry, EncoderInput
-from pointsman.core.state.reason import Blocked, Deferral, Reason
+from pointsman.core.state.reason import Deferral, Reason
 from pointsman.core.state.request import Request
 from pointsman.core.state.status import RequestStatus
 
@@ -40,11 +42,9 @@ class EncoderCounts:
     evicted: int = 0
 
 
-class EncoderCache:
-    """A `Limit` on what rows compute, and the entries behind it."""
+class EncoderCache(Limit):
+    """A limit on what rows compute, and the entries behind it."""
 
-    limits_decode = False
-    limits_drafts = False
     is_shared = True
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -61,8 +61,8 @@ class EncoderCache:
         self._computed: list[tuple[Request, int]] = []
         self._freed: dict[EncoderEntry, None] = {}  # not yet in an output
         self._now = 0.0
-        self._waiting: dict[Request, Deferral] = {}  # rows that this step gives no token, for want of embeddings
-        self._waited: dict[Request, Deferral] = {}  # the same of the step before
+        self._waiting: dict[Request, tuple[Deferral, float]] = {}  # rows without a token for want of embeddings
+        self._waited: dict[Request, tuple[Deferral, float]] = {}  # the same of the step before
         self.num_used = 0
         """Embeddings that are there."""
         self.num_held = 0
@@ -84,13 +84,13 @@ class EncoderCache:
             computed = request.num_computed_tokens
             self._let_go(request, [item for item in self._holds[request] if item.start < computed < item.end])
 
-    def close(self) -> tuple[list[tuple[Request, int]], list[EncoderEntry]]:
+    def close(self) -> tuple[tuple[tuple[Request, int], ...], tuple[EncoderEntry, ...]]:
         """A step is decided: what it computes (request, index of its input), and what must be freed before."""
         while self.num_used > self.size:
             entry = next(iter(self._idle))
             self._drop(entry)
             self.counts.evicted += entry.num_embeddings
-        computed, freed = self._computed, list(self._freed)
+        computed, freed = tuple(self._computed), tuple(self._freed)
         self._computed, self._freed = [], {}
         return computed, freed
 
@@ -104,18 +104,17 @@ class EncoderCache:
             if blocked is not None and want[index] == 0:
                 self._waits(request, blocked)
 
-    def admit(self, request: Request, start: int, want: int) -> int | Blocked:
-        """How many of `want` tokens from `start` on a request to be admitted can compute."""
+    def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
         if not request.encoder_inputs:
             return want
         tokens, blocked = _Plan(self).reach(request, start, want)
         whole = not self._chunked and request.status is not RequestStatus.PREEMPTED
         if blocked is not None and (whole or tokens == 0):
-            return blocked._replace(passes=request.num_overtaken < self._max_overtakes)
+            return blocked._replace(blocks_queue=request._state.num_overtaken >= self._max_overtakes)
         return tokens
 
-    def take(self, request: Request, start: int, num_tokens: int) -> None:
-        """A row computes these tokens: from now on it holds what they need. `clip` or `admit` has allowed it."""
+    def commit(self, request: Request, start: int, num_tokens: int) -> None:
+        """From now on the row holds what these tokens need."""
         held = self._holds.get(request, [])
         for index, item in enumerate(request.encoder_inputs):
             if item.start >= start + num_tokens:
@@ -180,8 +179,8 @@ class EncoderCache:
         """Embeddings that this step may still compute."""
         return self._budget
 
-    def deferral(self, request: Request) -> Deferral | None:
-        """What a running request waits for, if it stands before an input that it cannot have yet."""
+    def deferral(self, request: Request) -> tuple[Deferral, float] | None:
+        """What a running request waits for, and since when, if it stands before an input that it cannot have yet."""
         return self._waiting.get(request)
 
     def holders(self) -> list[Request]:
@@ -196,10 +195,10 @@ class EncoderCache:
         """Everything that is there."""
         return list(self._origin)
 
-    def _waits(self, request: Request, blocked: Blocked) -> None:
+    def _waits(self, request: Request, blocked: Deferral) -> None:
         before = self._waited.get(request)
-        since = before.since if before is not None and before.reason is blocked.reason else self._now
-        self._waiting[request] = Deferral(blocked.reason, blocked.missing, since)
+        since = before[1] if before is not None and before[0].reason is blocked.reason else self._now
+        self._waiting[request] = (blocked, since)
 
     def _hold(self, request: Request, index: int, item: EncoderInput) -> None:
         entry = item.entry
@@ -251,7 +250,7 @@ class _Plan:
         self.budget = cache.budget
         self.room = cache.size - cache.num_held
 
-    def reach(self, request: Request, start: int, want: int) -> tuple[int, Blocked | None]:
+    def reach(self, request: Request, start: int, want: int) -> tuple[int, Deferral | None]:
         """How many of `want` tokens from `start` on the row can compute, and what stops it short of them."""
         for item in request.encoder_inputs:
             if item.start >= start + want:
@@ -262,14 +261,14 @@ class _Plan:
                     return max(item.start - start, 0), blocked
         return want, None
 
-    def _take(self, entry: EncoderEntry) -> Blocked | None:
+    def _take(self, entry: EncoderEntry) -> Deferral | None:
         if entry in self._taken or self._cache.is_held(entry):
             return None
         cost = 0 if self._cache.has(entry) else entry.num_embeddings
         if cost > self.budget:
-            return Blocked(Reason.ENCODER_BUDGET, cost - self.budget)
+            return Deferral(Reason.ENCODER_BUDGET, cost - self.budget)
         if entry.num_embeddings > self.room:
-            return Blocked(Reason.ENCODER_CACHE, entry.num_embeddings - self.room)
+            return Deferral(Reason.ENCODER_CACHE, entry.num_embeddings - self.room)
         self._taken.add(entry)
         self.budget -= cost
         self.room -= entry.num_embeddings

@@ -1,4 +1,7 @@
-"""Who comes next? The orders of the waiting queue.
+"""Which request comes next? The orders of the waiting queue.
+
+To add one: a class with the methods of `Order` (`state/interfaces.py`), its name in `ORDERS` at the end of this file;
+or pass an object as `SchedulerConfig(order=...)`.
 
 An order is a queue of its own. Both built-in ones are a heap with lazy removal, so adding, taking and removing a
 request cost O(log n) and the head is known in O(1), however many wait. The key of a request is
@@ -36,7 +39,7 @@ class FirstComeFirstServed:
         return self._length
 
     def __contains__(self, request: Request) -> bool:
-        return request.queue_entry is not None
+        return request._state.queue_entry is not None
 
     def __iter__(self) -> Iterator[Request]:
         """The queued requests, in no promised order."""
@@ -55,7 +58,7 @@ class FirstComeFirstServed:
     def push(self, request: Request) -> None:
         self._num_pushes += 1  # a removed entry that is still in the heap may else be equal
         entry: list[Any] = [*self.key(request), self._num_pushes, request]
-        request.queue_entry = entry
+        request._state.queue_entry = entry
         heapq.heappush(self._heap, entry)
         self._length += 1
 
@@ -73,22 +76,22 @@ class FirstComeFirstServed:
     def pop(self) -> Request:
         request = self.peek()
         heapq.heappop(self._heap)
-        request.queue_entry = None
+        request._state.queue_entry = None
         self._length -= 1
         return request
 
     def remove(self, request: Request) -> None:
-        assert request.queue_entry is not None
-        request.queue_entry[-1] = None  # the heap drops it when it reaches the top
-        request.queue_entry = None
+        assert request._state.queue_entry is not None
+        request._state.queue_entry[-1] = None  # the heap drops it when it reaches the top
+        request._state.queue_entry = None
         self._length -= 1
         if len(self._heap) > 2 * self._length + 64:
             self._heap = [entry for entry in self._heap if entry[-1] is not None]
             heapq.heapify(self._heap)
 
     def position(self, request: Request) -> int:
-        assert request.queue_entry is not None
-        own = request.queue_entry
+        assert request._state.queue_entry is not None
+        own = request._state.queue_entry
         return sum(1 for entry in self._heap if entry[-1] is not None and entry < own)
 
 

@@ -1,6 +1,6 @@
-"""Who gives way when blocks run out? (`displacement.py`: who gives way to a more urgent waiting request.)
+"""Which request is preempted when blocks run out? (For a more urgent waiting request: `step/displacement.py`.)
 
-Giving way is by recompute: the request loses its blocks, keeps its tokens, and computes them again when it is
+Preemption is by recompute: the request loses its blocks, keeps its tokens, and computes them again when it is
 admitted again, less what the prefix cache still holds.
 """
 

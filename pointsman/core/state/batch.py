@@ -6,7 +6,7 @@ Layout, with R rows (grown by doubling) and W = blocks of the longest request:
     num_computed_tokens  int64 [R]     tokens whose KV exists, or will when the steps in flight have run
     num_pending          int64 [R]     samples scheduled and not yet returned
     num_slots            int64 [R]     tokens that the row's blocks can hold (number of blocks x block size)
-    token_limit          int64 [R]     at that many tokens the request ends
+    token_limit          int64 [R]     number of tokens at which the request finishes
     eos_token_id         int32 [R]     its one stop token; NO_TOKEN: none, or several (`StopFilter`)
     priority             int64 [R]     smaller is more urgent
     serial               int64 [R]     which admission the row belongs to; 0: none
@@ -34,7 +34,7 @@ import numpy.typing as npt
 
 from pointsman.core.state.acceptance import Acceptance
 from pointsman.core.state.numbers import MAX_INT, ONE, ZERO
-from pointsman.core.state.request import Request
+from pointsman.core.state.request import Request, RequestState
 from pointsman.core.state.runs import Runs
 
 Int64Array = npt.NDArray[np.int64]
@@ -42,9 +42,9 @@ Int32Array = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]
 
 PREFILLING = 1  # no sample has been scheduled since its admission: known tokens are left to compute
-WATCHED = 2  # a repetition may end it: each of its tokens is looked at
+WATCHED = 2  # a repetition may finish it: each of its tokens is tested
 NOT_AHEAD = 4  # none of its steps is scheduled while a sample of it is in flight
-NO_SAMPLE = 16  # it samples nothing, and ends when its prompt is computed
+NO_SAMPLE = 16  # it samples nothing, and finishes when its prompt is computed
 ENCODER_INPUTS = 32  # its prompt has placeholders
 
 NO_TOKEN = -1
@@ -86,7 +86,7 @@ class Members:
         "zeros",
     )
 
-    def __init__(self, batch: Batch, rows: Int64Array, requests: list[Request]) -> None:
+    def __init__(self, batch: Batch, rows: Int64Array, requests: tuple[Request, ...]) -> None:
         count = len(requests)
         self.rows = rows
         self.requests = requests
@@ -152,7 +152,7 @@ class StopFilter:
 class Batch:
     """Rows for any number of requests of up to `max_blocks` blocks of `block_size` tokens.
 
-    `accepted_drafts`, one longer than the most drafts of a row: see `Acceptance`.
+    `accepted_drafts` has one element more than the maximum number of drafts of a row: see `Acceptance`.
     """
 
     def __init__(self, block_size: int, max_blocks: int, accepted_drafts: list[int]) -> None:
@@ -183,9 +183,9 @@ class Batch:
         self.stop_filter = StopFilter()
         self.num_not_ahead = 0
         self.num_no_sample = 0
-        self.least_left = 0  # so many tokens can surely be appended to each row before one comes to its token limit
-        self._least_room = 0  # so many appends can surely go by before a row's recent tokens must be flushed
-        self.members = Members(self, np.zeros(0, dtype=np.int64), [])
+        self.least_left = 0  # tokens that can surely be appended to each row before one reaches its token limit
+        self._least_room = 0  # appends that can surely go by before a row's recent tokens must be flushed
+        self.members = Members(self, np.zeros(0, dtype=np.int64), ())
 
     def __len__(self) -> int:
         """Running requests."""
@@ -198,39 +198,40 @@ class Batch:
         if not self._free_rows:
             self._grow()
         row = self._free_rows.pop()
-        num_tokens = request.num_tokens
+        state = request._state
+        num_tokens = state.num_tokens
         stops = request.stop_set
-        watched = request.repetition_watch is not None
+        watched = state.repetition_watch is not None
         self.num_tokens[row] = num_tokens
         self.num_computed_tokens[row] = num_computed_tokens
         self.num_pending[row] = 0
         self.num_slots[row] = num_slots
-        self.token_limit[row] = request.token_limit
+        self.token_limit[row] = state.token_limit
         self.eos_token_id[row] = next(iter(stops)) if len(stops) == 1 else NO_TOKEN
-        self.priority[row] = request.priority
-        self.serial[row] = request.serial
-        no_sample = request.max_tokens == 0
+        self.priority[row] = state.priority
+        self.serial[row] = state.serial
+        no_sample = state.max_tokens == 0
         self.flags[row] = (
             (WATCHED if watched else 0)
             | (0 if request.runs_ahead else NOT_AHEAD)
             | (NO_SAMPLE if no_sample else 0)
-            | (ENCODER_INPUTS if request.encoder_inputs else 0)
+            | (ENCODER_INPUTS if state.encoder_inputs else 0)
         )
         self.num_watched += watched
         self.stop_filter.add(stops)
         self.num_not_ahead += not request.runs_ahead
         self.num_no_sample += no_sample
-        self._keep_recent(row, num_tokens, request.last_token_id)
+        self._keep_recent(row, num_tokens, state.last_token_id)
         self._least_room = min(self._least_room, int(self.recent_limit[row]) - num_tokens)
-        self.least_left = min(self.least_left, request.token_limit - num_tokens)
-        request.batch, request.row = self, row
+        self.least_left = min(self.least_left, state.token_limit - num_tokens)
+        state.batch, state.row = self, row
         return row
 
     def join(self, rows: list[int], requests: list[Request]) -> None:
         """Placed rows run from now on, after those that run already."""
         members = self.members
         all_rows = np.concatenate([members.rows, np.array(rows, dtype=np.int64)])
-        self.members = Members(self, all_rows, members.requests + requests)
+        self.members = Members(self, all_rows, (*members.requests, *requests))
 
     def leave(self, requests: list[Request], last_step: int | None) -> None:
         """Release the rows of running requests; each takes its columns with it.
@@ -238,22 +239,23 @@ class Batch:
         `last_step` is the newest step in flight, which may name the rows, or None.
         """
         for request in requests:
-            row = request.row
+            state = request._state
+            row = state.row
             assert row is not None
-            self.flush(row, request)
+            self.flush(row, state)
             self.clear_flags(row, PREFILLING | WATCHED | NOT_AHEAD | NO_SAMPLE | ENCODER_INPUTS)
             self.stop_filter.remove(request.stop_set)
             if self.max_drafts:
-                request.add_drafts(*self.acceptance.leave(row))
+                state.add_drafts(*self.acceptance.leave(row))
             self.serial[row] = 0
-            request.leave_row(int(self.num_computed_tokens[row]), int(self.num_pending[row]))
+            state.leave_row(int(self.num_computed_tokens[row]), int(self.num_pending[row]))
             if last_step is None:
                 self._free_rows.append(row)
             else:
                 self._fenced_rows.append((last_step, row))
         members = self.members
         stays = self.serial[members.rows].astype(np.bool_)
-        self.members = Members(self, members.rows[stays], list(compress(members.requests, stays.tolist())))
+        self.members = Members(self, members.rows[stays], tuple(compress(members.requests, stays.tolist())))
 
     def fence_passed(self, step_id: int) -> None:
         """Step `step_id` and all before it are over: rows that waited for them may be reused."""
@@ -282,6 +284,8 @@ class Batch:
     def _make_views(self) -> None:
         """The matrices as one row each, where a scatter is faster; arrays that never change, shared by outputs."""
         self.flat_table = self.block_table.reshape(-1)
+        # Over a read-only buffer, so that the flag of the array cannot be taken back.
+        self.table_view: Int32Array = np.asarray(self.block_table.data.toreadonly())
         self._flat_recent = self.recent_tokens.reshape(-1)
         rows = len(self.num_tokens)
         self.ones: Int64Array = np.ones(rows, dtype=np.int64)
@@ -311,7 +315,9 @@ class Batch:
 
     # ------------------------------------------------------------------ tokens
 
-    def append(self, requests: list[Request], rows: Int64Array, token_ids: Int32Array, *, is_last: bool) -> Int64Array:
+    def append(
+        self, requests: Sequence[Request], rows: Int64Array, token_ids: Int32Array, *, is_last: bool
+    ) -> Int64Array:
         """One sampled token for each row (distinct rows). Returns the rows' new `num_tokens`.
 
         `is_last`: no further sample of them is in flight.
@@ -367,9 +373,9 @@ class Batch:
         rows, num_tokens, tokens = rows[full], num_tokens[full], self._flat_recent
         offsets = self.recent_offset[rows]
         for index, offset, end in zip(full.tolist(), offsets.tolist(), num_tokens.tolist(), strict=True):
-            request = requests[index]
-            start = request.num_prompt_tokens + request.num_own_output_tokens
-            request.append_output(tokens[offset + start : offset + end])
+            state = requests[index]._state
+            start = state.num_prompt_tokens + state.num_own_output_tokens
+            state.append_output(tokens[offset + start : offset + end])
         self._keep_recent(rows, num_tokens, tokens[offsets + num_tokens - 1])
 
     def _keep_recent(self, rows: Int64Array | int, num_tokens: Int64Array | int, newest: Int32Array | int) -> None:
@@ -380,20 +386,21 @@ class Batch:
         self.recent_limit[rows] = num_tokens - 1 + self._num_recent - self.max_drafts
 
     def recent(self, row: int, start: int) -> Int32Array:
-        """A copy of tokens `start` to the end of a row's sequence, which are not flushed."""
-        return self._recent(row, start).copy()
-
-    def _recent(self, row: int, start: int) -> Int32Array:
+        """Tokens `start` to the end of a row's sequence, which are not flushed; valid until the next append."""
         offset = int(self.recent_offset[row])
         return self._flat_recent[offset + start : offset + int(self.num_tokens[row])]
+
+    def drafts_of(self, row: int) -> tuple[int, int]:
+        """See `Acceptance.of`."""
+        return self.acceptance.of(row)
 
     def last_tokens(self, rows: npt.NDArray[np.integer]) -> Int32Array:
         """The newest known token of each row."""
         tokens: Int32Array = self._flat_recent[self.recent_offset[rows] + self.num_tokens[rows] - 1]
         return tokens
 
-    def flush(self, row: int, request: Request) -> None:
+    def flush(self, row: int, state: RequestState) -> None:
         """Move the recent tokens to the request's own array."""
-        start = request.num_prompt_tokens + request.num_own_output_tokens
+        start = state.num_prompt_tokens + state.num_own_output_tokens
         if start < self.num_tokens[row]:
-            request.append_output(self._recent(row, start))
+            state.append_output(self.recent(row, start))

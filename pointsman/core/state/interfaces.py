@@ -42,9 +42,9 @@ class Order(Protocol):
 
 
 class Victim(Protocol):
-    """Chooses who gives way."""
+    """Chooses the running request that is preempted when blocks run out."""
 
     name: str
 
     def choose(self, batch: Batch, asking_row: int) -> int:
-        """The row that gives way to `asking_row`: a running row, maybe that one itself, and nothing senior to it."""
+        """The row that is preempted for `asking_row`: a running row, maybe that one itself, and none senior to it."""

@@ -1,20 +1,23 @@
 """What travels between the scheduler and its host: `SchedulerOutput` out, `StepResult` in, `StepUpdate` back.
 
-An output has n rows: continued requests first, in admission order, then the requests admitted in this
-step. All arrays belong to the output; the scheduler never changes them afterwards.
+An output has n rows: continued requests first, in admission order, then the requests admitted in this step.
+
+What goes out is read-only: attributes cannot be assigned, sequences are tuples, arrays are flagged unwritable. A host
+may keep all of it; the scheduler never changes it afterwards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.state.inputs import Adapter, EncoderEntry
 from pointsman.core.state.request import Request
+from pointsman.core.state.sealed import Sealed
 
 IntArray: TypeAlias = npt.NDArray[np.integer]
 Integers: TypeAlias = IntArray | Sequence[int]
@@ -48,12 +51,12 @@ class Save(NamedTuple):
 
     block_id: int
     key: bytes
-    """What it holds, see `content_keys.py`."""
+    """What it holds, see `kv/content.py`."""
 
 
 @dataclass(slots=True, eq=False)
-class SchedulerOutput:
-    """What to run in one step."""
+class OutputFields:
+    """The fields of a `SchedulerOutput`, which can be assigned while the step is decided."""
 
     step_id: int
     """Counts up from 0, one per call of `schedule`."""
@@ -84,7 +87,7 @@ class SchedulerOutput:
     """Ragged int32: the drafts, in row order."""
     completes: IntArray
     """[m] int64: row indices (0 to n - 1) that compute the last of a prompt for which nothing is sampled (`max_tokens`
-    0). The request ends with this step's update; whatever is made of its hidden states is the host's."""
+    0). The request finishes with this step's update; what to make of its hidden states is up to the host."""
 
     num_cached_tokens: IntArray
     """[n - num_continued] int64: tokens of each admitted row that need not be computed: they were found in the prefix
@@ -103,21 +106,28 @@ class SchedulerOutput:
     """Encoder inputs to compute in this step, before the model runs: (request, index into its `encoder_inputs`). What
     else the rows need was computed before, and not freed since."""
     freed_encoder_entries: Sequence[EncoderEntry]
-    """Embeddings to free before anything is computed, if the host has them: one may be computed anew in this step."""
+    """Embeddings to free before anything is computed, if the host has them: one may be recomputed in this step."""
 
     preempted: Sequence[Request]
     """Requests that lost their row since the last output. A host drops their rows first: one may be resumed here."""
     finished: Sequence[Request]
-    """Requests that ended since the last output, each once; after this their ids are free again. A host forgets them
+    """Requests that finished since the last output, each once; after this their ids are free again. A host forgets them
     first: an id may be among the new ones."""
 
     num_common_prefix_blocks: int = 0
-    """With `count_common_prefix`: so many blocks are the same, one by one, at the beginning of the tables of all rows.
+    """With `count_common_prefix`: number of blocks that the tables of all rows begin with.
     Some may be written in this step: without a causal mask, read no further than the least `num_computed_tokens`."""
     loads: Sequence[Load] = ()
-    """What a connector loads, see `kv_connector.py`: before the step computes, or, if asynchronous, from now on."""
+    """What a connector loads, see `kv/connector.py`: before the step computes, or, if asynchronous, from now on."""
     saves: Sequence[Save] = ()
     """Blocks whose content is given up: copy them out first, in this order, or it is lost."""
+
+
+class SchedulerOutput(Sealed, OutputFields):
+    """What to run in one step. Read-only."""
+
+    __slots__ = ()
+    _remedy: ClassVar[str] = "what a step runs is decided by `Scheduler.schedule`"
 
     @property
     def num_rows(self) -> int:
@@ -174,7 +184,7 @@ class SchedulerOutput:
         return pending
 
     def blocks(self, row_index: int) -> IntArray:
-        """Block ids that this output tells of row `row_index` (0 to n - 1): see `block_ids`."""
+        """Block ids that this output reports of row `row_index` (0 to n - 1): see `block_ids`."""
         start = self.block_rows.searchsorted(row_index)
         return self.block_ids[start : self.block_rows.searchsorted(row_index, side="right")]
 
@@ -195,20 +205,26 @@ class StepResult:
     """[n] tokens of each row; None: one for each row with `samples`, none for the others. A row with d drafts has 1 to
     1 + d: the drafts that the model accepts, and the token that it puts behind them."""
     errors: Mapping[int, str] = field(default_factory=dict)
-    """Row index (0 to n - 1) -> message: that request ends with FINISHED_ERROR; it has no token here."""
+    """Row index (0 to n - 1) -> message: that request finishes with FINISHED_ERROR; it has no token here."""
     step_time: float | None = None
     """Seconds that the step took on the host, if it knows."""
 
 
-@dataclass(slots=True)
-class StepUpdate:
-    """What `update` made of a step result."""
+@dataclass(slots=True, eq=False)
+class UpdateFields:
+    """The fields of a `StepUpdate`, which can be assigned while the result is applied."""
 
     token_ids: IntArray
     """Tokens that were appended, ragged, parallel to the output's requests."""
     counts: IntArray
     """[n] int64: how many of `token_ids` belong to each row; 0 where a request had ended or sampled nothing."""
-    finished: Sequence[Request]
-    """Requests that ended by this update, in row order."""
+    finished: Sequence[Request] = ()
+    """Requests that finished by this update, in row order."""
     completed_parts: Sequence[Request] = ()
     """Requests whose present part is complete by it, in row order: they wait for the next, or go on with it."""
+
+
+class StepUpdate(Sealed, UpdateFields):
+    """What `Scheduler.update` made of a step result. Read-only."""
+
+    __slots__ = ()

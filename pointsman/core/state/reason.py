@@ -1,9 +1,11 @@
-"""Why a request waits: the reasons for a deferral, kept per request and counted per step for the head."""
+"""Why a request waits: the reasons for a deferral, kept per request and counted per step for the head.
+
+A waiting request gets its reason in `step/admission.py`; `observe/explain.py` puts it in words.
+"""
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -52,30 +54,25 @@ class Reason(enum.Enum):
     """It waits for something other than capacity."""
 
     def __init__(self, _: str) -> None:
-        self.position = len(self.__class__.__members__)
+        self._position = len(self.__class__.__members__)
+
+    @property
+    def position(self) -> int:
         """Index into an array of counters."""
+        return self._position
 
 
-class Blocked(NamedTuple):
-    """The request must wait."""
-
-    reason: Reason
-    missing: int
-    """Seats, tokens, blocks, slots, places or embeddings that it lacks, by the reason."""
-    passes: bool = False
-    """Whether those behind it may be admitted in the same step. If not, it is a wall: nobody overtakes it.
-
-    Who lets others pass must see to it that `Request.num_overtaken` stays bounded: by `max_overtakes`, say."""
-
-
-@dataclass(slots=True)
-class Deferral:
-    """Why a request waits, and since when."""
+class Deferral(NamedTuple):
+    """Why a request waits: the answer of a gate that does not admit it in this step."""
 
     reason: Reason
     missing: int
-    """Blocks, tokens, seats, slots, places or embeddings that it lacks, by the reason; 0 where nothing is counted."""
-    since: float
+    """Sequence slots, tokens, blocks, adapter slots, places or embeddings that it lacks, by the reason; 0 where nothing
+    is counted."""
+    blocks_queue: bool = True
+    """Whether no request behind it is admitted in the same step. If not, it is skipped.
+
+    A gate that lets requests be skipped must bound `num_overtaken`: by `max_overtakes`, say."""
 
 
 class Holder(NamedTuple):

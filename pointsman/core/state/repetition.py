@@ -1,4 +1,4 @@
-"""Does the output go round in circles? A stop condition for models that repeat a phrase until their tokens run out.
+"""Does the output repeat itself? A stop condition for models that repeat a phrase until their tokens run out.
 
 The definition is vLLM's: the output ends in `min_count` copies, one after the other, of some pattern of
 `min_pattern_size` to `max_pattern_size` tokens. That is so for a pattern of p tokens if each of the last
@@ -21,7 +21,7 @@ _NO_TOKEN = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepetitionDetectionParams:
-    """Which repetitions end a request; names and meaning are vLLM's.
+    """Which repetitions finish a request; names and meaning are vLLM's.
 
     Raises:
         ValueError: a value is out of range, or the three contradict each other.
@@ -52,7 +52,7 @@ class RepetitionDetectionParams:
 
 
 class RepetitionWatch:
-    """Watches one output. `room` is the most tokens that it may get: longer patterns than fit it need no counters."""
+    """Watches one output of at most `room` tokens: patterns that do not fit it need no counters."""
 
     __slots__ = ("_end", "_first", "_most", "_needed", "_runs", "_tokens", "num_seen")
 

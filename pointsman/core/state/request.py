@@ -1,8 +1,13 @@
-"""A request: who asks, for what, and where it stands.
+"""A request: what its caller asks for, which never changes, and what the scheduler knows of it, which hosts only read.
 
-The scheduler keeps what every step touches (`num_tokens`, `num_computed_tokens`, `num_pending`) as columns of
-the `Batch` while a request holds blocks, and in the request itself while it does not. The properties here read
-from whichever is right, so a reader never needs to know.
+    Request         what a host makes, adds and finds in outputs. Its slots are what was asked, and cannot be assigned
+    Request._state  a `RequestState`: all that changes. The core writes it; a host reads it through properties
+
+What a later call may change (`set_priority`, `extend`: the priority, the prompt and its encoder inputs, `max_tokens`)
+is in the state from the beginning.
+
+What every step touches (`num_tokens`, `num_computed_tokens`, `num_pending`) are columns of the `Batch` while a request
+holds a row, and fields of its state while it does not. The properties here read whichever is right.
 """
 
 from __future__ import annotations
@@ -10,51 +15,39 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, ClassVar, NoReturn, Protocol, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from pointsman.core.errors import InvalidTransition, RequestRefused
-from pointsman.core.state.inputs import Adapter, EncoderInput, read_encoder_inputs
+from pointsman.core.state.inputs import Adapter, EncoderInput, Part, read_encoder_inputs
 from pointsman.core.state.numbers import checked_integer, checked_priority
+from pointsman.core.state.reason import Deferral
 from pointsman.core.state.repetition import RepetitionDetectionParams, RepetitionWatch
-from pointsman.core.state.status import NEXT, FinishReason, RequestStatus
+from pointsman.core.state.sealed import Sealed
+from pointsman.core.state.status import NEXT, FinishReason, PreemptionCause, RequestEvent, RequestStatus
 from pointsman.core.state.tokens import Int32Array, IntArray, OutputTokens, shared_prompt
 
-if TYPE_CHECKING:
-    from pointsman.core.state.batch import Batch
-    from pointsman.core.state.inputs import Part
-    from pointsman.core.state.status import RequestEvent
+Int64Array = npt.NDArray[np.int64]
 
 
-class Request:
-    """One prompt and what is generated for it.
+class Columns(Protocol):
+    """What a request reads of the `Batch` while it has a row there."""
 
-    Args:
-        request_id: the caller's name for it, unique among requests that have not ended.
-        prompt_token_ids: int32, at least one; kept as one read-only array that samples of a prompt may share.
-        arrival_time: seconds on the caller's clock; the order "fcfs" sorts by it.
-        max_tokens: most tokens to generate; 0: nothing is sampled (embeddings), it ends when its prompt is computed.
-        max_total_tokens: most tokens of prompt and output together; None: no such limit.
-        min_tokens: before that many output tokens neither EOS nor a stop token ends the request.
-        priority: smaller is more urgent.
-        eos_token_ids: tokens that end the request, unless `ignore_eos`.
-        stop_token_ids: further tokens that end it; the one that did is the `stop_reason`.
-        repetition_detection: which repetitions at the end of its output end it; None: none does.
-        cache_salt: only requests with an equal salt share cached prefixes.
-        adapter: the LoRA that it runs with, as an `Adapter` or (name, version); None: the model alone. Only requests
-            with an equal one share cached prefixes.
-        encoder_inputs: images and the like, as `EncoderInput` or tuples of its fields: in the order of their
-            placeholders, which do not overlap.
-        use_prefix_cache: False: neither looks up nor publishes blocks.
-        runs_ahead: False: none of its steps is scheduled while a sample of it is in flight, because the host can
-            prepare that step only when it knows the newest token (a grammar, say).
-        more_input: whether the prompt goes on in parts that come later (`Scheduler.extend`, see `parts.py`).
-        metadata: the caller's own; never read here.
+    num_tokens: Int64Array
+    num_computed_tokens: Int64Array
+    num_pending: Int64Array
 
-    Raises:
-        RequestRefused: the arguments themselves can never run (an empty prompt, negative `max_tokens`, ...).
-    """
+    def recent(self, row: int, start: int) -> Int32Array:
+        """Tokens `start` to the end of a row's sequence, not flushed yet; valid until the next append."""
+
+    def drafts_of(self, row: int) -> tuple[int, int]:
+        """Drafts that were verified for the row's request, and how many of them were accepted."""
+
+
+class RequestState:
+    """What the scheduler knows of a request. Only the core writes it."""
 
     __slots__ = (
         "_num_accepted_tokens",
@@ -62,30 +55,22 @@ class Request:
         "_num_draft_tokens",
         "_num_pending",
         "_output",
-        "_prompt_bytes",
-        "adapter",
-        "arrival_time",
         "awaits_input",
         "batch",
         "block_keys",
-        "cache_salt",
         "content_generation",
         "deferral",
+        "deferred_since",
         "encoder_inputs",
-        "eos_token_ids",
         "events",
         "finish_detail",
         "finish_reason",
         "holding",
-        "ignore_eos",
         "limit_detail",
         "loss_number",
         "lost_tokens",
         "max_tokens",
-        "max_total_tokens",
         "may_load",
-        "metadata",
-        "min_tokens",
         "more_input",
         "num_admitted_tokens",
         "num_cached_tokens",
@@ -94,106 +79,65 @@ class Request:
         "num_prompt_tokens",
         "num_published_blocks",
         "parts",
+        "preemption_causes",
         "prefix_epoch",
         "prefix_node",
         "priority",
+        "prompt_bytes",
         "prompt_token_ids",
         "queue_entry",
         "queued_at",
-        "repetition_detection",
         "repetition_watch",
         "request_id",
         "row",
-        "runs_ahead",
         "sequence_number",
         "serial",
         "status",
         "stop_reason",
-        "stop_set",
-        "stop_token_ids",
         "token_limit",
-        "use_prefix_cache",
     )
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: IntArray | Sequence[int],
-        *,
-        arrival_time: float,
-        max_tokens: int,
-        max_total_tokens: int | None = None,
-        min_tokens: int = 0,
-        priority: int = 0,
-        eos_token_ids: tuple[int, ...] = (),
-        ignore_eos: bool = False,
-        stop_token_ids: tuple[int, ...] = (),
-        repetition_detection: RepetitionDetectionParams | Mapping[str, int] | None = None,
-        cache_salt: str | None = None,
-        adapter: Adapter | tuple[str, int | str] | None = None,
-        encoder_inputs: Sequence[EncoderInput | Sequence[Any]] = (),
-        use_prefix_cache: bool = True,
-        runs_ahead: bool = True,
-        more_input: bool = False,
-        metadata: Any = None,
-    ) -> None:
+    def __init__(self, request_id: str, prompt_token_ids: IntArray | Sequence[int]) -> None:
         self.request_id = request_id
-        self._take_prompt(prompt_token_ids)
-        self.arrival_time = self._seconds(arrival_time)
-        self.max_tokens = self._integer("max_tokens", max_tokens, 0)
-        self.max_total_tokens = (
-            None if max_total_tokens is None else self._integer("max_total_tokens", max_total_tokens, 1)
-        )
-        self.min_tokens = self._integer("min_tokens", min_tokens, 0)
-        self.priority = self._priority(priority)
-        self.eos_token_ids = tuple(self._integer("an EOS or stop token id", token, 0) for token in eos_token_ids)
-        self.ignore_eos = ignore_eos
-        self.stop_token_ids = tuple(self._integer("an EOS or stop token id", token, 0) for token in stop_token_ids)
-        self.repetition_detection = self._repetition(repetition_detection)
-        self.cache_salt = cache_salt
-        self.adapter = None if adapter is None else self._adapter(adapter)
-        self.encoder_inputs = self._encoder_inputs(encoder_inputs) if encoder_inputs else ()
-        self.use_prefix_cache = use_prefix_cache
-        self.runs_ahead = runs_ahead
-        self.more_input = more_input
-        self.metadata = metadata
-        self._check()
-        self._begin()
+        self.prompt_token_ids, self.prompt_bytes = shared_prompt(request_id, prompt_token_ids)
+        """`prompt_bytes`: the prompt's int32 tokens, with marks of their contents for placeholders; what the prefix
+        tree is keyed by."""
+        self.num_prompt_tokens = len(self.prompt_token_ids)
+        self.encoder_inputs: tuple[EncoderInput, ...] = ()
+        self.max_tokens = 0
+        self.priority = 0
+        self.more_input = False
 
-    def _begin(self) -> None:
-        """Nothing has happened to it yet."""
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.finish_detail = ""
         self.num_preemptions = 0
+        self.preemption_causes: tuple[PreemptionCause, ...] = ()
+        """Of each of its preemptions, in order."""
         self.events: list[RequestEvent] = []
-        """What happened to it, if the scheduler's `log_request_events` is on."""
         self.num_cached_tokens = 0  # of the last admission, those that a connector loaded included
         self.num_admitted_tokens = 0  # known tokens at the last admission
         self.awaits_input = False  # all parts of its prompt are complete, and more are to come
         self.num_overtaken = 0  # requests behind it that were admitted, since it last lost its row
 
-        # What follows is the scheduler's own bookkeeping.
-        self.stop_set = frozenset(self.stop_token_ids) | (
-            frozenset() if self.ignore_eos else frozenset(self.eos_token_ids)
-        )
-        self.token_limit = self.num_prompt_tokens + self.max_tokens
+        self.token_limit = 0
         self.limit_detail = "max_tokens"
         self.repetition_watch: RepetitionWatch | None = None  # made when it is added
         self.parts: deque[Part] = deque()  # of the prompt, not taken yet
         self.sequence_number = 0  # order of adding
         self.serial = 0  # the last admission, 0 before the first
-        self.batch: Batch | None = None
+        self.batch: Columns | None = None
         self.row: int | None = None
         self.queue_entry: list[Any] | None = None
         self.queued_at = 0.0  # when it entered the queue last, on the caller's clock
-        self.deferral: Any = None
+        self.deferral: Deferral | None = None  # why it was not admitted by the newest step that asked about it
+        self.deferred_since = 0.0  # since when for that reason
         self.lost_tokens = 0  # computed before it last lost its row
         self.loss_number = 0  # of that loss, in order over all requests
-        self.holding: Any = None  # blocks that it holds without a row, see `transfers.py`
+        self.holding: Any = None  # blocks that it holds without a row, see `kv/transfers.py`
         self.may_load = True  # until a load has failed or succeeded, and again once it has run
-        self.block_keys: list[bytes] = []  # see `content_keys.py`
+        self.block_keys: tuple[bytes, ...] = ()  # see `kv/content.py`
         self.num_published_blocks = 0
         self.prefix_node: Any = None
         self.prefix_epoch = 0
@@ -204,10 +148,7 @@ class Request:
         self._num_accepted_tokens = 0
         self._output = OutputTokens()
 
-    # ------------------------------------------------------------------ what it is
-
-    def __repr__(self) -> str:
-        return f"Request({self.request_id!r}, {self.status.value}, {self.num_computed_tokens}/{self.num_tokens} tokens)"
+    # ------------------------------------------------------------------ reading
 
     @property
     def num_tokens(self) -> int:
@@ -231,14 +172,14 @@ class Request:
     def num_draft_tokens(self) -> int:
         """Drafts of it that the model has verified."""
         if self.batch is not None and self.row is not None:
-            return self._num_draft_tokens + self.batch.acceptance.of(self.row)[0]
+            return self._num_draft_tokens + self.batch.drafts_of(self.row)[0]
         return self._num_draft_tokens
 
     @property
     def num_accepted_tokens(self) -> int:
         """Of these, the drafts that became its tokens."""
         if self.batch is not None and self.row is not None:
-            return self._num_accepted_tokens + self.batch.acceptance.of(self.row)[1]
+            return self._num_accepted_tokens + self.batch.drafts_of(self.row)[1]
         return self._num_accepted_tokens
 
     @property
@@ -249,6 +190,11 @@ class Request:
         return self._num_pending
 
     @property
+    def num_own_output_tokens(self) -> int:
+        """Output tokens in the request's own array; the remaining ones, while it has a row, are in the batch."""
+        return self._output.length
+
+    @property
     def output_token_ids(self) -> Int32Array:
         """[num_output_tokens] int32: a copy of the tokens generated so far."""
         flushed = self._output.array()
@@ -256,16 +202,18 @@ class Request:
             return np.concatenate([flushed, self.batch.recent(self.row, self.num_prompt_tokens + len(flushed))])
         return flushed.copy()
 
-    @property
-    def all_token_ids(self) -> Int32Array:
-        """[num_tokens] int32: prompt and output."""
-        return np.concatenate([self.prompt_token_ids, self.output_token_ids])
+    def output_since(self, start: int) -> Int32Array:
+        """A copy of the output tokens from the one numbered `start` on, int32; of the newest ones without a copy of
+        the whole output."""
+        if self.batch is not None and self.row is not None and start >= self._output.length:
+            return self.batch.recent(self.row, self.num_prompt_tokens + start).copy()
+        return self.output_token_ids[start:]
 
     def tokens(self, start: int, end: int) -> Int32Array:
         """Known tokens `start` to `end` - 1, int32."""
         if end <= self.num_prompt_tokens:
             return self.prompt_token_ids[start:end]
-        return self.all_token_ids[start:end]
+        return np.concatenate([self.prompt_token_ids, self.output_token_ids])[start:end]
 
     @property
     def last_token_id(self) -> int:
@@ -274,42 +222,34 @@ class Request:
         return int(own[-1] if len(own) else self.prompt_token_ids[-1])
 
     @property
-    def is_finished(self) -> bool:
-        return self.status.is_finished
-
-    @property
     def phase(self) -> str:
-        """For people: "waiting", "prefill" (until the first sample since admission), "decoding" or "finished"."""
+        """See `Request.phase`."""
         if self.status.is_finished:
             return "finished"
         if self.status is not RequestStatus.RUNNING or self.batch is None or self.row is None:
             return "waiting"
         return "prefill" if self.num_tokens == self.num_admitted_tokens else "decoding"
 
-    @property
-    def prompt_bytes(self) -> bytes:
-        """The prompt's int32 tokens as bytes, with marks of their contents for placeholders: what the prefix tree is
-        keyed by."""
-        return self._prompt_bytes
-
-    def set_prompt_key(self, prompt_bytes: bytes, generation: int) -> None:
-        """Key the prompt by these bytes, in which each placeholder is a mark of that generation (`ContentMarks`)."""
-        self._prompt_bytes = prompt_bytes
-        self.content_generation = generation
-
     def known_bytes(self) -> bytes:
         """All known tokens as bytes; the prompt's own while nothing is generated."""
         if self.batch is not None and self.row is not None:
-            self.batch.flush(self.row, self)
-        return self._prompt_bytes + self._output.array().tobytes() if self._output.length else self._prompt_bytes
+            start = self.num_prompt_tokens + self._output.length
+            if start < self.batch.num_tokens[self.row]:
+                self._output.extend(self.batch.recent(self.row, start))
+        return self.prompt_bytes + self._output.array().tobytes() if self._output.length else self.prompt_bytes
 
-    # ------------------------------------------------------------------ what the scheduler changes
+    # ------------------------------------------------------------------ changing
+
+    def set_prompt_key(self, prompt_bytes: bytes, generation: int) -> None:
+        """Key the prompt by these bytes, in which each placeholder is a mark of that generation (`ContentMarks`)."""
+        self.prompt_bytes = prompt_bytes
+        self.content_generation = generation
 
     def transition(self, status: RequestStatus) -> None:
         """Change the status.
 
         Raises:
-            InvalidTransition: the life of a request has no such step.
+            InvalidTransition: there is no such transition between the states of a request.
         """
         if status not in NEXT[self.status]:
             raise InvalidTransition(f"request {self.request_id!r} cannot go from {self.status.name} to {status.name}")
@@ -327,19 +267,15 @@ class Request:
         self, prompt_token_ids: Int32Array, max_tokens: int, encoder_inputs: tuple[EncoderInput, ...]
     ) -> None:
         """A longer prompt, and no output yet, for a request without a row."""
-        self._take_prompt(prompt_token_ids)
+        self.prompt_token_ids, self.prompt_bytes = shared_prompt(self.request_id, prompt_token_ids)
+        self.num_prompt_tokens = len(self.prompt_token_ids)
         self.encoder_inputs = encoder_inputs
         self.content_generation = -1  # what stands at its placeholders has yet to enter the key
-        self.block_keys = []  # the last output token, of which a block may have been the last, is not in it
+        self.block_keys = ()  # the last output token, of which a block may have been the last, is not in it
         self._output = OutputTokens()
         self.repetition_watch = None
         self.max_tokens = max_tokens
         self.awaits_input = False
-
-    @property
-    def num_own_output_tokens(self) -> int:
-        """Output tokens in the request's own array; the rest, while it has a row, is in the batch's ring."""
-        return self._output.length
 
     def leave_row(self, num_computed_tokens: int, num_pending: int) -> None:
         """Take over what the batch's columns held, when the row is released."""
@@ -357,60 +293,387 @@ class Request:
         """`count` samples of a request without a row have come back, or never will."""
         self._num_pending -= count
 
-    def _take_prompt(self, token_ids: IntArray | Sequence[int]) -> None:
-        self.prompt_token_ids, self._prompt_bytes = shared_prompt(self.request_id, token_ids)
-        self.num_prompt_tokens = len(self.prompt_token_ids)
 
-    def _check(self) -> None:
-        if self.num_prompt_tokens == 0:
-            self._refuse("the prompt is empty; give at least one token")
-        if self.min_tokens > self.max_tokens and not self.more_input:
-            self._refuse(f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}; lower it")
-        salt: object = self.cache_salt
-        if salt is not None and not isinstance(salt, str):
-            self._refuse(f"cache_salt is {salt!r}; it must be text")
+class _Asked:
+    """The slots of a `Request`, which can be assigned while one is made."""
 
-    def _integer(self, name: str, value: object, least: int) -> int:
+    __slots__ = (
+        "_state",
+        "adapter",
+        "arrival_time",
+        "cache_salt",
+        "eos_token_ids",
+        "ignore_eos",
+        "max_total_tokens",
+        "metadata",
+        "min_tokens",
+        "repetition_detection",
+        "request_id",
+        "runs_ahead",
+        "stop_set",
+        "stop_token_ids",
+        "use_prefix_cache",
+    )
+
+    _state: RequestState
+    request_id: str
+    arrival_time: float
+    max_total_tokens: int | None
+    min_tokens: int
+    eos_token_ids: tuple[int, ...]
+    ignore_eos: bool
+    stop_token_ids: tuple[int, ...]
+    stop_set: frozenset[int]
+    """All tokens that end it: `stop_token_ids`, and `eos_token_ids` unless `ignore_eos`."""
+    repetition_detection: RepetitionDetectionParams | None
+    cache_salt: str | None
+    adapter: Adapter | None
+    use_prefix_cache: bool
+    runs_ahead: bool
+    metadata: Any
+
+
+class Request(Sealed, _Asked):
+    """One prompt and what is generated for it. Read-only: what becomes of it is up to the scheduler it is added to.
+
+    Args:
+        request_id: the caller's name for it, unique among requests that have not finished.
+        prompt_token_ids: int32, at least one; copied into one read-only array, which the prompts of several requests
+            may share if they are made of it.
+        arrival_time: seconds on the caller's clock; the order "fcfs" sorts by it.
+        max_tokens: maximum number of tokens to generate; 0: nothing is sampled (embeddings), and the request finishes
+            when its prompt is computed.
+        max_total_tokens: maximum number of tokens of prompt and output together; None: no such limit.
+        min_tokens: before that many output tokens neither EOS nor a stop token finishes the request.
+        priority: smaller is more urgent.
+        eos_token_ids: tokens that finish the request, unless `ignore_eos`.
+        stop_token_ids: further tokens that finish it; the one that did is the `stop_reason`.
+        repetition_detection: which repetitions at the end of its output finish it; None: none does.
+        cache_salt: only requests with an equal salt share cached prefixes.
+        adapter: the LoRA that it runs with, as an `Adapter` or (name, version); None: the model alone. Only requests
+            with an equal one share cached prefixes.
+        encoder_inputs: images and the like, as `EncoderInput` or tuples of its fields: in the order of their
+            placeholders, which do not overlap.
+        use_prefix_cache: False: neither looks up nor publishes blocks.
+        runs_ahead: False: none of its steps is scheduled while a sample of it is in flight, because the host can
+            prepare that step only when it knows the newest token (a grammar, say).
+        more_input: whether the prompt goes on in parts that come later (`Scheduler.extend`).
+        metadata: the caller's own; never read here.
+
+    Raises:
+        RequestRefused: the arguments themselves can never run (an empty prompt, negative `max_tokens`, ...).
+    """
+
+    __slots__ = ()
+    _remedy: ClassVar[str] = (
+        "the scheduler changes a request when it is asked to: set_priority, extend, park, ready, finish"
+    )
+
+    def __new__(
+        cls,
+        request_id: str,
+        prompt_token_ids: IntArray | Sequence[int],
+        *,
+        arrival_time: float,
+        max_tokens: int,
+        max_total_tokens: int | None = None,
+        min_tokens: int = 0,
+        priority: int = 0,
+        eos_token_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        stop_token_ids: Sequence[int] = (),
+        repetition_detection: RepetitionDetectionParams | Mapping[str, int] | None = None,
+        cache_salt: str | None = None,
+        adapter: Adapter | tuple[str, int | str] | None = None,
+        encoder_inputs: Sequence[EncoderInput | Sequence[Any]] = (),
+        use_prefix_cache: bool = True,
+        runs_ahead: bool = True,
+        more_input: bool = False,
+        metadata: Any = None,
+    ) -> Self:
+        checks = _Checks(request_id)
+        asked: Any = _Asked()
+        asked._state = state = RequestState(request_id, prompt_token_ids)
+        asked.request_id = request_id
+        asked.arrival_time = checks.seconds(arrival_time)
+        state.max_tokens = checks.integer("max_tokens", max_tokens, 0)
+        asked.max_total_tokens = None
+        if max_total_tokens is not None:
+            asked.max_total_tokens = checks.integer("max_total_tokens", max_total_tokens, 1)
+        asked.min_tokens = checks.integer("min_tokens", min_tokens, 0)
+        state.priority = checks.priority(priority)
+        asked.eos_token_ids = tuple([checks.integer("an EOS or stop token id", token, 0) for token in eos_token_ids])
+        asked.ignore_eos = ignore_eos
+        asked.stop_token_ids = tuple([checks.integer("an EOS or stop token id", token, 0) for token in stop_token_ids])
+        asked.stop_set = frozenset(asked.stop_token_ids) | frozenset(() if ignore_eos else asked.eos_token_ids)
+        asked.repetition_detection = None
+        if repetition_detection is not None:
+            asked.repetition_detection = checks.repetition(repetition_detection)
+        asked.cache_salt = checks.salt(cache_salt)
+        asked.adapter = None if adapter is None else checks.adapter(adapter)
+        if encoder_inputs:
+            state.encoder_inputs = checks.encoder_inputs(encoder_inputs, state.num_prompt_tokens)
+        asked.use_prefix_cache = use_prefix_cache
+        asked.runs_ahead = runs_ahead
+        state.more_input = more_input
+        asked.metadata = metadata
+        if state.num_prompt_tokens == 0:
+            checks.refuse("the prompt is empty; give at least one token")
+        if asked.min_tokens > state.max_tokens and not more_input:
+            checks.refuse(f"min_tokens is {min_tokens}, more than max_tokens {max_tokens}; lower it")
+        state.token_limit = state.num_prompt_tokens + state.max_tokens
+        asked.__class__ = cls  # complete: from now on no slot can be assigned, see `sealed.py`
+        request: Self = asked
+        return request
+
+    def __repr__(self) -> str:
+        return f"Request({self.request_id!r}, {self.status.value}, {self.num_computed_tokens}/{self.num_tokens} tokens)"
+
+    # ------------------------------------------------------------------ what a call may change
+
+    @property
+    def prompt_token_ids(self) -> Int32Array:
+        """[num_prompt_tokens] int32, read-only: the prompt, as far as its parts have been taken."""
+        return self._state.prompt_token_ids
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._state.num_prompt_tokens
+
+    @property
+    def encoder_inputs(self) -> tuple[EncoderInput, ...]:
+        """The encoder inputs of that prompt, in order."""
+        return self._state.encoder_inputs
+
+    @property
+    def max_tokens(self) -> int:
+        """Maximum number of tokens to generate behind that prompt."""
+        return self._state.max_tokens
+
+    @property
+    def more_input(self) -> bool:
+        """Whether parts of the prompt are still to be given."""
+        return self._state.more_input
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Parts that were given and not taken yet."""
+        return tuple(self._state.parts)
+
+    @property
+    def priority(self) -> int:
+        """Smaller is more urgent."""
+        return self._state.priority
+
+    # ------------------------------------------------------------------ where it stands
+
+    @property
+    def status(self) -> RequestStatus:
+        return self._state.status
+
+    @property
+    def is_finished(self) -> bool:
+        return self._state.status.is_finished
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self._state.finish_reason
+
+    @property
+    def finish_detail(self) -> str:
+        """More about the finish reason, such as the limit that was reached."""
+        return self._state.finish_detail
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """The stop token or stop string that finished it."""
+        return self._state.stop_reason
+
+    @property
+    def phase(self) -> str:
+        """For people: "waiting", "prefill" (until the first sample since admission), "decoding" or "finished"."""
+        return self._state.phase
+
+    @property
+    def awaits_input(self) -> bool:
+        """Whether all parts of its prompt are complete, and more are to come."""
+        return self._state.awaits_input
+
+    @property
+    def row(self) -> int | None:
+        """Its row while it runs: `SchedulerOutput.rows`."""
+        return self._state.row
+
+    @property
+    def serial(self) -> int:
+        """Its last admission, counted over all requests: `SchedulerOutput.serials`; 0 before the first."""
+        return self._state.serial
+
+    @property
+    def sequence_number(self) -> int:
+        """Counts up from 1 in the order in which requests are added; 0 before that."""
+        return self._state.sequence_number
+
+    @property
+    def queued_at(self) -> float:
+        """When it last entered the queue, on the caller's clock."""
+        return self._state.queued_at
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._state.num_preemptions
+
+    @property
+    def preemption_causes(self) -> tuple[PreemptionCause, ...]:
+        """Of each of its preemptions, in order."""
+        return self._state.preemption_causes
+
+    @property
+    def num_overtaken(self) -> int:
+        """Requests behind it in the queue that were admitted before it, since it last lost its row."""
+        return self._state.num_overtaken
+
+    @property
+    def loss_number(self) -> int:
+        """Which loss of a row its last one was, counted over all requests; of several at once, the row that is to
+        resume first has the highest. 0 before the first."""
+        return self._state.loss_number
+
+    @property
+    def prefix_epoch(self) -> int:
+        """How many times the prefix cache had been reset when it was admitted last; negative: its KV is not to be
+        shared."""
+        return self._state.prefix_epoch
+
+    @property
+    def events(self) -> tuple[RequestEvent, ...]:
+        """What happened to it, if the scheduler's `log_request_events` is on."""
+        return tuple(self._state.events)
+
+    # ------------------------------------------------------------------ its tokens
+
+    @property
+    def token_limit(self) -> int:
+        """Number of known tokens at which it finishes; known once it is added."""
+        return self._state.token_limit
+
+    @property
+    def limit_detail(self) -> str:
+        """Which limit that is."""
+        return self._state.limit_detail
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: the prompt and the output so far."""
+        return self._state.num_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self._state.num_output_tokens
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose KV exists, or will when the steps in flight have run."""
+        return self._state.num_computed_tokens
+
+    @property
+    def num_pending(self) -> int:
+        """Samples that are scheduled and have not come back."""
+        return self._state.num_pending
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens that its last admission found computed, those that a connector loaded included."""
+        return self._state.num_cached_tokens
+
+    @property
+    def num_admitted_tokens(self) -> int:
+        """Known tokens at its last admission."""
+        return self._state.num_admitted_tokens
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Drafts of it that the model has verified."""
+        return self._state.num_draft_tokens
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Of these, the drafts that became its tokens."""
+        return self._state.num_accepted_tokens
+
+    @property
+    def output_token_ids(self) -> Int32Array:
+        """[num_output_tokens] int32: a copy of the tokens generated so far."""
+        return self._state.output_token_ids
+
+    @property
+    def all_token_ids(self) -> Int32Array:
+        """[num_tokens] int32: a copy of prompt and output."""
+        return np.concatenate([self._state.prompt_token_ids, self._state.output_token_ids])
+
+    def tokens(self, start: int, end: int) -> Int32Array:
+        """Known tokens `start` to `end` - 1, int32: a copy, or a read-only part of the prompt."""
+        return self._state.tokens(start, end)
+
+    def output_since(self, start: int) -> Int32Array:
+        """A copy of the output tokens from the one numbered `start` on, int32: for the newest ones O(their number)."""
+        return self._state.output_since(start)
+
+
+class _Checks:
+    """Whether what is asked can ever run: every method returns the value, or raises RequestRefused."""
+
+    __slots__ = ("_request_id",)
+
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+
+    def refuse(self, why: str) -> NoReturn:
+        raise RequestRefused(f"request {self._request_id!r} refused: {why}")
+
+    def integer(self, name: str, value: object, least: int) -> int:
         try:
             return checked_integer(name, value, least)
         except ValueError as error:
-            raise RequestRefused(f"request {self.request_id!r} refused: {error}") from None
+            raise RequestRefused(f"request {self._request_id!r} refused: {error}") from None
 
-    def _priority(self, value: object) -> int:
+    def priority(self, value: object) -> int:
         try:
             return checked_priority(value)
         except ValueError as error:
-            self._refuse(str(error))
+            self.refuse(str(error))
 
-    def _repetition(self, value: object) -> RepetitionDetectionParams | None:
+    def seconds(self, value: object) -> float:
+        if isinstance(value, (int, float, np.integer, np.floating)) and math.isfinite(value):
+            return float(value)
+        self.refuse(f"arrival_time is {value}; give seconds on the caller's clock")
+
+    def salt(self, value: object) -> str | None:
+        if value is None or isinstance(value, str):
+            return value
+        self.refuse(f"cache_salt is {value!r}; it must be text")
+
+    def repetition(self, value: object) -> RepetitionDetectionParams | None:
         try:
             params = RepetitionDetectionParams(**value) if isinstance(value, Mapping) else value
         except (TypeError, ValueError) as error:
-            self._refuse(str(error))
-        if params is not None and not isinstance(params, RepetitionDetectionParams):
-            self._refuse(f"repetition_detection is {value!r}; give RepetitionDetectionParams, or None")
-        return params if params is not None and params.max_pattern_size else None
+            self.refuse(str(error))
+        if not isinstance(params, RepetitionDetectionParams):
+            self.refuse(f"repetition_detection is {value!r}; give RepetitionDetectionParams, or None")
+        return params if params.max_pattern_size else None
 
-    def _seconds(self, value: object) -> float:
-        if isinstance(value, (int, float, np.integer, np.floating)) and math.isfinite(value):
-            return float(value)
-        raise RequestRefused(
-            f"request {self.request_id!r} refused: arrival_time is {value}; give seconds on the caller's clock"
-        )
-
-    def _encoder_inputs(self, given: Sequence[EncoderInput | Sequence[Any]]) -> tuple[EncoderInput, ...]:
+    def encoder_inputs(
+        self, given: Sequence[EncoderInput | Sequence[Any]], num_tokens: int
+    ) -> tuple[EncoderInput, ...]:
         try:
-            return read_encoder_inputs(given, self.num_prompt_tokens)
+            return read_encoder_inputs(given, num_tokens)
         except ValueError as error:
-            self._refuse(str(error))
+            self.refuse(str(error))
 
-    def _adapter(self, given: Sequence[Any]) -> Adapter:
+    def adapter(self, given: Sequence[Any]) -> Adapter:
         if isinstance(given, (tuple, list)) and len(given) == 2:
             name, version = given
             sound_version = isinstance(version, (int, str)) and not isinstance(version, bool)
             if isinstance(name, str) and name and sound_version:
                 return Adapter(name, version)
-        self._refuse(f"adapter is {given!r}; give (name, version), a text that is not empty and a number or text")
-
-    def _refuse(self, why: str) -> NoReturn:
-        raise RequestRefused(f"request {self.request_id!r} refused: {why}")
+        self.refuse(f"adapter is {given!r}; give (name, version), a text that is not empty and a number or text")

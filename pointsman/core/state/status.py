@@ -54,8 +54,30 @@ class ParkReason(enum.Enum):
         return RequestStatus(f"waiting_for_{self.value}")
 
 
+class PreemptionCause(enum.Enum):
+    """Why a running request lost its row and its blocks before it was done."""
+
+    MEMORY = "memory"
+    """No block was free for a running request."""
+    DISPLACED = "displaced"
+    """A more urgent waiting request was admitted in its place."""
+    PARKED = "parked"
+    """The host parked it."""
+    RESET = "reset"
+    """A reset of the prefix cache that also recomputes what runs."""
+
+    @property
+    def exists_in_vllm(self) -> bool:
+        """Whether vLLM preempts for this cause too, so that its metrics count it.
+
+        Its scheduler preempts in two places: when `allocate_slots` finds no block, and in
+        `reset_prefix_cache(reset_running_requests=True)`.
+        """
+        return self in (PreemptionCause.MEMORY, PreemptionCause.RESET)
+
+
 class FinishReason(enum.Enum):
-    """Why a request ended; the values are those of the OpenAI API where it has them."""
+    """Why a request finished; the values are those of the OpenAI API where it has them."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -65,7 +87,7 @@ class FinishReason(enum.Enum):
     DEADLINE = "deadline"
     """The host's: its caller's time was up, whether it waited or ran."""
     REPETITION = "repetition"
-    """Its output goes round in circles, see `repetition.py`."""
+    """Its output repeats itself, see `repetition.py`."""
 
     __hash__ = object.__hash__
 
@@ -131,7 +153,7 @@ class PauseMode(enum.Enum):
     ALL = "all"
     """It schedules nothing. What runs keeps its blocks, and goes on where it stood."""
     ADMISSIONS = "admissions"
-    """It admits nobody, whoever was preempted meanwhile included; what runs goes on, until nothing does."""
+    """It admits no request, preempted ones included; running requests go on until they finish."""
 
 
 class Pause(NamedTuple):

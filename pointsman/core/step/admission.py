@@ -1,65 +1,48 @@
-"""The attempt to admit one request: its verdict, and the reason if it must wait.
+"""Part 4 of the step: waiting requests are admitted, one after the other, until one blocks the queue.
 
-The tests run from the cheapest to the dearest: a free seat, a token of budget, its own samples in flight, a slot for
-its adapter, and only then a look-up in the prefix tree, the limits, and the blocks with every reserve. A head that was
-found blocked for want of blocks stays so, at O(1) a step, until something changed that could let it in: what a look-up
-could find, what others are owed, whether anything runs, or enough free blocks.
+`Admission.admit` goes through the queue. `check` is the attempt to admit one request: a free sequence slot, a token of
+budget, its own samples in flight, then a prefix cache lookup, and every gate (`policy/gate.py`) in a fixed order,
+cheapest first: adapter slots before the lookup, then token budget, limits, partial prefills, and the blocks with every
+reserve. The first deferral is the reason that is reported.
+
+A request that lacks something that others do not need (a slot for its adapter, say) is skipped: it is set aside, those
+behind it are asked, and at the end of the step it returns to its place. Most requests wait for sequence slots, tokens
+or blocks, which all need, and block the queue.
+
+The verdict on a blocked head is kept at O(1) a step until something changes that could let it in: what a lookup could
+find, what running requests are owed, whether anything runs, or enough free blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.kv.manager import KVCacheManager, Match
 from pointsman.core.kv.transfers import NOTHING, External, Transfers
 from pointsman.core.policy.adapters import AdapterSlots
+from pointsman.core.policy.gate import AdmissionView, Gate, TokenBudget
 from pointsman.core.policy.limits import Limit
 from pointsman.core.policy.partial_prefills import PartialPrefills
-from pointsman.core.policy.reserve import Demand, Learns, Reserve
-from pointsman.core.state.reason import Blocked, Reason
+from pointsman.core.policy.reserve import Reserves, Shortage
+from pointsman.core.state.batch import Batch
+from pointsman.core.state.events import Deferred, Events, send
+from pointsman.core.state.numbers import MAX_INT
+from pointsman.core.state.reason import Deferral, Reason
 from pointsman.core.state.request import Request
-from pointsman.core.state.status import RequestStatus
+from pointsman.core.state.status import Pause
+from pointsman.core.step.in_flight import AdmittedRequest, Grant, StepRecord
+from pointsman.core.step.loading import Loading
+from pointsman.core.step.request_table import RequestTable
+from pointsman.core.step.running import Running
 
-
-class Grant(NamedTuple):
-    """The request may be admitted."""
-
-    match: Match
-    num_tokens: int
-    """Tokens it computes in this step, at least 1 unless `is_async`."""
-    num_cached_tokens: int
-    """Tokens it need not compute."""
-    num_new_blocks: int
-    """Blocks beyond the matched ones."""
-    charge: int
-    """Tokens that it takes from the step's budget, at least `num_tokens`."""
-    num_external_tokens: int = 0
-    """Of the cached ones, tokens that a connector loads, or has loaded."""
-    is_async: bool = False
-    """Whether it must be loaded before it can be admitted: then it computes nothing in this step."""
-
-
-class Shortage(NamedTuple):
-    """A request lacks blocks."""
-
-    required: int
-    """Free blocks that admitting it takes, with every reserve."""
-    rungs: Sequence[tuple[int, Reason]]
-    """The reason is that of the first for whose number the free blocks suffice."""
-
-    def verdict(self, free: int) -> Blocked:
-        """Why the request waits while so many blocks, fewer than required, are free."""
-        for enough, reason in self.rungs:
-            if enough <= free:
-                return Blocked(reason, self.required - free)
-        raise AssertionError("the last one needs nothing")
+MAX_SKIPPED = 64
+"""At most that many requests are skipped in a step, which bounds what that costs. The next one blocks the queue."""
 
 
 @dataclass(slots=True)
-class _Remembered:
+class _KeptVerdict:
     """Why a request was blocked, and what must have changed before it is worth another look."""
 
     request: Request
@@ -69,188 +52,267 @@ class _Remembered:
     required_budget: int
 
 
+class Gates:
+    """Every gate of a scheduler, in the order in which an admission asks them."""
+
+    def __init__(
+        self,
+        adapters: AdapterSlots,
+        budget: TokenBudget,
+        limits: list[Limit],
+        partial_prefills: PartialPrefills | None,
+        reserves: Reserves,
+    ) -> None:
+        self.adapters = adapters
+        self.budget = budget
+        self.limits = limits
+        self.partial_prefills = partial_prefills
+        self.reserves = reserves
+        partial = [] if partial_prefills is None else [partial_prefills]
+        self.after_lookup: list[Gate] = [budget, *limits, *partial, reserves]
+        self.all: list[Gate] = [adapters, *self.after_lookup]
+        # Only those that do something there are called.
+        self.commits = [gate.commit for gate in self.all if type(gate).commit is not Gate.commit]
+        self.openers = [gate.open_queue for gate in self.all if type(gate).open_queue is not Gate.open_queue]
+        self.load_followers = [gate.open_step for gate in self.all if type(gate).open_step is not Gate.open_step]
+
+
 class Admission:
-    """Tries requests against the configuration's limits and reserves."""
+    """Takes requests from the queue into the running batch."""
 
     def __init__(
         self,
         config: SchedulerConfig,
+        batch: Batch,
         kv: KVCacheManager,
-        limits: list[Limit],
-        reserves: list[Reserve],
-        adapters: AdapterSlots,
-        partial_prefills: PartialPrefills | None,
-        transfers: Transfers | None = None,
+        running: Running,
+        table: RequestTable,
+        gates: Gates,
+        events: Events,
+        transfers: Transfers | None,
+        loading: Loading | None,
     ) -> None:
-        self.max_num_active_seqs = config.num_seats
-        self._full_budget = config.max_num_batched_tokens
-        self._first_chunk_only = config.first_chunk_only
+        self._budget = config.max_num_batched_tokens
+        self._static = config.batching == "static"
+        self._closes_after_preemption = not config.admit_after_preemption
+        self._max_rows = config.max_num_seqs if config.batching == "prefill-first" else MAX_INT
         self.asks_whole = config.admission_charge != "uncached"
         self._charges_whole = config.admission_charge == "whole"
-        self._chunked = config.enable_chunked_prefill
         # With the full sequence reserved, what is required does not depend on the size of the first chunk.
         self._depends_on_chunk = not config.full_sequence_must_fit
-        # Nor does it depend on what is found that nobody holds, which is taken from the free blocks too.
+        # Nor does it depend on what a lookup finds that no request holds, which is taken from the free blocks too.
         self._depends_on_found = (
-            self._depends_on_chunk or not self._chunked or self._first_chunk_only or transfers is not None
+            self._depends_on_chunk
+            or not config.enable_chunked_prefill
+            or config.first_chunk_only
+            or transfers is not None
         )
+        self._batch = batch
         self._kv = kv
-        self._limits = limits
-        self._reserves = reserves
-        self._adapters = adapters
-        self.partial_prefills = partial_prefills
-        self._learning = [reserve for reserve in reserves if isinstance(reserve, Learns)]
-        self.num_lessons = 0
-        """Changes whenever a reserve may ask for other blocks than before."""
+        self._running = running
+        self._table = table
+        self.gates = gates
+        self._events = events
         self._transfers = transfers
-        self._remembered: _Remembered | None = None
+        self._loading = loading
+        self._view = AdmissionView(batch, kv.pool)
+        self.max_num_active_seqs = config.num_seats
+        self.pause: Pause | None = None
+        """What the operator has paused; None: nothing."""
+        self._kept: _KeptVerdict | None = None
+        self._num_departures = 0
+        self._batch_forms = True  # static: only the token budget kept the last step from admitting more
 
-    def open(self) -> None:
-        """A step begins to ask the queue, from its head on and in order."""
-        self._adapters.open()
+    # ------------------------------------------------------------------ the queue
 
-    def attempt(self, request: Request, budget: int, num_running: int, owed: int) -> Grant | Blocked:
-        """Try to admit `request` beside `num_running` others, with `budget` tokens left in the step.
+    def admit(self, step: StepRecord) -> None:
+        """Admit into `step` what fits beside what advances; each admission is final and published at once.
 
-        `owed` is how many blocks running requests still need for tokens that they already have.
+        After priority preemption only the `displacer` is admitted.
         """
+        table, queue, batch, view = self._table, self._table.queue, self._batch, self._view
+        advance, admitted, now = step.advance, step.admitted, step.now
+        assert advance is not None
+        closed = self._closed(advance.preempted)
+        self._batch_forms = False
+        table.skipped, table.blocker = [], None
+        if not len(queue):
+            return
+        for open_queue in self.gates.openers:
+            open_queue()
+        view.open_step(now, self._budget - advance.total, len(batch.members.requests), self._running.num_owed_blocks())
+        skipped: list[tuple[Request, int]] = []  # with how many were admitted before it was asked
+        if self._loading is not None:
+            self._loading.open(step.displacer, now)
+        while len(queue):
+            head = queue.peek()
+            if closed is None and step.displacer is not None and head is not step.displacer:
+                closed = Reason.DISPLACEMENT
+            if closed is None and len(advance.requests) + len(admitted) >= self._max_rows:
+                closed = Reason.SEQUENCE_LIMIT
+            verdict = _closed_for(closed) if closed else self.check(head)
+            if isinstance(verdict, Deferral):
+                self._defer(head, verdict, step)
+                if not verdict.blocks_queue and len(skipped) < MAX_SKIPPED:
+                    table.skipped.append(head)
+                    skipped.append((queue.pop(), len(admitted)))
+                    continue
+                table.blocker = head
+                self._batch_forms = verdict.reason is Reason.BUDGET
+                break
+            if verdict.is_async:
+                assert self._loading is not None
+                self._loading.start(head, verdict, step)
+                continue
+            entry = self._start(head, verdict, step)
+            admitted.append(entry)
+            view.admitted(verdict.charge, max(0, self._kv.blocks_for(head._state.num_tokens) - len(entry.blocks)))
+        if skipped:
+            self._return_skipped(skipped, len(admitted))
+        if admitted:
+            batch.join([entry.row for entry in admitted], [entry.request for entry in admitted])
+
+    def _closed(self, preempted: bool) -> Reason | None:
+        """Why this step admits no request at all."""
+        if self.pause is not None:
+            return Reason.PAUSED
+        if preempted and self._closes_after_preemption:
+            return Reason.PREEMPTION
+        if self._static and len(self._batch) and not self._batch_forms:
+            return Reason.STATIC_BATCH
+        return None
+
+    def _return_skipped(self, skipped: list[tuple[Request, int]], num_admitted: int) -> None:
+        """Skipped requests return to their places; those admitted since have bypassed them."""
+        self._table.queue.put_back([request for request, _ in skipped])
+        for request, num_before in skipped:
+            request._state.num_overtaken += num_admitted - num_before
+
+    def _defer(self, request: Request, verdict: Deferral, step: StepRecord) -> None:
+        if not self._table.skipped:  # only the head of the queue is counted: one reason a step
+            step.blocked_by = verdict.reason
+        if verdict.reason is Reason.PAUSED:
+            return  # its own reason stands for when the pause is over
+        state = request._state
+        before = state.deferral
+        state.deferral = verdict
+        if before is not None and before.reason is verdict.reason:
+            return
+        state.deferred_since = step.now
+        if self._events.deferred:
+            holder = self._events.find_holder(request, verdict.reason)
+            event = Deferred(request, verdict.reason, verdict.missing, holder, step.now)
+            send(self._events.deferred, event)
+
+    def _start(self, request: Request, grant: Grant, step: StepRecord) -> AdmittedRequest:
+        """Admit one request: blocks, a row, its first chunk."""
+        kv, batch, state = self._kv, self._batch, request._state
+        status, serial = state.status, state.serial
+        blocks = kv.admit(request, grant.match, grant.num_new_blocks)
+        for commit in self.gates.commits:
+            commit(request, grant.num_cached_tokens, grant.num_tokens)
+        if grant.num_external_tokens or state.holding is not None:
+            assert self._loading is not None
+            self._loading.admit(request, grant, step, blocks)
+        row = self._table.admit(request, grant, len(blocks) * kv.block_size)
+        batch.block_table[row, : len(blocks)] = blocks
+        if grant.num_cached_tokens + grant.num_tokens == state.num_tokens:
+            batch.num_pending[row] = 1
+        else:
+            batch.set_prefilling(row)
+        kv.publish_prompt(batch, request)
+        return AdmittedRequest(request, row, state.serial, status, serial, grant, blocks)
+
+    # ------------------------------------------------------------------ one request
+
+    def check(self, request: Request) -> Grant | Deferral:
+        """Whether the request may be admitted now, and with what; or why not."""
+        view, state = self._view, request._state
+        budget, num_running = view.budget, view.num_running
         if num_running >= self.max_num_active_seqs:
-            return Blocked(Reason.SEQUENCE_LIMIT, num_running - self.max_num_active_seqs + 1)
+            return Deferral(Reason.SEQUENCE_LIMIT, num_running - self.max_num_active_seqs + 1)
         if budget <= 0:
-            return Blocked(Reason.BUDGET, 1)
-        if request.num_pending:
-            return Blocked(Reason.IN_FLIGHT, request.num_pending)
+            return Deferral(Reason.BUDGET, 1)
+        if state.num_pending:
+            return Deferral(Reason.IN_FLIGHT, state.num_pending)
         if request.adapter is not None:
-            without_slot = self._adapters.ask(request)
-            if without_slot is not None:
+            without_slot = self.gates.adapters.check(request, 0, 1, view)
+            if isinstance(without_slot, Deferral):
                 return without_slot
-        key = self._key(budget, num_running, owed)
-        seen = self._remembered
-        if seen is not None and seen.request is request and seen.key == key:
-            if budget < seen.required_budget:
-                return Blocked(Reason.BUDGET, seen.required_budget - budget)
-            shortage, free = seen.shortage, self._kv.pool.num_free
+        key = self._key()
+        kept = self._kept
+        if kept is not None and kept.request is request and kept.key == key:
+            if budget < kept.required_budget:
+                return Deferral(Reason.BUDGET, kept.required_budget - budget)
+            shortage, free = kept.shortage, self._kv.pool.num_free
             if shortage is not None and free < shortage.required:
-                return shortage.verdict(free)
-        return self._judge(request, budget, num_running, owed, key)
+                return shortage.deferral(free)
+        return self._judge(request, key)
 
-    def take(self, request: Request, grant: Grant) -> None:
-        """The request is admitted."""
-        for limit in self._limits:
-            limit.take(request, grant.num_cached_tokens, grant.num_tokens)
+    def _key(self) -> tuple[Any, ...]:
+        """What the verdict on a blocked head depends on, beside the free blocks."""
+        kv, view, gates = self._kv, self._view, self.gates
+        found = kv.num_publications if self._depends_on_found else kv.num_held_publications
+        fixed = (self._table.num_departures, found, view.num_running > 0, view.num_owed_blocks)
+        if not self._depends_on_chunk:
+            return (fixed, gates.reserves.num_changes)
+        chunk = (view.budget, kv.num_evictions, *[limit.revision for limit in gates.limits])
+        return (fixed, gates.reserves.num_changes, chunk)
 
-    def required_blocks(self, request: Request, demand: Demand, something_runs: bool) -> int:
-        """Free blocks that admitting the request takes, with every reserve."""
-        required = demand.first
-        for reserve in self._reserves:
-            required += reserve.blocks(request, demand, something_runs)
-        return required
+    def _judge(self, request: Request, key: tuple[Any, ...]) -> Grant | Deferral:
+        """Look up what is cached and loaded of the request, and ask every gate."""
+        kv, view, state = self._kv, self._view, request._state
+        match = kv.look_up(request)
+        cached = len(match.blocks) * kv.block_size
+        external = NOTHING if self._transfers is None else self._transfers.ask(request, cached)
+        if isinstance(external, Deferral):
+            return external
+        start = cached + external.num_tokens
+        view.looked_up(0 if self.asks_whole else kv.pool.num_in_use(match.blocks))
+        if external.is_async:
+            return self._judge_load(request, start, match, external, key)
+        known = state.num_tokens
+        want = known - start
+        for gate in self.gates.after_lookup:
+            answer = gate.check(request, start, want, view)
+            if isinstance(answer, Deferral):
+                self._keep(request, gate, key)
+                return answer
+            want = answer
+        charge = min(known, view.budget) if self._charges_whole else want
+        loaded = external.num_tokens
+        if state.holding is not None:
+            loaded = state.holding.num_external_blocks * kv.block_size
+        return Grant(match, want, start, kv.blocks_for(start + want) - len(match.blocks), charge, loaded)
+
+    def _judge_load(
+        self, request: Request, start: int, match: Match, external: External, key: tuple[Any, ...]
+    ) -> Grant | Deferral:
+        """Whether the blocks that are to be loaded fit, with every reserve. It takes no sequence slot and no token."""
+        reserves = self.gates.reserves
+        answer = reserves.check(request, start, 0, self._view)
+        if isinstance(answer, Deferral):
+            self._keep(request, reserves, key)
+            return answer
+        num_new = self._kv.blocks_for(start) - len(match.blocks)
+        return Grant(match, 0, start, num_new, 0, external.num_tokens, True)
+
+    def _keep(self, request: Request, gate: Gate, key: tuple[Any, ...]) -> None:
+        """Keep the verdict of a gate whose answer is known to stand until the key changes."""
+        if gate is self.gates.reserves:
+            self._kept = _KeptVerdict(request, key, self.gates.reserves.shortage, 0)
+        elif gate is self.gates.budget:
+            self._kept = _KeptVerdict(request, key, None, self.gates.budget.required)
 
     def would_be_partial(self, request: Request, budget: int) -> bool:
         """Whether its prefill may outlast a step that has `budget` left, as if nothing were cached."""
-        want = request.num_tokens
-        for limit in self._limits:
-            allowed = limit.admit(request, 0, want)
-            want = 0 if isinstance(allowed, Blocked) else allowed
-        return min(want, budget) < request.num_tokens
+        want = request._state.num_tokens
+        for limit in self.gates.limits:
+            allowed = limit.check(request, 0, want, self._view)
+            want = 0 if isinstance(allowed, Deferral) else allowed
+        return min(want, budget) < request._state.num_tokens
 
-    def must_start_whole(self, request: Request) -> bool:
-        """Whether all its uncached tokens must fit one step. A resumed request may always be chunked."""
-        return not self._chunked and request.status is not RequestStatus.PREEMPTED
 
-    def may_have_to_fit(self, request: Request) -> bool:
-        """Whether it may have to fit what a step has left, as if nothing were cached."""
-        return self.must_start_whole(request) or self._first_chunk_only or self.asks_whole
-
-    def _must_fit(self, request: Request, budget: int) -> bool:
-        """Whether it may not be cut to `budget`, what the step has left."""
-        taken = budget < self._full_budget
-        return self.must_start_whole(request) or (taken and self._first_chunk_only)
-
-    def note_end(self, request: Request) -> None:
-        """A request has ended, wherever it was."""
-        for reserve in self._learning:
-            if reserve.on_finished(request):
-                self.num_lessons += 1
-
-    def forget(self) -> None:
-        """A request left the queue. If it was admitted, it may hold blocks that the head then need not pay for."""
-        self._remembered = None
-
-    def _key(self, budget: int, num_running: int, owed: int) -> tuple[Any, ...]:
-        kv = self._kv
-        found = kv.num_publications if self._depends_on_found else kv.num_held_publications
-        if not self._depends_on_chunk:
-            return (found, num_running > 0, owed, self.num_lessons)
-        chunk = (budget, kv.num_evictions, *[limit.revision for limit in self._limits])
-        return (found, num_running > 0, owed, self.num_lessons, chunk)
-
-    def _judge(
-        self, request: Request, budget: int, num_running: int, owed: int, key: tuple[Any, ...]
-    ) -> Grant | Blocked:
-        kv = self._kv
-        match = kv.look_up(request)
-        known, cached = request.num_tokens, len(match.blocks) * kv.block_size
-        external = NOTHING if self._transfers is None else self._transfers.ask(request, cached)
-        if isinstance(external, Blocked):
-            return external
-        cached += external.num_tokens
-        if external.is_async:
-            return self._judge_load(request, num_running, owed, match, external, key)
-        want = known - cached
-        whole = known if self.asks_whole else want
-        if whole > budget and self._must_fit(request, budget):
-            self._remembered = _Remembered(request, key, None, min(whole, self._full_budget))
-            return Blocked(Reason.BUDGET, whole - budget)
-        for limit in self._limits:
-            allowed = limit.admit(request, cached, want)
-            if isinstance(allowed, Blocked):
-                return allowed
-            want = allowed
-        num_tokens = min(want, budget)
-        if self.partial_prefills is not None and num_tokens < known - cached:
-            too_many = self.partial_prefills.ask(request)
-            if too_many is not None:
-                return too_many
-        held = 0 if self.asks_whole else kv.pool.num_in_use(match.blocks)
-        table_blocks = kv.blocks_for(cached + num_tokens)
-        demand = Demand(table_blocks - held, kv.blocks_for(known) - held, owed)
-        blocked = self._lacks_blocks(request, demand, num_running > 0, key)
-        if blocked is not None:
-            return blocked
-        charge = min(known, budget) if self._charges_whole else num_tokens
-        loaded = external.num_tokens
-        if request.holding is not None:
-            loaded = request.holding.num_external_blocks * kv.block_size
-        return Grant(match, num_tokens, cached, table_blocks - len(match.blocks), charge, loaded)
-
-    def _judge_load(
-        self, request: Request, num_running: int, owed: int, match: Match, external: External, key: tuple[Any, ...]
-    ) -> Grant | Blocked:
-        """Whether the blocks that are to be loaded fit, with every reserve. It takes neither a seat nor tokens yet."""
-        kv = self._kv
-        cached = len(match.blocks) * kv.block_size + external.num_tokens
-        held = 0 if self.asks_whole else kv.pool.num_in_use(match.blocks)
-        demand = Demand(kv.blocks_for(cached) - held, kv.blocks_for(request.num_tokens) - held, owed)
-        blocked = self._lacks_blocks(request, demand, num_running > 0, key)
-        if blocked is not None:
-            return blocked
-        return Grant(match, 0, cached, kv.blocks_for(cached) - len(match.blocks), 0, external.num_tokens, True)
-
-    def _lacks_blocks(
-        self, request: Request, demand: Demand, something_runs: bool, key: tuple[Any, ...]
-    ) -> Blocked | None:
-        """Blocked for want of blocks, by the first reserve whose removal alone would let the request in.
-
-        If none would: by the blocks of its first chunk, or else by the last reserve.
-        """
-        free = self._kv.pool.num_free
-        required = self.required_blocks(request, demand, something_runs)
-        if required <= free:
-            return None
-        rungs = [(required - each.blocks(request, demand, something_runs), each.reason) for each in self._reserves]
-        if self._reserves:
-            rungs.append((demand.first, self._reserves[-1].reason))
-        shortage = Shortage(required, [*rungs, (0, Reason.BLOCKS)])
-        self._remembered = _Remembered(request, key, shortage, 0)
-        return shortage.verdict(free)
+def _closed_for(reason: Reason) -> Deferral:
+    """The step admits no request; of what it lacks only a sequence slot can be counted."""
+    return Deferral(reason, 1 if reason is Reason.SEQUENCE_LIMIT else 0)

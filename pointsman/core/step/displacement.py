@@ -1,11 +1,11 @@
-"""Does a more urgent waiting request take the room of less urgent running ones?
+"""Part 1 of the step, priority preemption: are running requests preempted for a more urgent waiting one?
 
-For a seat, a slot for its adapter or blocks, and only if a dry run says that it would then be admitted: a seat, a
-slot, the embeddings for its next token, a token of budget beside what the other running rows take, and its blocks
-beside what those rows need in this step, counting only blocks that nobody else holds. The fewest give way, the least
-urgent first; for a slot, all requests of the adapter that has fewest. One request displaces per step, and only it is
-admitted into the room that it made, and drafts take none of it. Only the head of the queue displaces, also where it is
-passed over.
+For a sequence slot, a slot for its adapter or blocks, and only if a dry run says that it would then be admitted: a
+sequence slot, an adapter slot, the embeddings for its next token, a token of budget beside what the other running rows
+take, and its blocks beside what those rows need in this step, counting only blocks that no other request holds. The
+fewest are preempted, the least urgent first; for an adapter slot, all requests of the adapter that has fewest. A step
+does this for one request, the head of the queue, also where it would be skipped; only that request is admitted in the
+step, and drafts take nothing of what was freed for it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import numpy.typing as npt
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.kv.block_pool import NO_BLOCKS
 from pointsman.core.kv.manager import KVCacheManager, Match
-from pointsman.core.policy.adapters import AdapterSlots
 from pointsman.core.policy.encoder_budget import EncoderCache
 from pointsman.core.policy.reserve import Demand
 from pointsman.core.state.batch import Batch, Members
@@ -39,32 +38,30 @@ class Displacement:
         kv: KVCacheManager,
         running: Running,
         admission: Admission,
-        adapters: AdapterSlots,
         encoder: EncoderCache | None,
         drafts: Drafts,
     ) -> None:
         self._config = config
         self._encoder = encoder
-        self._adapters = adapters
         self._batch = batch
         self._kv = kv
         self._running = running
         self._admission = admission
         self._drafts = drafts
-        self._in_vain: tuple[Request, Members, int, int, int] | None = None
+        self._failed_attempt: tuple[Request, Members, int, int, int] | None = None
 
     def choose(self, head: Request) -> list[Request]:
-        """The running requests that give way to `head`, least urgent first; empty if none need, or none would do."""
+        """The running requests to preempt for `head`, least urgent first; empty if none need, or none would do."""
         batch, members = self._batch, self._batch.members
         priority = batch.priority[members.rows]
         less_urgent = (priority > head.priority).nonzero()[0]
-        # More may run than the cap allows, if it was lowered: nobody takes a seat before some have been given back.
+        # More may run than the cap allows, if it was lowered: no request starts before fewer do.
         is_crowded = len(members) > self._admission.max_num_active_seqs
-        if len(less_urgent) == 0 or head.num_pending or is_crowded or self._was_in_vain(head):
+        if len(less_urgent) == 0 or head.num_pending or is_crowded or self._failed_before(head):
             return []
         # Least urgent first, and among equals the one admitted last.
         candidates = less_urgent[np.lexsort((less_urgent, priority[less_urgent]))][::-1]
-        vacate = self._adapters.to_vacate(head, members.requests, candidates.tolist())
+        vacate = self._admission.gates.adapters.to_vacate(head, members.requests, candidates.tolist())
         if vacate is None:
             return self._give_up(head)
         if vacate:  # they come first, and all of them
@@ -78,7 +75,7 @@ class Displacement:
             return self._give_up(head)
         if not trial.has_budget(candidates):
             return []
-        # Fails at low, succeeds at high: whoever gives way only adds room.
+        # Fails at low, succeeds at high: each preemption only frees more.
         low, high = max(len(vacate) - 1, 0), len(candidates)
         while high - low > 1:
             middle = (low + high) // 2
@@ -92,31 +89,31 @@ class Displacement:
         return [members.requests[index] for index in candidates[:high].tolist()]
 
     def forget(self) -> None:
-        """Somebody's urgency changed: what would be in vain must be found out anew."""
-        self._in_vain = None
+        """The priority of a request changed: what failed before may succeed."""
+        self._failed_attempt = None
 
     def _give_up(self, head: Request) -> list[Request]:
-        """Nobody can give way to `head`; until something changes it need not be asked again."""
-        self._in_vain = (
+        """No preemption helps `head`; until something changes it need not be asked again."""
+        self._failed_attempt = (
             head,
             self._batch.members,
             self._kv.num_publications,
             self._kv.num_returns,
-            self._admission.num_lessons,
+            self._admission.gates.reserves.num_changes,
         )
         return []
 
-    def _was_in_vain(self, head: Request) -> bool:
-        """Nobody left, nothing was published and no reserve asks for less since there was no room for `head`, so there
-        is no more room now."""
-        if self._in_vain is None:
+    def _failed_before(self, head: Request) -> bool:
+        """No request left, nothing was published and no reserve changed since the failed attempt for `head`, so it
+        would fail again."""
+        if self._failed_attempt is None:
             return False
-        request, members, *counts = self._in_vain
+        request, members, *counts = self._failed_attempt
         unchanged = request is head and members is self._batch.members
         return unchanged and counts == [
             self._kv.num_publications,
             self._kv.num_returns,
-            self._admission.num_lessons,
+            self._admission.gates.reserves.num_changes,
         ]
 
 
@@ -137,7 +134,7 @@ class Trial:
         self._kv = kv
         self._admission = admission
         self._head = head
-        # At most: whoever stays may want more when those who give way leave more embeddings.
+        # At most: rows that stay may want more when those that are preempted leave more embeddings.
         _, self._want = running.wants(with_drafts=False, alone=True)
         self._needed = running.blocks_needed(self._want, batch.members.rows)
         self._match: Match = kv.look_up(head)
@@ -150,15 +147,15 @@ class Trial:
         """
         admission, head = self._admission, self._head
         budget = self._config.max_num_batched_tokens - int(self._want[self._stays(gone)].sum())
-        partial = admission.partial_prefills
+        partial = admission.gates.partial_prefills
         if partial is not None and admission.would_be_partial(head, budget):
             rows = self._batch.members.rows[gone]
             if not partial.has_place(head, rows):
                 return False
-        return budget >= (head.num_tokens if admission.may_have_to_fit(head) else 1)
+        return budget >= (head.num_tokens if admission.gates.budget.may_have_to_fit(head) else 1)
 
     def has_room(self, gone: Int64Array) -> bool:
-        """Whether there is a seat for the head, and its blocks with every reserve."""
+        """Whether there is a sequence slot for the head, and its blocks with every reserve."""
         kv, batch, head = self._kv, self._batch, self._head
         stays = self._stays(gone)
         num_running = int(np.count_nonzero(stays))
@@ -169,9 +166,9 @@ class Trial:
         free = kv.pool.num_free + freed - int(self._needed[stays].sum())
         full = kv.blocks_for(head.num_tokens)
         full -= 0 if self._admission.asks_whole else self._still_held(blocks, dropped)
-        # The first chunk is taken for the whole: what those who give way publish may make it larger than it is now.
+        # The first chunk is taken for the whole: what the victims publish may make it larger than it is now.
         demand = Demand(full, full, self._owed(stays))
-        return free >= self._admission.required_blocks(head, demand, num_running > 0)
+        return free >= self._admission.gates.reserves.required_blocks(head, demand, num_running > 0)
 
     def has_embeddings(self, gone: Int64Array, encoder: EncoderCache) -> bool:
         """Whether the embeddings for the head's first token are there or can be computed in this step."""
@@ -193,7 +190,7 @@ class Trial:
         return blocks[starts], np.diff(starts, append=len(blocks))
 
     def _still_held(self, blocks: Int64Array, dropped: Int64Array) -> int:
-        """How many of the head's matched blocks somebody else still holds when those references are dropped."""
+        """How many of the head's matched blocks another request still holds when those references are dropped."""
         matched = self._match.blocks
         left = self._kv.pool.num_references[matched].astype(np.int64)
         at = np.searchsorted(blocks, matched)

@@ -7,12 +7,12 @@
                Transformers via Speculative Decoding"; Chen et al. 2023, "Accelerating Large Language Model Decoding
                with Speculative Sampling")
 
-While drafts are in flight nobody knows how many of them will count, so the row is not scheduled again before its run is
-in; `num_computed_tokens` is lowered then by what was rejected. The slots of rejected drafts stay with the row, and are
-written again by its next tokens.
+While drafts are in flight it is not known how many of them will count, so the row is not scheduled again before its run
+is in; `num_computed_tokens` is lowered then by what was rejected. The slots of rejected drafts stay with the row, and
+are written again by its next tokens.
 
-A draft is a wish. It is cut to the token limit, the table of the configuration, the limits and the budget; it never
-makes a request give way, and whoever loses its row forgets its drafts.
+A draft yields to everything. It is cut to the token limit, the table of the configuration, the limits and the budget;
+no request is preempted for it, and a request that loses its row loses its drafts.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import numpy.typing as npt
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import ProposalError, StepOrderError
-from pointsman.core.observe.stats import Counters
 from pointsman.core.state.batch import PREFILLING, Batch
+from pointsman.core.state.events import Events
 from pointsman.core.state.numbers import flat_integers, flat_tokens
 from pointsman.core.state.output import IntArray, Integers, SchedulerOutput
 from pointsman.core.state.runs import Runs
@@ -40,13 +40,14 @@ NO_ROWS.flags.writeable = False
 class Drafts:
     """The drafts that wait for the next steps of the running requests, as they were proposed: ragged, by row.
 
-    While the same requests run they go into a step as they are. Whoever has lost its row since is known by its serial.
+    While the same requests run they go into a step as they are. A request that has lost its row since is known by its
+    serial.
     """
 
-    def __init__(self, config: SchedulerConfig, batch: Batch, counters: Counters) -> None:
+    def __init__(self, config: SchedulerConfig, batch: Batch, events: Events) -> None:
         self._config = config
         self._batch = batch
-        self._counters = counters
+        self._events = events
         self.last_updated_step = -1
         self.waiting = 0
         """How many drafts wait; those of rows that are gone may count. 0: what else is here is over."""
@@ -57,7 +58,7 @@ class Drafts:
         self._token_ids: Int32Array = NO_TOKENS
 
     def forget(self) -> None:
-        """Nothing waits any more."""
+        """No draft waits any longer."""
         self.waiting = 0
 
     # ------------------------------------------------------------------ proposing
@@ -85,7 +86,8 @@ class Drafts:
             proposed, tokens = runs.counts, runs.token_ids
         keep = self._keep_others if self.waiting and rows is not self._rows else self._wait
         keep(rows, serials, proposed, tokens)
-        self._counters.num_proposed_tokens += len(tokens)
+        for method in self._events.proposed:
+            method(len(tokens))
         return len(tokens)
 
     def _keep_others(self, rows: IntArray, serials: IntArray, counts: Int64Array, token_ids: Int32Array) -> None:
@@ -114,7 +116,6 @@ class Drafts:
 
     def take_all(self) -> Int32Array:
         """All that waits, ragged, is in flight from now on."""
-        self._counters.num_draft_tokens += self.waiting
         self.forget()
         return self._token_ids
 
@@ -128,7 +129,6 @@ class Drafts:
     def take(self, rows: Int64Array, drafts: Int64Array) -> Int32Array:
         """The first `drafts` [rows] of what waits, ragged, are in flight; the rest for these rows is forgotten."""
         total = int(drafts.sum())
-        self._counters.num_draft_tokens += total
         waiting = Runs.of(self.counts, self._token_ids)
         starts = self._column(waiting.starts)[rows]
         places = (starts - (drafts.cumsum() - drafts)).repeat(drafts) + np.arange(total)

@@ -1,44 +1,77 @@
-"""The output of a step: the running part and the admitted rows in one, as arrays of its own."""
+"""Part 5 of the step: its output, with the running part and the admitted rows in one, as arrays of its own.
+
+Beside it: which running requests a step leaves out and since when (`LeftOut`), how many blocks all rows begin with
+(`CommonPrefix`), and the tokens that a step computes, for hosts that keep none themselves (`input_token_ids`).
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from pointsman.core.config import SchedulerConfig
+from pointsman.core.errors import StepOrderError
 from pointsman.core.kv.manager import KVCacheManager
-from pointsman.core.state.batch import NO_SAMPLE, Batch
-from pointsman.core.state.numbers import INT32
-from pointsman.core.state.output import SchedulerOutput
+from pointsman.core.policy.encoder_budget import EncoderCache
+from pointsman.core.state.batch import NO_SAMPLE, Batch, Members
+from pointsman.core.state.numbers import INT32, set_writeable
+from pointsman.core.state.output import IntArray, OutputFields, SchedulerOutput
+from pointsman.core.state.request import Request
+from pointsman.core.state.runs import join_runs
 from pointsman.core.state.status import RequestStatus
-from pointsman.core.step.common_prefix import CommonPrefix
+from pointsman.core.state.tokens import NO_TOKENS
 from pointsman.core.step.in_flight import AdmittedRequest, StepRecord
-from pointsman.core.step.request_table import Lifecycle
+from pointsman.core.step.request_table import RequestTable
 from pointsman.core.step.running import Advance
 
+Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
 _NO_INTS: Int64Array = np.zeros(0, dtype=np.int64)
 _NO_BOOLS = np.zeros(0, dtype=np.bool_)
+_NO_INTS.flags.writeable = False
+_NO_BOOLS.flags.writeable = False
+
+UNSAMPLED = -1
+"""In the input of a step: a token that an earlier step in flight has yet to sample."""
+_FIRST_LOOK = 16
+"""Blocks that are compared at first; then twice as many, and so on, so that short prefixes are cheap."""
 
 
 class Emission:
-    """Makes outputs, and remembers which requests must be told their whole block table again."""
+    """Makes outputs, and remembers for which requests the host needs the whole block table again."""
 
-    def __init__(self, batch: Batch, kv: KVCacheManager, life: Lifecycle, *, counts_common_prefix: bool) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        batch: Batch,
+        kv: KVCacheManager,
+        table: RequestTable,
+        encoder: EncoderCache | None,
+    ) -> None:
         self._batch = batch
         self._kv = kv
-        self._life = life
-        self._common_prefix = CommonPrefix(batch) if counts_common_prefix else None
+        self._table = table
+        self._encoder = encoder
+        self.left_out = LeftOut(batch)
+        """Since when running requests get nothing."""
+        self.last_output: SchedulerOutput | None = None
+        """The newest output, for explanations, if it left a request waiting: it names requests that have finished."""
+        self._common_prefix = CommonPrefix(batch) if config.count_common_prefix else None
         self._resync = False
-        self._unsynced: set[int] = set()  # admissions that the host has yet to be told again
+        self._unsynced: set[int] = set()  # admissions whose table the host does not have yet
 
     def resync(self) -> None:
-        """Outputs were void: every request that runs must be told its whole block table again."""
+        """Outputs were void: the host needs the whole block table of every running request again."""
         self._resync = True
         self._unsynced.update(self._batch.members.serials.tolist())
 
-    def emit(self, record: StepRecord, advance: Advance) -> SchedulerOutput:
-        """The output of a step that is decided; it is noted in the step's record."""
+    def emit(self, record: StepRecord) -> None:
+        """Make the output of a step that is decided."""
+        advance = record.advance
+        assert advance is not None
         num_continued = len(advance.requests)
         cached, external, resumed = _NO_INTS, _NO_INTS, _NO_BOOLS
         if record.admitted:
@@ -51,11 +84,13 @@ class Emission:
         samples, completes = advance.samples, _NO_INTS
         if self._batch.num_no_sample:
             samples, completes = self._without_completions(advance)
-        preempted, finished = self._life.take_reports()
-        encoder = self._life.encoder
-        encoder_inputs, freed_entries = encoder.close() if encoder is not None else ((), ())
+        preempted, finished = self._table.take_reports()
+        encoder_inputs, freed_entries = self._encoder.close() if self._encoder is not None else ((), ())
+        if block_ids.dtype is not INT32:
+            block_ids = block_ids.astype(INT32, copy=False) if len(block_ids) else NO_TOKENS
         # By position, in the order of the fields: with keywords it takes three times as long.
-        output = SchedulerOutput(
+        members = self._batch.members
+        fields: Any = OutputFields(
             record.step_id,
             advance.total,
             num_continued,
@@ -72,27 +107,38 @@ class Emission:
             cached,
             external,
             resumed,
-            block_ids if block_ids.dtype == INT32 else block_ids.astype(INT32),
+            block_ids,
             advance.block_rows,
             encoder_inputs,
             freed_entries,
-            preempted,
-            finished,
+            tuple(preempted) if preempted else (),
+            tuple(finished) if finished else (),
             self._common_prefix.count(advance.rows) if self._common_prefix is not None else 0,
-            record.loads,
+            tuple(record.loads) if record.loads else (),
             self._kv.take_saves(),
         )
+        set_writeable(advance.num_computed_tokens, False)
+        if len(block_ids):
+            set_writeable(block_ids, False)
+            set_writeable(advance.block_rows, False)
+        if advance.num_scheduled_tokens is not members.ones:
+            set_writeable(advance.num_scheduled_tokens, False)
+            set_writeable(advance.num_draft_tokens, False)
+            set_writeable(advance.draft_token_ids, False)
+        if samples is not members.trues:
+            _make_read_only(fields)
+        fields.__class__ = SchedulerOutput  # complete: see `sealed.py`
+        output: SchedulerOutput = fields
         record.output = output
-        members = self._batch.members
         count = len(members.requests)
         is_whole = len(advance.requests) == count
-        life = self._life
         if not is_whole:
-            life.left_out.note(record.step_id, advance.rows, life.now, goes_on=life.last_output is not None)
-        life.last_output = output if len(life.queue) or not is_whole else None
+            self.left_out.note(record.step_id, advance.rows, record.now, goes_on=self.last_output is not None)
+        self.last_output = output if len(self._table.queue) or not is_whole else None
         if is_whole and (samples is members.trues or np.count_nonzero(samples) == count):
             record.members = members
-        return output
+        if self._kv.returned is not None:
+            record.returned_blocks, self._kv.returned = self._kv.returned, []
 
     def _without_completions(self, advance: Advance) -> tuple[npt.NDArray[np.bool_], Int64Array]:
         """`samples` of the rows that do sample, and the indices of those that are complete instead."""
@@ -108,13 +154,13 @@ class Emission:
         start, count = len(advance.requests), len(admitted)
         requests, rows, serials = members.requests, members.rows, members.serials
         if start + count < len(requests):  # some that ran before do not advance
-            requests = [*advance.requests, *requests[-count:]]
+            requests = (*advance.requests, *requests[-count:])
             rows = np.concatenate([advance.rows, rows[-count:]])
             serials = np.concatenate([advance.serials, serials[-count:]])
         tokens = [entry.grant.num_tokens for entry in admitted]
         cached = np.array([entry.grant.num_cached_tokens for entry in admitted])
         external = batch.zeros[:count]
-        if self._life.transfers is not None:
+        if self._kv.has_connector:
             external = np.array([entry.grant.num_external_tokens for entry in admitted])
         blocks = [entry.blocks for entry in admitted]
         samples = batch.num_pending[rows[start:]].astype(np.bool_)
@@ -133,8 +179,127 @@ class Emission:
         return cached, external
 
     def _full_tables(self, advance: Advance) -> tuple[Int64Array, Int64Array]:
-        """Whole tables for the rows of this output; whoever is not among them is told later."""
+        """Whole tables for the rows of this output; those of other rows follow later."""
         self._unsynced &= set(self._batch.members.serials.tolist())
         self._unsynced -= set(advance.serials.tolist())
         self._resync = bool(self._unsynced)
         return self._kv.tables(self._batch, advance.rows)
+
+
+def _make_read_only(fields: OutputFields) -> None:
+    """Flag what else is made for an output whose rows do not all sample."""
+    for array in (
+        fields.rows,
+        fields.serials,
+        fields.samples,
+        fields.completes,
+        fields.num_cached_tokens,
+        fields.num_external_tokens,
+        fields.is_resumed,
+    ):
+        set_writeable(array, False)
+
+
+class LeftOut:
+    """Since when the rows of a batch get nothing, step after step."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+        self._since = np.zeros(0)  # by row
+        self._serials = np.zeros(0, dtype=np.int64)  # by row: the admission that it is about, 0 for none
+        self._step_id = 0
+
+    def note(self, step_id: int, rows: IntArray, now: float, *, goes_on: bool) -> None:
+        """Of all that run, a step takes only these rows. `goes_on`: rows left out before may be so still."""
+        members, num_rows = self._batch.members, len(self._batch.serial)
+        if not goes_on or step_id != self._step_id + 1:
+            self._serials[:] = 0
+        more = np.zeros(num_rows - len(self._serials), dtype=np.int64)
+        if len(more):
+            self._since, self._serials = np.concatenate([self._since, more]), np.concatenate([self._serials, more])
+        self._step_id = step_id
+        self._serials[rows] = 0
+        is_in = np.zeros(num_rows, dtype=np.bool_)
+        is_in[rows] = True
+        out = ~is_in[members.rows]
+        left, serials = members.rows[out], members.serials[out]
+        self._since[left[self._serials[left] != serials]] = now
+        self._serials[left] = serials
+
+    def since(self, request: Request) -> float | None:
+        """When the first of the steps was that have left out a request; None: the newest did not."""
+        row = request.row
+        if row is None or row >= len(self._since) or self._serials[row] != request.serial:
+            return None
+        return float(self._since[row])
+
+
+class CommonPrefix:
+    """Counts the leading blocks that the tables of some rows have in common, for attention kernels that read a common
+    prefix once (cascade).
+
+    The tables of running rows only grow, and at their ends, by blocks that no other row has. So what is common to all
+    rows that run changes with the membership alone, and is found once for it: in steady decode the answer costs
+    nothing. For a step that takes only some of the running rows it is found again.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+        self._members: Members | None = None
+        self._count = 0
+
+    def count(self, rows: npt.NDArray[np.integer]) -> int:
+        """For these rows, some or all of those that run; 0 for none, and for one the length of its table."""
+        members = self._batch.members
+        if len(rows) != len(members) or len(rows) == 1:
+            return self._compare(rows)
+        if self._members is not members:
+            self._members, self._count = members, self._compare(rows)
+        return self._count
+
+    def _compare(self, rows: npt.NDArray[np.integer]) -> int:
+        batch = self._batch
+        if len(rows) == 0:
+            return 0
+        width = int(batch.num_slots[rows].min()) // batch.block_size
+        start, look = 0, _FIRST_LOOK
+        while start < width and len(rows) > 1:
+            end = min(start + look, width)
+            tables = batch.block_table[rows, start:end]
+            differs = (tables != tables[0]).any(axis=0).nonzero()[0]
+            if len(differs):
+                return start + int(differs[0])
+            start, look = end, 2 * look
+        return width
+
+
+def input_token_ids(batch: Batch, output: SchedulerOutput, allow_unsampled: bool) -> Int32Array:
+    """See `Scheduler.input_token_ids`."""
+    if output.num_rows == 0:
+        return np.zeros(0, dtype=np.int32)
+    if not len(output.draft_token_ids):
+        return _known_token_ids(batch, output, output.num_scheduled_tokens, allow_unsampled)
+    num_known = output.num_scheduled_tokens - output.num_draft_tokens
+    known = _known_token_ids(batch, output, num_known, allow_unsampled)
+    return join_runs(num_known, known, output.num_draft_tokens, output.draft_token_ids)
+
+
+def _known_token_ids(batch: Batch, output: SchedulerOutput, counts: IntArray, allow_unsampled: bool) -> Int32Array:
+    """The first `counts` tokens that each row computes, which are no drafts."""
+    last = batch.last_tokens(output.rows)
+    unsampled = output.num_computed_tokens + counts > batch.num_tokens[output.rows]
+    if np.count_nonzero(unsampled):
+        if not allow_unsampled:
+            raise StepOrderError(
+                f"step {output.step_id} computes tokens that an earlier step in flight has yet to sample"
+            )
+        last[unsampled] = UNSAMPLED
+    chunks = ((counts > 1) | (output.num_computed_tokens + 1 < batch.num_tokens[output.rows])).nonzero()[0]
+    if len(chunks) == 0:
+        return last
+    parts = np.split(last, chunks)
+    pieces = [parts[0]]
+    for index, part in zip(chunks.tolist(), parts[1:], strict=True):
+        start = int(output.num_computed_tokens[index])
+        pieces += [output.requests[index].tokens(start, start + int(counts[index])), part[1:]]
+    return np.concatenate(pieces)

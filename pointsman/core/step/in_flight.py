@@ -4,17 +4,37 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.errors import StepOrderError
-from pointsman.core.kv.manager import Journal
+from pointsman.core.kv.manager import Journal, Match
 from pointsman.core.state.batch import Members
+from pointsman.core.state.events import StepDecision
 from pointsman.core.state.output import Load, SchedulerOutput
 from pointsman.core.state.request import Request
 from pointsman.core.state.status import RequestStatus
-from pointsman.core.step.admission import Grant
+from pointsman.core.step.running import Advance
+
+
+class Grant(NamedTuple):
+    """A request may be admitted, and what it gets."""
+
+    match: Match
+    num_tokens: int
+    """Tokens it computes in this step, at least 1 unless `is_async`."""
+    num_cached_tokens: int
+    """Tokens it need not compute."""
+    num_new_blocks: int
+    """Blocks beyond the matched ones."""
+    charge: int
+    """Tokens that it takes from the step's budget, at least `num_tokens`."""
+    num_external_tokens: int = 0
+    """Of the cached ones, tokens that a connector loads, or has loaded."""
+    is_async: bool = False
+    """Whether it must be loaded before it can be admitted: then it computes nothing in this step."""
 
 
 @dataclass(slots=True)
@@ -32,37 +52,71 @@ class AdmittedRequest:
 
 
 @dataclass(slots=True)
-class StepRecord:
-    """A step in flight."""
+class StepRecord(StepDecision):
+    """A step that is being scheduled, or in flight."""
 
-    step_id: int
     journal: Journal = field(default_factory=list)
     """What entered the prefix tree while this was the newest step."""
+    displacer: Request | None = None
+    """The waiting request for which running ones were preempted."""
+    advance: Advance | None = None
+    """What the running rows do."""
     admitted: list[AdmittedRequest] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     """What it asks the host to load, for admitted requests and for those that wait for it."""
-    output: SchedulerOutput | None = None
     is_over: bool = False
     """Whether its result has come."""
     members: Members | None = None
     """The running rows, if the output names all of them and all sample: then `update` need not look them up."""
 
 
-def too_many_in_flight(in_flight: deque[StepRecord], most: int) -> StepOrderError:
-    """Why no further step may be scheduled before the oldest one is updated."""
-    return StepOrderError(
-        f"{len(in_flight)} step(s) in flight, and max_steps_in_flight is {most}; "
-        f"update step {in_flight[0].step_id} first"
-    )
+class StepsInFlight:
+    """Steps scheduled and not yet updated, oldest first."""
 
+    def __init__(self, max_steps: int) -> None:
+        self._max_steps = max_steps
+        self.records: deque[StepRecord] = deque()
 
-def not_the_oldest(in_flight: deque[StepRecord], output: SchedulerOutput) -> StepOrderError:
-    """Why a step may not be updated, which is not the oldest one in flight."""
-    oldest = f"step {in_flight[0].step_id} is the oldest" if in_flight else "no step is"
-    return StepOrderError(f"step {output.step_id} cannot be updated now: {oldest} in flight")
+    @property
+    def newest_step_id(self) -> int | None:
+        return self.records[-1].step_id if self.records else None
 
+    def require_room(self) -> None:
+        """Raises StepOrderError if no further step may be scheduled before the oldest one is updated."""
+        if len(self.records) >= self._max_steps:
+            raise StepOrderError(
+                f"{len(self.records)} step(s) in flight, and max_steps_in_flight is {self._max_steps}; "
+                f"update step {self.records[0].step_id} first"
+            )
 
-def require_in_flight(in_flight: deque[StepRecord], output: SchedulerOutput) -> None:
-    """Raises StepOrderError unless `output` is that of a step in flight."""
-    if not any(record.output is output for record in in_flight):
-        raise StepOrderError(f"step {output.step_id} is not in flight: it was updated or failed before")
+    def require_oldest(self, output: SchedulerOutput) -> StepRecord:
+        """The record of the oldest step, whose output this must be. Raises StepOrderError if it is not."""
+        records = self.records
+        if not records or records[0].output is not output:
+            oldest = f"step {records[0].step_id} is the oldest" if records else "no step is"
+            raise StepOrderError(f"step {output.step_id} cannot be updated now: {oldest} in flight")
+        return records[0]
+
+    def take_from(self, output: SchedulerOutput) -> list[StepRecord]:
+        """Remove a step and all later ones, newest first. Raises StepOrderError if it is not in flight."""
+        if not any(record.output is output for record in self.records):
+            raise StepOrderError(f"step {output.step_id} is not in flight: it was updated or failed before")
+        taken: list[StepRecord] = []
+        while not taken or taken[-1].output is not output:
+            taken.append(self.records.pop())
+        return taken
+
+    def num_sound_tokens(self, request: Request) -> int:
+        """Tokens of a running request whose KV is there for good: steps that are not over may yet fail, and with them
+        what they load, or share with an admission."""
+        state = request._state
+        count = state.num_computed_tokens
+        for record in self.records:
+            output = record.output
+            if output is None or record.is_over:
+                continue
+            if any(entry.serial == state.serial for entry in record.admitted):
+                return 0
+            own = (output.rows == state.row) & (output.serials == state.serial)
+            count -= int(output.num_scheduled_tokens[own].sum())
+        return count

@@ -1,8 +1,8 @@
 """An asynchronous load from its start to its end: a request is parked while it holds blocks, and comes back.
 
-start      the head of the queue gets its blocks and is parked; the output tells the host of the load
-done       what was loaded in a row counts, the rest of the blocks is given back; the request returns to its place
-expire     a load that takes too long: the request goes on without it, or ends. Its blocks stay held
+start      the head of the queue gets its blocks and is parked; the output asks the host to load
+done       what was loaded in a row counts, the remaining blocks are given back; the request returns to its place
+expire     a load that takes too long: the request continues without it, or finishes. Its blocks stay held
 roll_back  the step that started it is void: the request returns to its place without the blocks
 forget     the prefix cache was reset: so does every request that holds some
 """
@@ -15,14 +15,13 @@ import numpy.typing as npt
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.kv.transfers import Holding, Transfers
-from pointsman.core.observe.stats import Counters
+from pointsman.core.state.events import Events, LoadFinished, LoadStarted, send
 from pointsman.core.state.output import Load
 from pointsman.core.state.reason import Deferral, Reason
 from pointsman.core.state.request import Request
 from pointsman.core.state.status import FinishReason, ParkReason
-from pointsman.core.step.admission import Grant
-from pointsman.core.step.in_flight import StepRecord
-from pointsman.core.step.request_table import End, Lifecycle
+from pointsman.core.step.in_flight import Grant, StepRecord
+from pointsman.core.step.request_table import End, RequestTable
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -31,49 +30,52 @@ class Loading:
     """Moves requests into loads and out of them."""
 
     def __init__(
-        self, config: SchedulerConfig, kv: KVCacheManager, life: Lifecycle, transfers: Transfers, counters: Counters
+        self, config: SchedulerConfig, kv: KVCacheManager, table: RequestTable, transfers: Transfers, events: Events
     ) -> None:
         self._timeout = config.kv_load_timeout
         self._recomputes = config.kv_load_failure_policy == "recompute"
         self._kv = kv
-        self._life = life
+        self._table = table
         self._transfers = transfers
-        self._counters = counters
+        self._events = events
 
     def open(self, displacer: Request | None, now: float) -> None:
         """A step begins to ask the queue."""
         self._transfers.open(displacer, now)
 
     def admit(self, request: Request, grant: Grant, record: StepRecord, blocks: Int64Array) -> None:
-        """A request runs on behind external tokens, which are loaded already or by this step."""
-        if request.holding is not None:
+        """A request continues behind external tokens, which are loaded already or by this step."""
+        if request._state.holding is not None:
             self._transfers.hand_over(request)
         else:
             record.loads.append(self._load(request, grant, blocks))
-            self._counters.num_loaded_tokens += grant.num_external_tokens
 
     def _load(self, request: Request, grant: Grant, blocks: Int64Array) -> Load:
-        """What the host is told of the external tokens of a grant, whose block table starts with `blocks`."""
+        """What the output says of the external tokens of a grant, whose block table starts with `blocks`."""
         first = len(grant.match.blocks)
         count = grant.num_external_tokens // self._kv.block_size
-        self._counters.num_loads += 1
+        told = blocks[: first + count].copy()
+        told.setflags(write=False)
+        if self._events.load_started:
+            event = LoadStarted(request, grant.num_external_tokens, grant.is_async, self._table.now)
+            send(self._events.load_started, event)
         return Load(
             transfer_id=self._transfers.next_id(),
             request=request,
-            local_blocks=blocks[:first],
-            block_ids=blocks[first : first + count],
+            local_blocks=told[:first],
+            block_ids=told[first:],
             first_token=first * self._kv.block_size,
             num_tokens=grant.num_external_tokens,
             is_async=grant.is_async,
         )
 
-    def start(self, request: Request, grant: Grant, record: StepRecord, now: float) -> None:
+    def start(self, request: Request, grant: Grant, record: StepRecord) -> None:
         """From the head of the queue to its parked state, with blocks."""
         blocks = self._kv.admit(request, grant.match, grant.num_new_blocks)
         load = self._load(request, grant, blocks)
-        self._life.park(request, ParkReason.REMOTE_KVS, now)
-        self._transfers.start(request, load, blocks, now)
-        request.deferral = Deferral(Reason.KV_LOAD, 0, now)
+        self._table.park(request, ParkReason.REMOTE_KVS)
+        self._transfers.start(request, load, blocks, record.now)
+        request._state.deferral = Deferral(Reason.KV_LOAD, 0)
         record.loads.append(load)
 
     def done(self, transfer_id: int, num_tokens: int | None, failed_blocks: list[int]) -> Request | None:
@@ -90,18 +92,16 @@ class Loading:
         if request is None or load is None:
             self._transfers.close(holding)
             return None
-        self._counters.num_loaded_tokens += num_loaded * self._kv.block_size
-        request.may_load = False
+        request._state.may_load = False
         missing = len(load.block_ids) - num_loaded
-        if missing:
-            self._counters.num_failed_loads += 1
+        self._tell_finished(request, num_loaded * self._kv.block_size, failed=missing > 0)
         if missing and not self._recomputes:
             return self._give_up(request, f"{num_loaded} of {len(load.block_ids)} KV blocks could be loaded")
         self._transfers.shorten(holding, holding.num_local_blocks + num_loaded)
         self._kv.publish_loaded(request, holding.blocks)
         if not len(holding.blocks):
             self._transfers.let_go(request)
-        self._life.ready(request)
+        self._table.ready(request)
         return None
 
     def expire(self, now: float) -> None:
@@ -109,8 +109,8 @@ class Loading:
         if self._timeout is None or not self._transfers.num_open:
             return
         for request in self._transfers.overdue(now - self._timeout):
-            self._counters.num_failed_loads += 1
-            request.may_load = False
+            self._tell_finished(request, 0, failed=True)
+            request._state.may_load = False
             if self._recomputes:
                 self._let_go(request)
             else:
@@ -119,32 +119,36 @@ class Loading:
     def roll_back(self, record: StepRecord) -> None:
         """What a void step loads, or has loaded meanwhile, may hang on blocks that it computes: let go of it."""
         for load in reversed(record.loads):
-            holding = load.request.holding
+            holding = load.request._state.holding
             if holding is not None and holding.load is load:
                 self._let_go(load.request)
 
     def forget(self) -> None:
-        """Nobody who does not run yet goes on behind KV from before a reset, nor does the connector offer any."""
+        """No request that does not run yet uses KV from before a reset, nor does the connector offer any."""
         for request in self._transfers.holders():
             self._let_go(request)
         self._transfers.connector.reset()
 
     def _let_go(self, request: Request) -> None:
-        """It waits for nothing any more, and holds nothing."""
+        """It no longer waits, and holds nothing."""
         self._transfers.let_go(request)
         if request.status.is_parked:
-            self._life.ready(request)
+            self._table.ready(request)
+
+    def _tell_finished(self, request: Request, num_tokens: int, *, failed: bool) -> None:
+        if self._events.load_finished:
+            send(self._events.load_finished, LoadFinished(request, num_tokens, failed, self._table.now))
 
     def _give_up(self, request: Request, detail: str) -> Request:
-        self._life.end([End(request, FinishReason.ERROR, detail)])
+        self._table.finish([End(request, FinishReason.ERROR, detail)])
         return request
 
 
 def make_loading(
-    config: SchedulerConfig, kv: KVCacheManager, life: Lifecycle, transfers: Transfers | None, counters: Counters
+    config: SchedulerConfig, kv: KVCacheManager, table: RequestTable, transfers: Transfers | None, events: Events
 ) -> Loading | None:
     """Loads of a scheduler that has a connector."""
-    return None if transfers is None else Loading(config, kv, life, transfers, counters)
+    return None if transfers is None else Loading(config, kv, table, transfers, events)
 
 
 def _blocks_loaded(holding: Holding, num_tokens: int | None, failed_blocks: list[int], block_size: int) -> int:

@@ -24,16 +24,16 @@ from pointsman.core.state.numbers import checked_integer
 from pointsman.core.state.request import Request
 from pointsman.core.state.status import FinishReason, ParkReason, RequestStatus
 from pointsman.core.state.tokens import IntArray, token_array
-from pointsman.core.step.request_table import End, Lifecycle
+from pointsman.core.step.request_table import End, RequestTable
 from pointsman.core.step.validation import encoder_inputs_fit, settle_limits, too_long
 
 
-class Parts:
+class PromptParts:
     """Extends the requests of one scheduler."""
 
-    def __init__(self, config: SchedulerConfig, life: Lifecycle) -> None:
+    def __init__(self, config: SchedulerConfig, table: RequestTable) -> None:
         self._config = config
-        self._life = life
+        self._table = table
 
     def extend(
         self,
@@ -57,13 +57,13 @@ class Parts:
         part = _read_part(name, token_ids, max_tokens, encoder_inputs)
         if more and not len(part.token_ids):
             raise RequestRefused(f"request {name!r}: a part without tokens; give some, or say that it is the last")
-        length = request.num_prompt_tokens + sum(len(one.token_ids) for one in [*request.parts, part])
+        length = request.num_prompt_tokens + sum(len(one.token_ids) for one in [*request._state.parts, part])
         why = too_long(self._config, request, length, part.max_tokens)
         why = why or encoder_inputs_fit(self._config, part.encoder_inputs, whole=False)
         if why is not None:
             raise RequestRefused(f"request {name!r} not extended: {why}")
-        request.more_input = more
-        request.parts.append(part)
+        request._state.more_input = more
+        request._state.parts.append(part)
         if request.awaits_input:
             self._take(request)
         return part
@@ -71,22 +71,22 @@ class Parts:
     def is_part(self, end: End) -> bool:
         """Whether what ended is a part of a request, and not the request."""
         request = end.request
-        if not request.more_input and not request.parts:
+        if not request.more_input and not request._state.parts:
             return False
         if end.reason is FinishReason.LENGTH:
             return end.detail == "max_tokens"
         return end.reason in (FinishReason.STOP, FinishReason.REPETITION)
 
-    def complete(self, request: Request, now: float) -> None:
+    def complete(self, request: Request) -> None:
         """A request's part is complete: it takes the next one, or waits for it. Samples in flight are of no use."""
         if not request.status.is_parked:
-            self._life.park(request, ParkReason.STREAMING_REQ, now, is_done=True)
-        self._life.disown_steps_in_flight(request)
-        request.awaits_input = True
-        if request.parts:
+            self._table.park(request, ParkReason.STREAMING_REQ, is_done=True)
+        self._table.disown_steps_in_flight(request)
+        request._state.awaits_input = True
+        if request._state.parts:
             self._take(request)
 
-    def ready(self, request: Request, now: float) -> bool:
+    def ready(self, request: Request) -> bool:
         """Whether a parked request may be queued; what else it waited for is there.
 
         Raises:
@@ -96,7 +96,7 @@ class Parts:
             return True
         if request.status is RequestStatus.WAITING_FOR_STREAMING_REQ:
             raise InvalidTransition(f"request {request.request_id!r} waits for input; extend it")
-        self._life.park(request, ParkReason.STREAMING_REQ, now)
+        self._table.park(request, ParkReason.STREAMING_REQ)
         return False
 
     def _take(self, request: Request) -> None:
@@ -107,18 +107,18 @@ class Parts:
         inputs = list(request.encoder_inputs)
         length = sum(len(some) for some in tokens)
         max_tokens = 0
-        while max_tokens == 0 and request.parts:
-            part = request.parts.popleft()
+        while max_tokens == 0 and request._state.parts:
+            part = request._state.parts.popleft()
             inputs += [item._replace(start=length + item.start) for item in part.encoder_inputs]
             tokens.append(part.token_ids)
             length += len(part.token_ids)
             max_tokens = part.max_tokens
-        request.continue_with(np.concatenate(tokens), max_tokens, tuple(inputs))
+        request._state.continue_with(np.concatenate(tokens), max_tokens, tuple(inputs))
         why = settle_limits(self._config, request)
         if why is not None:
-            self._life.end([End(request, FinishReason.LENGTH, why)])
+            self._table.finish([End(request, FinishReason.LENGTH, why)])
         elif request.status is RequestStatus.WAITING_FOR_STREAMING_REQ:
-            self._life.ready(request)
+            self._table.ready(request)
 
 
 def _read_part(
@@ -128,6 +128,7 @@ def _read_part(
     encoder_inputs: Sequence[EncoderInput | Sequence[Any]],
 ) -> Part:
     tokens = token_array(name, token_ids)
+    tokens.setflags(write=False)
     try:
         most = checked_integer("max_tokens", max_tokens, 0)
         return Part(tokens, most, read_encoder_inputs(encoder_inputs, len(tokens), "part"))

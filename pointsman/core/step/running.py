@@ -1,4 +1,4 @@
-"""How the running requests advance in a step: for all rows at once.
+"""Part 2 of the step: how the running requests advance, for all rows at once.
 
 What a row wants is `num_tokens + num_pending - num_computed_tokens`: its known tokens and the samples in flight, less
 what is computed; and beside that its drafts, if some wait (`drafts.py`). Three ways lead to what it gets, each only
@@ -6,13 +6,19 @@ where the one before does not apply:
 
     steady    every row decodes one token, and verifies its drafts if it has some: no flags, budget and blocks suffice
     at once   limits, the budget by one cumulative sum, one `grow` for all rows that lack blocks
-    again     the pool cannot give: somebody gives way, and the rest is worked out anew, steady or at once
+    again     blocks run out: a request is preempted, and the rest is recomputed, steady or at once
+
+Where `shortage` is "in-order" or "look-ahead", `InOrder` takes the place of the last: rows get their tokens and blocks
+one after the other, as in the systems that the presets are named after. There a row keeps what it got, blocks that a
+victim gives back help only the row that asks and those behind it, and when the row that asks is itself preempted, none
+behind it runs in this step. The walk is taken only if blocks run out; while they suffice, both come to the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -34,11 +40,17 @@ Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 
+class Preempt(Protocol):
+    """Preempts a running request for memory."""
+
+    def __call__(self, request: Request, /) -> None: ...
+
+
 @dataclass(slots=True)
 class Advance:
     """What the running rows do in a step: the first part of a `SchedulerOutput`, field by field."""
 
-    requests: Sequence[Request]
+    requests: tuple[Request, ...]
     rows: Int64Array
     serials: Int64Array
     num_computed_tokens: Int64Array
@@ -50,7 +62,7 @@ class Advance:
     block_rows: Int64Array
     total: int
     preempted: bool
-    """Whether somebody had to give way for memory."""
+    """Whether a request was preempted for memory."""
     unpublished: Sequence[Request]
     """Rows that computed prompt tokens, whose blocks are to be published."""
 
@@ -59,7 +71,7 @@ class Running:
     """The running part of a step."""
 
     _replans = True
-    """Whether, when somebody gives way for blocks, what everybody gets is worked out anew, as if it had never run."""
+    """Whether, when a request is preempted for blocks, what all others get is recomputed, as if it had never run."""
 
     def __init__(
         self,
@@ -83,8 +95,8 @@ class Running:
         limited = any(limit.limits_drafts for limit in limits)
         self._steady_drafts_allowed = not limited and config.num_draft_tokens < config.block_size
 
-    def advance(self, in_flight: bool, preempt: Callable[[Request], None]) -> Advance:
-        """Decide, and commit, what every running row computes; `preempt` is called for each that gives way."""
+    def advance(self, in_flight: bool, preempt: Preempt) -> Advance:
+        """Decide, and commit, what every running row computes; `preempt` is called for each victim."""
         batch = self._batch
         preempted = False
         while self._steady_allowed and batch.num_prefilling == 0 and len(batch.members.requests) <= self._steady_rows:
@@ -102,7 +114,7 @@ class Running:
         """No row computes anything."""
         members = self._batch.members
         return Advance(
-            requests=[],
+            requests=(),
             rows=members.rows[:0],
             serials=members.serials[:0],
             num_computed_tokens=members.rows[:0],
@@ -129,7 +141,7 @@ class Running:
         lacks = expected - batch.num_computed_tokens[rows]
         lacks[expected >= members.token_limit] = 0  # what is in flight brings it to its end
         if self._speculates:
-            np.maximum(lacks, 0, out=lacks)  # drafts in flight: nobody knows where the row goes on
+            np.maximum(lacks, 0, out=lacks)  # drafts in flight: it is not known where the row goes on
         want = lacks.copy()
         if with_drafts and self._drafts.waiting:
             want += self._drafts.wanted(rows)
@@ -145,8 +157,8 @@ class Running:
         needed: Int64Array = np.maximum(-(-short // self._block_size), 0)
         return needed
 
-    def blocks_owed(self) -> int:
-        """Blocks that partly computed rows still need for tokens they already have."""
+    def num_owed_blocks(self) -> int:
+        """Blocks that rows with a partial prefill still need for tokens they already have."""
         batch = self._batch
         if batch.num_prefilling == 0:
             return 0
@@ -191,15 +203,15 @@ class Running:
             (),  # unpublished
         )
 
-    def _free_blocks(self, preempt: Callable[[Request], None]) -> None:
-        """Every row decodes one token, and for some there is no block: one row gives way."""
+    def _free_blocks(self, preempt: Preempt) -> None:
+        """Every row decodes one token, and for some there is no block: one row is preempted."""
         batch, rows = self._batch, self._batch.members.rows
         lacking = (batch.num_computed_tokens[rows] >= batch.num_slots[rows]).nonzero()[0]
-        self._give_way(int(rows[lacking[self._kv.pool.num_free]]), preempt)
+        self._preempt_for(int(rows[lacking[self._kv.pool.num_free]]), preempt)
 
-    def _give_way(self, asking: int, preempt: Callable[[Request], None]) -> int:
-        """Somebody gives way to the row `asking`, the first, in admission order, that does not get its blocks. Returns
-        the row that did."""
+    def _preempt_for(self, asking: int, preempt: Preempt) -> int:
+        """Preempt a request for the row `asking`, the first, in admission order, that does not get its blocks. Returns
+        the victim's row."""
         members = self._batch.members
         victim = self._victim.choose(self._batch, asking)
         preempt(members.requests[int((members.rows == victim).nonzero()[0][0])])
@@ -221,7 +233,7 @@ class Running:
             return None
         block_ids = self._kv.grow_by_one(batch, rows[lacking]) if len(lacking) else NO_BLOCKS
         batch.num_computed_tokens[rows] = end
-        batch.num_pending[rows] = members.ones
+        batch.num_pending[rows] = ONE
         return Advance(
             members.requests,
             rows,
@@ -240,20 +252,20 @@ class Running:
 
     # ------------------------------------------------------------------ at once
 
-    def _advance_general(self, preempt: Callable[[Request], None]) -> Advance:
-        """Limits, budget and blocks for all rows at once; whoever must give way leaves before anything is committed."""
+    def _advance_general(self, preempt: Preempt) -> Advance:
+        """Limits, budget and blocks for all rows at once; victims leave before anything is committed."""
         return self._settle(*self.wants(with_drafts=True), preempt)
 
-    def _settle(self, lacks: Int64Array, want: Int64Array, preempt: Callable[[Request], None]) -> Advance:
+    def _settle(self, lacks: Int64Array, want: Int64Array, preempt: Preempt) -> Advance:
         """Share tokens and blocks out among the rows that want some, and commit to it."""
         members = self._batch.members
         granted, needed, block_ids, preempted = self._share_out(lacks, want, preempt)
         return self._commit(members, lacks, granted, needed, block_ids, preempted)
 
     def _share_out(
-        self, lacks: Int64Array, want: Int64Array, preempt: Callable[[Request], None]
+        self, lacks: Int64Array, want: Int64Array, preempt: Preempt
     ) -> tuple[Int64Array, Int64Array, IntArray, bool]:
-        """[rows] tokens and number of new blocks that each row gets, the blocks, and whether somebody gave way."""
+        """[rows] tokens and number of new blocks that each row gets, the blocks, and whether one was preempted."""
         members = self._batch.members
         preempted = False
         while True:
@@ -265,7 +277,7 @@ class Running:
                 return granted, needed, self._grow(members, needed), preempted
             if not preempted and self._give_up_drafts(members.rows, lacks, want):
                 continue
-            victim = self._give_way(int(members.rows[end.searchsorted(free, side="right")]), preempt)
+            victim = self._preempt_for(int(members.rows[end.searchsorted(free, side="right")]), preempt)
             want[members.rows == victim] = 0  # it gives back what this step had granted to it
             preempted = True
 
@@ -307,7 +319,7 @@ class Running:
         if np.count_nonzero(runs) < len(runs):
             picked = runs.nonzero()[0]
             rows, serials, lacks, granted, needed = (a[picked] for a in (rows, serials, lacks, granted, needed))
-            requests = [requests[index] for index in picked.tolist()]
+            requests = tuple([requests[index] for index in picked.tolist()])
         computed = batch.num_computed_tokens[rows]
         samples = granted >= lacks
         batch.num_computed_tokens[rows] = computed + granted
@@ -321,7 +333,7 @@ class Running:
             for index in (batch.flags[rows] & PREFILLING).nonzero()[0].tolist():
                 unpublished.append(requests[index])
                 for limit in self._limits:
-                    limit.take(requests[index], int(computed[index]), int(granted[index]))
+                    limit.commit(requests[index], int(computed[index]), int(granted[index]))
                 if samples[index]:
                     batch.clear_flags(int(rows[index]), PREFILLING)
         return Advance(
@@ -339,3 +351,101 @@ class Running:
             preempted=preempted,
             unpublished=unpublished,
         )
+
+
+class InOrder(Running):
+    """Rows one after the other, see `SchedulerConfig.shortage`.
+
+    It also bounds the rows of a step by `max_num_seqs`, where more may be running.
+    """
+
+    _replans = False
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        batch: Batch,
+        kv: KVCacheManager,
+        limits: list[Limit],
+        victim: Victim,
+        drafts: Drafts,
+    ) -> None:
+        super().__init__(config, batch, kv, limits, victim, drafts)
+        self._max_rows = config.max_num_seqs
+        self._looks_ahead = config.shortage == "look-ahead"
+        self._steady_rows = min(self._steady_rows, self._max_rows)
+
+    def advance_prefills(self, preempt: Preempt) -> Advance:
+        """As `advance`, only for rows whose known tokens are not all computed yet."""
+        batch = self._batch
+        lacks, want = self.wants(with_drafts=False)
+        want[(batch.flags[batch.members.rows] & PREFILLING) == 0] = 0
+        return self._settle(lacks, want, preempt)
+
+    def advance_decodes(self, in_flight: bool, preempt: Preempt, *, was_preempted: bool) -> Advance:
+        """As `advance`, only for the other rows; without drafts if a request was preempted in this step."""
+        batch = self._batch
+        if batch.num_prefilling == 0 and not was_preempted:
+            return self.advance(in_flight, preempt)
+        lacks, want = self.wants(with_drafts=not was_preempted)
+        want[(batch.flags[batch.members.rows] & PREFILLING) != 0] = 0
+        return self._settle(lacks, want, preempt)
+
+    def _share_out(
+        self, lacks: Int64Array, want: Int64Array, preempt: Preempt
+    ) -> tuple[Int64Array, Int64Array, IntArray, bool]:
+        members = self._batch.members
+        granted = self._within_budget(want)
+        runs = granted > 0
+        if np.count_nonzero(runs) > self._max_rows:
+            granted = np.where(runs.cumsum() <= self._max_rows, granted, 0)
+        needed = self.blocks_needed(granted, members.rows)
+        total = int(needed.sum())
+        if self._looks_ahead:
+            beyond = ((want > 0) & (granted == 0)).nonzero()[0][:1]
+            total += int(self.blocks_needed(want[beyond], members.rows[beyond]).sum())
+        if total <= self._kv.pool.num_free:
+            return granted, needed, self._grow(members, needed), False
+        if self._give_up_drafts(members.rows, lacks, want):
+            return self._share_out(lacks, want, preempt)
+        return self._walk(want, preempt)
+
+    def _walk(self, want: Int64Array, preempt: Preempt) -> tuple[Int64Array, Int64Array, IntArray, bool]:
+        """Row by row, in admission order, as long as there is budget. Each takes its blocks at once."""
+        batch, kv, members = self._batch, self._kv, self._batch.members
+        position = {row: index for index, row in enumerate(members.rows.tolist())}
+        granted = np.zeros_like(want)
+        blocks: list[IntArray] = [NO_BLOCKS] * len(want)
+        gone: set[int] = set()
+        budget, slots = self._budget, self._max_rows
+        for index in want.nonzero()[0].tolist():
+            if index in gone:
+                continue
+            is_beyond = budget <= 0 or slots <= 0
+            if is_beyond and not self._looks_ahead:
+                break
+            row = members.rows[index : index + 1]
+            tokens = want[index : index + 1] if is_beyond else np.minimum(want[index : index + 1], budget)
+            needed = self.blocks_needed(tokens, row)
+            while index not in gone and needed[0] > kv.pool.num_free:
+                victim = position[self._victim.choose(batch, int(row[0]))]
+                preempt(members.requests[victim])
+                gone.add(victim)
+                budget, slots = budget + int(granted[victim]), slots + int(granted[victim] > 0)
+                granted[victim], blocks[victim] = 0, NO_BLOCKS
+            if index in gone or is_beyond:
+                break
+            granted[index] = tokens[0]
+            if needed[0]:
+                blocks[index] = kv.grow(batch, row, needed)
+            budget, slots = budget - int(tokens[0]), slots - 1
+        counts = np.array([len(new) for new in blocks], dtype=np.int64)
+        return granted, counts, np.concatenate([NO_BLOCKS, *blocks]), bool(gone)
+
+
+def make_running(
+    config: SchedulerConfig, batch: Batch, kv: KVCacheManager, limits: list[Limit], victim: Victim, drafts: Drafts
+) -> Running:
+    """The running part that the configuration asks for."""
+    kind = Running if config.shortage == "replan" else InOrder
+    return kind(config, batch, kv, limits, victim, drafts)

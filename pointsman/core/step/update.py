@@ -1,8 +1,8 @@
-"""What came back from the model: tokens are appended, stop conditions tested, and what is done is ended.
+"""What came back from the model: it is checked, tokens are appended, stop conditions tested, and what stops finishes.
 
-In the common case (every row sampled, nobody left since) this is one scatter and one vectorised stop test; Python
+In the common case (every row sampled, and all still run) this is one scatter and one vectorised stop test; Python
 loops run only over rows that end or may have sampled one of several stop tokens, rows that repetitions may end, and
-rows whose request lost its place while the step was in flight. A step that verified drafts answers with a run of tokens
+rows whose request lost its row while the step was in flight. A step that verified drafts answers with a run of tokens
 per row, and is as vectorised.
 """
 
@@ -14,19 +14,20 @@ from operator import itemgetter
 import numpy as np
 import numpy.typing as npt
 
+from pointsman.core.errors import StepResultError
 from pointsman.core.kv.manager import KVCacheManager
-from pointsman.core.observe.stats import Counters
+from pointsman.core.kv.transfers import Transfers
+from pointsman.core.policy.encoder_budget import EncoderCache
 from pointsman.core.state.batch import WATCHED, Batch, Members
-from pointsman.core.state.numbers import ONE
-from pointsman.core.state.output import IntArray, SchedulerOutput, StepResult, StepUpdate
+from pointsman.core.state.numbers import INT64, ONE, ZERO, flat_tokens, set_writeable
+from pointsman.core.state.output import IntArray, SchedulerOutput, StepResult, UpdateFields
 from pointsman.core.state.repetition import REPETITION_DETECTED
 from pointsman.core.state.request import Request
 from pointsman.core.state.runs import Runs
 from pointsman.core.state.status import FinishReason
-from pointsman.core.step.in_flight import StepRecord
-from pointsman.core.step.prompt_parts import Parts
-from pointsman.core.step.request_table import End, Lifecycle
-from pointsman.core.step.results import checked_run_per_row, checked_runs, checked_samples, checked_tokens
+from pointsman.core.step.in_flight import StepRecord, StepsInFlight
+from pointsman.core.step.prompt_parts import PromptParts
+from pointsman.core.step.request_table import End, RequestTable
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -37,14 +38,15 @@ _row_index = itemgetter(0)
 def stop_condition(request: Request, num_tokens: int, token_id: int) -> End | None:
     """Whether a request ends with `token_id`, its `num_tokens`th token: first by a stop token, then by length, then by
     a repetition."""
-    watch = request.repetition_watch
+    state = request._state
+    watch = state.repetition_watch
     pattern_size = watch.observe(token_id) if watch is not None else None
-    if token_id in request.stop_set and num_tokens - request.num_prompt_tokens >= request.min_tokens:
+    if token_id in request.stop_set and num_tokens - state.num_prompt_tokens >= request.min_tokens:
         is_eos = not request.ignore_eos and token_id in request.eos_token_ids
         return End(request, FinishReason.STOP, "", None if is_eos else token_id)
-    if num_tokens >= request.token_limit:
-        return End(request, FinishReason.LENGTH, request.limit_detail)
-    if pattern_size is not None and num_tokens - request.num_prompt_tokens >= request.min_tokens:
+    if num_tokens >= state.token_limit:
+        return End(request, FinishReason.LENGTH, state.limit_detail)
+    if pattern_size is not None and num_tokens - state.num_prompt_tokens >= request.min_tokens:
         detail = f"a pattern of {pattern_size} token(s) is repeated"
         return End(request, FinishReason.REPETITION, detail, REPETITION_DETECTED)
     return None
@@ -53,56 +55,77 @@ def stop_condition(request: Request, num_tokens: int, token_id: int) -> End | No
 class Update:
     """Applies step results."""
 
-    def __init__(self, batch: Batch, kv: KVCacheManager, life: Lifecycle, parts: Parts, counters: Counters) -> None:
+    def __init__(
+        self,
+        batch: Batch,
+        kv: KVCacheManager,
+        table: RequestTable,
+        steps: StepsInFlight,
+        parts: PromptParts,
+        encoder: EncoderCache | None,
+        transfers: Transfers | None,
+    ) -> None:
         self._batch = batch
         self._kv = kv
-        self._life = life
+        self._table = table
+        self._steps = steps
         self._parts = parts
-        self._counters = counters
+        self._encoder = encoder
+        self._transfers = transfers
 
-    def apply(self, record: StepRecord, output: SchedulerOutput, result: StepResult, now: float) -> StepUpdate:
-        """Apply the result of the oldest step in flight.
+    def append(self, step: StepRecord, output: SchedulerOutput, result: StepResult) -> tuple[UpdateFields, Ends]:
+        """Parts 1 and 2: check the result of the oldest step in flight, append its tokens, and find the requests that
+        stop with them.
 
         Raises:
             StepResultError: the result does not fit the output; nothing was applied.
         """
-        update, ends = self._apply(record, output, result)
-        if ends:
-            self._end(update, ends, now)
-        if self._life.log is not None:
-            self._life.log.updated()
-        return update
-
-    def _apply(self, record: StepRecord, output: SchedulerOutput, result: StepResult) -> tuple[StepUpdate, Ends]:
         if len(output.draft_token_ids):
-            return self._apply_runs(record, output, result)
-        members = record.members
+            return self._append_drafted(step, output, result)
+        members = step.members
         if members is None or members is not self._batch.members or result.counts is not None or result.errors:
-            return self._apply_general(record, output, result)
+            return self._append_some(step, output, result)
         token_ids = checked_tokens(result, len(members.requests))
-        record.is_over = True
+        step.is_over = True
         num_tokens = self._batch.append(members.requests, members.rows, token_ids, is_last=self._is_last())
         done = token_ids == members.eos_token_id
         if self._batch.may_end(0):
             done |= num_tokens >= members.token_limit
         ends = self._find_ends(members.requests, members.rows, token_ids, num_tokens, done)
-        self._counters.num_generated_tokens += len(token_ids)
-        return StepUpdate(token_ids, members.ones, ()), ends
+        return UpdateFields(token_ids, members.ones), ends
+
+    def finish(self, update: UpdateFields, ends: Ends) -> None:
+        """Part 3: requests that stop finish, and their blocks are free; those with further parts of a prompt go on."""
+        ends.sort(key=_row_index)
+        over: list[End] = []
+        parts: list[Request] = []
+        for _, end in ends:
+            if self._parts.is_part(end):
+                parts.append(end.request)
+            else:
+                over.append(end)
+        self._table.finish(over)
+        for request in parts:
+            self._parts.complete(request)
+        update.finished = (*[end.request for end in over], *[request for request in parts if request.is_finished])
+        update.completed_parts = tuple([request for request in parts if not request.is_finished])
 
     def _find_ends(
         self,
-        requests: list[Request],
+        requests: Sequence[Request],
         rows: Int64Array,
         token_ids: Int32Array,
         num_tokens: Int64Array,
         done: npt.NDArray[np.bool_],
     ) -> Ends:
-        """Who ends after an append to live rows: some of those that are `done` or have unusual stop conditions."""
+        """Which requests stop after an append to live rows: some of those `done` or with unusual stop conditions."""
         batch = self._batch
         if batch.stop_filter.num_rows:
             done |= batch.stop_filter.may_stop(token_ids)
         if batch.num_watched:
             done |= (batch.flags[rows] & WATCHED) != 0
+        if not np.count_nonzero(done):  # as in most steps
+            return []
         ends: Ends = []
         for index in done.nonzero()[0].tolist():
             end = stop_condition(requests[index], int(num_tokens[index]), int(token_ids[index]))
@@ -110,11 +133,9 @@ class Update:
                 ends.append((index, end))
         return ends
 
-    def _apply_general(
-        self, record: StepRecord, output: SchedulerOutput, result: StepResult
-    ) -> tuple[StepUpdate, Ends]:
+    def _append_some(self, step: StepRecord, output: SchedulerOutput, result: StepResult) -> tuple[UpdateFields, Ends]:
         sampled, token_ids = checked_samples(output, result)
-        record.is_over = True
+        step.is_over = True
         batch = self._batch
         live = batch.serial[output.rows] == output.serials
         ends = self._errors(output, result) + self._completions(output, result)
@@ -139,33 +160,35 @@ class Update:
                 if end is not None:
                     ends.append((row_index, end))
         kept = token_ids[counts[sampled] > 0]
-        self._counters.num_generated_tokens += len(kept)
-        return StepUpdate(kept, counts, []), ends
+        set_writeable(counts, False)
+        return UpdateFields(kept, counts), ends
 
     # ------------------------------------------------------------------ runs
 
-    def _apply_runs(self, record: StepRecord, output: SchedulerOutput, result: StepResult) -> tuple[StepUpdate, Ends]:
+    def _append_drafted(
+        self, step: StepRecord, output: SchedulerOutput, result: StepResult
+    ) -> tuple[UpdateFields, Ends]:
         """The step verified drafts: each row that samples has a run of tokens, of which those up to a stop count."""
-        members = record.members
+        members = step.members
         if members is None or members is not self._batch.members or result.errors:
-            return self._apply_runs_general(record, output, result)
+            return self._append_some_drafted(step, output, result)
         runs = checked_run_per_row(output, result)
-        record.is_over = True
+        step.is_over = True
         runs, ends = self._append_runs(members, output.num_draft_tokens, runs)
-        self._counters.num_generated_tokens += len(runs.token_ids)
-        return StepUpdate(runs.token_ids, runs.counts, ()), ends
+        set_writeable(runs.counts, False)
+        return UpdateFields(runs.token_ids, runs.counts), ends
 
-    def _apply_runs_general(
-        self, record: StepRecord, output: SchedulerOutput, result: StepResult
-    ) -> tuple[StepUpdate, Ends]:
+    def _append_some_drafted(
+        self, step: StepRecord, output: SchedulerOutput, result: StepResult
+    ) -> tuple[UpdateFields, Ends]:
         at, runs = checked_runs(output, result)
-        record.is_over = True
+        step.is_over = True
         ends = self._errors(output, result) + self._completions(output, result)
         kept = np.zeros(output.num_rows, dtype=np.int64)
         live = self._batch.serial[output.rows[at]] == output.serials[at]
         which = at[live]
         if len(which):
-            rows = Members(self._batch, output.rows[which], [output.requests[index] for index in which.tolist()])
+            rows = Members(self._batch, output.rows[which], tuple([output.requests[index] for index in which.tolist()]))
             appended, found = self._append_runs(rows, output.num_draft_tokens[which], runs.only(live))
             kept[which] = appended.counts
             ends += [(int(which[index]), end) for index, end in found]
@@ -177,11 +200,11 @@ class Update:
                 kept[row_index], end = self._deliver_run(request, num_drafts, run)
                 ends += [(row_index, end)] if end is not None else []
         token_ids = runs.cut(kept[at]).token_ids
-        self._counters.num_generated_tokens += len(token_ids)
-        return StepUpdate(token_ids, kept, ()), ends
+        set_writeable(kept, False)
+        return UpdateFields(token_ids, kept), ends
 
     def _append_runs(self, live: Members, drafts: IntArray, runs: Runs) -> tuple[Runs, Ends]:
-        """Append the runs of live rows up to their stops. Returns what counts of them, and who ends."""
+        """Append the runs of live rows up to their stops. Returns what counts of them, and which requests stop."""
         batch, rows = self._batch, live.rows
         num_tokens = batch.num_tokens[rows]
         num_tokens += runs.counts
@@ -194,7 +217,7 @@ class Update:
             sampled = np.minimum(sampled, runs.counts + 1)  # a draft that ends its request was accepted
         if self._is_last():  # then all is known
             batch.num_computed_tokens[rows] = num_tokens - ONE
-            batch.num_pending[rows] = live.zeros
+            batch.num_pending[rows] = ZERO
         else:
             batch.num_computed_tokens[rows] -= drafts + 1 - runs.counts
             batch.num_pending[rows] -= 1
@@ -221,11 +244,11 @@ class Update:
     def _deliver_run(self, request: Request, num_drafts: int, run: list[int]) -> tuple[int, End | None]:
         """As `_deliver`, for a row that had drafts in flight."""
         length, end = _cut_at_stop(request, request.num_tokens, run)
-        request.append_output(run[:length])
-        request.settle_pending(1)
+        request._state.append_output(run[:length])
+        request._state.settle_pending(1)
         if num_drafts:
             accepted = min(length, len(run) - 1)
-            request.add_drafts(num_drafts, accepted)
+            request._state.add_drafts(num_drafts, accepted)
             self._batch.acceptance.add_one(accepted)
         return length, end
 
@@ -233,12 +256,12 @@ class Update:
 
     def _is_last(self) -> bool:
         """Whether no step behind the one that is updated is in flight."""
-        return len(self._life.in_flight) == 1
+        return len(self._steps.records) == 1
 
     def _deliver(self, request: Request, token_id: int) -> End | None:
         """A sample of a request that was preempted, or parked, while it was in flight."""
-        request.append_output([token_id])
-        request.settle_pending(1)
+        request._state.append_output([token_id])
+        request._state.settle_pending(1)
         return stop_condition(request, request.num_tokens, token_id)
 
     def _completions(self, output: SchedulerOutput, result: StepResult) -> Ends:
@@ -249,7 +272,7 @@ class Update:
             if index in result.errors or request.is_finished or request.serial != output.serials[index]:
                 continue
             if request.row is None:  # it lost its row meanwhile
-                request.settle_pending(1)
+                request._state.settle_pending(1)
             else:
                 self._batch.num_pending[request.row] -= 1
             ends.append((index, End(request, FinishReason.STOP)))
@@ -258,39 +281,22 @@ class Update:
     def _errors(self, output: SchedulerOutput, result: StepResult) -> Ends:
         """Rows that failed on their own: what they wrote in this step and since is not to be found again."""
         ends: Ends = []
-        readers = [*self._batch.members.requests, *self._life.holders()] if result.errors else []
+        holders = [] if self._transfers is None else self._transfers.holders()
+        readers = [*self._batch.members.requests, *holders] if result.errors else []
         for index, message in result.errors.items():
             request = output.requests[index]
-            if self._life.encoder is not None:
-                self._life.encoder.retract(request, output.step_id)
-            self._kv.retract([record.journal for record in self._life.in_flight], request, readers)
+            if self._encoder is not None:
+                self._encoder.retract(request, output.step_id)
+            self._kv.retract([record.journal for record in self._steps.records], request, readers)
             if not request.is_finished:
                 ends.append((index, End(request, FinishReason.ERROR, message)))
         return ends
-
-    def _end(self, update: StepUpdate, ends: Ends, now: float) -> None:
-        """End requests, or the present parts of such as go on."""
-        ends.sort(key=_row_index)
-        over: list[End] = []
-        parts: list[Request] = []
-        for _, end in ends:
-            if self._parts.is_part(end):
-                parts.append(end.request)
-            else:
-                over.append(end)
-        self._life.end(over)
-        if parts and self._life.log is not None:
-            self._life.log.updated()  # a first token comes before the end of its part
-        for request in parts:
-            self._parts.complete(request, now)
-        update.finished = [end.request for end in over] + [request for request in parts if request.is_finished]
-        update.completed_parts = [request for request in parts if not request.is_finished]
 
 
 def _cut_at_stops(
     requests: Sequence[Request], num_tokens: Int64Array, runs: Runs, done: npt.NDArray[np.bool_]
 ) -> tuple[Runs, Ends]:
-    """The runs up to their stops, and who ends with them; only those that are `done` may have one.
+    """The runs up to their stops, and which requests stop with them; only those that are `done` may have one.
 
     `num_tokens` are those of the requests with their whole runs.
     """
@@ -310,3 +316,71 @@ def _cut_at_stop(request: Request, num_tokens: int, run: list[int]) -> tuple[int
         if end is not None:
             return length, end
     return len(run), None
+
+
+# ------------------------------------------------------------------ checking what came back
+
+ROW_TOKENS = "{} row(s) sample in this step; give one token for each"
+RUN_TOKENS = "{} token(s) are what counts says"
+
+
+def checked_tokens(result: StepResult, expected: int, wanted: str = ROW_TOKENS) -> Int32Array:
+    """The result's tokens, `expected` of them, as an array of its own; `wanted` says why so many."""
+    return flat_tokens(result.token_ids, expected, wanted, "was sampled", StepResultError)
+
+
+def checked_samples(output: SchedulerOutput, result: StepResult) -> tuple[Int64Array, Int32Array]:
+    """Which rows have a token in the result, and the tokens, in row order."""
+    expected = _expected(output, result)
+    if result.counts is not None:
+        counts = np.asarray(result.counts)
+        if counts.shape != expected.shape or not np.array_equal(counts, expected.astype(counts.dtype)):
+            raise StepResultError(
+                f"counts is {counts.tolist()}; this step yields {expected.astype(int).tolist()}: one token for a row "
+                "that samples and has no error, none for the others"
+            )
+    sampled = expected.nonzero()[0]
+    return sampled, checked_tokens(result, len(sampled))
+
+
+def checked_runs(output: SchedulerOutput, result: StepResult) -> tuple[Int64Array, Runs]:
+    """Which rows have tokens in the result, and the runs of these rows."""
+    expected = _expected(output, result)
+    sampled = expected.nonzero()[0]
+    counts = np.ones(len(sampled), dtype=np.int64)
+    if result.counts is not None:
+        given = np.asarray(result.counts)
+        most = np.where(expected, 1 + output.num_draft_tokens, 0)
+        if given.shape != most.shape or given.dtype.kind not in "iu" or ((given < expected) | (given > most)).any():
+            raise StepResultError(
+                f"counts is {given.tolist()}; this step yields 1 to {most.tolist()}: for a row that samples and has no "
+                "error one token and at most one more for each draft, none for the others"
+            )
+        counts = given[sampled].astype(np.int64)
+    token_ids = checked_tokens(result, int(counts.sum()), RUN_TOKENS)
+    return sampled, Runs.of(counts, token_ids)
+
+
+def checked_run_per_row(output: SchedulerOutput, result: StepResult) -> Runs:
+    """As `checked_runs`, where every row samples and none has an error."""
+    given, drafts = np.asarray(result.counts), output.num_draft_tokens
+    if given.shape == drafts.shape and given.dtype.kind in "iu":
+        counts: Int64Array = given.astype(INT64)
+        rejected = drafts - counts  # and one less
+        # Where the least stands is found in a fraction of the time of `any`.
+        if rejected.item(rejected.argmin()) >= -1 and counts.item(counts.argmin()) >= 1:
+            ends = np.add.accumulate(counts)
+            return Runs(counts, ends, checked_tokens(result, ends.item(-1), RUN_TOKENS))
+    return checked_runs(output, result)[1]  # says what is wrong, if something is
+
+
+def _expected(output: SchedulerOutput, result: StepResult) -> npt.NDArray[np.bool_]:
+    """[n] whether a row must have tokens in the result."""
+    if not result.errors:
+        return np.asarray(output.samples)
+    expected = output.samples.copy()
+    for index in result.errors:
+        if not isinstance(index, (int, np.integer)) or not 0 <= index < output.num_rows:
+            raise StepResultError(f"errors names row {index} and the output has rows 0 to {output.num_rows - 1}")
+        expected[index] = False
+    return expected

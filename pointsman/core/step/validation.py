@@ -57,16 +57,16 @@ def settle_limits(config: SchedulerConfig, request: Request) -> str | None:
         return why
     if request.max_tokens == 0:
         # That its prompt is computed counts as its one sample: with it in flight, it wants nothing more.
-        request.token_limit, request.limit_detail = prompt + 1, "max_tokens"
+        request._state.token_limit, request._state.limit_detail = prompt + 1, "max_tokens"
         return None
     bounds = [(prompt + request.max_tokens, "max_tokens"), (config.max_model_len, "max_model_len")]
     if request.max_total_tokens is not None:
         bounds.append((request.max_total_tokens, "max_total_tokens"))
     # The last token is sampled but never computed, so it needs no slot.
     bounds.append((config.num_usable_tokens + 1, "kv_capacity"))
-    request.token_limit, request.limit_detail = min(bounds, key=lambda bound: bound[0])
+    request._state.token_limit, request._state.limit_detail = min(bounds, key=lambda bound: bound[0])
     if request.repetition_detection is not None:
-        request.repetition_watch = RepetitionWatch(request.repetition_detection, request.token_limit - prompt)
+        request._state.repetition_watch = RepetitionWatch(request.repetition_detection, request.token_limit - prompt)
     return None
 
 
@@ -99,8 +99,8 @@ def encoder_inputs_fit(config: SchedulerConfig, inputs: Sequence[EncoderInput], 
 
 def refused(request: Request, why: str) -> RequestRefused:
     """End a request that can never run; returns the error that says so."""
-    request.transition(RequestStatus.FINISHED_REFUSED)
-    request.finish_reason, request.finish_detail = FinishReason.REFUSED, why
+    request._state.transition(RequestStatus.FINISHED_REFUSED)
+    request._state.finish_reason, request._state.finish_detail = FinishReason.REFUSED, why
     return RequestRefused(f"request {request.request_id!r} refused: {why}")
 
 

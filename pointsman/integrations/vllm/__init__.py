@@ -1,15 +1,12 @@
-"""vLLM with Pointsman's scheduler in the place of its own.
+"""The drop-in for vLLM: `vllm serve MODEL --scheduler-cls pointsman.integrations.vllm.Scheduler`.
 
-    vllm serve MODEL --scheduler-cls pointsman.integrations.vllm.Scheduler
+It translates between vLLM's scheduler interface and the core, and gives operators a control socket.
+It imports `pointsman.core`, and vLLM only in modules that vLLM itself loads; the command line alone imports it.
+Begin at `scheduler.py`, which has every method that vLLM calls: `requests.py` (requests in), `scheduler_output.py`
+(decisions out), `results.py` (samples in, outputs for clients out), `settings.py` and `support.py` (configuration).
 
-vLLM makes the scheduler in its engine-core process and calls it as it calls its own. What that interface demands is in
-`scheduler.py` (what vLLM calls), `requests.py` (its requests as ours), `schedules.py` (our decisions as its
-`SchedulerOutput`) and `results.py` (what its model runner returned as our `StepResult`, and the outputs for clients);
-`support.py` says what is refused at the start, and `settings.py` which flag of vLLM is which knob of ours.
-
-What operators have of it is in `operation.py`: a socket (`control.py`) on which questions are answered
-(`questions.py`), recordings among them (`recordings.py`). `client.py` and `exposition.py` are the other end, which
-needs no vLLM; `check.py` tells whether the vLLM that is installed will do.
+Operation: `operation.py` (questions and their answers), `control.py` (the socket), `recordings.py`, `statistics.py`
+(vLLM's metrics), `kv_events.py`. Without a running vLLM: `client.py` (asks on the socket), `check.py` (will it work?).
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ __all__ = ["Scheduler"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Scheduler":  # it needs vLLM, and what tells whether a vLLM will do must work without
+    if name == "Scheduler":  # needs vLLM, while `check` and `client` must work without
         from pointsman.integrations.vllm.scheduler import Scheduler
 
         return Scheduler

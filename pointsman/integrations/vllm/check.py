@@ -1,4 +1,4 @@
-"""Will it work? Found from vLLM's own configuration of a model, without loading its weights.
+"""Whether vLLM can run a model with this scheduler, from vLLM's own configuration of it, without loading its weights.
 
 report = check("MODEL", ["--max-num-seqs", "64"])
 """
@@ -14,38 +14,45 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-import pointsman
 from pointsman.core import ConfigError, SchedulerConfig
 from pointsman.integrations.vllm.settings import FLAGS, read_settings, scheduler_config
-from pointsman.integrations.vllm.support import GO_BACK, problems_of, what_was_not_run
-from pointsman.integrations.vllm.versions import TESTED, UnsupportedVLLM, check_version, minor_version
+from pointsman.integrations.vllm.support import (
+    GO_BACK,
+    TESTED,
+    UnsupportedVLLM,
+    check_version,
+    minor_version,
+    problems_of,
+    untested_parts,
+)
+from pointsman.version import __version__
 
 SCHEDULER_CLS = "pointsman.integrations.vllm.Scheduler"
-_STAND_IN_BLOCKS = 1 << 20  # how many there are is known when the weights are loaded
+_STAND_IN_BLOCKS = 1 << 20  # the real number is known when the weights are loaded
 
 
 class CannotCheck(Exception):
-    """There is no vLLM, or it does not take the options."""
+    """vLLM is not installed, or rejects the options."""
 
 
 @dataclass
 class Report:
-    """What was found."""
+    """The findings of `check`."""
 
     version: str
     model: str
     problems: list[str] = field(default_factory=list)
     """Why it will not work, each with its remedy."""
     not_run: list[str] = field(default_factory=list)
-    """What has been run by nobody so far."""
+    """Parts of the configuration that this project's tests do not run."""
     kv_cache: str = ""
-    """What is known of the KV cache before the weights are loaded."""
+    """What is known about the KV cache before the weights are loaded."""
     knobs: dict[str, str] = field(default_factory=dict)
-    """Each knob of the scheduler as it would be, with the flag that sets it."""
+    """The scheduler's knobs with their values, each with the flag that sets it."""
     socket: str = ""
 
     def lines(self) -> list[str]:
-        """All of it, for a person."""
+        """The report as text."""
         found = [f"vLLM {self.version}: {self._of_version()}", f"model {self.model}"]
         if self.problems:
             found.append("it will not work:")
@@ -54,11 +61,11 @@ class Report:
         else:
             found.append(f"it will work: vllm serve {self.model} --scheduler-cls {SCHEDULER_CLS}")
         if self.not_run:
-            found.append(f"not run by Pointsman's authors so far: {', '.join(self.not_run)}")
+            found.append(f"not tested so far: {', '.join(self.not_run)}")
         if self.kv_cache:
             found.append(f"KV cache: {self.kv_cache}")
         if self.knobs:
-            found.append("the scheduler's knobs, as they would be:")
+            found.append("the scheduler's knobs:")
             width = max(map(len, self.knobs))
             found += [f"  {name:{width}}  {value}" for name, value in self.knobs.items()]
         if self.socket:
@@ -67,18 +74,18 @@ class Report:
 
     def _of_version(self) -> str:
         tested = TESTED.get(minor_version(self.version))
-        return f"Pointsman {pointsman.__version__} supports it ({tested})" if tested else "not supported"
+        return f"Pointsman {__version__} supports it ({tested})" if tested else "not supported"
 
 
 def check(model: str, options: list[str]) -> Report:
-    """What vLLM would do with a model and options of its command line, if our scheduler took the place of its own.
+    """Check a model and options of vLLM's command line.
 
     Raises:
-        CannotCheck: vLLM is not installed here, does not take the options, or cannot read the model.
+        CannotCheck: vLLM is not installed here, rejects the options, or cannot read the model.
     """
     if importlib.util.find_spec("vllm") is None:
         raise CannotCheck(
-            "vLLM is not installed in this Python environment; run this in the one that vLLM is in, after: "
+            "vLLM is not installed in this Python environment; run this in the environment of vLLM, after: "
             "pip install pointsman"
         )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -93,13 +100,13 @@ def check(model: str, options: list[str]) -> Report:
     vllm_config = _vllm_config(model, options)
     report.problems += problems_of(vllm_config, None)
     report.problems += _kv_cache_problems(vllm_config.model_config)
-    report.not_run = what_was_not_run(vllm_config, vllm.__version__)
+    report.not_run = untested_parts(vllm_config, vllm.__version__)
     _read_knobs(report, vllm_config)
     return report
 
 
 def _vllm_config(model: str, options: list[str]) -> Any:
-    """vLLM's configuration, as its server makes it."""
+    """vLLM's configuration, constructed as in its server."""
     from vllm import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -114,12 +121,12 @@ def _vllm_config(model: str, options: list[str]) -> Any:
     given.model = model
     try:
         return AsyncEngineArgs.from_cli_args(given).create_engine_config()
-    except Exception as error:  # of many types, by what is the matter
+    except Exception as error:  # its type depends on the problem
         raise CannotCheck(f"vLLM cannot run {model} with these options: {_first_line(error)}") from error
 
 
 def _parser(parser: Any) -> Any:
-    """All options of vLLM's server where it tells them, or else those of its engine."""
+    """All options of vLLM's server where they are available, otherwise those of its engine."""
     from vllm import AsyncEngineArgs
 
     try:
@@ -135,7 +142,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _kv_cache_problems(model: Any) -> list[str]:
-    """What the model's configuration tells of groups that are refused when its KV cache is made."""
+    """Problems of the KV cache's groups, as far as the model's configuration shows them."""
     if getattr(model, "is_attention_free", False):
         return ["models without attention keep no KV cache, which is not supported: serve another model"]
     if getattr(model, "is_hybrid", False):
@@ -150,7 +157,7 @@ def _kv_cache_problems(model: Any) -> list[str]:
 
 
 def _read_knobs(report: Report, vllm_config: Any) -> None:
-    """The knobs, and what is wrong with those of ours."""
+    """Read the knobs into the report, and problems of those in `--additional-config`."""
     cache = vllm_config.cache_config
     blocks = cache.num_gpu_blocks_override
     size = getattr(cache, "block_size", None) or 16
@@ -161,11 +168,11 @@ def _read_knobs(report: Report, vllm_config: Any) -> None:
     except ConfigError as error:
         report.problems.append(str(error))
         return
-    told = f"{blocks} blocks of {size} tokens" if blocks else f"blocks of {size} tokens, as many as memory holds"
-    report.kv_cache = f"{told}; how the layers share it is known for certain when the weights are loaded"
+    blocks_of = f"{blocks} blocks of {size} tokens" if blocks else f"blocks of {size} tokens, as many as memory holds"
+    report.kv_cache = f"{blocks_of}; how the layers share it is known for certain when the weights are loaded"
     report.knobs = _knobs(config, settings.knobs, has_blocks=bool(blocks))
     socket = settings.socket
-    report.socket = "no socket" if socket == "" else f"a socket, {socket or 'whose name the log tells at the start'}"
+    report.socket = "no socket" if socket == "" else f"a socket, {socket or 'whose path is in the log at the start'}"
 
 
 def _knobs(config: SchedulerConfig, own: Mapping[str, Any], *, has_blocks: bool) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The other end of the control socket: what the command line asks a vLLM that runs. It needs no vLLM."""
+"""The client of the control socket, with which the command line asks a running vLLM. Importable without vLLM."""
 
 from __future__ import annotations
 
@@ -9,28 +9,30 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-SECONDS_TO_ANSWER = 30.0
+ANSWER_SECONDS = 30.0
 
 
 class ControlUnavailable(Exception):
-    """Nobody answers. The message says why, and what to do."""
+    """There is no answer. The message says why, and what to do."""
 
 
 class Refused(Exception):
-    """The question was not answered, for the reason that is the message."""
+    """The question was refused. The message is the reason."""
 
 
 class Connection:
     """A connection to a control socket.
 
     Raises:
-        ControlUnavailable: nobody listens there.
+        ControlUnavailable: no process listens there.
     """
 
     def __init__(self, path: str) -> None:
         self._path = path
+        if not hasattr(socket, "AF_UNIX"):
+            raise ControlUnavailable("this Python has no Unix sockets; ask on the machine where vLLM runs")
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.settimeout(SECONDS_TO_ANSWER)
+        self._socket.settimeout(ANSWER_SECONDS)
         try:
             self._socket.connect(path)
         except (OSError, ValueError) as error:
@@ -39,11 +41,11 @@ class Connection:
         self._lines = self._socket.makefile("rb")
 
     def ask(self, kind: str, *, file: int | None = None, **arguments: Any) -> dict[str, Any]:
-        """The first line of the answer; `file` is the descriptor of one to hand over.
+        """Ask a question, and return the first line of the answer; `file` is a file descriptor to send with it.
 
         Raises:
-            Refused: there is none.
-            ControlUnavailable: nobody answers in time, or any more.
+            Refused: the question was refused.
+            ControlUnavailable: no answer came in time, or the connection was closed.
         """
         line = json.dumps({"ask": kind, **arguments}).encode() + b"\n"
         try:
@@ -53,10 +55,10 @@ class Connection:
                 socket.send_fds(self._socket, [line], [file])
         except OSError as error:
             raise ControlUnavailable(_why(self._path, error)) from None
-        return self.next_line(SECONDS_TO_ANSWER)
+        return self.next_line(ANSWER_SECONDS)
 
     def next_line(self, seconds: float | None = None) -> dict[str, Any]:
-        """The next line of the answer; None waits as long as it takes. Raises as `ask`."""
+        """The next line of the answer; `seconds` None: without a time limit. Raises as `ask`."""
         self._socket.settimeout(seconds)
         try:
             line = self._lines.readline()
@@ -70,7 +72,7 @@ class Connection:
         return answer
 
     def wait_for_line(self, seconds: float | None) -> dict[str, Any] | None:
-        """As `next_line`; None if none comes within so many seconds. To be called when nothing of one has come."""
+        """As `next_line`, or None if no line begins within this time. Must not be called in the middle of a line."""
         self._socket.settimeout(seconds)
         try:
             self._socket.recv(1, socket.MSG_PEEK)
@@ -78,10 +80,10 @@ class Connection:
             return None
         except OSError as error:
             raise ControlUnavailable(_why(self._path, error)) from None
-        return self.next_line(SECONDS_TO_ANSWER)
+        return self.next_line(ANSWER_SECONDS)
 
-    def say_no_more(self) -> None:
-        """Close this end: what goes on is to end."""
+    def end_input(self) -> None:
+        """Close the sending side, which ends a recording."""
         try:
             self._socket.shutdown(socket.SHUT_WR)
         except OSError as error:
@@ -104,13 +106,13 @@ def connect(path: str) -> Iterator[Connection]:
 
 def _why(path: str, error: Exception) -> str:
     if isinstance(error, TimeoutError):
-        return f"vLLM did not answer on {path} in time; it is stuck in a step, or has too much to do"
+        return f"vLLM did not answer on {path} in time; it is stuck in a step, or overloaded"
     if isinstance(error, ConnectionRefusedError):
-        return f"nobody listens on {path} any more; vLLM has ended. A new one tells its socket in its log"
+        return f"no process listens on {path}; that vLLM has exited. A new one names its socket in its log"
     if isinstance(error, FileNotFoundError):
-        return f"there is no socket {path}; vLLM's log tells its name at the start"
+        return f"there is no socket {path}; vLLM's log names it at the start"
     if isinstance(error, PermissionError):
         return f"the socket {path} is not yours; ask as the user who runs vLLM, or as root"
     if isinstance(error, OSError) and os.path.exists(path) and error.strerror:
         return f"cannot ask on {path}: {error.strerror}"
-    return f"{path} is no socket: {error}"
+    return f"{path} is not a socket: {error}"

@@ -1,17 +1,16 @@
-"""A Unix socket on which the scheduler answers operators, in JSON lines.
+"""A Unix socket that answers questions of operators, in JSON lines.
 
     -> {"ask": "explain", "limit": 100}
     <- {"requests": [...], "counts": {...}}        or {"error": "..."}
 
-A thread accepts, and each client has a thread of its own, so a client that reads slowly, or not at all, keeps nobody
-waiting but itself, and loses its place after `CLIENT_SECONDS`. What is asked and answered is in `questions.py`; nothing
-here knows of vLLM, or of a scheduler.
+A thread accepts connections, and each client has its own thread, so a client that reads slowly, or not at all, delays
+no other, and is disconnected after `CLIENT_SECONDS`. The questions and answers are in `operation.py`; this module is
+independent of vLLM and of the scheduler.
 """
 
 from __future__ import annotations
 
 import atexit
-import fcntl
 import glob
 import itertools
 import json
@@ -28,19 +27,19 @@ from pointsman.core import ConfigError
 
 MAX_CLIENTS = 16
 MAX_QUESTION = 4096
-"""Bytes of a line that a client sends."""
+"""Maximum bytes of a line that a client sends."""
 CLIENT_SECONDS = 60.0
-"""That a client gets to take an answer, or to ask its next question."""
+"""Maximum time for a client to read an answer, or to send its next question."""
 MAX_PATH = 107
-"""Bytes of a socket's name on Linux."""
+"""Maximum bytes of a socket's path on Linux."""
 
 
 class ControlError(ValueError):
-    """A question that cannot be answered. The message is the answer."""
+    """A question that cannot be answered. The message goes to the client."""
 
 
 class Client:
-    """The other end of a connection, with the files that it handed over."""
+    """The connection to a client, with the file descriptors that it sent."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -48,11 +47,11 @@ class Client:
         self._files: list[int] = []
 
     def questions(self) -> Iterator[dict[str, Any]]:
-        """Its questions, until it closes its end.
+        """Its questions, until it closes the connection.
 
         Raises:
-            ControlError: a question is longer than allowed, or no JSON object; what follows cannot be understood.
-            OSError: it has gone, or is silent for too long.
+            ControlError: a question is too long, or not a JSON object; what follows cannot be parsed.
+            OSError: the client is gone, or silent for too long.
         """
         while True:
             line, newline, rest = bytes(self._buffer).partition(b"\n")
@@ -64,8 +63,8 @@ class Client:
             elif not self._receive(CLIENT_SECONDS):
                 return
 
-    def has_spoken(self, seconds: float) -> bool:
-        """Whether it says something, or closes its end, within so many seconds."""
+    def has_input(self, seconds: float) -> bool:
+        """Whether it sends something, or closes the connection, within this time."""
         try:
             return bool(self._buffer) or not self._receive(seconds) or bool(self._buffer)
         except TimeoutError:
@@ -77,11 +76,11 @@ class Client:
         self._connection.sendall(json.dumps(answer, separators=(",", ":")).encode() + b"\n")
 
     def take_file(self) -> int | None:
-        """The descriptor of a file that it handed over, which is the caller's from now on; None: there is none."""
+        """A file descriptor that it sent, which the caller owns from now on; None: there is none."""
         return self._files.pop(0) if self._files else None
 
     def close_files(self) -> None:
-        """Those that nobody took."""
+        """Close the descriptors that were not taken."""
         while self._files:
             os.close(self._files.pop())
 
@@ -94,18 +93,18 @@ class Client:
 
 
 Answer = Callable[[dict[str, Any], Client], Generator[dict[str, Any], None, None]]
-"""From a question to the lines that answer it. Raises ControlError."""
+"""From a question to the lines of its answer. Raises ControlError."""
 
 
 class ControlSocket:
-    """Listens until it is closed, or the process ends.
+    """Listens until it is closed, or the process exits.
 
     Args:
-        path: where; None: a name of its own in a folder that is the user's alone.
+        path: of the socket; None: a new name in a folder that only this user can access.
         answer: called in the thread of a client.
 
     Raises:
-        ConfigError: nothing can listen there, or another process does.
+        ConfigError: the path cannot be used, or another process listens on it.
     """
 
     def __init__(self, path: str | None, answer: Answer) -> None:
@@ -118,13 +117,13 @@ class ControlSocket:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Listen no more, and leave nothing behind. Twice is fine."""
+        """Stop listening, and remove the socket. May be called twice."""
         atexit.unregister(self.close)
         with suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listening.close()
         with suppress(OSError):
-            if os.stat(self.path).st_ino == self._inode:  # not that of a process which took the place since
+            if os.stat(self.path).st_ino == self._inode:  # not the socket of a process that has taken the path since
                 os.unlink(self.path)
 
     def _accept(self) -> None:
@@ -143,7 +142,7 @@ class ControlSocket:
     def _serve(self, connection: socket.socket) -> None:
         client = Client(connection)
         try:
-            with connection, suppress(OSError):  # whoever has gone needs no answer
+            with connection, suppress(OSError):  # the client is gone
                 try:
                     for question in client.questions():
                         self._reply(client, question)
@@ -163,24 +162,24 @@ class ControlSocket:
 
 
 def own_path() -> str:
-    """A name for this process in a folder that is the user's alone, from which those of processes that were killed are
-    removed: vLLM ends its engine so, as a rule."""
+    """A path for this process in a folder that only this user can access. Sockets of killed processes are removed from
+    it, because vLLM usually kills its engine process."""
     folder = os.environ.get("XDG_RUNTIME_DIR", "")
-    if not _is_ours_alone(folder):
+    if not _is_private(folder):
         folder = os.path.join(tempfile.gettempdir(), f"pointsman-{os.getuid()}")
         with suppress(OSError):
             os.mkdir(folder, 0o700)
-        if not _is_ours_alone(folder):  # somebody else has the name
+        if not _is_private(folder):  # another user has the name
             folder = tempfile.mkdtemp(prefix="pointsman-")
-    with _alone_in(folder):
+    with _locked_folder(folder):
         for left in glob.glob(os.path.join(glob.escape(folder), "vllm-*.sock")):
             with suppress(ConfigError, OSError):
-                _make_way(left)
+                _remove_dead(left)
         names = (f"vllm-{os.getpid()}{f'-{n}' if n > 1 else ''}.sock" for n in itertools.count(1))
         return next(path for name in names if not os.path.exists(path := os.path.join(folder, name)))
 
 
-def _is_ours_alone(folder: str) -> bool:
+def _is_private(folder: str) -> bool:
     try:
         found = os.lstat(folder)
     except OSError:
@@ -193,9 +192,9 @@ def _listen(path: str) -> socket.socket:
         raise ConfigError(f"the socket {path} has a name of more than {MAX_PATH} bytes; choose a shorter one")
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        with _alone_in(os.path.dirname(path)):
-            _make_way(path)
-            os.fchmod(listening.fileno(), 0o600)  # on Linux what it is bound with, so that it is never open to others
+        with _locked_folder(os.path.dirname(path)):
+            _remove_dead(path)
+            os.fchmod(listening.fileno(), 0o600)  # on Linux the mode it is bound with, so that others never have access
             listening.bind(path)
             os.chmod(path, 0o600)
         listening.listen(MAX_CLIENTS)
@@ -209,8 +208,10 @@ def _listen(path: str) -> socket.socket:
 
 
 @contextmanager
-def _alone_in(folder: str) -> Iterator[None]:
-    """Nobody else who does this makes way for a socket in the folder meanwhile."""
+def _locked_folder(folder: str) -> Iterator[None]:
+    """A lock among processes that remove and create sockets in the folder."""
+    import fcntl  # Windows has none; clients, which it does have, import this module
+
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -219,21 +220,21 @@ def _alone_in(folder: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _make_way(path: str) -> None:
-    """Remove the socket of a process that has ended; nothing else."""
+def _remove_dead(path: str) -> None:
+    """Remove the socket of a process that has exited; nothing else."""
     try:
         found = os.lstat(path)
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(found.st_mode):
-        raise ConfigError(f"{path} is there and no socket; choose another name")
+        raise ConfigError(f"{path} exists and is not a socket; choose another name")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:
             probe.connect(path)
         except ConnectionRefusedError:
             os.unlink(path)
-        except TimeoutError:  # it is alive and busy
+        except TimeoutError:  # alive and busy
             raise ConfigError(f"another process listens on {path}; choose another name") from None
         else:
             raise ConfigError(f"another process listens on {path}; choose another name")
@@ -243,7 +244,7 @@ def _parse(line: bytes) -> dict[str, Any]:
     try:
         question = json.loads(line)
     except ValueError:
-        raise ControlError("the question is no JSON") from None
+        raise ControlError("the question is not JSON") from None
     if not isinstance(question, dict):
-        raise ControlError("the question is no JSON object")
+        raise ControlError("the question is not a JSON object")
     return question

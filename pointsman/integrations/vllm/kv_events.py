@@ -1,7 +1,7 @@
-"""What enters and leaves the prefix cache, on vLLM's own publisher, in vLLM's events.
+"""Blocks that enter and leave the prefix cache, on vLLM's own publisher, as vLLM's events.
 
-The hashes in them are vLLM's own, whose function and seed its configuration says: a router may compute them itself from
-the tokens of a prompt, and compare. Ours (`core/content_keys.py`) tell which block is meant.
+Their hashes are vLLM's own, with the function and the seed of its configuration: a router may compute them from the
+tokens of a prompt, and compare. The core's hashes identify the blocks.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ GROUP = 0  # of the KV cache; there is no other
 
 
 class KVEvents:
-    """Publishes.
+    """Converts and publishes the core's events.
 
     Args:
-        vllm_config: whose `kv_events_config` says where.
+        vllm_config: its `kv_events_config` says where to publish.
         block_size: tokens per block.
     """
 
@@ -33,11 +33,11 @@ class KVEvents:
         self._block_size = block_size
         self._hash = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
         self._hashes: dict[bytes, BlockHash] = {}
-        """vLLM's, by ours, of the blocks that can be found."""
+        """vLLM's hashes by the core's, of the cached blocks."""
 
     @property
     def config(self) -> Any:
-        """Where it publishes, as vLLM tells its clients."""
+        """The publisher's configuration, which vLLM passes on to its clients."""
         return self._publisher.get_publisher_config()
 
     def publish(self, events: list[KVEvent]) -> None:
@@ -60,7 +60,7 @@ class KVEvents:
         return of_vllm.BlockStored(
             block_hashes=[maybe_convert_block_hash(each) for each in self._of_vllm(event, parent)],
             parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
-            token_ids=event.token_ids,
+            token_ids=list(event.token_ids),
             block_size=self._block_size,
             lora_id=lora_number(adapter) if adapter is not None else None,
             medium=of_vllm.MEDIUM_GPU,
@@ -70,7 +70,7 @@ class KVEvents:
         )
 
     def _of_vllm(self, event: BlockStored, parent: BlockHash | None) -> list[BlockHash]:
-        """What vLLM calls these blocks, the first of which is behind `parent`."""
+        """vLLM's hashes of these blocks, the first of which follows `parent`."""
         adapter, salt = event.root.adapter, event.root.cache_salt
         of_adapter = () if adapter is None else (("lora", adapter.name, lora_path(adapter)),)
         of_salt = (("cache_salt", salt),) if salt and parent is None else ()

@@ -1,25 +1,37 @@
-"""What operators have of a scheduler inside vLLM: its socket, its recordings, and what it says at the start."""
+"""What operators have of a scheduler inside vLLM: a control socket that answers questions, recordings, and lines in the
+log at the start.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import asdict
+from itertools import islice
 from typing import Any, Protocol
 
-import pointsman
-from pointsman.core import ConfigError, Request, Scheduler
-from pointsman.integrations.vllm.control import ControlSocket
-from pointsman.integrations.vllm.questions import Questions
+from pointsman.core import ConfigError, Explanation, Request, Scheduler
+from pointsman.integrations.vllm.control import Client, ControlError, ControlSocket
 from pointsman.integrations.vllm.recordings import RecordingFile, Recordings, open_recording
 from pointsman.integrations.vllm.settings import Settings
-from pointsman.integrations.vllm.support import what_was_not_run
+from pointsman.integrations.vllm.support import untested_parts
+from pointsman.version import __version__
 
-logger = logging.getLogger("vllm.pointsman")  # where vLLM's own log goes
+logger = logging.getLogger("vllm.pointsman")  # vLLM's log configuration applies to it
+
+MAX_REQUESTS = 1000
+"""Maximum number of requests in an answer."""
+SECONDS_HELD = 0.0005
+"""For this time the lock is held to explain requests, before it is released for the engine's thread."""
+POLL_SECONDS = 0.2
+"""Between two looks at a recording."""
 
 
 class Adapter(Protocol):
-    """Whose operation it is."""
+    """The part of `Scheduler` that operation needs."""
 
     core: Scheduler
     lock: threading.Lock
@@ -27,14 +39,14 @@ class Adapter(Protocol):
     step_seconds: float
 
     def forget_steps(self) -> None:
-        """The scheduler knows nothing of earlier steps."""
+        """Drop everything about earlier steps."""
 
 
 class Operation:
-    """Made with the adapter, and closed with it.
+    """The control socket and the recordings of one scheduler inside vLLM, and its lines in the log at the start.
 
     Raises:
-        ConfigError: nothing can listen on the socket that was asked for.
+        ConfigError: the requested socket cannot be used.
     """
 
     def __init__(self, adapter: Adapter, vllm_config: Any, settings: Settings, recording: RecordingFile | None) -> None:
@@ -48,7 +60,7 @@ class Operation:
             self.recordings,
             adapter.lock,
             facts={
-                "version": pointsman.__version__,
+                "version": __version__,
                 "model": served_name(vllm_config),
                 "engine": rank_of(vllm_config),
             },
@@ -59,7 +71,7 @@ class Operation:
             logger.info("%s", line)
 
     def close(self) -> None:
-        """Answer no more, and end the recording."""
+        """Close the socket, and end the recording."""
         if self._control is not None:
             self._control.close()
         with self._adapter.lock:
@@ -69,42 +81,42 @@ class Operation:
         import vllm
 
         config = self._adapter.core.config
-        told = ", ".join(f"{name} {value}" for name, value in knobs.items())
+        changed = ", ".join(f"{name} {value}" for name, value in knobs.items())
         lines = [
-            f"Pointsman {pointsman.__version__} schedules for vLLM {vllm.__version__}, in place of its own scheduler",
+            f"Pointsman {__version__} schedules for vLLM {vllm.__version__}, in place of its own scheduler",
             f"order {config.order}, {config.max_num_batched_tokens} tokens and {config.max_num_seqs} requests a step, "
             f"{config.num_usable_blocks} KV blocks of {config.block_size}, {config.max_steps_in_flight} step(s) in "
-            f"flight{f'; {told}' if told else ''}",
+            f"flight{f'; {changed}' if changed else ''}",
         ]
         if self._control is not None:
             lines.append(f"ask it why requests wait: pointsman explain --socket {self._control.path}")
         if self.recordings.current is not None:
             lines.append(f"every call and decision, prompts included, goes to {self.recordings.current.name}")
-        not_run = what_was_not_run(vllm_config, vllm.__version__)
+        not_run = untested_parts(vllm_config, vllm.__version__)
         if not_run:
-            lines.append(f"not run by its authors so far: {', '.join(not_run)}")
+            lines.append(f"not tested so far: {', '.join(not_run)}")
         return lines
 
 
 def rank_of(vllm_config: Any) -> int:
-    """Which of the engines behind one server it is; 0 where there is one."""
+    """Index of the engine among those behind one server; 0 where there is one."""
     return int(getattr(vllm_config.parallel_config, "data_parallel_index", 0) or 0)
 
 
 def of_rank(path: str, vllm_config: Any) -> str:
-    """A name of its own for each engine: that of the first is as it was given."""
+    """`path` with the engine's rank appended; unchanged for the first engine."""
     rank = rank_of(vllm_config)
     return f"{path}.{rank}" if rank else path
 
 
 def served_name(vllm_config: Any) -> str:
-    """What clients call the model."""
+    """The name of the model for clients."""
     name = getattr(vllm_config.model_config, "served_model_name", None) or vllm_config.model_config.model
     return str(name[0] if isinstance(name, list) else name)
 
 
 def open_record(path: str | None, vllm_config: Any) -> RecordingFile | None:
-    """The file for a recording from the start, if one is wanted.
+    """The file of a recording from the start; None: `path` is None.
 
     Raises:
         ConfigError: it cannot be written.
@@ -119,7 +131,7 @@ def open_record(path: str | None, vllm_config: Any) -> RecordingFile | None:
 
 
 def _listen(path: str | None, vllm_config: Any, questions: Questions) -> ControlSocket | None:
-    """A socket where nobody asked for one is a convenience; where somebody did, it has to be there."""
+    """The control socket: a requested path that cannot be used is an error, a default path is not."""
     if path == "":
         return None
     if path is not None:
@@ -127,5 +139,178 @@ def _listen(path: str | None, vllm_config: Any, questions: Questions) -> Control
     try:
         return ControlSocket(None, questions.answer)
     except (ConfigError, OSError) as error:
-        logger.warning("nobody can ask Pointsman anything: %s", error)
+        logger.warning("Pointsman has no control socket: %s", error)
         return None
+
+
+# ---------------------------------------------------------------------- questions
+
+
+class Questions:
+    """Answers the questions of clients, each in its thread: where requests stand, metrics, recordings.
+
+    Everything is read under the one lock that every changing call of vLLM takes as well. A queue that the engine's
+    thread empties would be no cheaper, as one side waits for the answer in either case, and would need the lock all the
+    same: while vLLM is idle it does not call the scheduler, and questions must be answered then, too. Taking a free
+    lock costs a call 0.1 us. It is held for half a millisecond at a time, or for one explanation, and never while an
+    answer is sent.
+
+    Args:
+        scheduler: the one that is asked.
+        requests: the unfinished ones, in order of adding, by the ids that clients know.
+        recordings: those of the scheduler.
+        lock: to be held while the scheduler is used.
+        facts: fields of every answer that say where it comes from.
+        seconds: returns the time that the scheduler's steps have taken, in seconds.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        requests: Mapping[str, Request],
+        recordings: Recordings,
+        lock: threading.Lock,
+        facts: Mapping[str, Any],
+        seconds: Callable[[], float],
+    ) -> None:
+        self._scheduler = scheduler
+        self._requests = requests
+        self._recordings = recordings
+        self._lock = lock
+        self._facts = facts
+        self._seconds = seconds
+
+    def answer(self, question: dict[str, Any], client: Client) -> Generator[dict[str, Any], None, None]:
+        """The lines of an answer.
+
+        Raises:
+            ControlError: the question is unknown, or has no answer.
+        """
+        kind = question.get("ask")
+        if kind == "explain":
+            yield self._explain(question.get("id"), question.get("limit", 100))
+        elif kind == "metrics":
+            yield self._metrics()
+        elif kind == "record":
+            yield from self._record(client)
+        else:
+            raise ControlError(f"the question {kind!r} is unknown; ask explain, metrics or record")
+
+    # ------------------------------------------------------------------ where requests stand
+
+    def _explain(self, name: Any, limit: Any) -> dict[str, Any]:
+        if not isinstance(limit, int) or not 1 <= limit <= MAX_REQUESTS:
+            raise ControlError(f"limit is {limit!r}; give 1 to {MAX_REQUESTS}")
+        with self._lock:
+            scheduler = self._scheduler
+            counts = {
+                "running": scheduler.num_running,
+                "waiting": scheduler.num_queued,
+                "parked": scheduler.num_parked,
+            }
+            names = self._named(name, limit)
+        if name is not None and not names:
+            raise ControlError(f"no request {name!r} is waiting, parked or running; it may have finished")
+        found: list[dict[str, Any]] = []
+        while names:
+            self._explain_some(names, found)
+            time.sleep(SECONDS_HELD)  # let the engine's thread take the lock first
+        return {**self._facts, "counts": counts, "requests": found}
+
+    def _named(self, name: Any, limit: int) -> list[str]:
+        """Ids of the requests with this id, or of the completion with this id; None: the oldest requests."""
+        if name is None:
+            return list(islice(self._requests, limit))
+        if name in self._requests:
+            return [name]
+        return list(islice((other for other in self._requests if other.startswith(f"{name}-")), limit))
+
+    def _explain_some(self, names: list[str], found: list[dict[str, Any]]) -> None:
+        """Move some from `names` to `found`."""
+        with self._lock:
+            now = time.monotonic()
+            while names and time.monotonic() - now < SECONDS_HELD:
+                name = names.pop(0)
+                request = self._requests.get(name)
+                if request is not None:  # it may have finished since
+                    found.append(self._described(name, request, now))
+
+    def _described(self, name: str, request: Request, now: float) -> dict[str, Any]:
+        """A request, in the words of `GET /v1/requests` of `pointsman serve`."""
+        explanation: Explanation = self._scheduler.explain(request.request_id)
+        holders = [
+            {"id": self._shown(holder.request_id), "amount": holder.amount, "what": holder.what}
+            for holder in explanation.holders
+        ]
+        return {
+            "id": name,
+            "state": explanation.status.value,
+            "phase": explanation.phase,
+            "reason": None if explanation.reason is None else explanation.reason.value,
+            "explanation": explanation.sentence,
+            "position": explanation.position,
+            "missing": explanation.missing,
+            "resource": explanation.resource,
+            "holders": holders,
+            "num_holders": explanation.num_holders,
+            "waiting_for": None if explanation.since is None else max(0.0, now - explanation.since),
+            "age": max(0.0, now - request.arrival_time),
+            "num_prompt_tokens": request.num_prompt_tokens,
+            "num_output_tokens": request.num_output_tokens,
+            "max_tokens": request.max_tokens,
+            "num_computed_tokens": explanation.num_computed_tokens,
+            "num_cached_tokens": explanation.num_cached_tokens,
+            "num_blocks": explanation.num_blocks,
+            "num_preemptions": explanation.num_preemptions,
+            "priority": request.priority,
+        }
+
+    def _shown(self, request_id: str) -> str:
+        """vLLM's id of one of the core's requests."""
+        request = self._scheduler.get_request(request_id)
+        return request_id if request is None or request.metadata is None else str(request.metadata.request_id)
+
+    # ------------------------------------------------------------------ metrics
+
+    def _metrics(self) -> dict[str, Any]:
+        with self._lock:
+            stats = self._scheduler.stats()
+            seconds = self._seconds()
+        return {**self._facts, "stats": asdict(stats), "scheduler_seconds": seconds}
+
+    # ------------------------------------------------------------------ recordings
+
+    def _record(self, client: Client) -> Generator[dict[str, Any], None, None]:
+        """A line when the recording has to wait, one when it begins, and one when it ends: when the client sends
+        anything or disconnects, or when it ends by itself."""
+        descriptor = client.take_file()
+        if descriptor is None:
+            raise ControlError("no file came with the question; pointsman record sends one")
+        try:
+            with self._lock:
+                file = self._recordings.request(descriptor)
+        finally:
+            os.close(descriptor)
+        try:
+            if not self._has_begun(file):
+                yield {"state": "waiting", **self._counts()}
+            while not self._has_begun(file):
+                if client.has_input(POLL_SECONDS):
+                    yield {"state": "cancelled"}
+                    return
+            yield {"state": "recording"}
+            while not file.ended_by and not client.has_input(POLL_SECONDS):
+                pass
+        finally:
+            with self._lock:
+                self._recordings.end(file)
+        yield {"state": "done", "num_bytes": file.num_bytes, "num_steps": file.num_steps, "ended_by": file.ended_by}
+
+    def _has_begun(self, file: RecordingFile) -> bool:
+        with self._lock:
+            self._recordings.try_to_begin()
+            return self._recordings.waiting is not file
+
+    def _counts(self) -> dict[str, int]:
+        with self._lock:
+            return {"num_running": self._scheduler.num_running, "num_waiting": self._scheduler.num_queued}

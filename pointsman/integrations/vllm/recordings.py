@@ -1,8 +1,8 @@
-"""Recordings that are begun and ended while vLLM runs, in files that cannot harm it.
+"""Recordings that begin and end while vLLM runs, in files that cannot fail or stall the scheduler.
 
-A replay begins with a scheduler that knows nothing, so a recording begins when nobody is here
-(`Scheduler.start_recording`). That moment may be short: whoever wants one leaves the file here, and it begins with the
-next request that finds the scheduler idle, or at once.
+A replay starts with an empty scheduler, so a recording begins when there are no requests (`Scheduler.start_recording`).
+That moment may be short, so a requested recording waits here, and begins with the next request that finds the scheduler
+idle, or at once.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pointsman.core import Recorder, Scheduler
 from pointsman.integrations.vllm.control import ControlError
 
 MAX_BYTES = 1 << 30
-"""Most bytes of a recording; it ends there."""
+"""Maximum bytes of a recording; it ends there."""
 
 
 class RecordingFile:
-    """What a `Recorder` writes to. Each line is in the file at once, so that it is there after a crash.
+    """The file of a `Recorder`. Each line is written at once, so that it survives a crash.
 
     An error, or the limit, ends the recording (`on_end` is called, once) and never reaches the scheduler.
     """
@@ -31,38 +31,40 @@ class RecordingFile:
         self.name = name
         self.num_bytes = self.num_steps = 0
         self.ended_by = ""
-        """Why nothing is written any more; empty while all is well."""
+        """Why the recording ended early; empty while it has not."""
         self.on_end: Callable[[], None] = lambda: None
 
     def write(self, line: str) -> int:
         """One line of a recording."""
+        if self.ended_by:
+            return len(line)
         data = line.encode()
-        if not self.ended_by:
-            self._write(data)
-            if self.ended_by:
-                self.on_end()
-            else:
-                self.num_bytes += len(data)
-                self.num_steps += line.startswith('{"call":"schedule"')
+        self.ended_by = self._write(data)
+        if self.ended_by:
+            self.on_end()
+        else:
+            self.num_bytes += len(data)
+            self.num_steps += line.startswith('{"call":"schedule"')
         return len(line)
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, data: bytes) -> str:
+        """Why it cannot be written; empty if it was."""
         if self.num_bytes + len(data) > self._max_bytes:
-            self.ended_by = f"it would be longer than {self._max_bytes} bytes"
-            return
+            return f"it would be longer than {self._max_bytes} bytes"
         try:
             if self._file.write(data) != len(data):
-                self.ended_by = "the disk is full"
-                self._file.truncate(self.num_bytes)  # no half line
+                self._file.truncate(self.num_bytes)  # no partial line
+                return "the disk is full"
         except OSError as error:
-            self.ended_by = error.strerror or type(error).__name__
+            return error.strerror or type(error).__name__
+        return ""
 
     def close(self) -> None:
         self._file.close()
 
 
 def open_recording(path: str) -> RecordingFile:
-    """A new file that its owner alone may read: a recording holds the prompts, as token ids.
+    """A new file that only its owner may read: a recording contains prompts, as token ids.
 
     Raises:
         OSError: it cannot be written.
@@ -72,33 +74,33 @@ def open_recording(path: str) -> RecordingFile:
 
 
 class Recordings:
-    """The recording of one scheduler. Whoever calls this holds the lock of the adapter.
+    """The recording of one scheduler. Callers hold the lock of the adapter.
 
     Args:
-        scheduler: whose.
-        on_start: called when one begins, after which the scheduler knows nothing of earlier steps.
+        scheduler: the one that is recorded.
+        on_start: called when a recording begins; the scheduler knows nothing of earlier steps from then on.
     """
 
     def __init__(self, scheduler: Scheduler, on_start: Callable[[], None]) -> None:
         self._scheduler = scheduler
         self._on_start = on_start
         self.waiting: RecordingFile | None = None
-        """That of who waits for an idle moment."""
+        """The requested recording that waits for a moment without requests."""
         self.current: RecordingFile | None = None
 
     def note(self, file: RecordingFile) -> None:
-        """The scheduler was made with a recorder that writes to this file."""
+        """The scheduler was constructed with a recorder that writes to this file."""
         self.current = file
         file.on_end = self._scheduler.stop_recording
 
     def request(self, descriptor: int) -> RecordingFile:
-        """A recording in an open file is wanted; it may have begun already when this returns.
+        """Request a recording in an open file; it may have begun when this returns.
 
         Raises:
-            ControlError: there is one, or it is no regular file, which could make the scheduler wait.
+            ControlError: there is a recording already, or it is not a regular file, which could block the scheduler.
         """
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ControlError("a recording can only be written to a regular file: a pipe could hold up the scheduler")
+            raise ControlError("a recording can only be written to a regular file: a pipe could block the scheduler")
         other = self.current or self.waiting
         if other is not None:
             raise ControlError(f"a recording is {'under way' if self.current else 'waited for'} already: {other.name}")
@@ -107,7 +109,7 @@ class Recordings:
         return file
 
     def try_to_begin(self) -> None:
-        """Begin what is waited for, if nobody is here."""
+        """Begin the waiting recording, if there are no requests."""
         file = self.waiting
         if file is None or not self._scheduler.is_idle:
             return
@@ -117,7 +119,7 @@ class Recordings:
         self._on_start()
 
     def end(self, file: RecordingFile) -> None:
-        """End it, whether it has begun or not."""
+        """End a recording, whether it has begun or not."""
         if file is self.current:
             self._scheduler.stop_recording()
             self.current = None
@@ -126,7 +128,7 @@ class Recordings:
         file.close()
 
     def close(self) -> None:
-        """End whatever there is."""
+        """End all recordings."""
         for file in (self.current, self.waiting):
             if file is not None:
                 self.end(file)

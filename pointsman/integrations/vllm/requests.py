@@ -1,9 +1,17 @@
-"""vLLM's requests as ours."""
+"""vLLM's requests as the core's, and prompts that come in parts (vLLM's streaming input).
+
+Each part of a session is answered like a request of its own, and the next part continues behind it: behind all computed
+tokens, which is all except the one sampled last. Between two parts a session holds no blocks and no sequence slot; its
+next part finds its tokens in the prefix cache. (vLLM's own scheduler keeps both.)
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
+
+from vllm.v1.request import RequestStatus, StreamingUpdate
 
 from pointsman.core import Request
 from pointsman.core.state.inputs import Adapter
@@ -11,17 +19,18 @@ from pointsman.core.state.numbers import MAX_INT
 
 
 def to_adapter(lora_request: Any) -> Adapter:
-    """Our adapter for one of vLLM's: another path under the same name and number (`load_inplace`) is another one."""
+    """The core's adapter for one of vLLM's; another path under the same name and number (`load_inplace`) is another
+    version of it."""
     return Adapter(lora_request.lora_name, f"{lora_request.lora_int_id}:{lora_request.lora_path}")
 
 
 def lora_number(adapter: Adapter) -> int:
-    """vLLM's number for it."""
+    """vLLM's number of an adapter."""
     return int(str(adapter.version).partition(":")[0])
 
 
 def lora_path(adapter: Adapter) -> str:
-    """Where vLLM reads it from."""
+    """The path that vLLM reads an adapter from."""
     return str(adapter.version).partition(":")[2]
 
 
@@ -33,14 +42,14 @@ def to_request(
     arrival_time: float,
     runs_ahead: bool,
 ) -> Request:
-    """Our request for one of vLLM's, which becomes its metadata.
+    """The core's request for one of vLLM's, which becomes its metadata.
 
     Args:
         request: a `vllm.v1.request.Request`.
-        request_id: what ours is called.
-        prompt_token_ids: its prompt, or what a session has come to.
-        arrival_time: on the clock that our scheduler is told.
-        runs_ahead: whether a step of it may be scheduled while a sample of it is in flight.
+        request_id: the core's id.
+        prompt_token_ids: its prompt, or all tokens of a session so far.
+        arrival_time: in seconds on the core's clock.
+        runs_ahead: whether its next step may be scheduled while a sample of it is in flight.
 
     Raises:
         RequestRefused: it could never run.
@@ -59,13 +68,13 @@ def to_request(
     if sampling is None:  # a pooling model: nothing is sampled
         return Request(request_id, prompt_token_ids, max_tokens=0, **common)
     eos_token_id = sampling.eos_token_id  # None with ignore_eos
-    max_tokens = min(request.max_tokens, MAX_INT)  # vLLM takes any number
+    max_tokens = min(request.max_tokens, MAX_INT)  # vLLM allows any number
     repetition = sampling.repetition_detection
     return Request(
         request_id,
         prompt_token_ids,
         max_tokens=max_tokens,
-        # vLLM's sampler masks EOS and stop tokens before min_tokens, but where a grammar leaves nothing else.
+        # vLLM's sampler masks EOS and stop tokens before min_tokens, except where a grammar allows nothing else.
         min_tokens=0 if request.use_structured_output else min(sampling.min_tokens, max_tokens),
         eos_token_ids=() if eos_token_id is None else (eos_token_id,),
         stop_token_ids=tuple(sampling.stop_token_ids or ()),
@@ -78,3 +87,55 @@ def to_request(
         },
         **common,
     )
+
+
+class Sessions:
+    """The requests whose prompts come in parts, by id, each with its waiting parts."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, deque[Any]] = {}
+        self.num_idle = 0
+        """Sessions between two parts."""
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._parts
+
+    def begin(self, name: str) -> None:
+        self._parts[name] = deque()
+
+    def end(self, name: str) -> None:
+        self._parts.pop(name, None)
+
+    def add(self, name: str, part: Any) -> None:
+        """Queue a part behind the one before it. A part that is not resumable ends the session."""
+        self._parts[name].append(StreamingUpdate.from_request(part))
+
+    def has_part(self, name: str) -> bool:
+        return bool(self._parts[name])
+
+    def take(self, name: str) -> Any | None:
+        """The next part; None: the session is over."""
+        return self._parts[name].popleft()
+
+
+def close_turn(request: Any, ours: Request) -> None:
+    """All tokens of a session so far, except the one sampled last, become its prompt."""
+    kept = ours.all_token_ids[: max(ours.num_tokens - 1, ours.num_prompt_tokens)].tolist()
+    _set_prompt(request, kept)
+    request.status = RequestStatus.WAITING_FOR_STREAMING_REQ
+
+
+def open_turn(request: Any, part: Any) -> None:
+    """Append the next part to a session's prompt, and take the part's parameters."""
+    _set_prompt(request, request.prompt_token_ids + list(part.prompt_token_ids or ()))
+    request.arrival_time = part.arrival_time
+    request.sampling_params = part.sampling_params
+    request.max_tokens = part.max_tokens
+    request.status = RequestStatus.WAITING
+
+
+def _set_prompt(request: Any, token_ids: list[int]) -> None:
+    request.prompt_token_ids = token_ids
+    request.num_prompt_tokens = len(token_ids)
+    request._all_token_ids[:] = token_ids
+    request._output_token_ids.clear()

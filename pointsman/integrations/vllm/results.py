@@ -1,7 +1,7 @@
-"""What a model runner of vLLM returned, as our `StepResult`; and what our scheduler made of it, as outputs for clients.
+"""From the output of vLLM's model runner to the core's `StepResult`, and from its `StepUpdate` to outputs for clients.
 
-In a step where every row has a token and nobody's output says more than tokens, the outputs are made by one `map`.
-Whoever's output says more (events, log probabilities, an end, ...) is gone through afterwards.
+In a step where every row has a token and no output says more than tokens, the outputs are made by one `map`. Outputs
+that say more (events, log probabilities, a finish reason) are completed afterwards.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ REASONS = {status: reason for reason, status in STATUSES.items()} | {
 
 @dataclass(slots=True)
 class Sampled:
-    """What came back, in the order of our output's rows."""
+    """Sampled tokens, in the order of the core's output rows."""
 
     lists: list[list[int]]
     """[n] the tokens of each row."""
     places: list[int] | None
-    """[n] where each row is in the runner's arrays; None: at its own index."""
+    """[n] index of each row in the runner's arrays; None: its own index."""
 
     def place(self, index: int) -> int:
         return index if self.places is None else self.places[index]
 
 
 def read_sampled(result: Any, ids: list[str]) -> Sampled:
-    """The tokens of a `ModelRunnerOutput`, which has an order of its own."""
+    """The tokens of a `ModelRunnerOutput`, which has its own order of rows."""
     if not ids:
         return Sampled([], None)
     lists = result.sampled_token_ids
@@ -69,7 +69,7 @@ def read_sampled(result: Any, ids: list[str]) -> Sampled:
 
 
 def to_result(output: Output, sampled: Sampled) -> StepResult:
-    """What our scheduler's `update` takes."""
+    """The argument of the core's `update`."""
     if not len(output.draft_token_ids):
         return StepResult(_flat(sampled.lists))
     counts = np.fromiter(map(len, sampled.lists), dtype=np.int64, count=output.num_rows)
@@ -77,19 +77,19 @@ def to_result(output: Output, sampled: Sampled) -> StepResult:
 
 
 def _flat(lists: list[list[int]]) -> npt.NDArray[np.integer]:
-    """All tokens. Mostly each row has one, and is read in a third of the time."""
+    """[n] all tokens. Usually each row has exactly one, which is read in a third of the time."""
     try:
         return np.frombuffer(array("I", [token for (token,) in lists]), dtype=np.uint32)
-    except (ValueError, OverflowError):  # it has none, or several; or one is out of range, which the scheduler says
+    except (ValueError, OverflowError):  # no token or several; or one is out of range, which `update` refuses
         return np.fromiter(chain.from_iterable(lists), dtype=np.int64)
 
 
 def plain_outputs(
     output: Output, update: StepUpdate, ids: list[str], sampled: Sampled
 ) -> tuple[list[Any], Sequence[int]]:
-    """An output of its tokens for each row that has some, and their row indices.
+    """One output for each row with tokens, and the indices of these rows.
 
-    The tokens that do not count are cut off the runner's lists, as vLLM's own scheduler does.
+    Tokens behind a stop are cut off the runner's lists in place, as vLLM's own scheduler does.
     """
     lists = sampled.lists
     if len(update.token_ids) == len(ids) and not len(output.draft_token_ids):
@@ -103,6 +103,86 @@ def plain_outputs(
 
 
 def finish_reason(request: Request) -> FinishReason:
-    """How vLLM calls the reason for which a request ended."""
+    """vLLM's finish reason of a finished request."""
     assert request.finish_reason is not None
     return FINISH_REASONS[request.finish_reason]
+
+
+class Details:
+    """What an output for a client says beside tokens: events, log probabilities, how the prompt was computed.
+
+    Most outputs say nothing more. The requests whose next output does are noted here, and only these are visited.
+
+    Args:
+        requests: vLLM's unfinished requests, by id.
+        of_id: the core's, by the ids of vLLM's.
+        cached_block_size: tokens per block of the prefix cache; None: prefix caching is off.
+    """
+
+    def __init__(
+        self, requests: Mapping[str, Any], of_id: Mapping[str, Request], cached_block_size: int | None
+    ) -> None:
+        self._requests = requests
+        self._of_id = of_id
+        self._cached_block_size = cached_block_size
+        self._once: set[str] = set()  # details in the next output
+        self._always: set[str] = set()  # in every output
+
+    def add(self, request: Any) -> None:
+        """One of vLLM's requests is queued."""
+        sampling = request.sampling_params
+        if request.trace_headers or (sampling is not None and sampling.num_logprobs is not None):
+            self._always.add(request.request_id)
+
+    def note(self, name: str) -> None:
+        """The next output of a request has details."""
+        self._once.add(name)
+
+    def forget(self, name: str) -> None:
+        """A request has no further outputs."""
+        self._once.discard(name)
+        self._always.discard(name)
+
+    def add_to(self, outputs: list[Any], indices: Sequence[int], sampled: Sampled, result: Any) -> None:
+        """Put the details into outputs; `indices` are their rows, `result` is the `ModelRunnerOutput`."""
+        masks, nans = result.sampling_masks, result.num_nans_in_logits
+        if self._always or nans or masks is not None:
+            self._add_tensors(outputs, indices, sampled, result)
+        if not self._once:
+            return
+        for output in reversed(outputs):  # mostly the last ones, which were admitted in this step
+            name = output.request_id
+            if name in self._once:
+                self._once.discard(name)
+                self._add_events(name, output)
+                output.new_prompt_logprobs_tensors = result.prompt_logprobs_dict.get(name)
+                output.prompt_token_id_logprobs = result.prompt_token_id_logprobs_dict.get(name)
+                if not self._once:
+                    return
+
+    def _add_tensors(self, outputs: list[Any], indices: Sequence[int], sampled: Sampled, result: Any) -> None:
+        """What the model runner returned beside tokens."""
+        masks, nans = result.sampling_masks, result.num_nans_in_logits
+        for index, output in zip(indices, outputs, strict=True):
+            name = output.request_id
+            if name in self._always:
+                request = self._requests[name]
+                output.trace_headers = request.trace_headers
+                if result.logprobs is not None and request.sampling_params.num_logprobs is not None:
+                    place, count = sampled.place(index), len(output.new_token_ids)
+                    output.new_logprobs = result.logprobs.slice_request(place, count)
+            if masks is not None and output.new_token_ids:
+                output.new_sampling_mask = masks.slice_request(sampled.place(index), len(output.new_token_ids))
+            if nans and name in nans:
+                output.num_nans_in_logits = nans[name]
+
+    def _add_events(self, name: str, output: Any) -> None:
+        request = self._requests[name]
+        output.events = request.take_events()
+        stats = request.take_prefill_stats()
+        if stats is not None:
+            if self._cached_block_size is not None:
+                ours = self._of_id[name]
+                count = ours.num_prompt_tokens if ours.use_prefix_cache else 0
+                stats.finalize(count - count % self._cached_block_size)
+            output.prefill_stats = stats

@@ -1,11 +1,12 @@
-"""The scheduler that vLLM's engine core makes and calls: the methods of vLLM's `SchedulerInterface`, over ours.
+"""The scheduler that vLLM's engine core constructs and calls: vLLM's `SchedulerInterface`, implemented by the core.
 
-It is no subclass of vLLM's abstract class, which gains abstract methods between versions; vLLM asks for no type. Its
-own request objects stay the clients' view of a request; where a request stands is ours to know.
+It is not a subclass of vLLM's abstract class, which gains abstract methods between versions; vLLM checks no type. The
+request objects of vLLM hold what clients see of a request; the state of a request is in the core. In names, `of_vllm`
+is an object of vLLM's and `ours` one of the core's.
 
-One thread of vLLM calls all of this. What changes anything holds `lock` while it does, because operators ask from
-threads of their own (`questions.py`). What vLLM only reads (`reads.py`) needs none: all that operators change is an
-idle scheduler, into one that gives the same answers.
+One thread of vLLM calls all methods. Methods that change something hold `lock`, because operators ask from other
+threads (`operation.py`). Methods that only read need no lock: operators change nothing but an idle scheduler, when a
+recording begins, and it reads the same afterwards.
 """
 
 from __future__ import annotations
@@ -15,50 +16,61 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import vllm
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
+from vllm.v1.structured_output.utils import strip_speculative_padding
 
 from pointsman.core import FinishReason, ParkReason, PauseMode, Recorder, Request, RequestRefused
 from pointsman.core import Scheduler as Core
 from pointsman.core import SchedulerOutput as Output
-from pointsman.integrations.vllm.details import Details
-from pointsman.integrations.vllm.drafts import Drafts
 from pointsman.integrations.vllm.kv_events import KVEvents
-from pointsman.integrations.vllm.locking import alone
 from pointsman.integrations.vllm.operation import Operation, open_record
-from pointsman.integrations.vllm.reads import Reads, Step, group_metadata
-from pointsman.integrations.vllm.requests import to_request
+from pointsman.integrations.vllm.requests import Sessions, close_turn, open_turn, to_request
 from pointsman.integrations.vllm.results import (
     REASONS,
     STATUSES,
+    Details,
     Sampled,
     finish_reason,
     plain_outputs,
     read_sampled,
     to_result,
 )
-from pointsman.integrations.vllm.schedules import Schedules
-from pointsman.integrations.vllm.sessions import Sessions, close_turn, open_turn
+from pointsman.integrations.vllm.scheduler_output import OutputMaker
 from pointsman.integrations.vllm.settings import read_settings, scheduler_config
-from pointsman.integrations.vllm.statistics import Statistics
-from pointsman.integrations.vllm.support import check_supported
-from pointsman.integrations.vllm.versions import check_version
+from pointsman.integrations.vllm.statistics import Drafts, Statistics
+from pointsman.integrations.vllm.support import check_supported, check_version, maker
 
-logger = logging.getLogger("vllm.pointsman")  # where vLLM's own log goes
+logger = logging.getLogger("vllm.pointsman")  # vLLM's log configuration applies to it
+
+new_grammar_output = maker(GrammarOutput, "structured_output_request_ids", "grammar_bitmask", "num_acceptable_drafts")
 
 PAUSES = {PauseState.PAUSED_NEW: PauseMode.ADMISSIONS, PauseState.PAUSED_ALL: PauseMode.ALL}
 
 
-class Scheduler(Reads):
-    """vLLM's scheduler, by name: `--scheduler-cls pointsman.integrations.vllm.Scheduler`.
+@dataclass(slots=True)
+class Step:
+    """A step in flight, in both forms."""
+
+    of_vllm: Any
+    output: Output
+    ids: list[str]
+    """[n] vLLM's ids of the rows."""
+
+
+class Scheduler:
+    """vLLM's scheduler: `--scheduler-cls pointsman.integrations.vllm.Scheduler`.
 
     Raises:
-        UnsupportedVLLM: this version, or what it is configured to do, is not supported.
-        ConfigError: a knob in `--additional-config` means nothing, is out of range, or has no effect.
+        UnsupportedVLLM: this version of vLLM, or its configuration, is not supported.
+        ConfigError: a knob in `--additional-config` is unknown, out of range, or has no effect.
     """
 
     connector = None
@@ -82,69 +94,69 @@ class Scheduler(Reads):
         recording = open_record(settings.record, vllm_config)
         self.core = Core(config, recorder=None if recording is None else Recorder(recording))
         self.lock = threading.Lock()
-        """Whoever holds it has `core` to itself."""
+        """Held while `core` is used or changed."""
         self.step_seconds = 0.0
-        """How long the steps took in here so far."""
+        """Time in `schedule` and `update_from_output` so far."""
         self.requests: dict[str, Any] = {}
-        """vLLM's requests that have not ended, by id."""
+        """vLLM's unfinished requests, by id."""
         self.of_id: dict[str, Request] = {}
-        """Ours, by the ids of vLLM's."""
+        """The core's requests, by the ids of vLLM's."""
         self._grammars = structured_output_manager
         self._compiling: dict[str, Any] = {}
         self._structured: set[str] = set()
         self._details = Details(self.requests, self.of_id, block_size if config.enable_prefix_caching else None)
         self._sessions = Sessions()
-        self._unsent: list[Any] = []  # who ended outside `update_from_output`, which alone reaches the client
+        self._unsent: list[Any] = []  # finished outside `update_from_output`, whose outputs alone reach clients
         self._steps: deque[Step] = deque()
-        self._last_step: Step | None = None  # which drafts are for
+        self._last_step: Step | None = None  # the step that new drafts are for
         self._speculates = config.num_draft_tokens > 0
         asynchronous = bool(vllm_config.scheduler_config.async_scheduling)
         self._runs_ahead = asynchronous or config.max_steps_in_flight == 1
-        self._schedules = Schedules(
+        self._outputs = OutputMaker(
             v2_runner=bool(vllm_config.use_v2_model_runner),
             sends_tokens=vllm_config.parallel_config.pipeline_parallel_size > 1 and not asynchronous,
             runs_ahead=config.max_steps_in_flight > 1,
         )
         self._statistics = Statistics(self.core, config.num_draft_tokens, vllm_config) if log_stats else None
-        told_of_drafts = vllm_config.observability_config.per_request_spec_decode_metrics
-        self._drafts = Drafts(config.num_draft_tokens, told_of_drafts, self._statistics)
+        detail = vllm_config.observability_config.per_request_spec_decode_metrics
+        self._drafts = Drafts(config.num_draft_tokens, detail, self._statistics)
         self._kv_events = KVEvents(vllm_config, block_size) if config.enable_kv_cache_events else None
         self._finished_ids: dict[int, set[str]] | None = defaultdict(set) if include_finished_set else None
-        self._clock_offset = time.time() - time.monotonic()  # of vLLM's arrival times
+        self._clock_offset = time.time() - time.monotonic()  # vLLM's arrival times are in wall-clock time
         self.kv_cache_config = kv_cache_config
         self.kv_cache_manager = group_metadata(kv_cache_config, block_size)
         self._pause_state = PauseState.UNPAUSED
-        self._has_clients = False  # more than the first
+        self._has_clients = False  # other clients than the first
         self._operation = Operation(self, vllm_config, settings, recording)
 
     def forget_steps(self) -> None:
-        """A recording begins: the scheduler knows nothing of earlier steps."""
+        """A recording begins: nothing about earlier steps is kept."""
         self._last_step = None
 
     # ------------------------------------------------------------------ requests
 
-    @alone
     def add_request(self, request: Any) -> None:
-        """Queue one of vLLM's requests; one with a grammar waits for it first. One whose name is that of a session is
-        its next part."""
-        if self._operation.recordings.waiting is not None:
-            self._operation.recordings.try_to_begin()
-        name = request.request_id
-        session = self.requests.get(name)
-        if session is None:
-            if request.resumable:
-                self._sessions.begin(name)
-            self._queue(request)
-            return
-        if name not in self._sessions:
-            raise ValueError(f"request id {name!r} is in use; wait for the end of the request that has it")
-        self._sessions.add(name, request)
-        if name not in self.of_id:
-            self._sessions.num_idle -= 1
-            self._next_turn(session)
+        """Queue one of vLLM's requests, parked until its grammar is compiled if it has one. A request with the id of a
+        session is its next part."""
+        with self.lock:
+            if self._operation.recordings.waiting is not None:
+                self._operation.recordings.try_to_begin()
+            name = request.request_id
+            session = self.requests.get(name)
+            if session is None:
+                if request.resumable:
+                    self._sessions.begin(name)
+                self._queue(request)
+                return
+            if name not in self._sessions:
+                raise ValueError(f"request id {name!r} is in use; wait until that request has finished")
+            self._sessions.add(name, request)
+            if name not in self.of_id:
+                self._sessions.num_idle -= 1
+                self._next_turn(session)
 
     def _next_turn(self, session: Any) -> None:
-        """A session goes on with its next part, which is there, or ends."""
+        """Continue a session with its waiting part, or end it."""
         part = self._sessions.take(session.request_id)
         if part is None:
             self._end(session, FinishReason.ABORT)
@@ -183,40 +195,41 @@ class Scheduler(Reads):
             request.record_event(EngineCoreEventType.QUEUED)
 
     def _free_id(self, name: str) -> str:
-        """Its own name; another one while the end of a request of that name has not been told to the workers."""
+        """The core's id for a request: vLLM's, or another one while the workers have not been informed that an earlier
+        request with it has finished."""
         taken = self.core.is_id_in_use
         if not taken(name):
             return name
         return next(other for number in range(1, 2**31) if not taken(other := f"{name}#{number}"))
 
-    @alone
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Any]:
-        """End requests from outside; None: all. Those that are unknown or have ended are passed over.
+        """Finish requests from outside; None: all. Unknown and finished ids are ignored.
 
         Returns:
-            vLLM's requests that ended.
+            vLLM's requests that finished.
         """
-        if request_ids is None:
-            names: Iterable[str] = list(self.requests)
-        else:
-            names = (request_ids,) if isinstance(request_ids, str) else dict.fromkeys(request_ids)
-        ended = []
-        now = time.monotonic()
-        for name in names:
-            request = self.requests.get(name)
-            if request is None:
-                continue
-            if name in self.of_id:
-                self.core.finish(self.of_id[name].request_id, REASONS[finished_status], now)
+        with self.lock:
+            if request_ids is None:
+                names: Iterable[str] = list(self.requests)
             else:
-                self._sessions.num_idle -= 1
-            self._end(request, REASONS[finished_status])
-            request.status = finished_status
-            ended.append(request)
-        return ended
+                names = (request_ids,) if isinstance(request_ids, str) else dict.fromkeys(request_ids)
+            ended = []
+            now = time.monotonic()
+            for name in names:
+                request = self.requests.get(name)
+                if request is None:
+                    continue
+                if name in self.of_id:
+                    self.core.finish(self.of_id[name].request_id, REASONS[finished_status], now)
+                else:
+                    self._sessions.num_idle -= 1
+                self._end(request, REASONS[finished_status])
+                request.status = finished_status
+                ended.append(request)
+            return ended
 
     def _end(self, request: Any, reason: FinishReason) -> None:
-        """Forget a request that ended."""
+        """A request of vLLM's has finished."""
         name = request.request_id
         request.status = STATUSES[reason]
         del self.requests[name]
@@ -227,13 +240,13 @@ class Scheduler(Reads):
             self._finished_ids[request.client_index].add(name)
 
     def _forget(self, name: str) -> None:
-        """Our request for one of vLLM's is over."""
+        """The core's request for one of vLLM's has finished."""
         self.of_id.pop(name, None)
         self._structured.discard(name)
         self._details.forget(name)
 
     def _take_grammars(self, now: float) -> None:
-        """Requests whose grammar has been compiled join the queue; those whose grammar failed end."""
+        """Queue requests whose grammar has been compiled, and finish those whose grammar failed."""
         for name, request in list(self._compiling.items()):
             grammar = request.structured_output_request.grammar
             if grammar is None:
@@ -261,8 +274,8 @@ class Scheduler(Reads):
         if self._compiling:
             self._take_grammars(now)
         output = self.core.schedule(now)
-        ids = self._schedules.ids(output)
-        of_vllm = self._schedules.make(output, ids, self.core.max_drafts if self._speculates else 0)
+        ids = self._outputs.ids(output)
+        of_vllm = self._outputs.make(output, ids, self.core.max_drafts if self._speculates else 0)
         if output.preempted or output.finished or output.num_continued < len(ids):
             self._note_changes(output, now)
         if self._structured:
@@ -271,10 +284,10 @@ class Scheduler(Reads):
         return of_vllm
 
     def _note_changes(self, output: Output, now: float) -> None:
-        """Who was admitted, preempted, or ended by the decision itself."""
+        """Requests that this step admits, preempts or finishes."""
         for ours in output.finished:
             request = ours.metadata
-            if self.of_id.get(request.request_id) is ours:  # no update told of it
+            if self.of_id.get(request.request_id) is ours:  # not reported by an update
                 self._end(request, ours.finish_reason or FinishReason.ERROR)
                 request.stop_reason = ours.stop_reason
                 self._unsent.append(request)
@@ -284,7 +297,7 @@ class Scheduler(Reads):
             self._note_admissions(output, now)
 
     def _note_admissions(self, output: Output, now: float) -> None:
-        """The next output of each tells how long it was queued, and what of its prompt was cached."""
+        """The next output of each admitted request reports its time in the queue and its cached prompt tokens."""
         hits = output.num_cached_tokens.tolist()
         for ours, num_hits, is_resumed in zip(output.admitted, hits, output.is_resumed.tolist(), strict=True):
             request = ours.metadata
@@ -297,16 +310,20 @@ class Scheduler(Reads):
                 self._statistics.looked_up(ours, num_hits, is_resumed)
 
     def _note_preemptions(self, output: Output, now: float) -> None:
-        """vLLM's metrics count them, when a client has been told."""
+        """vLLM's metrics count PREEMPTED events, once an output has carried them to the client: `vllm:num_preemptions`
+        and `vllm:request_num_preemptions` are preemptions for memory and by a reset, because vLLM has no other cause. A
+        priority preemption gets no event; the core's counters have it (`pointsman:preemptions_total`). Until it is
+        admitted again, vLLM's count of running requests by adapter still includes it.
+        """
         for ours in output.preempted:
             request = ours.metadata
-            if request.request_id in self.requests:
+            if request.request_id in self.requests and ours.preemption_causes[-1].exists_in_vllm:
                 request.record_event(EngineCoreEventType.PREEMPTED, now)
-                if ours.num_pending:  # else its next output comes after its next admission
+                if ours.num_pending:  # otherwise its next output comes after its next admission
                     self._details.note(request.request_id)
 
     def _mark_structured(self, of_vllm: Any, output: Output, ids: list[str]) -> None:
-        """Whether the step samples under a grammar, and whether a token that it must see first is in flight."""
+        """Mark a step that samples under a grammar, and one whose grammar needs a token that is still in flight."""
         last = output.num_computed_tokens + output.num_scheduled_tokens - output.num_draft_tokens
         for index, name in enumerate(ids):
             if name in self._structured and output.samples[index]:
@@ -315,10 +332,10 @@ class Scheduler(Reads):
                     of_vllm.pending_structured_output_tokens = True
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
-        """Take in what the model runner returned for the oldest step in flight.
+        """Take the model runner's output of the oldest step in flight.
 
         Returns:
-            `EngineCoreOutputs` by client, for those that have some.
+            `EngineCoreOutputs` by client index, for clients with outputs.
         """
         with self.lock:
             began = time.monotonic()
@@ -341,7 +358,7 @@ class Scheduler(Reads):
             self._drafts.verified(output, result, update)
         if len(output.completes):
             indices = [*indices, *self._add_pooled(step, sampled, model_runner_output.pooler_output, outputs)]
-        self._details.tell(outputs, indices, sampled, model_runner_output)
+        self._details.add_to(outputs, indices, sampled, model_runner_output)
         if self._structured:
             self._accept(outputs)
         if update.finished:
@@ -351,7 +368,7 @@ class Scheduler(Reads):
         return self._by_client(step, outputs, indices, model_runner_output)
 
     def _add_pooled(self, step: Step, sampled: Sampled, pooled: Any, outputs: list[Any]) -> list[int]:
-        """What a pooling model made of the prompts that are complete now, and the indices of their rows."""
+        """Add a pooling model's outputs for prompts that are complete now, and return the indices of their rows."""
         indices = [index for index in step.output.completes.tolist() if step.ids[index] in self.requests]
         outputs += [
             EngineCoreOutput(step.ids[index], [], pooling_output=pooled[sampled.place(index)]) for index in indices
@@ -359,7 +376,7 @@ class Scheduler(Reads):
         return indices
 
     def _accept(self, outputs: list[Any]) -> None:
-        """Grammars take in the tokens of their requests."""
+        """Advance grammars by the new tokens of their requests."""
         for output in outputs:
             name = output.request_id
             if name not in self._structured or not output.new_token_ids:
@@ -368,32 +385,34 @@ class Scheduler(Reads):
             request._output_token_ids.extend(output.new_token_ids)  # where a reasoning parser reads them
             request._all_token_ids.extend(output.new_token_ids)
             if not self._grammars.accept_tokens(request, output.new_token_ids):
-                logger.error("the grammar of request %s does not allow %s; it ends", name, output.new_token_ids)
+                logger.error(
+                    "the grammar of request %s does not allow %s; the request fails", name, output.new_token_ids
+                )
                 self.core.finish(self.of_id[name].request_id, FinishReason.ERROR, time.monotonic())
                 self._end(request, FinishReason.ERROR)
                 output.finish_reason = request.get_finished_reason()
-                self._drafts.tell(request, output)
+                self._drafts.report(request, output)
 
     def _finish(self, finished: Iterable[Request], ids: list[str], outputs: list[Any], indices: Sequence[int]) -> None:
-        """Those that ended by this update."""
+        """Requests that this update finishes."""
         at_row = None if len(indices) == len(ids) else {index: at for at, index in enumerate(indices)}
         for ours in finished:
             request = ours.metadata
             name = request.request_id
-            if name not in self.requests:  # its grammar ended it
+            if name not in self.requests:  # its grammar failed it
                 continue
             index = ids.index(name)
             output = outputs[index if at_row is None else at_row[index]]
             output.finish_reason = finish_reason(ours)
             output.stop_reason = request.stop_reason = ours.stop_reason
-            self._drafts.tell(request, output)
+            self._drafts.report(request, output)
             if name in self._sessions and ours.finish_reason is not FinishReason.ERROR:
                 self._end_turn(request, ours)
             else:
                 self._end(request, ours.finish_reason or FinishReason.ERROR)
 
     def _end_turn(self, session: Any, ours: Request) -> None:
-        """A part of a session is answered."""
+        """A part of a session is complete."""
         name = session.request_id
         close_turn(session, ours)
         self._forget(name)
@@ -403,7 +422,7 @@ class Scheduler(Reads):
             self._sessions.num_idle += 1
 
     def _by_client(self, step: Step, outputs: list[Any], indices: Sequence[int], result: Any) -> dict[int, Any]:
-        """The outputs, sorted by the client that they are for; the first one gets the statistics too."""
+        """The outputs by client; the first client gets the statistics too."""
         stats = None if self._statistics is None else self._statistics.take(step.of_vllm, result)
         if outputs and not (self._has_clients or self._unsent or self._finished_ids):
             return {0: EngineCoreOutputs(outputs=outputs, scheduler_stats=stats)}
@@ -416,7 +435,7 @@ class Scheduler(Reads):
         return found
 
     def _sorted(self, step: Step, outputs: list[Any], indices: Sequence[int]) -> dict[int, Any]:
-        """The outputs by client, with what else there is to tell each."""
+        """The outputs by client, with requests that finished outside `update_from_output` and the finished ids."""
         by_client: dict[int, list[Any]] = {}
         for index, output in zip(indices, outputs, strict=True):
             client = step.output.requests[index].metadata.client_index
@@ -439,58 +458,130 @@ class Scheduler(Reads):
             self._finished_ids.clear()
         return found
 
-    # ------------------------------------------------------------------ drafts
+    # ------------------------------------------------------------------ drafts and grammars
 
-    @alone
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        """What vLLM's proposer guesses to follow the tokens of the step that was updated last."""
-        step = self._last_step
-        if step is None:
-            return
-        drafts = dict(zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True))
-        most = self.core.config.num_draft_tokens
-        proposed: list[int] = []
-        counts = []
-        for name in step.ids:
-            own = drafts.get(name) or []
-            if own and name in self._structured:
-                own = self._grammars.validate_tokens(self.requests[name], own)
-            own = own[:most]
-            proposed += own
-            counts.append(len(own))
-        self.core.propose(step.output, proposed, counts, time.monotonic())
+        """Drafts of vLLM's proposer for the step that was updated last."""
+        with self.lock:
+            step = self._last_step
+            if step is None:
+                return
+            drafts = dict(zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True))
+            most = self.core.config.num_draft_tokens
+            proposed: list[int] = []
+            counts = []
+            for name in step.ids:
+                own = drafts.get(name) or []
+                if own and name in self._structured:
+                    own = self._grammars.validate_tokens(self.requests[name], own)
+                own = own[:most]
+                proposed += own
+                counts.append(len(own))
+            self.core.propose(step.output, proposed, counts, time.monotonic())
 
     def update_draft_token_ids_in_output(self, draft_token_ids: Any, scheduler_output: Any) -> None:
-        """Only of asynchronous speculation, which is refused at the start."""
-        raise NotImplementedError("speculation runs synchronously here")
+        """Called by vLLM with asynchronous speculation alone, which is refused at the start."""
+        raise NotImplementedError("asynchronous speculation is not supported; give --no-async-scheduling")
+
+    def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
+        """The bitmasks of rows that sample under a grammar; None: there are none."""
+        if not scheduler_output.has_structured_output_requests:
+            return None
+        step = next(step for step in self._steps if step.of_vllm is scheduler_output)
+        rows = zip(step.ids, step.output.samples.tolist(), strict=True)
+        names = [name for name, samples in rows if samples and name in self._structured]
+        if not names:
+            return None
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        mask = self._grammars.grammar_bitmask(self.requests, names, drafts)
+        acceptable = [len(strip_speculative_padding(drafts.get(name, []))) for name in names]
+        return new_grammar_output(
+            structured_output_request_ids=names, grammar_bitmask=mask, num_acceptable_drafts=acceptable
+        )
 
     # ------------------------------------------------------------------ pauses and resets
 
-    @alone
     def set_pause_state(self, pause_state: PauseState) -> None:
-        self._pause_state = pause_state
-        if pause_state == PauseState.UNPAUSED:
-            self.core.resume(time.monotonic())
-        else:
-            self.core.pause(time.monotonic(), PAUSES[pause_state])
+        with self.lock:
+            self._pause_state = pause_state
+            if pause_state == PauseState.UNPAUSED:
+                self.core.resume(time.monotonic())
+            else:
+                self.core.pause(time.monotonic(), PAUSES[pause_state])
 
-    @alone
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forget every cached prefix; with `reset_running_requests` what runs is computed anew.
+        """Empty the prefix cache; with `reset_running_requests` running requests are preempted and recomputed.
 
         Returns:
-            True: unlike vLLM's own, this succeeds whatever runs, which keeps its KV and shares it with nobody.
+            True: unlike vLLM's own, this succeeds with running requests. They keep their KV, which is not shared.
         """
-        self.core.reset_prefix_cache(time.monotonic(), preempt_running=reset_running_requests)
-        if self._statistics is not None:
-            self._statistics.reset_prefix_cache()
-        return True
+        with self.lock:
+            self.core.reset_prefix_cache(time.monotonic(), preempt_running=reset_running_requests)
+            if self._statistics is not None:
+                self._statistics.reset_prefix_cache()
+            return True
 
     def reset_encoder_cache(self) -> None:
-        """There is none."""
+        """Does nothing: there is no encoder cache."""
 
     def shutdown(self) -> None:
-        """Answer no more, and close what is open."""
+        """Close the control socket, recordings and publishers."""
         self._operation.close()
         if self._kv_events is not None:
             self._kv_events.close()
+
+    # ------------------------------------------------------------------ reads
+
+    def has_request(self, request_id: str) -> bool:
+        return request_id in self.requests
+
+    def has_unfinished_requests(self) -> bool:
+        return self.get_num_unfinished_requests() > 0
+
+    def get_num_unfinished_requests(self) -> int:
+        """Number of requests that may still advance, which excludes paused ones."""
+        if self._pause_state == PauseState.PAUSED_ALL:
+            return 0
+        if self._pause_state == PauseState.PAUSED_NEW:
+            return self.core.num_running
+        return len(self.requests) - self._sessions.num_idle
+
+    def has_finished_requests(self) -> bool:
+        """Whether a further step must report finished requests to the workers or to a client."""
+        return bool(self.core.has_unreported_ends or self._unsent or self._finished_ids)
+
+    def has_requests(self) -> bool:
+        return self.has_unfinished_requests() or self.has_finished_requests()
+
+    def get_request_counts(self) -> tuple[int, int]:
+        """(running, waiting)."""
+        running = self.core.num_running
+        return running, len(self.requests) - running
+
+    def get_kv_cache_usage(self) -> float:
+        return self.core.kv_cache_usage
+
+    @property
+    def pause_state(self) -> PauseState:
+        return self._pause_state
+
+    def get_kv_connector(self) -> None:
+        return None
+
+    def get_ec_connector(self) -> None:
+        return None
+
+    def get_kv_event_publisher_config(self) -> Any:
+        return None if self._kv_events is None else self._kv_events.config
+
+    def make_stats(self) -> Any:
+        return None if self._statistics is None else self._statistics.take()
+
+
+def group_metadata(kv_cache_config: Any, block_size: int) -> Any:
+    """The part of vLLM's `KVCacheManager` that its engine core reads: the block size of each group."""
+    managers = [
+        SimpleNamespace(block_size=block_size, kv_cache_spec=group.kv_cache_spec)
+        for group in kv_cache_config.kv_cache_groups
+    ]
+    return SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=managers))

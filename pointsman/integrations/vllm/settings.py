@@ -1,4 +1,4 @@
-"""Which flag of vLLM is which knob of ours, and what further knobs `--additional-config` may hold.
+"""From vLLM's flags to the core's `SchedulerConfig`, and the further knobs in `--additional-config`.
 
     vllm serve MODEL --scheduler-cls pointsman.integrations.vllm.Scheduler \\
         --additional-config '{"pointsman": {"decode_reserve": "mean", "victim": "latest"}}'
@@ -33,7 +33,7 @@ FLAGS = {
     "num_draft_tokens": "--speculative-config",
     "enable_kv_cache_events": "--kv-events-config",
 }
-"""Knobs of ours that a flag of vLLM sets, which keeps its meaning."""
+"""Knobs that a flag of vLLM sets. The flags keep their meaning."""
 _NOT_HERE = {
     "encoder_budget",
     "encoder_cache_size",
@@ -45,26 +45,26 @@ _NOT_HERE = {
 }
 
 KNOBS = frozenset(field.name for field in fields(SchedulerConfig)) - FLAGS.keys() - _NOT_HERE
-"""What `--additional-config` may set beside `preset`, `socket` and `record`."""
+"""Knobs that `--additional-config` may set, beside `preset`, `socket` and `record`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What `--additional-config` says, apart from knobs."""
+    """The content of `--additional-config`."""
 
     knobs: Mapping[str, Any]
-    """Of `SchedulerConfig`, a preset's included."""
+    """Fields of `SchedulerConfig`, those of a preset included."""
     socket: str | None
-    """Where to listen for questions; "" for nowhere, None for a name of its own."""
+    """Path of the control socket; "": none, None: a path in a private folder."""
     record: str | None
-    """A file that gets a recording of all that happens; None: none."""
+    """File of a recording from the start; None: none."""
 
 
 def read_settings(additional_config: Any) -> Settings:
-    """Our part of vLLM's `additional_config`, which is an object under the key "pointsman".
+    """The object under the key "pointsman" in vLLM's `additional_config`.
 
     Raises:
-        ConfigError: it is no such object, or has a key that means nothing, or that a flag of vLLM sets.
+        ConfigError: it is not an object, or has a key that is unknown or that a flag of vLLM sets.
     """
     given = additional_config.get("pointsman", {}) if isinstance(additional_config, Mapping) else {}
     if not isinstance(given, Mapping):
@@ -78,14 +78,14 @@ def read_settings(additional_config: Any) -> Settings:
             raise ConfigError(f"{name} in --additional-config is {value!r}; it must be a path")
     if preset not in {"default", *SYSTEMS}:
         raise ConfigError(
-            f"no preset is called {preset!r} here; choose default or one of {', '.join(SYSTEMS)} (those for serving, "
+            f"the preset {preset!r} is unknown here; choose default or one of {', '.join(SYSTEMS)} (those for serving, "
             f"such as {next(name for name in PRESETS if name != 'default')}, set what vLLM's own flags set)"
         )
     for name in knobs:
         if name in FLAGS:
             raise ConfigError(f"{name} is vLLM's own: set it with {FLAGS[name] or 'nothing, it follows the model'}")
         if name not in KNOBS:
-            raise ConfigError(f"{name} in --additional-config is no knob; choose from {', '.join(sorted(KNOBS))}")
+            raise ConfigError(f"{name} in --additional-config is unknown; choose from {', '.join(sorted(KNOBS))}")
     of_preset = {name: value for name, value in (PRESETS | SYSTEMS)[preset].items() if name in KNOBS}
     return Settings({**of_preset, **knobs}, socket, record)
 
@@ -93,7 +93,7 @@ def read_settings(additional_config: Any) -> Settings:
 def scheduler_config(
     vllm_config: Any, kv_cache_config: Any, block_size: int, knobs: Mapping[str, Any]
 ) -> SchedulerConfig:
-    """The configuration of our scheduler that does what vLLM's flags say.
+    """The core's configuration for vLLM's flags and the further knobs.
 
     Raises:
         ConfigError: a knob is out of range, or has no effect.
@@ -102,7 +102,7 @@ def scheduler_config(
     budget = scheduler.max_num_scheduled_tokens
     budget = scheduler.max_num_batched_tokens if budget is None else budget
     threshold = scheduler.long_prefill_token_threshold
-    threshold = threshold if threshold < budget else 0  # vLLM lets it stand without effect
+    threshold = threshold if threshold < budget else 0  # vLLM allows it without effect
     events = vllm_config.kv_events_config
     order = "priority" if scheduler.policy == "priority" else "fcfs"
     values: dict[str, Any] = {
@@ -127,14 +127,14 @@ def scheduler_config(
         "order": order,
     }
     settled = {**values, **knobs}
-    if settled["order"] == "fcfs-front" and order == "priority":  # the preset of vLLM's own decisions
+    if settled["order"] == "fcfs-front" and order == "priority":  # of the preset "vllm"
         settled["order"] = "priority-by-arrival"
-    if not settled["full_sequence_must_fit"]:  # the preset sets what then has no effect
+    if not settled["full_sequence_must_fit"]:  # of a preset, without effect then
         settled.pop("count_owed_blocks", None)
     return SchedulerConfig(**settled)
 
 
 def _watermark(share: float, num_blocks: int) -> float:
-    """The share of the usable blocks that is as many blocks as vLLM's `share` of all `num_blocks`, rounded down."""
+    """The share of the usable blocks that equals vLLM's `share` of all `num_blocks` in blocks, rounded down."""
     blocks = int(share * num_blocks)
     return min(math.nextafter(1.0, 0.0), (blocks + 0.5) / (num_blocks - 1)) if blocks else 0.0

@@ -1,4 +1,6 @@
-"""What vLLM's loggers and its Prometheus metrics read of a scheduler."""
+"""Statistics in vLLM's form: what its loggers and its Prometheus metrics read from a scheduler, and the draft counts of
+single requests.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from vllm.v1.metrics.perf import ModelMetrics
-from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
+from vllm.v1.metrics.stats import PrefixCacheStats, RequestSpecDecodeMetrics, SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from pointsman.core import Request, Scheduler
-from pointsman.integrations.vllm.versions import maker
+from pointsman.core import Request, Scheduler, SchedulerOutput, StepResult, StepUpdate
+from pointsman.integrations.vllm.support import maker
 
 new_stats = maker(
     SchedulerStats,
@@ -30,30 +32,30 @@ class Statistics:
     """Counts between two reports.
 
     Args:
-        scheduler: whose.
-        num_drafts: most drafts that a request may have in a step.
-        vllm_config: whether the work of each step is estimated (`--enable-mfu-metrics`).
+        scheduler: the one that is measured.
+        num_drafts: maximum drafts of a request in a step.
+        vllm_config: says whether the work of each step is estimated (`--enable-mfu-metrics`).
     """
 
     def __init__(self, scheduler: Scheduler, num_drafts: int, vllm_config: Any) -> None:
         self._scheduler = scheduler
         self._num_drafts = num_drafts
-        self._no_look_ups = PrefixCacheStats()
-        self._prefix = self._no_look_ups
-        self._looks_up = scheduler.config.enable_prefix_caching
+        self._no_lookups = PrefixCacheStats()
+        self._prefix = self._no_lookups
+        self._counts_lookups = scheduler.config.enable_prefix_caching
         self._drafts: Any = None
         work = ModelMetrics(vllm_config) if vllm_config.observability_config.enable_mfu_metrics else None
         self._work = work if work is not None and work.is_enabled() else None
 
     def looked_up(self, request: Request, num_hits: int, is_resumed: bool) -> None:
-        """A request was admitted, and so many of its tokens were in the prefix cache."""
-        if self._looks_up and request.use_prefix_cache:
-            if self._prefix is self._no_look_ups:
+        """A request was admitted, with `num_hits` of its tokens from the prefix cache."""
+        if self._counts_lookups and request.use_prefix_cache:
+            if self._prefix is self._no_lookups:
                 self._prefix = PrefixCacheStats()
             self._prefix.record(num_tokens=request.num_tokens, num_hits=num_hits, preempted=is_resumed)
 
-    def verified(self, proposed: npt.NDArray[np.int64], accepted: npt.NDArray[np.int64]) -> None:
-        """Drafts came back: [n] of each row how many, and how many of them the model would have chosen."""
+    def verified(self, proposed: npt.NDArray[np.integer], accepted: npt.NDArray[np.integer]) -> None:
+        """Drafts were verified: [n] drafts of each row, and [n] how many of them were accepted."""
         if not len(proposed):
             return
         if self._drafts is None:
@@ -67,19 +69,19 @@ class Statistics:
             stats.num_draft_tokens_per_pos[place] += int((proposed > place).sum())
 
     def reset_prefix_cache(self) -> None:
-        """The prefix cache is empty, and the counts of its hits begin anew."""
+        """The prefix cache is empty, and the counts of its hits restart."""
         self._prefix = PrefixCacheStats()
         self._prefix.reset = True
 
     def take(self, of_vllm: Any = None, result: Any = None) -> Any:
-        """The `SchedulerStats` since the last call, and the gauges of this moment.
+        """vLLM's `SchedulerStats` since the last call, with the current gauges.
 
         Args:
-            of_vllm: the `SchedulerOutput` that was updated; None: none.
+            of_vllm: vLLM's `SchedulerOutput` that was updated; None: none.
             result: its `ModelRunnerOutput`.
         """
         scheduler = self._scheduler
-        prefix, self._prefix = self._prefix, self._no_look_ups
+        prefix, self._prefix = self._prefix, self._no_lookups
         drafts, self._drafts = self._drafts, None
         return new_stats(
             num_running_reqs=scheduler.num_running,
@@ -95,3 +97,43 @@ class Statistics:
     def _estimate(self, of_vllm: Any) -> Any:
         assert self._work is not None
         return self._work.get_step_perf_stats_per_gpu(of_vllm)
+
+
+class Drafts:
+    """Counts verified drafts, for the statistics and for each request.
+
+    Args:
+        num_drafts: maximum drafts of a request in a step.
+        detail: what the completion of a request says about its drafts (`--per-request-spec-decode-metrics`): "none",
+            "summary" or "detailed".
+        statistics: those of all requests; None: not logged.
+    """
+
+    def __init__(self, num_drafts: int, detail: str, statistics: Statistics | None) -> None:
+        self._num_drafts = num_drafts
+        self._detail = detail
+        self._statistics = statistics
+
+    def begin(self, request: Any) -> None:
+        """One of vLLM's requests, or the next part of one, is queued."""
+        if self._detail != "none" and request.spec_decode_metrics is None:
+            request.spec_decode_metrics = RequestSpecDecodeMetrics.new(self._num_drafts)
+
+    def verified(self, output: SchedulerOutput, result: StepResult, update: StepUpdate) -> None:
+        """Count the drafts of a step. Drafts behind a stop count, as in vLLM; those of requests that have finished
+        meanwhile do not."""
+        assert result.counts is not None
+        which = ((output.num_draft_tokens > 0) & (update.counts > 0)).nonzero()[0]
+        proposed, accepted = output.num_draft_tokens[which], np.asarray(result.counts)[which] - 1
+        if self._statistics is not None:
+            self._statistics.verified(proposed, accepted)
+        if self._detail == "none":
+            return
+        for index, num_drafts, num_accepted in zip(which.tolist(), proposed.tolist(), accepted.tolist(), strict=True):
+            metrics = output.requests[index].metadata.spec_decode_metrics
+            metrics.observe(num_drafts, num_accepted, detailed=self._detail == "detailed")
+
+    def report(self, request: Any, output: Any) -> None:
+        """Put the draft counts of a request into its last output."""
+        if request.spec_decode_metrics is not None:
+            output.spec_decode_metrics = request.spec_decode_metrics

@@ -1,23 +1,67 @@
-"""What the adapter does not do, found in vLLM's configuration before anything runs, each with its remedy."""
+"""Which versions and configurations of vLLM are supported; whatever is not is found before anything runs, each with its
+remedy. Importable without vLLM.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
-from pointsman.integrations.vllm.versions import TESTED_BY_RUNNING, UnsupportedVLLM, minor_version
-
 GO_BACK = "leave --scheduler-cls out to run vLLM's own scheduler"
+TESTED_BY_RUNNING = "0.32"
+TESTED = {TESTED_BY_RUNNING: "run", "0.33": "its dataclasses were checked, it was not run"}
+"""The supported minor versions of vLLM, and how each was tested."""
+
+
+class UnsupportedVLLM(RuntimeError):
+    """This version of vLLM, or its configuration, is not supported. The message says what to do instead."""
+
+
+def minor_version(version: str) -> str:
+    """Of "0.32.0+cpu": "0.32"."""
+    return ".".join(version.split("+")[0].split(".")[:2])
+
+
+def check_version(version: str) -> None:
+    """Check the version of vLLM.
+
+    Raises:
+        UnsupportedVLLM: it is not among `TESTED`.
+    """
+    if minor_version(version) not in TESTED:
+        raise UnsupportedVLLM(
+            f"vLLM {version} is installed, and pointsman.integrations.vllm supports {' and '.join(TESTED)}, as vLLM's "
+            f'scheduler interface changes between versions: pip install "vllm=={max(TESTED)}.*", or leave '
+            "--scheduler-cls out to run vLLM's own scheduler"
+        )
+
+
+def maker(kind: type, *names: str) -> Callable[..., Any]:
+    """A constructor of one of vLLM's dataclasses from keyword arguments of these names.
+
+    Returns:
+        `kind` itself, or, where the installed version lacks some of the fields, a function that drops those.
+    """
+    missing = set(names) - {field.name for field in fields(kind)}
+    if not missing:
+        return kind
+
+    def make(**values: Any) -> Any:
+        return kind(**{name: value for name, value in values.items() if name not in missing})
+
+    return make
 
 
 def check_supported(vllm_config: Any, kv_cache_config: Any | None) -> None:
-    """Nothing, if all that vLLM is configured to do is supported.
+    """Check vLLM's configuration.
 
     Args:
         vllm_config: vLLM's `VllmConfig`.
-        kv_cache_config: its `KVCacheConfig`; None: not known yet, so its groups are not looked at.
+        kv_cache_config: its `KVCacheConfig`; None: not known yet, so its groups are not checked.
 
     Raises:
-        UnsupportedVLLM: it is not; every reason with its remedy.
+        UnsupportedVLLM: something in it is not supported; the message has every reason with its remedy.
     """
     problems = problems_of(vllm_config, kv_cache_config)
     if problems:
@@ -25,13 +69,13 @@ def check_supported(vllm_config: Any, kv_cache_config: Any | None) -> None:
 
 
 def problems_of(vllm_config: Any, kv_cache_config: Any | None) -> list[str]:
-    """What is not supported, each with its remedy; arguments as for `check_supported`."""
+    """The unsupported parts of the configuration, each with its remedy; arguments as for `check_supported`."""
     problems = [*_model_problems(vllm_config), *_engine_problems(vllm_config)]
     return problems if kv_cache_config is None else problems + _kv_cache_problems(kv_cache_config)
 
 
-def what_was_not_run(vllm_config: Any, version: str) -> list[str]:
-    """What is supported by the letter of vLLM's interface, and has been run with no vLLM so far."""
+def untested_parts(vllm_config: Any, version: str) -> list[str]:
+    """Parts of the configuration that follow vLLM's interface but have not been run by this project's tests."""
     parallel = vllm_config.parallel_config
     found = []
     if minor_version(version) != TESTED_BY_RUNNING:
@@ -85,13 +129,13 @@ def _engine_problems(vllm_config: Any) -> list[str]:
     if scheduler.async_scheduling and parallel.pipeline_parallel_size > 1:
         problems.append(
             f"pipeline_parallel_size is {parallel.pipeline_parallel_size} with asynchronous scheduling, where vLLM's "
-            "workers pass on a sampled token only so many steps later, and that is not supported: give "
+            "workers pass on a sampled token only after that many steps, which is not supported: give "
             "--no-async-scheduling"
         )
     if getattr(vllm_config.observability_config, "kv_cache_metrics", False):
         problems.append(
-            "the residency of KV blocks is not measured here: leave --kv-cache-metrics out (pointsman metrics tells "
-            "how many are evicted)"
+            "the residency of KV blocks is not measured here: leave --kv-cache-metrics out (pointsman metrics "
+            "counts evictions)"
         )
     return problems + _speculation_problems(vllm_config)
 
@@ -142,8 +186,8 @@ def _kv_cache_problems(kv_cache_config: Any) -> list[str]:
 
 
 def _unusual_managers(group: Any) -> str:
-    """vLLM's managers of a group of full attention that do more than hand out blocks (attention sinks, a window over
-    what is generated, plugins); empty: there are none."""
+    """Names of vLLM's managers of a full-attention group that do more than allocate blocks (attention sinks, a window
+    over the output, plugins); empty: there are none."""
     from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
     from vllm.v1.kv_cache_interface import iter_layer_specs
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry

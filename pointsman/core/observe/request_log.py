@@ -1,0 +1,72 @@
+"""What happened to a request, and when: a log per request, for traces and for explanations. Off by default.
+
+The log listens to the scheduler's events, so it costs what the moves of requests cost and nothing per step or token.
+The first token is the one entry that is no move: after an update, the requests that run and have none yet are looked
+through.
+"""
+
+from __future__ import annotations
+
+from pointsman.core.state.events import (
+    Admitted,
+    Finished,
+    Listener,
+    Parked,
+    Preempted,
+    Queued,
+    RolledBack,
+)
+from pointsman.core.state.output import SchedulerOutput, StepUpdate
+from pointsman.core.state.request import Request
+from pointsman.core.state.status import PreemptionCause, RequestEvent, RequestEventType
+
+
+class RequestLog(Listener):
+    """Notes what happens to requests in `Request.events`."""
+
+    def __init__(self) -> None:
+        self._silent: dict[Request, None] = {}  # admitted once, and without a token so far
+
+    def on_queued(self, event: Queued) -> None:
+        self._note(event.request, RequestEventType.QUEUED, event.now)
+
+    def on_admitted(self, event: Admitted) -> None:
+        kind = RequestEventType.RESUMED if event.resumed else RequestEventType.SCHEDULED
+        self._note(event.request, kind, event.now)
+        if not event.request.num_output_tokens:
+            self._silent[event.request] = None
+
+    def on_preempted(self, event: Preempted) -> None:
+        if event.cause is not PreemptionCause.PARKED:  # which is noted as such
+            self._note(event.request, RequestEventType.PREEMPTED, event.now)
+
+    def on_parked(self, event: Parked) -> None:
+        """A first token that ended its part of the prompt comes first."""
+        if event.request in self._silent and event.request.num_output_tokens:
+            self._first_token(event.request, event.now)
+        self._note(event.request, RequestEventType.PARKED, event.now, event.request.status.value)
+
+    def on_rolled_back(self, event: RolledBack) -> None:
+        self._note(event.request, RequestEventType.ROLLED_BACK, event.now)
+
+    def on_update(self, output: SchedulerOutput, update: StepUpdate, now: float) -> None:
+        for request in [request for request in self._silent if request.num_output_tokens]:
+            self._first_token(request, now)
+
+    def on_finished(self, event: Finished) -> None:
+        """A first token that ended it comes first."""
+        request = event.request
+        if request in self._silent:
+            if request.num_output_tokens:
+                self._first_token(request, event.now)
+            else:
+                del self._silent[request]
+        assert request.finish_reason is not None
+        self._note(request, RequestEventType.FINISHED, event.now, request.finish_reason.value)
+
+    def _first_token(self, request: Request, now: float) -> None:
+        del self._silent[request]
+        self._note(request, RequestEventType.FIRST_TOKEN, now)
+
+    def _note(self, request: Request, kind: RequestEventType, now: float, detail: str = "") -> None:
+        request._state.events.append(RequestEvent(kind, now, detail))

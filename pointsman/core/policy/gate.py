@@ -1,0 +1,179 @@
+"""Gates: may this waiting request start now, and with how many tokens; if not, why, and does it block the queue?
+
+Everything that has a say in an admission answers this one question: the token budget, the limits (`limits.py`), the
+embeddings of encoder inputs (`encoder_budget.py`), the caps on partial prefills (`partial_prefills.py`), the adapter
+slots (`adapters.py`), and the blocks that must stay free (`reserve.py`). `step/admission.py` asks them in a fixed
+order. Each lowers the number of tokens or defers the request; the first deferral is the reason that is reported.
+
+A limit on running rows answers the same question for all of them at once, on columns: see `Limit` in `limits.py`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.config import SchedulerConfig
+from pointsman.core.kv.block_pool import BlockPool
+from pointsman.core.state.batch import Batch
+from pointsman.core.state.reason import Deferral, Reason
+from pointsman.core.state.request import Request
+from pointsman.core.state.status import RequestStatus
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class View:
+    """What a gate may know: the step so far, what runs, what waits, and what is free. Read-only.
+
+    Columns have a row for each running request, in admission order, and are copies.
+    """
+
+    __slots__ = ("_batch", "_budget", "_now", "_num_owed_blocks", "_num_running", "_num_shared_blocks", "_pool")
+
+    def __init__(self, batch: Batch, pool: BlockPool) -> None:
+        self._batch = batch
+        self._pool = pool
+        self._now = 0.0
+        self._budget = 0
+        self._num_running = 0
+        self._num_owed_blocks = 0
+        self._num_shared_blocks = 0
+
+    @property
+    def now(self) -> float:
+        """Time of the step, in seconds on the caller's clock."""
+        return self._now
+
+    @property
+    def budget(self) -> int:
+        """Tokens that the step has left."""
+        return self._budget
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold a row, those admitted in this step included."""
+        return self._num_running
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no request holds, cached ones included."""
+        return self._pool.num_free
+
+    @property
+    def num_owed_blocks(self) -> int:
+        """Blocks that running requests still need for tokens that they already have (partial prefills)."""
+        return self._num_owed_blocks
+
+    @property
+    def num_shared_blocks(self) -> int:
+        """Of the cached prefix of the request that is asked about: blocks that other requests hold, which cost
+        nothing."""
+        return self._num_shared_blocks
+
+    @property
+    def num_tokens(self) -> Int64Array:
+        """[running] int64: known tokens of each running request: its prompt and its output so far."""
+        return self._batch.num_tokens[self._batch.members.rows]
+
+    @property
+    def num_computed_tokens(self) -> Int64Array:
+        """[running] int64: tokens of each running request that a preemption would cost, at most."""
+        return self._batch.num_computed_tokens[self._batch.members.rows]
+
+    @property
+    def num_blocks(self) -> Int64Array:
+        """[running] int64: blocks in the table of each running request, shared ones included."""
+        return self._batch.num_slots[self._batch.members.rows] // self._batch.block_size
+
+    @property
+    def priority(self) -> Int64Array:
+        """[running] int64: smaller is more urgent."""
+        return self._batch.priority[self._batch.members.rows]
+
+
+class AdmissionView(View):
+    """The view as the admission keeps it up to date."""
+
+    __slots__ = ()
+
+    def open_step(self, now: float, budget: int, num_running: int, num_owed_blocks: int) -> None:
+        """The queue is about to be asked."""
+        self._now, self._budget, self._num_running = now, budget, num_running
+        self._num_owed_blocks = num_owed_blocks
+
+    def admitted(self, charge: int, num_owed_blocks: int) -> None:
+        """A request was admitted; it takes `charge` tokens of the budget and is owed these blocks."""
+        self._budget -= charge
+        self._num_running += 1
+        self._num_owed_blocks += num_owed_blocks
+
+    def looked_up(self, num_shared_blocks: int) -> None:
+        """The prefix cache lookup of the request that is asked about."""
+        self._num_shared_blocks = num_shared_blocks
+
+
+class Gate:
+    """One condition of an admission. The base admits everything and keeps no account."""
+
+    revision = 0
+    """Changes whenever `check` may answer otherwise for the same request, tokens and free blocks. The verdict on a
+    blocked head is kept until a revision changes."""
+
+    def open_step(self, num_requests: int) -> None:
+        """A step begins, with so many requests queued or running; what they do in it does not change the number."""
+
+    def open_queue(self) -> None:
+        """The step begins to ask the queue, from its head on and in order."""
+
+    def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
+        """How many of `want` tokens from position `start` on the request may compute in this step, at least 1 if `want`
+        is; or why it is deferred. It has no effect but notes that are void with the step."""
+        return want
+
+    def commit(self, request: Request, start: int, num_tokens: int) -> None:
+        """The request computes these known tokens: it was admitted, or it is a running row with a partial prefill. No
+        more than `check` or `clip` allowed."""
+
+    def release(self, request: Request) -> None:
+        """The request has lost its row."""
+
+    def horizon(self, num_steps: int) -> int:
+        """For how many of the next `num_steps` steps, in which every running request decodes one token and nothing
+        else happens, a deferral of this gate stays a deferral."""
+        return num_steps
+
+
+class TokenBudget(Gate):
+    """The tokens that the step has left. A request that may not be cut to them waits for a step with enough."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._full = config.max_num_batched_tokens
+        self._chunked = config.enable_chunked_prefill
+        self._first_chunk_only = config.first_chunk_only
+        self._asks_whole = config.admission_charge != "uncached"
+        self.required = 0
+        """After a deferral: tokens that a step must have left for the request."""
+
+    def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
+        budget = view.budget
+        if want <= budget and not self._asks_whole:
+            return want
+        whole = request.num_tokens if self._asks_whole else want
+        if whole > budget and self._must_fit(request, budget):
+            self.required = min(whole, self._full)
+            return Deferral(Reason.BUDGET, whole - budget)
+        return min(want, budget)
+
+    def must_start_whole(self, request: Request) -> bool:
+        """Whether all its uncached tokens must fit one step. A resumed request may always be chunked."""
+        return not self._chunked and request.status is not RequestStatus.PREEMPTED
+
+    def may_have_to_fit(self, request: Request) -> bool:
+        """Whether it may have to fit what a step has left, as if nothing were cached."""
+        return self.must_start_whole(request) or self._first_chunk_only or self._asks_whole
+
+    def _must_fit(self, request: Request, budget: int) -> bool:
+        """Whether it may not be cut to `budget`, what the step has left."""
+        taken = budget < self._full
+        return self.must_start_whole(request) or (taken and self._first_chunk_only)

@@ -1,0 +1,191 @@
+"""The replay of a recording: the same calls on a new scheduler, and every decision compared.
+
+The first difference names the line, the step and the field.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from pointsman.core.config import SchedulerConfig
+from pointsman.core.errors import ConfigError, PointsmanError
+from pointsman.core.kv.connector import RecordedConnector
+from pointsman.core.policy.order import ORDERS
+from pointsman.core.policy.victim import VICTIMS
+from pointsman.core.recording import FORMAT, FORMAT_VERSION, RecordingError, output_decision, update_decision
+from pointsman.core.scheduler import Scheduler
+from pointsman.core.state.output import SchedulerOutput, StepResult
+from pointsman.core.state.request import Request
+from pointsman.core.state.status import FinishReason, ParkReason, PauseMode
+from pointsman.core.step.assembly import Start
+
+
+class ReplayDifference(PointsmanError):
+    """The first decision of a replay that is not the recorded one."""
+
+    def __init__(self, line: int, step_id: int | None, field: str, recorded: object, replayed: object) -> None:
+        where = f"step {step_id}" if step_id is not None else "a call outside steps"
+        super().__init__(f"line {line}, {where}: {field} was {recorded!r} and is now {replayed!r}")
+        self.line = line
+        self.step_id = step_id
+        self.field = field
+        self.recorded = recorded
+        self.replayed = replayed
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayReport:
+    """What a replay without a difference went through."""
+
+    num_calls: int
+    num_steps: int
+    num_requests: int
+    num_preemptions: int
+
+
+def replay(file: Iterable[str]) -> ReplayReport:
+    """Make the recorded calls on a new scheduler and compare every decision.
+
+    Raises:
+        ReplayDifference: at the first decision that differs.
+        RecordingError: the file is no recording, is cut, or names a policy that is not built in.
+    """
+    return _Replay().run(file)
+
+
+class _Replay:
+    def __init__(self) -> None:
+        self._scheduler: Scheduler | None = None
+        self._connector: RecordedConnector | None = None
+        self._outputs: dict[int, SchedulerOutput] = {}
+        self._updated: SchedulerOutput | None = None
+        self._num_calls = self._num_steps = self._num_requests = 0
+        self._calls: dict[str, Callable[[Scheduler, dict[str, Any], int], None]] = {
+            "add": self._add,
+            "finish": self._finish,
+            "extend": self._extend,
+            "park": lambda s, call, _: s.park(call["id"], ParkReason(call["reason"]), call["now"]),
+            "ready": lambda s, call, _: s.ready(call["id"], call["now"]),
+            "set_priority": lambda s, call, _: s.set_priority(call["id"], call["priority"], call["now"]),
+            "set_max_num_active_seqs": lambda s, call, _: s.set_max_num_active_seqs(call["limit"], call["now"]),
+            "pause": lambda s, call, _: s.pause(call["now"], PauseMode(call["mode"])),
+            "resume": lambda s, call, _: s.resume(call["now"]),
+            "reset_encoder_cache": lambda s, call, _: s.reset_encoder_cache(call["now"]),
+            "reset_prefix_cache": lambda s, call, _: s.reset_prefix_cache(
+                call["now"], preempt_running=call["preempt_running"]
+            ),
+            "transfer_done": self._transfer_done,
+            "schedule": self._schedule,
+            "update": self._update,
+            "propose": self._propose,
+            "fail": self._fail,
+        }
+
+    def run(self, file: Iterable[str]) -> ReplayReport:
+        for number, text in enumerate(file, start=1):
+            try:
+                self._line(json.loads(text), number)
+            except (ReplayDifference, RecordingError):
+                raise
+            except json.JSONDecodeError as error:
+                raise RecordingError(
+                    f"line {number} is not JSON ({error.msg}); the recording is cut or broken"
+                ) from None
+            except (KeyError, TypeError, ValueError, AttributeError, PointsmanError) as error:
+                raise RecordingError(f"line {number} cannot be replayed: {error}") from error
+        if self._scheduler is None:
+            raise RecordingError("the file is empty; a recording starts with a header line")
+        preemptions = self._scheduler.stats().num_preemptions
+        return ReplayReport(self._num_calls, self._num_steps, self._num_requests, preemptions)
+
+    def _line(self, call: dict[str, Any], number: int) -> None:
+        if self._scheduler is None:
+            self._scheduler = self._open(call)
+            return
+        name = call.get("call")
+        if name not in self._calls:
+            raise RecordingError(f"line {number} calls {name!r}, which no scheduler has")
+        if self._connector is not None:
+            self._connector.expect(call.get("answers", []))
+        self._calls[name](self._scheduler, call, number)
+        self._num_calls += 1
+
+    def _open(self, header: dict[str, Any]) -> Scheduler:
+        if header.get("format") != FORMAT:
+            raise RecordingError(
+                f"line 1 is no header of a recording (format {header.get('format')!r}, not {FORMAT!r})"
+            )
+        if header.get("format_version") != FORMAT_VERSION:
+            raise RecordingError(
+                f"the recording has format version {header.get('format_version')}; this library reads {FORMAT_VERSION}"
+            )
+        config = header["config"]
+        for knob, known in (("order", ORDERS), ("victim", VICTIMS)):
+            if config[knob] is not None and config[knob] not in known:
+                raise RecordingError(
+                    f"{knob} {config[knob]!r} is not built in, so this recording cannot be replayed here"
+                )
+        if header.get("connector") is not None:
+            self._connector = RecordedConnector(header["connector"]["saves_evicted"])
+        try:
+            return Scheduler(SchedulerConfig(**config), connector=self._connector, start=Start(**header["start"]))
+        except (TypeError, ConfigError) as error:
+            raise RecordingError(f"the header's configuration cannot be used: {error}") from error
+
+    def _output(self, call: dict[str, Any]) -> SchedulerOutput:
+        step: int = call["step"]
+        if step not in self._outputs:
+            raise ValueError(f"step {step} was not scheduled, or is over")
+        return self._outputs[step]
+
+    def _add(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
+        park = ParkReason(call["park"]) if call["park"] else None
+        scheduler.add(Request(**call["request"]), call["now"], park=park)
+        self._num_requests += 1
+
+    def _extend(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
+        options = {name: call[name] for name in ("more", "max_tokens", "encoder_inputs")}
+        scheduler.extend(call["id"], call["token_ids"], call["now"], **options)
+
+    def _finish(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
+        options = {name: call[name] for name in ("keep_tokens", "detail", "stop_reason")}
+        scheduler.finish(call["id"], FinishReason(call["reason"]), call["now"], **options)
+
+    def _transfer_done(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
+        options = {name: call[name] for name in ("num_loaded_tokens", "failed_blocks")}
+        scheduler.transfer_done(call["transfer"], call["now"], **options)
+
+    def _schedule(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
+        output = scheduler.schedule(call["now"])
+        if output.step_id != call["step"]:
+            raise ReplayDifference(number, call["step"], "step_id", call["step"], output.step_id)
+        _compare(number, call["step"], call["decision"], output_decision(output))
+        self._outputs[output.step_id] = output
+        self._num_steps += 1
+
+    def _update(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
+        errors = {int(index): message for index, message in call["errors"].items()}
+        result = StepResult(call["token_ids"], call["counts"], errors, call["step_time"])
+        self._updated = output = self._output(call)
+        update = scheduler.update(output, result, call["now"])
+        del self._outputs[call["step"]]
+        _compare(number, call["step"], call["decision"], update_decision(update))
+
+    def _propose(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
+        output, kept = self._updated, 0
+        if output is not None and output.step_id == call["step"]:  # otherwise it was stale
+            kept = scheduler.propose(output, call["token_ids"], call["counts"], call["now"])
+        _compare(number, call["step"], call["decision"], {"kept": kept})
+
+    def _fail(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
+        scheduler.fail(self._output(call), call["now"])
+        self._outputs = {step: output for step, output in self._outputs.items() if step < call["step"]}
+
+
+def _compare(line: int, step: int, recorded: dict[str, Any], replayed: dict[str, Any]) -> None:
+    for name in [*replayed, *(name for name in recorded if name not in replayed)]:
+        if recorded.get(name) != replayed.get(name):
+            raise ReplayDifference(line, step, name, recorded.get(name), replayed.get(name))

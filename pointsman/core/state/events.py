@@ -1,0 +1,266 @@
+"""What a scheduler tells about what it does: one way out, for recordings, statistics, request logs, policies and pages.
+
+A `Listener` overrides the methods of the events that it wants. `Events` holds, for each kind of event, the methods to
+call: with no listener an event costs one test. An event is made after what it describes has happened, in the order in
+which it happened, on the thread that owns the scheduler. A listener reads; it must not call the scheduler.
+
+    called      a call from outside that changed something, with its arguments: enough to make it again
+    added, refused, queued, parked, deferred, admitted, preempted, rolled_back, finished
+                what happened to one request
+    stepped     a step is decided: the columnar record of all its rows
+    updated     the result of a step was applied
+    failed      steps were taken back
+    proposed, loading, loaded
+                drafts from the host, and KV from a connector
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.state.reason import Reason
+from pointsman.core.state.status import PreemptionCause
+
+if TYPE_CHECKING:
+    from pointsman.core.state.output import SchedulerOutput, StepUpdate
+    from pointsman.core.state.request import Request
+
+
+class Call(NamedTuple):
+    """A call of the scheduler's interface, after it returned."""
+
+    name: str
+    now: float
+    arguments: dict[str, Any]
+
+
+class Added(NamedTuple):
+    """A request was accepted; it is queued or parked."""
+
+    request: Request
+    now: float
+
+
+class Refused(NamedTuple):
+    """A request can never run."""
+
+    request: Request
+    why: str
+    now: float
+
+
+class Queued(NamedTuple):
+    """A request entered the queue, because it was added or because what it was parked for is there."""
+
+    request: Request
+    now: float
+
+
+class Parked(NamedTuple):
+    """A request waits for something other than capacity; `request.status` says for what."""
+
+    request: Request
+    now: float
+
+
+class Deferred(NamedTuple):
+    """A queued request was not admitted, for another reason than in the step before."""
+
+    request: Request
+    reason: Reason
+    missing: int
+    """How much of what is short it lacks; 0 where nothing is counted."""
+    holder: str | None
+    """The request that holds most of it, or that it waits behind."""
+    now: float
+
+
+class Admitted(NamedTuple):
+    """A request got a row."""
+
+    request: Request
+    resumed: bool
+    """Whether it ran before and was preempted."""
+    num_cached_tokens: int
+    """Tokens that it need not compute."""
+    num_external_tokens: int
+    """Of these, tokens that a connector loads, or has loaded."""
+    uses_prefix_cache: bool
+    """Whether the prefix cache was looked up."""
+    now: float
+
+
+class Preempted(NamedTuple):
+    """A running request lost its row and returned to the queue, or is parked."""
+
+    request: Request
+    cause: PreemptionCause
+    num_lost_tokens: int
+    """Computed tokens whose KV it gave back."""
+    num_cached_tokens: int
+    """Of these, tokens that a prefix cache lookup would still find now."""
+    now: float
+
+
+class RolledBack(NamedTuple):
+    """The admission of a request is void, because its step failed; it is at its place in the queue again."""
+
+    request: Request
+    now: float
+
+
+class Finished(NamedTuple):
+    """A request finished; its `finish_reason` says why."""
+
+    request: Request
+    now: float
+
+
+class LoadStarted(NamedTuple):
+    """The host is asked to load KV for a request."""
+
+    request: Request
+    num_tokens: int
+    is_async: bool
+    now: float
+
+
+class LoadFinished(NamedTuple):
+    """A load has brought `num_tokens`."""
+
+    request: Request
+    num_tokens: int
+    failed: bool
+    """Whether it brought less than it was asked for, or took too long."""
+    now: float
+
+
+@dataclass(slots=True)
+class StepDecision:
+    """The record of one step, columnar: `output` has the rows, tokens and new blocks."""
+
+    step_id: int
+    now: float
+    output: SchedulerOutput | None = None
+    blocked_by: Reason | None = None
+    """Why the head of the queue was not admitted; None: the queue is empty, or its head was."""
+    returned_blocks: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    """Blocks that requests gave back since the step before, one array for each; only if a listener wants them."""
+
+
+class Listener:
+    """What follows a scheduler's decisions. Every method does nothing: override those that are wanted."""
+
+    wants_blocks = False
+    """Whether steps must record the blocks that were given back."""
+
+    def on_call(self, event: Call) -> None: ...
+
+    def on_added(self, event: Added) -> None: ...
+
+    def on_refused(self, event: Refused) -> None: ...
+
+    def on_queued(self, event: Queued) -> None: ...
+
+    def on_parked(self, event: Parked) -> None: ...
+
+    def on_deferred(self, event: Deferred) -> None: ...
+
+    def on_admitted(self, event: Admitted) -> None: ...
+
+    def on_preempted(self, event: Preempted) -> None: ...
+
+    def on_rolled_back(self, event: RolledBack) -> None: ...
+
+    def on_finished(self, event: Finished) -> None: ...
+
+    def on_step(self, step: StepDecision) -> None: ...
+
+    def on_update(self, output: SchedulerOutput, update: StepUpdate, now: float) -> None: ...
+
+    def on_failed(self, num_steps: int, now: float) -> None: ...
+
+    def on_proposed(self, num_drafts: int) -> None: ...
+
+    def on_load_started(self, event: LoadStarted) -> None: ...
+
+    def on_load_finished(self, event: LoadFinished) -> None: ...
+
+
+_Event = TypeVar("_Event")
+_Methods = tuple[Callable[[_Event], None], ...]
+
+
+class Events:
+    """The methods to call for each kind of event, in the order of the listeners."""
+
+    __slots__ = (
+        "added",
+        "admitted",
+        "called",
+        "deferred",
+        "failed",
+        "find_holder",
+        "finished",
+        "listeners",
+        "load_finished",
+        "load_started",
+        "parked",
+        "preempted",
+        "proposed",
+        "queued",
+        "refused",
+        "rolled_back",
+        "stepped",
+        "updated",
+        "wants_blocks",
+    )
+
+    def __init__(self, find_holder: Callable[[Request, Reason], str | None]) -> None:
+        self.find_holder = find_holder
+        """Which request holds what another one waits for; asked only if somebody listens to deferrals."""
+        self.set(())
+
+    def set(self, listeners: Iterable[Listener]) -> None:
+        """From now on these are told, in this order."""
+        self.listeners: tuple[Listener, ...] = tuple(listeners)
+        self._connect()
+
+    def _connect(self) -> None:
+        listeners = self.listeners
+        self.wants_blocks = any(listener.wants_blocks for listener in listeners)
+        self.called: _Methods[Call] = _overridden(listeners, "on_call")
+        self.added: _Methods[Added] = _overridden(listeners, "on_added")
+        self.refused: _Methods[Refused] = _overridden(listeners, "on_refused")
+        self.queued: _Methods[Queued] = _overridden(listeners, "on_queued")
+        self.parked: _Methods[Parked] = _overridden(listeners, "on_parked")
+        self.deferred: _Methods[Deferred] = _overridden(listeners, "on_deferred")
+        self.admitted: _Methods[Admitted] = _overridden(listeners, "on_admitted")
+        self.preempted: _Methods[Preempted] = _overridden(listeners, "on_preempted")
+        self.rolled_back: _Methods[RolledBack] = _overridden(listeners, "on_rolled_back")
+        self.finished: _Methods[Finished] = _overridden(listeners, "on_finished")
+        self.stepped: _Methods[StepDecision] = _overridden(listeners, "on_step")
+        self.failed: tuple[Callable[[int, float], None], ...] = _overridden(listeners, "on_failed")
+        self.proposed: _Methods[int] = _overridden(listeners, "on_proposed")
+        self.load_started: _Methods[LoadStarted] = _overridden(listeners, "on_load_started")
+        self.load_finished: _Methods[LoadFinished] = _overridden(listeners, "on_load_finished")
+        self.updated: tuple[Callable[[SchedulerOutput, StepUpdate, float], None], ...] = _overridden(
+            listeners, "on_update"
+        )
+
+
+def send(methods: _Methods[_Event], event: _Event) -> None:
+    """Tell an event to all that listen to its kind."""
+    for method in methods:
+        method(event)
+
+
+def _overridden(listeners: Iterable[Listener], name: str) -> tuple[Any, ...]:
+    """The methods called so, of the listeners whose class overrides it."""
+    base = getattr(Listener, name)
+    return tuple(getattr(listener, name) for listener in listeners if getattr(type(listener), name) is not base)

@@ -1,0 +1,123 @@
+"""The parts of one scheduler, and how they are wired."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pointsman.core.config import SchedulerConfig
+from pointsman.core.kv.connector import KVConnector
+from pointsman.core.kv.manager import KVCacheManager
+from pointsman.core.kv.transfers import Transfers, make_transfers
+from pointsman.core.policy.adapters import AdapterSlots
+from pointsman.core.policy.encoder_budget import EncoderCache
+from pointsman.core.policy.gate import TokenBudget
+from pointsman.core.policy.limits import make_limits
+from pointsman.core.policy.order import make_order
+from pointsman.core.policy.partial_prefills import make_partial_prefills
+from pointsman.core.policy.reserve import make_reserves
+from pointsman.core.policy.victim import make_victim
+from pointsman.core.state.batch import Batch
+from pointsman.core.state.events import Events
+from pointsman.core.step.admission import Admission, Gates
+from pointsman.core.step.displacement import Displacement, displaces
+from pointsman.core.step.drafts import Drafts
+from pointsman.core.step.emit import Emission
+from pointsman.core.step.in_flight import StepsInFlight
+from pointsman.core.step.loading import Loading, make_loading
+from pointsman.core.step.prompt_parts import PromptParts
+from pointsman.core.step.request_table import RequestTable
+from pointsman.core.step.running import Running, make_running
+from pointsman.core.step.update import Update
+
+
+class Start(NamedTuple):
+    """Where a scheduler's numbers begin: those of one that was at work before it is recorded go on."""
+
+    step_id: int = 0
+    serial: int = 1
+
+
+NEW = Start()
+"""Of a new scheduler."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Everything that one scheduler consists of."""
+
+    batch: Batch
+    kv: KVCacheManager
+    transfers: Transfers | None
+    """Blocks that are held without a row; None: there is no connector."""
+    table: RequestTable
+    steps: StepsInFlight
+    gates: Gates
+    encoder: EncoderCache | None
+    """Where the embeddings of encoder inputs are; None: none are accepted."""
+    drafts: Drafts
+    running: Running
+    loading: Loading | None
+    admission: Admission
+    displacement: Displacement | None
+    emission: Emission
+    prompt_parts: PromptParts
+    update: Update
+
+
+def assemble(
+    config: SchedulerConfig, start: Start, connector: KVConnector | None, events: Events, accepted_drafts: list[int]
+) -> Parts:
+    """New parts for a configuration.
+
+    Args:
+        accepted_drafts: where acceptance is counted, see `Acceptance`.
+
+    Raises:
+        ConfigError: the configuration names a policy that does not exist, or is about a connector that is not there.
+    """
+    max_blocks = min(-(-config.max_model_len // config.block_size), config.num_usable_blocks)
+    batch = Batch(config.block_size, max_blocks, accepted_drafts)
+    kv = KVCacheManager(config)
+    kv.returned = [] if events.wants_blocks else None
+    transfers = make_transfers(config, kv, connector)
+    steps = StepsInFlight(config.max_steps_in_flight)
+    drafts = Drafts(config, batch, events)
+    drafts.last_updated_step = start.step_id - 1
+    encoder = EncoderCache(config) if config.encoder_budget else None
+    gates = Gates(
+        AdapterSlots(config),
+        TokenBudget(config),
+        make_limits(config, encoder),
+        make_partial_prefills(config, batch),
+        make_reserves(config),
+    )
+    queue = make_order(config.order)
+    running = make_running(config, batch, kv, gates.limits, make_victim(config, queue.name), drafts)
+    table = RequestTable(batch, kv, queue, gates.all, steps, events, transfers)
+    table.next_serial = start.serial
+    loading = make_loading(config, kv, table, transfers, events)
+    admission = Admission(config, batch, kv, running, table, gates, events, transfers, loading)
+    displacement = None
+    if displaces(config, queue):
+        displacement = Displacement(config, batch, kv, running, admission, encoder, drafts)
+    emission = Emission(config, batch, kv, table, encoder)
+    prompt_parts = PromptParts(config, table)
+    update = Update(batch, kv, table, steps, prompt_parts, encoder, transfers)
+    return Parts(
+        batch,
+        kv,
+        transfers,
+        table,
+        steps,
+        gates,
+        encoder,
+        drafts,
+        running,
+        loading,
+        admission,
+        displacement,
+        emission,
+        prompt_parts,
+        update,
+    )

@@ -1,0 +1,253 @@
+"""The core's decisions as vLLM's `SchedulerOutput`.
+
+Its lists are made from the core's arrays at once; what depends only on the set of running requests is kept from the
+step before. Python loops visit rows that got blocks, were admitted, or have a grammar.
+
+vLLM has two model runners, which read a resumed request in different ways: the first among the cached requests, with
+all its blocks and its tokens; the second as a new request, with its tokens. Both keep the lists that they get, so every
+list is made for its output.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+from pointsman.core import Request
+from pointsman.core import SchedulerOutput as Output
+from pointsman.integrations.vllm.support import maker
+
+Int64Array = npt.NDArray[np.int64]
+
+new_output = maker(
+    SchedulerOutput,
+    "scheduled_new_reqs",
+    "scheduled_cached_reqs",
+    "num_scheduled_tokens",
+    "total_num_scheduled_tokens",
+    "scheduled_spec_decode_tokens",
+    "scheduled_encoder_inputs",
+    "finished_req_ids",
+    "free_encoder_mm_hashes",
+    "preempted_req_ids",
+    "num_spec_tokens_to_schedule",
+)
+new_request_data = maker(
+    NewRequestData,
+    "req_id",
+    "prompt_token_ids",
+    "mm_features",
+    "sampling_params",
+    "pooling_params",
+    "block_ids",
+    "num_computed_tokens",
+    "lora_request",
+    "prefill_token_ids",
+)
+
+
+class OutputMaker:
+    """Makes vLLM's outputs, in order.
+
+    Args:
+        v2_runner: whether vLLM's second model runner reads them.
+        sends_tokens: whether workers need the sampled tokens (pipeline parallelism without asynchronous scheduling).
+        runs_ahead: whether steps are scheduled while others are in flight, so that a row of one step may be missing in
+            the next.
+    """
+
+    def __init__(self, *, v2_runner: bool, sends_tokens: bool, runs_ahead: bool) -> None:
+        self._v2_runner = v2_runner
+        self._sends_tokens = sends_tokens
+        self._sends_all_tokens = runs_ahead and not v2_runner
+        # By row of the core's batch, of the request on it; both grow with the rows.
+        self._id_of: npt.NDArray[np.object_] = np.empty(64, dtype=object)
+        self._prompt_end_of: Int64Array = np.zeros(64, dtype=np.int64)
+        # Of the newest output, in its order.
+        self._requests: Sequence[Request] = ()
+        self._ids: list[str] = []
+        self._prompt_ends: Int64Array = np.zeros(0, dtype=np.int64)
+        """[n] position of the last prompt token."""
+        self._one_each: dict[str, int] = {}
+        self._all_sample: npt.NDArray[np.bool_] | None = None
+        """The last `samples` that were all true."""
+        self._ids_before: Sequence[str] = ()
+
+    def ids(self, output: Output) -> list[str]:
+        """vLLM's ids of the requests of the newest output. Not to be changed."""
+        if output.requests is self._requests:
+            return self._ids
+        rows = output.rows
+        if output.num_continued < len(output.requests):
+            for row, request in zip(rows[output.num_continued :].tolist(), output.admitted, strict=True):
+                self._place(row, request)
+        self._requests = output.requests
+        self._ids = self._id_of[rows].tolist()
+        self._prompt_ends = self._prompt_end_of[rows]
+        self._one_each = {}
+        return self._ids
+
+    def _place(self, row: int, request: Request) -> None:
+        """A request was admitted, to this row."""
+        if row >= len(self._id_of):
+            self._id_of.resize(2 * row, refcheck=False)
+            self._prompt_end_of.resize(2 * row, refcheck=False)
+        self._id_of[row] = request.metadata.request_id
+        self._prompt_end_of[row] = request.num_prompt_tokens - 1
+
+    def make(self, output: Output, ids: list[str], num_drafts: int) -> Any:
+        """The output for vLLM's workers.
+
+        Args:
+            output: the newest one.
+            ids: of its requests.
+            num_drafts: maximum drafts of a request in its next step.
+        """
+        count = output.num_continued
+        computed = output.num_computed_tokens.tolist()
+        blocks, block_rows = output.block_ids.tolist(), output.block_rows.tolist()
+        cached = CachedRequestData(
+            req_ids=ids[:count],
+            resumed_req_ids=set(),
+            new_token_ids=self._sampled_before(output) if self._sends_tokens else [],
+            all_token_ids=self._tokens_of_skipped(output, ids) if self._sends_all_tokens else {},
+            new_block_ids=_new_block_ids(count, blocks, block_rows),
+            num_computed_tokens=computed[:count],
+            num_output_tokens=self._num_output_tokens(output),
+        )
+        made = new_output(
+            scheduled_new_reqs=self._admitted(output, ids, blocks, block_rows, cached) if count < len(ids) else [],
+            scheduled_cached_reqs=cached,
+            num_scheduled_tokens=self._num_scheduled_tokens(output, ids),
+            total_num_scheduled_tokens=output.total_num_scheduled_tokens,
+            scheduled_spec_decode_tokens=_drafts(output, ids) if len(output.draft_token_ids) else {},
+            scheduled_encoder_inputs={},
+            finished_req_ids=_names(output.finished) if output.finished else set(),
+            free_encoder_mm_hashes=[],
+            preempted_req_ids=_names(output.preempted) if output.preempted else set(),
+            num_spec_tokens_to_schedule=num_drafts,
+        )
+        self._ids_before = ids
+        return made
+
+    def _num_scheduled_tokens(self, output: Output, ids: list[str]) -> dict[str, int]:
+        if output.total_num_scheduled_tokens > len(ids):
+            return dict(zip(ids, output.num_scheduled_tokens.tolist(), strict=True))
+        if not self._one_each:
+            self._one_each = dict.fromkeys(ids, 1)
+        return self._one_each.copy()
+
+    def _num_output_tokens(self, output: Output) -> list[int]:
+        """Number of output tokens of each continued row at the end of this step, those in flight included."""
+        count = output.num_continued
+        numbers: list[int]
+        if output.total_num_scheduled_tokens == len(self._ids) == count:  # each its newest token alone
+            numbers = (output.num_computed_tokens - self._prompt_ends).tolist()
+        else:
+            ends = output.num_computed_tokens[:count] + output.num_scheduled_tokens[:count]
+            if len(output.draft_token_ids):
+                ends -= output.num_draft_tokens[:count]
+            numbers = (ends - 1 - self._prompt_ends[:count]).tolist()
+        samples = output.samples
+        if samples is not self._all_sample:
+            if np.count_nonzero(samples) == len(samples):
+                self._all_sample = samples
+                return numbers
+            for index in (~samples[:count]).nonzero()[0].tolist():  # this step ends before the known tokens
+                numbers[index] = output.requests[index].num_output_tokens
+        return numbers
+
+    def _tokens_of_skipped(self, output: Output, ids: list[str]) -> dict[str, list[int]]:
+        """All tokens of continued requests that were not in the output before this one."""
+        if ids is self._ids_before:
+            return {}
+        before = set(self._ids_before)
+        continued = zip(ids[: output.num_continued], output.continued, strict=True)
+        return {name: request.all_token_ids.tolist() for name, request in continued if name not in before}
+
+    def _sampled_before(self, output: Output) -> list[list[int]]:
+        """The known tokens that the continued rows compute."""
+        starts = output.num_computed_tokens.tolist()
+        counts = (output.num_scheduled_tokens - output.num_draft_tokens).tolist()
+        rows = zip(output.continued, starts, counts, strict=False)
+        return [request.tokens(start, start + count).tolist() for request, start, count in rows]
+
+    def _admitted(
+        self, output: Output, ids: list[str], blocks: list[int], block_rows: list[int], cached: Any
+    ) -> list[Any]:
+        """The admitted rows as new requests; rows that the first runner reads as resumed are added to `cached`."""
+        new = []
+        count = output.num_continued
+        end = bisect_left(block_rows, count)
+        hits, resumed = output.num_cached_tokens.tolist(), output.is_resumed.tolist()
+        rows = zip(range(count, len(ids)), output.admitted, hits, resumed, strict=True)
+        for index, request, num_hits, is_resumed in rows:
+            start, end = end, bisect_left(block_rows, index + 1, end)
+            own = (blocks[start:end],)
+            if is_resumed and not self._v2_runner:
+                self._add_resumed(cached, output, index, own)
+                continue
+            of_vllm = request.metadata
+            data = new_request_data(
+                req_id=ids[index],
+                prompt_token_ids=of_vllm.prompt_token_ids,
+                mm_features=[],
+                sampling_params=of_vllm.sampling_params,
+                pooling_params=of_vllm.pooling_params,
+                block_ids=own,
+                num_computed_tokens=num_hits,
+                lora_request=of_vllm.lora_request,
+                prefill_token_ids=request.all_token_ids.tolist() if self._v2_runner else None,
+            )
+            new.append(data)
+        return new
+
+    def _add_resumed(self, cached: Any, output: Output, index: int, blocks: tuple[list[int]]) -> None:
+        """Add a resumed row to the cached requests."""
+        request = output.requests[index]
+        name, start = request.metadata.request_id, int(output.num_computed_tokens[index])
+        cached.req_ids.append(name)
+        cached.resumed_req_ids.add(name)
+        cached.new_block_ids.append(blocks)
+        cached.num_computed_tokens.append(start)
+        cached.num_output_tokens.append(request.num_output_tokens)
+        if self._sends_all_tokens:
+            cached.all_token_ids[name] = request.all_token_ids.tolist()
+        if self._sends_tokens:
+            end = start + int(output.num_scheduled_tokens[index])
+            cached.new_token_ids.append(request.tokens(start, end).tolist())
+
+
+def _names(requests: Sequence[Request]) -> set[str]:
+    return {request.metadata.request_id for request in requests}
+
+
+def _new_block_ids(count: int, blocks: list[int], block_rows: list[int]) -> list[tuple[list[int]] | None]:
+    """The new blocks of each of the `count` continued rows, or None."""
+    found: list[tuple[list[int]] | None] = [None] * count
+    for index, block in zip(block_rows, blocks, strict=True):
+        if index >= count:
+            break
+        own = found[index]
+        if own is None:
+            found[index] = ([block],)
+        else:
+            own[0].append(block)
+    return found
+
+
+def _drafts(output: Output, ids: list[str]) -> dict[str, list[int]]:
+    """The drafts of the rows that have some."""
+    drafts = output.draft_token_ids.tolist()
+    counts = output.num_draft_tokens.tolist()
+    found, start = {}, 0
+    for name, count in zip(ids, counts, strict=True):
+        if count:
+            found[name] = drafts[start : start + count]
+            start += count
+    return found

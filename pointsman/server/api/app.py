@@ -1,0 +1,64 @@
+"""The HTTP interface: `create_app` puts routes, guards and errors together.
+
+    /v1/completions, /v1/chat/completions, /v1/embeddings, /v1/models     what OpenAI's clients call
+    /tokenize, /detokenize, /version                      what vLLM's clients call
+    /health, /ready, /metrics                             what supervisors, load balancers and Prometheus call
+    /v1/requests, /pause, /resume, /reset_prefix_cache    what operators call
+
+An app serves one engine, which has loaded its model. When `app.state.gate` is closed, it refuses new requests.
+"""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+
+import pointsman
+from pointsman.server.api.chat import chat_router
+from pointsman.server.api.completions import completions_router
+from pointsman.server.api.embeddings import embeddings_router
+from pointsman.server.api.guards import ApiKeyMiddleware, BodyLimitMiddleware
+from pointsman.server.api.health import health_router
+from pointsman.server.api.models import models_router
+from pointsman.server.api.openapi import describe
+from pointsman.server.api.operation import operation_router
+from pointsman.server.api.requests import requests_router
+from pointsman.server.api.tokenization import tokenization_router
+from pointsman.server.config import ServerConfig
+from pointsman.server.metrics.exposition import ServerMetrics
+from pointsman.server.service.engine_client import EngineClient
+from pointsman.server.service.gate import Gate
+from pointsman.server.service.service import Service
+from pointsman.server.wire.errors import ErrorAnswers
+
+DESCRIPTION = "Completions of one model, with the fields of OpenAI's API and of vLLM's."
+
+
+def create_app(client: EngineClient, config: ServerConfig) -> FastAPI:
+    """The server's ASGI app.
+
+    Args:
+        client: an engine that has loaded its model.
+        config: the operator's settings.
+    """
+    metrics = ServerMetrics(client, (config.served_model_name or (client.info.model,))[0])
+    client.inbox.on_steps = metrics.observations.steps
+    client.inbox.on_end = metrics.observations.end
+    gate = Gate(client, config.drain_timeout)
+    service = Service(client, config, metrics.observations, gate)
+    answer = ErrorAnswers(metrics.observations.refusal)
+    app = FastAPI(title="Pointsman", version=pointsman.__version__, description=DESCRIPTION)
+    app.state.gate = gate
+    app.include_router(completions_router(service))
+    app.include_router(chat_router(service))
+    app.include_router(embeddings_router(service))
+    app.include_router(models_router(service))
+    app.include_router(requests_router(service))
+    app.include_router(operation_router(service))
+    app.include_router(tokenization_router(service))
+    app.include_router(health_router(client, gate, metrics))
+    answer.install(app)
+    app.add_middleware(BodyLimitMiddleware, max_bytes=config.max_request_bytes, answer=answer)
+    if config.api_keys:
+        app.add_middleware(ApiKeyMiddleware, keys=config.api_keys, answer=answer)  # the outermost: it checks first
+    describe(app, has_keys=bool(config.api_keys))
+    return app

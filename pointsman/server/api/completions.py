@@ -1,0 +1,58 @@
+"""POST /v1/completions: text, or tokens, are continued."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from pointsman.server.api.guards import StrictRoute
+from pointsman.server.api.openapi import GENERATION_ERRORS, DeadlineHeader, RequestIdHeader, errors, events
+from pointsman.server.service.prompts import TextPrompts
+from pointsman.server.service.sampling import SamplingPlan
+from pointsman.server.service.service import Job, Service
+from pointsman.server.wire.messages.answers import CompletionWriter
+from pointsman.server.wire.protocol import CompletionRequest
+from pointsman.server.wire.responses import CompletionResponse
+
+DEFAULT_MAX_TOKENS = 16
+
+
+def completions_router(service: Service) -> APIRouter:
+    """The route."""
+    router = APIRouter(route_class=StrictRoute, tags=["completions"])
+
+    @router.post(
+        "/v1/completions",
+        response_model=CompletionResponse,
+        responses={200: events(), **errors(*GENERATION_ERRORS)},
+    )
+    async def create_completion(
+        body: CompletionRequest, request_id: RequestIdHeader = None, deadline: DeadlineHeader = None
+    ) -> Response:
+        """Complete one or more prompts."""
+        has_logprobs, echoes = body.logprobs is not None, bool(body.echo)
+        asked = body.max_tokens if "max_tokens" in body.model_fields_set else None
+        job = Job(
+            body=body,
+            prompts=TextPrompts(
+                "prompt",
+                body.prompt,
+                body.add_special_tokens,
+                needs_text=echoes,
+                needs_first_token=echoes and has_logprobs,
+            ),
+            plan=SamplingPlan(
+                body=body,
+                n=body.n,
+                logprobs=body.logprobs,
+                prompt_logprobs=body.logprobs if body.prompt_logprobs is None and echoes else body.prompt_logprobs,
+                max_tokens=1 if asked == 0 else asked,  # without a step, the prompt has no log probabilities
+                default_max_tokens=DEFAULT_MAX_TOKENS,
+            ),
+            writer=CompletionWriter(body, body.model or service.model_names[0], request_id),
+            stream=bool(body.stream),
+            timeout=deadline,
+        )
+        return service.respond(job)
+
+    return router

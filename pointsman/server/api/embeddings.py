@@ -1,0 +1,34 @@
+"""POST /v1/embeddings: one vector per input, made of the model's last hidden states."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from pointsman.engine.pooling_params import PoolingParams
+from pointsman.server.api.guards import StrictRoute
+from pointsman.server.api.openapi import GENERATION_ERRORS, errors
+from pointsman.server.service.prompts import TextPrompts
+from pointsman.server.service.sampling import PoolingPlan
+from pointsman.server.service.service import Job, Service
+from pointsman.server.wire.messages.answers import EmbeddingWriter
+from pointsman.server.wire.protocol import EmbeddingRequest
+from pointsman.server.wire.responses import EmbeddingResponse
+
+
+def embeddings_router(service: Service) -> APIRouter:
+    """The route."""
+    router = APIRouter(route_class=StrictRoute, tags=["embeddings"])
+
+    @router.post("/v1/embeddings", response_model=EmbeddingResponse, responses=errors(*GENERATION_ERRORS))
+    async def create_embeddings(body: EmbeddingRequest) -> Response:
+        """A vector for each input."""
+        job = Job(
+            body=body,
+            prompts=TextPrompts("input", body.input, body.add_special_tokens),
+            plan=PoolingPlan(PoolingParams(body.pooling, body.use_activation is not False)),
+            writer=EmbeddingWriter(body, body.model or service.model_names[0]),
+        )
+        return service.respond(job)
+
+    return router

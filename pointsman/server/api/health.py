@@ -1,0 +1,50 @@
+"""GET /health, /ready, /version and /metrics: what supervisors, load balancers and Prometheus ask."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.responses import JSONResponse, Response
+
+import pointsman
+from pointsman.server.api.openapi import errors
+from pointsman.server.metrics.exposition import ServerMetrics
+from pointsman.server.service.engine_client import EngineClient
+from pointsman.server.service.gate import Gate
+from pointsman.server.wire.errors import ApiError
+from pointsman.server.wire.responses import VersionResponse
+
+
+def health_router(client: EngineClient, gate: Gate, metrics: ServerMetrics) -> APIRouter:
+    """The four routes."""
+    router = APIRouter(tags=["health"])
+
+    @router.head("/health", include_in_schema=False)
+    @router.get("/health", response_class=Response, responses={200: {"content": {}}, **errors(503)})
+    async def health() -> Response:
+        """200 with an empty body while the engine lives: restart the server if it does not."""
+        if not client.is_alive:
+            raise ApiError(503, f"the engine has ended: {client.death or 'shut down'}", reason="engine_dead")
+        return Response()
+
+    @router.head("/ready", include_in_schema=False)
+    @router.get("/ready", response_class=Response, responses={200: {"content": {}}, **errors(503)})
+    async def ready() -> Response:
+        """200 with an empty body while new requests are taken: send them elsewhere if they are not."""
+        try:
+            gate.check_open()
+        except ApiError as error:
+            raise ApiError(503, error.detail, headers=error.headers, reason=error.reason) from None
+        return Response()
+
+    @router.get("/version", response_model=VersionResponse)
+    async def version() -> Response:
+        """The server's version."""
+        return JSONResponse({"version": pointsman.__version__})
+
+    @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+    async def show_metrics() -> Response:
+        """The metrics in Prometheus' format."""
+        body, content_type = await metrics.render()
+        return Response(body, headers={"content-type": content_type})
+
+    return router

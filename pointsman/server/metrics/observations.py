@@ -1,0 +1,153 @@
+"""What the API process counts while requests run: histograms, refused requests and open streams.
+
+Everything here happens in the event loop's thread, once per delta of every stream, so nothing takes a lock or makes an
+object. `Histogram` is why there is no `prometheus_client.Histogram`: that one walks its buckets, takes two locks and
+adds one observation at a time, and several tokens often come in one delta.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from prometheus_client.utils import floatToGoString
+
+from pointsman.server.metrics.table import (
+    DECODE_TIME,
+    E2E_LATENCY,
+    GENERATION_TOKENS,
+    HISTOGRAMS,
+    INFERENCE_TIME,
+    INTER_TOKEN_LATENCY,
+    ITERATION_TOKENS,
+    MAX_GENERATION_TOKENS,
+    NUM_PREEMPTIONS,
+    PARAMS_MAX_TOKENS,
+    PARAMS_N,
+    PREFILL_COMPUTED_TOKENS,
+    PREFILL_TIME,
+    PROMPT_TOKENS,
+    QUEUE_TIME,
+    REFUSALS,
+    SCHEDULER_STEP,
+    TIME_PER_OUTPUT_TOKEN,
+    TIME_TO_FIRST_TOKEN,
+    Definition,
+    token_buckets,
+)
+
+if TYPE_CHECKING:
+    from pointsman.engine.output import RequestMetrics
+    from pointsman.server.wire.messages import Delta, EngineRequest, StepNote
+
+
+class Histogram:
+    """The number of values between ascending bounds, and their sum.
+
+    Args:
+        bounds: upper bounds of the buckets, inclusive, ascending; one more bucket holds what is above all of them.
+    """
+
+    __slots__ = ("_bounds", "_counts", "_names", "sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._names: list[str] = [
+            floatToGoString(bound)  # type: ignore[no-untyped-call]  # prometheus_client has no types here
+            for bound in (*bounds, float("inf"))
+        ]
+        self._counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count `value`, `times` times."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self.sum += value * times
+
+    @property
+    def count(self) -> int:
+        """The number of values."""
+        return sum(self._counts)
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """(upper bound, values up to it) of every bucket, in Prometheus' form: cumulative, "+Inf" last."""
+        return list(zip(self._names, accumulate(self._counts), strict=True))
+
+
+class Observations:
+    """Figures of requests and steps since the server started. They only grow, except `open_streams`.
+
+    Args:
+        max_model_len: tokens of the longest sequence; sets the buckets of histograms over tokens.
+    """
+
+    def __init__(self, max_model_len: int) -> None:
+        tokens = token_buckets(max_model_len)
+        self.histograms: dict[Definition, Histogram] = {one: Histogram(one.buckets or tokens) for one in HISTOGRAMS}
+        self.refused = dict.fromkeys(REFUSALS, 0)
+        self.open_streams = 0
+        # Bound once: they are called for every delta and step.
+        self.first_token = self.histograms[TIME_TO_FIRST_TOKEN].observe
+        self._inter_token = self.histograms[INTER_TOKEN_LATENCY].observe
+        self._iteration_tokens = self.histograms[ITERATION_TOKENS].observe
+        self._scheduler_step = self.histograms[SCHEDULER_STEP].observe
+
+    def inter_token(self, seconds: float, num_tokens: int) -> None:
+        """`num_tokens` came `seconds` after the token before them; each counts with an equal share of the time."""
+        if num_tokens > 0:
+            self._inter_token(seconds / num_tokens, num_tokens)
+
+    def steps(self, notes: Iterable[StepNote]) -> None:
+        """Steps of the engine, in any number at once."""
+        for note in notes:
+            self._iteration_tokens(note.num_scheduled_tokens)
+            self._scheduler_step(note.scheduler_seconds)
+
+    def client_request(self, n: int, num_generated_tokens: int) -> None:
+        """A client's request was answered: with `n` samples, the longest of `num_generated_tokens` tokens."""
+        self.histograms[PARAMS_N].observe(n)
+        self.histograms[MAX_GENERATION_TOKENS].observe(num_generated_tokens)
+
+    def refusal(self, reason: str) -> None:
+        """A request got an error; a reason that is not in `REFUSALS` counts as "other"."""
+        self.refused[reason if reason in self.refused else "other"] += 1
+
+    def end(self, request: EngineRequest, delta: Delta, num_output_tokens: int) -> None:
+        """A request of the engine finished with `delta`, its last.
+
+        Aborted requests are left out: the engine does not report the finish of those whose client disconnected, and
+        the times of the others say nothing about the service.
+        """
+        if delta.finish_reason == "abort":
+            return
+        histograms = self.histograms
+        histograms[PROMPT_TOKENS].observe(len(request.prompt_token_ids))
+        histograms[GENERATION_TOKENS].observe(num_output_tokens)
+        if request.params.max_tokens is not None:
+            histograms[PARAMS_MAX_TOKENS].observe(request.params.max_tokens)
+        if delta.metrics is not None:
+            histograms[PREFILL_COMPUTED_TOKENS].observe(len(request.prompt_token_ids) - delta.metrics.num_cached_tokens)
+            num_preemptions = sum(cause.exists_in_vllm for cause in delta.metrics.preemption_causes)
+            histograms[NUM_PREEMPTIONS].observe(num_preemptions)
+            self._phases(delta.metrics, num_output_tokens)
+
+    def _phases(self, metrics: RequestMetrics, num_output_tokens: int) -> None:
+        """The time that a finished request spent in each phase that it reached."""
+        histograms = self.histograms
+        arrival, end = metrics.arrival_time, metrics.finished_time
+        if end is None:
+            return
+        histograms[E2E_LATENCY].observe(end - arrival)
+        scheduled, first_token = metrics.first_scheduled_time, metrics.first_token_time
+        histograms[QUEUE_TIME].observe((end if scheduled is None else scheduled) - arrival)
+        if scheduled is None:
+            return
+        histograms[INFERENCE_TIME].observe(end - scheduled)
+        if first_token is None:
+            return
+        histograms[PREFILL_TIME].observe(first_token - scheduled)
+        histograms[DECODE_TIME].observe(end - first_token)
+        if num_output_tokens > 1:
+            histograms[TIME_PER_OUTPUT_TOKEN].observe((end - first_token) / (num_output_tokens - 1))

@@ -1,0 +1,351 @@
+"""The metrics that are read at every scrape, and where in one `EngineStats` each finds its figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from pointsman.core.state.reason import Reason
+from pointsman.core.state.status import ParkReason, PreemptionCause
+from pointsman.server.metrics.table import FINISH_REASONS, Definition, Reading
+
+if TYPE_CHECKING:
+    from pointsman.engine.stats_log import EngineStats
+
+
+def _num_parked(stats: EngineStats) -> int:
+    return sum(stats.scheduler.num_parked.values())
+
+
+def _parked(stats: EngineStats) -> Reading:
+    return {park.value: stats.scheduler.num_parked.get(park.status.value, 0) for park in ParkReason}
+
+
+def _waiting(stats: EngineStats) -> Reading:
+    reasons = [reason.value for reason in Reason if reason is not Reason.PARKED]
+    return {**dict.fromkeys((*reasons, "not_tried"), 0), **stats.scheduler.num_waiting_by_reason}
+
+
+def _preemptions(stats: EngineStats) -> dict[str, int]:
+    """The preemptions by the value of `PreemptionCause`; their sum is `num_preemptions`."""
+    scheduler = stats.scheduler
+    others = {
+        PreemptionCause.DISPLACED.value: scheduler.num_displaced,
+        PreemptionCause.PARKED.value: scheduler.num_preempted_by_parking,
+        PreemptionCause.RESET.value: scheduler.num_preempted_by_reset,
+    }
+    return {PreemptionCause.MEMORY.value: scheduler.num_preemptions - sum(others.values()), **others}
+
+
+def _blocks(stats: EngineStats) -> Reading:
+    scheduler = stats.scheduler
+    return {
+        "held": scheduler.num_blocks - scheduler.num_free_blocks,
+        "cached": scheduler.num_cached_free_blocks,
+        "blank": scheduler.num_free_blocks - scheduler.num_cached_free_blocks,
+    }
+
+
+KV_TRANSFERS = ("offloaded", "restored", "stored", "loaded")
+
+
+def _kv_transfer_blocks(stats: EngineStats) -> Reading:
+    counters = stats.counters
+    done = {name: getattr(counters, f"num_{name}_blocks") for name in KV_TRANSFERS}
+    return {**done, "not_stored": counters.num_unstored_blocks, "not_loaded": counters.num_unloaded_blocks}
+
+
+SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
+    (
+        Definition("vllm:num_requests_running", "gauge", "requests", "Requests that hold a place in the batch."),
+        lambda stats: stats.scheduler.num_running,
+    ),
+    (
+        Definition("vllm:num_requests_waiting", "gauge", "requests", "Requests that wait, for whatever reason."),
+        lambda stats: stats.scheduler.num_waiting + _num_parked(stats),
+    ),
+    (
+        Definition(
+            "vllm:num_requests_waiting_by_reason",
+            "gauge",
+            "requests",
+            "The same in two parts: capacity (they stand in the queue) and deferred (parked until something other "
+            "than capacity is there, such as a compiled grammar).",
+            "reason",
+        ),
+        lambda stats: {"capacity": stats.scheduler.num_waiting, "deferred": _num_parked(stats)},
+    ),
+    (
+        Definition(
+            "pointsman:requests_waiting",
+            "gauge",
+            "requests",
+            "Queued requests by why they wait: the head by what it lacks, the others as behind it, or not_tried if no "
+            "step has been scheduled since the head arrived.",
+            "reason",
+        ),
+        _waiting,
+    ),
+    (
+        Definition("pointsman:parked", "gauge", "requests", "Parked requests by what they wait for.", "reason"),
+        _parked,
+    ),
+    (
+        Definition(
+            "pointsman:stalled_requests",
+            "gauge",
+            "requests",
+            "Requests without progress for --watchdog-seconds or longer, at the last look; 0 without a watchdog.",
+        ),
+        lambda stats: stats.num_stalled,
+    ),
+    (
+        Definition(
+            "vllm:kv_cache_usage_perc",
+            "gauge",
+            "ratio, 0 to 1",
+            "Share of the KV blocks that requests hold. Free blocks whose content can still be found do not count.",
+        ),
+        lambda stats: stats.scheduler.kv_cache_usage,
+    ),
+    (
+        Definition(
+            "pointsman:kv_blocks",
+            "gauge",
+            "blocks",
+            "KV blocks by state: held by requests, cached (free, with content that can still be found) or blank.",
+            "state",
+        ),
+        _blocks,
+    ),
+    (
+        Definition(
+            "vllm:prompt_tokens_total",
+            "counter",
+            "tokens",
+            "Prompt tokens of requests that reached their first token, those found in the prefix cache included.",
+        ),
+        lambda stats: stats.counters.num_prompt_tokens,
+    ),
+    (
+        Definition(
+            "vllm:prompt_tokens_by_source_total",
+            "counter",
+            "tokens",
+            "The same by where their KV came from: computed here (local_compute), found in the prefix cache "
+            "(local_cache_hit), or fetched from host memory or the KV store (external_kv_transfer).",
+            "source",
+        ),
+        lambda stats: {
+            "local_compute": stats.counters.num_prompt_tokens - stats.counters.num_cached_tokens,
+            "local_cache_hit": stats.counters.num_cached_tokens - stats.counters.num_external_tokens,
+            "external_kv_transfer": stats.counters.num_external_tokens,
+        },
+    ),
+    (
+        Definition("vllm:prompt_tokens_cached_total", "counter", "tokens", "Prompt tokens that were not computed."),
+        lambda stats: stats.counters.num_cached_tokens,
+    ),
+    (
+        Definition("vllm:generation_tokens_total", "counter", "tokens", "Tokens generated."),
+        lambda stats: stats.counters.num_generated_tokens,
+    ),
+    (
+        Definition(
+            "vllm:request_success_total",
+            "counter",
+            "requests",
+            "Requests that ended, by why; each of n samples is one. Those that a client went away from (abort), that "
+            "failed (error) or whose time ran out (deadline) count, too.",
+            "finished_reason",
+        ),
+        lambda stats: {reason: stats.scheduler.finished[reason] for reason in FINISH_REASONS},
+    ),
+    (
+        Definition(
+            "vllm:num_preemptions_total",
+            "counter",
+            "preemptions",
+            "Running requests that lost their blocks, counted as vLLM counts: for memory, and by a reset of the prefix "
+            "cache that recomputes what runs. pointsman:preemptions_total has every cause.",
+        ),
+        lambda stats: sum(_preemptions(stats)[cause.value] for cause in PreemptionCause if cause.exists_in_vllm),
+    ),
+    (
+        Definition(
+            "pointsman:preemptions_total",
+            "counter",
+            "preemptions",
+            "All preemptions by cause: memory, displaced (by a more urgent waiting request), parked, or reset (of the "
+            "prefix cache). A rising rate of cause memory means that more was admitted than the KV cache holds.",
+            "cause",
+        ),
+        _preemptions,
+    ),
+    (
+        Definition(
+            "pointsman:displaced_total",
+            "counter",
+            "preemptions",
+            "Those of the preemptions in which the request gave way to a more urgent waiting one.",
+        ),
+        lambda stats: stats.scheduler.num_displaced,
+    ),
+    (
+        Definition(
+            "pointsman:recomputed_tokens_total",
+            "counter",
+            "tokens",
+            "Tokens that had been computed, were lost to a preemption and scheduled again: the price of preempting.",
+        ),
+        lambda stats: stats.scheduler.num_recomputed_tokens,
+    ),
+    (
+        Definition(
+            "vllm:prefix_cache_queries_total",
+            "counter",
+            "tokens",
+            "Tokens of newly admitted requests that were looked up in the prefix cache.",
+        ),
+        lambda stats: stats.scheduler.prefix_queries,
+    ),
+    (
+        Definition("vllm:prefix_cache_hits_total", "counter", "tokens", "Those of them that were found there."),
+        lambda stats: stats.scheduler.prefix_hits,
+    ),
+    (
+        Definition(
+            "pointsman:resumed_prefix_cache_queries_total",
+            "counter",
+            "tokens",
+            "As vllm:prefix_cache_queries_total, of requests that came back after a preemption.",
+        ),
+        lambda stats: stats.scheduler.resumed_prefix_queries,
+    ),
+    (
+        Definition(
+            "pointsman:resumed_prefix_cache_hits_total",
+            "counter",
+            "tokens",
+            "Those of them that were found there, and so not recomputed.",
+        ),
+        lambda stats: stats.scheduler.resumed_prefix_hits,
+    ),
+    (
+        Definition(
+            "pointsman:evictions_total",
+            "counter",
+            "blocks",
+            "Cached blocks whose content was given up for new content.",
+        ),
+        lambda stats: stats.scheduler.num_evictions,
+    ),
+    (
+        Definition(
+            "vllm:external_prefix_cache_queries_total",
+            "counter",
+            "tokens",
+            "With host memory or a KV store: tokens of newly admitted requests that the prefix cache did not have.",
+        ),
+        lambda stats: stats.counters.num_external_queries,
+    ),
+    (
+        Definition("vllm:external_prefix_cache_hits_total", "counter", "tokens", "Those of them that came from there."),
+        lambda stats: stats.counters.num_external_hits,
+    ),
+    (
+        Definition(
+            "pointsman:kv_transfer_blocks_total",
+            "counter",
+            "blocks",
+            "KV blocks that were copied to host memory (offloaded) and back (restored), written to the KV store "
+            "(stored) and read from it (loaded), or that were to be and could not (not_stored, not_loaded).",
+            "transfer",
+        ),
+        _kv_transfer_blocks,
+    ),
+    (
+        Definition(
+            "pointsman:kv_transfer_bytes_total", "counter", "bytes", "The same in bytes of what was done.", "transfer"
+        ),
+        lambda stats: {name: getattr(stats.counters, f"num_{name}_bytes") for name in KV_TRANSFERS},
+    ),
+    (
+        Definition(
+            "pointsman:kv_transfers", "gauge", "transfers", "Loads from the KV store, and stores, that are under way."
+        ),
+        lambda stats: stats.scheduler.num_transfers,
+    ),
+    (
+        Definition(
+            "pointsman:kv_transfer_held_blocks",
+            "gauge",
+            "blocks",
+            "KV blocks that are held for them, or for requests that have been loaded and do not run yet.",
+        ),
+        lambda stats: stats.scheduler.num_transfer_blocks,
+    ),
+    (
+        Definition(
+            "vllm:spec_decode_num_drafts_total", "counter", "drafts", "Times that drafts of a request were verified."
+        ),
+        lambda stats: stats.scheduler.num_drafts,
+    ),
+    (
+        Definition("vllm:spec_decode_num_draft_tokens_total", "counter", "tokens", "Draft tokens that were verified."),
+        lambda stats: stats.scheduler.num_draft_tokens,
+    ),
+    (
+        Definition(
+            "vllm:spec_decode_num_accepted_tokens_total",
+            "counter",
+            "tokens",
+            "Draft tokens that became tokens of their requests.",
+        ),
+        lambda stats: stats.scheduler.num_accepted_tokens,
+    ),
+    (
+        Definition(
+            "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+            "counter",
+            "tokens",
+            "The same by their place among the drafts of their step, from 0.",
+            "position",
+        ),
+        lambda stats: {str(place): count for place, count in enumerate(stats.scheduler.num_accepted_tokens_per_pos)},
+    ),
+    (
+        Definition(
+            "pointsman:deferrals_total",
+            "counter",
+            "steps",
+            "Steps in which the head of the queue was not admitted, by reason: the rung (watermark, full_sequence, "
+            "blocks, sequence_limit, budget) without which it would have been, or what else stood in its way.",
+            "reason",
+        ),
+        lambda stats: stats.scheduler.deferrals,
+    ),
+    (
+        Definition("pointsman:steps_total", "counter", "steps", "Steps of the engine, empty ones included."),
+        lambda stats: stats.counters.num_steps,
+    ),
+    (
+        Definition("pointsman:failed_steps_total", "counter", "steps", "Steps that failed and were taken back."),
+        lambda stats: stats.scheduler.num_failed_steps,
+    ),
+    (
+        Definition(
+            "pointsman:scheduler_seconds_total", "counter", "seconds", "Time that the scheduler's decisions took."
+        ),
+        lambda stats: stats.counters.scheduler_time,
+    ),
+    (
+        Definition(
+            "pointsman:execute_seconds_total",
+            "counter",
+            "seconds",
+            "Time in which the model ran, or the engine waited for it.",
+        ),
+        lambda stats: stats.counters.execute_time,
+    ),
+)

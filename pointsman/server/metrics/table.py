@@ -1,0 +1,254 @@
+"""The metrics of the server, as tables: name, type, unit, meaning, labels, buckets, and where its figures come from.
+
+Where vLLM has a metric, this one has its name (prefix "vllm:"), its type, its labels and its bucket edges, so that
+dashboards and alerts written for vLLM go on working. What vLLM does not have is called "pointsman:". Three sources:
+
+    SCRAPED   read from one `EngineStats` at every scrape: the engine's totals and what it holds at that moment, see
+              `readings.py`
+    KEPT      counted in the API process while requests run (`observations.py`): histograms, refusals, streams
+    STATED    about the server itself: whether the engine is up, and its configuration
+
+Every metric carries the labels of `BASE_LABELS`; the name of one further label is in `label`. All values of
+such a label are exposed from the first scrape on, at 0, because a rate over a series that appears with its first
+event misses that event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+# ---------------------------------------------------------------------- buckets
+
+TIME_TO_FIRST_TOKEN_BUCKETS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+    160.0, 640.0, 2560.0,
+)  # fmt: skip
+INTER_TOKEN_BUCKETS = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+REQUEST_LATENCY_BUCKETS = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+    1920.0, 7680.0,
+)  # fmt: skip
+ITERATION_TOKENS_BUCKETS = tuple(float(2**power) for power in range(15) if power not in (1, 2))
+PARAMS_N_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
+NUM_PREEMPTIONS_BUCKETS = (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)
+SCHEDULER_STEP_BUCKETS = (
+    5e-6, 1e-5, 2e-5, 3e-5, 5e-5, 7.5e-5, 1e-4, 1.5e-4, 2e-4, 3e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 1.0,
+)  # fmt: skip
+
+
+def token_buckets(max_model_len: int) -> tuple[float, ...]:
+    """1, 2, 5, 10, 20, 50, ... tokens, up to the model's longest sequence."""
+    steps = [factor * 10**power for power in range(len(str(max_model_len))) for factor in (1, 2, 5)]
+    return tuple(float(step) for step in steps if step <= max_model_len)
+
+
+BASE_LABELS = ("model_name", "engine")
+"""`engine` numbers the replicas behind one API process; there is one, "0"."""
+
+FINISH_REASONS = ("stop", "length", "repetition", "abort", "error", "deadline")
+"""Of requests that were added; the last is ours, the others are vLLM's."""
+
+REFUSALS = (
+    "invalid",  # 400: the request is malformed, or can never run
+    "unauthorized",  # 401
+    "not_found",  # 404: an unknown model, request or path
+    "deadline",  # 408: its deadline passed before its first token
+    "too_large",  # 413: its body is longer than allowed
+    "queue_requests",  # 429: too many requests are open
+    "queue_tokens",  # 429: too many prompt tokens wait
+    "draining",  # 503: the server is ending
+    "engine_dead",  # 500 or 503: the engine's process has ended
+    "other",
+)
+"""Reasons of refused requests. A closed list: labels must not grow with what clients send."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Definition:
+    """The fixed part of a metric. Compared by identity: the constants below are keys."""
+
+    name: str
+    """As Prometheus shows it; a histogram's also get the suffixes _bucket, _sum and _count."""
+    kind: Literal["counter", "gauge", "histogram"]
+    unit: str
+    meaning: str
+    label: str | None = None
+    """Its further label, beside `BASE_LABELS`."""
+    buckets: tuple[float, ...] | None = None
+    """Upper bounds of a histogram, inclusive; None: those of `token_buckets`."""
+
+
+Reading = float | Mapping[str, float]
+"""A value, or one for each value of the definition's label."""
+
+
+# ------------------------------------------------------------------------- KEPT
+
+TIME_TO_FIRST_TOKEN = Definition(
+    "vllm:time_to_first_token_seconds",
+    "histogram",
+    "seconds",
+    "From a request's arrival to its first token, as the API process sees them.",
+    buckets=TIME_TO_FIRST_TOKEN_BUCKETS,
+)
+INTER_TOKEN_LATENCY = Definition(
+    "vllm:inter_token_latency_seconds",
+    "histogram",
+    "seconds",
+    "From one token of a request to its next, as the API process sees them. Tokens that come together share the time.",
+    buckets=INTER_TOKEN_BUCKETS,
+)
+TIME_PER_OUTPUT_TOKEN = Definition(
+    "vllm:request_time_per_output_token_seconds",
+    "histogram",
+    "seconds",
+    "A request's mean time per token after its first; only of requests with at least two.",
+    buckets=INTER_TOKEN_BUCKETS,
+)
+E2E_LATENCY = Definition(
+    "vllm:e2e_request_latency_seconds",
+    "histogram",
+    "seconds",
+    "From a request's arrival to its end.",
+    buckets=REQUEST_LATENCY_BUCKETS,
+)
+QUEUE_TIME = Definition(
+    "vllm:request_queue_time_seconds",
+    "histogram",
+    "seconds",
+    "From a request's arrival to the first step it was part of, or to its end if it never was.",
+    buckets=REQUEST_LATENCY_BUCKETS,
+)
+PREFILL_TIME = Definition(
+    "vllm:request_prefill_time_seconds",
+    "histogram",
+    "seconds",
+    "From the first step a request was part of to its first token.",
+    buckets=REQUEST_LATENCY_BUCKETS,
+)
+DECODE_TIME = Definition(
+    "vllm:request_decode_time_seconds",
+    "histogram",
+    "seconds",
+    "From a request's first token to its end.",
+    buckets=REQUEST_LATENCY_BUCKETS,
+)
+INFERENCE_TIME = Definition(
+    "vllm:request_inference_time_seconds",
+    "histogram",
+    "seconds",
+    "From the first step a request was part of to its end: prefill and decode, preemptions in between included.",
+    buckets=REQUEST_LATENCY_BUCKETS,
+)
+PROMPT_TOKENS = Definition(
+    "vllm:request_prompt_tokens", "histogram", "tokens", "Prompt tokens of a request that has ended."
+)
+GENERATION_TOKENS = Definition(
+    "vllm:request_generation_tokens", "histogram", "tokens", "Tokens that a request had generated when it ended."
+)
+PREFILL_COMPUTED_TOKENS = Definition(
+    "vllm:request_prefill_kv_computed_tokens",
+    "histogram",
+    "tokens",
+    "Prompt tokens of a request that has ended which were not found in the prefix cache.",
+)
+MAX_GENERATION_TOKENS = Definition(
+    "vllm:request_max_num_generation_tokens",
+    "histogram",
+    "tokens",
+    "Tokens of the longest of a client's n samples.",
+)
+PARAMS_N = Definition(
+    "vllm:request_params_n",
+    "histogram",
+    "samples",
+    "The field n of a client's request.",
+    buckets=PARAMS_N_BUCKETS,
+)
+PARAMS_MAX_TOKENS = Definition(
+    "vllm:request_params_max_tokens", "histogram", "tokens", "Most tokens that a request may generate."
+)
+NUM_PREEMPTIONS = Definition(
+    "vllm:request_num_preemptions",
+    "histogram",
+    "preemptions",
+    "Preemptions of a request, counted as vllm:num_preemptions_total. The first bucket also holds those without any.",
+    buckets=NUM_PREEMPTIONS_BUCKETS,
+)
+ITERATION_TOKENS = Definition(
+    "vllm:iteration_tokens_total",
+    "histogram",
+    "tokens",
+    "Tokens that a step computed, of prompts and of outputs.",
+    buckets=ITERATION_TOKENS_BUCKETS,
+)
+SCHEDULER_STEP = Definition(
+    "pointsman:scheduler_step_seconds",
+    "histogram",
+    "seconds",
+    "Time that the scheduler took for a step.",
+    buckets=SCHEDULER_STEP_BUCKETS,
+)
+
+HISTOGRAMS = (
+    TIME_TO_FIRST_TOKEN,
+    INTER_TOKEN_LATENCY,
+    TIME_PER_OUTPUT_TOKEN,
+    E2E_LATENCY,
+    QUEUE_TIME,
+    PREFILL_TIME,
+    DECODE_TIME,
+    INFERENCE_TIME,
+    PROMPT_TOKENS,
+    GENERATION_TOKENS,
+    PREFILL_COMPUTED_TOKENS,
+    MAX_GENERATION_TOKENS,
+    PARAMS_N,
+    PARAMS_MAX_TOKENS,
+    NUM_PREEMPTIONS,
+    ITERATION_TOKENS,
+    SCHEDULER_STEP,
+)
+
+REQUESTS_REFUSED = Definition(
+    "pointsman:requests_refused_total",
+    "counter",
+    "requests",
+    "Requests that got an error in place of an answer, by why.",
+    "reason",
+)
+ADMISSION_REJECTIONS = Definition(
+    "vllm:admission_rejections_total",
+    "counter",
+    "requests",
+    "Those that were refused because too many requests, or too many prompt tokens, were waiting.",
+    "reason",
+)
+OPEN_STREAMS = Definition(
+    "pointsman:http_open_streams", "gauge", "streams", "Answers that are being streamed to clients."
+)
+
+# ----------------------------------------------------------------------- STATED
+
+ENGINE_UP = Definition(
+    "pointsman:engine_up",
+    "gauge",
+    "0 or 1",
+    "Whether the engine's process is alive. If it is not, the engine's other figures are the last that were read.",
+)
+STATS_AGE = Definition(
+    "pointsman:stats_age_seconds",
+    "gauge",
+    "seconds",
+    "How old the engine's figures are. More than a step's time means that it is dead or stuck in a step.",
+)
+CACHE_CONFIG_INFO = Definition(
+    "vllm:cache_config_info", "gauge", "always 1", "How the KV cache is set up; the facts are its labels."
+)
+ENGINE_INFO = Definition(
+    "pointsman:engine_info", "gauge", "always 1", "What is served, and the knobs in force; the facts are its labels."
+)

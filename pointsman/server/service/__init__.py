@@ -1,0 +1,7 @@
+"""What happens to one request in the API process, between its route and the engine process.
+
+It imports `metrics`, `wire` and the server's `config`; of the engine, values and the tokenizer, never PyTorch.
+On the way down: `service`, `gate`, `backlog`, `prompts`, `sampling`, `engine_client`. On the way up: `inbox`,
+`delivery`.
+Begin with `service`: it takes the steps in their order.
+"""

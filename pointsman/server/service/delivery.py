@@ -1,0 +1,236 @@
+"""Delivery: reads the samples of a client's request, and sends them as one body or as events.
+
+    inbox -> Sample (counts, times) -> answer writer -> sse
+
+Reading and sending take turns: the next delta of a sample is read when its last event is with the transport. Leaving a
+delivery, by whatever way, aborts every request of it that has not finished.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from pointsman.engine.errors import EngineDeadError
+from pointsman.server.service.gate import check_finish, too_late
+from pointsman.server.wire.errors import ApiError
+from pointsman.server.wire.messages import Delta
+from pointsman.server.wire.messages.answers import Choice, Prompt, TextWriter, error_event
+from pointsman.server.wire.sse import EventStream, send_json
+
+if TYPE_CHECKING:
+    from starlette.types import Send
+
+    from pointsman.server.metrics.observations import Observations
+    from pointsman.server.service.backlog import Ticket
+    from pointsman.server.service.gate import Gate
+    from pointsman.server.service.inbox import ClientStream
+    from pointsman.server.wire.messages.answers import AnswerWriter
+
+logger = logging.getLogger(__name__)
+
+DEADLINE_GRACE = 1.0
+"""Seconds beyond a deadline that the engine has to end a request; it does so between steps, and one may be long."""
+
+
+class Sample:
+    """One sample of one prompt. Reading it yields deltas, counts tokens and observes times.
+
+    Args:
+        choice: of the answer; holds the counts.
+        stream: of the engine.
+        ticket: its prompt's place in the backlog, free from the first token on.
+        observations: of times between tokens.
+        seconds_left: after these the sample finishes as "deadline" in any case; None: no limit.
+    """
+
+    __slots__ = ("_last_time", "_limit", "_observations", "_ticket", "choice", "stream")
+
+    def __init__(
+        self,
+        choice: Choice,
+        stream: ClientStream,
+        ticket: Ticket,
+        observations: Observations,
+        seconds_left: float | None = None,
+    ) -> None:
+        self.choice = choice
+        self.stream = stream
+        self._ticket = ticket
+        self._observations = observations
+        self._limit = None if seconds_left is None else asyncio.get_running_loop().time() + seconds_left
+        self._last_time = stream.request.arrival_time or time.monotonic()
+
+    def __aiter__(self) -> Sample:
+        return self
+
+    async def __anext__(self) -> Delta:
+        delta = await (self.stream.__anext__() if self._limit is None else self._next_in_time(self._limit))
+        num_new = len(delta.token_ids)
+        choice = self.choice
+        choice.num_cached_tokens = delta.num_cached_tokens
+        if num_new:
+            now = time.monotonic()
+            if choice.num_tokens:
+                self._observations.inter_token(now - self._last_time, num_new)
+            else:
+                self._observations.first_token(now - self._last_time)
+                self._ticket.first_token(choice.prompt_index)
+            self._last_time = now
+            choice.num_tokens += num_new
+        return delta
+
+    async def _next_in_time(self, limit: float) -> Delta:
+        """The next delta; or the last one, if the engine, which should have ended the request, sends nothing.
+
+        A delta that has arrived is read in any case, however late its reader.
+        """
+        try:
+            async with asyncio.timeout_at(limit):
+                return await self.stream.__anext__()
+        except TimeoutError:
+            return Delta(finish_reason="deadline", num_cached_tokens=self.choice.num_cached_tokens)
+
+
+class Delivery:
+    """The samples of a client's request. A context: leaving it aborts what has not finished.
+
+    Args:
+        gate: tells a death of the engine from a shutdown of the server.
+        observations: of times and tokens.
+        ticket: the request's place in the backlog.
+        deadline: when all samples finish in any case, by `time.monotonic`; None: never.
+    """
+
+    def __init__(self, gate: Gate, observations: Observations, ticket: Ticket, deadline: float | None = None) -> None:
+        self.samples: list[Sample] = []
+        self._gate = gate
+        self._observations = observations
+        self._ticket = ticket
+        self.deadline = deadline
+
+    async def __aenter__(self) -> Delivery:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for sample in self.samples:
+            await sample.stream.aclose()
+
+    def add(self, prompt_index: int, prompt: Prompt, stream: ClientStream) -> None:
+        """One more sample; samples of one prompt come one after the other."""
+        choice = Choice(len(self.samples), prompt_index, prompt)
+        self.samples.append(Sample(choice, stream, self._ticket, self._observations, self.seconds_left))
+
+    @property
+    def streams(self) -> list[ClientStream]:
+        """Of all samples, in order."""
+        return [sample.stream for sample in self.samples]
+
+    @property
+    def choices(self) -> list[Choice]:
+        """Of all samples, in order."""
+        return [sample.choice for sample in self.samples]
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until the deadline and the engine's time to keep it have passed; None: no limit."""
+        return None if self.deadline is None else max(0.0, self.deadline + DEADLINE_GRACE - time.monotonic())
+
+    # ------------------------------------------------------------------ whole
+
+    async def send_whole(self, writer: AnswerWriter, send: Send) -> None:
+        """Send the answer once all samples have finished.
+
+        Raises:
+            ApiError: nothing has been sent: 408, 500, 503.
+        """
+        try:
+            outputs = await self.collect()
+        except EngineDeadError as error:
+            raise self._gate.from_engine(error) from error
+        self._check(outputs)
+        await send_json(send, writer.whole(self.choices, outputs), {"x-request-id": writer.id})
+
+    async def collect(self) -> list[Delta]:
+        """The whole output of each sample, once all have finished.
+
+        Raises:
+            EngineDeadError: the engine has died.
+        """
+        outputs = [Delta() for _ in self.samples]
+
+        async def read(sample: Sample) -> None:
+            async for delta in sample:
+                outputs[sample.choice.index].merge(delta)
+
+        await self._each(read)
+        return outputs
+
+    def _check(self, outputs: list[Delta]) -> None:
+        """Refuse an answer that would be empty, or lack a vector.
+
+        Raises:
+            ApiError: 400 or 500, a sample failed; 408, the deadline passed; 503, the server shuts down.
+        """
+        for output in outputs:
+            check_finish(output.finish_reason, output.finish_detail)
+        empty = [output.finish_reason for output in outputs if not output.token_ids and output.embedding is None]
+        if len(empty) == len(outputs) or any(output.embedding is not None for output in outputs):
+            if "abort" in empty:  # by the server's shutdown; another server may still answer
+                raise self._gate.closed()
+            if set(empty) == {"deadline"}:
+                raise too_late()
+
+    # ------------------------------------------------------------------ events
+
+    async def send_events(self, writer: TextWriter, send: Send) -> None:
+        """Send events as deltas arrive. An error after the first byte is the last event."""
+        events = EventStream(send, {"x-request-id": writer.id})
+
+        async def pump(sample: Sample) -> None:
+            async for delta in sample:
+                check_finish(delta.finish_reason, delta.finish_detail)
+                chunk = writer.chunk(sample.choice, delta)
+                if chunk:
+                    await events.write(chunk)
+
+        self._observations.open_streams += 1
+        try:
+            await events.open()
+            try:
+                await self._each(pump)
+                last = writer.usage_event(self.choices)
+            except (EngineDeadError, ApiError) as error:
+                last = error_event(self._gate.from_engine(error))
+            except Exception:
+                logger.exception("%s: the stream broke off", writer.id)
+                last = error_event(ApiError(500, "the server failed on this request; its log says why"))
+            await events.close(last)
+        finally:
+            self._observations.open_streams -= 1
+
+    async def _each(self, work: Callable[[Sample], Awaitable[None]]) -> None:
+        """Do something for all samples at once; an exception for one of them stops the others.
+
+        Raises:
+            Exception: the first that was raised.
+        """
+        if len(self.samples) == 1:  # the usual case costs no task
+            await work(self.samples[0])
+            return
+        tasks: list[asyncio.Future[None]] = []
+        try:
+            for sample in self.samples:
+                tasks.append(asyncio.ensure_future(work(sample)))
+                await asyncio.sleep(0)  # there may be a thousand; other clients are served meanwhile
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)

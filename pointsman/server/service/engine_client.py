@@ -1,0 +1,364 @@
+"""EngineClient: starts the engine process, sends it requests and questions, and notices its death.
+
+    client = await EngineClient.start({"model": "demo"})
+    stream = client.generate(EngineRequest("a", [5, 6, 7], SamplingParams()))
+    await stream.start()                      # raises if the request can never run
+    async for delta in stream:
+        print(delta.text)
+    await client.shutdown()
+
+Everything here runs in one event loop. What the process sends back arrives in `inbox.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import count
+from typing import Any
+
+from pointsman.engine.errors import EngineDeadError, ModelLoadError
+from pointsman.engine.pausing import PauseChoice
+from pointsman.engine.stats_log import DEFAULT_INTERVAL, EngineStats
+from pointsman.engine.tokenizing import model_directory, read_tokenizer
+from pointsman.server.service.inbox import ClientStream, Inbox
+from pointsman.server.wire.messages import (
+    Abandon,
+    Add,
+    Answer,
+    Ask,
+    Delta,
+    EngineInfo,
+    EngineRequest,
+    Failed,
+    Question,
+    RequestExplanation,
+    Start,
+    Stop,
+    pack,
+)
+
+logger = logging.getLogger(__name__)
+
+ENGINE_PROCESS = "pointsman.server.engine_process"
+"""The module that the engine process runs. Programs find the process by this name in its command line."""
+SECONDS_TO_DIE = 10.0
+"""Time for the engine process to exit after `Stop`, draining aside; then it is killed."""
+MAX_UNREAD_BYTES = 16 * 1024 * 1024
+"""Bytes that may wait for an engine process that does not read; with more, requests are refused."""
+MAX_SENT_TOGETHER = 64
+"""Requests in one message; the next message follows when these are queued. Queuing a long prompt takes 0.2 ms, between
+two steps, so that a thousand requests at once would delay the tokens and the requests of all other clients."""
+
+
+class EngineStalledError(RuntimeError):
+    """The engine process lives and does not read what it is sent."""
+
+
+class EngineStartError(RuntimeError):
+    """The engine process ended before its model was loaded, through no fault of the options."""
+
+
+class EngineClient:
+    """An engine in a process of its own. Made by `start`.
+
+    Attributes:
+        info: the engine's description of itself.
+        tokenizer: of the model, in this process; None if it has none.
+        inbox: the streams of unfinished requests; reports steps and finished requests.
+        dead: set when the engine process has ended, for whatever reason.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.info: EngineInfo = None  # type: ignore[assignment]  # `start` returns no client without
+        self.tokenizer: Any | None = None
+        self.inbox = Inbox(self._handle, self._on_close)
+        self.dead = asyncio.Event()
+        self._process = process
+        self._keys = count()
+        self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._transport: asyncio.WriteTransport | None = None
+        self._ending: asyncio.Task[None] | None = None  # after the socket was closed
+        self._is_stopping = False
+        self._death: str | None = None
+        self._failed: Failed | None = None
+        self._ready = asyncio.Event()
+
+    @classmethod
+    async def start(
+        cls,
+        options: Mapping[str, Any],
+        *,
+        record: str | None = None,
+        log_stats_interval: float | None = DEFAULT_INTERVAL,
+        max_step_retries: int = 0,
+    ) -> EngineClient:
+        """Start an engine process and wait until its model is loaded.
+
+        Args:
+            options: keyword arguments of `Engine`.
+            record: a file for the scheduler's recording.
+            log_stats_interval: seconds between lines of statistics; None: none.
+            max_step_retries: how often in a row a failed step is tried again.
+
+        Raises:
+            ValueError: the model cannot be run, or a knob is out of range; the message says which.
+            EngineStartError: the process ended for another reason.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", ENGINE_PROCESS, str(theirs.fileno())]
+            process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
+        tokenizer_read = asyncio.get_running_loop().run_in_executor(
+            None, read_tokenizer, model_directory(options.get("model"))
+        )
+        client = cls(process)
+        try:
+            ours.setblocking(False)
+            loop = asyncio.get_running_loop()
+            client._transport, _ = await loop.create_unix_connection(lambda: client.inbox, sock=ours)
+            client._send(Start(dict(options), record, log_stats_interval, max_step_retries))
+            client.tokenizer = await tokenizer_read
+            await client._ready.wait()
+            if client._failed is not None:
+                raise _start_error(client._failed)
+            if client._death is not None:
+                raise EngineStartError(client._death)
+        except BaseException:
+            await client._kill()
+            raise
+        return client
+
+    # ------------------------------------------------------------------ requests
+
+    def generate(self, request: EngineRequest) -> ClientStream:
+        """The stream of a request's deltas, for a reader in this event loop. The request is sent by `submit`, by
+        `await stream.start()`, or by the first reading.
+        """
+        return ClientStream(next(self._keys), request, self.submit, self._abandon)
+
+    async def queue(self, streams: Sequence[ClientStream]) -> None:
+        """Send the requests of streams, in order, and return when all are queued (and their grammars compiled).
+
+        Raises:
+            ValueError: one can never run; the others remain queued until their streams are closed.
+            EngineDeadError: the engine has died or is shutting down.
+            EngineStalledError: it does not read what it is sent.
+        """
+        for first in range(0, len(streams), MAX_SENT_TOGETHER):
+            together = streams[first : first + MAX_SENT_TOGETHER]
+            self.submit(together)
+            for stream in together:
+                await stream.start()
+
+    def submit(self, streams: Sequence[ClientStream]) -> None:
+        """Send the requests of streams that were not sent yet, together: they are queued in this order, and what they
+        share (a prompt's tokens, biases, a grammar) crosses once.
+
+        Raises:
+            EngineDeadError: the engine process has ended.
+            EngineStalledError: it does not read what it is sent.
+        """
+        self.check_health()
+        self.check_takes_requests()
+        for stream in streams:
+            self.inbox.streams[stream.key] = stream
+            stream.note_sent()
+        self._send(Add([(stream.key, stream.request) for stream in streams]))
+
+    def _abandon(self, stream: ClientStream) -> None:
+        """Abort the request of a stream that has lost its reader, unless it was not sent or has finished."""
+        if self.inbox.streams.pop(stream.key, None) is not None:
+            self._send(Abandon(stream.key))
+            self.inbox.report_end(stream, Delta(finish_reason="abort"))
+
+    # ------------------------------------------------------------------ questions
+
+    async def stats(self) -> EngineStats:
+        """Counters and gauges of engine and scheduler at one moment.
+
+        Raises:
+            EngineDeadError: the engine process has ended; so do the questions below.
+        """
+        stats: EngineStats = await self._ask("stats")
+        return stats
+
+    async def explain(self, request_id: str) -> RequestExplanation:
+        """The state of a request, why it waits, for which requests and since when.
+
+        Raises:
+            UnknownRequest: no such request, or it has finished.
+        """
+        explanation: RequestExplanation = await self._ask("explain", request_id)
+        return explanation
+
+    async def explain_all(self) -> list[RequestExplanation]:
+        """The same of every unfinished request, in the order of their arrival here."""
+        explanations: list[RequestExplanation] = await self._ask("explain_all")
+        return explanations
+
+    async def reset_prefix_cache(self, *, preempt_running: bool = False) -> None:
+        """Forget every cached prefix. Running requests keep their KV, or recompute it (`preempt_running`)."""
+        await self._ask("reset_prefix_cache", preempt_running)
+
+    async def set_max_num_active_seqs(self, limit: int | None) -> int:
+        """Change how many requests may run at once; None: `max_num_seqs`. Returns the new limit.
+
+        Raises:
+            ConfigError: the limit is out of range.
+        """
+        in_force: int = await self._ask("set_max_num_active_seqs", limit)
+        return in_force
+
+    async def pause(self, mode: PauseChoice, clear_cache: bool) -> None:
+        """Start no request until `resume`, and return when no step runs any more; see `Engine.pause`.
+
+        Raises:
+            ResumedError: the engine was resumed meanwhile.
+        """
+        await self._ask("pause", (mode, clear_cache))
+
+    async def resume(self) -> None:
+        """Continue after a pause; without a pause, nothing happens."""
+        await self._ask("resume")
+
+    async def is_paused(self) -> bool:
+        """Whether the engine was paused, and not resumed since."""
+        paused: bool = await self._ask("is_paused")
+        return paused
+
+    async def _ask(self, question: Question, argument: Any = None) -> Any:
+        self.check_health()
+        key = next(self._keys)
+        self._questions[key] = future = asyncio.get_running_loop().create_future()
+        self._send(Ask(key, question, argument))
+        try:
+            return await future
+        finally:
+            self._questions.pop(key, None)
+
+    # ------------------------------------------------------------------ health and end
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine process runs."""
+        return self._death is None
+
+    @property
+    def death(self) -> str | None:
+        """Why the engine process ended by itself; None while it runs, or after `shutdown`."""
+        return None if self._is_stopping else self._death
+
+    def check_health(self) -> None:
+        """Raises EngineDeadError: the engine process has ended."""
+        if self._death is not None:
+            raise EngineDeadError(self._death)
+
+    def check_takes_requests(self) -> None:
+        """Raises EngineStalledError: the engine process does not read, and `MAX_UNREAD_BYTES` wait for it."""
+        if self._transport is not None and self._transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+            raise EngineStalledError("the engine takes nothing in at the moment; try again later")
+
+    async def shutdown(self, drain: bool = False, timeout: float | None = None) -> None:
+        """End the engine process. May be called again, in any state.
+
+        Args:
+            drain: let requests that were sent before finish and refuse new ones; False: abort them, so that their
+                streams end with finish_reason "abort".
+            timeout: seconds that draining may take, after which the remaining requests are aborted; None: no limit.
+        """
+        self._is_stopping = True
+        if drain:
+            self._send(Stop(drain=True))
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.dead.wait(), timeout)
+        if self._death is None:
+            self._send(Stop(drain=False))
+            try:
+                await asyncio.wait_for(self.dead.wait(), SECONDS_TO_DIE)
+            except TimeoutError:
+                logger.warning("the engine process does not end by itself; killing it")
+        await self._kill()
+
+    def kill(self) -> None:
+        """End the engine process at once; a `shutdown` that waits for it returns."""
+        self._is_stopping = True
+        self._process.kill()
+
+    async def _kill(self) -> None:
+        """Make sure that the process is gone."""
+        if self._transport is not None:
+            self._transport.close()
+        if self._process.poll() is None and self._death is None:
+            self._process.kill()
+        loop = asyncio.get_running_loop()
+        try:
+            await asyncio.wait_for(loop.run_in_executor(None, self._process.wait), SECONDS_TO_DIE)
+        except TimeoutError:
+            self._process.kill()
+            await loop.run_in_executor(None, self._process.wait)
+
+    # ------------------------------------------------------------------ the connection
+
+    def _send(self, message: object) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(pack(message))
+
+    def _handle(self, message: Answer | EngineInfo | Failed) -> None:
+        match message:
+            case Answer(key, value, error):
+                question = self._questions.pop(key, None)
+                if question is not None and not question.done():
+                    if error is None:
+                        question.set_result(value)
+                    else:
+                        question.set_exception(error)
+            case EngineInfo():
+                self.info = message
+                self._ready.set()
+            case Failed():
+                self._failed = message
+                self._ready.set()
+
+    def _on_close(self) -> None:
+        self._ending = asyncio.get_running_loop().create_task(self._note_death())
+
+    async def _note_death(self) -> None:
+        """The connection is closed: wait for the process, and fail all that is open."""
+        loop = asyncio.get_running_loop()
+        try:
+            code = await asyncio.wait_for(loop.run_in_executor(None, self._process.wait), SECONDS_TO_DIE)
+        except TimeoutError:
+            self._process.kill()
+            code = await loop.run_in_executor(None, self._process.wait)
+        self._death = "the engine has been shut down" if self._is_stopping else _describe_end(code)
+        if self.death is not None:
+            logger.critical("%s", self.death)
+        self.inbox.fail_all(EngineDeadError(self._death))
+        for question in self._questions.values():
+            if not question.done():
+                question.set_exception(EngineDeadError(self._death))
+        self._ready.set()
+        self.dead.set()
+
+
+def _start_error(failed: Failed) -> Exception:
+    return ModelLoadError(failed.message) if failed.is_usage_error else EngineStartError(failed.message)
+
+
+def _describe_end(code: int) -> str:
+    if code >= 0:
+        return f"the engine process ended with exit code {code}; its log says why"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = str(-code)
+    hint = "; out of memory, perhaps" if -code == signal.SIGKILL and os.name == "posix" else ""
+    return f"the engine process was ended by signal {name}{hint}"

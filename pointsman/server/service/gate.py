@@ -1,0 +1,142 @@
+"""Gate: whether the server takes requests at all, and what a client gets when the server or its engine fails.
+
+with gate.inside():          # 503 while the server shuts down, 500 after the engine's death
+    ...                      # a shutdown waits for the end of this block, up to a timeout
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from pointsman.engine.errors import (
+    GRAMMAR_TOO_SLOW,
+    NOTHING_LEFT,
+    EngineDeadError,
+    GrammarQueueFullError,
+    first_line,
+)
+from pointsman.engine.grammar_process import DEFAULT_TIMEOUT
+from pointsman.server.service.engine_client import EngineClient, EngineStalledError
+from pointsman.server.wire.errors import ApiError, one_line
+
+GRAMMAR_RETRY_AFTER = round(DEFAULT_TIMEOUT)
+"""Seconds after which a client may try again that found the queue of grammars full: a grammar takes at most as long."""
+
+
+class Gate:
+    """Counts the clients' requests from the first check to the last byte of the response. One event loop owns it.
+
+    Args:
+        client: the engine; after its death no request is taken.
+        drain_timeout: seconds that a shutdown takes at most.
+    """
+
+    def __init__(self, client: EngineClient, drain_timeout: float) -> None:
+        self.is_closed = False
+        """Whether new requests are refused."""
+        self.num_open = 0
+        """Requests inside."""
+        self._client = client
+        self._retry_after = max(1, round(drain_timeout))
+        self._is_empty = asyncio.Event()
+        self._is_empty.set()
+
+    def close(self) -> None:
+        """Refuse new requests from now on: the server shuts down."""
+        self.is_closed = True
+
+    async def wait_empty(self) -> None:
+        """Return when no request is inside."""
+        await self._is_empty.wait()
+
+    def check_open(self) -> None:
+        """Refuse requests that would not be answered.
+
+        Raises:
+            ApiError: 503 while the server shuts down; 500 when the engine is dead.
+        """
+        if self.is_closed and self._client.death is None:
+            raise self.closed()
+        if not self._client.is_alive:
+            raise ApiError(500, f"the engine has ended: {self._client.death or 'shut down'}", reason="engine_dead")
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """The block of one request.
+
+        Raises:
+            ApiError: 503 while the server shuts down; 500 when the engine is dead.
+        """
+        self.check_open()
+        self.num_open += 1
+        self._is_empty.clear()
+        try:
+            yield
+        finally:
+            self.num_open -= 1
+            if not self.num_open:
+                self._is_empty.set()
+
+    # ------------------------------------------------------------------ what a client gets instead
+
+    def closed(self) -> ApiError:
+        """503: the server shuts down."""
+        return ApiError(
+            503,
+            "the server is shutting down and takes no new requests; try another one, or again later",
+            headers={"retry-after": str(self._retry_after)},
+        )
+
+    def from_engine(self, error: Exception) -> ApiError:
+        """The client's error for one of the engine. An engine that ended because the server shuts down is no fault.
+
+        Raises:
+            Exception: `error` itself, if it is a bug of the server.
+        """
+        if isinstance(error, EngineDeadError) and self.is_closed and self._client.death is None:
+            return self.closed()
+        return from_engine(error)
+
+
+def from_engine(error: Exception) -> ApiError:
+    """The client's error for one of the engine or its client: it is dead, stalled, overloaded, or refuses.
+
+    Raises:
+        Exception: `error` itself, if it is none of these: a bug of the server, which the log must show.
+    """
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, EngineDeadError):
+        return ApiError(500, f"the engine has ended: {first_line(error)}", reason="engine_dead")
+    if isinstance(error, EngineStalledError):
+        return ApiError(503, first_line(error), headers={"retry-after": "1"}, reason="other")
+    if isinstance(error, GrammarQueueFullError):
+        return ApiError(503, one_line(str(error)), headers={"retry-after": str(GRAMMAR_RETRY_AFTER)}, reason="other")
+    if isinstance(error, ValueError):
+        return ApiError(400, one_line(str(error)))
+    raise error
+
+
+def too_late() -> ApiError:
+    """408: the deadline passed before there was a token."""
+    return ApiError(
+        408,
+        "the deadline passed before the first token; give it more time, or try when the server has less to do",
+        param="deadline",
+        headers={"x-should-retry": "false"},  # the official client would, and be late again
+    )
+
+
+def check_finish(finish_reason: str | None, detail: str) -> None:
+    """Accept every finish reason but "error".
+
+    Raises:
+        ApiError: the request failed on its own; 400 if what it asks for contradicts itself or takes too long, else
+            500.
+    """
+    if finish_reason == "error":
+        is_own_fault = detail == NOTHING_LEFT or detail.startswith(GRAMMAR_TOO_SLOW)
+        status = 400 if is_own_fault else 500
+        raise ApiError(status, f"the request failed: {detail or 'the engine does not say why'}")

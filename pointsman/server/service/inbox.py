@@ -1,0 +1,195 @@
+"""What arrives from the engine process: frames become deltas, each delta goes to the stream of its request.
+
+    socket -> Inbox.data_received -> ClientStream.put -> the stream's reader
+
+A stream is over after the delta with a finish_reason, after an error, and when it is closed:
+
+    not sent -> sent -> accepted (queued, its grammar compiled) -> deltas -> over
+
+Deltas that arrive before the reader takes the last one are merged into it, so a stream without a reader holds one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from pointsman.engine.waiter import Waiter
+from pointsman.server.wire.messages import Delta, EngineOutputs, EngineRequest, StepNote, Unpacker
+
+
+class Inbox(asyncio.Protocol):
+    """The streams of unfinished requests, and the end of the socket that feeds them.
+
+    Args:
+        on_other: called with each message that is not an `EngineOutputs`.
+        on_close: called when the socket is closed.
+
+    Attributes:
+        streams: of requests that were sent and have not finished, by their keys.
+        on_steps: called with the notes of steps that ran, in order.
+        on_end: called when a request finished: its request, the last delta (with metrics, unless the request was
+            abandoned) and its number of output tokens.
+    """
+
+    def __init__(self, on_other: Callable[[Any], None], on_close: Callable[[], None]) -> None:
+        self.streams: dict[int, ClientStream] = {}
+        self.on_steps: Callable[[list[StepNote]], None] | None = None
+        self.on_end: Callable[[EngineRequest, Delta, int], None] | None = None
+        self._on_other = on_other
+        self._on_close = on_close
+        self._unpacker = Unpacker()
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes from the engine process, in pieces of any length."""
+        for message in self._unpacker.feed(data):
+            if isinstance(message, EngineOutputs):
+                self._take(message)
+            else:
+                self._on_other(message)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """The engine process has exited, or will."""
+        self._on_close()
+
+    def _take(self, outputs: EngineOutputs) -> None:
+        streams = self.streams
+        for key in outputs.accepted:
+            if (stream := streams.get(key)) is not None:
+                stream.accept()
+        for key, delta in outputs.deltas:
+            if (stream := streams.get(key)) is not None:
+                stream.put(delta)
+                if delta.finish_reason is not None:
+                    del streams[key]
+                    self.report_end(stream, delta)
+        for key, error in outputs.errors:
+            if (stream := streams.pop(key, None)) is not None:
+                stream.fail(error)
+        if outputs.steps and self.on_steps is not None:
+            self.on_steps(outputs.steps)
+
+    def report_end(self, stream: ClientStream, last: Delta) -> None:
+        """Call `on_end` for a stream whose request has finished with `last`, or is abandoned."""
+        if self.on_end is not None:
+            self.on_end(stream.request, last, stream.num_output_tokens)
+
+    def fail_all(self, error: Exception) -> None:
+        """Every stream ends with this error: nothing more will arrive."""
+        for stream in list(self.streams.values()):
+            stream.fail(error)
+        self.streams.clear()
+
+
+class ClientStream(AsyncIterator[Delta]):
+    """The deltas of one request, for one reader; it ends after the one with a finish_reason.
+
+    Closing it, or cancelling its reader, aborts the request: its blocks are free at the next step boundary. Another
+    task than the reader may close it; for the reader it then simply ends. Made by `EngineClient.generate`.
+
+    Args:
+        key: the client's name for the request.
+        request: what is asked for.
+        submit: sends the requests of streams.
+        abandon: aborts the request of a stream, if it was sent and has not finished.
+    """
+
+    def __init__(
+        self,
+        key: int,
+        request: EngineRequest,
+        submit: Callable[[Sequence[ClientStream]], None],
+        abandon: Callable[[ClientStream], None],
+    ) -> None:
+        self.key = key
+        self.request = request
+        self.num_output_tokens = 0
+        """Tokens received, read or not."""
+        self._submit = submit
+        self._abandon = abandon
+        self._is_sent = False
+        self._is_accepted = False
+        self._is_over = False
+        self._next: Delta | None = None
+        self._error: Exception | None = None
+        self._waiter = Waiter(asyncio.get_running_loop())
+
+    async def start(self) -> None:
+        """Send the request, unless that has been done, and return when it is queued (and its grammar compiled).
+
+        Raises:
+            ValueError: it can never run, with the reason.
+            EngineDeadError: the engine has died or is shutting down.
+            EngineStalledError: it does not read what it is sent.
+        """
+        self._send()
+        while not (self._is_accepted or self._is_over):
+            await self._wait()
+
+    def __aiter__(self) -> ClientStream:
+        return self
+
+    async def __anext__(self) -> Delta:
+        self._send()
+        while self._next is None and not self._is_over:
+            await self._wait()
+        if self._is_over or self._next is None:
+            raise StopAsyncIteration
+        delta, self._next = self._next, None
+        self._is_over = delta.finish_reason is not None
+        return delta
+
+    async def aclose(self) -> None:
+        """End the stream; its request is aborted unless it has finished."""
+        self._let_go()
+        self._waiter.wake()
+
+    def _send(self) -> None:
+        if not self._is_sent and not self._is_over:
+            self._submit([self])
+
+    async def _wait(self) -> None:
+        """Wait until something has arrived.
+
+        Raises:
+            The error that ended the request; from then on the stream is over.
+        """
+        if self._error is not None:
+            self._is_over = True
+            raise self._error
+        try:
+            await self._waiter.wait()
+        except asyncio.CancelledError:
+            self._let_go()
+            raise
+
+    def _let_go(self) -> None:
+        self._is_over = True
+        self._abandon(self)
+
+    # ------------------------------------------------------------------ for the client and its inbox
+
+    def note_sent(self) -> None:
+        """The request is on its way."""
+        self._is_sent = True
+
+    def accept(self) -> None:
+        """The request is queued."""
+        self._is_accepted = True
+        self._waiter.wake()
+
+    def put(self, delta: Delta) -> None:
+        """Add a delta behind what has not been read."""
+        self._is_accepted = True
+        self.num_output_tokens += len(delta.token_ids)
+        if self._next is None:
+            self._next = delta
+        else:
+            self._next.merge(delta)
+        self._waiter.wake()
+
+    def fail(self, error: Exception) -> None:
+        """No more deltas will come; the reader gets this error once it has read those that have."""
+        self._error = error
+        self._waiter.wake()

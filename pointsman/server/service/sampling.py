@@ -1,0 +1,241 @@
+"""From a client's fields to `SamplingParams`: defaults of the model and of the server, limits of the operator.
+
+A route states what it wants as a `SamplingPlan`, or a `PoolingPlan` for vectors; the plan makes the parameters of each
+sample once the prompts are known.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from pointsman.core import RepetitionDetectionParams
+from pointsman.engine.sampling_params import SamplingParams
+from pointsman.engine.structured_outputs import StructuredOutputsParams
+from pointsman.server.wire.errors import ApiError, shown
+
+if TYPE_CHECKING:
+    from pointsman.engine.pooling_params import PoolingParams
+    from pointsman.server.config import ServerConfig
+    from pointsman.server.wire.messages import EngineInfo
+    from pointsman.server.wire.messages.answers import Prompt
+    from pointsman.server.wire.protocol import SamplingFields
+
+EngineParams: TypeAlias = "SamplingParams | PoolingParams"
+
+DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+"""Fields for which a model may recommend values; a client's own value has priority."""
+SAME_NAME = (
+    "min_tokens",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "bad_words",
+    "allowed_token_ids",
+)
+_INT64 = 2**64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingPlan:
+    """How the samples of a request are generated, as far as it is known before its prompts are read."""
+
+    body: SamplingFields
+    n: int
+    """Samples per prompt."""
+    logprobs: int | None
+    """Most likely tokens with log probabilities, per position of the output; None: no log probabilities."""
+    prompt_logprobs: int | None
+    """The same per position of the prompt."""
+    max_tokens: int | None
+    """What the client asks for; None: it left the field out."""
+    max_tokens_field: str = "max_tokens"
+    """For errors."""
+    default_max_tokens: int | None = None
+    """Where the client left the field out; None: what fits."""
+
+    def params(self, prompts: list[Prompt], info: EngineInfo, config: ServerConfig) -> list[list[EngineParams]]:
+        """Those of each sample of each prompt: made and checked once, for what may be a thousand.
+
+        Raises:
+            ValueError, ApiError: a value, or a combination of values, is not possible.
+        """
+        limits = [
+            choose_max_tokens(
+                self.max_tokens, len(prompt.token_ids), self.default_max_tokens, self.max_tokens_field, info, config
+            )
+            for prompt in prompts
+        ]
+        first = sampling_params(
+            self.body,
+            max_tokens=limits[0],
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            defaults=info.generation_defaults,
+        )
+        return [self._samples(for_sample(first, max_tokens=limit, sample=0)) for limit in limits]
+
+    def _samples(self, first: SamplingParams) -> list[EngineParams]:
+        assert first.max_tokens is not None
+        limit = first.max_tokens
+        return [first, *(for_sample(first, max_tokens=limit, sample=number) for number in range(1, self.n))]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingPlan:
+    """How the vectors of a request are made: one per prompt, with the same parameters."""
+
+    pooling: PoolingParams
+    n: int = 1
+
+    def params(self, prompts: list[Prompt], info: EngineInfo, config: ServerConfig) -> list[list[EngineParams]]:
+        """Those of each prompt."""
+        return [[self.pooling] for _ in prompts]
+
+
+def choose_max_tokens(
+    asked: int | None, num_prompt_tokens: int, default: int | None, name: str, info: EngineInfo, config: ServerConfig
+) -> int:
+    """The maximum number of tokens that a request may generate.
+
+    Args:
+        asked: what the client wants; None: it left the field out.
+        num_prompt_tokens: of its prompt.
+        default: where the client left the field out; None: what fits.
+        name: of the field, for errors.
+        info: the model's length.
+        config: the operator's limit.
+
+    Raises:
+        ApiError: 400, the client wants more than fits or than is allowed, or nothing fits.
+    """
+    room = info.max_model_len - num_prompt_tokens
+    if room < 1:
+        raise ApiError(
+            400,
+            f"the prompt has {num_prompt_tokens} tokens and max_model_len is {info.max_model_len}, which leaves no "
+            f"room for a generated token; shorten the prompt to {info.max_model_len - 1} tokens",
+        )
+    limit = config.max_tokens_limit
+    if asked is None:
+        return min(one for one in (default, room, limit) if one is not None)
+    if limit is not None and asked > limit:
+        raise ApiError(400, f"{name} is {asked}; this server gives at most {limit}: lower it", param=name)
+    if asked > room:
+        raise ApiError(
+            400,
+            f"{name} is {asked} and the prompt has {num_prompt_tokens} tokens, together more than max_model_len "
+            f"{info.max_model_len}; lower {name} to {room}, or shorten the prompt",
+            param=name,
+        )
+    return asked
+
+
+def sampling_params(
+    body: SamplingFields,
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    defaults: Mapping[str, Any],
+) -> SamplingParams:
+    """The parameters of a prompt's first sample; `for_sample` derives those of the others.
+
+    Args:
+        body: the request.
+        max_tokens: maximum number of tokens.
+        logprobs: per position of the output; None: none.
+        prompt_logprobs: per position of the prompt; None: none.
+        defaults: what the model recommends.
+
+    Raises:
+        ValueError, ApiError: a value, or a combination of values, is not possible.
+    """
+    values: dict[str, Any] = {name: getattr(body, name) for name in SAME_NAME}
+    for name in DEFAULTED:
+        value = getattr(body, name)
+        if value is None:
+            value = defaults.get(name)
+        if value is not None:
+            values[name] = value
+    return SamplingParams(
+        max_tokens=max_tokens,
+        seed=body.seed,
+        stop=body.stop,
+        stop_token_ids=body.stop_token_ids or (),
+        logit_bias=_biases(body.logit_bias),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        structured_outputs=structured_outputs(body),
+        repetition_detection=_repetition_detection(body),
+        **values,
+    )
+
+
+def _repetition_detection(body: SamplingFields) -> RepetitionDetectionParams | None:
+    asked = body.repetition_detection
+    return None if asked is None else RepetitionDetectionParams(**asked.model_dump())
+
+
+def for_sample(params: SamplingParams, *, max_tokens: int, sample: int) -> SamplingParams:
+    """The parameters of another sample, or of a prompt of another length. Only what differs is checked again: a request
+    may be for a thousand samples, and its schema, biases and lists of tokens are the same for all.
+
+    Args:
+        params: of the first sample; shared wherever it fits.
+        max_tokens: maximum number of tokens.
+        sample: which of its prompt's samples, from 0: each gets a seed of its own.
+
+    Raises:
+        ValueError: min_tokens is more than max_tokens.
+    """
+    seed = None if params.seed is None else _seed(params.seed, sample)
+    if (max_tokens, seed) == (params.max_tokens, params.seed):
+        return params
+    if params.min_tokens > max_tokens:
+        raise ValueError(f"min_tokens is {params.min_tokens}, more than max_tokens {max_tokens}; lower it")
+    variant = copy.copy(params)
+    object.__setattr__(variant, "max_tokens", max_tokens)  # frozen for all other code
+    object.__setattr__(variant, "seed", seed)
+    return variant
+
+
+def _seed(seed: int, sample: int) -> int | None:
+    found = (seed + sample + _INT64 // 2) % _INT64 - _INT64 // 2  # the last one's successor is the first
+    return None if found == -1 else found  # -1 means none, as for SamplingParams
+
+
+def _biases(biases: Mapping[str, float] | None) -> dict[int, float] | None:
+    if biases is None:
+        return None
+    for token_id in biases:
+        if not (token_id.isascii() and token_id.isdigit() and len(token_id) <= 10):
+            raise ApiError(400, f"logit_bias: {shown(token_id)} is no token id; use integers", param="logit_bias")
+    return {int(token_id): bias for token_id, bias in biases.items()}
+
+
+# ------------------------------------------------------------------------------------------------- structured outputs
+
+
+def structured_outputs(body: SamplingFields) -> StructuredOutputsParams | None:
+    """The constraints on the text, from either of the two fields for them; None: no constraint.
+
+    Raises:
+        ValueError, ApiError: both fields are given, or the constraint is not possible.
+    """
+    form, asked = body.response_format, body.structured_outputs
+    if form is None or form.type == "text":
+        return None if asked is None else StructuredOutputsParams(**asked.model_dump(by_alias=True, exclude_none=True))
+    if asked is not None:
+        raise ApiError(
+            400,
+            f"response_format of type {form.type} and structured_outputs are both given; leave one of them out",
+            param="structured_outputs",
+        )
+    if form.type == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    assert form.json_schema is not None  # the model has checked it
+    return StructuredOutputsParams(json=form.json_schema.schema_)

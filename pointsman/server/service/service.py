@@ -1,0 +1,297 @@
+"""Service: the steps of a client's request, from its route to the engine process and back.
+
+    gate -> limits -> backlog -> prompts -> parameters -> queued in the engine -> delivery
+    500, 503  400     429        400        400           400, 408                408, 500
+
+Everything up to "queued" happens before the first byte of the response, so that a refusal has its own status. What the
+kinds of requests do differently is in the parts of their `Job`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from starlette.responses import Response
+
+from pointsman.engine.errors import EngineDeadError
+from pointsman.server.service.backlog import Backlog, Ticket
+from pointsman.server.service.delivery import Delivery
+from pointsman.server.service.engine_client import EngineStalledError
+from pointsman.server.service.gate import too_late
+from pointsman.server.service.names import RequestNames
+from pointsman.server.service.prompts import PromptReader
+from pointsman.server.service.sampling import SamplingPlan
+from pointsman.server.wire.errors import ApiError, not_found, shown
+from pointsman.server.wire.messages import EngineRequest
+from pointsman.server.wire.messages.answers import TextWriter
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+    from pointsman.server.config import ServerConfig
+    from pointsman.server.metrics.observations import Observations
+    from pointsman.server.service.engine_client import EngineClient
+    from pointsman.server.service.gate import Gate
+    from pointsman.server.service.prompts import ChatPrompt, TextPrompts
+    from pointsman.server.service.sampling import PoolingPlan
+    from pointsman.server.wire.messages import EngineInfo
+    from pointsman.server.wire.messages.answers import AnswerWriter, Prompt
+    from pointsman.server.wire.protocol import EmbeddingRequest, SamplingFields
+
+logger = logging.getLogger(__name__)
+
+ENGINE_TIMEOUT = 5.0
+"""Seconds that the engine has to answer a question; it does so between two steps, and one may be long."""
+
+AnswerT = TypeVar("AnswerT")
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """What a client asks for, in the parts that the service works with. Its time begins when it is made."""
+
+    body: SamplingFields | EmbeddingRequest
+    prompts: TextPrompts | ChatPrompt
+    plan: SamplingPlan | PoolingPlan
+    writer: AnswerWriter
+    stream: bool = False
+    """Whether the answer is sent as events."""
+    timeout: float | None = None
+    """Seconds of the header X-Request-Deadline; the least of it, the body's and the server's counts."""
+    arrival_time: float = field(default_factory=time.monotonic)
+
+    def deadline(self, config: ServerConfig) -> float | None:
+        """When the request finishes in any case, by `time.monotonic`; None: never."""
+        limits = [one for one in (self.timeout, self.body.deadline, config.max_deadline) if one is not None]
+        return self.arrival_time + min(limits) if limits else None
+
+
+class Service:
+    """The state that all clients' requests share.
+
+    Args:
+        client: the engine.
+        config: the operator's settings.
+        observations: of times and tokens.
+        gate: every request is inside while it is answered; a closed gate means that the server shuts down.
+    """
+
+    def __init__(self, client: EngineClient, config: ServerConfig, observations: Observations, gate: Gate) -> None:
+        self.client = client
+        self.config = config
+        self.gate = gate
+        self.prompts = PromptReader(client.tokenizer, client.info, config.chat_template)
+        max_requests = client.info.max_num_running + config.max_waiting_requests
+        self.backlog = Backlog(max_requests, config.max_waiting_prompt_tokens)
+        self.names = RequestNames()
+        self.model_names = config.served_model_name or (client.info.model,)
+        """Names of the model in requests; answers say the first, unless the request names another."""
+        self._observations = observations
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse requests for other models.
+
+        Raises:
+            ApiError: 404.
+        """
+        if name and name not in self.model_names:
+            served = ", ".join(map(shown, self.model_names))
+            raise not_found(f"the model {shown(name)} does not exist; this server has {served}", "model")
+
+    # ------------------------------------------------------------------ completions and embeddings
+
+    def respond(self, job: Job) -> WatchedResponse:
+        """The response to a job. The job runs when the response is sent, while the client is connected."""
+        return WatchedResponse(lambda send: self._run(job, send))
+
+    async def _run(self, job: Job, send: Send) -> None:
+        with self.gate.inside():
+            self.check_model(job.body.model)
+            check_priority(job.body.priority, self.client.info)
+            if isinstance(job.plan, SamplingPlan):
+                check_limits(job.plan.body, job.plan.n, job.plan.logprobs, self.config)
+            num_samples = job.prompts.count() * job.plan.n
+            with self.backlog.enter(num_samples) as ticket:
+                async with Delivery(self.gate, self._observations, ticket, job.deadline(self.config)) as delivery:
+                    try:
+                        await self._queue_in_time(job, delivery, ticket)
+                        await self._deliver(job, delivery, send)
+                    finally:
+                        self.names.remove(stream.request.request_id for stream in delivery.streams)
+
+    async def _queue_in_time(self, job: Job, delivery: Delivery, ticket: Ticket) -> None:
+        try:
+            async with asyncio.timeout(delivery.seconds_left):
+                await self._queue(job, delivery, ticket)
+        except TimeoutError:
+            raise too_late() from None
+        except (EngineDeadError, EngineStalledError, ValueError) as error:
+            raise self.gate.from_engine(error) from error
+
+    async def _queue(self, job: Job, delivery: Delivery, ticket: Ticket) -> None:
+        """Queue a request of the engine for each sample.
+
+        Raises:
+            ValueError, ApiError, EngineDeadError, EngineStalledError: it can never run, not now, or not any more.
+        """
+        body, answer_id = job.body, job.writer.id
+        prompts = await self.prompts.read(job.prompts)
+        params = job.plan.params(prompts, self.client.info, self.config)
+        for index, prompt in enumerate(prompts):
+            ticket.add_prompt(index, len(prompt.token_ids))
+        await self.prompts.add_texts(job.prompts, prompts)
+        if self.config.log_requests and isinstance(job.plan, SamplingPlan):
+            await self._log(answer_id, prompts)
+        is_only = len(prompts) == job.plan.n == 1
+        for index, (prompt, samples) in enumerate(zip(prompts, params, strict=True)):
+            for own in samples:
+                name = answer_id if is_only else f"{answer_id}-{len(delivery.samples)}"
+                request = EngineRequest(
+                    request_id=self.names.add(answer_id, name),
+                    prompt_token_ids=prompt.token_ids,
+                    params=own,
+                    priority=body.priority,
+                    cache_salt=body.cache_salt,
+                    arrival_time=job.arrival_time,
+                    deadline=delivery.deadline,
+                    user=body.user,
+                    stream=job.stream,
+                )
+                delivery.add(index, prompt, self.client.generate(request))
+        await self.client.queue(delivery.streams)
+
+    async def _log(self, answer_id: str, prompts: list[Prompt]) -> None:
+        for prompt in prompts:
+            text = prompt.text
+            if text is None and self.prompts.tokenizer is not None:
+                text = await self.prompts.decode(prompt.token_ids)
+            content = prompt.token_ids if text is None else text
+            logger.info("%s: %d tokens: %a", answer_id, len(prompt.token_ids), content)
+
+    async def _deliver(self, job: Job, delivery: Delivery, send: Send) -> None:
+        if isinstance(job.writer, TextWriter) and job.stream:
+            await delivery.send_events(job.writer, send)
+        else:
+            await delivery.send_whole(job.writer, send)
+        if isinstance(job.plan, SamplingPlan):
+            self._observations.client_request(job.plan.n, max(choice.num_tokens for choice in delivery.choices))
+
+    # ------------------------------------------------------------------ questions of operators
+
+    async def ask(self, question: Awaitable[AnswerT], *, has_timeout: bool = True) -> AnswerT:
+        """The engine's answer to a question, such as `client.explain_all()`.
+
+        Raises:
+            ApiError: 500, there is no engine; 503, it has not answered in time.
+        """
+        try:
+            return await asyncio.wait_for(question, ENGINE_TIMEOUT if has_timeout else None)
+        except TimeoutError:
+            raise ApiError(
+                503,
+                f"the engine has not answered for {ENGINE_TIMEOUT:g} s: it is in a long step, or stuck; "
+                "try again later",
+                headers={"retry-after": str(round(ENGINE_TIMEOUT))},
+                reason="other",
+            ) from None
+        except EngineDeadError as error:
+            raise self.gate.from_engine(error) from error
+
+
+# ------------------------------------------------------------------------------------------------- limits
+
+
+def check_limits(body: SamplingFields, num_samples: int, logprobs: int | None, config: ServerConfig) -> None:
+    """Refuse more than the operator allows. Cheap, and done before the prompt is read.
+
+    Args:
+        body: the request.
+        num_samples: per prompt.
+        logprobs: per position of the output.
+        config: the limits.
+
+    Raises:
+        ApiError: 400, with the limit.
+    """
+    if num_samples > config.max_n:
+        raise ApiError(400, f"n is {num_samples}; this server gives at most {config.max_n}: lower it", param="n")
+    for name, value in (("logprobs", logprobs), ("prompt_logprobs", body.prompt_logprobs)):
+        if value is not None and value > config.max_logprobs:
+            raise ApiError(
+                400, f"{name} is {value}; this server gives at most {config.max_logprobs}: lower it", param=name
+            )
+
+
+def check_priority(priority: int, info: EngineInfo) -> None:
+    """Refuse a priority that would have no effect.
+
+    Raises:
+        ApiError: 400.
+    """
+    order = info.scheduler.get("order")
+    if priority and order == "fcfs":
+        raise ApiError(
+            400,
+            f"priority is {priority}, and this server takes requests in the order of their arrival; leave it 0, or "
+            "start the server with order priority",
+            param="priority",
+        )
+
+
+# ------------------------------------------------------------------------------------------------- hang-ups
+
+
+class WatchedResponse(Response):
+    """A response whose work is cancelled when the client hangs up.
+
+    Cancelling closes the streams of the engine, which aborts their requests at the next step boundary. Watching costs
+    two tasks per request and nothing per token.
+
+    Args:
+        work: writes the whole response with the `send` it is given; an exception before its first message becomes the
+            response of that error.
+    """
+
+    def __init__(self, work: Callable[[Send], Coroutine[Any, Any, None]]) -> None:
+        super().__init__()
+        self._work = work
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await unless_disconnected(receive, self._work(send))
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Do the work; cancel it when the client hangs up.
+
+    Args:
+        receive: of ASGI; the request's body has been read.
+        work: what the client waits for.
+
+    Raises:
+        What the work raises.
+    """
+    worker = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_until_disconnected(receive))
+    try:
+        await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        watcher.cancel()
+        if not worker.done():
+            worker.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait((worker,))
+    if worker.cancelled():
+        logger.debug("a client hung up before its answer was complete")
+        return
+    worker.result()
+
+
+async def _until_disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass  # pieces of a body that nothing reads

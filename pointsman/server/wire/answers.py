@@ -1,0 +1,384 @@
+"""Answers: from the deltas of a request to the JSON and the events that its client reads.
+
+    CompletionWriter   /v1/completions         whole, or as events
+    ChatWriter         /v1/chat/completions    whole, or as events
+    EmbeddingWriter    /v1/embeddings          whole
+
+A writer is made for one answer. An answer has choices, one per sample of each prompt; a choice's deltas become events
+in their order. The chunk between a choice's first and last one is plain, as a rule: it differs from the one before it
+in its text alone, and is written from three pieces: the choice's head, the text, the tail.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pointsman.server.wire.logprobs import LogprobWriter, prompt_logprobs
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from pointsman.server.wire.errors import ApiError
+    from pointsman.server.wire.messages import Delta
+    from pointsman.server.wire.protocol import (
+        ChatCompletionRequest,
+        CompletionRequest,
+        EmbeddingRequest,
+        SamplingFields,
+    )
+
+quote: Callable[[str], str] = encode_basestring_ascii
+"""Text as JSON, everything outside ASCII escaped: some clients split lines at characters such as U+2028."""
+
+
+@dataclass(slots=True)
+class Prompt:
+    """A prompt as the engine gets it, and the parts of its text that an answer repeats."""
+
+    token_ids: list[int]
+    text: str | None = None
+    """As the client wrote it, or as it is echoed; None if the client sent token ids, or a conversation."""
+    first_token: str = ""
+    """The text of the first token, which has no log probability; only of echoed prompts with log probabilities."""
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice of an answer: a sample of a prompt, and what has been read of it."""
+
+    index: int
+    """In the answer."""
+    prompt_index: int
+    """Of its prompt in the request."""
+    prompt: Prompt
+    num_tokens: int = 0
+    """Generated tokens that were read."""
+    num_cached_tokens: int = 0
+    """Tokens of the prompt that were found in the prefix cache."""
+    plain_head: str = ""
+    """A plain chunk up to its text; "" before the first chunk."""
+    num_characters: int = 0
+    """Of the tokens whose log probabilities were written: some text may be held back behind them for a stop string."""
+
+
+def usage(choices: Sequence[Choice], num_completion_tokens: int | None = None) -> dict[str, Any]:
+    """The tokens of a request; each prompt counts once, however many samples there are of it.
+
+    Args:
+        choices: all or some of the answer's.
+        num_completion_tokens: None: all generated tokens that were read.
+    """
+    prompts = {choice.prompt_index: choice for choice in reversed(choices)}  # the first choice of each
+    num_prompt = sum(len(choice.prompt.token_ids) for choice in prompts.values())
+    num_cached = sum(choice.num_cached_tokens for choice in prompts.values())
+    if num_completion_tokens is None:
+        num_completion_tokens = sum(choice.num_tokens for choice in choices)
+    return {
+        "prompt_tokens": num_prompt,
+        "total_tokens": num_prompt + num_completion_tokens,
+        "completion_tokens": num_completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }
+
+
+class AnswerWriter(ABC):
+    """Writes one answer.
+
+    Args:
+        body: the client's request.
+        model: the name of the model in the answer.
+        request_id: part of the answer's id; None: the body's own, or a random one.
+    """
+
+    id_prefix: ClassVar[str]
+
+    def __init__(self, body: SamplingFields | EmbeddingRequest, model: str, request_id: str | None = None) -> None:
+        self.id = f"{self.id_prefix}-{request_id or body.request_id or uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.model = model
+
+    @abstractmethod
+    def whole(self, choices: list[Choice], outputs: list[Delta]) -> dict[str, Any]:
+        """The body of an answer that is not streamed; one output per choice, all its deltas in one."""
+
+    def envelope(self, object_name: str) -> dict[str, Any]:
+        """The first fields of all answers, and of all events of an answer."""
+        return {"id": self.id, "object": object_name, "created": self.created, "model": self.model}
+
+
+class TextWriter(AnswerWriter):
+    """Writes an answer of generated text, whole or as events.
+
+    Args:
+        body: the client's request.
+        model: the name of the model in the answer.
+        request_id: part of the answer's id; None: the body's own, or a random one.
+        num_top: most likely tokens with log probabilities for each token; None: no log probabilities.
+    """
+
+    object_name: ClassVar[str]
+    """Of events."""
+    head: ClassVar[str]
+    """Of a plain chunk, between the choice's index and the text."""
+    tail: ClassVar[str]
+    """Of a plain chunk, behind the text."""
+
+    def __init__(self, body: SamplingFields, model: str, request_id: str | None = None, *, num_top: int | None) -> None:
+        super().__init__(body, model, request_id)
+        self._logprobs_of = LogprobWriter(num_top or 0, as_token_ids=bool(body.return_tokens_as_token_ids))
+        self._has_logprobs = num_top is not None
+        self._returns_token_ids = bool(body.return_token_ids)
+        options = body.stream_options
+        self._includes_usage = bool(options and options.include_usage)
+        self._continuous_usage = self._includes_usage and bool(options and options.continuous_usage_stats)
+        self._is_plain = not (self._has_logprobs or self._returns_token_ids or self._continuous_usage)
+
+    def chunk(self, choice: Choice, delta: Delta) -> bytes:
+        """The events of a delta; none if it holds nothing that is written."""
+        is_last = delta.finish_reason is not None
+        if self._is_plain and choice.plain_head and not is_last:
+            return f"{choice.plain_head}{quote(delta.text)}{self.tail}".encode("ascii")
+        if not (delta.token_ids or delta.text or is_last):
+            return b""
+        events = self._full_chunk(choice, delta, is_first=not choice.plain_head)
+        if not choice.plain_head:
+            start = json.dumps({**self.envelope(self.object_name), "choices": []}, separators=(",", ":"))
+            choice.plain_head = f'data: {start.removesuffix("]}")}{{"index":{choice.index},{self.head}'
+        return events
+
+    @abstractmethod
+    def _full_chunk(self, choice: Choice, delta: Delta, *, is_first: bool) -> bytes:
+        """The same with every field the client asked for, and what comes once with the choice's first or last chunk."""
+
+    def _choice_event(
+        self, choice: Choice, data: dict[str, Any], more: dict[str, Any] | None = None, *, num_tokens: int | None = None
+    ) -> bytes:
+        """The event of a choice.
+
+        Args:
+            choice: which.
+            data: its fields.
+            more: fields beside the choices.
+            num_tokens: generated tokens in its usage; None: all so far.
+        """
+        fields = {**self.envelope(self.object_name), "choices": [data], **(more or {})}
+        if self._continuous_usage:
+            fields["usage"] = self._usage([choice], num_tokens)
+        return event(fields)
+
+    def usage_event(self, choices: list[Choice]) -> bytes:
+        """The event behind the last chunk; empty unless the client asked for it."""
+        if not self._includes_usage:
+            return b""
+        return event({**self.envelope(self.object_name), "choices": [], "usage": self._usage(choices)})
+
+    def _usage(self, choices: list[Choice], num_tokens: int | None = None) -> dict[str, Any]:
+        return usage(choices, num_tokens)
+
+
+# ------------------------------------------------------------------------------------------------- completions
+
+
+class CompletionWriter(TextWriter):
+    """Writes the answer of /v1/completions."""
+
+    id_prefix = "cmpl"
+    object_name = "text_completion"
+    head = '"text":'
+    tail = ',"logprobs":null,"finish_reason":null,"stop_reason":null}]}\n\n'
+
+    def __init__(self, body: CompletionRequest, model: str, request_id: str | None = None) -> None:
+        super().__init__(body, model, request_id, num_top=body.logprobs)
+        self._echoes = bool(body.echo)
+        self._is_echo_alone = body.max_tokens == 0
+        self._has_prompt_logprobs = body.prompt_logprobs is not None
+
+    def whole(self, choices: list[Choice], outputs: list[Delta]) -> dict[str, Any]:
+        return {
+            **self.envelope(self.object_name),
+            "choices": [self._whole(choice, output) for choice, output in zip(choices, outputs, strict=True)],
+            "usage": self._usage(choices),
+        }
+
+    def _whole(self, choice: Choice, output: Delta) -> dict[str, Any]:
+        data = {
+            "index": choice.index,
+            "text": self._echo(choice) + ("" if self._is_echo_alone else output.text),
+            "logprobs": self._logprobs(choice, output, is_first=True),
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+            "prompt_logprobs": None,
+        }
+        if self._has_prompt_logprobs:
+            data["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        if self._returns_token_ids:
+            data["prompt_token_ids"] = choice.prompt.token_ids
+            data["token_ids"] = [] if self._is_echo_alone else output.token_ids
+        return data
+
+    def _full_chunk(self, choice: Choice, delta: Delta, *, is_first: bool) -> bytes:
+        data: dict[str, Any] = {
+            "index": choice.index,
+            "text": (self._echo(choice) if is_first else "") + ("" if self._is_echo_alone else delta.text),
+            "logprobs": self._logprobs(choice, delta, is_first=is_first),
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+        if self._returns_token_ids:
+            data["token_ids"] = [] if self._is_echo_alone else delta.token_ids
+            if is_first:
+                data["prompt_token_ids"] = choice.prompt.token_ids
+        return self._choice_event(choice, data)
+
+    def _echo(self, choice: Choice) -> str:
+        return choice.prompt.text or "" if self._echoes else ""
+
+    def _usage(self, choices: list[Choice], num_tokens: int | None = None) -> dict[str, Any]:
+        return usage(choices, 0 if self._is_echo_alone else num_tokens)
+
+    def _logprobs(self, choice: Choice, new: Delta, *, is_first: bool) -> dict[str, Any] | None:
+        """Those of new tokens, behind those of an echoed prompt if they are the first."""
+        if not self._has_logprobs:
+            return None
+        token_ids = [] if self._is_echo_alone else new.token_ids
+        entries: list[Any] = [] if self._is_echo_alone else list(new.logprobs or [])
+        of_prompt = new.prompt_logprobs or []
+        is_complete = len(of_prompt) == len(choice.prompt.token_ids)  # or it finished before its first token
+        if self._echoes and is_first and is_complete:
+            token_ids = [*choice.prompt.token_ids, *token_ids]
+            entries = [*of_prompt, *entries]
+        written = self._logprobs_of.completion(
+            token_ids, entries, offset=choice.num_characters, first_text=choice.prompt.first_token
+        )
+        choice.num_characters += sum(map(len, written["tokens"]))
+        return written
+
+
+# ------------------------------------------------------------------------------------------------- chat
+
+
+class ChatWriter(TextWriter):
+    """Writes the answer of /v1/chat/completions.
+
+    Args:
+        body: the client's request.
+        model: the name of the model in the answer.
+        request_id: part of the answer's id; None: the body's own, or a random one.
+        response_role: the role of the answer, unless the last message is continued.
+    """
+
+    id_prefix = "chatcmpl"
+    object_name = "chat.completion.chunk"
+    head = '"delta":{"content":'
+    tail = '},"logprobs":null,"finish_reason":null}]}\n\n'
+
+    def __init__(
+        self, body: ChatCompletionRequest, model: str, request_id: str | None = None, *, response_role: str
+    ) -> None:
+        super().__init__(body, model, request_id, num_top=body.top_logprobs if body.logprobs else None)
+        last = body.messages[-1]
+        self._role = response_role if body.add_generation_prompt else last.role
+        is_continued = body.echo and last.role == self._role
+        self._echo: str = last.as_template_input()["content"] if is_continued else ""
+        self._has_prompt_logprobs = body.prompt_logprobs is not None
+
+    def whole(self, choices: list[Choice], outputs: list[Delta]) -> dict[str, Any]:
+        answer = {
+            **self.envelope("chat.completion"),
+            "choices": [self._whole(choice, output) for choice, output in zip(choices, outputs, strict=True)],
+            "usage": self._usage(choices),
+        }
+        if self._has_prompt_logprobs:
+            answer["prompt_logprobs"] = prompt_logprobs(outputs[0].prompt_logprobs)
+        if self._returns_token_ids:
+            answer["prompt_token_ids"] = choices[0].prompt.token_ids
+        return answer
+
+    def _whole(self, choice: Choice, output: Delta) -> dict[str, Any]:
+        data = {
+            "index": choice.index,
+            "message": {"role": self._role, "content": self._echo + output.text},
+            "logprobs": self._logprobs(output),
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+        }
+        if self._returns_token_ids:
+            data["token_ids"] = output.token_ids
+        return data
+
+    def _full_chunk(self, choice: Choice, delta: Delta, *, is_first: bool) -> bytes:
+        opening = self._opening(choice) if is_first else b""
+        data: dict[str, Any] = {
+            "index": choice.index,
+            "delta": {"content": delta.text},
+            "logprobs": self._logprobs(delta),
+            "finish_reason": delta.finish_reason,
+        }
+        if delta.finish_reason is not None:
+            data["stop_reason"] = delta.stop_reason
+        if self._returns_token_ids:
+            data["token_ids"] = delta.token_ids
+        return opening + self._choice_event(choice, data)
+
+    def _opening(self, choice: Choice) -> bytes:
+        """The role, before the first text; and the text that is echoed."""
+        role = {"role": self._role, "content": ""}
+        data = {"index": choice.index, "delta": role, "logprobs": None, "finish_reason": None}
+        prompt = {"prompt_token_ids": choice.prompt.token_ids} if self._returns_token_ids else {}
+        opening = self._choice_event(choice, data, prompt, num_tokens=0)
+        if self._echo:
+            echo = {"index": choice.index, "delta": {"content": self._echo}, "logprobs": None, "finish_reason": None}
+            opening += self._choice_event(choice, echo, num_tokens=0)
+        return opening
+
+    def _logprobs(self, new: Delta) -> dict[str, Any] | None:
+        return self._logprobs_of.chat(new.token_ids, new.logprobs or []) if self._has_logprobs else None
+
+
+# ------------------------------------------------------------------------------------------------- embeddings
+
+
+class EmbeddingWriter(AnswerWriter):
+    """Writes the answer of /v1/embeddings."""
+
+    id_prefix = "embd"
+
+    def __init__(self, body: EmbeddingRequest, model: str) -> None:
+        super().__init__(body, model)
+        self._is_base64 = body.encoding_format == "base64"
+
+    def whole(self, choices: list[Choice], outputs: list[Delta]) -> dict[str, Any]:
+        data = []
+        for choice, output in zip(choices, outputs, strict=True):
+            assert output.embedding is not None
+            data.append({"object": "embedding", "index": choice.index, "embedding": self._encoded(output.embedding)})
+        return {**self.envelope("list"), "data": data, "usage": usage(choices)}
+
+    def _encoded(self, vector: npt.NDArray[np.float32]) -> list[float] | str:
+        """As JSON numbers, or as little-endian float32 in base64, which is a quarter as long."""
+        if self._is_base64:
+            return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
+        numbers: list[float] = vector.tolist()
+        return numbers
+
+
+# ------------------------------------------------------------------------------------------------- events
+
+
+def event(data: Mapping[str, Any]) -> bytes:
+    """One server-sent event. All of it is ASCII, and no float in it is infinite."""
+    return f"data: {json.dumps(data, allow_nan=False, separators=(',', ':'))}\n\n".encode("ascii")
+
+
+def error_event(error: ApiError) -> bytes:
+    """An error where the status has been sent already."""
+    return event(error.body())

@@ -1,0 +1,279 @@
+"""What crosses between the API process and the engine process: messages over a pair of Unix sockets.
+
+A frame is four bytes of length and a pickled message. Both ends are the same program, and the sockets have no name, so
+no other program can write into them.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from pointsman.core import Explanation
+    from pointsman.engine.output import Logprob, RequestMetrics
+    from pointsman.engine.pooling_params import PoolingParams
+    from pointsman.engine.sampling_params import SamplingParams
+
+_LENGTH = struct.Struct("!I")
+MAX_FRAME = 2**31
+"""Bytes; the largest legal message is far smaller."""
+
+
+# ------------------------------------------------------------------------------------------------- what is asked for
+
+
+@dataclass(slots=True)
+class EngineRequest:
+    """One sample of one prompt, as the API process asks for it. Times are of `time.monotonic`, which all processes of
+    a machine share.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams | PoolingParams
+    priority: int = 0
+    cache_salt: str | None = None
+    arrival_time: float | None = None
+    deadline: float | None = None
+    """When it finishes with finish_reason "deadline", waiting or running; None: never."""
+    user: str | None = None
+    """The tenant."""
+    stream: bool = True
+    """False: after the first delta, which reports the first token, one with all remaining tokens is enough."""
+
+
+@dataclass(slots=True)
+class Add:
+    """Queue requests, in this order; their keys name them from now on.
+
+    An object that several of them refer to, such as a prompt's tokens, biases or a grammar, is pickled once, so samples
+    of one prompt belong in one message.
+    """
+
+    requests: list[tuple[int, EngineRequest]]
+
+
+@dataclass(slots=True)
+class Abandon:
+    """Abort this request: its outputs have no reader any more."""
+
+    key: int
+
+
+Question: TypeAlias = Literal[
+    "stats",
+    "explain",
+    "explain_all",
+    "reset_prefix_cache",
+    "set_max_num_active_seqs",
+    "pause",
+    "resume",
+    "is_paused",
+]
+
+
+@dataclass(slots=True)
+class Ask:
+    """A question or command to be answered between two steps."""
+
+    key: int
+    question: Question
+    argument: Any = None
+
+
+@dataclass(slots=True)
+class Stop:
+    """End the engine: at once, or when all added requests have finished."""
+
+    drain: bool
+
+
+@dataclass(slots=True)
+class Start:
+    """The first message: what to make."""
+
+    options: dict[str, Any]
+    """Keyword arguments of `Engine`."""
+    record: str | None
+    """A file for the scheduler's recording."""
+    log_stats_interval: float | None
+    max_step_retries: int
+
+
+# ------------------------------------------------------------------------------------------------- what comes back
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """The description of an engine that has loaded its model."""
+
+    pid: int
+    model: str
+    """As the operator named it: a directory, or "demo"."""
+    max_model_len: int
+    vocab_size: int
+    num_parameters: int
+    dtype: str
+    kv_cache_dtype: str
+    device: str
+    attention: str
+    num_blocks: int
+    block_size: int
+    kv_cache_bytes: int
+    scheduler: dict[str, Any]
+    """`SchedulerConfig.to_dict()`."""
+    generation_defaults: dict[str, Any]
+    """Sampling parameters that the model's own generation settings recommend, by their names in `SamplingParams`."""
+
+    @property
+    def max_num_running(self) -> int:
+        """Maximum number of requests that run at once, as configured at the start."""
+        active: int | None = self.scheduler["max_num_active_seqs"]
+        max_num_seqs: int = self.scheduler["max_num_seqs"]
+        return max_num_seqs if active is None else active
+
+
+@dataclass(slots=True)
+class Failed:
+    """The engine could not be made: the caller's fault (a bad knob, a model that cannot be run), or not."""
+
+    message: str
+    is_usage_error: bool
+
+
+class StepNote(NamedTuple):
+    """One step, for the metrics."""
+
+    num_scheduled_tokens: int
+    num_generated_tokens: int
+    scheduler_seconds: float
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new about a request since its last delta; of several steps if the reader was slow."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    """"stop", "length", "repetition", "abort", "deadline" or "error"; None while it runs."""
+    finish_detail: str = ""
+    stop_reason: int | str | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """In the first one, if asked for."""
+    metrics: RequestMetrics | None = None
+    """In the last one."""
+    num_cached_tokens: int = 0
+    embedding: npt.NDArray[np.float32] | None = None
+    """In the last one, of a request with `PoolingParams`."""
+
+    def merge(self, later: Delta) -> None:
+        """Append the delta that follows this one."""
+        self.text += later.text
+        self.token_ids += later.token_ids
+        if later.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + later.logprobs
+        self.finish_reason = later.finish_reason
+        self.finish_detail = later.finish_detail
+        self.stop_reason = later.stop_reason
+        self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
+        self.metrics = later.metrics
+        self.num_cached_tokens = later.num_cached_tokens
+        self.embedding = later.embedding
+
+
+@dataclass(slots=True)
+class EngineOutputs:
+    """What happened to requests, and which steps ran, since the last message of this kind."""
+
+    accepted: list[int] = field(default_factory=list)
+    """Keys of requests that are queued now."""
+    deltas: list[tuple[int, Delta]] = field(default_factory=list)
+    errors: list[tuple[int, Exception]] = field(default_factory=list)
+    """Of requests that were refused, or that the engine's death ended."""
+    steps: list[StepNote] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Answer:
+    """To an `Ask`."""
+
+    key: int
+    value: Any = None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestExplanation:
+    """The scheduler's explanation of a request, with what else an operator wants to know about it."""
+
+    explanation: Explanation
+    arrival_time: float
+    age: float
+    """Seconds since its arrival."""
+    user: str | None
+    num_prompt_tokens: int
+    num_output_tokens: int
+    max_tokens: int
+    priority: int
+    deadline_in: float | None
+    """Seconds until its deadline; None: it has none."""
+    waiting_for: float | None
+    """Seconds since its present reason to wait began; None: it does not wait, or was not considered yet."""
+
+
+# ------------------------------------------------------------------------------------------------- frames
+
+
+def pack(message: object) -> bytes:
+    """The frame of a message."""
+    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    return _LENGTH.pack(len(body)) + body
+
+
+class Unpacker:
+    """Messages out of a stream of bytes that arrives in pieces."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Any]:
+        """The messages that are complete with these bytes.
+
+        Raises:
+            ValueError: a frame is longer than any message could be: this is not the other end.
+        """
+        buffer = self._buffer
+        buffer += data
+        start = 0
+        while len(buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(buffer, start)
+            if length > MAX_FRAME:
+                raise ValueError(f"a frame of {length} bytes; the limit is {MAX_FRAME}")
+            end = start + _LENGTH.size + length
+            if end > len(buffer):
+                break
+            message = pickle.loads(memoryview(buffer)[start + _LENGTH.size : end])
+            start = end
+            yield message
+        del buffer[:start]
+
+
+def portable(error: BaseException) -> Exception:
+    """An error that can cross: the given one if it can be pickled and rebuilt, else one with its message."""
+    try:
+        rebuilt = pickle.loads(pickle.dumps(error))
+    except Exception:
+        rebuilt = None
+    if isinstance(rebuilt, Exception) and str(rebuilt) == str(error):
+        return rebuilt
+    kind = ValueError if isinstance(error, ValueError) else RuntimeError
+    return kind(f"{type(error).__name__}: {error}")

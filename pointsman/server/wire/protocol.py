@@ -1,0 +1,433 @@
+"""What clients send: the fields of OpenAI's API and of vLLM's, with their names, defaults and ranges.
+
+Unknown fields are ignored, as vLLM does. Known fields that this server cannot honour are refused with the reason,
+unless they ask for nothing (`_Refusing`): a client must not believe that its images were seen. A number in quotes is
+read as a number, again as vLLM does; NaN and infinities are refused everywhere.
+
+Ranges here are those that hold for every server. What depends on the model or on the operator's settings (a served
+name, the maximum `n`) is checked later, and what depends on several fields by `SamplingParams`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+MAX_INT = 2**31 - 1
+MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 64, 1000
+MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS = 128, 100
+MAX_LISTED_TOKENS = 1024
+"""Entries of stop_token_ids and of logit_bias."""
+MAX_TOKEN_LIST = 131_072
+"""Tokens of allowed_token_ids, which may be a whole vocabulary, and of /detokenize."""
+MAX_MESSAGES = 4096
+MAX_TOOLS = 128
+"""Tools, and documents."""
+MAX_PROMPTS = 1024
+"""Prompts in one request."""
+MAX_NAME = 256
+"""Characters of ids, roles and names."""
+REQUEST_ID = rf"^[!-~]{{1,{MAX_NAME}}}$"
+"""It becomes a header of the answer: printable ASCII without spaces."""
+
+TokenId: TypeAlias = Annotated[int, Field(ge=0, le=MAX_INT)]
+# Without FailFast, a list of a million wrong elements would make a million errors.
+TokenIds: TypeAlias = Annotated[list[TokenId], Field(fail_fast=True)]
+Texts: TypeAlias = Annotated[list[str], Field(fail_fast=True)]
+PromptField: TypeAlias = TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)] | str | Texts
+FewTokenIds: TypeAlias = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_LISTED_TOKENS)]
+ManyTokenIds: TypeAlias = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_TOKEN_LIST)]
+StopString: TypeAlias = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
+Stop: TypeAlias = StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)]
+BadWord: TypeAlias = Annotated[str, Field(max_length=MAX_BAD_WORD_CHARACTERS)]
+Number: TypeAlias = Annotated[int, Field(ge=0, le=MAX_INT)]
+Count: TypeAlias = Annotated[int, Field(ge=1, le=MAX_INT)]
+Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2)]
+Int64: TypeAlias = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+
+
+def _default_for_null(default: int, kind: Any) -> BeforeValidator:
+    """null means the same as left out."""
+    return BeforeValidator(lambda value: default if value is None else value, json_schema_input_type=kind | None)
+
+
+class ProtocolModel(BaseModel):
+    """Anything a client sends."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+
+def refusal(param: str, why: str) -> PydanticCustomError:
+    """For validators: the request asks for what is not possible."""
+    return PydanticCustomError("unsupported", "{why}", {"param": param, "why": why})
+
+
+class _Refusing(ProtocolModel):
+    """A request with fields that are refused unless their value is neutral."""
+
+    unsupported: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
+        "use_beam_search": ((None, False), "beam search is not supported; leave it out and use n"),
+        "truncate_prompt_tokens": ((None,), "prompts are not truncated here; shorten the prompt"),
+        "logprob_token_ids": ((None, []), "log probabilities of chosen tokens are not supported; use top logprobs"),
+        "kv_transfer_params": ((None, {}), "there is no KV transfer here; leave it out"),
+        "ec_transfer_params": ((None, {}), "there is no encoder cache transfer here; leave it out"),
+        "thinking_token_budget": ((None, -1), "thinking is not limited here; use max_tokens"),
+        "watermarking": ((None, False), "watermarks are not supported; leave it out"),
+    }
+    """Field -> the values that ask for nothing, and what to do instead."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for name, (neutral, why) in cls.unsupported.items():
+                if name in data and data[name] not in neutral:
+                    raise refusal(name, f"{name}: {why}")
+        return data
+
+
+# ------------------------------------------------------------------------------------------------- parts
+
+
+class StreamOptions(ProtocolModel):
+    """What a stream holds beside the text."""
+
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = Field(False, description="Usage in every chunk; only with include_usage.")
+
+
+class JsonSchemaFormat(ProtocolModel):
+    """A JSON schema in OpenAI's envelope."""
+
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(ProtocolModel):
+    """The format of the text."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> ResponseFormat:
+        if self.type == "json_schema" and (self.json_schema is None or self.json_schema.schema_ is None):
+            raise refusal(
+                "response_format",
+                "response_format: type json_schema needs json_schema.schema; give it, or use type json_object",
+            )
+        return self
+
+
+class StructuredOutputs(_Refusing):
+    """A constraint on the text: exactly one of the first five fields."""
+
+    unsupported: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
+        "structural_tag": ((None,), "structural tags are not supported; use json, regex or grammar"),
+        "whitespace_pattern": ((None,), "whitespace has no pattern here; use disable_any_whitespace"),
+    }
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema, or one as text.")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = Field(None, description="A grammar in EBNF.")
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+
+
+class RepetitionDetection(ProtocolModel):
+    """Which repetitions at the end of an output finish it, with `finish_reason` repetition."""
+
+    max_pattern_size: Number = Field(0, description="Tokens of the longest pattern looked for; 0: none is.")
+    min_pattern_size: Number = Field(0, description="Tokens of the shortest; 0 means 1.")
+    min_count: Number = Field(0, description="How often in a row a pattern must stand at the end; at least 2.")
+
+
+class SamplingFields(_Refusing):
+    """What both kinds of completion take."""
+
+    model: str | None = Field(None, description="A name that /v1/models lists; left out: the model that is served.")
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LISTED_TOKENS)] | None = Field(
+        None, description="Token id -> -100 to 100."
+    )
+    presence_penalty: Penalty | None = None
+    seed: Int64 | None = None
+    stop: Stop | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    user: Annotated[str, Field(max_length=1024)] | None = Field(None, description="The tenant.")
+
+    top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    stop_token_ids: FewTokenIds | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: Number = 0
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    allowed_token_ids: ManyTokenIds | None = None
+    prompt_logprobs: Number | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] = Field(default_factory=list)
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    repetition_detection: RepetitionDetection | None = None
+    priority: Int64 = Field(0, description="Smaller is more urgent; only where the server schedules by priority.")
+    request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = Field(
+        None, description="Part of the answer's id; the header X-Request-Id has priority."
+    )
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
+        None, description="Only requests with an equal salt share cached prefixes."
+    )
+    deadline: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Seconds from arrival after which the request is ended; also the header X-Request-Deadline."
+    )
+    return_tokens_as_token_ids: bool | None = Field(None, description='Write tokens of logprobs as "token_id:17".')
+    return_token_ids: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> SamplingFields:
+        if self.stream_options is not None and not self.stream:
+            raise refusal("stream_options", "stream_options: only with stream true; set it, or leave them out")
+        if self.stream and self.prompt_logprobs:
+            raise refusal("prompt_logprobs", "prompt_logprobs: not in streams; set stream to false")
+        return self
+
+
+# ------------------------------------------------------------------------------------------------- embeddings
+
+
+class EmbeddingRequest(_Refusing):
+    """POST /v1/embeddings."""
+
+    unsupported: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
+        "dimensions": ((None,), "vectors are not shortened, which only few models are trained for; leave it out"),
+        "truncate_prompt_tokens": ((None,), "inputs are not truncated here; shorten the input"),
+        "messages": ((None,), "conversations are not embedded here; send their text as input"),
+    }
+
+    model: str | None = Field(None, description="A name that /v1/models lists; left out: the model that is served.")
+    input: PromptField = Field(description="Text, token ids, or a list of either.")
+    encoding_format: Literal["float", "base64"] = "float"
+    user: Annotated[str, Field(max_length=1024)] | None = Field(None, description="The tenant.")
+
+    pooling: Literal["last", "mean"] = Field(
+        "last", description="Of which hidden states a vector is made: the last token's, or the mean over all tokens."
+    )
+    use_activation: bool | None = Field(None, description="false: vectors are not scaled to length 1.")
+    add_special_tokens: bool = True
+    priority: Int64 = Field(0, description="Smaller is more urgent; only where the server schedules by priority.")
+    request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = Field(None, description="Part of the answer's id.")
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
+        None, description="Only requests with an equal salt share cached prefixes."
+    )
+    deadline: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Seconds from arrival after which the request is ended."
+    )
+
+    @model_validator(mode="after")
+    def _check_input(self) -> EmbeddingRequest:
+        if not self.input:
+            raise refusal("input", "input: it is empty; give text of one character or more, or token ids")
+        return self
+
+
+# ------------------------------------------------------------------------------------------------- completions
+
+
+class CompletionRequest(SamplingFields):
+    """POST /v1/completions."""
+
+    unsupported: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
+        **_Refusing.unsupported,
+        "suffix": ((None, ""), "text is not inserted before a suffix here; leave it out"),
+        "prompt_embeds": ((None, []), "prompts are text or token ids here; send one of these"),
+    }
+
+    prompt: PromptField = Field(description="Text, token ids, or a list of either.")
+    best_of: Count | None = Field(None, description="At most n: nothing is generated to be thrown away.")
+    echo: bool | None = Field(False, description="Put the prompt in front of the text.")
+    logprobs: Number | None = None
+    max_tokens: Number | None = Field(16, description="0 only with echo; null means the default.")
+    n: Count = 1
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _check_together(self) -> CompletionRequest:
+        if not self.prompt:
+            raise refusal("prompt", "prompt: it is empty; give text of one character or more, or token ids")
+        if self.best_of is not None and self.best_of > self.n:
+            raise refusal("best_of", f"best_of: {self.best_of} is more than n {self.n}; leave it out")
+        if self.max_tokens == 0 and not self.echo:
+            raise refusal("max_tokens", "max_tokens: 0 asks for nothing; give 1 or more, or set echo")
+        return self
+
+
+# ------------------------------------------------------------------------------------------------- chat
+
+
+class ContentPart(ProtocolModel):
+    """A part of a message. Only text can be read here."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(ProtocolModel):
+    """One message of a conversation."""
+
+    role: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")
+    content: str | list[ContentPart | str] | None = None
+    name: Annotated[str, Field(max_length=MAX_NAME)] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: Annotated[str, Field(max_length=MAX_NAME)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_media(cls, data: Any) -> Any:
+        """Refuse with a message of our own: the error of the union would be hard to read."""
+        parts = data.get("content") if isinstance(data, dict) else None
+        for part in parts if isinstance(parts, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else "text"
+            if kind != "text":
+                what = f"a content part of type {str(kind)[:MAX_NAME]!a}"
+                raise refusal("messages", f"messages: {what}; this server reads text only, so send parts of type text")
+        return data
+
+    @model_validator(mode="after")
+    def _check_content(self) -> Message:
+        if self.content is None and self.tool_calls is None:
+            raise refusal("messages", f"messages: one of role {self.role} has no content; give text")
+        return self
+
+    def as_template_input(self) -> dict[str, Any]:
+        """The message as chat templates read it: parts of text are joined by line breaks."""
+        content = self.content
+        if isinstance(content, list):
+            content = "\n".join(part if isinstance(part, str) else part.text for part in content)
+        optional = {"name": self.name, "tool_calls": self.tool_calls, "tool_call_id": self.tool_call_id}
+        return {"role": self.role, "content": content or ""} | {
+            name: value for name, value in optional.items() if value is not None
+        }
+
+
+class ChatFields(_Refusing):
+    """How a conversation becomes a prompt; of chat completions and of /tokenize."""
+
+    unsupported: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
+        **_Refusing.unsupported,
+        "chat_template": ((None, ""), "templates of requests are not run; the server's operator chooses one"),
+        "mm_processor_kwargs": ((None, {}), "there are no images or audio here; leave it out"),
+        "media_io_kwargs": ((None, {}), "there are no images or audio here; leave it out"),
+        "audio": ((None,), "answers are text only; leave it out"),
+        "functions": ((None, []), "functions are not called here; leave them out"),
+        "function_call": ((None, "none"), "functions are not called here; leave it out"),
+    }
+
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = Field(
+        False, description="Leave the last message open and continue it; add_generation_prompt must be false then."
+    )
+    add_special_tokens: bool = Field(False, description="The chat template writes special tokens itself; only false.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="What else the chat template reads.")
+    documents: Annotated[list[dict[str, str]], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_TOOLS)] | None = Field(
+        None, description="Shown to the model by the chat template; only with tool_choice none."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_generation_prompt(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("continue_final_message"):
+            if data.get("add_generation_prompt"):
+                raise refusal(
+                    "continue_final_message",
+                    "continue_final_message: not together with add_generation_prompt; set one of them to false",
+                )
+            return {**data, "add_generation_prompt": False}
+        return data
+
+    @model_validator(mode="after")
+    def _check_special_tokens(self) -> ChatFields:
+        if self.add_special_tokens:
+            raise refusal("add_special_tokens", "add_special_tokens: the chat template writes them; leave it false")
+        return self
+
+
+class ChatCompletionRequest(ChatFields, SamplingFields):
+    """POST /v1/chat/completions."""
+
+    logprobs: bool | None = False
+    top_logprobs: Annotated[Number, _default_for_null(0, Number)] = 0
+    max_tokens: Count | None = Field(None, description="Left out, and max_completion_tokens, too: what fits.")
+    max_completion_tokens: Count | None = Field(None, description="Has priority over max_tokens.")
+    n: Annotated[Count, _default_for_null(1, Count)] = 1
+    echo: bool = Field(False, description="Put the last message in front of the text if its role is the answer's.")
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    modalities: list[str] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="Passed to the chat template."
+    )
+
+    @model_validator(mode="after")
+    def _check_together(self) -> ChatCompletionRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise refusal("top_logprobs", "top_logprobs: only with logprobs true; set it, or leave them out")
+        if self.modalities is not None and set(self.modalities) - {"text"}:
+            raise refusal("modalities", 'modalities: answers are text only; send ["text"], or leave it out')
+        if self.tool_choice not in (None, "none") or (self.tools and self.tool_choice is None):
+            choice = self.tool_choice if isinstance(self.tool_choice, str) else "a function or auto"
+            raise refusal(
+                "tool_choice",
+                f'tool_choice: {choice} needs tool calls to be parsed, which is not done here; send "none" to have the '
+                "tools shown to the model and read its text, or leave the tools out",
+            )
+        return self
+
+
+# ------------------------------------------------------------------------------------------------- tokens
+
+
+class TokenizeCompletionRequest(ProtocolModel):
+    """POST /tokenize, of a text."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = False
+
+
+class TokenizeChatRequest(ChatFields):
+    """POST /tokenize, of a conversation."""
+
+    model: str | None = None
+    return_token_strs: bool | None = False
+
+
+def _form_of(data: Any) -> str:
+    has_messages = "messages" in data if isinstance(data, dict) else hasattr(data, "messages")
+    return "Chat" if has_messages else "Text"
+
+
+TokenizeRequest: TypeAlias = Annotated[
+    Annotated[TokenizeCompletionRequest, Tag("Text")] | Annotated[TokenizeChatRequest, Tag("Chat")],
+    Discriminator(_form_of),
+]
+"""Of a conversation if it has messages. Choosing by that gives errors of one form, not of both."""
+
+
+class DetokenizeRequest(ProtocolModel):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: ManyTokenIds

@@ -1,0 +1,65 @@
+"""How an answer leaves: server-sent events, or one body of JSON, as ASGI messages.
+
+An event goes out in one write, and `EventStream.write` returns when the transport has taken it. So a slow reader holds
+the transport's buffer and one delta, into which everything that comes meanwhile is merged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.types import Send
+
+DONE = b"data: [DONE]\n\n"
+EVENT_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # or nginx collects events
+}
+
+
+class EventStream:
+    """Server-sent events to one client. Several tasks may write; each event goes out whole.
+
+    Args:
+        send: of ASGI.
+        headers: further headers of the response.
+    """
+
+    def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
+        self._send = send
+        self._headers = {**EVENT_HEADERS, **headers}
+        self._lock = asyncio.Lock()
+
+    async def open(self) -> None:
+        """Send the headers."""
+        await self._send({"type": "http.response.start", "status": 200, "headers": _raw(self._headers)})
+
+    async def write(self, events: bytes) -> None:
+        """Send events; returns when the transport has room for more."""
+        async with self._lock:
+            await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def close(self, last: bytes = b"") -> None:
+        """Send the last events and the end."""
+        await self._send({"type": "http.response.body", "body": last + DONE, "more_body": False})
+
+
+async def send_json(send: Send, body: Mapping[str, Any], headers: Mapping[str, str]) -> None:
+    """Send an answer that is not streamed.
+
+    Raises:
+        ValueError: something in it is no JSON, such as a NaN; nothing has been sent.
+    """
+    data = json.dumps(body, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
+    facts = {**headers, "content-type": "application/json", "content-length": str(len(data))}
+    await send({"type": "http.response.start", "status": 200, "headers": _raw(facts)})
+    await send({"type": "http.response.body", "body": data, "more_body": False})
+
+
+def _raw(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    """Headers in ASGI's form."""
+    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]

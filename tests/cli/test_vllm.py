@@ -1,0 +1,181 @@
+"""`pointsman explain`, `metrics` and `record` against a running scheduler."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pointsman.cli import main
+from pointsman.cli.vllm import METRICS
+from pointsman.server.metrics.readings import SCRAPED
+from tests.integrations.vllm_operated import Operated, operated
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def command(*words: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(list(words))
+        said = capsys.readouterr()
+        return int(ended.value.code or 0), said.out, said.err
+
+    return command
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Operated]:
+    """Two run, two wait; the first of them for a seat."""
+    with operated(tmp_path / "s") as host:
+        for name in ("cmpl-a-0-x", "cmpl-a-1-y", "cmpl-b-0-z", "cmpl-c-0-w"):
+            host.add(name)
+        host.step()
+        yield host
+
+
+def test_all_requests_are_a_table(host: Operated, run: Run) -> None:
+    code, out, _ = run("explain", "--socket", host.control.path)
+    assert code == 0
+    first, header, *rows = [line.rstrip() for line in out.splitlines()]
+    assert first == "2 running, 2 waiting, 0 parked"
+    assert " ".join(header.split()) == "request state place age prompt output computed blocks preempted why it waits"
+    assert [row.split()[0] for row in rows] == ["cmpl-a-0-x", "cmpl-a-1-y", "cmpl-b-0-z", "cmpl-c-0-w"]
+    assert re.fullmatch(r"cmpl-a-0-x +running +0\.\ds +6 +1/8 +6 +2 +0", rows[0])
+    assert re.fullmatch(
+        r"cmpl-b-0-z +waiting +1 +0\.\ds +6 +0/8 +0 +0 +0 +sequence_limit for 0\.\ds, 1 more sequence slots", rows[2]
+    )
+    assert re.search(r"  behind for 0\.\ds$", rows[3])
+
+
+def test_a_table_that_is_cut_says_so(host: Operated, run: Run) -> None:
+    _, out, _ = run("explain", "--socket", host.control.path, "--limit", "3")
+    assert "cmpl-b-0-z" in out and "cmpl-c-0-w" not in out
+    assert out.splitlines()[-1] == "only the 3 oldest are shown; --limit shows more"
+
+
+def test_nobody_is_here(tmp_path: Path, run: Run) -> None:
+    with operated(tmp_path / "s") as idle:
+        assert run("explain", "--socket", idle.control.path)[:2] == (0, "0 running, 0 waiting, 0 parked\n")
+
+
+def test_one_request_is_told_in_full(host: Operated, run: Run) -> None:
+    code, out, _ = run("explain", "--socket", host.control.path, "cmpl-b")
+    lines = out.splitlines()
+    assert code == 0
+    assert lines[0] == (
+        "cmpl-b-0-z waits for 1 more sequence slots: all sequence slots are taken. "
+        "Held by cmpl-a-0-x (1), cmpl-a-1-y (1)."
+    )
+    facts = dict(line.split(maxsplit=1) for line in lines[1:] if not line.startswith("held"))
+    assert (facts["state"], facts["reason"], facts["position"]) == ("waiting", "sequence_limit", "0")
+    assert [line for line in lines if line.startswith("held")] == [
+        "held by              cmpl-a-0-x: 1 seats",
+        "held by              cmpl-a-1-y: 1 seats",
+    ]
+
+
+def test_several_samples_of_an_answer_are_a_table(host: Operated, run: Run) -> None:
+    _, out, _ = run("explain", "--socket", host.control.path, "cmpl-a")
+    assert [line.split()[0] for line in out.splitlines()[2:]] == ["cmpl-a-0-x", "cmpl-a-1-y"]
+
+
+def test_as_json_each_request_is_a_line(host: Operated, run: Run) -> None:
+    _, out, _ = run("explain", "--socket", host.control.path, "--json")
+    assert [json.loads(line)["id"] for line in out.splitlines()] == list(host.of_id)
+
+
+def test_metrics_are_what_prometheus_reads(host: Operated, run: Run) -> None:
+    code, out, _ = run("metrics", "--socket", host.control.path)
+    assert code == 0
+    families = {family.name: family for family in text_string_to_metric_families(out)}
+    kinds = {definition.name.removesuffix("_total"): definition.kind for definition, _ in SCRAPED}
+    assert {name.removesuffix("_total") for name in METRICS} == families.keys() - {"pointsman:requests_refused"}
+    for name, family in families.items():
+        assert family.type == kinds.get(name, "counter")
+        assert all(sample.labels["model_name"] == 'the "demo"' for sample in family.samples)
+
+    def value(name: str, **labels: str) -> float:
+        (found,) = (s.value for s in families[name].samples if labels.items() <= s.labels.items())
+        return found
+
+    assert value("pointsman:requests_waiting", reason="sequence_limit") == 1
+    assert value("pointsman:requests_waiting", reason="behind") == 1
+    assert value("pointsman:deferrals", reason="sequence_limit") == 1
+    assert value("pointsman:kv_blocks", state="held") == 3  # they share one
+    assert value("pointsman:steps") == 1
+    assert value("pointsman:scheduler_seconds") == 1.5
+
+
+def test_a_recording_ends_after_its_seconds_and_replays(tmp_path: Path, run: Run) -> None:
+    with operated(tmp_path / "s") as idle:
+        code, out, err = run("record", "--socket", idle.control.path, str(tmp_path / "r"), "--seconds", "0.2")
+    assert (code, out) == (0, "")
+    assert "recording; the prefix cache was emptied for it" in err
+    assert f"0 steps in {tmp_path / 'r'}" in err
+    assert (tmp_path / "r").stat().st_mode & 0o777 == 0o600
+    assert run("replay", str(tmp_path / "r"))[0] == 0
+
+
+def test_ctrl_c_ends_a_recording_or_the_wait_for_it(host: Operated, tmp_path: Path) -> None:
+    for is_idle in (False, True):
+        if is_idle:
+            host.run_to_end()
+        command = [sys.executable, "-m", "pointsman", "record", "--socket", host.control.path, tmp_path / "r"]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        until = time.monotonic() + 60
+        while (host.recordings.current if is_idle else host.recordings.waiting) is None:
+            assert time.monotonic() < until and process.poll() is None
+            time.sleep(0.01)
+        time.sleep(0.5)  # it has read the answer
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == (0 if is_idle else 1), err
+        assert ("0 steps in" if is_idle else "so nothing was recorded") in err
+        assert (tmp_path / "r").exists() is is_idle
+
+
+@pytest.mark.parametrize("command", [("explain",), ("metrics",), ("record", "r")])
+def test_who_does_not_answer_is_named_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run, command: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    with operated(tmp_path / "s"):
+        (tmp_path / "s").rename(tmp_path / "dead")
+    for name, words in (
+        ("none", "there is no socket none"),
+        ("dead", "no process listens on dead; that vLLM has exited"),
+    ):
+        code, out, err = run(*command, "--socket", name)
+        assert (code, out) == (1, "") and words in err and len(err.splitlines()) == 1
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("explain", "nobody"), "no request 'nobody' is waiting"),
+        (("explain", "--limit", "0"), "limit is 0; give 1 to 1000"),
+        (("record", "/nowhere/r"), "cannot write the recording /nowhere/r: No such file"),
+        (("record", "/dev/null"), "only be written to a regular file"),
+        (("record", "r", "--seconds", "0"), "--seconds is 0; it must be more than 0"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(host: Operated, run: Run, words: tuple[str, ...], said: str) -> None:
+    code, out, err = run(*words, "--socket", host.control.path)
+    assert code in (1, 2) and out == "" and said in err and len(err.splitlines()) == 1
+
+
+def test_without_vllm_a_check_says_where_to_run_it(run: Run) -> None:
+    code, out, err = run("vllm", "check", "some/model", "--max-num-seqs", "3")
+    assert (code, out) == (2, "") and "vLLM is not installed in this Python environment" in err

@@ -1,0 +1,401 @@
+"""Everything beside completions: models, tokens, health, requests, and what is no request at all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from _server_process import ServerProcess
+
+import pointsman
+from pointsman.engine.grammar_compiler import MAX_WAITING
+from pointsman.server.api.app import create_app
+from pointsman.server.config import ServerConfig
+from pointsman.server.service.engine_client import EngineClient
+from pointsman.server.wire.responses import (
+    DetokenizeResponse,
+    ErrorResponse,
+    ModelCard,
+    ModelList,
+    RequestList,
+    RequestState,
+    TokenizeResponse,
+)
+from tests.server.engine_pool import engine_pool
+
+pytestmark = pytest.mark.e2e
+
+PROMPT = "The import statement"
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
+    """The error of an answer, which has the one shape."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    ErrorResponse.model_validate_json(response.content)
+    error: dict[str, Any] = response.json()["error"]
+    assert error["code"] == status and error["message"] and "\n" not in error["message"]
+    return error
+
+
+def test_the_model_is_listed_by_its_name(http: httpx.Client) -> None:
+    models = ModelList.model_validate(http.get("/v1/models").json())
+    (card,) = models.data
+    assert card.id == "demo" and card.max_model_len > 0
+    assert ModelCard.model_validate(http.get("/v1/models/demo").json()) == card
+    assert error_of(http.get("/v1/models/other/one"), 404)["type"] == "NotFoundError"
+
+
+def test_tokens_and_text_are_each_others_inverse(http: httpx.Client) -> None:
+    answer = TokenizeResponse.model_validate(
+        http.post("/tokenize", json={"prompt": PROMPT, "return_token_strs": True}).json()
+    )
+    assert answer.count == len(answer.tokens) == len(answer.token_strs or ())
+    text = DetokenizeResponse.model_validate(http.post("/detokenize", json={"tokens": answer.tokens}).json())
+    assert text.prompt == PROMPT
+    chat = http.post("/tokenize", json={"messages": [{"role": "user", "content": PROMPT}]})
+    assert chat.json()["count"] >= answer.count and chat.json()["token_strs"] is None
+    assert http.post("/tokenize", json={"prompt": ""}).json()["count"] == 0
+
+
+def test_tokens_outside_the_vocabulary_have_no_text(http: httpx.Client) -> None:
+    error_of(http.post("/detokenize", json={"tokens": [2**31 - 1]}), 400)
+    error_of(http.post("/v1/completions", json={"prompt": [2**31 - 1]}), 400)
+
+
+def test_health_and_version_say_so(http: httpx.Client) -> None:
+    for path in ("/health", "/ready"):
+        response = http.get(path)
+        assert (response.status_code, response.content) == (200, b"")
+        assert http.head(path).status_code == 200
+    assert http.get("/version").json() == {"version": pointsman.__version__}
+    assert http.get("/metrics").headers["content-type"].startswith("text/plain")
+
+
+def test_the_prefix_cache_can_be_emptied(http: httpx.Client) -> None:
+    fields = {"prompt": "one two three " * 40, "max_tokens": 1}
+    http.post("/v1/completions", json=fields)
+    assert http.post("/reset_prefix_cache").json() == {"success": True}
+    usage = http.post("/v1/completions", json=fields).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_a_salt_keeps_a_tenants_prefixes_apart(http: httpx.Client) -> None:
+    def cached(salt: str | None) -> int:
+        fields = {"prompt": "salted words " * 40, "max_tokens": 1, "cache_salt": salt}
+        tokens: int = http.post("/v1/completions", json=fields).json()["usage"]["prompt_tokens_details"][
+            "cached_tokens"
+        ]
+        return tokens
+
+    http.post("/reset_prefix_cache")
+    assert [cached(salt) > 0 for salt in ("a", "b", None, "a", "b", None)] == [False] * 3 + [True] * 3
+
+
+# ------------------------------------------------------------------------------------------------- no requests
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"prompt"',
+        b"null",
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": 1e999}',
+        b'{"prompt": "a", "temperature": -Infinity}',
+        b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "a", "max_tokens": ' + b"9" * 100 + b"}",
+        b'{"prompt": [' + b"9" * 30 + b"]}",
+        b'{"prompt": "a\\ud800b"}',
+        b'{"prompt": "a", "user": "\\udc00"}',
+        b'{"prompt": "a\x00b"}',
+        b'{"prompt": "\xff\xfe"}',
+        b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+        b'{"prompt": "a", "structured_outputs": {"json": ' + b'{"a":' * 300 + b"1" + b"}" * 300 + b"}}",
+        b'{"prompt": "a", "logit_bias": {"-1": 1}}',
+        b'{"prompt": "a", "logit_bias": {"99999999": 1}}',
+        b'{"prompt": "a", "deadline": 1e999}',
+    ],
+)
+def test_what_is_no_request_is_the_clients_fault(http: httpx.Client, body: bytes) -> None:
+    error_of(http.post("/v1/completions", content=body, headers={"content-type": "application/json"}), 400)
+
+
+def test_a_null_character_in_a_prompt_is_text(http: httpx.Client) -> None:
+    assert http.post("/v1/completions", json={"prompt": "a\x00b", "max_tokens": 1}).status_code == 200
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "", "multipart/form-data"])
+def test_only_json_is_read(http: httpx.Client, content_type: str) -> None:
+    response = http.post("/v1/completions", content=b'{"prompt": "a"}', headers={"content-type": content_type})
+    assert "application/json" in error_of(response, 400)["message"]
+    fine = http.post(
+        "/tokenize", content=b'{"prompt": "a"}', headers={"content-type": "application/json; charset=utf-8"}
+    )
+    assert fine.status_code == 200
+
+
+def test_unknown_paths_and_methods_have_errors_too(http: httpx.Client) -> None:
+    assert error_of(http.get("/v1/nothing"), 404)["type"] == "NotFoundError"
+    response = http.get("/v1/completions")
+    error_of(response, 405)
+    assert response.headers["allow"] == "POST"
+
+
+def test_headers_are_checked(http: httpx.Client) -> None:
+    for headers in ({"X-Request-Deadline": "soon"}, {"X-Request-Deadline": "0"}, {"X-Request-Deadline": "nan"}):
+        error_of(http.post("/v1/completions", json={"prompt": "a"}, headers=headers), 400)
+    odd = {"X-Request-Id": "é".encode()}
+    error_of(http.post("/v1/completions", json={"prompt": "a"}, headers=odd), 400)
+
+
+def test_what_cannot_fit_is_refused_with_the_numbers(http: httpx.Client) -> None:
+    length = http.get("/v1/models").json()["data"][0]["max_model_len"]
+    message = error_of(http.post("/v1/completions", json={"prompt": "a", "max_tokens": length}), 400)["message"]
+    assert str(length) in message and str(length - 1) in message
+    error_of(http.post("/v1/completions", json={"prompt": [1] * length}), 400)
+    error_of(http.post("/v1/completions", json={"prompt": "word " * 500_000}), 400)  # without tokenizing it
+    error_of(http.post("/v1/completions", json={"prompt": ["a"] * 1025}), 400)
+    error_of(http.post("/v1/completions", json={"prompt": "a", "n": 17}), 400)
+
+
+def test_the_description_is_of_what_there_is(http: httpx.Client) -> None:
+    description = http.get("/openapi.json").json()
+    text = json.dumps(description)
+    assert "422" not in text and "HTTPValidationError" not in text
+    completion = description["paths"]["/v1/completions"]["post"]
+    assert {"200", "400", "404", "408", "413", "429", "500", "503"} <= set(completion["responses"])
+    assert set(completion["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
+    assert "401" not in completion["responses"]  # this server asks for no key
+
+
+# ------------------------------------------------------------------------------------------------- requests
+
+
+def test_every_request_says_where_it_stands(http: httpx.Client) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 4000, "ignore_eos": True, "stream": True, "request_id": "watched"}
+    body |= {"user": "alice", "deadline": 600}
+    with http.stream("POST", "/v1/completions", json=body) as response:
+        pieces = response.iter_bytes()
+        next(pieces)
+        found = RequestList.model_validate(http.get("/v1/requests").json()).data
+        (state,) = (one for one in found if one.id == "cmpl-watched")
+        assert state.state == "running" and state.reason is None and state.num_blocks > 0
+        assert state.user == "alice" and state.max_tokens == 4000 and 0 < (state.deadline_in or 0) <= 600
+        assert state.num_output_tokens > 0 and state.age > 0
+        one = RequestState.model_validate(http.get("/v1/requests/cmpl-watched").json())
+        assert one.id == state.id and one.num_output_tokens >= state.num_output_tokens
+        assert one.engine_id.startswith("cmpl-watched-")
+        same = RequestState.model_validate(http.get(f"/v1/requests/{one.engine_id}").json())
+        assert (same.id, same.engine_id) == (one.id, one.engine_id)
+        again = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "request_id": "watched"})
+        assert again.json()["id"] == again.headers["x-request-id"] == "cmpl-watched"  # who tries again may
+    assert error_of(http.get("/v1/requests/cmpl-nobody"), 404)["type"] == "NotFoundError"
+
+
+def test_none_of_this_was_a_fault_of_the_server(server: ServerProcess) -> None:
+    assert "Traceback" not in server.log()
+
+
+# ------------------------------------------------------------------------------------------------- in this process
+
+
+def with_app(test: Callable[[EngineClient, Any, httpx.AsyncClient], Awaitable[None]], **options: Any) -> None:
+    """An app of its own, called without a socket, in front of a real engine process."""
+
+    async def run(client: EngineClient) -> None:
+        app = create_app(client, ServerConfig())
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+            await test(client, app, http)
+
+    engine_pool().run(run, **{"model": "demo", "num_blocks": 512, "num_threads": 1, **options})
+
+
+def test_a_server_that_ends_finishes_what_it_has_and_takes_no_more() -> None:
+    async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
+        fields = {"prompt": PROMPT, "max_tokens": 100, "ignore_eos": True}
+        running = asyncio.ensure_future(http.post("/v1/completions", json=fields))
+        while not await client.explain_all():
+            await asyncio.sleep(0.001)
+        app.state.gate.close()
+        refused = await http.post("/v1/completions", json=fields)
+        assert int(refused.headers["retry-after"]) >= 1
+        assert error_of(refused, 503)["type"] == "ServiceUnavailableError"
+        error_of(await http.get("/ready"), 503)
+        assert (await http.get("/health")).status_code == 200
+        assert app.state.gate.num_open == 1
+        assert (await running).json()["usage"]["completion_tokens"] == 100
+        await app.state.gate.wait_empty()
+
+    with_app(test)
+
+
+def test_two_requests_may_have_one_name() -> None:
+    async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
+        fields = {"prompt": PROMPT, "max_tokens": 300, "ignore_eos": True, "request_id": "twin"}
+        twins = [asyncio.ensure_future(http.post("/v1/completions", json={**fields, "n": n})) for n in (1, 2)]
+        while len(await client.explain_all()) < 3:
+            await asyncio.sleep(0.001)
+        found = (await http.get("/v1/requests", params={"id": "cmpl-twin"})).json()["data"]
+        assert sorted(one["id"] for one in found) == ["cmpl-twin", "cmpl-twin-0", "cmpl-twin-1"]
+        assert (await http.get("/v1/requests", params={"id": "cmpl-other"})).json()["data"] == []
+        assert "3 requests" in error_of(await http.get("/v1/requests/cmpl-twin"), 400)["message"]
+        assert (await http.get("/v1/requests/cmpl-twin-1")).json()["id"] == "cmpl-twin-1"
+        for one in found:
+            shown = (await http.get(f"/v1/requests/{one['engine_id']}")).json()
+            assert shown["engine_id"] == one["engine_id"]
+        answers = [await twin for twin in twins]
+        assert [one.json()["usage"]["completion_tokens"] for one in answers] == [300, 600]
+        error_of(await http.get("/v1/requests/cmpl-twin"), 404)
+
+    with_app(test)
+
+
+def test_an_engine_that_says_nothing_delays_nobody_beyond_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pointsman.server.service.service.ENGINE_TIMEOUT", 0.3)
+
+    async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
+        age = [line for line in (await http.get("/metrics")).text.splitlines() if "stats_age_seconds{" in line]
+        assert len(age) == 1
+        fields = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True, "deadline": 1.0}
+        whole = asyncio.ensure_future(http.post("/v1/completions", json=fields))
+        stream = asyncio.ensure_future(http.post("/v1/completions", json={**fields, "stream": True, "n": 2}))
+        while len(await client.explain_all()) < 3:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.1)
+        os.kill(client.info.pid, signal.SIGSTOP)
+        try:
+            start = time.monotonic()
+            late = asyncio.ensure_future(http.post("/v1/completions", json={**fields, "deadline": 0.2}))
+            for path in ("/v1/requests", "/v1/requests/cmpl-a"):
+                assert "0.3 s" in error_of(await http.get(path), 503)["message"]
+            error_of(await http.post("/reset_prefix_cache"), 503)
+            error_of(await late, 408)
+            assert (await whole).json()["choices"][0]["finish_reason"] == "deadline"
+            reasons = [
+                json.loads(event.removeprefix("data: "))["choices"][0]["finish_reason"]
+                for event in (await stream).text.split("\n\n")[:-2]
+            ]
+            assert reasons.count("deadline") == 2
+            assert time.monotonic() - start < 4
+        finally:
+            os.kill(client.info.pid, signal.SIGCONT)
+
+    with_app(test)
+
+
+def test_what_has_not_begun_when_the_server_ends_is_to_be_tried_elsewhere() -> None:
+    async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
+        fields = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True}
+        running = [asyncio.ensure_future(http.post("/v1/completions", json=fields)) for _ in range(2)]
+        while sum(one.num_output_tokens > 0 for one in await client.explain_all()) < 2:
+            await asyncio.sleep(0.001)
+        waiting = asyncio.ensure_future(http.post("/v1/completions", json=fields))
+        while len(await client.explain_all()) < 3:
+            await asyncio.sleep(0.001)
+        app.state.gate.close()
+        await client.shutdown()
+        refused = await waiting
+        assert int(refused.headers["retry-after"]) >= 1
+        error_of(refused, 503)
+        for one in running:
+            assert (await one).json()["choices"][0]["finish_reason"] == "abort"
+        for _ in range(2):
+            error_of(await http.post("/v1/completions", json=fields), 503)  # not: 500, the engine has ended
+            error_of(await http.post("/tokenize", json={"prompt": "a"}), 503)
+        error_of(await http.get("/ready"), 503)
+        assert 'reason="draining"} 5.0' in (await http.get("/metrics")).text  # without the probe
+
+    with_app(test, max_num_seqs=2)
+
+
+def test_many_samples_leave_others_their_turn() -> None:
+    async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
+        schema = {"type": "object", "properties": {f"property{i}": {"type": "string"} for i in range(1500)}}
+        fields = {"prompt": ["a"] * 32, "n": 16, "max_tokens": 1, "structured_outputs": {"json": schema}}
+        fields["stop_token_ids"] = list(range(5, 500))
+        asked = asyncio.ensure_future(http.post("/v1/completions", json=fields))
+        longest, last = 0.0, time.monotonic()
+        while not asked.done():
+            await asyncio.sleep(0.01)
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+        assert (await asked).status_code in (200, 400)  # the grammar may take too long
+        assert longest < 1.5, longest
+
+    with_app(test)
+
+
+def test_a_grammar_that_finds_too_many_others_may_be_sent_again() -> None:
+    """Nothing is wrong with it: an overload, as when too many requests wait."""
+
+    async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
+        def ask(number: int) -> asyncio.Task[httpx.Response]:
+            slow = f'root ::= "{number}" ' + "[^ ]*" * 12_500
+            fields = {"prompt": PROMPT, "max_tokens": 1, "structured_outputs": {"grammar": slow}}
+            return asyncio.ensure_future(http.post("/v1/completions", json=fields))
+
+        asked = [ask(number) for number in range(MAX_WAITING + 8)]
+        done, waiting = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        for one in waiting:
+            one.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for one in done:
+            refused = await one
+            error = error_of(refused, 503)
+            assert error["message"].startswith("too many grammars") and error["type"] == "ServiceUnavailableError"
+            assert int(refused.headers["retry-after"]) >= 1
+        fields = {"prompt": PROMPT, "structured_outputs": {"choice": ["again"]}}
+        while (answer := await http.post("/v1/completions", json=fields)).status_code == 503:
+            await asyncio.sleep(0.1)
+        assert answer.json()["choices"][0]["text"] == "again"
+
+    with_app(test)
+
+
+def test_tokens_are_made_for_so_many_at_once() -> None:
+    async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
+        body = {"prompt": "a word or two " * 4000}
+        answers = await asyncio.gather(*(http.post("/tokenize", json=body) for _ in range(80)))
+        statuses = [answer.status_code for answer in answers]
+        assert set(statuses) == {200, 429} and statuses.count(200) >= 64
+        assert app.state.gate.num_open == 0
+        role = {"role": "user", "content": "", "name": "u" * 256}
+        error = error_of(await http.post("/tokenize", json={"messages": [role] * 4000}), 400)
+        assert "characters" in error["message"]
+
+    with_app(test)
+
+
+def test_the_engines_death_is_an_error_for_everybody() -> None:
+    async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
+        fields = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True}
+        whole = asyncio.ensure_future(http.post("/v1/completions", json=fields))
+        stream = asyncio.ensure_future(http.post("/v1/chat/completions", json={
+            "messages": [{"role": "user", "content": PROMPT}], "stream": True, "ignore_eos": True, "n": 2,
+        }))  # fmt: skip
+        while sum(one.num_output_tokens > 0 for one in await client.explain_all()) < 3:  # so answers have begun
+            await asyncio.sleep(0.001)
+        os.kill(client.info.pid, signal.SIGKILL)
+        assert "SIGKILL" in error_of(await whole, 500)["message"]
+        events = (await stream).text.split("\n\n")
+        assert events[-2:] == ["data: [DONE]", ""]
+        assert json.loads(events[-3].removeprefix("data: "))["error"]["code"] == 500
+        for path in ("/health", "/ready"):
+            error_of(await http.get(path), 503)
+        error_of(await http.post("/v1/completions", json=fields), 500)
+        error_of(await http.get("/v1/requests"), 500)
+        assert "engine_dead" in (await http.get("/metrics")).text
+        assert app.state.gate.num_open == 0
+
+    with_app(test)

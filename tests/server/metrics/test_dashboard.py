@@ -1,0 +1,250 @@
+"""The dashboard's file; its expressions and the documented alerts in a real Prometheus that scrapes a real server."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from _server_process import ServerProcess
+
+from pointsman.server.metrics import table as metric_table
+from pointsman.server.metrics.readings import SCRAPED
+from pointsman.server.metrics.table import Definition
+
+ROOT = Path(__file__).resolve().parents[3]
+BOARD: dict[str, Any] = json.loads((ROOT / "dashboards" / "pointsman.json").read_text())
+PANELS = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
+EXPRESSIONS = [(panel["title"], target["expr"]) for panel in PANELS for target in panel["targets"]]
+VARIABLES = {variable["name"]: variable for variable in BOARD["templating"]["list"]}
+
+DEFINITIONS = (
+    *(definition for definition, _ in SCRAPED),
+    *(value for value in vars(metric_table).values() if isinstance(value, Definition)),
+)
+PROCESS_METRICS = {"resident_memory_bytes", "cpu_seconds_total", "open_fds", "max_fds"}
+METRIC_NAME = re.compile(r"\b(?:vllm:|pointsman:|process_)\w+")
+
+PROMETHEUS = shutil.which("prometheus")
+PROMTOOL = shutil.which("promtool")
+needs_prometheus = pytest.mark.skipif(
+    PROMETHEUS is None, reason="prometheus is not installed (Debian: apt-get install prometheus)"
+)
+
+SECONDS_OF_LOAD = 8
+RATE_INTERVAL = "10s"
+NO_DATA_WITHOUT_PREEMPTION = "pointsman:resumed_prefix_cache_hits_total"
+
+
+# ---------------------------------------------------------------------------------------- the file
+
+
+def test_the_dashboard_is_as_grafana_wants_it() -> None:
+    assert BOARD["schemaVersion"] >= 38
+    assert BOARD["title"] == "Pointsman"
+    assert VARIABLES["datasource"]["type"] == "datasource"
+    assert {"datasource", "model_name"} <= set(VARIABLES)
+    ids = [panel["id"] for panel in BOARD["panels"]]
+    assert len(set(ids)) == len(ids)
+    for panel in PANELS:
+        assert panel["title"] and panel["description"], panel["id"]
+        refs = [target["refId"] for target in panel["targets"]]
+        assert len(set(refs)) == len(refs), panel["title"]
+        for source in (panel["datasource"], *(target["datasource"] for target in panel["targets"])):
+            assert source == {"type": "prometheus", "uid": "${datasource}"}, panel["title"]
+
+
+def test_no_panel_lies_on_another_or_beside_the_page() -> None:
+    taken: dict[tuple[int, int], str] = {}
+    for panel in BOARD["panels"]:
+        place = panel["gridPos"]
+        assert place["x"] >= 0 and place["x"] + place["w"] <= 24, panel["title"]
+        for x in range(place["x"], place["x"] + place["w"]):
+            for y in range(place["y"], place["y"] + place["h"]):
+                assert taken.setdefault((x, y), panel["title"]) == panel["title"]
+
+
+def test_every_expression_uses_metrics_that_exist_and_the_variables() -> None:
+    exposed = {f"{prefix}process_{name}" for prefix in ("", "pointsman:engine_") for name in PROCESS_METRICS}
+    for definition in DEFINITIONS:
+        suffixes = ("_bucket", "_sum", "_count") if definition.kind == "histogram" else ("",)
+        exposed |= {definition.name + suffix for suffix in suffixes}
+    assert len(EXPRESSIONS) > 60
+    for title, expression in EXPRESSIONS:
+        names = METRIC_NAME.findall(expression)
+        assert names, title
+        assert set(names) <= exposed, title
+        selectors = re.findall(r"\{(.*?)\}", expression)
+        assert len(selectors) == len(names), title
+        for name, selector in zip(names, selectors, strict=True):
+            assert 'instance=~"$instance"' in selector, title
+            assert ('model_name=~"$model_name"' in selector) == (not name.split(":engine_")[-1].startswith("process_"))
+
+
+# ---------------------------------------------------------------------------------------- a real Prometheus
+
+
+class Prometheus:
+    """A running one, through its HTTP interface."""
+
+    def __init__(self, url: str) -> None:
+        self.client = httpx.Client(base_url=url, timeout=10)
+
+    def get(self, path: str, **params: str | float) -> Any:
+        """The data of an answer; what Prometheus says of an error is the failure's message."""
+        answer = self.client.get(f"/api/v1/{path}", params=params).json()
+        assert answer["status"] == "success", f"{params}: {answer.get('error')}"
+        return answer["data"]
+
+    def wait_for(self, expression: str, seconds: float) -> None:
+        """Until an expression gives something."""
+        end = time.monotonic() + seconds
+        while not self.get("query", query=expression)["result"]:
+            assert time.monotonic() < end, f"no data for {expression} within {seconds} s"
+            time.sleep(0.1)
+
+
+def documented_alerts() -> str:
+    """The rules that the operators' page recommends."""
+    blocks: list[str] = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "operating.md").read_text(), re.DOTALL)
+    return next(block for block in blocks if "groups:" in block)
+
+
+@contextmanager
+def prometheus(folder: Path, target: str) -> Iterator[Prometheus]:
+    """One that scrapes `target` (host:port), and evaluates the documented alerts, every second."""
+    config = folder / "prometheus.yml"
+    config.write_text(
+        "global: {scrape_interval: 1s, scrape_timeout: 1s, evaluation_interval: 1s}\n"
+        f"scrape_configs: [{{job_name: pointsman, static_configs: [{{targets: ['{target}']}}]}}]\n"
+        "rule_files: [alerts.yaml]\n"
+    )
+    (folder / "alerts.yaml").write_text(documented_alerts())
+    log = folder / "prometheus.log"
+    command = [str(PROMETHEUS), f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"]
+    with log.open("w") as file:
+        process = subprocess.Popen([*command, "--web.listen-address=127.0.0.1:0"], stdout=file, stderr=file)
+    try:
+        yield Prometheus(f"http://{_address(process, log)}")
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def _address(process: subprocess.Popen[bytes], log: Path) -> str:
+    """Where it listens, by its own log, once it is ready."""
+    for _ in range(300):
+        found = re.search(r"address=(127\.0\.0\.1:[1-9]\d*)", log.read_text())
+        if found and "Server is ready" in log.read_text():
+            return found[1]
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.1)
+    raise AssertionError(f"prometheus does not start: {log.read_text()}")
+
+
+@contextmanager
+def load(url: str) -> Iterator[list[Exception]]:
+    """Streams of completions until the block ends, some of one prefix, and a request that is refused now and then."""
+    stop = threading.Event()
+    failures: list[Exception] = []
+
+    def ask(worker: int) -> None:
+        try:
+            with httpx.Client(base_url=url, timeout=30) as client:
+                number = 0
+                while not stop.is_set():
+                    number += 1
+                    prompt = f"{'The import statement is used in modules. ' * 12}{worker} {number}"
+                    body = {"prompt": prompt, "max_tokens": 32, "stream": True, "ignore_eos": True}
+                    with client.stream("POST", "/v1/completions", json=body) as answer:
+                        assert answer.status_code == 200, answer.read()
+                        assert sum(1 for _ in answer.iter_lines()) > 1
+                    if number % 4 == 0:
+                        assert client.post("/v1/completions", json={"prompt": 1.5}).status_code == 400
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=ask, args=(worker,)) for worker in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield failures
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def substituted(expression: str) -> str:
+    """As Grafana sends it with all values of every variable chosen."""
+    for name, value in {"model_name": ".+", "instance": ".+", "__rate_interval": RATE_INTERVAL}.items():
+        expression = expression.replace(f"${name}", value)
+    assert "$" not in expression
+    return expression
+
+
+def finite_values(result: list[dict[str, Any]]) -> list[float]:
+    return [float(text) for series in result for _, text in series["values"] if math.isfinite(float(text))]
+
+
+@pytest.mark.e2e
+@needs_prometheus
+def test_a_real_prometheus_evaluates_every_expression(server: ServerProcess, tmp_path: Path) -> None:
+    target = f"127.0.0.1:{server.port}"
+    with prometheus(tmp_path, target) as scraper:
+        started = time.time()
+        with load(server.url) as failures:
+            scraper.wait_for("pointsman:engine_up == 1", 60)
+            time.sleep(SECONDS_OF_LOAD)
+            window: dict[str, float] = {"start": started, "end": time.time(), "step": 1}
+        assert failures == []
+
+        without_data = []
+        for title, expression in EXPRESSIONS:
+            found = scraper.get("query_range", query=substituted(expression), **window)["result"]
+            if not finite_values(found) and NO_DATA_WITHOUT_PREEMPTION not in expression:
+                without_data.append((title, expression))
+        assert without_data == []
+
+        rules = [rule for group in scraper.get("rules")["groups"] for rule in group["rules"]]
+        assert len(rules) == documented_alerts().count("- alert:") >= 5
+        assert [rule for rule in rules if rule["health"] != "ok"] == []
+        assert [rule["name"] for rule in rules if rule["state"] == "firing"] == []
+
+        for variable in ("model_name", "instance"):
+            query = re.fullmatch(r"label_values\((.+), (\w+)\)", VARIABLES[variable]["query"]["query"])
+            assert query is not None
+            values = scraper.get(f"label/{query[2]}/values", **{"match[]": substituted(query[1])})
+            assert len(values) == 1
+            assert variable != "instance" or values == [target]
+
+        # The load shows in the figures, whatever the rates of a busy machine are.
+        for expression in (
+            'rate(vllm:request_success_total{finished_reason="length"}[10s]) > 0',
+            "rate(vllm:time_to_first_token_seconds_count[10s]) > 0",
+            "rate(vllm:inter_token_latency_seconds_count[10s]) > 0",
+            "rate(vllm:prefix_cache_hits_total[10s]) > 0",
+            'rate(pointsman:requests_refused_total{reason="invalid"}[10s]) > 0',
+            "pointsman:http_open_streams > 0",
+        ):
+            assert finite_values(scraper.get("query_range", query=expression, **window)["result"]), expression
+
+
+@pytest.mark.e2e
+@pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: apt-get install prometheus)")
+def test_promtool_has_nothing_to_say_but_about_vllms_names(server: ServerProcess) -> None:
+    exposition = httpx.get(f"{server.url}/metrics").content
+    check = subprocess.run([str(PROMTOOL), "check", "metrics"], input=exposition, capture_output=True, timeout=60)
+    assert check.returncode in (0, 3), check.stderr.decode()  # 3: remarks on style
+    remarks = [line for line in check.stderr.decode().splitlines() if "should not contain ':'" not in line]
+    assert all(line.startswith("vllm:iteration_tokens_total ") for line in remarks), remarks

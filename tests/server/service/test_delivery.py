@@ -1,0 +1,114 @@
+"""The samples of a client's request, on a real engine process: what they share, and what each has of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from pointsman.server.wire.messages.answers import Prompt
+
+from pointsman.engine import SamplingParams
+from pointsman.server.metrics.observations import Observations
+from pointsman.server.service.backlog import Backlog
+from pointsman.server.service.delivery import Delivery
+from pointsman.server.service.engine_client import EngineClient
+from pointsman.server.service.gate import Gate
+from pointsman.server.service.sampling import for_sample
+from pointsman.server.wire.errors import ApiError
+from pointsman.server.wire.messages import Delta, EngineRequest
+from tests.server.engine_pool import engine_pool
+
+pytestmark = pytest.mark.e2e
+
+PROMPT = Prompt([5 + index % 300 for index in range(800)])
+BIASES = dict.fromkeys(range(5, 505), -0.5)
+
+
+def with_client(test: Callable[[EngineClient], Awaitable[None]]) -> None:
+    engine_pool().run(test, model="demo", num_blocks=512, num_threads=1)
+
+
+def delivery_of(client: EngineClient, name: str, prompt: Prompt, params: Sequence[SamplingParams]) -> Delivery:
+    """A sample for each of these, outside of any backlog that could be full."""
+    observations = Observations(client.info.max_model_len)
+    delivery = Delivery(Gate(client, drain_timeout=1), observations, Backlog(1000).enter(len(params)))
+    for number, own in enumerate(params):
+        request = EngineRequest(f"{name}-{number}", prompt.token_ids, own, stream=False)
+        delivery.add(0, prompt, client.generate(request))
+    return delivery
+
+
+def test_samples_cross_together_and_are_those_of_single_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = SamplingParams(max_tokens=8, seed=3, ignore_eos=True, logit_bias=BIASES)
+    params = [for_sample(first, max_tokens=8, sample=number) for number in range(8)]
+
+    async def test(client: EngineClient) -> None:
+        num_bytes, transport = 0, client._transport
+        assert transport is not None
+        write = transport.write
+
+        def counted(data: bytes) -> None:
+            nonlocal num_bytes
+            num_bytes += len(data)
+            write(data)
+
+        monkeypatch.setattr(transport, "write", counted)
+        tokens = []
+        for number, own in enumerate(params):
+            async with delivery_of(client, f"single-{number}", PROMPT, [own]) as delivery:
+                await client.queue(delivery.streams)
+                tokens += [result.token_ids for result in await delivery.collect()]
+        of_one, num_bytes = num_bytes / len(params), 0
+        async with delivery_of(client, "together", PROMPT, params) as delivery:
+            await client.queue(delivery.streams)
+            assert of_one > 5000 and num_bytes < of_one + len(params) * 300
+            assert [result.token_ids for result in await delivery.collect()] == tokens
+        assert len(set(map(tuple, tokens))) > 4  # seeds of their own
+
+    with_client(test)
+
+
+def test_more_samples_than_fit_in_a_message_are_queued_in_order() -> None:
+    endless = SamplingParams(max_tokens=1000, temperature=0, ignore_eos=True)
+
+    async def test(client: EngineClient) -> None:
+        async with delivery_of(client, "many", Prompt([5, 6]), [endless] * 150) as delivery:
+            await client.queue(delivery.streams)
+            found = [one.explanation.request_id for one in await client.explain_all()]
+            assert found == [f"many-{number}" for number in range(150)]
+        while await client.explain_all():  # left, so aborted
+            await asyncio.sleep(0.01)
+
+    with_client(test)
+
+
+SOME = Delta(token_ids=[5], finish_reason="abort")
+VECTOR = Delta(embedding=np.zeros(2, np.float32), finish_reason="stop")
+ABORTED, LATE = Delta(finish_reason="abort"), Delta(finish_reason="deadline")
+
+
+@pytest.mark.parametrize(
+    ("outputs", "status"),
+    [
+        ([SOME, ABORTED, LATE], None),  # what there is, is sent
+        ([ABORTED, LATE], 503),
+        ([LATE, LATE], 408),
+        ([VECTOR, VECTOR], None),
+        ([VECTOR, ABORTED], 503),  # an answer with a vector for each input, or an error
+        ([VECTOR, LATE], 408),
+        ([SOME, Delta(finish_reason="error", finish_detail="a step failed")], 500),
+    ],
+)
+def test_an_answer_that_lacks_its_content_is_an_error(outputs: list[Delta], status: int | None) -> None:
+    gate = Gate(cast(Any, SimpleNamespace(is_alive=True, death=None)), drain_timeout=1)
+    delivery = Delivery(gate, Observations(100), Backlog(10).enter(1))
+    if status is None:
+        delivery._check(outputs)
+    else:
+        with pytest.raises(ApiError) as caught:
+            delivery._check(outputs)
+        assert caught.value.status_code == status

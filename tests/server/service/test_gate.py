@@ -1,0 +1,68 @@
+"""The gate of a server that shuts down, and the errors of the engine as clients get them."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from pointsman.core.errors import RequestRefused
+from pointsman.engine.errors import EngineDeadError, GrammarError, GrammarQueueFullError
+from pointsman.server.service.gate import Gate, from_engine
+from pointsman.server.wire.errors import ApiError
+from pointsman.server.wire.messages import portable
+
+ALIVE = cast(Any, SimpleNamespace(is_alive=True, death=None))
+
+
+def test_requests_inside_are_waited_for() -> None:
+    async def run() -> None:
+        gate = Gate(ALIVE, drain_timeout=30)
+        await gate.wait_empty()
+        with ExitStack() as one, ExitStack() as other:
+            one.enter_context(gate.inside())
+            other.enter_context(gate.inside())
+            assert gate.num_open == 2
+            gate.close()
+            with pytest.raises(ApiError, match="shutting down") as caught, gate.inside():
+                pass
+            assert caught.value.status_code == 503 and caught.value.headers == {"retry-after": "30"}
+            assert gate.num_open == 2
+            waiting = asyncio.ensure_future(gate.wait_empty())
+            one.close()
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            other.close()
+            await asyncio.wait_for(waiting, 1)
+            assert gate.num_open == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("death", ["killed by signal 9", None])
+def test_a_dead_engine_refuses_with_500_whether_or_not_the_gate_is_open(death: str | None) -> None:
+    gate = Gate(cast(Any, SimpleNamespace(is_alive=False, death=death)), drain_timeout=30)
+    with pytest.raises(ApiError, match=f"the engine has ended: {death or 'shut down'}") as caught:
+        gate.check_open()
+    assert caught.value.status_code == 500
+    gate.close()
+    with pytest.raises(ApiError) as caught:
+        gate.check_open()
+    assert caught.value.status_code == (503 if death is None else 500)
+
+
+def test_what_the_engine_says_has_a_status() -> None:
+    refused = from_engine(RequestRefused("the prompt has\n9 tokens"))
+    assert refused.status_code == 400 and refused.detail == "the prompt has 9 tokens"
+    dead = from_engine(EngineDeadError("killed"))
+    assert dead.status_code == 500 and dead.reason == "engine_dead" and "killed" in dead.detail
+    bad_grammar = from_engine(GrammarError("too many grammars in the schema"))
+    assert bad_grammar.status_code == 400
+    overload = from_engine(portable(GrammarQueueFullError("too many grammars wait")))
+    assert overload.status_code == 503 and int((overload.headers or {})["retry-after"]) >= 1
+    assert from_engine(refused) is refused
+    with pytest.raises(KeyError):  # a fault of ours stays one
+        from_engine(KeyError("x"))

@@ -1,0 +1,111 @@
+"""Streams of a real engine process: each way to let go of one, at each moment, ends it for everybody."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, TypeAlias
+
+import pytest
+
+from pointsman.engine import SamplingParams
+from pointsman.server.service.engine_client import EngineClient
+from pointsman.server.service.inbox import ClientStream
+from pointsman.server.wire.messages import Delta, EngineRequest
+from tests.server.engine_pool import engine_pool
+
+pytestmark = pytest.mark.e2e
+
+ENDLESS = SamplingParams(max_tokens=1500, temperature=0, ignore_eos=True)
+Work: TypeAlias = Callable[[EngineClient], Awaitable[None]]
+
+
+def with_client(test: Work) -> None:
+    engine_pool().run(test, model="demo", num_blocks=512, num_threads=1)
+
+
+_numbers = count()
+
+
+def stream_of(client: EngineClient, params: SamplingParams = ENDLESS) -> ClientStream:
+    return client.generate(EngineRequest(f"request-{next(_numbers)}", [5, 6], params))
+
+
+def test_deltas_that_nobody_reads_come_together() -> None:
+    async def test(client: EngineClient) -> None:
+        stream = stream_of(client, SamplingParams(max_tokens=50, temperature=0, ignore_eos=True))
+        await stream.start()
+        while await client.explain_all():
+            await asyncio.sleep(0.01)
+        (delta,) = [delta async for delta in stream]
+        assert (len(delta.token_ids), delta.finish_reason, stream.num_output_tokens) == (50, "length", 50)
+
+    with_client(test)
+
+
+def test_a_stream_that_was_closed_before_it_was_sent_asks_for_nothing() -> None:
+    async def test(client: EngineClient) -> None:
+        stream = stream_of(client)
+        await stream.aclose()
+        await stream.start()
+        assert [delta async for delta in stream] == [] and await client.explain_all() == []
+
+    with_client(test)
+
+
+@contextmanager
+def standing_still(client: EngineClient) -> Iterator[None]:
+    """Nothing comes from the engine meanwhile."""
+    os.kill(client.info.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(client.info.pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("read", [ClientStream.start, lambda stream: anext(stream, None)], ids=["start", "read"])
+def test_closing_ends_whoever_waits(read: Callable[..., Any]) -> None:
+    async def test(client: EngineClient) -> None:
+        with standing_still(client):
+            stream = stream_of(client)
+            waiting = asyncio.ensure_future(read(stream))
+            await asyncio.sleep(0.05)
+            assert not waiting.done()
+            await stream.aclose()
+            assert await asyncio.wait_for(waiting, 5) is None
+
+    with_client(test)
+
+
+def test_closing_at_the_moment_of_a_delta_ends_it_all_the_same() -> None:
+    async def test(client: EngineClient) -> None:
+        with standing_still(client):
+            stream = stream_of(client)
+            reading = asyncio.ensure_future(anext(stream, None))
+            await asyncio.sleep(0.05)
+            stream.put(Delta(token_ids=[5]))  # as its news does, in the same turn of the loop
+            await stream.aclose()
+            assert await reading is None
+            assert await asyncio.wait_for(anext(stream, None), 5) is None
+
+    with_client(test)
+
+
+def test_a_reading_that_is_cancelled_aborts_the_request() -> None:
+    async def test(client: EngineClient) -> None:
+        ends: list[tuple[str, str | None]] = []
+        client.inbox.on_end = lambda request, last, _: ends.append((request.request_id, last.finish_reason))
+        stream = stream_of(client)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                async for _ in stream:
+                    pass
+        client.inbox.on_end = None
+        assert ends == [(stream.request.request_id, "abort")]
+        assert [delta async for delta in stream] == []
+
+    with_client(test)

@@ -1,0 +1,1 @@
+"""Tests of `pointsman.server.wire.messages`."""

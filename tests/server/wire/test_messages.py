@@ -1,0 +1,75 @@
+"""Frames: whatever the pieces in which the bytes arrive, the messages are those that were sent."""
+
+from __future__ import annotations
+
+import pickle
+import random
+
+import pytest
+
+from pointsman.core.errors import RequestRefused, UnknownRequest
+from pointsman.engine import SamplingParams
+from pointsman.engine.output import Logprob
+from pointsman.engine.structured_outputs import StructuredOutputsParams
+from pointsman.server.service.sampling import for_sample
+from pointsman.server.wire.messages import Add, Delta, EngineOutputs, EngineRequest, StepNote, Unpacker, pack, portable
+
+GRAMMAR = StructuredOutputsParams(json={"type": "object", "properties": {f"name{i}": {} for i in range(500)}})
+
+
+def test_messages_arrive_in_any_pieces() -> None:
+    messages = [
+        Add([(1, EngineRequest("a", list(range(1000)), SamplingParams(temperature=0, stop=["x"]), deadline=5.0))]),
+        EngineOutputs(
+            accepted=[1], deltas=[(1, Delta("hé", [5], [{5: Logprob(-0.5, 1, "hé")}]))], steps=[StepNote(3, 1, 1e-5)]
+        ),
+        EngineOutputs(errors=[(2, RequestRefused("too long"))]),
+    ]
+    stream = b"".join(pack(message) for message in messages)
+    rng = random.Random(0)
+    for _ in range(50):
+        unpacker, found, start = Unpacker(), [], 0
+        while start < len(stream):
+            end = start + rng.choice((1, 3, 50, 5000))
+            found += unpacker.feed(stream[start:end])
+            start = end
+        assert [pickle.dumps(one) for one in found[:2]] == [pickle.dumps(one) for one in messages[:2]]
+        (key, error) = found[2].errors[0]
+        assert (key, type(error), str(error)) == (2, RequestRefused, "too long")
+
+
+def test_what_requests_share_crosses_once() -> None:
+    prompt, biases = list(range(2000)), dict.fromkeys(range(300), 0.25)
+    first = SamplingParams(seed=7, logit_bias=biases, stop=["some text"] * 16, structured_outputs=GRAMMAR)
+    params = [for_sample(first, max_tokens=16, sample=number) for number in range(40)]
+    requests = [(key, EngineRequest(f"job-{key}", prompt, own)) for key, own in enumerate(params)]
+    one, all_of_them = pack(Add(requests[:1])), pack(Add(requests))
+    assert len(one) > 20_000 and len(all_of_them) < len(one) + 40 * 300
+    (found,) = Unpacker().feed(all_of_them)
+    assert found == Add(requests)
+    assert [request.params.seed for _, request in found.requests] == list(range(7, 47))
+
+
+def test_a_stream_that_is_no_frames_is_refused() -> None:
+    with pytest.raises(ValueError, match="a frame of 4294967295 bytes; the limit is"):
+        list(Unpacker().feed(b"\xff\xff\xff\xffHTTP"))
+
+
+def test_errors_cross_as_themselves_where_they_can() -> None:
+    class Odd(Exception):
+        def __init__(self, one: int, two: int) -> None:
+            super().__init__(f"{one} of {two}")
+
+    known = portable(UnknownRequest("no request 'a'"))
+    assert (type(known), str(known)) == (UnknownRequest, "no request 'a'")
+    odd = portable(Odd(1, 2))
+    assert (type(odd), str(odd)) == (RuntimeError, "Odd: 1 of 2")
+
+
+def test_merged_deltas_are_what_one_would_have_said() -> None:
+    one = Delta("a", [1], [{1: Logprob(-1.0, 1, "a")}], num_cached_tokens=7, prompt_logprobs=[None])
+    one.merge(Delta("", [2], [{2: Logprob(-2.0, 1, "")}], num_cached_tokens=7))
+    one.merge(Delta("bc", [3], [{3: Logprob(-3.0, 2, "bc")}], "stop", "", 3, num_cached_tokens=7))
+    assert (one.text, one.token_ids, one.finish_reason, one.stop_reason) == ("abc", [1, 2, 3], "stop", 3)
+    assert one.logprobs is not None and [list(entry) for entry in one.logprobs] == [[1], [2], [3]]
+    assert one.prompt_logprobs == [None] and one.num_cached_tokens == 7

@@ -1,0 +1,289 @@
+"""Which bodies are requests, which are refused, and what a client is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic_core import from_json
+
+from pointsman.server.wire.errors import ApiError, validation_error
+from pointsman.server.wire.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Message,
+    TokenizeChatRequest,
+    TokenizeCompletionRequest,
+    TokenizeRequest,
+)
+
+USER = {"role": "user", "content": "hello"}
+
+
+def refused(model: type[BaseModel], body: Any) -> ApiError:
+    """What a client is told about a body that is no such request."""
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate(body)
+    return validation_error({**error, "loc": ("body", *error["loc"])} for error in caught.value.errors())
+
+
+def test_defaults_are_those_of_the_field() -> None:
+    body = CompletionRequest.model_validate({"prompt": "a"})
+    assert (body.max_tokens, body.n, body.min_tokens, body.priority) == (16, 1, 0, 0)
+    assert body.temperature is None and body.top_p is None and body.logprobs is None
+    assert body.add_special_tokens and body.skip_special_tokens and not body.ignore_eos
+    chat = ChatCompletionRequest.model_validate({"messages": [USER]})
+    assert (chat.max_tokens, chat.max_completion_tokens, chat.n, chat.top_logprobs) == (None, None, 1, 0)
+    assert chat.add_generation_prompt and not chat.continue_final_message and not chat.add_special_tokens
+
+
+@pytest.mark.parametrize("prompt", ["a", ["a", "b"], [1, 2, 3], [[1, 2], [3]]])
+def test_a_prompt_is_text_or_token_ids_or_several(prompt: Any) -> None:
+    assert CompletionRequest.model_validate({"prompt": prompt}).prompt == prompt
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, 5, "", [], [[]], {}, [1, "a"], ["a", 1.5], [-1], [2**31], [[1], "a"], [10**4000], True]
+)
+def test_anything_else_is_no_prompt(prompt: Any) -> None:
+    body = {"prompt": prompt}
+    if prompt == [[]]:  # one of several is empty: the prompts' reader says so
+        CompletionRequest.model_validate(body)
+    else:
+        error = refused(CompletionRequest, body)
+        assert error.status_code == 400 and error.param == "prompt" and len(error.detail) < 400
+
+
+def test_a_list_of_many_wrong_things_makes_one_error() -> None:
+    error = refused(CompletionRequest, {"prompt": ["x", *[None] * 100_000]})
+    assert len(error.detail) < 500
+
+
+def test_null_means_left_out() -> None:
+    nulls = ("max_tokens", "temperature", "stop", "seed", "stream", "logit_bias", "user", "stream_options", "echo")
+    body = CompletionRequest.model_validate({"prompt": "a", **dict.fromkeys(nulls)})
+    assert body.max_tokens is None and body.stop is None
+    chat = ChatCompletionRequest.model_validate({"messages": [USER], "n": None, "top_logprobs": None, "tools": None})
+    assert (chat.n, chat.top_logprobs) == (1, 0)
+
+
+def test_unknown_fields_are_ignored() -> None:
+    body = CompletionRequest.model_validate({"prompt": "a", "guided_json": {}, "service_tier": "auto", "__class__": 1})
+    assert type(body) is CompletionRequest
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("top_p", 0),
+        ("top_p", 1.1),
+        ("top_k", -2),
+        ("min_p", 2),
+        ("repetition_penalty", 0),
+        ("presence_penalty", 3),
+        ("frequency_penalty", -3),
+        ("n", 0),
+        ("max_tokens", -1),
+        ("max_tokens", 2**40),
+        ("max_tokens", "many"),
+        ("min_tokens", -1),
+        ("logprobs", -1),
+        ("seed", 2**63),
+        ("stop", ["a"] * 65),
+        ("stop", {"a": 1}),
+        ("stop_token_ids", [-1]),
+        ("priority", 2**63),
+        ("deadline", 0),
+        ("cache_salt", ""),
+        ("request_id", ""),
+        ("user", 5),
+        ("logit_bias", [1]),
+        ("response_format", {"type": "xml"}),
+        ("response_format", {"type": "json_schema"}),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "a"}}),
+        ("structured_outputs", {"regex": 5}),
+        ("suffix", "x"),
+        ("best_of", 2),
+        ("use_beam_search", True),
+        ("truncate_prompt_tokens", 5),
+        ("prompt_embeds", "AAAA"),
+        ("kv_transfer_params", {"a": 1}),
+        ("stream_options", {"include_usage": True}),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(field: str, value: Any) -> None:
+    error = refused(CompletionRequest, {"prompt": "a", field: value})
+    assert error.param == field
+    assert field in error.detail and "\n" not in error.detail
+
+
+def test_a_field_inside_another_is_refused_by_its_own_name() -> None:
+    error = refused(CompletionRequest, {"prompt": "a", "structured_outputs": {"structural_tag": "x"}})
+    assert error.param == "structural_tag"
+
+
+def test_what_asks_for_nothing_is_not_refused() -> None:
+    neutral = {"suffix": None, "best_of": 1, "use_beam_search": False, "kv_transfer_params": {}, "prompt_embeds": None}
+    CompletionRequest.model_validate({"prompt": "a", **neutral})
+    chat = {"audio": None, "functions": None, "function_call": "none", "chat_template": None, "modalities": ["text"]}
+    ChatCompletionRequest.model_validate({"messages": [USER], **chat})
+
+
+def test_the_echo_alone_may_ask_for_no_token() -> None:
+    assert CompletionRequest.model_validate({"prompt": "a", "max_tokens": 0, "echo": True}).max_tokens == 0
+    assert refused(CompletionRequest, {"prompt": "a", "max_tokens": 0}).param == "max_tokens"
+
+
+# ------------------------------------------------------------------------------------------------- conversations
+
+
+def test_parts_of_text_are_joined() -> None:
+    message = Message.model_validate({"role": "user", "content": [{"type": "text", "text": "a"}, "b"]})
+    assert message.as_template_input() == {"role": "user", "content": "a\nb"}
+
+
+def test_what_a_message_has_beside_its_text_reaches_the_template() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    message = Message.model_validate(
+        {"role": "assistant", "content": None, "tool_calls": [call], "name": "bob", "x": 1}
+    )
+    assert message.as_template_input() == {"role": "assistant", "content": "", "tool_calls": [call], "name": "bob"}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {},
+        {"role": "user"},
+        {"role": "user", "content": None},
+        {"role": "", "content": "a"},
+        {"role": "user: x\nassistant", "content": "a"},
+        {"role": 5, "content": "a"},
+        {"role": "user", "content": 5},
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]},
+        {"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]},
+        {"role": "user", "content": [5]},
+        "hello",
+        None,
+    ],
+)
+def test_what_is_no_message_is_refused(message: Any) -> None:
+    error = refused(ChatCompletionRequest, {"messages": [USER, message]})
+    assert error.status_code == 400 and error.param == "messages"
+
+
+def test_an_image_is_refused_in_words() -> None:
+    body = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]}
+    assert "image_url" in refused(ChatCompletionRequest, body).detail
+    assert "text only" in refused(ChatCompletionRequest, body).detail
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "f"}}, None])
+def test_tool_calls_cannot_be_asked_for(choice: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    body: dict[str, Any] = {"messages": [USER], "tools": tools}
+    if choice is not None:
+        body["tool_choice"] = choice
+    assert refused(ChatCompletionRequest, body).param == "tool_choice"
+    assert ChatCompletionRequest.model_validate({**body, "tool_choice": "none"}).tools == tools
+
+
+def test_a_request_does_not_bring_its_template() -> None:
+    assert refused(ChatCompletionRequest, {"messages": [USER], "chat_template": "{{ 1 }}"}).param == "chat_template"
+
+
+def test_the_last_message_is_continued_or_answered() -> None:
+    body = {"messages": [USER], "continue_final_message": True}
+    assert not ChatCompletionRequest.model_validate(body).add_generation_prompt
+    error = refused(ChatCompletionRequest, {**body, "add_generation_prompt": True})
+    assert error.param == "continue_final_message"
+
+
+def test_top_logprobs_need_logprobs() -> None:
+    assert refused(ChatCompletionRequest, {"messages": [USER], "top_logprobs": 2}).param == "top_logprobs"
+
+
+# ------------------------------------------------------------------------------------------------- tokens
+
+
+def test_a_text_and_a_conversation_are_told_apart() -> None:
+    adapter: TypeAdapter[Any] = TypeAdapter(TokenizeRequest)
+    assert isinstance(adapter.validate_python({"prompt": "a"}), TokenizeCompletionRequest)
+    assert isinstance(adapter.validate_python({"messages": [USER]}), TokenizeChatRequest)
+    with pytest.raises(ValidationError) as caught:
+        adapter.validate_python({"messages": []})
+    assert {error["loc"][0] for error in caught.value.errors()} == {"Chat"}  # not a word about a prompt
+
+
+def test_tokens_are_ids() -> None:
+    assert DetokenizeRequest.model_validate({"tokens": []}).tokens == []
+    assert refused(DetokenizeRequest, {"tokens": [-1]}).param == "tokens"
+
+
+# ------------------------------------------------------------------------------------------------- messages
+
+
+def test_an_error_names_the_value_shortly_and_the_limit() -> None:
+    error = refused(CompletionRequest, {"prompt": "a", "temperature": -1})
+    assert "temperature" in error.detail and "-1" in error.detail and "0" in error.detail
+    error = refused(CompletionRequest, {"prompt": "a", "user": "x" * 100_000})
+    assert len(error.detail) < 300
+    error = refused(CompletionRequest, {"prompt": "a", "n": 0, "top_p": 5, "min_p": 5, "top_k": -9, "deadline": -1})
+    assert "more fields" in error.detail and len(error.detail) < 600
+
+
+def test_an_error_quotes_nothing_that_breaks_a_line() -> None:
+    error = refused(CompletionRequest, {"prompt": "a", "temperature": "\r\n\u2028\x1b[31m"})
+    assert error.detail.isprintable()
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_no_number_is_infinite(number: str) -> None:
+    text = f'{{"prompt": "a", "temperature": {number}}}'
+    try:
+        body = from_json(text, allow_inf_nan=False)
+    except ValueError:
+        return  # the parser knows already
+    assert refused(CompletionRequest, body).param == "temperature"
+
+
+@pytest.mark.parametrize(
+    ("field", "most", "one"),
+    [
+        ("stop", 64, "x" * 1000),
+        ("stop_token_ids", 1024, 5),
+        ("allowed_token_ids", 131_072, 5),
+        ("bad_words", 128, "x" * 100),
+    ],
+)
+def test_lists_have_a_longest(field: str, most: int, one: Any) -> None:
+    assert len(getattr(CompletionRequest.model_validate({"prompt": "a", field: [one] * most}), field)) == most
+    error = refused(CompletionRequest, {"prompt": "a", field: [one] * (most + 1)})
+    assert error.param == field and str(most) in error.detail
+    if isinstance(one, str):
+        error = refused(CompletionRequest, {"prompt": "a", field: [one + "x"]})
+        assert error.param == field and str(len(one)) in error.detail
+
+
+def test_conversations_and_biases_have_a_longest() -> None:
+    biases = {str(token): 1.0 for token in range(1025)}
+    assert "1024" in refused(CompletionRequest, {"prompt": "a", "logit_bias": biases}).detail
+    assert "4096" in refused(ChatCompletionRequest, {"messages": [USER] * 4097}).detail
+    assert "128" in refused(ChatCompletionRequest, {"messages": [USER], "documents": [{"text": "a"}] * 129}).detail
+    assert "131072" in refused(DetokenizeRequest, {"tokens": [1] * 131_073}).detail
+
+
+def test_a_refusal_names_its_field_once() -> None:
+    assert refused(CompletionRequest, {"prompt": "a", "suffix": "b"}).detail.count("suffix:") == 1
+    assert refused(CompletionRequest, {"prompt": ""}).detail.count("prompt:") == 1
+    assert refused(CompletionRequest, {"prompt": "a", "temperature": -1}).detail.startswith("temperature: ")
+
+
+def test_an_assistant_that_called_nothing_may_say_nothing() -> None:
+    message = Message.model_validate({"role": "assistant", "content": None, "tool_calls": []})
+    assert message.as_template_input()["content"] == ""

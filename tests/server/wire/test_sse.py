@@ -1,0 +1,161 @@
+"""Responses that are watched, on clients that hang up, fall asleep or read on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from pointsman.server.wire.messages.answers import error_event, event, quote
+from starlette.types import Message
+
+from pointsman.server.service.service import unless_disconnected
+from pointsman.server.wire.errors import ApiError
+from pointsman.server.wire.sse import EventStream, send_json
+
+
+class Client:
+    """The other end of a connection."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+        self.has_left = asyncio.Event()
+        self.may_read = asyncio.Event()
+        self.may_read.set()
+
+    async def receive(self) -> Message:
+        await self.has_left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        await self.may_read.wait()
+        self.sent.append(message)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.sent)
+
+
+def with_client(test: Callable[[Client], Awaitable[None]]) -> None:
+    async def run() -> None:
+        await asyncio.wait_for(test(Client()), 10)
+
+    asyncio.run(run())
+
+
+def test_work_is_done_for_who_stays() -> None:
+    async def test(client: Client) -> None:
+        done: list[int] = []
+
+        async def work() -> None:
+            await asyncio.sleep(0)
+            done.append(1)
+
+        await unless_disconnected(client.receive, work())
+        assert done == [1]
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) <= 2  # nobody watches any more (wait_for is one)
+
+    with_client(test)
+
+
+def test_work_is_cancelled_for_who_leaves_and_cleans_up_first() -> None:
+    async def test(client: Client) -> None:
+        events: list[str] = []
+
+        async def work() -> None:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                await asyncio.sleep(0)
+                events.append("closed")
+
+        asyncio.get_running_loop().call_later(0.01, client.has_left.set)
+        await unless_disconnected(client.receive, work())
+        assert events == ["closed"]
+
+    with_client(test)
+
+
+def test_what_the_work_raises_is_raised() -> None:
+    async def test(client: Client) -> None:
+        async def work() -> None:
+            raise ApiError(400, "no")
+
+        with pytest.raises(ApiError):
+            await unless_disconnected(client.receive, work())
+
+    with_client(test)
+
+
+def test_who_cancels_the_response_cancels_the_work() -> None:
+    async def test(client: Client) -> None:
+        was_cancelled = asyncio.Event()
+
+        async def work() -> None:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                was_cancelled.set()
+                raise
+
+        response = asyncio.ensure_future(unless_disconnected(client.receive, work()))
+        await asyncio.sleep(0.01)
+        response.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await response
+        assert was_cancelled.is_set()
+
+    with_client(test)
+
+
+def test_a_stream_has_headers_events_and_an_end() -> None:
+    async def test(client: Client) -> None:
+        events = EventStream(client.send, {"x-request-id": "a"})
+        await events.open()
+        await events.write(event({"text": "é\u2028"}))
+        await events.close(error_event(ApiError(500, "no")))
+        headers = dict(client.sent[0]["headers"])
+        assert headers[b"content-type"].startswith(b"text/event-stream") and headers[b"x-request-id"] == b"a"
+        first, second, last = client.body.decode("ascii").strip().split("\n\n")
+        assert json.loads(first.removeprefix("data: ")) == {"text": "é\u2028"}
+        assert json.loads(second.removeprefix("data: "))["error"]["code"] == 500
+        assert last == "data: [DONE]"
+        assert [message.get("more_body") for message in client.sent[1:]] == [True, False]
+
+    with_client(test)
+
+
+def test_a_reader_that_sleeps_holds_up_who_writes_to_it() -> None:
+    async def test(client: Client) -> None:
+        events = EventStream(client.send, {})
+        await events.open()
+        client.may_read.clear()
+        writing = asyncio.ensure_future(events.write(b"data: 1\n\n"))
+        await asyncio.sleep(0.01)
+        assert not writing.done()
+        client.may_read.set()
+        await writing
+        assert client.body == b"data: 1\n\n"
+
+    with_client(test)
+
+
+def test_a_body_is_json_with_its_length() -> None:
+    async def test(client: Client) -> None:
+        await send_json(client.send, {"text": "é"}, {"x-request-id": "a"})
+        headers = dict(client.sent[0]["headers"])
+        assert json.loads(client.body) == {"text": "é"}
+        assert int(headers[b"content-length"]) == len(client.body)
+        with pytest.raises(ValueError, match="JSON"):
+            await send_json(client.send, {"bad": float("nan")}, {})
+
+    with_client(test)
+
+
+def test_text_is_quoted_as_json_does() -> None:
+    for text in ("", 'a"b\\c', "\n\t\x00\x1f\x7f", "é 日 \U0001f40d", "\u2028\u0085"):
+        assert json.loads(quote(text)) == text
+        assert quote(text).isascii() and quote(text).isprintable()
