@@ -32,12 +32,12 @@ class Part:
 
 PARTS = (
     Part("schedule", "pointsman.core.scheduler:Scheduler", "schedule"),
-    Part("execute: prepare inputs", "pointsman.engine.model_runner:ModelRunner", "prepare"),
-    Part("execute: run", "pointsman.engine.model_runner:ModelRunner", "run"),
-    Part("execute: model", "pointsman.engine.model_runner", "run_model"),
-    Part("execute: sampling", "pointsman.engine.sampler:Sampler", "run"),
+    Part("execute: prepare inputs", "pointsman.engine.model.runner:ModelRunner", "prepare"),
+    Part("execute: run", "pointsman.engine.model.runner:ModelRunner", "run"),
+    Part("execute: model", "pointsman.engine.model.runner", "run_model"),
+    Part("execute: sampling", "pointsman.engine.sampling.sampler:Sampler", "run"),
     Part("update", "pointsman.core.scheduler:Scheduler", "update"),
-    Part("report: outputs", "pointsman.engine.output_processor:OutputProcessor", "process"),
+    Part("report: outputs", "pointsman.engine.outputs.processor:OutputProcessor", "process"),
 )
 """Where a step's time goes, as calls that nest as their labels do."""
 

@@ -5,7 +5,7 @@ as a server makes it. Measured are tokens per second, and for how long in a step
 end of one pass to the start of the next and, within a pass, the time that it takes to have other threads begin. With
 one step in flight the pause is all that a step does beside arithmetic: taking in tokens, making text, scheduling,
 preparing inputs. With two this happens within a pass, while other threads compute
-(`pointsman/engine/steps_in_flight.py`).
+(`pointsman/engine/step_loop.py`).
 
 That is worth something only if the passes do not grow by as much, because two threads at once are slower than one. So
 the length of a pass is shown too, and how much of the pause a step really saves.
@@ -30,7 +30,7 @@ from _engine_model import FULL, QUICK, model_directory
 from _pointsman_engine import exactly, open_engine, set_threads, vocabulary_size, watch_begins, watch_passes
 
 from pointsman.engine import Engine
-from pointsman.engine.model_loader import load_model
+from pointsman.engine.model.loader import load_model
 
 ROWS = 32
 PROMPT_TOKENS = 32

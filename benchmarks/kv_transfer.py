@@ -29,7 +29,8 @@ from _engine_model import FULL, QUICK, model_directory
 from _pointsman_engine import exactly, open_engine, set_threads, vocabulary_size
 
 from pointsman.engine import Engine
-from pointsman.engine.model_loader import LoadedModel, load_model
+from pointsman.engine.model.loaded import LoadedModel
+from pointsman.engine.model.loader import load_model
 
 BLOCK_SIZE = 32
 SYSTEM_PROMPTS = 6

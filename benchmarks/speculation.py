@@ -26,7 +26,7 @@ from _engine_model import FULL, QUICK, model_directory
 from _pointsman_engine import open_engine, set_threads, vocabulary_size
 
 from pointsman.engine import Engine, SamplingParams
-from pointsman.engine.model_loader import load_model
+from pointsman.engine.model.loader import load_model
 
 DRAFTS = 8
 PROMPT_TOKENS = 32

@@ -170,7 +170,7 @@ def test_every_decision_is_a_record_of_three_parts_in_the_index() -> None:
 @cache
 def parent() -> ForkingParent:
     """A process that has imported what the examples run."""
-    modules = ("pointsman.cli", "pointsman.engine.async_engine", "pointsman.engine.llm")
+    modules = ("pointsman.cli", "pointsman.engine.aio.async_engine", "pointsman.engine.llm")
     return ForkingParent(sys.executable, modules, {**os.environ, "OMP_NUM_THREADS": "1"})
 
 

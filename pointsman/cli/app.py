@@ -33,7 +33,7 @@ from pointsman.cli.workload import (
 )
 from pointsman.core import Recorder, RecordingError, ReplayDifference
 from pointsman.core import replay as core_replay
-from pointsman.engine.openmp import wait_briefly
+from pointsman.engine.machine import wait_briefly
 
 if TYPE_CHECKING:
     from pointsman.engine import Engine

@@ -95,7 +95,7 @@ class _Run:
     def loop(self, interruption: Interruption) -> None:
         """Step until every request has finished, Ctrl-C was pressed or a step failed."""
         from pointsman.engine import EngineStepError
-        from pointsman.engine.stats_log import StatsLogger
+        from pointsman.engine.stats import StatsLogger
 
         statistics = None if self.display.shows_progress else StatsLogger(self.engine)
         while not interruption.requested and (self.pending or self.engine.has_unfinished_requests()):

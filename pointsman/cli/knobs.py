@@ -13,10 +13,8 @@ from pointsman.cli.options import NUMBERS_OR_WORDS
 from pointsman.core import ConfigError, Scheduler, SchedulerConfig
 from pointsman.core.kv.connector import RecordedConnector
 from pointsman.core.presets import PRESETS
-from pointsman.engine.kv_events import KVEventsConfig
-from pointsman.engine.kv_knobs import KVKnobs
-from pointsman.engine.scheduler_knobs import DEFAULTS, NAMES
-from pointsman.engine.speculative_config import speculation_knobs
+from pointsman.engine.kv.events import KVEventsConfig
+from pointsman.engine.params.engine_args import SCHEDULER_DEFAULTS, SCHEDULER_NAMES, KVKnobs, speculation_knobs
 
 SIZES = {"kv_cache_bytes", "kv_offload_bytes", "kv_store_bytes"}
 """Knobs that may be given like 64MiB."""
@@ -56,13 +54,13 @@ def engine_arguments(knobs: Mapping[str, Any], preset: str | None = None) -> dic
         arguments["draft_table"] = draft_table(arguments["draft_table"])
     for name in NUMBERS_OR_WORDS & arguments.keys():
         arguments[name] = number_or_word(arguments[name])
-    own = {name: value for name, value in arguments.items() if name in NAMES}
+    own = {name: value for name, value in arguments.items() if name in SCHEDULER_NAMES}
     preset = "default" if preset is None else preset
     if (
         preset not in PRESETS
     ):  # `SchedulerConfig` also has presets of systems to compare with, which are not for serving
         raise ConfigError(f"no preset is called {preset!r}; choose one of {', '.join(PRESETS)}")
-    defaults = {name: value for name, value in DEFAULTS.items() if name not in PRESETS[preset]}
+    defaults = {name: value for name, value in SCHEDULER_DEFAULTS.items() if name not in PRESETS[preset]}
     stand_ins = {"num_blocks": 1, "max_model_len": 1}  # which the model decides
     config = SchedulerConfig.preset(preset, **(stand_ins | defaults | own))
     kv_knobs = KVKnobs(**{field.name: arguments[field.name] for field in fields(KVKnobs) if field.name in arguments})

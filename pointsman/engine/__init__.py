@@ -2,7 +2,22 @@
 
     from pointsman.engine import LLM, SamplingParams
 
-Importing this package is cheap: what needs PyTorch and transformers is loaded when it is first used.
+It imports `pointsman.core` only, and PyTorch and transformers when a public name is first used. A request passes from
+`engine.py` (add, schedule) through `model/runner.py` (forward pass) and `sampling/` to `outputs/`; `llm.py` and `aio/`
+are the two ways to drive an engine. Begin with `engine.py`.
+
+| package | question |
+| --- | --- |
+| `params/` | what does a caller ask for? |
+| `text/` | how does text become tokens, and tokens text? |
+| `attention/`, `kernels/` | how is paged attention computed? |
+| `model/` | how is a model loaded and checked, how does a step run on it? |
+| `grammar/` | which tokens may follow in a structured output? |
+| `sampling/` | which token comes next? |
+| `drafts/` | which tokens are proposed before the model has run? |
+| `kv/` | where are keys and values? |
+| `outputs/` | what does a caller get back? |
+| `aio/` | how do asyncio and the engine's thread meet? |
 """
 
 from __future__ import annotations
@@ -11,7 +26,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pointsman.engine.async_engine import AsyncEngine, RequestStream
+    from pointsman.engine.aio.async_engine import AsyncEngine, RequestStream
     from pointsman.engine.engine import Engine
     from pointsman.engine.errors import (
         EngineDeadError,
@@ -22,28 +37,29 @@ if TYPE_CHECKING:
         UnsupportedModel,
     )
     from pointsman.engine.llm import LLM
-    from pointsman.engine.output import CompletionOutput, Logprob, RequestOutput
-    from pointsman.engine.pooling_params import EmbeddingRequestOutput, PoolingParams
-    from pointsman.engine.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
-    from pointsman.engine.stats_log import EngineStats
-    from pointsman.engine.structured_outputs import StructuredOutputsParams
+    from pointsman.engine.outputs.embedding import EmbeddingRequestOutput
+    from pointsman.engine.outputs.request_output import CompletionOutput, Logprob, RequestOutput
+    from pointsman.engine.params.pooling import PoolingParams
+    from pointsman.engine.params.sampling import RepetitionDetectionParams, RequestOutputKind, SamplingParams
+    from pointsman.engine.params.structured_outputs import StructuredOutputsParams
+    from pointsman.engine.stats import EngineStats
 
 _HOMES = {
     "LLM": "llm",
     "Engine": "engine",
-    "AsyncEngine": "async_engine",
-    "RequestStream": "async_engine",
-    "EmbeddingRequestOutput": "pooling_params",
-    "PoolingParams": "pooling_params",
-    "EngineStats": "stats_log",
+    "AsyncEngine": "aio.async_engine",
+    "RequestStream": "aio.async_engine",
+    "EmbeddingRequestOutput": "outputs.embedding",
+    "PoolingParams": "params.pooling",
+    "EngineStats": "stats",
     "EngineDeadError": "errors",
-    "SamplingParams": "sampling_params",
-    "RepetitionDetectionParams": "sampling_params",
-    "RequestOutputKind": "sampling_params",
-    "StructuredOutputsParams": "structured_outputs",
-    "Logprob": "output",
-    "RequestOutput": "output",
-    "CompletionOutput": "output",
+    "SamplingParams": "params.sampling",
+    "RepetitionDetectionParams": "params.sampling",
+    "RequestOutputKind": "params.sampling",
+    "StructuredOutputsParams": "params.structured_outputs",
+    "Logprob": "outputs.request_output",
+    "RequestOutput": "outputs.request_output",
+    "CompletionOutput": "outputs.request_output",
     "EngineStepError": "errors",
     "GrammarError": "errors",
     "GrammarQueueFullError": "errors",

@@ -13,9 +13,9 @@ class EngineCounters:
     num_prompt_tokens: int = 0
     """Prompt tokens of requests that reached their first token, with those found in the prefix cache."""
     num_cached_tokens: int = 0
-    """How many of `num_prompt_tokens` were not computed: they were found in the prefix cache, or outside the pool."""
+    """Those of `num_prompt_tokens` that were not computed: they were found in the prefix cache, or outside the pool."""
     num_external_tokens: int = 0
-    """How many of `num_cached_tokens` came from host memory or the KV store."""
+    """Those of `num_cached_tokens` that came from host memory or the KV store."""
     num_generated_tokens: int = 0
     scheduler_time: float = 0.0
     """Seconds in the scheduler's `schedule` and `update`."""
@@ -24,7 +24,7 @@ class EngineCounters:
     num_external_queries: int = 0
     """With KV outside the pool: tokens of newly admitted requests that the prefix cache did not have,"""
     num_external_hits: int = 0
-    """and how many of them came from there."""
+    """and the number of them that came from there."""
     num_offloaded_blocks: int = 0
     """KV blocks that were copied to host memory,"""
     num_restored_blocks: int = 0

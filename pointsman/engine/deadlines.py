@@ -1,8 +1,7 @@
-"""When requests must have ended: those whose time is up are found without looking at the others."""
+"""Deadlines of requests: overdue ones are found without looking at the others."""
 
 from __future__ import annotations
 
-import math
 from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING
@@ -11,14 +10,14 @@ if TYPE_CHECKING:
     from pointsman.core import Request
 
 FEWEST = 64
-"""Entries from which those of ended requests are looked for."""
+"""The number of entries from which those of finished requests are removed."""
 
 
 class Deadlines:
     """The deadlines of one engine's requests, in seconds on its clock: a heap.
 
-    Requests that ended in time are not told to it. Their entries go when they are due, or when they may be more than
-    half of all, so that a deadline in an hour does not keep a request's prompt for an hour.
+    Requests that finish in time are not removed from it. Their entries go when they are due, or when they may be more
+    than half of all, so that a deadline in an hour does not keep a request's prompt for an hour.
     """
 
     def __init__(self) -> None:
@@ -35,7 +34,7 @@ class Deadlines:
         heappush(self._heap, (deadline, next(self._tie_breaks), request))
 
     def take_overdue(self, now: float) -> list[Request]:
-        """The requests that have not ended and should have, the longest overdue first; each is returned once."""
+        """The overdue requests that have not finished, the longest overdue first; each is returned once."""
         overdue = []
         while self._heap and self._heap[0][0] <= now:
             request = heappop(self._heap)[2]
@@ -48,9 +47,3 @@ class Deadlines:
         while self._heap and self._heap[0][2].is_finished:
             heappop(self._heap)
         return self._heap[0][0] if self._heap else None
-
-
-def check(request_id: str, deadline: float | None) -> None:
-    """Raises ValueError: a deadline is no finite number of seconds."""
-    if deadline is not None and not (isinstance(deadline, (int, float)) and math.isfinite(deadline)):
-        raise ValueError(f"request {request_id!r}: the deadline is {deadline!r}; give seconds on the engine's clock")

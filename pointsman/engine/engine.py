@@ -7,7 +7,7 @@
             print(output.request_id, output.text)
 
 One thread owns an engine. `step` is the scheduler's `schedule`, the model, and the scheduler's `update`, with as many
-steps in flight as `max_steps_in_flight` says (`steps_in_flight.py`); everything else here makes requests of prompts;
+steps in flight as `max_steps_in_flight` says (`step_loop.py`); everything else here makes requests of prompts;
 tokens become text in the `OutputProcessor`.
 """
 
@@ -17,45 +17,50 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pointsman.core import FinishReason, ParkReason, Request, Scheduler, SchedulerConfig, SchedulerOutput
-from pointsman.engine import deadlines
-from pointsman.engine.allocation import give_back_freed_pages, keep_freed_pages
 from pointsman.engine.counters import EngineCounters
+from pointsman.engine.deadlines import Deadlines
+from pointsman.engine.drafts.prompt_lookup import PromptLookup
 from pointsman.engine.errors import GrammarError
-from pointsman.engine.grammar_compiler import GrammarCompiler
-from pointsman.engine.grammar_process import DEFAULT_TIMEOUT, GrammarLimits
-from pointsman.engine.kv_connector import make_kv_connector
-from pointsman.engine.kv_events import KVEventsConfig, KVEventsPublisher
-from pointsman.engine.kv_knobs import KVKnobs
-from pointsman.engine.kv_pool import KVPool, choose_kv_dtype, choose_num_blocks
-from pointsman.engine.loading import load_with_attention
-from pointsman.engine.model_runner import ModelRunner
-from pointsman.engine.output import RequestOutput
-from pointsman.engine.output_processor import OutputProcessor
+from pointsman.engine.grammar.compiler import GrammarCompiler
+from pointsman.engine.grammar.process import DEFAULT_TIMEOUT, GrammarLimits
+from pointsman.engine.kv.connector import make_kv_connector
+from pointsman.engine.kv.events import KVEventsConfig, KVEventsPublisher
+from pointsman.engine.kv.pool import KVPool, choose_kv_dtype, choose_num_blocks
+from pointsman.engine.machine import give_back_freed_pages, keep_freed_pages
+from pointsman.engine.model.fingerprint import model_fingerprint
+from pointsman.engine.model.loader import load_with_attention
+from pointsman.engine.model.pooling import check_can_pool
+from pointsman.engine.model.runner import ModelRunner
+from pointsman.engine.outputs.processor import OutputProcessor
+from pointsman.engine.outputs.request_output import RequestOutput
+from pointsman.engine.params.engine_args import KVKnobs, check_prompt_lookup, speculation_knobs, with_defaults
+from pointsman.engine.params.pooling import SILENT, PoolingParams
+from pointsman.engine.params.requests import (
+    check_deadline,
+    check_may_come_in_parts,
+    check_request_id,
+    checked_token_ids,
+    most_output,
+    to_request,
+)
+from pointsman.engine.params.sampling import SamplingParams
 from pointsman.engine.pausing import PauseChoice, Pausing
-from pointsman.engine.pooling import check_can_pool
-from pointsman.engine.pooling_params import SILENT, PoolingParams
-from pointsman.engine.proposer import PromptLookup, check_prompt_lookup
-from pointsman.engine.request_checks import check_may_come_in_parts, check_request_id, checked_token_ids, most_output
-from pointsman.engine.requests import to_request
-from pointsman.engine.sampling_params import SamplingParams
-from pointsman.engine.scheduler_knobs import with_defaults
-from pointsman.engine.speculative_config import speculation_knobs
-from pointsman.engine.steps_in_flight import StepsInFlight
+from pointsman.engine.step_loop import StepLoop
+from pointsman.engine.text.tokenizer import encode
 from pointsman.engine.threads import set_num_threads
-from pointsman.engine.tokenizing import encode
 from pointsman.engine.watchdog import make_watchdog
 
 if TYPE_CHECKING:
     from pointsman.core.recording import Recorder
-    from pointsman.core.state.output import IntArray, StepUpdate
-    from pointsman.engine.attention import AttentionBackend
-    from pointsman.engine.backends import AttentionChoice
-    from pointsman.engine.model_loader import LoadedModel
-    from pointsman.engine.model_runner import StepExecution
+    from pointsman.core.state.output import IntArray
+    from pointsman.engine.attention.backends import AttentionChoice
+    from pointsman.engine.attention.paged import AttentionBackend
+    from pointsman.engine.model.loaded import LoadedModel
 
 
 PATIENCE = 0.1
@@ -78,22 +83,23 @@ class Engine:
         attention: "torch", "numba", a class of backends, or "auto": the fastest; for a model that is loaded already
             also a backend object.
         fuse: whether parts of the model may be replaced by faster ones that compute the same.
-        quantization: "int8" for linear layers in 8 bits: faster, and other answers (see `linear.py`).
+        quantization: "int8" for linear layers in 8 bits: faster, and other outputs (see `model/linear.py`).
         num_threads: of PyTorch and the kernels; None: see `threads.py`.
         grammar_timeout: seconds that compiling the grammar of a request with structured output may take.
-        kv_offload_bytes: host memory for KV that the pool gives up, see `kv_offload.py`; None: none.
-        kv_store: a directory in which KV is kept for other engines and for later, see `kv_store.py`; None: nowhere.
-        kv_store_role: "producer": what is computed is written there; "consumer": what is there is not computed; "both".
-        kv_store_bytes: most that the files there may take; None: as much as there is room for.
-        kv_events_config: where to publish what enters and leaves the prefix cache, see `kv_events.py`; None: nowhere.
-        stream_interval: tokens from one output of a request to the next; its first token and its end come at once.
-        prompt_lookup_min, prompt_lookup_max: with `num_draft_tokens`: how many of its newest tokens a request must have
-            had before for drafts to be taken from there, at least, and how many are looked for (`proposer.py`); None: 2
-            and 5.
-        speculative_config: the same three as vLLM has them, in their place, see `speculative_config.py`.
-        watchdog_seconds: without progress, after which a request is told of in the log (`watchdog.py`); 0: never.
+        kv_offload_bytes: host memory for KV that the pool evicts, see `kv/offload.py`; None: none.
+        kv_store: a directory in which KV is kept for other engines and for later, see `kv/store.py`; None: nowhere.
+        kv_store_role: "producer": computed KV is written there; "consumer": KV found there is not computed; "both".
+        kv_store_bytes: the maximum that the files there may take; None: no limit but the disk's.
+        kv_events_config: where to publish what enters and leaves the prefix cache, see `kv/events.py`; None: nowhere.
+        stream_interval: tokens from one output of a request to the next; the first token and the last output come at
+            once.
+        prompt_lookup_min, prompt_lookup_max: with `num_draft_tokens`: the minimum and the maximum number of its newest
+            tokens that must occur earlier in a request for drafts to be taken from there (`drafts/prompt_lookup.py`);
+            None: 2 and 5.
+        speculative_config: the same three as vLLM has them, in their place, see `params/engine_args.py`.
+        watchdog_seconds: without progress, after which a request is reported in the log (`watchdog.py`); 0: never.
         scheduler_knobs: fields of `SchedulerConfig`, which mean what they say there; where an engine's defaults differ,
-            and what it cannot use, is in `scheduler_knobs.py`.
+            and what it cannot use, is in `params/engine_args.py`.
 
     Raises:
         ModelLoadError, UnsupportedModel: the model cannot be read, or not be run correctly.
@@ -170,26 +176,23 @@ class Engine:
         self.kv_pool.log_capacity(self.max_model_len)
         self.counters = EngineCounters()
         kv_knobs = KVKnobs(kv_offload_bytes, kv_store, kv_store_role, kv_store_bytes)
-        self.kv_connector = make_kv_connector(kv_knobs, config, self.loaded, self.kv_pool, self.counters, clock)
+        self.kv_connector = make_kv_connector(
+            kv_knobs, config, partial(model_fingerprint, self.loaded), self.kv_pool, self.counters, clock
+        )
         self.scheduler = Scheduler(config, recorder=recorder, connector=self.kv_connector)
         self.runner = ModelRunner(
             self.loaded, self.kv_pool, self.scheduler, self.kv_connector, seed=seed, backend=self.attention
         )
-        self.proposer = (
+        proposer = (
             PromptLookup(self.scheduler, min_ngram, max_ngram, self.counters, self.runner.num_computed_rows)
             if config.num_draft_tokens
             else None
         )
         self.clock = clock
         self.watchdog = make_watchdog(self.scheduler, watchdog_seconds, clock)
-        self.last_output: SchedulerOutput | None = None
-        """The last step's decisions, for displays."""
         self.kv_events = KVEventsPublisher(events_config, config.block_size) if events_config is not None else None
         if self.kv_events is not None:
             weakref.finalize(self, self.kv_events.close)
-        self.steps = StepsInFlight(
-            self.scheduler, self.runner, self.schedule, self.update, self.report, clock, self.counters
-        )
         self.outputs = OutputProcessor(self.loaded.tokenizer, self.counters, stream_interval)
         self.grammars = GrammarCompiler(
             self.loaded.tokenizer,
@@ -197,16 +200,22 @@ class Engine:
             self.eos_token_ids,
             limits=GrammarLimits(timeout=grammar_timeout),
         )
-        self.on_report: Callable[[SchedulerOutput], None] | None = None
-        """Gets every step that was reported, behind its outputs."""
         self.on_ready: Callable[[Request], None] | None = None
         """Gets every request that was parked for its grammar when it has it."""
-        self.deadlines = deadlines.Deadlines()
+        self.deadlines = Deadlines()
         self.pausing = Pausing(self.scheduler, clock, self._abort_all)
+        self.steps = StepLoop(
+            self.scheduler,
+            self.runner,
+            self.outputs,
+            proposer=proposer,
+            kv_events=self.kv_events,
+            pausing=self.pausing,
+            before_schedule=self._before_schedule,
+            clock=clock,
+            counters=self.counters,
+        )
         give_back_freed_pages()  # of loading
-        self._unreported: list[RequestOutput] = []  # what the next `step` returns
-        self.on_output: Callable[[RequestOutput], None] | None = None
-        """Gets every output as soon as there is one; `step` and `finish_steps` then return none."""
 
     @property
     def tokenizer(self) -> Any | None:
@@ -217,6 +226,20 @@ class Engine:
     def model_config(self) -> Any:
         """The model's (text) configuration, as transformers has it."""
         return self.loaded.config
+
+    @property
+    def last_output(self) -> SchedulerOutput | None:
+        """The last step's decisions, for displays."""
+        return self.steps.last_output
+
+    @property
+    def on_output(self) -> Callable[[RequestOutput], None] | None:
+        """Called with every output as soon as there is one; `step` and `finish_steps` then return none."""
+        return self.outputs.on_output
+
+    @on_output.setter
+    def on_output(self, listener: Callable[[RequestOutput], None] | None) -> None:
+        self.outputs.on_output = listener
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -241,24 +264,24 @@ class Engine:
         """Queue a prompt; if its grammar is still to be compiled, park it until that is done.
 
         Args:
-            request_id: text, unique among requests that have not ended; free again with the step after its end.
+            request_id: text, unique among unfinished requests; free again with the step after it finishes.
             prompt: text, or token ids.
             params: None: the defaults of `SamplingParams`; a `PoolingParams`: its output has an embedding and no token.
             arrival_time: seconds on the engine's clock; None: now.
             priority: smaller is more urgent; read under order "priority".
             cache_salt: only requests with an equal salt share cached prefixes.
-            deadline: when the request ends with finish_reason "deadline" if it has not ended, waiting or running, in
-                seconds on the engine's clock; None: never.
+            deadline: when the request finishes with finish_reason "deadline", waiting or running, in seconds on the
+                engine's clock; None: never.
             prompt_text: what outputs show as the prompt if it is given as token ids.
-            eager_text: make the text in `report`, in the engine's thread, and not when an output's text is read; for
-                outputs that other threads read.
+            eager_text: make the text when a step is reported, in the engine's thread, and not when an output's text is
+                read; for outputs that other threads read.
             more_input: whether the prompt goes on in later parts (`extend`); nothing is generated before the last.
 
         Raises:
             RequestRefused, DuplicateRequest, ValueError: it can never run, with the reason; nothing else is disturbed.
         """
         now = self.clock()
-        deadlines.check(request_id, deadline)
+        check_deadline(request_id, deadline)
         params = params or SamplingParams()
         request = to_request(
             request_id,
@@ -295,7 +318,7 @@ class Engine:
         *,
         more_input: bool,
     ) -> IntArray | Sequence[int]:
-        """The prompt's tokens, if it and what is asked for can be a request of this model.
+        """The prompt's tokens, if prompt and parameters can be a request of this model.
 
         Raises:
             ValueError: they cannot, or the id cannot name one.
@@ -303,15 +326,15 @@ class Engine:
         check_request_id(request_id)
         content = self.tokenize(prompt) if isinstance(prompt, str) else prompt
         token_ids = checked_token_ids(request_id, content, self.loaded.vocab_size)
-        sampling = params
-        if isinstance(params, PoolingParams):
+        is_pooled = isinstance(params, PoolingParams)
+        if is_pooled:
             check_can_pool(self.loaded.model)
-            sampling = SILENT
+        sampling = SILENT if isinstance(params, PoolingParams) else params
         self.outputs.check(request_id, sampling)
         self.runner.sampler.check(sampling)
         self.grammars.check(sampling)
         if more_input:
-            check_may_come_in_parts(request_id, sampling, is_pooled=sampling is not params)
+            check_may_come_in_parts(request_id, sampling, is_pooled=is_pooled)
         return token_ids
 
     def extend(
@@ -331,7 +354,7 @@ class Engine:
 
         Raises:
             UnknownRequest, InvalidTransition: there is no such request, or its prompt is complete.
-            ValueError: the part is none, or the prompt would be too long; the request is as before.
+            ValueError: the part is not valid, or the prompt would be too long; the request is as before.
         """
         tokens = self.tokenize(prompt, add_special_tokens=False) if isinstance(prompt, str) else prompt
         token_ids = checked_token_ids(request_id, tokens, self.loaded.vocab_size)
@@ -354,51 +377,48 @@ class Engine:
         return encode(self.tokenizer, prompt, add_special_tokens=add_special_tokens)
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request now; its last output, or None if it is unknown or has ended."""
+        """Abort a request now; its last output, or None if it is unknown or has finished."""
         return self._end(request_id, FinishReason.ABORT, self.clock())
 
     def end_overdue(self) -> list[RequestOutput]:
-        """End the requests whose deadlines have passed; their last outputs. `schedule` does so too."""
+        """Finish the requests whose deadlines have passed; their last outputs. Every step does so too."""
         now = self.clock()
-        ended = []
+        finished = []
         for request in self.deadlines.take_overdue(now):
             detail = f"its deadline passed, {now - request.arrival_time:.3f} s after its arrival"
             output = self._end(request.request_id, FinishReason.DEADLINE, now, detail)
             if output is not None:
-                ended.append(output)
-        return ended
+                finished.append(output)
+        return finished
 
     def take_grammars(self) -> list[RequestOutput]:
         """Requests whose grammar has been compiled return to their places in the queue; those whose grammar failed
-        end, and these are their last outputs. `schedule` does so too.
+        finish, and these are their last outputs. Every step does so too.
         """
         now = self.clock()
-        ended = []
+        finished = []
         for request, grammar in self.grammars.take():
             if isinstance(grammar, GrammarError):
                 output = self._end(request.request_id, FinishReason.ERROR, now, str(grammar), grammar)
                 if output is not None:
-                    ended.append(output)
+                    finished.append(output)
             elif request.status.is_parked:
                 self.runner.sampler.use_grammar(request, grammar)
                 self.scheduler.ready(request.request_id, now)
                 if self.on_ready is not None:
                     self.on_ready(request)
-        return ended
+        return finished
 
     def take_transfers(self) -> list[RequestOutput]:
-        """Requests whose KV has been loaded return to their places in the queue; the last outputs of those that end
-        because it could not be. `schedule` does so too.
+        """Requests whose KV has been loaded return to their places in the queue; the last outputs of those that
+        finish because it could not be. Every step does so too.
         """
-        connector = self.kv_connector
-        return [] if connector is None else self._report_ends(connector.settle(self.scheduler))
-
-    def _report_ends(self, requests: Sequence[Request]) -> list[RequestOutput]:
-        """The last outputs of requests that the scheduler has ended by itself; of others that have theirs, none."""
-        now = self.clock()
-        outputs = [output for request in requests if (output := self.outputs.end(request, now)) is not None]
-        for output in outputs if self.on_output is not None else ():
-            self.on_output(output)
+        if self.kv_connector is None:
+            return []
+        outputs = self.outputs.end_all(self.kv_connector.settle(self.scheduler), self.clock())
+        if self.on_output is not None:
+            for output in outputs:
+                self.on_output(output)
         return outputs
 
     def _end(
@@ -406,7 +426,8 @@ class Engine:
     ) -> RequestOutput | None:
         request = self.scheduler.finish(request_id, reason, now, detail=detail)
         if request is not None:
-            self._tell_kv_events()
+            if self.kv_events is not None:
+                self.kv_events.publish(self.scheduler.take_kv_events())
             self.grammars.forget(request)
         output = None if request is None else self.outputs.end(request, now, error)
         if output is not None and self.on_output is not None:
@@ -417,17 +438,19 @@ class Engine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether any request waits or runs, a step is in flight, or `step` has outputs to return."""
-        return bool(self._unreported) or len(self.steps) > 0 or self.scheduler.has_unfinished_requests()
+        return self.outputs.has_kept or len(self.steps) > 0 or self.scheduler.has_unfinished_requests()
 
     def has_runnable_requests(self) -> bool:
-        """Whether there is anything to do: a step is in flight, or a request neither parked nor paused."""
+        """Whether there is anything to compute: a step in flight, or a request that is neither paused nor parked (which
+        waits for a grammar, KV or a part of its prompt)."""
         return len(self.steps) > 0 or self.scheduler.has_runnable_requests()
 
     # -------------------------------------------------------------------------------------------------- pausing
 
     def pause(self, mode: PauseChoice = "abort", *, clear_cache: bool = True) -> Future[None]:
-        """Admit nobody until `resume`, so that weights can be changed. `pausing.py` says what `mode` (or a ValueError)
-        and `clear_cache` mean. Done when nothing will be computed until `resume`: at once, or after further steps."""
+        """Admit no request until `resume`, so that weights can be changed. `pausing.py` says what `mode` (or a
+        ValueError) and `clear_cache` mean. Done when nothing will be computed until `resume`: at once, or after further
+        steps."""
         return self.pausing.pause(mode, clear_cache=clear_cache)
 
     def resume(self) -> None:
@@ -449,10 +472,10 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Execute a step, and `update`. With several steps in flight that may be the one before it; see
-        `steps_in_flight.py`.
+        `step_loop.py`.
 
         Returns:
-            The requests that got a token or ended meanwhile, in order; one may be there twice.
+            Outputs of the requests that got a token or finished meanwhile, in order; one may be there twice.
 
         Raises:
             EngineStepError: the model failed. Its cause is the failure; the scheduler is as it was before the step,
@@ -465,32 +488,27 @@ class Engine:
             self.kv_connector.wait(PATIENCE)
         self.steps.void_if_broken_off()
         self.steps.run()
-        return self._take_unreported()
+        return self.outputs.take_kept()
 
     def finish_steps(self) -> list[RequestOutput]:
-        """Take in every step in flight, and schedule no further one.
+        """Execute, update and report every step in flight, and schedule no further one.
 
         Raises:
             EngineStepError: as for `step`.
         """
         self.steps.finish()
-        return self._take_unreported()
+        return self.outputs.take_kept()
 
     def close(self) -> None:
-        """Take back the steps in flight, and close what the engine has to do with others."""
+        """Void the steps in flight, and close the connector and the publisher of KV events."""
         self.steps.void()
         if self.kv_connector is not None:
             self.kv_connector.close()
         if self.kv_events is not None:
             self.kv_events.close()
 
-    def _tell_kv_events(self) -> None:
-        if self.kv_events is not None:
-            self.kv_events.publish(self.scheduler.take_kv_events())
-
-    def schedule(self) -> SchedulerOutput:
-        """Decide what runs in the next step. Every output must reach the model and `update`, in order."""
-        started = time.perf_counter()
+    def _before_schedule(self) -> None:
+        """Finish requests whose deadline passed, and return to the queue those whose grammar or KV has come."""
         self._keep(self.end_overdue())  # before they cost anything
         if self.grammars.num_waiting:
             self._keep(self.take_grammars())
@@ -498,48 +516,8 @@ class Engine:
             self._keep(self.take_transfers())
         if self.watchdog is not None:
             self.watchdog.tick()
-        now = self.clock()
-        self.last_output = output = self.scheduler.schedule(now)
-        for request, num_external in zip(output.admitted, output.num_external_tokens.tolist(), strict=True):
-            self.outputs.note_scheduled(request, now, num_external)
-        if self.kv_connector is not None:
-            self._keep(self._report_ends(output.finished))  # of loads that took too long
-        self._tell_kv_events()
-        self.counters.num_steps += 1
-        self.counters.scheduler_time += time.perf_counter() - started
-        return output
-
-    def update(self, output: SchedulerOutput, execution: StepExecution) -> StepUpdate:
-        """Tell the scheduler what came back from the model for the oldest step in flight; `report` must follow."""
-        started = time.perf_counter()
-        update = self.scheduler.update(output, execution.result, self.clock())
-        self.counters.scheduler_time += time.perf_counter() - started
-        self._tell_kv_events()
-        self.counters.num_generated_tokens += len(update.token_ids)
-        return update
-
-    def report(self, output: SchedulerOutput, update: StepUpdate, execution: StepExecution) -> None:
-        """Make outputs of what an update gave, and end whom a stop string ends."""
-        now = self.clock()
-        outputs, stops = self.outputs.process(output, update, execution, now)
-        for request_id, num_tokens, stop, reason, detail in stops:
-            self.scheduler.finish(request_id, reason, now, keep_tokens=num_tokens, detail=detail, stop_reason=stop)
-        if self.proposer is not None:
-            self.proposer.propose(output, update, now)
-        if self.on_output is not None:
-            for one in outputs:
-                self.on_output(one)
-        if self.pausing.waiting:
-            self.pausing.settle()
-        self._keep(outputs)
-        if self.on_report is not None:
-            self.on_report(output)
 
     def _keep(self, outputs: list[RequestOutput]) -> None:
-        """For the next `step` to return."""
+        """Outputs for the next `step` to return, unless `on_output` has had them."""
         if self.on_output is None:
-            self._unreported += outputs
-
-    def _take_unreported(self) -> list[RequestOutput]:
-        outputs, self._unreported = self._unreported, []
-        return outputs
+            self.outputs.hand_out(outputs)

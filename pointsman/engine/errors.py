@@ -7,7 +7,7 @@ from pointsman.core.errors import PointsmanError
 NOTHING_LEFT = (
     "allowed_token_ids, bad_words, min_tokens and structured_outputs together leave no token to sample; loosen one"
 )
-"""Why a request ends with an error through its own parameters."""
+"""Why a request finishes with an error through its own parameters."""
 GRAMMAR_TOO_SLOW = "the grammar took"
 """How the same begins if its grammar costs too much."""
 
@@ -25,7 +25,7 @@ class EngineStepError(PointsmanError, RuntimeError):
 
 
 class EngineDeadError(PointsmanError, RuntimeError):
-    """The engine's thread has ended, because a step failed for good or because it was shut down.
+    """The engine's thread has stopped, because a step failed for good or because it was shut down.
 
     Its `__cause__` is the failure, or None after a shutdown.
     """

@@ -1,6 +1,6 @@
 """Ctrl-C between steps instead of within one.
 
-Python raises KeyboardInterrupt wherever the main thread happens to be: half way through the scheduler's bookkeeping, or
+Python raises KeyboardInterrupt wherever the main thread happens to be: in the middle of the scheduler's bookkeeping, or
 between a lock and the `try` that would release it. A loop that steps an engine notes the signal and obeys it at its own
 boundaries, so that whatever it leaves is whole:
 
@@ -9,7 +9,7 @@ boundaries, so that whatever it leaves is whole:
             engine.step()
             interruption.obey()
 
-Only the first one is noted: whoever presses Ctrl-C again does not want to wait for the step.
+Only the first one is noted: a second Ctrl-C means not to wait for the step.
 """
 
 from __future__ import annotations

@@ -19,12 +19,13 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from pointsman.engine.engine import Engine
 from pointsman.engine.errors import EngineStepError
 from pointsman.engine.interruption import Interruption, noted_interrupts
-from pointsman.engine.model_loader import LoadedModel
-from pointsman.engine.output import RequestOutput
-from pointsman.engine.pooling_params import EmbeddingRequestOutput, Pooling, PoolingParams
-from pointsman.engine.sampling_params import RequestOutputKind, SamplingParams
-from pointsman.engine.stats_log import DEFAULT_INTERVAL, StatsLogger
-from pointsman.engine.tokenizing import render_chat
+from pointsman.engine.model.loaded import LoadedModel
+from pointsman.engine.outputs.embedding import EmbeddingRequestOutput
+from pointsman.engine.outputs.request_output import RequestOutput
+from pointsman.engine.params.pooling import Pooling, PoolingParams
+from pointsman.engine.params.sampling import RequestOutputKind, SamplingParams
+from pointsman.engine.stats import DEFAULT_INTERVAL, StatsLogger
+from pointsman.engine.text.tokenizer import render_chat
 
 Prompt: TypeAlias = str | Mapping[str, Any]
 """Text, or {"prompt": text}, or {"prompt_token_ids": [...]} (with both, the tokens are run and the text is shown); a
@@ -39,7 +40,7 @@ class LLM:
 
     Args:
         model: a directory, "demo" for the packaged model, or a model that is loaded already.
-        log_stats_interval: seconds between lines of statistics in the log (`stats_log.py`) while no progress bar is
+        log_stats_interval: seconds between lines of statistics in the log (`stats.py`) while no progress bar is
             shown; None: no lines.
         **knobs: as for `Engine`.
 
@@ -127,7 +128,7 @@ class LLM:
         return [EmbeddingRequestOutput.of(output) for output in self.generate(prompts, params, use_tqdm)]
 
     def _run(self, num_requests: int, use_tqdm: bool, interruption: Interruption) -> dict[str, RequestOutput]:
-        """Step until every request has ended; their last outputs, by id."""
+        """Step until every request has finished; their last outputs, by id."""
         interval = None if use_tqdm else self._log_stats_interval  # a line would tear the bar
         statistics = StatsLogger(self.engine, interval) if interval is not None else None
         finished: dict[str, RequestOutput] = {}
@@ -163,7 +164,7 @@ class LLM:
             sampling_params: as for `generate`.
             use_tqdm: whether to show progress on stderr.
             chat_template: a Jinja template in place of the tokenizer's own.
-            add_generation_prompt: end the prompt with the beginning of an answer.
+            add_generation_prompt: end the prompt with the beginning of a completion.
             continue_final_message: leave the last message open, to be continued; in place of a generation prompt.
             tools: descriptions of functions, for templates that show them to the model.
             chat_template_kwargs: whatever else the template reads.
@@ -224,7 +225,7 @@ class LLM:
     def _abort_all(self, ids: Sequence[str]) -> None:
         for request_id in ids:
             self.engine.abort(request_id)
-        with suppress(EngineStepError):  # nobody wants what they give
+        with suppress(EngineStepError):  # their outputs have no reader
             self.engine.finish_steps()
 
 

@@ -1,14 +1,14 @@
-"""Pausing an engine, with vLLM's modes: what becomes of the requests that are there when it is paused?
+"""Pausing an engine, with vLLM's modes: what becomes of its unfinished requests?
 
-| mode | those that run | those that wait |
+| mode | running requests | waiting requests |
 | --- | --- | --- |
-| "abort" | end with finish_reason "abort" | the same |
-| "wait" | go on to their end | wait for `resume` |
-| "keep" | stand still, and go on after `resume` | wait for `resume` |
+| "abort" | are aborted, finish_reason "abort" | the same |
+| "wait" | run until they finish | wait for `resume` |
+| "keep" | are suspended, and go on after `resume` | wait for `resume` |
 
 Requests may be added meanwhile, and wait. A pause is complete when nothing will be computed until `resume`: no request
-runs, or all stand still, and no step is in flight. Then the weights may be changed. With `clear_cache` the KV that the
-old ones computed is forgotten at that moment: what stands still computes its own anew.
+runs, or all are suspended, and no step is in flight. Then the weights may be changed. With `clear_cache` the KV that
+the old ones computed is forgotten at that moment: suspended requests recompute theirs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Pausing:
     Args:
         scheduler: is paused.
         clock: the engine's, in seconds.
-        abort_all: ends every request, with outputs for those who read them.
+        abort_all: aborts every request, with outputs for their readers.
     """
 
     def __init__(self, scheduler: Scheduler, clock: Callable[[], float], abort_all: Callable[[], None]) -> None:
@@ -45,7 +45,7 @@ class Pausing:
         self._abort_all = abort_all
         self._clears_cache = False
         self.waiting: list[Future[None]] = []
-        """Whom the completion of the pause is to be told."""
+        """Done when the pause is complete."""
 
     def pause(self, mode: PauseChoice, *, clear_cache: bool) -> Future[None]:
         """Pause; done when the pause is complete. Paused already: the later mode counts, for earlier callers too.
@@ -58,7 +58,7 @@ class Pausing:
         self._scheduler.pause(self._clock(), PauseMode.ALL if mode == "keep" else PauseMode.ADMISSIONS)
         self._clears_cache = clear_cache or (self._clears_cache and bool(self.waiting))
         future: Future[None] = Future()
-        future.set_running_or_notify_cancel()  # one who waits for it and gives up must not cancel it for the engine
+        future.set_running_or_notify_cancel()  # a caller that gives up waiting must not cancel it for the engine
         self.waiting.append(future)
         if mode == "abort":
             self._abort_all()
@@ -71,7 +71,8 @@ class Pausing:
         self.fail(ResumedError("the engine was resumed before the pause was complete"))
 
     def settle(self) -> None:
-        """Complete the pause, if it now is; after every step and every end while somebody waits for that."""
+        """Complete the pause, if it now is; after every step and every finished request while `waiting` is not
+        empty."""
         if not self.waiting or self._scheduler.has_runnable_requests() or self._scheduler.num_steps_in_flight:
             return
         if self._clears_cache:

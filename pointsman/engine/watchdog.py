@@ -1,7 +1,7 @@
-"""Tells of requests that make no progress: a line in the log for each stall, and a number for the metrics.
+"""Reports requests that make no progress: a line in the log for each stall, and a number for the metrics.
 
 It looks at the scheduler four times in `watchdog_seconds`, between steps or while the engine has nothing to run. A step
-that hangs keeps it from looking, too: then it is silent, and the server answers 503 to questions about requests.
+that hangs keeps it from looking, too: then it is silent, and the server responds with 503 to questions about requests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class EngineWatchdog:
     """Watches the requests of one scheduler, in the thread that owns it.
 
     Args:
-        seconds: without progress, after which a request is told of.
+        seconds: without progress, after which a request is reported.
         clock: the one by which the scheduler is called.
 
     Raises:
@@ -34,14 +34,14 @@ class EngineWatchdog:
     def __init__(self, scheduler: Scheduler, seconds: float, clock: Callable[[], float]) -> None:
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
             raise ValueError(
-                f"watchdog_seconds is {seconds!r}; give the seconds without progress after which a request is told of, "
-                "or 0 for none"
+                f"watchdog_seconds is {seconds!r}; give the seconds without progress after which a request is "
+                "reported, or 0 for none"
             )
         self._scheduler = scheduler
         self._seconds = float(seconds)
         self._clock = clock
         self._next_look = -math.inf
-        self._told: dict[str, float] = {}  # request id -> since when it stalls
+        self._reported: dict[str, float] = {}  # request id -> since when it stalls
         self.num_stalled = 0
         """Requests without progress at the last look."""
 
@@ -52,12 +52,12 @@ class EngineWatchdog:
             return
         self._next_look = now + self._seconds / LOOKS
         stalls = self._scheduler.stalled(now, self._seconds)
-        new = [stall for stall in stalls if self._told.get(stall.explanation.request_id) != stall.since]
+        new = [stall for stall in stalls if self._reported.get(stall.explanation.request_id) != stall.since]
         for stall in new[:MOST_LINES]:
             logger.warning("no progress for %.1f s: %s", now - stall.since, stall.explanation.sentence)
         if len(new) > MOST_LINES:
             logger.warning("no progress for %g s or more: %d further requests", self._seconds, len(new) - MOST_LINES)
-        self._told = {stall.explanation.request_id: stall.since for stall in stalls}
+        self._reported = {stall.explanation.request_id: stall.since for stall in stalls}
         self.num_stalled = len(stalls)
 
 

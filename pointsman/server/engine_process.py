@@ -26,15 +26,14 @@ from typing import TYPE_CHECKING, Any
 from pointsman.core import SchedulerOutput
 from pointsman.core.errors import UnknownRequest
 from pointsman.core.recording import Recorder
-from pointsman.engine.allocation import keep_freed_pages
+from pointsman.engine.aio.engine_thread import Add as ThreadAdd
+from pointsman.engine.aio.engine_thread import Call, EngineThread
+from pointsman.engine.aio.engine_thread import Stop as ThreadStop
 from pointsman.engine.engine import Engine
-from pointsman.engine.engine_thread import EngineThread
 from pointsman.engine.errors import EngineDeadError, first_line
-from pointsman.engine.messages import Add as ThreadAdd
-from pointsman.engine.messages import Call
-from pointsman.engine.messages import Stop as ThreadStop
+from pointsman.engine.machine import keep_freed_pages
 from pointsman.engine.pausing import PauseChoice
-from pointsman.engine.stats_log import read_stats
+from pointsman.engine.stats import read_stats
 from pointsman.server.outbox import RemoteMailbox, RemotePort
 from pointsman.server.wire.messages import (
     Abandon,

@@ -16,13 +16,13 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
-from pointsman.engine.mailbox import Mailbox, Port
+from pointsman.engine.aio.mailbox import Mailbox, Port
 from pointsman.server.wire.messages import Delta, EngineOutputs, EngineRequest, StepNote, pack, portable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pointsman.engine.output import RequestOutput
+    from pointsman.engine.outputs.request_output import RequestOutput
 
 
 class Outbox:

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pointsman.engine.errors import first_line
-from pointsman.engine.openmp import wait_briefly
-from pointsman.engine.stats_log import DEFAULT_INTERVAL
-from pointsman.engine.tokenizing import model_directory, read_tokenizer, render_chat
+from pointsman.engine.machine import wait_briefly
+from pointsman.engine.stats import DEFAULT_INTERVAL
+from pointsman.engine.text.tokenizer import model_directory, read_tokenizer, render_chat
 from pointsman.server.config import ServerConfig
 from pointsman.server.service.engine_client import EngineClient, EngineStartError
 from pointsman.server.startup import startup_lines

@@ -19,7 +19,7 @@ from pointsman.cli.options import KNOBS, SERVER
 from pointsman.cli.serve import FILE_OPTIONS, ServeSettings, serve_settings
 from pointsman.core import SchedulerConfig
 from pointsman.core.presets import PRESETS
-from pointsman.engine.scheduler_knobs import DEFAULTS, NAMES
+from pointsman.engine.params.engine_args import SCHEDULER_DEFAULTS, SCHEDULER_NAMES
 from pointsman.server.config import ServerConfig
 from tests.cli.conftest import Finished
 from tests.cli.test_bad_input import check_refused
@@ -60,8 +60,8 @@ def engine_defaults() -> dict[str, Any]:
 
     parameters = inspect.signature(Engine).parameters.values()
     own = {each.name: each.default for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD}
-    scheduler = {field.name: field.default for field in fields(SchedulerConfig) if field.name in NAMES}
-    found = {**scheduler, **DEFAULTS, **own}
+    scheduler = {field.name: field.default for field in fields(SchedulerConfig) if field.name in SCHEDULER_NAMES}
+    found = {**scheduler, **SCHEDULER_DEFAULTS, **own}
     return {name: default for name, default in found.items() if name not in NOT_OPTIONS}
 
 

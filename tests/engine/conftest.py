@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from pointsman.engine import numba_attention
-from pointsman.engine.attention import PagedBatch
+from pointsman.engine.attention import numba_backend as numba_attention
+from pointsman.engine.attention.paged import PagedBatch
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pointsman.engine import Engine, EngineStepError, SamplingParams
-from pointsman.engine.model_loader import LoadedModel
+from pointsman.engine.model.loaded import LoadedModel
 
 TIGHT = {"num_blocks": 22, "full_sequence_must_fit": False}
 """A pool in which such requests preempt each other, and no prefix lasts."""

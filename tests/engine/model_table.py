@@ -1,6 +1,6 @@
 """The tables of docs/models.md, made from the lists that the tests run.
 
-`python tests/engine/model_table.py` writes them.
+`python -m tests.engine.model_table` writes them.
 Each table stands between a pair of comments in the document; the text around them is written by hand.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tiny_models import FAMILIES, REFUSED, THOROUGH
+from tests.engine.tiny_models import FAMILIES, REFUSED, THOROUGH
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 

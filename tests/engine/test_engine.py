@@ -13,9 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import FAMILIES, VOCAB_SIZE, build
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from pointsman.core import DuplicateRequest, Recorder, RequestRefused, Scheduler, SchedulerConfig, replay
 from pointsman.core.errors import ConfigError
@@ -27,21 +24,15 @@ from pointsman.engine import (
     RequestOutput,
     SamplingParams,
 )
-from pointsman.engine.kv_pool import KVPool
-from pointsman.engine.model_loader import LoadedModel, wrap_model
-from pointsman.engine.model_runner import NOT_FINITE, ModelRunner
+from pointsman.engine.kv.pool import KVPool
+from pointsman.engine.model.loaded import LoadedModel
+from pointsman.engine.model.loader import wrap_model
+from pointsman.engine.model.runner import NOT_FINITE, ModelRunner
+from tests.engine.engine_loop import drain, free_blocks
+from tests.engine.text_tokenizers import byte_tokenizer
+from tests.engine.tiny_models import FAMILIES, build
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-
-
-def byte_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
-    """One token per byte, so that characters beyond ASCII take several; a small vocabulary lacks some bytes."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda c: (c != "\u0120", c))  # the space comes first
-    vocab = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{c: i + 3 for i, c in enumerate(alphabet[: vocab_size - 3])}}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
 
 
 @pytest.fixture(scope="module")
@@ -56,21 +47,6 @@ def engine(loaded: LoadedModel, request: pytest.FixtureRequest) -> Engine:
         loaded, num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=32,
         max_steps_in_flight=request.param, clock=lambda: float(next(ticks)),
     )  # fmt: skip
-
-
-def drain(engine: Engine) -> dict[str, RequestOutput]:
-    done = {}
-    while engine.has_unfinished_requests():
-        done.update((output.request_id, output) for output in engine.step() if output.finished)
-        engine.scheduler.check_invariants()
-    return done
-
-
-def free_blocks(engine: Engine) -> int:
-    return engine.scheduler.stats().num_free_blocks
-
-
-# ------------------------------------------------------------------------------------------------------- requests
 
 
 def test_a_request_from_start_to_end(engine: Engine) -> None:

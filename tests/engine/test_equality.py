@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import FAMILIES, THOROUGH, VOCAB_SIZE, build
 
 from pointsman.engine import Engine, RequestOutput, SamplingParams
-from pointsman.engine.attention import AttentionBackend
-from pointsman.engine.model_loader import LoadedModel, wrap_model
+from pointsman.engine.attention.paged import AttentionBackend
+from pointsman.engine.model.loaded import LoadedModel
+from pointsman.engine.model.loader import wrap_model
+from tests.engine.tiny_models import FAMILIES, THOROUGH, VOCAB_SIZE, build
 from tests.soak import short_of
 
 pytestmark = pytest.mark.e2e

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from text_tokenizers import byte_level
-from tiny_models import FAMILIES, build
 
 from pointsman.engine import LLM, RequestOutputKind, SamplingParams
-from pointsman.engine.model_loader import LoadedModel, wrap_model
+from pointsman.engine.model.loaded import LoadedModel
+from pointsman.engine.model.loader import wrap_model
+from tests.engine.text_tokenizers import byte_level
+from tests.engine.tiny_models import FAMILIES, build
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 TEMPLATE = (

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import FAMILIES, build
 
 from pointsman.engine import LLM, AsyncEngine, Engine, EngineDeadError, SamplingParams
-from pointsman.engine.model_loader import LoadedModel, wrap_model
+from pointsman.engine.model.loaded import LoadedModel
+from pointsman.engine.model.loader import wrap_model
 from pointsman.engine.pausing import PauseChoice, ResumedError
+from tests.engine.tiny_models import FAMILIES, build
 
 PROMPT = [5, 9, 2, 7, 7, 1, 3, 8, 4, 6, 5, 5]
 LONG = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

@@ -9,15 +9,17 @@ import weakref
 from typing import Any
 
 import pytest
-from test_engine import byte_tokenizer, drain, free_blocks
-from test_sampling_batch import FEATURES
-from tiny_models import FAMILIES, build
 
 from pointsman.core import Recorder, Scheduler, replay
 from pointsman.engine import LLM, Engine, EngineStepError, RequestOutput, SamplingParams, StructuredOutputsParams
-from pointsman.engine.attention import PagedBatch
-from pointsman.engine.model_loader import LoadedModel, wrap_model
-from pointsman.engine.model_runner import PreparedStep, StepExecution
+from pointsman.engine.attention.paged import PagedBatch
+from pointsman.engine.model.loaded import LoadedModel
+from pointsman.engine.model.loader import wrap_model
+from pointsman.engine.model.runner import PreparedStep, StepExecution
+from tests.engine.engine_loop import drain, free_blocks
+from tests.engine.plain_requests import FEATURES
+from tests.engine.text_tokenizers import byte_tokenizer
+from tests.engine.tiny_models import FAMILIES, build
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 TEXTS: list[dict[str, Any]] = [
@@ -329,7 +331,7 @@ def test_a_call_that_was_broken_off_between_two_steps_is_made_good(loaded: Loade
     engine.add_request("a", [3, 4], GREEDY)
     engine.step()
     engine.steps.void()
-    engine.schedule()
+    engine.steps.schedule()
     assert drain(engine)["a"].token_ids == tokens
 
 

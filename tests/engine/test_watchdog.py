@@ -8,14 +8,15 @@ import time
 from typing import Any
 
 import pytest
-from tiny_models import FAMILIES, build
 
 from pointsman.core import ParkReason, PauseMode, Scheduler
 from pointsman.engine import AsyncEngine, Engine, SamplingParams
-from pointsman.engine.model_loader import LoadedModel, wrap_model
-from pointsman.engine.stats_log import read_stats
+from pointsman.engine.model.loaded import LoadedModel
+from pointsman.engine.model.loader import wrap_model
+from pointsman.engine.stats import read_stats
 from pointsman.engine.watchdog import MOST_LINES, EngineWatchdog
 from tests.core.helpers import Host
+from tests.engine.tiny_models import FAMILIES, build
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,15 @@ Built with the tokenizers library: nothing is downloaded or trained, so every to
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+
+from tests.engine.tiny_models import VOCAB_SIZE
 
 HARD_TEXTS = ("é", "€", "日本", "\U0001f40d", "e\u0301", "\u200d")
 
@@ -125,3 +128,28 @@ def random_tokens(kind: str, tokenizer: Any, rng: random.Random, most: int = 12)
         at = rng.randrange(len(token_ids) + 1)
         token_ids[at:at] = [token_id for token_id in spelled if token_id is not None]
     return token_ids
+
+
+def byte_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
+    """One token per byte, so that characters beyond ASCII take several; a small vocabulary lacks some bytes."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda c: (c != "\u0120", c))  # the space comes first
+    vocab = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{c: i + 3 for i, c in enumerate(alphabet[: vocab_size - 3])}}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+
+
+class PickyTokenizer:
+    """Decodes as another does, but raises on some ids, and where two certain ones meet."""
+
+    def __init__(self, tokenizer: Any, unknown: frozenset[int], clash: tuple[int, int] = (-1, -1)) -> None:
+        self.inner, self.unknown, self.clash = tokenizer, unknown, clash
+        self.all_special_ids = tokenizer.all_special_ids
+
+    def decode(self, token_ids: list[int], **options: Any) -> str:
+        if not self.unknown.isdisjoint(token_ids):
+            raise IndexError("piece id is out of range.")
+        if self.clash in itertools.pairwise(token_ids):
+            raise TypeError("can only join\nstrings")
+        return str(self.inner.decode(token_ids, **options))

@@ -135,7 +135,7 @@ def test_grammars_say_what_they_lack() -> None:
     program = """
 LIBRARIES.clear()  # this one may have what is installed
 import numpy
-from pointsman.engine.grammar_process import _Server, GrammarError
+from pointsman.engine.grammar.process import _Server, GrammarError
 try:
     _Server()
 except GrammarError as error:

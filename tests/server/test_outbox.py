@@ -9,7 +9,7 @@ from typing import Any
 
 from pointsman.core import Request
 from pointsman.engine import SamplingParams
-from pointsman.engine.output import RequestOutput, Transcript
+from pointsman.engine.outputs.request_output import RequestOutput, Transcript
 from pointsman.server.outbox import Outbox, RemoteMailbox, RemotePort
 from pointsman.server.wire.messages import EngineOutputs, EngineRequest, StepNote, Unpacker
 

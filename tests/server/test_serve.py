@@ -18,7 +18,7 @@ import pytest
 from _server_process import ServerFailed, ServerProcess, wait_until
 from _server_process import start_server as start_separate_server
 
-from pointsman.engine.tokenizing import PLAIN_CHAT_TEMPLATE
+from pointsman.engine.text.tokenizer import PLAIN_CHAT_TEMPLATE
 from pointsman.server.config import ServerConfig
 from pointsman.server.serve import AddressError, check_chat_template, listening, url_of
 from tests.server.forked_engines import start_server

@@ -40,9 +40,9 @@ from pointsman.engine.kernels.runtime import (
 CHUNK = 128
 """Keys whose scores are kept at a time, at least; a block if that is more."""
 PAIR = 2
-"""Up to so many queries (times heads), two at a time are enough: a decode where two heads share a KV head."""
+"""Up to this many queries (times heads), two at a time are enough: a decode where two heads share a KV head."""
 FEW_ROWS = 8
-"""Up to so many queries (times heads), a block's keys are not worth transposing."""
+"""Up to this many queries (times heads), a block's keys are not worth transposing."""
 TILE_ROWS = 64
 """Queries times heads of a tile, at most; one query's heads at least."""
 NONE = -1.0e30
@@ -74,7 +74,7 @@ NONE = -1.0e30
 NUM_ARGUMENTS = 21
 
 
-@njit(fastmath=FAST)  # type: ignore[untyped-decorator]
+@njit(fastmath=FAST)
 def _scores_few(
     Q: Any, block: Any, S: Any, at: int, rows: int, size: int, k_dim: int, ahead: int, row_bytes: int
 ) -> None:
@@ -98,7 +98,7 @@ def _scores_few(
             S[r, at + t], S[r + 1, at + t], S[r + 2, at + t], S[r + 3, at + t] = sa, sb, sc, se
 
 
-@njit(fastmath=FAST)  # type: ignore[untyped-decorator]
+@njit(fastmath=FAST)
 def _scores_pair(Q: Any, block: Any, S: Any, at: int, size: int, k_dim: int, ahead: int, row_bytes: int) -> None:
     """What `_scores_few` does, for two queries."""
     a, b = Q[0], Q[1]
@@ -114,7 +114,7 @@ def _scores_pair(Q: Any, block: Any, S: Any, at: int, size: int, k_dim: int, ahe
         S[0, at + t], S[1, at + t] = sa, sb
 
 
-@njit(fastmath=FAST)  # type: ignore[untyped-decorator]
+@njit(fastmath=FAST)
 def _transpose(block: Any, T: Any, at: int, size: int, k_dim: int) -> None:
     """A block's keys [size, k_dim] into columns [at, at + size) of T."""
     for t in range(size):
@@ -122,7 +122,7 @@ def _transpose(block: Any, T: Any, at: int, size: int, k_dim: int) -> None:
             T[d, at + t] = load(block[t, d])
 
 
-@njit(fastmath=FAST)  # type: ignore[untyped-decorator]
+@njit(fastmath=FAST)
 def _scores_many(Q: Any, T: Any, S: Any, rows: int, width: int, k_dim: int) -> None:
     """Scores of each query with a chunk's keys by rank-one updates, from the keys transposed: T [k_dim, width]."""
     whole = k_dim // 4 * 4
@@ -153,7 +153,7 @@ def _scores_many(Q: Any, T: Any, S: Any, rows: int, width: int, k_dim: int) -> N
                 se[t] += e[d] * T[d, t]
 
 
-@njit(fastmath=FAST)  # type: ignore[untyped-decorator]
+@njit(fastmath=FAST)
 def _softmax_step(
     scores: Any, width: int, low: int, high: int, softcap: Any, highest: Any
 ) -> tuple[Any, Any]:  # (the new maximum, the sum of this chunk's exponentials)
@@ -175,7 +175,7 @@ def _softmax_step(
     return highest, total
 
 
-@njit(fastmath=FAST)  # type: ignore[untyped-decorator]
+@njit(fastmath=FAST)
 def _add_values(
     S: Any, block: Any, A: Any, at: int, rows: int, size: int, v_dim: int, ahead: int, block_bytes: int
 ) -> None:
@@ -213,7 +213,7 @@ def _add_values(
                 oe[d] += e[t] * value
 
 
-@njit(fastmath=FAST)  # type: ignore[untyped-decorator]
+@njit(fastmath=FAST)
 def _add_values_pair(S: Any, block: Any, A: Any, at: int, size: int, v_dim: int, ahead: int, block_bytes: int) -> None:
     """What `_add_values` does, for two queries, eight slots at a time: with two, more of them pay."""
     whole = size // 8 * 8
@@ -238,7 +238,7 @@ def _add_values_pair(S: Any, block: Any, A: Any, at: int, size: int, v_dim: int,
             ob[d] += b[t] * value
 
 
-@njit(fastmath=FAST)  # type: ignore[untyped-decorator]
+@njit(fastmath=FAST)
 def _begin_rows(
     Q: Any, A: Any, highest: Any, total: Any, query: Any, sinks: Any, with_sinks: bool,
     first_token: int, first_head: int, group: int, rows: int, scale: Any,
@@ -256,7 +256,7 @@ def _begin_rows(
             highest[r], total[r] = np.float32(NONE), np.float32(0)
 
 
-@njit(fastmath=FAST)  # type: ignore[untyped-decorator]
+@njit(fastmath=FAST)
 def _weigh_rows(
     S: Any, A: Any, highest: Any, total: Any,
     rows: int, group: int, position: int, chunk: int, width: int, window: int, softcap: Any,

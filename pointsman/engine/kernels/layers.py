@@ -40,7 +40,7 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 def threads_for(num_rows: int) -> int:
-    """Threads for work on so many rows."""
+    """Threads for work on `num_rows` rows."""
     return min(torch.get_num_threads(), -(-num_rows // ROWS_PER_THREAD))
 
 
@@ -158,7 +158,7 @@ def gate_kernel(activations: torch.dtype) -> Kernel:
 ) = range(1, 29)
 
 
-@njit(fastmath=FAST)  # type: ignore[untyped-decorator]
+@njit(fastmath=FAST)
 def _norm_head(head: Any, weight: Any, width: int, epsilon: Any, offset: Any) -> None:
     """RMS norm of one head [width] in place."""
     squares = np.float32(0)
@@ -169,7 +169,7 @@ def _norm_head(head: Any, weight: Any, width: int, epsilon: Any, offset: Any) ->
         head[i] = head[i] * factor * (load(weight[i]) + offset)
 
 
-@njit(fastmath=FAST)  # type: ignore[untyped-decorator]
+@njit(fastmath=FAST)
 def _rotate(head: Any, cos: Any, sin: Any, rotary_dim: int) -> None:
     """Rotary embedding of one head in place: element i turns with element i + rotary_dim / 2 (Su et al. 2021)."""
     half = rotary_dim // 2
@@ -182,7 +182,7 @@ def _rotate(head: Any, cos: Any, sin: Any, rotary_dim: int) -> None:
         high[i] = b * load(high_cos[i]) + a * load(high_sin[i])
 
 
-@njit(fastmath=FAST)  # type: ignore[untyped-decorator]
+@njit(fastmath=FAST)
 def _prepare_head(
     head: Any, source: Any, width: int, normed: bool, norm: Any, epsilon: Any, offset: Any, cos: Any, sin: Any
 ) -> None:

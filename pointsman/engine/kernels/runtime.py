@@ -21,21 +21,20 @@ from collections.abc import Callable
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from llvmlite import ir
 from numba import cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
+from pointsman.engine.arrays import Int64Array
 from pointsman.engine.threads import num_cores, openmp_library
 
 logger = logging.getLogger(__name__)
 
-Int64Array: TypeAlias = npt.NDArray[np.int64]
 
 SIGNATURE = types.void(types.CPointer(types.int64))
 FAST: set[str] = {"reassoc", "contract", "nsz", "arcp"}
@@ -47,7 +46,7 @@ STORAGE = {torch.float32: np.float32, torch.bfloat16: np.uint16}
 # ------------------------------------------------------------------------------------------- parts for kernels
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def pointer(typing_context: Any, address: Any) -> Any:
     """An address as a pointer that `carray` takes."""
 
@@ -57,7 +56,7 @@ def pointer(typing_context: Any, address: Any) -> Any:
     return types.voidptr(types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def next_item(typing_context: Any, counter: Any) -> Any:
     """Take the next item: the counter's value, which is then one higher."""
 
@@ -67,7 +66,7 @@ def next_item(typing_context: Any, counter: Any) -> Any:
     return types.int64(types.CPointer(types.int64)), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def prefetch(typing_context: Any, address: Any) -> Any:
     """Ask for the cache line at an address, into the second-level cache."""
 
@@ -83,7 +82,7 @@ def prefetch(typing_context: Any, address: Any) -> Any:
     return types.void(types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def bits_as_float(typing_context: Any, bits: Any) -> Any:
     """The float32 with these 32 bits."""
 
@@ -93,7 +92,7 @@ def bits_as_float(typing_context: Any, bits: Any) -> Any:
     return types.float32(types.int32), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def float_as_bits(typing_context: Any, value: Any) -> Any:
     """The 32 bits of a float32."""
 
@@ -103,31 +102,31 @@ def float_as_bits(typing_context: Any, value: Any) -> Any:
     return types.int32(types.float32), codegen
 
 
-def load(element):  # type: ignore[no-untyped-def]  # numba compares this signature with the one below
+def load(element: Any) -> Any:
     """An element of a tensor as float32, in a kernel: the element itself, or bfloat16 widened."""
     raise NotImplementedError("for kernels only")
 
 
-@overload(load, inline="always")  # type: ignore[untyped-decorator]
-def _load(element):  # type: ignore[no-untyped-def]
+@overload(load, inline="always")
+def _load(element):  # type: ignore[no-untyped-def]  # numba compares this signature with the lambdas'
     if element == types.uint16:
         return lambda element: bits_as_float(np.int32(element) << np.int32(16))
     return lambda element: element
 
 
-def round_to(array, value):  # type: ignore[no-untyped-def]
+def round_to(array: Any, value: Any) -> Any:
     """A float32 as an element of `array`, in a kernel: itself, or the nearest bfloat16, ties to even."""
     raise NotImplementedError("for kernels only")
 
 
-@overload(round_to, inline="always")  # type: ignore[untyped-decorator]
-def _round_to(array, value):  # type: ignore[no-untyped-def]
+@overload(round_to, inline="always")
+def _round_to(array, value):  # type: ignore[no-untyped-def]  # as above
     if array.dtype == types.uint16:
         return lambda array, value: nearest_bfloat16(value)
     return lambda array, value: value
 
 
-@njit  # type: ignore[untyped-decorator]
+@njit
 def nearest_bfloat16(value: Any) -> Any:
     """The bits of the bfloat16 nearest to a float32."""
     bits = float_as_bits(value)
@@ -135,7 +134,7 @@ def nearest_bfloat16(value: Any) -> Any:
     return np.uint16(rounded if value == value else np.int32(0x7FC0))  # adding to a NaN's bits could make it a number
 
 
-@njit(fastmath=FAST)  # type: ignore[untyped-decorator]
+@njit(fastmath=FAST)
 def exponential(x: Any) -> Any:
     """e**x for float32, within 2 units in the last place where x is in [-87, 88], and clamped beyond.
 
@@ -156,7 +155,7 @@ def exponential(x: Any) -> Any:
     return (p * r * r + r + np.float32(1.0)) * power
 
 
-@njit(fastmath=FAST)  # type: ignore[untyped-decorator]
+@njit(fastmath=FAST)
 def hyperbolic_tangent(x: Any) -> Any:
     """tanh for float32: its series near 0, where the closed form would cancel, and (e**2x - 1) / (e**2x + 1) beyond."""
     square = x * x
@@ -172,7 +171,7 @@ def hyperbolic_tangent(x: Any) -> Any:
     return series if square < np.float32(0.2) else closed
 
 
-@njit(fastmath=True)  # type: ignore[untyped-decorator]
+@njit(fastmath=True)
 def largest(values: Any, count: int, start: Any) -> Any:
     """The largest of `start` and the first `count` values. NaNs may be overlooked, so that it runs sixteen at once."""
     for i in range(count):
@@ -262,9 +261,8 @@ def openmp_begin_and_end() -> tuple[Callable[[int, int, int], None], Callable[[]
     """The two halves of `GOMP_parallel`: other threads begin; this one, which does its own part between the two, waits
     for them. None where it is another kind of library."""
     library = openmp_library()
-    try:
-        begin, end = library.GOMP_parallel_start, library.GOMP_parallel_end  # type: ignore[union-attr]
-    except AttributeError:
+    begin, end = getattr(library, "GOMP_parallel_start", None), getattr(library, "GOMP_parallel_end", None)
+    if begin is None or end is None:
         return None
     begin.argtypes, end.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint], []
     begin.restype = end.restype = None
@@ -281,4 +279,4 @@ def openmp_parallel() -> Callable[[int, int, int, int], None] | None:
     function = library.GOMP_parallel
     function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
     function.restype = None
-    return function  # type: ignore[no-any-return]
+    return function

@@ -10,7 +10,7 @@ from pointsman.server.api.openapi import GENERATION_ERRORS, DeadlineHeader, Requ
 from pointsman.server.service.prompts import ChatPrompt
 from pointsman.server.service.sampling import SamplingPlan
 from pointsman.server.service.service import Job, Service
-from pointsman.server.wire.messages.answers import ChatWriter
+from pointsman.server.wire.answers import ChatWriter
 from pointsman.server.wire.protocol import ChatCompletionRequest
 from pointsman.server.wire.responses import ChatCompletionResponse
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from pointsman.engine.pooling_params import PoolingParams
+from pointsman.engine.params.pooling import PoolingParams
 from pointsman.server.api.guards import StrictRoute
 from pointsman.server.api.openapi import GENERATION_ERRORS, errors
 from pointsman.server.service.prompts import TextPrompts
 from pointsman.server.service.sampling import PoolingPlan
 from pointsman.server.service.service import Job, Service
-from pointsman.server.wire.messages.answers import EmbeddingWriter
+from pointsman.server.wire.answers import EmbeddingWriter
 from pointsman.server.wire.protocol import EmbeddingRequest
 from pointsman.server.wire.responses import EmbeddingResponse
 

@@ -47,7 +47,7 @@ from pointsman.server.metrics.table import (
 )
 
 if TYPE_CHECKING:
-    from pointsman.engine.stats_log import EngineStats
+    from pointsman.engine.stats import EngineStats
     from pointsman.server.wire.messages import EngineInfo
 
 STATS_TIMEOUT = 2.0

@@ -39,7 +39,7 @@ from pointsman.server.metrics.table import (
 )
 
 if TYPE_CHECKING:
-    from pointsman.engine.output import RequestMetrics
+    from pointsman.engine.outputs.request_output import RequestMetrics
     from pointsman.server.wire.messages import Delta, EngineRequest, StepNote
 
 

@@ -10,7 +10,7 @@ from pointsman.core.state.status import ParkReason, PreemptionCause
 from pointsman.server.metrics.table import FINISH_REASONS, Definition, Reading
 
 if TYPE_CHECKING:
-    from pointsman.engine.stats_log import EngineStats
+    from pointsman.engine.stats import EngineStats
 
 
 def _num_parked(stats: EngineStats) -> int:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from pointsman.engine.errors import EngineDeadError
 from pointsman.server.service.gate import check_finish, too_late
+from pointsman.server.wire.answers import Choice, Prompt, TextWriter, error_event
 from pointsman.server.wire.errors import ApiError
 from pointsman.server.wire.messages import Delta
-from pointsman.server.wire.messages.answers import Choice, Prompt, TextWriter, error_event
 from pointsman.server.wire.sse import EventStream, send_json
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pointsman.server.service.backlog import Ticket
     from pointsman.server.service.gate import Gate
     from pointsman.server.service.inbox import ClientStream
-    from pointsman.server.wire.messages.answers import AnswerWriter
+    from pointsman.server.wire.answers import AnswerWriter
 
 logger = logging.getLogger(__name__)
 

@@ -26,8 +26,8 @@ from typing import Any
 
 from pointsman.engine.errors import EngineDeadError, ModelLoadError
 from pointsman.engine.pausing import PauseChoice
-from pointsman.engine.stats_log import DEFAULT_INTERVAL, EngineStats
-from pointsman.engine.tokenizing import model_directory, read_tokenizer
+from pointsman.engine.stats import DEFAULT_INTERVAL, EngineStats
+from pointsman.engine.text.tokenizer import model_directory, read_tokenizer
 from pointsman.server.service.inbox import ClientStream, Inbox
 from pointsman.server.wire.messages import (
     Abandon,

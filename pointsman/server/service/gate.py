@@ -17,7 +17,7 @@ from pointsman.engine.errors import (
     GrammarQueueFullError,
     first_line,
 )
-from pointsman.engine.grammar_process import DEFAULT_TIMEOUT
+from pointsman.engine.grammar.process import DEFAULT_TIMEOUT
 from pointsman.server.service.engine_client import EngineClient, EngineStalledError
 from pointsman.server.wire.errors import ApiError, one_line
 

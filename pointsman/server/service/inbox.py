@@ -15,7 +15,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from pointsman.engine.waiter import Waiter
+from pointsman.engine.aio.mailbox import Waiter
 from pointsman.server.wire.messages import Delta, EngineOutputs, EngineRequest, StepNote, Unpacker
 
 

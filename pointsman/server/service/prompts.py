@@ -15,9 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pointsman.engine.tokenizing import PLAIN_CHAT_TEMPLATE, encode, render_chat
+from pointsman.engine.text.tokenizer import PLAIN_CHAT_TEMPLATE, encode, render_chat
+from pointsman.server.wire.answers import Prompt
 from pointsman.server.wire.errors import ApiError
-from pointsman.server.wire.messages.answers import Prompt
 from pointsman.server.wire.protocol import MAX_PROMPTS
 
 if TYPE_CHECKING:

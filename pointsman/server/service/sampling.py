@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pointsman.core import RepetitionDetectionParams
-from pointsman.engine.sampling_params import SamplingParams
-from pointsman.engine.structured_outputs import StructuredOutputsParams
+from pointsman.engine.params.sampling import SamplingParams
+from pointsman.engine.params.structured_outputs import StructuredOutputsParams
 from pointsman.server.wire.errors import ApiError, shown
 
 if TYPE_CHECKING:
-    from pointsman.engine.pooling_params import PoolingParams
+    from pointsman.engine.params.pooling import PoolingParams
     from pointsman.server.config import ServerConfig
+    from pointsman.server.wire.answers import Prompt
     from pointsman.server.wire.messages import EngineInfo
-    from pointsman.server.wire.messages.answers import Prompt
     from pointsman.server.wire.protocol import SamplingFields
 
 EngineParams: TypeAlias = "SamplingParams | PoolingParams"

@@ -27,9 +27,9 @@ from pointsman.server.service.gate import too_late
 from pointsman.server.service.names import RequestNames
 from pointsman.server.service.prompts import PromptReader
 from pointsman.server.service.sampling import SamplingPlan
+from pointsman.server.wire.answers import TextWriter
 from pointsman.server.wire.errors import ApiError, not_found, shown
 from pointsman.server.wire.messages import EngineRequest
-from pointsman.server.wire.messages.answers import TextWriter
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from pointsman.server.service.gate import Gate
     from pointsman.server.service.prompts import ChatPrompt, TextPrompts
     from pointsman.server.service.sampling import PoolingPlan
+    from pointsman.server.wire.answers import AnswerWriter, Prompt
     from pointsman.server.wire.messages import EngineInfo
-    from pointsman.server.wire.messages.answers import AnswerWriter, Prompt
     from pointsman.server.wire.protocol import EmbeddingRequest, SamplingFields
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pointsman.engine.output import Logprob
+    from pointsman.engine.outputs.request_output import Logprob
 
 LEAST_LOGPROB = -9999.0
 

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pointsman.core import Explanation
-    from pointsman.engine.output import Logprob, RequestMetrics
-    from pointsman.engine.pooling_params import PoolingParams
-    from pointsman.engine.sampling_params import SamplingParams
+    from pointsman.engine.outputs.request_output import Logprob, RequestMetrics
+    from pointsman.engine.params.pooling import PoolingParams
+    from pointsman.engine.params.sampling import SamplingParams
 
 _LENGTH = struct.Struct("!I")
 MAX_FRAME = 2**31

@@ -15,7 +15,7 @@ import pytest
 from _server_process import ServerProcess
 
 import pointsman
-from pointsman.engine.grammar_compiler import MAX_WAITING
+from pointsman.engine.grammar.compiler import MAX_WAITING
 from pointsman.server.api.app import create_app
 from pointsman.server.config import ServerConfig
 from pointsman.server.service.engine_client import EngineClient

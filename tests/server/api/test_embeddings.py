@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pointsman.engine import LLM
-from pointsman.engine.pooling_params import Pooling
+from pointsman.engine.params.pooling import Pooling
 from pointsman.server.wire.responses import EmbeddingResponse
 
 pytestmark = pytest.mark.e2e

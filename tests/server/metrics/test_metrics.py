@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pointsman.core import PreemptionCause
 from pointsman.engine import SamplingParams
-from pointsman.engine.output import RequestMetrics
+from pointsman.engine.outputs.request_output import RequestMetrics
 from pointsman.server.metrics import exposition as metrics
 from pointsman.server.metrics import table as metric_table
 from pointsman.server.metrics.exposition import ServerMetrics

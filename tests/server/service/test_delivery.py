@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from pointsman.server.wire.messages.answers import Prompt
 
 from pointsman.engine import SamplingParams
 from pointsman.server.metrics.observations import Observations
@@ -18,6 +17,7 @@ from pointsman.server.service.delivery import Delivery
 from pointsman.server.service.engine_client import EngineClient
 from pointsman.server.service.gate import Gate
 from pointsman.server.service.sampling import for_sample
+from pointsman.server.wire.answers import Prompt
 from pointsman.server.wire.errors import ApiError
 from pointsman.server.wire.messages import Delta, EngineRequest
 from tests.server.engine_pool import engine_pool

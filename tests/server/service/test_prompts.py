@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pointsman.engine.tokenizing import model_directory, read_tokenizer
+from pointsman.engine.text.tokenizer import model_directory, read_tokenizer
 from pointsman.server.service.prompts import PromptReader, TextPrompts
 from pointsman.server.wire.errors import ApiError
 from tests.server.engine_info import engine_info

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pointsman.engine.sampling_params import RepetitionDetectionParams, SamplingParams
+from pointsman.engine.params.sampling import RepetitionDetectionParams, SamplingParams
 from pointsman.server.config import ServerConfig
 from pointsman.server.service.sampling import (
     choose_max_tokens,

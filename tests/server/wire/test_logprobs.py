@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 
-from pointsman.engine.output import Logprob
+from pointsman.engine.outputs.request_output import Logprob
 from pointsman.server.wire.logprobs import LogprobWriter, prompt_logprobs
 
 # As the engine gives them: the sampled token first, then the most likely ones.

@@ -9,8 +9,8 @@ import pytest
 
 from pointsman.core.errors import RequestRefused, UnknownRequest
 from pointsman.engine import SamplingParams
-from pointsman.engine.output import Logprob
-from pointsman.engine.structured_outputs import StructuredOutputsParams
+from pointsman.engine.outputs.request_output import Logprob
+from pointsman.engine.params.structured_outputs import StructuredOutputsParams
 from pointsman.server.service.sampling import for_sample
 from pointsman.server.wire.messages import Add, Delta, EngineOutputs, EngineRequest, StepNote, Unpacker, pack, portable
 

@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from pointsman.server.wire.messages.answers import error_event, event, quote
 from starlette.types import Message
 
 from pointsman.server.service.service import unless_disconnected
+from pointsman.server.wire.answers import error_event, event, quote
 from pointsman.server.wire.errors import ApiError
 from pointsman.server.wire.sse import EventStream, send_json
 

@@ -1,0 +1,509 @@
+"""AsyncEngine: many requests at once from asyncio, each a stream of outputs.
+
+    engine = AsyncEngine("demo")
+    async for output in engine.generate("The import statement", SamplingParams(max_tokens=32)):
+        print(output.text)
+    await engine.shutdown()
+
+The engine and its scheduler run in a thread of their own (`engine_thread.py`); outputs come back through a mailbox per
+request (`mailbox.py`). Nothing here blocks an event loop. Text prompts are tokenized in one further thread: a long one
+takes milliseconds per thousand tokens, which in the event loop would stall every stream, and in the engine's thread
+every step; one thread and not several, so that requests are queued in the order in which they were sent.
+
+A reader ends a stream in any way that Python has: a cancelled task, `aclose()`, `async with`, or by dropping it. Each
+aborts the request, and its blocks are free at the next step boundary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pointsman.core import Explanation, Request
+from pointsman.engine.aio.engine_thread import Add, Call, EngineThread, Expect, Stop
+from pointsman.engine.aio.input_feed import InputFeed
+from pointsman.engine.aio.mailbox import LoopMailbox, LoopPort
+from pointsman.engine.engine import Engine
+from pointsman.engine.errors import EngineDeadError
+from pointsman.engine.outputs.embedding import EmbeddingRequestOutput
+from pointsman.engine.outputs.request_output import RequestOutput
+from pointsman.engine.params.pooling import PoolingParams
+from pointsman.engine.params.requests import check_request_id
+from pointsman.engine.params.sampling import RequestOutputKind, SamplingParams
+from pointsman.engine.pausing import PauseChoice
+from pointsman.engine.stats import DEFAULT_INTERVAL, EngineStats, read_stats
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from pointsman.engine.model.loaded import LoadedModel
+
+Answer = TypeVar("Answer")
+
+
+class AsyncEngine:
+    """An engine for asyncio. Usable from any number of event loops and threads at once.
+
+    Args:
+        model: as for `Engine`; loaded here, before the first request.
+        max_step_retries: how often in a row a failed step is tried again. The scheduler is rewound each time, so
+            nothing is lost; after that, the engine is dead.
+        log_stats_interval: seconds between lines of statistics (see `stats.py`); None: none.
+        **knobs: as for `Engine`.
+
+    Raises:
+        ModelLoadError, ConfigError, ValueError: see `Engine`.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | LoadedModel | None = "demo",
+        *,
+        max_step_retries: int = 0,
+        log_stats_interval: float | None = DEFAULT_INTERVAL,
+        **knobs: Any,
+    ) -> None:
+        self._own(Engine(model, **knobs), max_step_retries, log_stats_interval)
+
+    @classmethod
+    def from_engine(
+        cls, engine: Engine, *, max_step_retries: int = 0, log_stats_interval: float | None = DEFAULT_INTERVAL
+    ) -> AsyncEngine:
+        """Take over an engine. From now on it may only be used through `call`."""
+        self = cls.__new__(cls)
+        self._own(engine, max_step_retries, log_stats_interval)
+        return self
+
+    def _own(self, engine: Engine, max_step_retries: int, log_stats_interval: float | None) -> None:
+        if not isinstance(max_step_retries, int) or max_step_retries < 0:
+            raise ValueError(f"max_step_retries is {max_step_retries!r}; it must be an integer of at least 0")
+        self._engine = engine
+        self._ids = count()
+        self._ports: dict[asyncio.AbstractEventLoop, LoopPort] = {}
+        self._ports_lock = threading.Lock()
+        self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pointsman-tokenizer")
+        self._thread = EngineThread(engine, max_step_retries=max_step_retries, log_stats_interval=log_stats_interval)
+        self._thread.start()
+        # An engine that is dropped without a shutdown stops its thread. (At the interpreter's exit: see engine_thread.)
+        weakref.finalize(self, self._thread.ask_to_stop).atexit = False
+
+    # ------------------------------------------------------------------ facts that never change
+
+    @property
+    def tokenizer(self) -> Any | None:
+        """The model's tokenizer, if it has one."""
+        return self._engine.tokenizer
+
+    @property
+    def model_config(self) -> Any:
+        """The model's (text) configuration, as transformers has it."""
+        return self._engine.model_config
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest sequence, prompt and output together."""
+        return self._engine.max_model_len
+
+    # ------------------------------------------------------------------ requests
+
+    def generate(
+        self,
+        prompt: str | Sequence[int] | AsyncIterator[str | Sequence[int]],
+        params: SamplingParams | PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        arrival_time: float | None = None,
+    ) -> RequestStream:
+        """A stream of a request's outputs. It is queued when the stream is first read, or by `await stream.start()`.
+
+        Args:
+            prompt: text, or token ids; or an asynchronous iterator of such parts, which are computed as they come. The
+                request is then queued with the first one, and generates when the iterator is exhausted.
+            params: None: the defaults of `SamplingParams`. Its `output_kind` says what the stream yields: all so far
+                (CUMULATIVE), what is new (DELTA), or one final output (FINAL_ONLY). Steps whose outputs were not read
+                in time come together in one.
+            request_id: unique among unfinished requests; None: "request-0", "request-1", ...
+            priority: smaller is more urgent; read under order "priority".
+            cache_salt: only requests with an equal salt share cached prefixes.
+            arrival_time: seconds on the engine's clock; None: the moment it is queued, before it is tokenized.
+
+        The first reading raises:
+            RequestRefused, DuplicateRequest, ValueError: it can never run, with the reason.
+            EngineDeadError: the engine has died or is shutting down; any later reading may, too.
+        """
+        return RequestStream(
+            self,
+            f"request-{next(self._ids)}" if request_id is None else request_id,
+            prompt,
+            params or SamplingParams(),
+            {"priority": priority, "cache_salt": cache_salt, "arrival_time": arrival_time},
+        )
+
+    async def embed(
+        self,
+        prompt: str | Sequence[int],
+        params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> EmbeddingRequestOutput:
+        """A prompt's vector: `output.outputs.embedding`. Cancelling it aborts the request.
+
+        Args:
+            params: how it is made; None: of the last token, scaled to length 1.
+            prompt, request_id, priority, cache_salt: as for `generate`.
+
+        Raises:
+            As reading a stream; RuntimeError: it finished without a vector, and why.
+        """
+        pooling = params or PoolingParams()
+        async with self.generate(prompt, pooling, request_id, priority=priority, cache_salt=cache_salt) as stream:
+            return EmbeddingRequestOutput.of(await anext(stream))
+
+    async def abort(self, request_id: str) -> bool:
+        """Abort a request now; its stream ends with finish_reason "abort". False: it is unknown or has finished.
+
+        A request whose prompt is still being tokenized is aborted in the same way, once that is done.
+
+        Raises:
+            EngineDeadError: there is no engine to ask.
+        """
+        return await self._call(lambda _: self._thread.abort(request_id))
+
+    async def tokenize(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The prompt's token ids, with BOS and the like where the tokenizer adds them.
+
+        Raises:
+            ValueError: the model has no tokenizer, or the prompt is no text that one could read.
+            EngineDeadError: the engine has died or been shut down.
+        """
+        self.check_health()
+        try:
+            future = self._tokenizing.submit(self._engine.tokenize, prompt, add_special_tokens=add_special_tokens)
+        except RuntimeError:  # the thread is gone
+            raise self._thread.dead_error() from None
+        return await asyncio.wrap_future(future)
+
+    # ------------------------------------------------------------------ questions
+
+    async def call(self, function: Callable[[Engine], Answer]) -> Answer:
+        """What `function(engine)` returns, called between two steps in the engine's thread. It should be quick: every
+        request waits for it.
+
+        Raises:
+            What it raises; EngineDeadError: there is no engine to ask.
+        """
+        return await self._call(function)
+
+    async def explain(self, request_id: str) -> Explanation:
+        """Where a request is, why it waits, which requests hold it up and since when.
+
+        Raises:
+            UnknownRequest: no such request, or its finish has been reported.
+        """
+        return await self._call(lambda engine: engine.scheduler.explain(request_id))
+
+    async def stats(self) -> EngineStats:
+        """Counters and gauges of engine and scheduler at one moment on the engine's clock."""
+        return await self._call(lambda engine: read_stats(engine, engine.clock()))
+
+    async def reset_prefix_cache(self, *, preempt_running: bool = False) -> None:
+        """Forget every cached prefix. Running requests keep their KV, or recompute it (`preempt_running`)."""
+        await self._call(
+            lambda engine: engine.scheduler.reset_prefix_cache(engine.clock(), preempt_running=preempt_running)
+        )
+
+    async def set_max_num_active_seqs(self, limit: int | None) -> None:
+        """Change how many requests may run at once, from the next step on; None: `max_num_seqs`. Running
+        requests go on.
+
+        Raises:
+            ConfigError: the limit is out of range.
+        """
+        await self._call(lambda engine: engine.scheduler.set_max_num_active_seqs(limit, engine.clock()))
+
+    async def pause(self, mode: PauseChoice = "abort", *, clear_cache: bool = True) -> None:
+        """Admit no request until `resume`, and return when nothing is computed any more: the weights may be changed
+        then.
+
+        Args:
+            mode: what becomes of unfinished requests: "abort" aborts them, "wait" lets running ones finish, "keep"
+                suspends all.
+            clear_cache: whether cached prefixes are then forgotten; paused requests recompute their KV.
+
+        Raises:
+            ValueError: there is no such mode.
+            ResumedError: the engine was resumed before.
+            EngineDeadError: there is no engine to pause.
+        """
+        paused = await self._call(lambda engine: engine.pause(mode, clear_cache=clear_cache))
+        await asyncio.wrap_future(paused)
+
+    async def resume(self) -> None:
+        """Go on after a pause; nothing happens if there was none."""
+        await self._call(lambda engine: engine.resume())
+
+    async def is_paused(self) -> bool:
+        """Whether it was paused, in any mode, and not resumed since."""
+        return await self._call(lambda engine: engine.is_paused)
+
+    async def _call(self, function: Callable[[Engine], Answer]) -> Answer:
+        future: Future[Answer] = Future()
+        self._thread.send(Call(function, future))
+        return await asyncio.wrap_future(future)
+
+    # ------------------------------------------------------------------ health and end
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are accepted and computed: it has neither died nor been shut down."""
+        return self._thread.is_running
+
+    @property
+    def errored(self) -> bool:
+        """Whether it died of a failure."""
+        return self._thread.cause is not None
+
+    @property
+    def dead_error(self) -> EngineDeadError | None:
+        """What every call raises now, if it raises; None while the engine runs."""
+        return None if self._thread.is_running else self._thread.dead_error()
+
+    def check_health(self) -> None:
+        """Nothing, if the engine runs.
+
+        Raises:
+            EngineDeadError: it has died, of its `__cause__`, or has been shut down.
+        """
+        if not self._thread.is_running:
+            raise self._thread.dead_error()
+
+    async def shutdown(self, drain: bool = False, timeout: float | None = None) -> None:
+        """End the engine and its thread. May be called again, also while it is under way, in any state.
+
+        Args:
+            drain: let requests that were sent before finish, also those whose prompts are still being tokenized, and
+                refuse new ones; False: abort them, so that their streams end with finish_reason "abort", or raise
+                `EngineDeadError` if they were not queued yet.
+            timeout: seconds that draining may take, after which the rest is aborted; None: as long as it takes. A step
+                in progress is always waited for.
+        """
+        if not self._thread.will_end:
+            return  # this process is a fork, and the engine is its parent's
+        ended = asyncio.wrap_future(self._thread.ended)
+        self._send_stop(drain)
+        if drain and timeout is not None:
+            await asyncio.wait([ended], timeout=timeout)
+            self._send_stop(drain=False)
+        await ended
+        self._thread.join()
+        self._tokenizing.shutdown(wait=False)
+
+    def _send_stop(self, drain: bool) -> None:
+        # An engine that has stopped needs no message.
+        if self._thread.is_running:
+            try:
+                self._thread.send(Stop(drain))
+            except EngineDeadError:
+                return
+
+    async def __aenter__(self) -> AsyncEngine:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.shutdown()
+
+    # ------------------------------------------------------------------ for streams
+
+    def _port(self) -> LoopPort:
+        """The running loop's port."""
+        loop = asyncio.get_running_loop()
+        with self._ports_lock:
+            port = self._ports.get(loop)
+            if port is None:
+                self._ports = {known: port for known, port in self._ports.items() if not known.is_closed()}
+                port = self._ports[loop] = LoopPort(loop)
+            return port
+
+    def _mailbox(self, params: SamplingParams | PoolingParams) -> LoopMailbox:
+        return LoopMailbox(self._port(), finished_only=params.output_kind is RequestOutputKind.FINAL_ONLY)
+
+    def _feed(self, request_id: str, parts: AsyncIterator[str | Sequence[int]], mailbox: LoopMailbox) -> InputFeed:
+        thread = self._thread
+
+        async def extend(part: str | Sequence[int], more_input: bool) -> None:
+            text = part if isinstance(part, str) else None
+            tokens = await self.tokenize(part, add_special_tokens=False) if isinstance(part, str) else part
+            if len(tokens) or not more_input:
+                await self._call(
+                    lambda engine: engine.extend(request_id, tokens, more_input=more_input, prompt_text=text)
+                )
+
+        def give_up() -> None:
+            thread.abandon(request_id, mailbox)
+            mailbox.wake()
+
+        return InputFeed(parts, extend, give_up)
+
+    def _send_request(
+        self,
+        request_id: str,
+        mailbox: LoopMailbox,
+        prompt: Sequence[int],
+        params: SamplingParams | PoolingParams,
+        options: dict[str, Any],
+    ) -> None:
+        if (
+            isinstance(params, SamplingParams) and params.output_kind is RequestOutputKind.DELTA
+        ):  # made by the stream, which knows what its reader has seen
+            params = dataclasses.replace(params, output_kind=RequestOutputKind.CUMULATIVE)
+
+        def add(engine: Engine) -> Request:
+            return engine.add_request(request_id, prompt, params, eager_text=True, **options)
+
+        self._thread.send(Add(request_id, mailbox, add))
+
+
+class RequestStream(AsyncIterator[RequestOutput]):
+    """The outputs of one request, for one reader. Made by `AsyncEngine.generate`.
+
+    Dropping it before it has finished aborts the request; `async with stream:` or `aclose()` do so at a certain moment.
+    So does a reading that is cancelled, by a timeout too. `aclose()` may come from another task than the reader's, for
+    which the stream then simply ends.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        request_id: str,
+        prompt: str | Sequence[int] | AsyncIterator[str | Sequence[int]],
+        params: SamplingParams | PoolingParams,
+        options: dict[str, Any],
+    ) -> None:
+        self.request_id = request_id
+        self._engine = engine
+        self._prompt = prompt
+        self._params = params
+        self._options = options
+        self._mailbox: LoopMailbox | None = None
+        self._feed: InputFeed | None = None
+        self._starting = asyncio.Lock()
+        self._is_started = False
+        self._refusal: Exception | None = None
+        self._seen: RequestOutput | None = None
+        self._is_over = False
+        self._is_reading = False
+
+    async def start(self) -> None:
+        """Queue the request now, and return when it is queued: for a server that must know of a refusal before it sends
+        the first byte. Reading does it otherwise. Several tasks may start it, or one start and another read it.
+
+        Raises:
+            RequestRefused, DuplicateRequest, ValueError: it can never run, with the reason.
+            EngineDeadError: the engine has died or is shutting down.
+        """
+        async with self._starting:
+            if self._refusal is not None:
+                raise self._refusal
+            if self._is_started or self._is_over:
+                return
+            try:
+                await self._queue()
+            except BaseException as error:
+                if isinstance(error, Exception):
+                    self._refusal = error
+                self._detach()
+                raise
+            self._is_started = True
+
+    async def _queue(self) -> None:
+        check_request_id(self.request_id)
+        engine, prompt = self._engine, self._prompt
+        if self._options["arrival_time"] is None:
+            self._options["arrival_time"] = engine._engine.clock()
+        self._mailbox = mailbox = engine._mailbox(self._params)
+        text: str | None = None
+        if isinstance(prompt, AsyncIterator):
+            self._feed = engine._feed(self.request_id, prompt, mailbox)
+            self._options["more_input"] = True
+            prompt = await self._feed.first()
+        if isinstance(prompt, str):
+            engine._thread.send(Expect(self.request_id, mailbox))
+            text, prompt = prompt, await engine.tokenize(prompt)
+        if self._is_over:  # closed meanwhile
+            return
+        engine._send_request(self.request_id, mailbox, prompt, self._params, {**self._options, "prompt_text": text})
+        await mailbox.wait_accepted()
+        if self._feed is not None and not self._is_over:
+            self._feed.start()
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._is_over:
+            raise StopAsyncIteration
+        if self._is_reading:
+            raise RuntimeError(f"two tasks read the stream of {self.request_id!r} at once; let one do it")
+        self._is_reading = True
+        try:
+            if not self._is_started:
+                await self.start()
+            output = None if self._mailbox is None else await self._mailbox.newer_than(self._seen)
+        except BaseException:  # also when the reading task is cancelled
+            self._detach()
+            raise
+        finally:
+            self._is_reading = False
+        if output is None:  # closed meanwhile, or its prompt broke off
+            self._is_over = True
+            if self._feed is not None and self._feed.error is not None:
+                raise self._feed.error
+            raise StopAsyncIteration
+        seen, self._seen = self._seen, output
+        self._is_over = output.finished
+        if self._params.output_kind is RequestOutputKind.DELTA:
+            output = output.since(seen)
+        return output
+
+    async def aclose(self) -> None:
+        """End the stream. Its request is aborted if it has not finished; its blocks are free at the next step
+        boundary."""
+        self._detach()
+
+    async def __aenter__(self) -> RequestStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        if not self._is_over:
+            self._abandon()
+
+    def _detach(self) -> None:
+        """End the stream in its own event loop, where other tasks may wait for it."""
+        self._abandon()
+        if self._mailbox is not None:
+            self._mailbox.wake()
+
+    def _abandon(self) -> None:
+        if self._feed is not None:
+            self._feed.stop()
+        if not self._is_over and self._mailbox is not None:
+            self._engine._thread.abandon(self.request_id, self._mailbox)
+        self._is_over = True

@@ -1,0 +1,74 @@
+"""A prompt that arrives in parts, from an asynchronous iterator into an engine's request.
+
+    async def parts():
+        yield "The import "
+        yield "statement"
+
+    async for output in engine.generate(parts(), params): ...
+
+The request is queued with the first part, each further one is computed when it comes, and nothing is generated before
+the iterator is exhausted. The task that reads the iterator knows the request and not its stream, so that a stream that
+is dropped ends both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+from pointsman.core.errors import UnknownRequest
+
+Prompt = str | Sequence[int]
+Extend = Callable[[Prompt, bool], Awaitable[None]]
+"""Adds a part to the request, and says whether others come."""
+
+
+class InputFeed:
+    """Feeds one request.
+
+    Args:
+        parts: where they come from.
+        extend: where they go.
+        on_error: called in the event loop when the iterator, or the engine, refuses to go on; `error` says why.
+    """
+
+    def __init__(self, parts: AsyncIterator[Prompt], extend: Extend, on_error: Callable[[], None]) -> None:
+        self.error: Exception | None = None
+        self._parts = parts
+        self._extend = extend
+        self._on_error = on_error
+        self._loop = asyncio.get_running_loop()
+        self._task: asyncio.Task[None] | None = None
+
+    async def first(self) -> Prompt:
+        """The first part that has anything in it.
+
+        Raises:
+            ValueError: there is none.
+            What the iterator raises.
+        """
+        async for part in self._parts:
+            if len(part):
+                return part
+        raise ValueError("the prompt's iterator ended without a part; give at least one")
+
+    def start(self) -> None:
+        """Feed the remaining parts; the request has been queued with the first part."""
+        self._task = self._loop.create_task(self._feed())
+
+    def stop(self) -> None:
+        """The request has no reader any more. Safe in finalizers, in any thread."""
+        if self._task is not None and not self._task.done() and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._task.cancel)
+
+    async def _feed(self) -> None:
+        try:
+            async for part in self._parts:
+                if len(part):
+                    await self._extend(part, True)
+            await self._extend((), False)
+        except UnknownRequest:
+            return  # it has finished; its reader knows
+        except Exception as error:
+            self.error = error
+            self._on_error()

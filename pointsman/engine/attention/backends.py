@@ -1,0 +1,77 @@
+"""Which device, and which attention backend: one place for the choice.
+
+| device | attention |
+| --- | --- |
+| CPU | `numba_backend.py`, compiled |
+| GPU, or where numba is missing | `torch_backend.py`, plain PyTorch |
+
+A further backend (Triton kernels for GPUs, for example) is a class with the methods of `AttentionBackend` and a line in
+`choose_attention`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+
+from pointsman.engine.attention.paged import AttentionBackend
+from pointsman.engine.attention.torch_backend import TorchAttention
+from pointsman.engine.errors import first_line
+from pointsman.engine.kv.pool import LayerShape
+
+logger = logging.getLogger(__name__)
+
+BackendFactory: TypeAlias = Callable[[Sequence[LayerShape], torch.device], AttentionBackend]
+"""Makes the attention backend of a model from its layers' shapes and its device; every backend's class is one."""
+AttentionChoice: TypeAlias = str | BackendFactory
+ATTENTION_NAMES = ("auto", "numba", "torch")
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of a name; "auto" is a GPU if PyTorch sees one, else the CPU.
+
+    Raises:
+        ValueError: no such device here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, ValueError) as error:
+        raise ValueError(
+            f"device is {name!r}, which cannot be used here ({first_line(error)}); use cpu or auto"
+        ) from None
+    return device
+
+
+def choose_attention(
+    choice: AttentionChoice, layers: Sequence[LayerShape], device: torch.device, dtype: torch.dtype
+) -> AttentionBackend:
+    """The attention backend for a model.
+
+    Raises:
+        ValueError: an unknown name, or a backend that cannot run on this device.
+    """
+    if not isinstance(choice, str):
+        return choice(layers, device)
+    if choice not in ATTENTION_NAMES:
+        raise ValueError(f"attention is {choice!r}; choose one of {', '.join(ATTENTION_NAMES)}, or give a class")
+    if choice == "torch" or (choice == "auto" and device.type != "cpu"):
+        return TorchAttention(layers, device)
+    try:
+        from pointsman.engine.attention.numba_backend import NumbaAttention
+        from pointsman.engine.kernels.runtime import STORAGE
+    except ImportError as error:
+        if choice == "numba":
+            raise ValueError(f"attention is 'numba', which cannot be imported ({error}); pip install numba") from error
+        logger.warning("numba cannot be imported (%s); attention is plain PyTorch, which is slower", error)
+        return TorchAttention(layers, device)
+    if dtype not in STORAGE:
+        if choice == "numba":
+            raise ValueError(f"attention is 'numba', which has no kernels for {dtype}; use float32 or bfloat16")
+        return TorchAttention(layers, device)
+    return NumbaAttention(layers, device)

@@ -1,0 +1,181 @@
+"""The fast attention backend for CPUs: a compiled kernel (`kernels/attention.py`) on PyTorch's own threads.
+
+A step is planned once for all layers: rows are cut into tiles, longest first, so that threads that take tile after tile
+end together. Windows change which keys a tile visits, not how rows are cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pointsman.engine.arrays import Float32Array, Int64Array
+from pointsman.engine.attention.paged import PagedBatch
+from pointsman.engine.kernels import attention as kernel
+from pointsman.engine.kernels import layers
+from pointsman.engine.kernels.attention import attention_kernel
+from pointsman.engine.kv.pool import LayerShape
+
+LONG = 300_000
+"""Multiplications, 50 to 100 us; to have another thread begin takes 15 us."""
+
+_NO_SCALARS = np.zeros(2, dtype=np.float32)
+
+
+@dataclass(slots=True)
+class NumbaPlan:
+    """One step."""
+
+    batch: PagedBatch
+    tables: Int64Array
+    """[n, width] block ids, contiguous."""
+    slots: Int64Array
+    """Addresses of the batch's slot arrays, and how many tokens they are for, as `heads_kernel` takes them."""
+    scalars: Float32Array
+    """[2] scale and softcap of the layer at hand."""
+    arguments: dict[tuple[int, ...], Int64Array] = field(default_factory=dict)
+    """By layer shape: the kernel's arguments, of which a layer changes a few."""
+    num_pairs: int | None = None
+    """Of a query and a key that it may see, about; None: not counted yet."""
+    tiles: dict[int, Int64Array] = field(default_factory=dict)
+    """By queries per KV head: [m, 4] row, first token, queries, position of the first query."""
+
+    def takes_long(self, pair_size: int) -> bool:
+        """Whether a layer takes so long that other work is worth beginning meanwhile.
+
+        `pair_size`: multiplications for a query and a key that it sees, in all heads.
+        """
+        if self.num_pairs is None:
+            self.num_pairs = int(self.batch.query_lens @ self.batch.kv_lens)
+        return self.num_pairs * pair_size >= LONG
+
+    def arguments_for(self, num_heads: int, k_dim: int, values_shape: tuple[int, ...]) -> Int64Array:
+        """The arguments of `attention_kernel` for layers of a shape, values [num_blocks, kv_heads, size, v_dim]."""
+        key = (num_heads, k_dim, *values_shape)
+        arguments = self.arguments.get(key)
+        if arguments is None:
+            num_blocks, num_kv_heads, block_size, v_dim = values_shape
+            group = num_heads // num_kv_heads
+            tiles = self.tiles.get(group)
+            if tiles is None:
+                tiles = self.tiles[group] = cut_tiles(self.batch, max(1, kernel.TILE_ROWS // group))
+            arguments = self.arguments[key] = np.zeros(kernel.NUM_ARGUMENTS, dtype=np.int64)
+            arguments[kernel.TABLES], arguments[kernel.TILES] = self.tables.ctypes.data, tiles.ctypes.data
+            arguments[kernel.SCALARS] = self.scalars.ctypes.data
+            arguments[kernel.NUM_TOKENS :] = (
+                self.batch.num_tokens,
+                num_heads,
+                num_kv_heads,
+                k_dim,
+                v_dim,
+                num_blocks,
+                block_size,
+                *self.tables.shape,
+                len(tiles),
+                0,
+                max(kernel.TILE_ROWS, group),
+            )
+        return arguments
+
+
+def cut_tiles(batch: PagedBatch, most_queries: int) -> Int64Array:
+    """Cut every row into tiles of at most `most_queries` queries: [m, 4], those with most work first."""
+    counts = batch.query_lens
+    first_positions = batch.kv_lens - counts
+    if len(counts) == batch.num_tokens:  # decodes only
+        rows = np.argsort(-first_positions, kind="stable")
+        return np.stack([rows, rows, np.ones_like(rows), first_positions[rows]], axis=1)
+    per_row = -(-counts // most_queries)
+    rows = np.repeat(np.arange(len(counts)), per_row)
+    offset = (np.arange(len(rows)) - (np.cumsum(per_row) - per_row)[rows]) * most_queries
+    queries = np.minimum(counts[rows] - offset, most_queries)
+    position = first_positions[rows] + offset
+    tiles = np.stack([rows, batch.query_starts[rows] + offset, queries, position], axis=1)
+    return np.ascontiguousarray(tiles[np.argsort(-(queries * (position + queries)), kind="stable")])
+
+
+class NumbaAttention:
+    """The compiled backend.
+
+    Args:
+        layers: the model's layers.
+        device: must be a CPU.
+    """
+
+    name = "numba"
+    leaves_out_rows = True
+
+    def __init__(self, layers: Sequence[LayerShape], device: torch.device | str = "cpu") -> None:
+        if torch.device(device).type != "cpu":
+            raise ValueError(f"the compiled attention backend runs on a CPU, not on {device}; use TorchAttention")
+        self.layers = tuple(layers)
+
+    def plan(self, batch: PagedBatch) -> NumbaPlan:
+        """Tiles are cut when the first layer asks."""
+        places = (batch.slot_blocks, batch.slot_offsets, batch.tails)
+        slots = np.array([*(one.ctypes.data for one in places), batch.num_tokens], dtype=np.int64)
+        scalars = np.zeros(2, dtype=np.float32)
+        return NumbaPlan(batch, np.ascontiguousarray(batch.block_tables), slots, scalars)
+
+    def write(self, plan: NumbaPlan, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> None:
+        """See `AttentionBackend.write`."""
+        key, value = (one if one.stride(-1) == 1 else one.contiguous() for one in (key, value.to(key.dtype)))
+        arguments = np.zeros(layers.HEADS_ARGUMENTS, dtype=np.int64)
+        arguments[layers.KEY], arguments[layers.VALUE] = key.data_ptr(), value.data_ptr()
+        _, arguments[layers.NUM_KV_HEADS], arguments[layers.K_DIM] = key.shape
+        arguments[layers.V_DIM] = value.shape[-1]
+        arguments[layers.KEY_STRIDE], arguments[layers.KEY_HEAD_STRIDE] = key.stride()[:2]
+        arguments[layers.VALUE_STRIDE], arguments[layers.VALUE_HEAD_STRIDE] = value.stride()[:2]
+        arguments[layers.SCALARS] = _NO_SCALARS.ctypes.data
+        self.write_heads(plan, arguments, key.dtype, keys, values)
+
+    def write_heads(
+        self, plan: NumbaPlan, arguments: Int64Array, activations: torch.dtype, keys: Tensor, values: Tensor
+    ) -> None:
+        """Run `heads_kernel` with arguments that lack only what the step and the pool say."""
+        batch = plan.batch
+        arguments[layers.KEYS], arguments[layers.VALUES] = keys.data_ptr(), values.data_ptr()
+        arguments[layers.NUM_BLOCKS], arguments[layers.BLOCK_SIZE] = keys.shape[0], keys.shape[2]
+        arguments[layers.SLOT_BLOCKS : layers.NUM_TOKENS + 1] = plan.slots
+        layers.heads_kernel(activations, keys.dtype)(arguments, layers.threads_for(batch.num_tokens))
+
+    def attend(
+        self,
+        plan: NumbaPlan,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """See `AttentionBackend.attend`."""
+        query = query.contiguous()
+        num_tokens, num_heads, k_dim = query.shape
+        output = query.new_empty(num_tokens, num_heads, values.shape[-1])
+        arguments = plan.arguments_for(num_heads, k_dim, values.shape)
+        arguments[kernel.QUERY], arguments[kernel.OUTPUT] = query.data_ptr(), output.data_ptr()
+        arguments[kernel.KEYS], arguments[kernel.VALUES] = keys.data_ptr(), values.data_ptr()
+        arguments[kernel.WINDOW] = window or 0
+        plan.scalars[:] = scale, softcap or 0.0
+        if sinks is not None:
+            sinks = sinks.detach().float().contiguous()  # kept until the kernel has run
+            arguments[kernel.SINKS] = sinks.data_ptr()
+        else:
+            arguments[kernel.SINKS] = 0
+        run, num_threads = attention_kernel(query.dtype, keys.dtype), torch.get_num_threads()
+        if plan.batch.meanwhile is None or not plan.takes_long(num_heads * (k_dim + values.shape[-1])):
+            run(arguments, num_threads)
+        else:
+            # Every layer is a chance, and where this thread comes back early it helps.
+            few = int(arguments[kernel.NUM_TILES] * arguments[kernel.NUM_KV_HEADS]) // 2
+            run.beside(lambda: plan.batch.do_meanwhile(lambda: arguments[0] <= few), arguments, num_threads)
+        if num_tokens > plan.batch.num_tokens:
+            output[plan.batch.num_tokens :].zero_()
+        return output

@@ -1,0 +1,289 @@
+"""Paged attention behind transformers' attention interface.
+
+One function, `paged_attention_forward`, is registered with transformers under the name `ATTENTION_NAME`. A model
+loaded with that name calls it once per layer, with the layer's own module as first argument, and that is the only
+point at which a model and the paged KV pool meet: no model has code of its own here.
+
+A step's tokens travel as one flat row, `input_ids [1, T]`: the scheduled tokens of every request behind each other. A
+`PagedBatch` says which token belongs to which request, built once per step and shared by all layers. In each layer the
+keys and values of ALL rows are written to the pool before any row attends, so requests of one step may share blocks.
+
+    model(input_ids [1, T]) -> layer i -> paged_attention_forward(module, q, k, v)
+                                             -> handler of that module: PagedLayer
+                                                  -> backend.write(plan, k, v) into pool.keys[i], pool.values[i]
+                                                  -> backend.attend(plan, q, ...)
+
+A backend is an object with `plan` (once per step, on the host), `write` and `attend` (once per layer each). The plain
+one is in `torch_backend.py`, the fast one for CPUs in `numba_backend.py`; a backend for another device (Triton
+kernels over the same pool, say) has its place behind the same three methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from threading import RLock
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from pointsman.engine.arrays import Int64Array
+from pointsman.engine.kv.pool import KVPool, LayerShape
+
+ATTENTION_NAME = "pointsman_paged"
+_HANDLER = "pointsman_attention"  # the key under which a module's __dict__ carries its handler
+
+
+@dataclass(slots=True)
+class PagedBatch:
+    """Where the tokens of one step belong. n rows (requests), T tokens.
+
+    The NumPy arrays are what a backend plans with, on the host; the tensors are what every layer uses.
+    """
+
+    block_size: int
+    positions: Int64Array
+    """[T] position of each token within its sequence."""
+    query_starts: Int64Array
+    """[n + 1] row i's tokens are [query_starts[i], query_starts[i + 1]) of the flat batch."""
+    query_lens: Int64Array
+    """[n] tokens of each row in this step."""
+    kv_lens: Int64Array
+    """[n] tokens of each row whose KV exists once this step has written its own."""
+    block_tables: Int64Array
+    """[n, width] block ids; entries past ceil(kv_lens / block_size) mean nothing."""
+    slot_blocks: Int64Array
+    """[T] the block into which each token's KV goes,"""
+    slot_offsets: Int64Array
+    """[T] and its place within the block."""
+    tails: Int64Array
+    """[T] slots behind the token that are to be zeroed: what remains of a block that its row begins and does not
+    fill."""
+    meanwhile: Callable[[], bool] | None = None
+    """Does a part of what the step's thread can do while others compute for it, and says whether there is a further
+    one; None: there is nothing."""
+
+    @classmethod
+    def build(
+        cls,
+        query_lens: npt.NDArray[np.integer],
+        num_computed_tokens: npt.NDArray[np.integer],
+        block_tables: npt.NDArray[np.integer],
+        block_size: int,
+    ) -> PagedBatch:
+        """From per-row arrays: tokens in this step [n], tokens before it [n], block ids [n, width]."""
+        counts: Int64Array = query_lens.astype(np.int64)
+        computed: Int64Array = num_computed_tokens.astype(np.int64)
+        query_starts = np.zeros(len(counts) + 1, dtype=np.int64)
+        np.cumsum(counts, out=query_starts[1:])
+        kv_lens = computed + counts
+        width = -(-int(kv_lens.max(initial=0)) // block_size)
+        tables = block_tables[:, :width].astype(np.int64)
+
+        if len(counts) == query_starts[-1]:  # decodes only: one token a row
+            positions = computed
+            blocks, slot_offsets = np.divmod(positions, block_size)
+            slot_blocks = tables[query_starts[:-1], blocks]
+            tails = (slot_offsets == 0) * np.int64(block_size - 1)
+        else:
+            row_of_token = np.repeat(np.arange(len(counts)), counts)
+            positions = np.arange(query_starts[-1]) + (computed - query_starts[:-1])[row_of_token]
+            blocks, slot_offsets = np.divmod(positions, block_size)
+            slot_blocks = tables[row_of_token, blocks]
+            last_block_start = (kv_lens - 1) // block_size * block_size
+            tails = np.zeros_like(positions)
+            tails[query_starts[1:] - 1] = np.where(last_block_start >= computed, -kv_lens % block_size, 0)
+        return cls(
+            block_size=block_size,
+            positions=positions,
+            query_starts=query_starts,
+            query_lens=counts,
+            kv_lens=kv_lens,
+            block_tables=tables,
+            slot_blocks=slot_blocks,
+            slot_offsets=slot_offsets,
+            tails=tails,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.positions)
+
+    def do_meanwhile(self, is_computing: Callable[[], bool]) -> None:
+        """Do what there is to do, part by part, for as long as others compute."""
+        while self.meanwhile is not None and is_computing():
+            if not self.meanwhile():
+                self.meanwhile = None
+
+
+class AttentionBackend(Protocol):
+    """Computes attention of a `PagedBatch` over the pool."""
+
+    name: str
+    leaves_out_rows: bool
+    """Whether queries, keys and values may have rows behind the T of the batch. They are then left out, and answered
+    with zeros."""
+
+    def plan(self, batch: PagedBatch) -> Any:
+        """What all layers of the step share; called once per step."""
+
+    def write(self, plan: Any, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Write `key` [T, kv_heads, k_dim] and `value` [T, kv_heads, v_dim] to the slots of the batch.
+
+        Afterwards the slots behind each row's last token, in a block that the step began, are zero: they are masked
+        when attended to, but a mask is arithmetic and 0 * NaN is NaN, so what another request once left there could
+        reach this one.
+        """
+
+    def attend(
+        self,
+        plan: Any,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """[T, num_heads, k_dim] queries -> [T, num_heads, v_dim].
+
+        A token at position p attends to positions j <= p, and with a `window` only to j > p - window. `softcap`
+        bounds scores as cap * tanh(score / cap); `sinks` [num_heads] are scores of a column without a value.
+
+        Where other threads compute and this one need not, it should `do_meanwhile` what the batch has to do. A backend
+        that does not makes scheduling wait for the end of the step.
+        """
+
+
+class FusedAttentionBackend(AttentionBackend, Protocol):
+    """A backend for fused layers: it also norms and rotates heads on their way from the projections to the pool."""
+
+    def write_heads(
+        self, plan: Any, arguments: Int64Array, activations: torch.dtype, keys: Tensor, values: Tensor
+    ) -> None:
+        """Run the kernel `heads_kernel` (`kernels/layers.py`).
+
+        Args:
+            arguments: the kernel's, without those that the step and the pool decide.
+            activations: the type of queries, keys and values.
+        """
+
+
+class AttentionContext:
+    """What the layers of one model attend with in the current step. `ModelRunner` fills it before each forward.
+
+    Engines may share a loaded model, also from several threads: a step holds the context from `begin` to `end`.
+
+    A step can be broken off at any point by an exception that Python raises from a signal handler, between `begin` and
+    the first line of the caller's `try` or within `end` itself. So the lock is one that its thread can take again, and
+    `end` releases it as often as it was taken: what a broken step left is gone with the next `end` of its thread.
+    """
+
+    __slots__ = ("_busy", "backend", "batch", "keep", "plan", "pool")
+
+    def __init__(self) -> None:
+        self._busy = RLock()
+        self.backend: AttentionBackend | None = None
+        self.batch: PagedBatch | None = None
+        self.keep: Tensor | None = None
+        """[r] int64: the tokens that the model's last layer goes on with, where it can; None: all."""
+        self.plan: Any = None
+        self.pool: KVPool | None = None
+
+    def begin(self, batch: PagedBatch, pool: KVPool, backend: AttentionBackend, keep: Tensor | None = None) -> None:
+        """Everything that the next forward of the model needs. Waits while another thread's step is under way."""
+        plan = backend.plan(batch)
+        self._busy.acquire()
+        self.batch, self.pool, self.backend, self.plan, self.keep = batch, pool, backend, plan, keep
+
+    def end(self) -> None:
+        """Drop this thread's step, so that a forward without `begin` fails instead of writing to stale slots. It
+        may be called again, and does nothing while another thread's step is under way.
+        """
+        if not self._busy.acquire(blocking=False):
+            return
+        self.batch = self.plan = self.keep = None
+        while True:
+            try:
+                self._busy.release()
+            except RuntimeError:  # released as often as taken
+                return
+
+
+class PagedLayer:
+    """The handler of one attention module: writes the step's KV, then attends."""
+
+    __slots__ = ("context", "index", "shape")
+
+    def __init__(self, context: AttentionContext, index: int, shape: LayerShape) -> None:
+        self.context = context
+        self.index = index
+        self.shape = shape
+
+    def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+        """[1, heads, T, dim] each -> [1, T, num_heads, v_dim]."""
+        backend, plan, keys, values = self.step()
+        backend.write(plan, key[0].transpose(0, 1), value[0].transpose(0, 1), keys, values)
+        query = query[0].transpose(0, 1)
+        return backend.attend(plan, query, keys, values, **attention_options(query.shape[-1], options))[None]
+
+    def step(self) -> tuple[AttentionBackend, Any, Tensor, Tensor]:
+        """The backend, its plan of the current step, and this layer's keys and values.
+
+        Raises:
+            RuntimeError: there is no current step.
+        """
+        context = self.context
+        if context.batch is None or context.pool is None or context.backend is None:
+            raise RuntimeError("a model in paged mode ran outside ModelRunner.execute; use the runner")
+        return context.backend, context.plan, context.pool.keys[self.index], context.pool.values[self.index]
+
+
+def attention_options(k_dim: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of `AttentionBackend.attend` from those that transformers hands to an attention function."""
+    scale = options.get("scaling")
+    return {
+        "scale": k_dim**-0.5 if scale is None else scale,
+        "window": options.get("sliding_window"),
+        "softcap": options.get("softcap"),
+        "sinks": options.get("s_aux"),
+    }
+
+
+def paged_attention_forward(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """The function that transformers calls in every attention layer.
+
+    Args:
+        module: the attention layer; its handler says what to do.
+        query, key, value: [1, heads, T, dim].
+        attention_mask: always None, because no mask function is registered for this implementation.
+        options: `scaling`, and where the model has them `sliding_window`, `softcap`, `s_aux` (sinks).
+    """
+    handler = get_handler(module)
+    if handler is None:
+        raise RuntimeError(f"attention module {type(module).__name__} was not seen when the model was probed")
+    if attention_mask is not None:
+        options["attention_mask"] = attention_mask
+    return handler(module, query, key, value, options), None
+
+
+def get_handler(module: nn.Module) -> Any:
+    """What answers the module's attention calls; None: nothing does."""
+    return module.__dict__.get(_HANDLER)
+
+
+def set_handler(module: nn.Module, handler: Any) -> None:
+    """Make `handler(module, query, key, value, options)` answer the module's attention calls; None: nothing does."""
+    module.__dict__[_HANDLER] = handler  # past nn.Module.__setattr__: a handler is neither parameter nor submodule
+
+
+AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)

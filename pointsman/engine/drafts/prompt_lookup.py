@@ -1,0 +1,127 @@
+"""Prompt lookup: drafts for speculation from the request's own tokens, without a second model.
+
+`trail.py` says what followed the same tokens earlier in a request, `worth.py` for which requests, and for how many
+tokens, a step that verifies them pays. So a request whose text does not repeat itself costs next to nothing, and where
+many requests share a step, only the likeliest drafts are in it.
+
+Some requests get no drafts: those whose logits depend on the tokens before (penalties, bad words, grammars), because
+each draft would need edits of its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pointsman.engine.drafts.trail import Trail
+from pointsman.engine.drafts.worth import Odds, StepCost, best_counts
+from pointsman.engine.params.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pointsman.core import Request, Scheduler, SchedulerOutput, StepUpdate
+    from pointsman.engine.counters import EngineCounters
+
+PATIENCE = 8
+"""After this many steps without a draft, not every step is searched for drafts."""
+PAUSE = 4
+"""One in this many is then: in a small model's steps that saves most of the search."""
+
+
+def takes_drafts(params: SamplingParams) -> bool:
+    """Whether the logits of each position do not depend on which drafts before it are accepted."""
+    return not (params.has_penalties or params.bad_words or params.structured_outputs is not None)
+
+
+class PromptLookup:
+    """Proposes drafts for the rows of a step.
+
+    Args:
+        scheduler: takes the drafts; its `max_drafts` is the maximum per request.
+        min_ngram, max_ngram: see `Trail`.
+        counters: of the engine: the time that its steps took.
+        rounded: the number of rows that the model computes for a number of tokens.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        min_ngram: int,
+        max_ngram: int,
+        counters: EngineCounters,
+        rounded: Callable[[int], int],
+    ) -> None:
+        self._scheduler = scheduler
+        self._min_ngram = min_ngram
+        self._max_ngram = max_ngram
+        self._counters = counters
+        self._trails: dict[Request, Trail] = {}  # until the request's end is reported
+        self._odds = Odds()
+        self._cost = StepCost(rounded)
+        self._work = counters.work_time
+        self._steps_without = 0
+
+    def propose(self, output: SchedulerOutput, update: StepUpdate, now: float) -> None:
+        """Propose drafts behind the newest tokens of the output's rows; the output was updated last.
+
+        Args:
+            update: the result of that update.
+        """
+        for request in output.finished:
+            self._trails.pop(request, None)
+        self._observe_cost(output)
+        most = self._scheduler.max_drafts
+        self._steps_without += 1
+        if not most or (self._steps_without > PATIENCE and self._steps_without % PAUSE):
+            return
+        found, num_rows = self._follow(output, update)
+        if not found:
+            return
+        chances = self._odds.chances([trail.length for _, trail in found], most)
+        drafts: list[int] = []
+        counts = np.zeros(output.num_rows, dtype=np.int64)
+        for (index, trail), count in zip(found, best_counts(chances, num_rows, self._cost).tolist(), strict=True):
+            if count:
+                drafts += trail.expected(count)
+                counts[index] = count
+        if drafts:
+            self._steps_without = 0
+            self._scheduler.propose(output, drafts, counts, now)
+
+    def _observe_cost(self, output: SchedulerOutput) -> None:
+        """Measure the step: the time since the last output was spent on it. Steps with prompts are left out."""
+        before, self._work = self._work, self._counters.work_time
+        num_tokens = output.total_num_scheduled_tokens
+        if output.num_rows and num_tokens == output.num_rows + len(output.draft_token_ids):
+            self._cost.observe(num_tokens, self._work - before)
+
+    def _follow(self, output: SchedulerOutput, update: StepUpdate) -> tuple[list[tuple[int, Trail]], int]:
+        """Append the newest tokens. Returns row indices and trails where a continuation is expected, and the number of
+        rows that decode.
+        """
+        trails = self._trails
+        token_ids, start = update.token_ids.tolist(), 0
+        found: list[tuple[int, Trail]] = []
+        num_rows = 0
+        known = output.num_computed_tokens + output.num_scheduled_tokens - output.num_draft_tokens
+        rows = zip(output.requests, update.counts.tolist(), known.tolist(), strict=True)
+        for index, (request, count, num_known) in enumerate(rows):
+            newest = token_ids[start : start + count]
+            start += count
+            if not newest or request.row is None:
+                continue
+            num_rows += 1
+            trail = trails.get(request)
+            if trail is not None:
+                if len(trail) != num_known:  # steps in between were not searched
+                    newest = request.all_token_ids[len(trail) :].tolist()
+                judged = trail.go_on(newest)
+                if judged:
+                    self._odds.note(judged)
+            elif takes_drafts(request.metadata):
+                trail = trails[request] = Trail(request.all_token_ids, self._min_ngram, self._max_ngram)
+            if trail is not None and trail.length:
+                found.append((index, trail))
+        return found, num_rows

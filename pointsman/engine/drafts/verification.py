@@ -1,0 +1,80 @@
+"""Verification: which tokens of a step with drafts are accepted.
+
+At every position the sampler draws what it would draw without drafts, from the same logits and with the same
+randomness (a function of the request's seed and the position). A draft is accepted if it is just the token that was
+drawn before it; the first that is not voids everything behind it, and the token drawn in its place is taken.
+
+For a proposal without randomness this is rejection sampling (Leviathan et al. 2023): a draft is accepted with its
+probability, and otherwise the token is distributed as the others are. It is even more: the tokens are those that the
+request would have got one by one, up to rounding in the logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.state.output import SchedulerOutput, StepResult
+from pointsman.engine.arrays import Int64Array
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(slots=True)
+class Verification:
+    """Of one step: r rows sample at s positions, one and one more for each draft."""
+
+    rows: Int64Array
+    """[r] row indices of the output."""
+    counts: Int64Array
+    """[r] positions of each."""
+    starts: Int64Array
+    """[r] where they begin among the s."""
+    sampling: Int64Array
+    """[s] row index of each position."""
+    behind: Int64Array
+    """[s] positions of the row behind it."""
+    drafts: Int64Array
+    """The drafts, s - r of them: what is computed behind each position but a row's last."""
+
+    @classmethod
+    def of(cls, output: SchedulerOutput, sampling: Int64Array) -> Verification:
+        """Args: sampling: row indices of the output that sample."""
+        counts = 1 + output.num_draft_tokens[sampling].astype(np.int64)
+        ends = counts.cumsum()
+        return cls(
+            rows=sampling,
+            counts=counts,
+            starts=ends - counts,
+            sampling=np.repeat(sampling, counts),
+            behind=np.repeat(ends, counts) - 1 - np.arange(int(ends[-1])),
+            drafts=output.draft_token_ids.astype(np.int64),
+        )
+
+    def judge(self, token_ids: Int64Array, ok: BoolArray, num_rows: int) -> tuple[StepResult, BoolArray]:
+        """The result of the step.
+
+        Args:
+            token_ids: [s] what was drawn.
+            ok: [s] whether the token is valid.
+            num_rows: of the output.
+
+        Returns:
+            The result, without messages of errors, and [s] False for positions that make their row fail: first ones
+            that are not ok. A later one cuts the run, and the row fails by it in its next step.
+        """
+        goes_on = np.zeros(len(token_ids), dtype=np.bool_)
+        inner = (self.behind > 0).nonzero()[0]
+        goes_on[inner] = (token_ids[inner] == self.drafts) & ok[inner] & ok[inner + 1]
+        stops = (~goes_on).nonzero()[0]
+        lengths = stops[stops.searchsorted(self.starts)] - self.starts + 1
+        sound = ok[self.starts]
+        lengths[~sound] = 0
+        kept = np.arange(len(token_ids)) - np.repeat(self.starts, self.counts) < np.repeat(lengths, self.counts)
+        counts = np.zeros(num_rows, dtype=np.int64)
+        counts[self.rows] = lengths
+        no_fault = np.ones(len(token_ids), dtype=np.bool_)
+        no_fault[self.starts] = sound
+        return StepResult(token_ids=token_ids[kept], counts=counts), no_fault

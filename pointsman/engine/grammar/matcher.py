@@ -1,0 +1,128 @@
+"""RequestGrammar: the state of a request in its grammar, and which tokens may come next.
+
+A `RequestGrammar` follows the output of its request: it accepts new tokens, and rewinds if there are fewer. So the
+tokens that it allows depend on the output alone, and not on when or beside which others the request runs.
+
+A complete text is followed by EOS. While more text may follow, EOS is one choice among others, which `min_tokens` and
+`ignore_eos` take away; once nothing else may follow, EOS is what comes, whatever else the parameters say: the grammar's
+end is the request's end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pointsman.engine.errors import GRAMMAR_TOO_SLOW, GrammarError, first_line
+
+if TYPE_CHECKING:
+    from pointsman.core import Request
+    from pointsman.engine.grammar.process import CompiledGrammar
+
+BITS = 32
+"""Tokens per word of a mask."""
+
+
+class TokenMasks:
+    """The tokens that grammars allow in one step: a bit for each, in words of 32, for the rows that have a grammar.
+
+    Args:
+        num_rows: of the step's logits.
+        vocab_size: tokens per row.
+    """
+
+    __slots__ = ("_rows", "_vocab_size", "words")
+
+    def __init__(self, num_rows: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._rows: list[int] = []
+        self.words = torch.empty((num_rows, -(-vocab_size // BITS)), dtype=torch.int32)
+        """[num_rows, ceil(vocab_size / 32)] int32 on the CPU; only rows that were added are valid."""
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, row: int) -> None:
+        """The row's words are set."""
+        self._rows.append(row)
+
+    def apply(self, logits: Tensor) -> None:
+        """Make logits [num_rows, vocab_size] of tokens that are not allowed minus infinity, in place."""
+        from xgrammar import apply_token_bitmask_inplace
+
+        is_cpu = logits.device.type == "cpu"
+        apply_token_bitmask_inplace(
+            logits,
+            self.words if is_cpu else self.words.to(logits.device),
+            vocab_size=self._vocab_size,
+            indices=None if len(self._rows) == len(logits) else self._rows,
+            backend="cpu" if is_cpu else "torch_native",
+        )
+
+
+class RequestGrammar:
+    """The grammar of one request.
+
+    Args:
+        request: its `metadata` are SamplingParams with `structured_outputs`.
+        grammar: what they ask for, compiled.
+    """
+
+    __slots__ = ("_limits", "_matcher", "_num_stop_ids", "_seconds", "num_accepted")
+
+    def __init__(self, request: Request, grammar: CompiledGrammar) -> None:
+        from xgrammar import GrammarMatcher
+
+        vocabulary = grammar.vocabulary
+        # A stop token without text (the end of a turn, say) ends a text as EOS does; one with text is part of it.
+        tokens = vocabulary.tokens
+        silent = [token_id for token_id in request.stop_token_ids if token_id < len(tokens) and not tokens[token_id]]
+        stop_ids = sorted({*vocabulary.stop_token_ids, *silent})
+        self._num_stop_ids = len(stop_ids)
+        self._matcher = GrammarMatcher(grammar.compiled, override_stop_tokens=stop_ids)
+        self._limits = grammar.limits
+        self._seconds = 0.0
+        self.num_accepted = 0
+        """The number of output tokens that it has accepted."""
+
+    def rewind(self, num_tokens: int) -> None:
+        """Return to the state after the first `num_tokens` accepted tokens."""
+        self._matcher.rollback(self.num_accepted - num_tokens)
+        self.num_accepted = num_tokens
+
+    def mask(self, new_token_ids: Sequence[int], row: int, masks: TokenMasks) -> bool:
+        """Accept the output's next tokens, and put into `masks` which tokens may follow.
+
+        Returns:
+            Whether the text is complete and nothing but its end may follow.
+
+        Raises:
+            GrammarError: the tokens are not of the grammar, or it takes too long.
+        """
+        started = time.thread_time()  # of processor time: a busy machine is not the grammar's fault
+        try:
+            for token_id in new_token_ids:
+                if not self._matcher.accept_token(token_id):
+                    raise GrammarError(f"token {token_id} does not continue what the grammar allows")
+                self.num_accepted += 1
+            self._matcher.fill_next_token_bitmask(masks.words, row)
+            is_completed = self._matcher.is_completed()
+        except RuntimeError as error:
+            raise GrammarError(f"the grammar failed: {first_line(error)}") from error
+        self._seconds += time.thread_time() - started
+        limit = self._limits.start_time + self._limits.token_time * (self.num_accepted + 1)
+        if self._seconds > limit:
+            raise GrammarError(
+                f"{GRAMMAR_TOO_SLOW} {self._seconds:.2f} s of processor time for {self.num_accepted} tokens, and the "
+                f"limit is {limit:.2f} s; simplify it (rules that allow one text in many ways are slow)"
+            )
+        masks.add(row)
+        if not is_completed:
+            return False
+        allowed = int(np.bitwise_count(masks.words[row].numpy().view(np.uint32)).sum())
+        return allowed == self._num_stop_ids

@@ -1,0 +1,222 @@
+"""The program that compiles grammars, in a process of its own. `process.py` starts it, by its path.
+
+It imports xgrammar once, and then forks a child for each grammar, because compiling cannot be interrupted, may take any
+amount of time and memory, and may crash. The kernel ends a child, whatever it is doing:
+
+    its time is up                                             SIGALRM
+    it asks for more memory than the limit                     allocation fails
+    the engine closes the job's socket, or no longer exists    SIGIO
+
+The engine sends the vocabulary first, once, and then a socket for each job; child and engine talk over that alone:
+a job as JSON; then b"+" and the compiled grammar as JSON, or b"-" and an error, and b"\\0" when all is there.
+The program ends when its own socket does. It imports nothing of the package, so that starting it is quick.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pickle
+import random
+import re
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from typing import Any
+
+import xgrammar
+
+NICENESS = 5
+"""The model's threads go first."""
+PROBE_STEPS = 192
+"""Tokens of a text that is written on trial: a grammar may compile at once, and then be too slow to use."""
+READY = b"R"
+
+# Strings with a least or greatest length are made of the first, which lets control characters in; JSON has the second.
+_CHARACTERS, _CHARACTERS_OF_JSON = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\]"
+_PLACE_IN_SOURCE = re.compile(r"^\[\d+:\d+:\d+\] \S+:\d+: ")
+_WARNING = re.compile(r"warning:?\s*", re.IGNORECASE)
+
+
+def main(descriptor: int) -> None:
+    """Serve jobs until the socket ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine, which ends this process
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave nothing behind
+    with socket.socket(fileno=descriptor) as sock:
+        size = int.from_bytes(_receive(sock, 8), "big")
+        tokens, stop_token_ids = pickle.loads(_receive(sock, size))
+        compiler = xgrammar.GrammarCompiler(
+            xgrammar.TokenizerInfo(
+                tokens, xgrammar.VocabType.RAW, vocab_size=len(tokens), stop_token_ids=list(stop_token_ids)
+            ),
+            max_threads=1,  # a thread would not survive the fork
+            cache_enabled=False,
+        )
+        del tokens
+        try:
+            sock.sendall(READY)
+        except BrokenPipeError:  # the engine has ended meanwhile
+            return
+        while True:
+            data, descriptors, _, _ = socket.recv_fds(sock, 1, 1)
+            if not data:
+                return
+            for one in descriptors:
+                if os.fork() == 0:
+                    _run_child(sock, one, compiler)
+                os.close(one)
+
+
+def _receive(sock: socket.socket, size: int) -> bytes:
+    pieces = []
+    while size:
+        piece = sock.recv(min(size, 1 << 20))
+        if not piece:
+            sys.exit(0)  # the engine is gone
+        pieces.append(piece)
+        size -= len(piece)
+    return b"".join(pieces)
+
+
+# ------------------------------------------------------------------------------------------------------- a child
+
+
+def _run_child(server: socket.socket, descriptor: int, compiler: xgrammar.GrammarCompiler) -> None:
+    """One job, and the end."""
+    status = 1
+    try:
+        server.close()
+        with socket.socket(fileno=descriptor) as sock:
+            _answer(sock, compiler)
+        status = 0
+    except BaseException as error:  # only the log is left to take it
+        sys.stderr.write(f"pointsman: a grammar's compiler failed: {type(error).__name__}: {error}\n")
+        sys.stderr.flush()
+    finally:
+        os._exit(status)
+
+
+def _answer(sock: socket.socket, compiler: xgrammar.GrammarCompiler) -> None:
+    pieces = []
+    while piece := sock.recv(1 << 16):
+        pieces.append(piece)
+    if not pieces:
+        return  # it was cancelled before it began
+    job = json.loads(b"".join(pieces))
+    _limit(job)
+    _die_with(sock)
+    try:
+        answer = b"+" + _compile(job, compiler).encode()
+    except MemoryError:
+        answer = b"-" + job["out_of_memory"].encode()
+    except Exception as error:
+        answer = b"-" + _message(error, job).encode()
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    fcntl.fcntl(sock, fcntl.F_SETFL, fcntl.fcntl(sock, fcntl.F_GETFL) & ~os.O_ASYNC)  # a read, too, is news of a socket
+    with suppress(BrokenPipeError):
+        sock.sendall(answer + b"\0")
+
+
+def _limit(job: dict[str, Any]) -> None:
+    """The kernel's limits for this process."""
+    os.nice(NICENESS)
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # where memory runs out, this process goes first
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(OSError), open("/proc/self/statm") as file:
+        in_use = int(file.read().split()[0]) * resource.getpagesize()
+        most = in_use + job["memory_limit"]
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    signal.setitimer(signal.ITIMER_REAL, job["timeout"])
+
+
+def _die_with(sock: socket.socket) -> None:
+    """End this process when the other end of the socket does: SIGIO, which has no handler here, ends it."""
+    fcntl.fcntl(sock, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(sock, fcntl.F_SETFL, fcntl.fcntl(sock, fcntl.F_GETFL) | os.O_ASYNC)
+    poll = select.poll()
+    poll.register(sock, 0)  # POLLHUP is always reported
+    if poll.poll(0):
+        os._exit(0)  # it ended before
+
+
+def _compile(job: dict[str, Any], compiler: xgrammar.GrammarCompiler) -> str:
+    """The compiled grammar as JSON."""
+    log = os.memfd_create("warnings")
+    os.dup2(log, 2)
+    text, any_whitespace = job["text"], job["any_whitespace"]
+    if job["kind"] == "json":
+        grammar = xgrammar.Grammar.from_json_schema(
+            text,
+            any_whitespace=any_whitespace,
+            separators=None if any_whitespace else (",", ":"),
+            max_whitespace_cnt=job["max_whitespace"] if any_whitespace else None,
+        )
+        compiled = compiler.compile_grammar(str(grammar).replace(_CHARACTERS, _CHARACTERS_OF_JSON))
+    elif job["kind"] == "regex":
+        compiled = compiler.compile_regex(text)
+    else:
+        compiled = compiler.compile_grammar(text)
+    warnings = os.pread(log, 4096, 0).decode("utf-8", "replace").strip()
+    if warnings:  # of what it leaves out: the text would then not be what was asked for
+        raise ValueError(_WARNING.sub("", _PLACE_IN_SOURCE.sub("", warnings.splitlines()[0])))
+    for is_random in (False, True):
+        _probe(compiled, job, is_random)
+    answer: str = compiled.serialize_json()
+    return answer
+
+
+def _probe(compiled: xgrammar.CompiledGrammar, job: dict[str, Any], is_random: bool) -> None:
+    """Write a text under the grammar: of random tokens, or of the first that is allowed (a short one, mostly).
+
+    Raises:
+        ValueError: the grammar allows no text at all, or takes too long.
+    """
+    matcher = xgrammar.GrammarMatcher(compiled)
+    info = compiled.tokenizer_info
+    bitmask = xgrammar.allocate_token_bitmask(1, info.vocab_size)
+    stop_bits = sum(1 << token_id for token_id in info.stop_token_ids)
+    tokens = (1 << info.vocab_size) - 1
+    choose = random.Random(0)
+    started = time.thread_time()
+    for step in range(PROBE_STEPS):
+        matcher.fill_next_token_bitmask(bitmask)
+        allowed = int.from_bytes(bitmask.numpy().tobytes(), "little") & tokens
+        if not allowed and step == 0:
+            raise ValueError("it allows no text that this model's tokens could write")
+        allowed &= ~stop_bits
+        if not allowed:
+            return
+        matcher.accept_token(_first_from(choose.randrange(info.vocab_size) if is_random else 0, allowed))
+        seconds = time.thread_time() - started
+        if seconds > job["start_time"] + (step + 1) * job["token_time"]:
+            raise ValueError(
+                f"a text of {step + 1} tokens takes {seconds:.2f} s of processor time to check; simplify it "
+                "(rules that allow one text in many ways are slow)"
+            )
+
+
+def _first_from(place: int, bits: int) -> int:
+    """The first bit that is set at `place` or above; if there is none, the first of all."""
+    above = bits >> place
+    if above:
+        return place + (above & -above).bit_length() - 1
+    return (bits & -bits).bit_length() - 1
+
+
+def _message(error: Exception, job: dict[str, Any]) -> str:
+    """What went wrong, in a line without places in a source file that its reader does not have."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = _PLACE_IN_SOURCE.sub("", lines[0]) if lines else type(error).__name__
+    if "bad_alloc" in text:
+        return str(job["out_of_memory"])
+    return text if len(text) <= 300 else text[:297] + "..."
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

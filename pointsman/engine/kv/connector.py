@@ -1,0 +1,359 @@
+"""EngineConnector: KV outside the pool. It answers the scheduler's lookups, and moves the bytes.
+
+    scheduler.schedule     asks `num_external_tokens`: how much is in host memory, how much in the store?
+    connector.prepare      reads the output's saves and loads: what to copy with the step, which files to read then
+    transfers.run          with the step, before it computes
+    connector.settle       finished loads and sends are reported to the scheduler
+    connector.void         voided steps: their loads are reported as empty
+
+Host memory (`offload.py`) is read before the step computes: a request that finds its blocks there is admitted at
+once. The store (`store.py`) is read by a thread, while its request waits as WAITING_FOR_REMOTE_KVS and others run. If
+both have blocks of a request, the one that has more is used. The KV of finished requests is written to the store by a
+second thread; the blocks stay as they are until it is done.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+
+from pointsman.core.kv.content import block_keys
+from pointsman.engine.kv.offload import HostCopies, HostTier, SlotLoad
+from pointsman.engine.kv.pool import KVPool
+from pointsman.engine.kv.store import BadBlock, BlockFolder, KVStore
+from pointsman.engine.kv.worker import Worker
+from pointsman.engine.params.engine_args import KVKnobs
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from pointsman.core import Load, Request, Scheduler, SchedulerConfig, SchedulerOutput
+    from pointsman.engine.counters import EngineCounters
+
+logger = logging.getLogger(__name__)
+
+
+class FileLoad:
+    """A load from the store. The first to claim it answers it: the thread that reads the files, or the engine,
+    if it voids the step before that thread has begun."""
+
+    def __init__(self, load: Load, start: Callable[[FileLoad], object]) -> None:
+        self.load = load
+        self._start = start
+        self._claims = [True]
+
+    def start(self) -> None:
+        self._start(self)
+
+    def claim(self) -> bool:
+        """Claim it; whether it was unclaimed."""
+        try:
+            return self._claims.pop()  # of two threads one finds it
+        except IndexError:
+            return False
+
+
+@dataclass(slots=True, eq=False)
+class StepTransfers:
+    """What one step moves, beside its rows."""
+
+    copies: HostCopies | None
+    loads: list[FileLoad]
+
+    def run(self) -> None:
+        """Steps do so in their order, before they compute: nothing that was computed before writes to these blocks."""
+        if self.copies is not None:
+            self.copies.run()
+        for load in self.loads:
+            load.start()
+
+
+class Waiting(NamedTuple):
+    """A request that waits for a load."""
+
+    request: Request
+    since: float
+
+
+class EngineConnector:
+    """Both sides of a `pointsman.core.KVConnector`, for one engine.
+
+    Only the thread that owns the engine calls it; but `StepTransfers.run` is called where the steps are executed.
+
+    Args:
+        pool: the engine's.
+        tier: host memory; None: none.
+        store: a directory; None: none.
+        role: what the engine does with the store, see `STORE_ROLES`.
+        counters: of the engine; what is moved is counted there.
+        clock: the engine's, in seconds.
+        config: the scheduler's.
+    """
+
+    def __init__(
+        self,
+        pool: KVPool,
+        tier: HostTier | None,
+        store: KVStore | None,
+        role: str,
+        counters: EngineCounters,
+        clock: Callable[[], float],
+        config: SchedulerConfig,
+    ) -> None:
+        self._timeout = config.kv_load_timeout
+        self._pool = pool
+        self._block_bytes = pool.num_bytes // pool.num_blocks
+        self.tier = tier
+        self.store = store
+        self._reads = store if role != "producer" else None
+        self._writes = store if role != "consumer" else None
+        self._counters = counters
+        self._clock = clock
+        self.saves_evicted = tier is not None
+        self._most = config.max_steps_in_flight
+        self._steps: dict[int, StepTransfers] = {}  # by step id, of those that may be in flight
+        self._loading: dict[int, Waiting] = {}
+        self._num_resets = 0
+        self._ended: SimpleQueue[tuple[int, int]] = SimpleQueue()
+        self._taken: list[tuple[int, int]] = []
+        self._reader = Worker("pointsman-kv-load")
+        self._writer = Worker("pointsman-kv-store")
+        self.notify: Callable[[], None] | None = None
+        """Called in another thread when there is something to `settle`."""
+
+    # ------------------------------------------------------------------ what the scheduler asks
+
+    def num_external_tokens(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
+        """Tokens behind the local ones that could be loaded, and whether while the request waits."""
+        size = self._pool.block_size
+        keys = block_keys(request, size)[num_local_tokens // size : (request.num_tokens - 1) // size]
+        num_here = 0 if self.tier is None else self.tier.num_found(keys)
+        num_stored = 0 if self._reads is None or num_here == len(keys) else self._reads.folder.num_found(keys)
+        return max(num_here, num_stored) * size, num_stored > num_here
+
+    def request_ended(
+        self, request: Request, block_ids: npt.NDArray[np.int64], num_tokens: int, transfer_id: int
+    ) -> bool:
+        """Whether blocks of a finished request are being written to the store."""
+        if self._writes is None or request.prefix_epoch != self._num_resets:  # computed before a reset
+            return False
+        folder, size = self._writes.folder, self._pool.block_size
+        chain = block_keys(request, size)[: num_tokens // size]
+        new = [(key, block) for key, block in zip(chain, block_ids.tolist(), strict=False) if not folder.knows(key)]
+        if not new:
+            return False
+        self._writer.submit(partial(self._write, folder, chain, new, transfer_id))
+        return True
+
+    def reset(self) -> None:
+        """Forget all KV that was kept so far."""
+        self._num_resets += 1
+        if self.tier is not None:
+            self.tier.clear()
+        if self.store is not None:
+            self.store.reset()
+
+    # ------------------------------------------------------------------ what a scheduler's output says
+
+    def prepare(self, output: SchedulerOutput) -> StepTransfers | None:
+        """What a step that was scheduled now moves; None: nothing."""
+        self._count_hits(output)
+        if not output.loads and not output.saves:
+            return None
+        copies, starts = None, list[FileLoad]()
+        if self.tier is not None:
+            loads = [SlotLoad(self._keys(one), one.block_ids.tolist()) for one in output.loads if not one.is_async]
+            copies = self.tier.plan([(save.block_id, save.key) for save in output.saves], loads)
+            self._count("offloaded", len(copies.saves), len(copies.saves) * self._block_bytes)
+            self._count("restored", len(copies.loaded_slots), len(copies.loaded_slots) * self._block_bytes)
+        for load in output.loads:
+            if load.is_async:
+                self._loading[load.transfer_id] = Waiting(load.request, self._clock())
+                starts.append(self._file_load(load))
+        self._steps = {step_id: one for step_id, one in self._steps.items() if step_id > output.step_id - self._most}
+        self._steps[output.step_id] = transfers = StepTransfers(copies, starts)
+        return transfers
+
+    def void(self, outputs: Sequence[SchedulerOutput]) -> None:
+        """All steps in flight are void: none of them runs, or will."""
+        if self.tier is not None:
+            self.tier.drop_plans()
+        for output in outputs:
+            transfers = self._steps.pop(output.step_id, None)
+            loads = [load for load in output.loads if load.is_async]
+            if transfers is not None:  # else it was never prepared
+                loads = [one.load for one in transfers.loads if one.claim()]
+            for load in loads:
+                self._ended.put((load.transfer_id, 0))
+
+    def _count_hits(self, output: SchedulerOutput) -> None:
+        if output.num_continued == output.num_rows:
+            return
+        for request, cached, external, is_resumed in zip(
+            output.admitted,
+            output.num_cached_tokens.tolist(),
+            output.num_external_tokens.tolist(),
+            output.is_resumed.tolist(),
+            strict=True,
+        ):
+            if not is_resumed:
+                self._counters.num_external_queries += request.num_tokens - (cached - external)
+                self._counters.num_external_hits += external
+
+    def _count(self, what: Literal["offloaded", "restored", "stored", "loaded"], blocks: int, num_bytes: int) -> None:
+        """Each of these by one thread only."""
+        counters = self._counters
+        setattr(counters, f"num_{what}_blocks", getattr(counters, f"num_{what}_blocks") + blocks)
+        setattr(counters, f"num_{what}_bytes", getattr(counters, f"num_{what}_bytes") + num_bytes)
+
+    def _file_load(self, load: Load) -> FileLoad:
+        assert self._reads is not None
+        folder, chain = self._reads.folder, self._chain(load)
+
+        def start(file_load: FileLoad) -> None:
+            self._reader.submit(partial(self._read, folder, chain, file_load))
+
+        return FileLoad(load, start)
+
+    def _chain(self, load: Load) -> tuple[bytes, ...]:
+        """The keys of all blocks of a load's request, from its first one to the last that is loaded."""
+        size = self._pool.block_size
+        return block_keys(load.request, size)[: load.first_token // size + len(load.block_ids)]
+
+    def _keys(self, load: Load) -> tuple[bytes, ...]:
+        return self._chain(load)[-len(load.block_ids) :]
+
+    # ------------------------------------------------------------------ what has ended
+
+    def settle(self, scheduler: Scheduler) -> list[Request]:
+        """Report finished transfers to the scheduler. Returns the requests that finish by it."""
+        ended, self._taken = self._taken, []
+        while not self._ended.empty():
+            ended.append(self._ended.get())
+        requests: list[Request] = []
+        for transfer_id, num_tokens in ended:
+            self._loading.pop(transfer_id, None)
+            request = scheduler.transfer_done(transfer_id, self._clock(), num_loaded_tokens=num_tokens)
+            if request is not None:
+                requests.append(request)
+        return requests
+
+    def wait(self, timeout: float) -> None:
+        """While requests wait for loads: until there is something to `settle`, at most `timeout` seconds."""
+        if self._loading and not self._taken:
+            try:
+                self._taken.append(self._ended.get(timeout=timeout))
+            except Empty:
+                return
+
+    @property
+    def deadline(self) -> float | None:
+        """When the next load will have taken too long, on the engine's clock, so that a step is due; None: never."""
+        if self._timeout is None or not self._loading:
+            return None
+        waiting = [one.since for one in self._loading.values() if one.request.status.is_parked]
+        return min(waiting) + self._timeout if waiting else None
+
+    def close(self) -> None:
+        """Write what is to be written, for `EXIT_PATIENCE` at most, and end the threads; a later transfer starts
+        others."""
+        self._reader.close()
+        self._writer.close()
+
+    # ------------------------------------------------------------------ threads of the store
+
+    def _read(self, folder: BlockFolder, chain: Sequence[bytes], file_load: FileLoad) -> None:
+        if not file_load.claim():
+            return
+        load, num_loaded = file_load.load, 0
+        keys = chain[-len(load.block_ids) :]
+        try:
+            for key, block in zip(keys, load.block_ids.tolist(), strict=True):
+                if load.request.is_finished:  # no request waits for it any more
+                    break
+                fill_block(self._pool, block, folder.read(key))
+                num_loaded += 1
+        except FileNotFoundError:
+            pass  # another process has removed it
+        except BadBlock as error:
+            logger.warning("the KV store's %s is not used: %s", folder.path_of(keys[num_loaded]), error)
+            folder.distrust(keys[num_loaded:])  # what is computed in their place will replace them
+        except Exception:
+            logger.exception("KV could not be loaded from %s", folder.path)
+        folder.touch(chain[: len(chain) - len(keys) + num_loaded])
+        if self._pool.device.type == "cuda":
+            torch.cuda.synchronize(self._pool.device)
+        self._count("loaded", num_loaded, num_loaded * self._block_bytes)
+        self._counters.num_unloaded_blocks += len(keys) - num_loaded
+        self._end(load.transfer_id, num_loaded * self._pool.block_size)
+
+    def _write(
+        self, folder: BlockFolder, chain: Sequence[bytes], blocks: Sequence[tuple[bytes, int]], transfer_id: int
+    ) -> None:
+        assert self._writes is not None
+        num_written = num_done = num_bytes = 0
+        try:
+            for key, block in blocks:
+                size = folder.write(key, self._pool.block(block))
+                num_bytes += size
+                num_written += size > 0
+                num_done += 1
+            folder.touch(chain)
+            self._writes.wrote(num_bytes)
+        except OSError as error:
+            logger.warning("KV could not be written to the store: %s", error)
+        except Exception:
+            logger.exception("KV could not be written to %s", folder.path)
+        self._count("stored", num_written, num_bytes)
+        self._counters.num_unstored_blocks += len(blocks) - num_done
+        self._end(transfer_id, 0)
+
+    def _end(self, transfer_id: int, num_tokens: int) -> None:
+        self._ended.put((transfer_id, num_tokens))
+        if self.notify is not None:
+            self.notify()
+
+
+def fill_block(pool: KVPool, block_id: int, parts: dict[str, Any]) -> None:
+    """Copy a block's parts into the pool, in any thread: on a CPU without PyTorch, whose operators would start
+    helper threads for this one."""
+    for name, target in pool.block(block_id).items():
+        if target.device.type == "cpu":
+            target.view(torch.uint8).numpy()[...] = parts[name].view(torch.uint8).numpy()
+        else:
+            target.copy_(parts[name])
+
+
+def make_kv_connector(
+    knobs: KVKnobs,
+    config: SchedulerConfig,
+    fingerprint: Callable[[], bytes],
+    pool: KVPool,
+    counters: EngineCounters,
+    clock: Callable[[], float],
+) -> EngineConnector | None:
+    """The connector of an engine; None: it keeps no KV outside the pool.
+
+    Raises:
+        ConfigError: a knob is out of range, or would have no effect.
+        ValueError: there is not enough memory.
+    """
+    knobs.check(config)
+    if not knobs.is_on:
+        return None
+    tier = None if knobs.kv_offload_bytes is None else HostTier(pool, knobs.kv_offload_bytes)
+    store = (
+        None if knobs.kv_store is None else KVStore(knobs.kv_store, fingerprint, pool, max_bytes=knobs.kv_store_bytes)
+    )
+    if tier is not None:
+        logger.info("KV offload: host memory for %d blocks of the pool", tier.num_blocks)
+    if store is not None:
+        logger.info("KV store: %s, as %s", store.folder.path, knobs.kv_store_role)
+    return EngineConnector(pool, tier, store, knobs.kv_store_role, counters, clock, config)

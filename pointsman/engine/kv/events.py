@@ -1,0 +1,224 @@
+"""Publishes what enters and leaves the prefix cache over ZeroMQ, in vLLM's format, so that its subscribers can read it.
+
+Each step's events are one message of three frames: the topic, a sequence number (8 bytes, big-endian, from 0) and a
+MessagePack array of [seconds since 1970, events, data parallel rank]. Events are maps with a "type": BlockStored,
+BlockRemoved, AllBlocksCleared (the interface is that of `vllm/distributed/kv_events.py` of vLLM 0.32; block hashes are
+SHA-256, see `pointsman/core/kv/content.py`). A subscriber that missed messages asks the replay socket: a DEALER socket
+sends an empty frame and the first number that it wants, 8 bytes, big-endian. It gets the messages that are still kept,
+each behind an empty frame, then one with the number -1.
+
+A thread of its own writes, so that a step never waits. If it cannot keep up, messages are dropped: a subscriber sees a
+gap in the numbers. What happens between two steps is published with the next one.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from pointsman.core.kv.events import BlockRemoved, BlockStored, KVEvent
+
+if TYPE_CHECKING:
+    import zmq
+
+logger = logging.getLogger(__name__)
+
+MEDIUM = "GPU"
+"""What vLLM calls the memory that the model computes in, on every device."""
+RANK = 0
+END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+_POLL = 0.1  # seconds between looks at the replay socket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVEventsConfig:
+    """Where events are published; names and defaults are vLLM's.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    enable_kv_cache_events: bool = True
+    """False: nothing is published."""
+    publisher: str = "zmq"
+    """"zmq", or "null": nothing is published."""
+    endpoint: str = "tcp://*:5557"
+    """Where to publish; bound if it has a * or ::, or is ipc:// or inproc://, else connected to."""
+    replay_endpoint: str | None = None
+    """Where to bind the socket that repeats messages; None: none."""
+    buffer_steps: int = 10_000
+    """Messages that are kept for replay."""
+    hwm: int = 100_000
+    """Messages that ZeroMQ keeps for a slow subscriber before it drops them."""
+    max_queue_size: int = 100_000
+    """Messages that may wait for the thread that writes; more are dropped."""
+    topic: str = ""
+    """The first frame of every message, which subscribers choose by."""
+
+    def __post_init__(self) -> None:
+        if self.publisher not in ("zmq", "null"):
+            raise ValueError(f'kv_events_config: publisher is {self.publisher!r}; choose "zmq" or "null"')
+        for name in ("endpoint", "topic"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"kv_events_config: {name} is {getattr(self, name)!r}; it must be text")
+        if self.replay_endpoint is not None and not isinstance(self.replay_endpoint, str):
+            raise ValueError(f"kv_events_config: replay_endpoint is {self.replay_endpoint!r}; it must be text, or None")
+        for name in ("buffer_steps", "hwm", "max_queue_size"):
+            value: object = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"kv_events_config: {name} is {value!r}; it must be an integer of at least 1")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is published."""
+        return self.enable_kv_cache_events and self.publisher == "zmq"
+
+    @classmethod
+    def of(cls, value: KVEventsConfig | Mapping[str, Any] | None) -> KVEventsConfig | None:
+        """The configuration, given as one or as a mapping; None: nothing is to be published.
+
+        Raises:
+            ValueError: it has an unknown field, or a value is out of range.
+        """
+        if value is None or isinstance(value, KVEventsConfig):
+            config = value
+        elif isinstance(value, Mapping):
+            known = [field.name for field in fields(cls)]
+            if unknown := [name for name in value if name not in known]:
+                raise ValueError(f"kv_events_config has no field {unknown[0]!r}; known are {', '.join(known)}")
+            config = cls(**value)
+        else:
+            raise ValueError(f"kv_events_config is {value!r}; give a KVEventsConfig, or a mapping of its fields")
+        return config if config is not None and config.is_on else None
+
+
+class KVEventsPublisher:
+    """Publishes the events of one engine.
+
+    Args:
+        config: where.
+        block_size: tokens per block.
+
+    Raises:
+        ValueError: pyzmq or msgspec is missing, or an endpoint cannot be used.
+    """
+
+    def __init__(self, config: KVEventsConfig, block_size: int) -> None:
+        try:
+            import msgspec
+            import zmq
+        except ModuleNotFoundError as error:
+            raise ValueError(f"kv_events_config needs {error.name}: pip install 'pointsman[kv-events]'") from None
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._block_size = block_size
+        self._topic = config.topic.encode()
+        self._next_number = 0
+        self._queue: queue.Queue[tuple[int, list[Any]] | None] = queue.Queue(config.max_queue_size)
+        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
+        self._context = zmq.Context()
+        self._publish_socket, self._replay_socket = self._open(config)
+        self.endpoint: str = self._publish_socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        """Where it publishes, with the port that was found for port *."""
+        replay = self._replay_socket
+        self.replay_endpoint = replay.getsockopt_string(zmq.LAST_ENDPOINT) if replay is not None else None
+        self._thread = threading.Thread(target=self._run, name="pointsman-kv-events", daemon=True)
+        self._thread.start()
+
+    def publish(self, events: Sequence[KVEvent]) -> None:
+        """Send these in one message, soon; returns at once."""
+        if not events or not self._thread.is_alive():
+            return
+        number = self._next_number
+        self._next_number += 1
+        try:
+            self._queue.put_nowait((number, [time.time(), list(events), RANK]))
+        except queue.Full:
+            logger.warning("KV events: message %d is dropped, as %d wait", number, self._queue.maxsize)
+
+    def close(self, timeout: float = 1.0) -> None:
+        """Send what waits, for at most `timeout` seconds, and close the sockets."""
+        if self._thread.is_alive():
+            try:
+                self._queue.put(None, timeout=timeout)
+            except queue.Full:
+                logger.warning("KV events: the last messages are lost, as nothing takes them")
+            self._thread.join(timeout)
+
+    def _open(self, config: KVEventsConfig) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes] | None]:
+        import zmq
+
+        try:
+            out = self._context.socket(zmq.PUB)
+            out.set_hwm(config.hwm)
+            is_own = (
+                "*" in config.endpoint or "::" in config.endpoint or config.endpoint.startswith(("ipc:", "inproc:"))
+            )
+            (out.bind if is_own else out.connect)(config.endpoint)
+            if config.replay_endpoint is None:
+                return out, None
+            replay = self._context.socket(zmq.ROUTER)
+            replay.bind(config.replay_endpoint)
+            return out, replay
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            where = ", ".join(one for one in (config.endpoint, config.replay_endpoint) if one)
+            raise ValueError(f"kv_events_config: {where} cannot be used: {error}; choose other endpoints") from None
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._serve_replay()
+                try:
+                    entry = self._queue.get(timeout=_POLL)
+                except queue.Empty:
+                    continue
+                if entry is None:
+                    break
+                number, (when, events, rank) = entry
+                payload = self._encode([when, [self._as_map(event) for event in events], rank])
+                frame = number.to_bytes(8, "big")
+                self._publish_socket.send_multipart((self._topic, frame, payload))
+                self._kept.append((frame, payload))
+            except Exception:  # a message is lost, which subscribers see; the next one may go out
+                logger.exception("KV events: a message could not be sent")
+                time.sleep(_POLL)
+        self._context.destroy(linger=500)
+
+    def _serve_replay(self) -> None:
+        socket = self._replay_socket
+        if socket is None or not socket.poll(0):
+            return
+        client, *rest = socket.recv_multipart()
+        if len(rest) != 2 or len(rest[1]) != 8:
+            logger.warning("KV events: a request for replay is not one number of 8 bytes")
+            return
+        for frame, payload in self._kept:
+            if frame >= rest[1]:
+                socket.send_multipart((client, b"", self._topic, frame, payload))
+        socket.send_multipart((client, b"", b"", END_OF_REPLAY, b""))
+
+    def _as_map(self, event: KVEvent) -> dict[str, Any]:
+        if isinstance(event, BlockStored):
+            stored: dict[str, Any] = {
+                "type": "BlockStored",
+                "block_hashes": event.block_hashes,
+                "parent_block_hash": event.parent_block_hash,
+                "token_ids": event.token_ids,
+                "block_size": self._block_size,
+                "lora_id": None,
+                "medium": MEDIUM,
+                "lora_name": event.adapter_name,
+            }
+            extra_keys = event.extra_keys()
+            if any(extra_keys):
+                stored["extra_keys"] = extra_keys
+            return stored
+        if isinstance(event, BlockRemoved):
+            return {"type": "BlockRemoved", "block_hashes": event.block_hashes, "medium": MEDIUM}
+        return {"type": "AllBlocksCleared"}

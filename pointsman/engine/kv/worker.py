@@ -1,0 +1,78 @@
+"""A thread that calls functions in the order in which they were submitted: loads and stores of KV.
+
+A thread of its own is worth it because reading and writing files, and copying large tensors, release Python's lock.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, TypeAlias, TypeVar
+from weakref import WeakSet, finalize
+
+Answer = TypeVar("Answer")
+Task: TypeAlias = tuple["Future[Any]", Callable[[], Any]]
+Inbox: TypeAlias = "SimpleQueue[Task | None]"
+
+EXIT_PATIENCE = 10.0
+"""Seconds that the interpreter's exit waits for what is in progress."""
+
+
+class Worker:
+    """One thread that calls functions in order. It is started by the first one, and ends with the worker.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._inbox: Inbox = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, function: Callable[[], Answer]) -> Future[Answer]:
+        """Have it called once those before it are done. The future may be cancelled until then."""
+        if self._thread is None or not self._thread.is_alive():
+            self._start()
+        future: Future[Answer] = Future()
+        self._inbox.put((future, function))
+        return future
+
+    def close(self) -> None:
+        """End the thread once what was submitted is done. A later `submit` starts another."""
+        thread, self._thread = self._thread, None
+        if thread is not None and thread.is_alive():
+            self._inbox.put(None)
+            thread.join(EXIT_PATIENCE)
+
+    def _start(self) -> None:
+        self._inbox = SimpleQueue()  # not that of a thread which a fork has left behind
+        # The thread must not keep the worker: one that is dropped takes its thread along.
+        self._thread = threading.Thread(target=_work, args=(self._inbox,), name=self._name, daemon=True)
+        finalize(self, self._inbox.put, None).atexit = False
+        self._thread.start()
+        _live.add(self)
+
+
+def _work(inbox: Inbox) -> None:
+    while (task := inbox.get()) is not None:
+        future, function = task
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(function())
+            except BaseException as error:  # whatever it is, it belongs to the caller
+                future.set_exception(error)
+        del task, future, function  # nothing is kept while it waits
+
+
+_live: WeakSet[Worker] = WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """A thread inside a PyTorch kernel must not outlive the interpreter."""
+    for worker in list(_live):
+        worker.close()

@@ -1,0 +1,248 @@
+"""Whether a model computes correctly on the paged path: what is refused by its configuration, a probe, a self-check.
+
+Wrong logits would look like a bad model, so a model is used only after three checks:
+
+1. `check_config` refuses what cannot work by construction: encoder-decoders, recurrent or hybrid layers, layers that
+   share KV, and rotary embeddings whose frequencies depend on the length of the batch (transformers reads the
+   largest position of the WHOLE batch, so one request would change another's). One such kind, "longrope", only
+   chooses between two sets of frequencies; `fix_longrope` chooses once, so that no batch can.
+2. `probe_layers` runs a few tokens with an attention function that only records. Every layer must ask for attention
+   exactly once; a model that computes attention on its own (ALiBi models do) never calls it. What it records,
+   KV heads and widths per layer, also sizes the pool.
+3. `SelfCheck` (in `self_check.py`) runs a ragged batch of chunks and decodes over a small pool of shuffled blocks and
+   compares every logit with a plain forward pass of transformers. Whatever the first two overlooked shows there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from pointsman.engine.attention.paged import (
+    AttentionContext,
+    PagedLayer,
+    set_handler,
+)
+from pointsman.engine.errors import UnsupportedModel, first_line
+from pointsman.engine.kv.pool import LayerShape
+from pointsman.engine.model.forward import run_model
+
+logger = logging.getLogger(__name__)
+
+ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+"""Rotary embeddings whose frequencies are fixed when the model is built."""
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+LENGTH_DEPENDENT = "its frequencies depend on the longest sequence in the batch, so requests would change each other"
+
+
+# ------------------------------------------------------------------------------------------------ 1. configuration
+
+
+def check_config(config: Any) -> None:
+    """Refuse configurations that the paged path cannot compute.
+
+    Raises:
+        UnsupportedModel: says which part, and why.
+    """
+    text = config.get_text_config(decoder=True)
+    name = config.model_type
+    if config.is_encoder_decoder or getattr(text, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{name} is an encoder-decoder model; only decoder-only models can run here")
+    if getattr(config, "quantization_config", None):
+        raise UnsupportedModel(f"{name} has quantized weights; use the unquantized model")
+    for rope_type in rope_types(text):
+        if rope_type != "longrope":  # `fix_longrope` looks at it when there is a model
+            check_rope_type(name, rope_type)
+    other = sorted(set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES)
+    if other:
+        raise UnsupportedModel(
+            f"{name} has layers of type {', '.join(other)}; only full and sliding-window attention can run here"
+        )
+    shared = getattr(text, "num_kv_shared_layers", 0) or 0
+    if shared:
+        raise UnsupportedModel(f"{name} has {shared} layers that share the KV of others, which the KV pool cannot hold")
+    if getattr(text, "attention_chunk_size", None):
+        raise UnsupportedModel(f"{name} attends within chunks of {text.attention_chunk_size}, which is not supported")
+    if getattr(text, "use_bidirectional_attention", False):
+        raise UnsupportedModel(f"{name} attends in both directions; only causal models can run here")
+
+
+def rope_types(config: Any) -> list[str]:
+    """The rotary types that a configuration names: one, one per layer type, or none."""
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    if not isinstance(parameters, Mapping):
+        return []
+    nested = [value for value in parameters.values() if isinstance(value, Mapping)]
+    return [str(one.get("rope_type", one.get("type", "default"))) for one in nested or [parameters]]
+
+
+def check_rope_type(name: str, rope_type: str) -> None:
+    """Refuse a rotary type that is not known to be independent of the batch."""
+    if rope_type in ROPE_TYPES:
+        return
+    why = LENGTH_DEPENDENT if rope_type in ("dynamic", "longrope") else "it is not among the types known to be safe"
+    raise UnsupportedModel(
+        f"{name} uses the rotary embedding {rope_type!r}: {why}; supported are {', '.join(sorted(ROPE_TYPES))}"
+    )
+
+
+def fix_longrope(model: Any, max_model_len: int | None) -> int | None:
+    """Choose between the two sets of frequencies of a "longrope" model for good, and return its longest sequence.
+
+    Such a model has frequencies for sequences up to its original length and others for longer ones, and transformers
+    chooses again in every forward pass. Up to the original length the short set is what transformers uses for every
+    request. Beyond it, all requests get the long set: right from the first token for a prompt above the original
+    length, while transformers would run a shorter one with the short set until it has grown past that length, and
+    then compute all of it again.
+
+    Args:
+        max_model_len: longest sequence that will be asked for; None: the original length.
+
+    Returns:
+        Most tokens that a sequence may have with the chosen set; None where the model has no such embedding.
+
+    Raises:
+        UnsupportedModel: the model chooses in a way of its own.
+    """
+    config = model.config.get_text_config(decoder=True)
+    name = model.config.model_type
+    modules = [module for module in model.modules() if getattr(module, "rope_type", None) == "longrope"]
+    if not modules:
+        return None
+    original = int(config.rope_parameters["original_max_position_embeddings"])
+    longest = int(config.max_position_embeddings)
+    is_long = max_model_len is not None and max_model_len > original
+    for module in modules:
+        short = getattr(module, "original_inv_freq", None)
+        if not isinstance(short, Tensor):
+            check_rope_type(name, "longrope")
+        frequencies = short
+        if is_long:
+            frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](config, model.device, seq_len=original + 1)
+        module.inv_freq.copy_(frequencies)
+        module.rope_type = "default"  # what transformers asks to know whether to choose
+        _check_fixed(name, module, original, config)
+    if is_long:
+        logger.warning(
+            "%s: the rotary embedding is fixed to its frequencies for more than %d tokens, for requests below that "
+            "too; transformers gives those the short ones. Set max_model_len to %d or less for the short ones",
+            name,
+            original,
+            original,
+        )
+        return longest
+    return min(original, longest)
+
+
+def _check_fixed(name: str, module: nn.Module, original: int, config: Any) -> None:
+    """Refuse a rotary module whose angles of one position still depend on the largest position."""
+    frequencies = module.get_buffer("inv_freq")
+    hidden = frequencies.new_zeros(1, 1, config.hidden_size)
+    positions = torch.tensor([[0, 1, 2, original + 1]], device=frequencies.device)
+    with torch.inference_mode():
+        alone = module(hidden, positions[:, :3])
+        beside = module(hidden, positions)
+    if any(not torch.equal(one, other[:, :3]) for one, other in zip(alone, beside, strict=True)):
+        check_rope_type(name, "longrope")
+
+
+# ------------------------------------------------------------------------------------------------------- 2. probe
+
+
+@dataclass(slots=True)
+class ProbedLayer:
+    """One attention module as the probe saw it."""
+
+    module: nn.Module
+    shape: LayerShape
+    window: int | None
+
+
+class _Recorder:
+    """Answers attention calls with zeros and notes the callers."""
+
+    def __init__(self) -> None:
+        self.layers: list[ProbedLayer] = []
+        self.masks = 0
+
+    def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+        self.masks += options.get("attention_mask") is not None
+        shape = LayerShape(key.shape[1], key.shape[-1], value.shape[-1], query.shape[1])
+        self.layers.append(ProbedLayer(module, shape, options.get("sliding_window")))
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
+
+
+def probe_layers(model: Any) -> list[ProbedLayer]:
+    """The model's attention layers, in the order in which they run.
+
+    Raises:
+        UnsupportedModel: a layer does not use the attention interface, or one does more than once.
+    """
+    config = model.config.get_text_config(decoder=True)
+    name = model.config.model_type
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for kind in kinds.values() if isinstance(kinds, Mapping) else [kinds]:
+            if isinstance(kind, str):
+                check_rope_type(name, kind)
+    recorder = _Recorder()
+    for module in model.modules():
+        set_handler(module, recorder)
+    expected = config.num_hidden_layers
+    seen = recorder.layers
+    try:
+        run_model(model, torch.tensor([1, 2, 3]), torch.arange(3), keep=None)
+    except Exception as error:
+        raise UnsupportedModel(
+            f"{name}: a forward pass with replaced attention failed ({type(error).__name__}: {first_line(error)}), "
+            f"after {len(seen)} of {expected} layers asked transformers' attention interface for attention; only "
+            "models that leave masks and attention to that interface can run here"
+        ) from error
+    finally:
+        for module in model.modules():
+            set_handler(module, None)
+    if len(seen) != expected or len({id(layer.module) for layer in seen}) != expected:
+        raise UnsupportedModel(
+            f"{name}: {len({id(layer.module) for layer in seen})} of {expected} layers asked transformers' attention "
+            f"interface for attention, in {len(seen)} calls; each must once, because what computes attention on its "
+            "own (ALiBi, linear attention, state-space layers) never sees the paged KV"
+        )
+    if recorder.masks:
+        raise UnsupportedModel(f"{name} builds attention masks of its own, which the paged path would ignore")
+    _check_windows(name, config, seen)
+    return seen
+
+
+def _check_windows(name: str, config: Any, layers: list[ProbedLayer]) -> None:
+    """A window that the model applies through a mask only would be lost: each must arrive as an argument."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if window and not kinds and not any(layer.window for layer in layers):
+        raise UnsupportedModel(
+            f"{name}: its sliding window of {window} is handed to no layer's attention function, so the paged path "
+            "would ignore it"
+        )
+    for index, layer in enumerate(layers):
+        slides = kinds[index] == "sliding_attention" if kinds else False
+        if slides and not layer.window:
+            raise UnsupportedModel(
+                f"{name}: layer {index} has a sliding window of {window} but does not hand it to the attention "
+                "function, so the paged path would ignore it"
+            )
+
+
+# --------------------------------------------------------------------------------------------------- shared parts
+
+
+def attach(layers: list[ProbedLayer]) -> AttentionContext:
+    """Give every attention module its paged handler; the context says what they attend over."""
+    context = AttentionContext()
+    for index, layer in enumerate(layers):
+        set_handler(layer.module, PagedLayer(context, index, layer.shape))
+    return context

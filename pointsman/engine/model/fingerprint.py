@@ -1,0 +1,81 @@
+"""A name for what a model computes with: equal for two engines only if keys and values of one are those of the other.
+
+It is a SHA-256 digest over the model's configuration and the bytes of every weight as it is in memory, so it also
+changes when weights are changed there. One engine with fused layers and one without differ, and so do weights in 8
+bits: their keys and values differ in their last bits, too. It reads about a gigabyte a second.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor, nn
+
+from pointsman.engine.errors import UnsupportedModel
+from pointsman.engine.kv.pool import as_bytes
+from pointsman.engine.model.linear import JoinedLinear
+
+if TYPE_CHECKING:
+    from pointsman.engine.model.loaded import LoadedModel
+
+NOT_COMPUTED_WITH = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "_attn_implementation")
+"""Entries of a configuration that say where it came from; the dtypes of the weights are hashed with the weights."""
+
+
+def model_fingerprint(loaded: LoadedModel) -> bytes:
+    """32 bytes. The weights must not change while it is computed.
+
+    Raises:
+        UnsupportedModel: some of its weights could not be found, so that it might be taken for another model.
+    """
+    digest = hashlib.sha256()
+    config = loaded.config.to_dict()
+    known = {name: value for name, value in config.items() if name not in NOT_COMPUTED_WITH}
+    digest.update(json.dumps(known, sort_keys=True, default=repr).encode())
+    seen: set[int] = set()
+    num_elements = 0
+    for name, tensor, source in _tensors(loaded.model):
+        is_copy = source in ("joined", "scales")  # its memory is another's in a moment
+        is_new = is_copy or tensor.data_ptr() not in seen
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {is_new}".encode())
+        if is_new:  # embeddings may be tied
+            if not is_copy:
+                seen.add(tensor.data_ptr())
+            if source in ("weight", "joined"):
+                num_elements += tensor.numel()
+            digest.update(as_bytes(tensor))
+    if num_elements < loaded.num_parameters:
+        raise UnsupportedModel(
+            f"the model's fingerprint covers {num_elements:,} of {loaded.num_parameters:,} weights, so a KV store "
+            "could take it for another one; load it with fuse=False"
+        )
+    return digest.digest()
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Literal["weight", "buffer", "joined", "scales"]]]:
+    """Every tensor that the model's modules hold, with its name; those of joined layers may be copies."""
+    for path, module in model.named_modules():
+        if isinstance(module, JoinedLinear):
+            for name, tensor in sorted(module.plain_weights().items()):
+                yield f"{path}.{name}", tensor, "scales" if name == "scales" else "joined"
+            continue
+        for name, tensor in sorted(module._buffers.items()):
+            if tensor is not None:
+                yield f"{path}.{name}", tensor, "buffer"
+        for name, value in sorted({**vars(module), **module._parameters}.items()):
+            for suffix, tensor in _tensors_in(value):
+                yield f"{path}.{name}{suffix}", tensor, "weight"
+
+
+def _tensors_in(value: Any) -> Iterator[tuple[str, Tensor]]:
+    """A tensor, or those in the fields of a record."""
+    if isinstance(value, Tensor):
+        yield "", value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for one in dataclasses.fields(value):
+            if isinstance(tensor := getattr(value, one.name, None), Tensor):
+                yield f".{one.name}", tensor

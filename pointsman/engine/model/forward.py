@@ -1,0 +1,57 @@
+"""One forward pass of a transformers model over a flat batch of tokens: what the checks and the runner share."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def run_model(
+    model: Any, token_ids: Tensor, positions: Tensor, keep: Tensor | None, num_rows: int | None = None
+) -> Tensor:
+    """One forward pass over a flat batch.
+
+    Args:
+        token_ids, positions: [t] int64.
+        keep: [r] int64, the rows whose logits are wanted; None: all.
+        num_rows: at least t: how many rows to compute; those beyond repeat the last token and are no part of the
+            result. Only for attention backends that leave them out.
+
+    Returns:
+        [r or t, vocab_size] logits.
+    """
+    num_tokens = len(token_ids)
+    if num_rows is not None:
+        token_ids, positions = lengthened(token_ids, num_rows), lengthened(positions, num_rows)
+    options: dict[str, Any] = {}
+    selects = keep is not None and takes_logits_to_keep(type(model).forward)
+    if selects:
+        options["logits_to_keep"] = keep
+    with torch.inference_mode():
+        output = model(
+            input_ids=token_ids[None].to(model.device),
+            position_ids=positions[None].to(model.device),
+            use_cache=False,
+            **options,
+        )
+    logits: Tensor = output.logits[0]
+    if keep is None:
+        return logits[:num_tokens]
+    return logits if selects else logits[keep]
+
+
+def lengthened(values: Tensor, length: int) -> Tensor:
+    """[n] -> [length], the last value repeated; an empty tensor stays empty."""
+    more = length - len(values)
+    return torch.cat([values, values[-1:].expand(more)]) if more > 0 and len(values) else values
+
+
+@cache
+def takes_logits_to_keep(forward: Callable[..., Any]) -> bool:
+    """Whether a model, given by its class's `forward`, can compute the logits of selected rows only; nearly all can."""
+    return "logits_to_keep" in inspect.signature(forward).parameters

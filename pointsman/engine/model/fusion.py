@@ -1,0 +1,416 @@
+"""Make a loaded model faster without knowing what model it is.
+
+Most decoder-only families are built of the same parts under the same names: RMS norms, a gated MLP, and attention
+with separate projections, optional norms per head and rotary embeddings. Each such part can be computed with fewer and
+larger operations (`fused_layers.py`). Which parts a model has is found out by trying:
+
+1. A part is recognised by its submodules, and a replacement is built from them.
+2. The model runs once, on a small mixed batch, and what goes into every part is noted.
+3. Part and replacement answer the same questions, in float32 whatever the model's type: what was noted, and variations
+   of it that a real model may come to (`variations`): much larger inputs, inputs with another mean, later positions. A
+   replacement that answers all of them as the part does takes its place. One that does not is dropped: the family does
+   something there that only looks alike, such as a clamp or a scale by position, and keeps its own code.
+
+So no family is named here, and a part is never replaced on faith. The self-check of the whole model runs once more
+afterwards.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from pointsman.engine.attention.paged import PagedLayer, attention_options, get_handler, set_handler
+from pointsman.engine.errors import first_line
+from pointsman.engine.kernels import layers as kernels
+from pointsman.engine.kernels.runtime import STORAGE
+from pointsman.engine.model.fused_layers import FusedAttention, FusedLayer, FusedMLP, FusedNorm, HeadNorms
+from pointsman.engine.model.linear import JoinedLinear, can_join, join_linear_layers, store_weights
+from pointsman.engine.model.self_check import TOLERANCE as LOGITS_TOLERANCE
+from pointsman.engine.model.self_check import FirstStep, relative_error
+
+logger = logging.getLogger(__name__)
+
+Builder: TypeAlias = Callable[[], nn.Module]
+
+TOLERANCE = 2e-5
+"""Largest difference between a part's answer and its replacement's in float32, relative to the row's largest number.
+
+Seen over the tested families: up to 5e-7 where the replacement is right, 0.1 and more where it is not.
+"""
+SCALED_TOLERANCE = 2e-3
+"""The same for scaled inputs: scores of hundreds turn a rounding into 4e-5. A clamp makes everything of it."""
+SCALES = (30.0, 1000.0)
+"""How much larger than noted the inputs of a part are made: clamps, and activations that differ far out, show."""
+FAR = 1_000_003
+"""How much later than noted the positions are said to be."""
+
+
+# ------------------------------------------------------------------------------------------ what may be replaced
+
+
+@dataclass(slots=True)
+class Part:
+    """A part of the model that looks like something there is a replacement for."""
+
+    parent: nn.Module
+    name: str
+    module: nn.Module
+    options: dict[str, Any] | None
+    """For attention: the keywords of its call of the attention function."""
+
+
+@dataclass(slots=True)
+class Call:
+    """What went into a call of a module."""
+
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    tolerance: float = TOLERANCE
+    """How much an answer to it may differ."""
+
+
+def find_parts(model: nn.Module, options: dict[nn.Module, dict[str, Any]]) -> Iterator[Part]:
+    """All parts with a likely replacement, outer ones before those inside them.
+
+    Args:
+        options: for each attention module the keywords of its calls of the attention function.
+    """
+    for parent in model.modules():
+        for name, module in parent.named_children():
+            if candidates_for(module, options.get(module)):
+                yield Part(parent, name, module, options.get(module))
+
+
+def candidates_for(module: Any, options: dict[str, Any] | None) -> list[Builder]:
+    """Builders of what might replace a module; `options`: how it calls the attention function, if it does."""
+    if is_fused_layer(module):
+        norms = module.input_layernorm, module.post_attention_layernorm
+        return [partial(FusedLayer, norms[0], module.self_attn, norms[1], module.mlp)]
+    if options is not None:
+        return attention_candidates(module, options)
+    if all(can_join(getattr(module, one, None)) for one in ("gate_proj", "up_proj", "down_proj")):
+        return mlp_candidates(module)
+    epsilon = norm_epsilon(module)
+    if epsilon is not None and is_norm(module):
+        return [partial(FusedNorm, module.weight, epsilon, offset) for offset in (0.0, 1.0)]
+    return []
+
+
+def is_fused_layer(module: nn.Module) -> bool:
+    """Whether a module has the four parts of a usual decoder layer and no others, all of them fused already."""
+    return {name: type(child) for name, child in module.named_children()} == {
+        "self_attn": FusedAttention,
+        "mlp": FusedMLP,
+        "input_layernorm": FusedNorm,
+        "post_attention_layernorm": FusedNorm,
+    }
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module has the parameters of an RMS norm: one vector, and an epsilon beside it."""
+    parameters = list(module.named_parameters())
+    return (
+        len(parameters) == 1
+        and parameters[0][0] == "weight"
+        and parameters[0][1].ndim == 1
+        and parameters[0][1].dtype in STORAGE
+        and parameters[0][1].device.type == "cpu"
+        and norm_epsilon(module) is not None
+    )
+
+
+def norm_epsilon(module: nn.Module) -> float | None:
+    """The number that an RMS norm adds to the mean square, under the names in use."""
+    for name in ("variance_epsilon", "eps", "epsilon"):
+        value = getattr(module, name, None)
+        if isinstance(value, float):
+            return value
+    return None
+
+
+def mlp_candidates(module: Any) -> list[Builder]:
+    """A gated MLP, by the names of its layers."""
+    return [partial(FusedMLP, module.gate_proj, module.up_proj, module.down_proj, kind) for kind in kernels.ACTIVATIONS]
+
+
+def attention_candidates(module: Any, options: dict[str, Any]) -> list[Builder]:
+    """Attention with separate projections, by the names of its layers."""
+    layer: PagedLayer = get_handler(module)
+    projections: list[Any] = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj")]
+    output: Any = getattr(module, "o_proj", None)
+    shape = layer.shape
+    sizes = [shape.num_heads * shape.k_dim, shape.num_kv_heads * shape.k_dim, shape.num_kv_heads * shape.v_dim]
+    if not all(can_join(one) for one in [*projections, output]):
+        return []
+    if [one.out_features for one in projections] != sizes or len({one.bias is None for one in projections}) > 1:
+        return []
+    norms: list[Any] = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
+    build = partial(FusedAttention, projections, output, layer, attention_options(shape.k_dim, options))
+    if all(one is None for one in norms):
+        return [partial(build, None, rotary) for rotary in (True, False)]
+    if not all(one is not None and is_norm(one) and len(one.weight) == shape.k_dim for one in norms):
+        return []
+    query, key = norms
+    epsilon = norm_epsilon(query)
+    if epsilon is None or epsilon != norm_epsilon(key):
+        return []
+    return [
+        partial(build, HeadNorms(query.weight, key.weight, epsilon, offset), rotary)
+        for rotary in (True, False)
+        for offset in (0.0, 1.0)
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------ replacing
+
+
+def fuse(model: nn.Module, step: FirstStep, *, store: bool) -> Counter[str]:
+    """Replace what can be replaced, in place. What has been replaced is freed at once, so memory holds little twice.
+
+    Args:
+        model: attached to paged attention with a `NumbaAttention` backend.
+        step: runs the model on a mixed batch.
+        store: put the weights of what is replaced into their final form.
+
+    Returns:
+        How many parts of each kind were replaced.
+    """
+    options = _attention_calls(model, step.forward)
+    done: Counter[str] = Counter()
+    called: WeakSet[nn.Module] = WeakSet()
+    for layers in (False, True):  # parts, then layers that consist of fused parts
+        parts = [part for part in find_parts(model, options) if is_fused_layer(part.module) == layers]
+        options.clear()
+        calls = _record(model, parts, called, step.forward)
+        replaced: set[int] = set()
+        for part in _one_by_one(parts):
+            call = calls.pop(part.module, None)
+            if call is None or id(part.parent) in replaced:
+                continue
+            with step.exact():
+                replacement = replacement_for(part, call)
+            if replacement is not None:
+                replaced.update(id(module) for module in part.module.modules())
+                setattr(part.parent, part.name, replacement)
+                done[type(replacement).__name__] += 1
+                if store:
+                    store_weights(replacement)
+    if joined := join_linear_layers(model, called):
+        done[JoinedLinear.__name__] = joined
+        if store:
+            store_weights(model)
+    logger.info("fused: %s", ", ".join(f"{count} {kind}" for kind, count in done.items()) or "nothing")
+    return done
+
+
+def drop_tokens_early(model: nn.Module, step: FirstStep) -> bool:
+    """Let the last layer compute only the tokens whose logits are needed; whether a trial shows that it does so
+    correctly.
+
+    Of a chunk of a prompt that is one token or none, and the layer's largest products are spared for the others.
+    """
+    layer = next((module for module in reversed(list(model.modules())) if isinstance(module, FusedLayer)), None)
+    if layer is None:
+        return False
+    want = step.forward()
+    layer.context = step.context
+    try:
+        right = all(
+            _answers_alike(step, keep, want[keep]) for keep in (torch.tensor([len(want) - 1, 2]), torch.arange(0))
+        )
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:  # it is not the last, for one
+        logger.info("the last layer computes all tokens: %s", first_line(error))
+        right = False
+    finally:
+        step.context.keep = None
+    if not right:
+        layer.context = None
+    return right
+
+
+def _answers_alike(step: FirstStep, keep: Tensor, want: Tensor) -> bool:
+    """Whether the logits of the tokens to keep, `want` [r, vocab_size], come out when only they are asked for."""
+    step.context.keep = keep
+    got = step.forward()
+    if got.shape != want.shape:
+        return False
+    return len(keep) == 0 or bool((relative_error(got, want) <= LOGITS_TOLERANCE[want.dtype]).all())
+
+
+def _one_by_one(parts: list[Part]) -> Iterator[Part]:
+    """The parts in order; none is kept when the next is asked for."""
+    parts.reverse()
+    while parts:
+        yield parts.pop()
+
+
+def _attention_calls(model: nn.Module, run: Callable[[], Any]) -> dict[nn.Module, dict[str, Any]]:
+    """The keywords with which each attention module calls its attention function."""
+    found: dict[nn.Module, dict[str, Any]] = {}
+    layers = {module: get_handler(module) for module in model.modules() if isinstance(get_handler(module), PagedLayer)}
+
+    def noting(layer: PagedLayer) -> Callable[..., Tensor]:
+        def handler(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+            found[module] = options
+            return layer(module, query, key, value, options)
+
+        return handler
+
+    try:
+        for module, layer in layers.items():
+            set_handler(module, noting(layer))
+        run()
+    finally:
+        for module, layer in layers.items():
+            set_handler(module, layer)
+    return found
+
+
+def _record(
+    model: nn.Module, parts: Iterable[Part], called: WeakSet[nn.Module], run: Callable[[], Any]
+) -> dict[nn.Module, Call]:
+    """Run the model once and note the first call of each part; linear layers that are called are added to `called`."""
+    calls: dict[nn.Module, Call] = {}
+
+    def note_linear(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        called.add(module)
+
+    def note(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        if module not in calls:  # copies, because models change tensors in place
+            calls[module] = Call(each_tensor(arguments, Tensor.clone), each_tensor(keywords, Tensor.clone))
+
+    hooks = [part.module.register_forward_pre_hook(note, with_kwargs=True) for part in parts]
+    hooks += [module.register_forward_hook(note_linear) for module in model.modules() if can_join(module)]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The value with every tensor in it changed, within tuples, lists and dictionaries."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if type(value) in (tuple, list):
+        return type(value)(each_tensor(one, change) for one in value)
+    if type(value) is dict:
+        return {name: each_tensor(one, change) for name, one in value.items()}
+    return value
+
+
+# --------------------------------------------------------------------------------------------------------- trying
+
+
+def replacement_for(part: Part, call: Call) -> nn.Module | None:
+    """The first replacement that answers every question as the part does; None: the part stays."""
+    module = part.module
+    with torch.inference_mode():
+        if is_fused_layer(module):  # only the way its parts are put together is new: no rounding between
+            exact, questions = module, [call]
+        else:
+            try:
+                exact = exact_copy(module)
+                questions = list(variations(Call(*each_tensor((call.arguments, call.keywords), _as_float32))))
+            except Exception as error:  # the part may be anything, and its own code is there to stay
+                logger.debug("%s is not replaced: %s: %s", part.name, type(error).__name__, error)
+                return None
+        for index, build in enumerate(candidates_for(exact, part.options)):
+            if (replacement := _tried(build, exact, questions)) is not None:
+                return replacement if exact is module else candidates_for(module, part.options)[index]()
+    return None
+
+
+def _tried(build: Builder, exact: nn.Module, questions: list[Call]) -> nn.Module | None:
+    """What `build` makes, if it answers as `exact` does. Where either raises, it does not."""
+    try:
+        replacement = build()
+        return replacement if answers_alike(exact, replacement, questions) else None
+    except Exception as error:
+        logger.debug("%s is not replaced: %s: %s", type(exact).__name__, type(error).__name__, error)
+        return None
+
+
+def exact_copy(module: nn.Module) -> nn.Module:
+    """The module in float32: itself, or a copy that attends to the same pool."""
+    if all(parameter.dtype == torch.float32 for parameter in module.parameters()):
+        return module
+    handler = get_handler(module)
+    set_handler(module, None)
+    try:
+        duplicate = copy.deepcopy(module).float()
+    finally:
+        set_handler(module, handler)
+    set_handler(duplicate, handler)
+    return duplicate
+
+
+def _as_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def variations(call: Call) -> Iterator[Call]:
+    """The call, and others that a part must answer alike: inputs far from those noted, and far positions.
+
+    Rotary angles stay as they were noted. So a part that uses positions in another way than through them, to scale its
+    queries, say, gives itself away.
+    """
+    yield call
+    for scale in SCALES:
+        yield _with_input(call, partial(_scaled, scale), SCALED_TOLERANCE)
+    yield _with_input(call, lambda x: x + 3 * x.std(), TOLERANCE)
+    if any(_is_position(value) for value in call.keywords.values()):
+        moved = {name: value + FAR if _is_position(value) else value for name, value in call.keywords.items()}
+        yield Call(call.arguments, moved)
+
+
+def _scaled(scale: float, x: Tensor) -> Tensor:
+    return x * scale
+
+
+def _is_position(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_floating_point() and value.dtype != torch.bool
+
+
+def _with_input(call: Call, change: Callable[[Tensor], Tensor], tolerance: float) -> Call:
+    """The call with its hidden states changed: the first argument, or the one of that name."""
+    if call.arguments:
+        return Call((change(call.arguments[0]), *call.arguments[1:]), call.keywords, tolerance)
+    return Call((), {**call.keywords, "hidden_states": change(call.keywords["hidden_states"])}, tolerance)
+
+
+def answers_alike(part: nn.Module, replacement: nn.Module, calls: Iterable[Call]) -> bool:
+    """Whether two modules give the same outputs but for rounding."""
+    for call in calls:
+        # Each gets its own copy of what goes in, as either may change it in place.
+        want, got = (
+            one(*each_tensor(call.arguments, Tensor.clone), **each_tensor(call.keywords, Tensor.clone))
+            for one in (part, replacement)
+        )
+        if isinstance(want, tuple) != isinstance(got, tuple):
+            return False
+        if isinstance(want, tuple):
+            want, got = want[0], got[0]
+        if not is_close(got, want, call.tolerance):
+            return False
+    return True
+
+
+def is_close(got: Any, want: Any, tolerance: float) -> bool:
+    """Whether two outputs [..., width] differ by rounding at most, row by row."""
+    if not (isinstance(got, Tensor) and isinstance(want, Tensor)) or got.shape != want.shape or got.dtype != want.dtype:
+        return False
+    error = (got.float() - want.float()).abs().amax(dim=-1)
+    largest = want.float().abs().amax(dim=-1).clamp(min=1e-6)
+    return bool((error / largest).max() <= tolerance)

@@ -1,0 +1,69 @@
+"""LoadedModel: a model that passed its checks, and what was found out about it while it was loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pointsman.engine.attention.paged import AttentionBackend, AttentionContext
+from pointsman.engine.kv.pool import LayerShape
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """A model that passed its checks, ready for a `ModelRunner`."""
+
+    path: str
+    model: Any
+    """The transformers model, in evaluation mode, its attention computed through `context`."""
+    config: Any
+    """Its text configuration."""
+    tokenizer: Any | None
+    """None where the directory has none: prompts are then token ids."""
+    layers: tuple[LayerShape, ...]
+    context: AttentionContext
+    eos_token_ids: tuple[int, ...]
+    max_position_embeddings: int | None
+    """Longest sequence the model can run as it was loaded; None where the configuration does not say."""
+    attention: AttentionBackend
+    """The attention that it was checked with."""
+    fused: dict[str, int]
+    """How many parts of each kind were replaced by faster ones; they need the backend above."""
+    drops_tokens_early: bool
+    """Whether its last layer leaves out the tokens whose logits are not needed."""
+    rows_are_independent: bool
+    """Whether it may compute padding rows beside the others; not so in 8 bits, where all share a scale."""
+    num_parameters: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.model.dtype
+        return dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the input embedding: token ids must be below it."""
+        return int(self.model.get_input_embeddings().num_embeddings)
+
+    def choose_max_model_len(self, max_model_len: int | None) -> int:
+        """Tokens of the longest sequence: as given, or what the model was made for.
+
+        Raises:
+            ValueError: the model cannot run a sequence of this length, or its configuration names no maximum.
+        """
+        longest = self.max_position_embeddings
+        if max_model_len is None:
+            if longest is None:
+                raise ValueError(
+                    f"the model in {self.path} does not say how long a sequence may be; give max_model_len"
+                )
+            return longest
+        if not isinstance(max_model_len, int) or max_model_len < 1:
+            raise ValueError(f"max_model_len is {max_model_len!r}; it must be an integer of at least 1")
+        if longest is not None and max_model_len > longest:
+            raise ValueError(
+                f"max_model_len is {max_model_len}, but the model was made for at most {longest}; lower it"
+            )
+        return max_model_len

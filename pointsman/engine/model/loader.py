@@ -1,0 +1,326 @@
+"""Load a decoder-only model from a directory: configuration, weights, tokenizer; refuse what would compute wrongly."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging as transformers_logging
+
+from pointsman.engine.attention.backends import AttentionChoice, choose_attention, choose_device
+from pointsman.engine.attention.paged import ATTENTION_NAME, AttentionBackend
+from pointsman.engine.errors import ModelLoadError, UnsupportedModel, first_line
+from pointsman.engine.model.check import attach, check_config, fix_longrope, probe_layers
+from pointsman.engine.model.linear import check_quantization, store_weights
+from pointsman.engine.model.loaded import LoadedModel
+from pointsman.engine.model.self_check import SelfCheck
+from pointsman.engine.text.tokenizer import model_directory, read_tokenizer
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def load_model(
+    model: str | Path | None = "demo",
+    dtype: str = "float32",
+    *,
+    device: str = "auto",
+    max_model_len: int | None = None,
+    attention: AttentionChoice = "auto",
+    fuse: bool = True,
+    quantization: str | None = None,
+) -> LoadedModel:
+    """Load and check the model in a directory; "demo" or None is the packaged one.
+
+    Args:
+        model: a directory with config.json, *.safetensors and, for text prompts, a tokenizer.
+        dtype: "float32" or "bfloat16".
+        device: "cpu", "cuda", "cuda:1", ...; "auto" is a GPU if PyTorch sees one.
+        max_model_len, attention, fuse, quantization: see `wrap_model`.
+
+    Raises:
+        ModelLoadError: the directory cannot be read; one line says what is missing or broken.
+        UnsupportedModel: it was read, but the paged path would not compute it correctly.
+        ValueError: an unknown dtype, device or attention.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
+    path = model_directory(model)
+    place = choose_device(device)
+    config = _read_config(path)
+    check_config(config)
+    _check_weights(path)
+    options: dict[str, Any] = {
+        "tokenizer": read_tokenizer(path),
+        "path": str(path),
+        "max_model_len": max_model_len,
+        "attention": attention,
+        "quantization": quantization,
+    }
+    try:
+        return wrap_model(_read_weights(path, config, DTYPES[dtype]).to(place), fuse=fuse, **options)
+    except FusionFailed as error:
+        logger.warning("%s; loading it again with its own layers, which are slower", error)
+    return wrap_model(_read_weights(path, config, DTYPES[dtype]).to(place), fuse=False, **options)
+
+
+def wrap_model(
+    model: Any,
+    *,
+    tokenizer: Any | None = None,
+    path: str = "",
+    max_model_len: int | None = None,
+    attention: AttentionChoice = "auto",
+    fuse: bool = True,
+    quantization: str | None = None,
+) -> LoadedModel:
+    """Check a transformers model that is already in memory and connect it to paged attention.
+
+    Args:
+        model: changed in place: its attention is computed through the returned object's `context` from now on.
+        tokenizer, path: kept for the caller.
+        max_model_len: longest sequence that will be asked for; None: what the model was made for. Only a model with
+            a "longrope" embedding needs to know it when it is loaded (see `fix_longrope`).
+        attention: "torch", "numba" (compiled, for CPUs), a class of backends, or "auto": the fastest available.
+        fuse: replace parts of the model by faster ones that were seen to compute the same (see `fusion.py`), where the
+            attention is "numba". The model is then good for this only.
+        quantization: "int8": linear layers in 8 bits (see `linear.py`), for fused models in float32. Outputs differ.
+
+    Raises:
+        UnsupportedModel: the paged path would not compute it correctly.
+        ValueError: an attention or a quantization that is not available here.
+    """
+    check_config(model.config)
+    model.eval().requires_grad_(False)
+    longest = fix_longrope(model, max_model_len)
+    model.config._attn_implementation = ATTENTION_NAME
+    probed = probe_layers(model)
+    layers = tuple(layer.shape for layer in probed)
+    context = attach(probed)
+    del probed  # it would keep the attention layers that are replaced below
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    check_quantization(quantization, model.device, model.dtype)
+    backend = choose_attention(attention, layers, model.device, model.dtype)
+    check = SelfCheck(model, layers, context, backend)
+    check.run()
+    fused = _fuse(model, check, store=quantization is None) if fuse else {}
+    drops_tokens_early = False
+    if fused:
+        _check_fused(check)
+        drops_tokens_early = _drop_tokens_early(model, check)
+    if quantization is not None:
+        store_weights(model, quantization)
+    config = model.config.get_text_config(decoder=True)
+    return LoadedModel(
+        path=path,
+        model=model,
+        config=config,
+        tokenizer=tokenizer,
+        layers=layers,
+        context=context,
+        eos_token_ids=_eos_token_ids(model),
+        max_position_embeddings=longest or getattr(config, "max_position_embeddings", None),
+        attention=backend,
+        fused=fused,
+        drops_tokens_early=drops_tokens_early,
+        rows_are_independent=quantization is None,
+        num_parameters=num_parameters,
+    )
+
+
+def load_with_attention(
+    model: str | Path | LoadedModel | None,
+    dtype: str,
+    attention: AttentionChoice | AttentionBackend,
+    *,
+    max_model_len: int | None,
+    device: str,
+    fuse: bool,
+    quantization: str | None,
+) -> tuple[LoadedModel, AttentionBackend]:
+    """The model, loaded if it is not yet, and the backend that computes its attention. All arguments are `Engine`'s.
+
+    Raises:
+        ModelLoadError, UnsupportedModel: the model cannot be read, or not be run correctly.
+        ValueError: an option is unknown, or cannot be chosen for this model any more.
+    """
+    if isinstance(model, LoadedModel):
+        if (device, fuse, quantization) != ("auto", True, None):
+            raise ValueError("the model is loaded already; give device, fuse and quantization to load_model")
+        return model, _attention_of(model, attention)
+    if not isinstance(attention, str) and not callable(attention):
+        raise ValueError("attention is a backend object, which fits one model; load that with load_model first")
+    loaded = load_model(
+        model,
+        dtype,
+        device=device,
+        max_model_len=max_model_len,
+        attention=attention,
+        fuse=fuse,
+        quantization=quantization,
+    )
+    return loaded, loaded.attention
+
+
+def _attention_of(loaded: LoadedModel, attention: AttentionChoice | AttentionBackend) -> AttentionBackend:
+    """The attention of a model that is loaded: what it was checked with, or another that its layers can use."""
+    if attention == "auto":
+        return loaded.attention
+    if not (isinstance(attention, str) or callable(attention)):
+        backend = attention
+    else:
+        backend = choose_attention(attention, loaded.layers, loaded.model.device, loaded.dtype)
+    if loaded.fused and not hasattr(backend, "write_heads"):
+        raise ValueError(
+            f"the model was loaded with fused layers, which need its own attention ({loaded.attention.name}) and not "
+            f"{backend.name}; load it with fuse=False"
+        )
+    return backend
+
+
+def _fuse(model: Any, check: SelfCheck, *, store: bool) -> dict[str, int]:
+    """Replace parts of the model by faster ones where the backend has them; how many of each kind.
+
+    Args:
+        store: put their weights into their final form; else `linear.store_weights` is to do so.
+    """
+    if check.backend.name != "numba":
+        return {}
+    from pointsman.engine.model.fusion import fuse
+
+    with check.first_step() as step:
+        return dict(fuse(model, step, store=store))
+
+
+def _drop_tokens_early(model: Any, check: SelfCheck) -> bool:
+    """Whether the last layer of a fused model leaves out tokens whose logits are not needed; it is set to, if it
+    can."""
+    from pointsman.engine.model.fusion import drop_tokens_early
+
+    with check.first_step() as step:
+        return drop_tokens_early(model, step)
+
+
+class FusionFailed(UnsupportedModel):
+    """Each part that was replaced computes the same alone, and the whole does not."""
+
+
+def _check_fused(check: SelfCheck) -> None:
+    """The self-check once more, with the parts that were replaced.
+
+    Raises:
+        FusionFailed: the model's own layers must be loaded again.
+    """
+    try:
+        check.run()
+    except Exception as error:
+        raise FusionFailed(
+            f"{check.model.config.model_type}: with fused layers the model fails its check ({first_line(error)}); load "
+            "it with fuse=False"
+        ) from error
+
+
+def _read_config(path: Path) -> Any:
+    if not path.is_dir():
+        raise ModelLoadError(f"no model directory at {path}; give a directory with config.json and *.safetensors")
+    if not (path / "config.json").is_file():
+        raise ModelLoadError(f"{path} has no config.json; give a directory in the Hugging Face format")
+    try:
+        content = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path / 'config.json'} cannot be read: {first_line(error)}") from error
+    model_type = content.get("model_type") if isinstance(content, dict) else None
+    if not isinstance(model_type, str):
+        raise ModelLoadError(f"{path / 'config.json'} names no model_type; copy the model's own config.json")
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+    except KeyError as error:
+        raise UnsupportedModel(f"{path}: transformers does not know {error}") from error
+    except Exception as error:
+        raise UnsupportedModel(
+            f"{path}: model type {model_type!r} cannot be configured: {first_line(error)}"
+        ) from error
+    if not config.is_encoder_decoder and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModel(f"{path}: {model_type} is no causal language model; only those can run here")
+    return config
+
+
+def _check_weights(path: Path) -> None:
+    """Open every safetensors file, so that a broken one is named before anything large is read."""
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ModelLoadError(f"{path} has no weights (*.safetensors); other formats are not read")
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                tensors.keys()
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ModelLoadError(
+                f"{file} is truncated or corrupt ({file.stat().st_size} bytes; {first_line(error)}); copy it again"
+            ) from error
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise ModelLoadError(f"{index} cannot be read: {first_line(error)}") from error
+        absent = sorted(named - {file.name for file in files})
+        if absent:
+            raise ModelLoadError(f"{path} lacks {len(absent)} of {len(named)} weight files, first {absent[0]}")
+
+
+def _read_weights(path: Path, config: Any, dtype: torch.dtype) -> Any:
+    was_showing = transformers_logging.is_progress_bar_enabled()
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, with names
+        )
+    except KeyError as error:
+        raise UnsupportedModel(
+            f"{config.model_type} computes attention in classes of its own, none of them named {error}; only models "
+            "that leave attention to transformers' attention interface can run here"
+        ) from error
+    except Exception as error:
+        raise ModelLoadError(f"{path}: the weights cannot be loaded: {first_line(error)}") from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if was_showing:
+            transformers_logging.enable_progress_bar()
+    model, info = loaded
+    # transformers fills what is missing with random numbers and goes on.
+    missing = sorted(info["missing_keys"])
+    mismatched = sorted(str(entry[0]) for entry in info.get("mismatched_keys", ()))
+    if missing or mismatched:
+        what = f"lack {len(missing)} tensors" if missing else f"have {len(mismatched)} tensors of another shape"
+        raise ModelLoadError(
+            f"{path}: the weights {what}, first {(missing or mismatched)[0]}; they do not belong to this config.json"
+        )
+    return model
+
+
+def _eos_token_ids(model: Any) -> tuple[int, ...]:
+    """EOS ids of the generation settings where there are any, else of the configuration."""
+    generation = getattr(model, "generation_config", None)
+    eos = getattr(generation, "eos_token_id", None)
+    if eos is None:
+        eos = getattr(model.config.get_text_config(decoder=True), "eos_token_id", None)
+    if eos is None:
+        return ()
+    return tuple(int(one) for one in eos) if isinstance(eos, (list, tuple)) else (int(eos),)

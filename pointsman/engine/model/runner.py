@@ -1,0 +1,382 @@
+"""ModelRunner: execute one `SchedulerOutput` on the model, one forward pass for all rows.
+
+    prepared  = runner.prepare(output)     reads the scheduler and the requests: block tables, input tokens, sampling
+    execution = runner.run(prepared)       reads only what was prepared: forward pass, sampling, log probabilities
+
+so the scheduler may be asked for the next step while `run` executes, also in another thread; `execute` is one after
+the other. A step whose input an earlier one has yet to sample says where the token will be (`SampledTokens`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from pointsman.core.state.output import SchedulerOutput, StepResult
+from pointsman.core.step.emit import UNSAMPLED
+from pointsman.engine.arrays import Float32Array, Int64Array
+from pointsman.engine.attention.paged import AttentionBackend, PagedBatch
+from pointsman.engine.drafts.verification import Verification
+from pointsman.engine.errors import NOTHING_LEFT
+from pointsman.engine.kv.pool import KVPool
+from pointsman.engine.model.forward import lengthened, run_model, takes_logits_to_keep
+from pointsman.engine.model.linear import whole_rows
+from pointsman.engine.model.loaded import LoadedModel
+from pointsman.engine.model.pooling import PooledChunk, Pooler, hidden_states
+from pointsman.engine.sampling.batch import SamplingBatch
+from pointsman.engine.sampling.logprobs import PromptLogprobs, TokenLogprobs, token_logprobs
+from pointsman.engine.sampling.sampler import Sampler
+
+if TYPE_CHECKING:
+    from pointsman.core import Scheduler
+    from pointsman.engine.kv.connector import EngineConnector, StepTransfers
+
+NOT_FINITE = "the model's logits are not finite (NaN or infinity); check the weights, or use dtype float32"
+
+
+@dataclass(slots=True)
+class PromptChunk:
+    """The part of a prompt whose log probabilities are wanted from a step."""
+
+    row_index: int
+    start: int
+    """Position in the prompt of the first token of `token_ids`."""
+    token_ids: Int64Array
+    """[m] the tokens whose log probabilities are wanted."""
+    num_logprobs: int
+
+
+@dataclass(slots=True)
+class PreparedStep:
+    """All that executing one step needs, beside the model and the pool. n rows, T tokens, s of the rows sample."""
+
+    num_rows: int
+    batch: PagedBatch
+    token_ids: Tensor
+    """[T] int64."""
+    positions: Tensor
+    """[T] int64."""
+    sampling: Int64Array
+    """[s] row indices that sample; a row with drafts once for each of its positions."""
+    sampling_batch: SamplingBatch
+    logits_at: Int64Array
+    """Flat positions whose logits are wanted: first the s that are sampled from, then those of `prompt_chunks`; behind
+    them those whose hidden states are, of `pooled_chunks`."""
+    num_logits: int
+    prompt_chunks: Sequence[PromptChunk] = ()
+    pooled_chunks: Sequence[PooledChunk] = ()
+    verification: Verification | None = None
+    """Of its drafts; None: it has none."""
+    links: StepLinks | None = None
+    """Tokens exchanged with other steps in flight; None: there are none."""
+    transfers: StepTransfers | None = None
+    """KV that is copied before the step computes; None: none is."""
+
+
+@dataclass(slots=True)
+class StepLinks:
+    """Tokens that a step takes from those before it and leaves for those behind it, as places in `SampledTokens`."""
+
+    sampled: Int64Array
+    """[s] for the tokens that the step samples."""
+    unsampled: Int64Array
+    """[u] flat positions of input tokens that were yet to be sampled when the step was prepared;"""
+    sources: Int64Array
+    """[u] and where they will be."""
+
+
+@dataclass(slots=True)
+class StepExecution:
+    """The results of a step: for the scheduler, and for the callers of its requests."""
+
+    result: StepResult
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    """Row index of the output -> those of each sampled token, where they were asked for; with drafts, of rejected ones
+    too."""
+    prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
+    """Row index of the output -> those of the prompt tokens that this step reached, where they were asked for."""
+    embeddings: dict[int, Float32Array] = field(default_factory=dict)
+    """Row index of the output -> the vector of a prompt that this step completed, [hidden_size]."""
+
+
+class ModelRunner:
+    """Runs scheduler outputs on one model over one KV pool.
+
+    Args:
+        loaded: the model.
+        pool: its KV pool, with the block count and size of the scheduler's configuration.
+        scheduler: read for block tables and input tokens, never changed.
+        connector: of KV outside the pool; None: there is none.
+        seed: requests that give no seed derive theirs from it and their id.
+        backend: how attention is computed; None: as the model was checked.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        pool: KVPool,
+        scheduler: Scheduler,
+        connector: EngineConnector | None = None,
+        *,
+        seed: int = 0,
+        backend: AttentionBackend | None = None,
+    ) -> None:
+        self.connector = connector
+        self.loaded = loaded
+        self.pool = pool
+        self.scheduler = scheduler
+        self.sampler = Sampler(loaded.vocab_size, seed, loaded.tokenizer, loaded.model.device)
+        self.pooler = Pooler()
+        self.backend = backend or loaded.attention
+        self._fills_rows = self.backend.leaves_out_rows and loaded.rows_are_independent
+        num_steps = scheduler.config.max_steps_in_flight
+        self._sampled_tokens = SampledTokens(num_steps) if num_steps > 1 else None
+
+    def num_computed_rows(self, num_tokens: int) -> int:
+        """The number of rows that the model's products have in a step of `num_tokens` tokens."""
+        return whole_rows(num_tokens) if self._fills_rows else num_tokens
+
+    def execute(self, output: SchedulerOutput) -> StepExecution:
+        """Compute the step: KV of every scheduled token, one sampled token per row with `samples`.
+
+        A row whose logits are not finite, or which has no token left to sample, gives an error, so that only its
+        request finishes. An empty output takes no forward pass.
+
+        Raises:
+            Exception: whatever the model raises; nothing is then known about the pool's slots of this step.
+        """
+        return self.run(self.prepare(output))
+
+    # ------------------------------------------------------------------------------------------------------ before
+
+    def prepare(self, output: SchedulerOutput) -> PreparedStep:
+        """Read what the step needs from the scheduler; call it before the scheduler is called again.
+
+        Raises:
+            StepOrderError: a token of the step has yet to be sampled by one before it, though only one step may be in
+                flight.
+        """
+        scheduled, computed, block_size = output.num_scheduled_tokens, output.num_computed_tokens, self.pool.block_size
+        width = -(-int((scheduled + computed).max(initial=0)) // block_size)  # the tables are as wide as is ever needed
+        tables = self.scheduler.block_table[:, :width][output.rows]
+        batch = PagedBatch.build(scheduled, computed, tables, block_size)
+        sampling = output.samples.nonzero()[0]
+        behind: Int64Array | int = 0  # positions from a place whose logits are wanted to the last one of its row
+        verification = None
+        if len(output.draft_token_ids):
+            verification = Verification.of(output, sampling)
+            sampling, behind = verification.sampling, verification.behind
+        ends, kv_lens = batch.query_starts[1:], batch.kv_lens
+        if len(sampling) != output.num_rows or verification is not None:
+            ends, kv_lens = ends[sampling], kv_lens[sampling]
+        sampling_batch = self.sampler.prepare(output, sampling, kv_lens - behind)
+        sampled = self._sampled_tokens
+        token_ids = self.scheduler.input_token_ids(output, allow_unsampled=sampled is not None).astype(np.int64)
+        prepared = PreparedStep(
+            num_rows=output.num_rows,
+            batch=batch,
+            token_ids=torch.from_numpy(token_ids),
+            positions=torch.from_numpy(batch.positions),
+            sampling=sampling,
+            sampling_batch=sampling_batch,
+            logits_at=ends - 1 - behind,
+            num_logits=len(sampling),
+            verification=verification,
+        )
+        if sampling_batch.prompt_logprobs:
+            self._prepare_prompt_logprobs(output, prepared)
+        if len(self.pooler):
+            prepared.pooled_chunks, hidden_at = self.pooler.prepare(output, batch.query_starts)
+            prepared.logits_at = np.concatenate([prepared.logits_at, hidden_at])
+        if sampled is not None:
+            prepared.links = _links(output, prepared, sampled)
+        if self.connector is not None:
+            prepared.transfers = self.connector.prepare(output)
+        return prepared
+
+    @staticmethod
+    def _prepare_prompt_logprobs(output: SchedulerOutput, prepared: PreparedStep) -> None:
+        """The logits at position p say how likely token p + 1 was, so a chunk covers the tokens one further on."""
+        chunks: list[PromptChunk] = []
+        logits_at = [prepared.logits_at]
+        for index, num_logprobs in prepared.sampling_batch.prompt_logprobs:
+            prompt = output.requests[index].prompt_token_ids
+            start = int(output.num_computed_tokens[index]) + 1
+            end = min(start + int(output.num_scheduled_tokens[index]), len(prompt))
+            if start < end:
+                token_ids = prompt[start:end].astype(np.int64)
+                chunks.append(PromptChunk(index, start, token_ids, num_logprobs))
+                logits_at.append(prepared.batch.query_starts[index] + np.arange(end - start))
+        prepared.prompt_chunks = chunks
+        prepared.logits_at = np.concatenate(logits_at)
+        prepared.num_logits = len(prepared.logits_at)
+
+    # ----------------------------------------------------------------------------------------------------- execute
+
+    def run(self, prepared: PreparedStep) -> StepExecution:
+        """Execute a prepared step; steps must run in the order in which they were prepared.
+
+        Raises:
+            Exception: see `execute`.
+        """
+        if prepared.transfers is not None:
+            prepared.transfers.run()
+        if prepared.num_rows == 0:
+            return StepExecution(StepResult(token_ids=np.empty(0, dtype=np.int64)))
+        started = time.perf_counter()
+        if prepared.links is not None:
+            self._take_sampled(prepared, prepared.links)
+        vectors: dict[int, Float32Array] = {}
+        if prepared.pooled_chunks:
+            logits, vectors = self._forward_and_pool(prepared)
+        else:
+            logits = self._forward(prepared)
+        if logits.device.type != "cpu":  # sampling waits for what the device has yet to compute
+            prepared.batch.do_meanwhile(lambda: True)
+        execution = self._sample(prepared, logits[: len(prepared.sampling)])
+        if prepared.prompt_chunks:
+            execution.prompt_logprobs = _prompt_logprobs(prepared, logits[len(prepared.sampling) : prepared.num_logits])
+        if vectors:
+            _add_vectors(execution, vectors)
+        execution.result.step_time = time.perf_counter() - started
+        return execution
+
+    def _take_sampled(self, prepared: PreparedStep, links: StepLinks) -> None:
+        """Fill in what was yet to be sampled when the step was prepared."""
+        assert self._sampled_tokens is not None
+        if len(links.unsampled):
+            prepared.token_ids.numpy()[links.unsampled] = self._sampled_tokens.get(links.sources)
+        if prepared.sampling_batch.edits is not None:
+            prepared.sampling_batch.edits.finish(self._sampled_tokens.get)
+
+    def _forward_and_pool(self, prepared: PreparedStep) -> tuple[Tensor, dict[int, Float32Array]]:
+        """Logits [num_logits or more, vocab_size], and the vectors of the rows that completed."""
+        model, num_logits = self.loaded.model, prepared.num_logits
+        trims = takes_logits_to_keep(type(model).forward)
+        wanted = whole_rows(num_logits) if self._fills_rows else num_logits
+        with hidden_states(model, wanted, trims) as heard:
+            logits = self._forward(prepared)
+        hidden = heard[0] if trims else heard[0][torch.from_numpy(prepared.logits_at).to(heard[0].device)]
+        return logits, self.pooler.take(prepared.pooled_chunks, hidden[num_logits : len(prepared.logits_at)])
+
+    def _forward(self, prepared: PreparedStep) -> Tensor:
+        """Logits [len(logits_at), vocab_size]; of rows that are pooled there may be none."""
+        context = self.loaded.context
+        num_tokens, num_logits = prepared.batch.num_tokens, len(prepared.logits_at)
+        keep: Tensor | None = torch.from_numpy(prepared.logits_at)
+        num_rows: int | None = None
+        if num_logits == num_tokens and not prepared.prompt_chunks and not prepared.pooled_chunks:
+            keep = None  # decodes only
+        if self._fills_rows:
+            num_rows = self.num_computed_rows(num_tokens)
+            keep = None if keep is None else lengthened(keep, whole_rows(num_logits))
+        early, late = (keep, None) if self.loaded.drops_tokens_early else (None, keep)
+        try:
+            context.begin(prepared.batch, self.pool, self.backend, early)
+            logits = run_model(self.loaded.model, prepared.token_ids, prepared.positions, late, num_rows)
+            return logits[:num_logits]
+        finally:
+            context.end()
+
+    def _sample(self, prepared: PreparedStep, logits: Tensor) -> StepExecution:
+        sampling = prepared.sampling
+        if not len(sampling):
+            return StepExecution(StepResult(token_ids=np.empty(0, dtype=np.int64)))
+        sampled = self.sampler.run(logits, prepared.sampling_batch)
+        if prepared.verification is not None:
+            result, ok = prepared.verification.judge(sampled.token_ids, sampled.ok, prepared.num_rows)
+            result.errors = {} if ok.all() else _errors(prepared, logits, ok)
+            return StepExecution(result, sampled.logprobs)
+        if prepared.links is not None and self._sampled_tokens is not None:
+            self._sampled_tokens.put(prepared.links.sampled, sampled.token_ids)
+        if sampled.ok.all():
+            return StepExecution(StepResult(token_ids=sampled.token_ids), sampled.logprobs)
+        result = StepResult(token_ids=sampled.token_ids[sampled.ok], errors=_errors(prepared, logits, sampled.ok))
+        return StepExecution(result, sampled.logprobs)
+
+
+class SampledTokens:
+    """The last `num_steps` sampled tokens of each row of the scheduler.
+
+    A row's place for a token depends on the token's position in its sequence. A row is reused only when every step that
+    names it is over, and what a repeated step samples goes where it went before, so nothing here is ever stale: for
+    every place that is read, an earlier step has written it.
+    """
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        self._tokens: Int64Array = np.zeros(0, dtype=np.int64)
+
+    def places(self, rows: Int64Array, positions: Int64Array) -> Int64Array:
+        """Where the tokens at these positions of the rows' sequences are kept; may be called at any time."""
+        return rows * self._num_steps + positions % self._num_steps
+
+    def put(self, places: Int64Array, token_ids: Int64Array) -> None:
+        """Keep what a step sampled."""
+        most = int(places.max(initial=-1))
+        if most >= len(self._tokens):
+            grown = np.zeros(max(most + 1, 2 * len(self._tokens)), dtype=np.int64)
+            grown[: len(self._tokens)] = self._tokens
+            self._tokens = grown
+        self._tokens[places] = token_ids
+
+    def get(self, places: Int64Array) -> Int64Array:
+        """What earlier steps have put there."""
+        return self._tokens[places]
+
+
+def _links(output: SchedulerOutput, prepared: PreparedStep, tokens: SampledTokens) -> StepLinks:
+    """Where a step's tokens come from and go to, while several are in flight."""
+    batch, sampling = prepared.batch, prepared.sampling
+    rows = output.rows.astype(np.int64)
+    unsampled = (prepared.token_ids.numpy() == UNSAMPLED).nonzero()[0]
+    edits = prepared.sampling_batch.edits
+    if edits is not None:
+        for edit in edits.unfinished:
+            index, end = sampling[edit.row], int(batch.kv_lens[sampling[edit.row]])
+            edit.sources = tokens.places(rows[index], np.arange(end - edit.num_missing, end))
+    if len(unsampled) == len(sampling) == len(rows) == batch.num_tokens:  # decodes, each behind one in flight
+        return StepLinks(tokens.places(rows, batch.kv_lens), unsampled, tokens.places(rows, batch.positions))
+    row_indices = np.searchsorted(batch.query_starts, unsampled, side="right") - 1
+    return StepLinks(
+        sampled=tokens.places(rows[sampling], batch.kv_lens[sampling]),
+        unsampled=unsampled,
+        sources=tokens.places(rows[row_indices], batch.positions[unsampled]),
+    )
+
+
+def _add_vectors(execution: StepExecution, vectors: dict[int, Float32Array]) -> None:
+    """The vectors of a step; one that is not finite is an error of its row."""
+    execution.embeddings = {index: vector for index, vector in vectors.items() if np.isfinite(vector).all()}
+    bad = {index: NOT_FINITE for index in vectors if index not in execution.embeddings}
+    if bad:
+        execution.result.errors = {**execution.result.errors, **bad}
+
+
+def _errors(prepared: PreparedStep, logits: Tensor, ok: npt.NDArray[np.bool_]) -> dict[int, str]:
+    """Row index -> why it could not be sampled: the model's fault, or that of the request's own parameters."""
+    bad = (~ok).nonzero()[0]
+    had_choice = torch.isfinite(logits[torch.from_numpy(bad).to(logits.device)].amax(dim=-1)).tolist()
+    errors = prepared.sampling_batch.errors
+    return {
+        int(prepared.sampling[at]): errors.get(int(at), NOTHING_LEFT if finite else NOT_FINITE)
+        for at, finite in zip(bad, had_choice, strict=True)
+    }
+
+
+def _prompt_logprobs(prepared: PreparedStep, logits: Tensor) -> dict[int, PromptLogprobs]:
+    """Args: logits: [tokens of all chunks, vocab_size], chunk after chunk."""
+    found: dict[int, PromptLogprobs] = {}
+    parts = torch.split(logits, [len(chunk.token_ids) for chunk in prepared.prompt_chunks])
+    with torch.inference_mode():
+        for chunk, part in zip(prepared.prompt_chunks, parts, strict=True):
+            entries = token_logprobs(part, chunk.token_ids, chunk.num_logprobs)
+            found[chunk.row_index] = PromptLogprobs(chunk.start, entries)
+    return found

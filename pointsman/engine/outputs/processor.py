@@ -1,0 +1,392 @@
+"""OutputProcessor: from a step's tokens to what callers see.
+
+It keeps a `Transcript` per request until it finishes. In the common case a row costs a lookup, an append and one small
+object; only rows with something to do beyond that (the first token, text to make, a finish) take the longer way:
+
+| mode | what a step does with the row's token |
+| --- | --- |
+| CAREFUL | everything: first token, text, stop strings, finish |
+| CUMULATIVE, DELTA | appends it and hands out a view |
+| SILENT | appends it; the caller wants the final output only |
+| SPACED | appends it, and hands out a view every `stream_interval` tokens |
+| EAGER, with one of these four | makes its text first, and looks whether a stop string is complete |
+
+Text is made here, in the engine's thread, for requests with stop strings and for those whose outputs other threads
+read; for all others when it is read. If the tokenizer fails on one of them, that request finishes with an error and
+the others go on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pointsman.core import FinishReason, Request, SchedulerOutput, StepUpdate
+from pointsman.engine.outputs.request_output import RequestOutput, Transcript, ended_by_token
+from pointsman.engine.params.sampling import RequestOutputKind, SamplingParams
+from pointsman.engine.text.detokenizer import Detokenizer, TextDecoder
+
+if TYPE_CHECKING:
+    from pointsman.engine.counters import EngineCounters
+    from pointsman.engine.model.runner import StepExecution
+
+logger = logging.getLogger(__name__)
+
+CAREFUL, CUMULATIVE, DELTA, SILENT, SPACED, EAGER = range(6)
+
+_MODES = {
+    RequestOutputKind.CUMULATIVE: CUMULATIVE,
+    RequestOutputKind.DELTA: DELTA,
+    RequestOutputKind.FINAL_ONLY: SILENT,
+}
+
+
+class StopFound(NamedTuple):
+    """A request that a stop string, or a failing tokenizer, finishes; the scheduler does not know it yet."""
+
+    request_id: str
+    num_tokens: int
+    """The number of its tokens that count."""
+    stop: str | None
+    """The stop string; None if the text could not be made."""
+    reason: FinishReason = FinishReason.STOP
+    detail: str = ""
+
+
+class OutputProcessor:
+    """The outputs of one engine's requests.
+
+    Args:
+        tokenizer: of the model; None: there is no text.
+        counters: of the engine; counts prompts here.
+        stream_interval: tokens from one output of a request to the next; the first token and the last output come at
+            once.
+
+    Raises:
+        ValueError: the interval is no integer of at least 1.
+    """
+
+    def __init__(self, tokenizer: Any | None, counters: EngineCounters, stream_interval: int = 1) -> None:
+        if not isinstance(stream_interval, int) or isinstance(stream_interval, bool) or stream_interval < 1:
+            raise ValueError(
+                f"stream_interval is {stream_interval!r}; it must be an integer of at least 1: every token"
+            )
+        self._stream_interval = stream_interval
+        self.decoder = TextDecoder(tokenizer) if tokenizer is not None else None
+        self._counters = counters
+        self._live: dict[Request, Transcript] = {}
+        self.on_output: Callable[[RequestOutput], None] | None = None
+        """Called with every output as soon as there is one; None: they are kept for `take_kept`."""
+        self._kept: list[RequestOutput] = []
+
+    def __len__(self) -> int:
+        """Unfinished requests."""
+        return len(self._live)
+
+    @property
+    def requests(self) -> list[Request]:
+        """Those that have not finished, in the order in which they were added."""
+        return list(self._live)
+
+    def check(self, request_id: str, params: SamplingParams) -> None:
+        """Raises ValueError: the parameters ask for text that cannot be made."""
+        if params.stop and self.decoder is None:
+            raise ValueError(
+                f"request {request_id!r}: stop is {params.stop[0]!r} and the model has no tokenizer; "
+                "use stop_token_ids, or give the model a tokenizer"
+            )
+
+    def add(self, request: Request, prompt: str | None, params: SamplingParams, *, eager_text: bool) -> None:
+        """Follow a request.
+
+        Args:
+            prompt: its text, if it is known.
+            eager_text: its outputs may be read in other threads.
+        """
+        decoder = self.decoder if params.detokenize else None
+        detokenizer = None
+        if decoder is not None:
+            detokenizer = Detokenizer(
+                decoder.stream(params.skip_special_tokens),
+                tuple(params.stop or ()),
+                include_stop=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+            )
+        self._live[request] = Transcript(
+            request,
+            prompt,
+            decoder=decoder,
+            detokenizer=detokenizer,
+            skips_special_tokens=params.skip_special_tokens,
+            is_eager=decoder is not None and (eager_text or bool(params.stop)),
+            keeps_logprobs=params.logprobs is not None,
+            keeps_prompt_logprobs=params.prompt_logprobs is not None,
+            stream_interval=max(self._stream_interval, params.stream_interval or 1),
+        )
+
+    def extend(self, request: Request, part: str | None) -> None:
+        """A request's prompt goes on; None: with tokens whose text is unknown, and then the whole text is."""
+        transcript = self._live[request]
+        known = part is not None and transcript.prompt is not None
+        transcript.prompt = f"{transcript.prompt}{part}" if known else None
+
+    def process(
+        self, output: SchedulerOutput, update: StepUpdate, execution: StepExecution, now: float
+    ) -> tuple[list[RequestOutput], list[StopFound]]:
+        """Process a step: its tokens, log probabilities and embeddings.
+
+        Returns:
+            Outputs of the requests that got a token or finished, in row order, without those that their callers do not
+            want; and the requests among them that have to be finished in the scheduler.
+        """
+        live = self._live
+        if execution.embeddings:
+            self._take_embeddings(output, execution)
+        if execution.logprobs or execution.prompt_logprobs:
+            self._take_logprobs(output, update, execution)
+        for request in update.finished:
+            live[request].mode = CAREFUL
+        if len(update.token_ids) > len(update.counts) or (update.counts > 1).any():
+            return self._process_runs(output, update, now)
+        outputs: list[RequestOutput] = []
+        stops: list[StopFound] = []
+        for request, token_id in _tokens_by_request(output, update):
+            transcript = live[request]
+            token_ids = transcript.token_ids
+            token_ids.append(token_id)
+            mode = transcript.mode
+            try:
+                if mode > EAGER:
+                    mode -= EAGER
+                    detokenizer: Detokenizer = transcript.detokenizer  # type: ignore[assignment]  # eager ones have it
+                    transcript.texts.append(detokenizer.feed(token_id))
+                    if detokenizer.stop_reason is not None:
+                        outputs.append(self._stop(transcript, now, stops))
+                        continue
+                if mode == CUMULATIVE:
+                    outputs.append(RequestOutput(transcript, 0, len(token_ids)))
+                elif mode == DELTA:
+                    outputs.append(RequestOutput(transcript, len(token_ids) - 1, len(token_ids)))
+                elif mode == SPACED:
+                    if len(token_ids) - transcript.num_reported >= transcript.stream_interval:
+                        outputs.append(self._report(transcript))
+                elif mode == CAREFUL and (one := self._advance(transcript, now, stops)) is not None:
+                    outputs.append(one)
+            except Exception as error:  # of the tokenizer, whose code is foreign
+                outputs.append(self._fail(transcript, error, now, stops))
+        return outputs + self._finish_without_token(update, now), stops
+
+    def _process_runs(
+        self, output: SchedulerOutput, update: StepUpdate, now: float
+    ) -> tuple[list[RequestOutput], list[StopFound]]:
+        """The same for a step that verified drafts: a request's tokens come in one output."""
+        outputs: list[RequestOutput] = []
+        stops: list[StopFound] = []
+        token_ids, start = update.token_ids.tolist(), 0
+        for request, count in zip(output.requests, update.counts.tolist(), strict=True):
+            run = token_ids[start : start + count]
+            start += count
+            if run and (one := self._take_run(self._live[request], run, now, stops)) is not None:
+                outputs.append(one)
+        return outputs + self._finish_without_token(update, now), stops
+
+    def _take_run(
+        self, transcript: Transcript, run: list[int], now: float, stops: list[StopFound]
+    ) -> RequestOutput | None:
+        """Append tokens one by one, up to a stop string, and report them together."""
+        num_reported = len(transcript.token_ids)
+        try:
+            for token_id in run[:-1]:
+                transcript.token_ids.append(token_id)
+                if transcript.is_eager and transcript.detokenizer is not None:
+                    transcript.make_text(len(transcript.token_ids))
+                    if transcript.detokenizer.stop_reason is not None:
+                        return self._stop(transcript, now, stops, num_reported)
+            transcript.token_ids.append(run[-1])
+            return self._advance(transcript, now, stops, num_reported)
+        except Exception as error:  # of the tokenizer, whose code is foreign
+            return self._fail(transcript, error, now, stops, num_reported)
+
+    def _finish_without_token(self, update: StepUpdate, now: float) -> list[RequestOutput]:
+        """The last outputs of requests whose rows had errors."""
+        failed = [self._live[request] for request in update.finished if request in self._live]
+        return [self._finish(transcript, len(transcript.token_ids), now) for transcript in failed]
+
+    def note_scheduled(self, request: Request, now: float, num_external_tokens: int = 0) -> None:
+        """A request was admitted, with `num_external_tokens` from outside the pool; the first time counts."""
+        transcript = self._live.get(request)
+        if transcript is None:
+            return
+        if transcript.metrics.first_scheduled_time is None:
+            transcript.metrics.first_scheduled_time = now
+        if transcript.metrics.first_token_time is None:  # it may have been preempted
+            transcript.metrics.num_external_tokens = num_external_tokens
+
+    def end(self, request: Request, now: float, error: Exception | None = None) -> RequestOutput | None:
+        """The last output of a request that was finished from outside, by an error perhaps; None if it is unknown
+        here."""
+        transcript = self._live.get(request)
+        if transcript is None:
+            return None
+        transcript.error = error
+        return self._finish(transcript, len(transcript.token_ids), now)
+
+    def end_all(self, requests: Sequence[Request], now: float) -> list[RequestOutput]:
+        """The last outputs of requests that the scheduler has finished, without those that have had theirs."""
+        return [output for request in requests if (output := self.end(request, now)) is not None]
+
+    # ---------------------------------------------------------------------------------------- where outputs go
+
+    def hand_out(self, outputs: list[RequestOutput]) -> None:
+        """Give outputs to `on_output`, or keep them."""
+        if self.on_output is None:
+            self._kept += outputs
+        else:
+            for output in outputs:
+                self.on_output(output)
+
+    @property
+    def has_kept(self) -> bool:
+        """Whether `take_kept` would return any."""
+        return bool(self._kept)
+
+    def take_kept(self) -> list[RequestOutput]:
+        """The outputs since the last call that no `on_output` was there for."""
+        outputs, self._kept = self._kept, []
+        return outputs
+
+    # ------------------------------------------------------------------------------------------- single requests
+
+    def _advance(
+        self, transcript: Transcript, now: float, stops: list[StopFound], num_reported: int | None = None
+    ) -> RequestOutput | None:
+        """Do whatever a new token may call for; all but it, or `num_reported`, were reported."""
+        request, num_tokens = transcript.request, len(transcript.token_ids)
+        num_reported = num_tokens - 1 if num_reported is None else num_reported
+        params: SamplingParams = request.metadata
+        if transcript.metrics.first_token_time is None:
+            self._note_first_token(transcript, now)
+        if request.is_finished:
+            return self._finish(transcript, num_reported, now)
+        kind = params.output_kind
+        is_spaced = transcript.stream_interval > 1 and kind is not RequestOutputKind.FINAL_ONLY
+        transcript.mode = SPACED if is_spaced else _MODES[kind]
+        if transcript.is_eager:
+            transcript.mode += EAGER
+            transcript.make_text(num_tokens)
+            if transcript.detokenizer is not None and transcript.detokenizer.stop_reason is not None:
+                return self._stop(transcript, now, stops, num_reported)
+        if kind is RequestOutputKind.FINAL_ONLY:
+            return None
+        if is_spaced:
+            is_due = num_reported == 0 or num_tokens - transcript.num_reported >= transcript.stream_interval
+            return self._report(transcript) if is_due else None
+        return RequestOutput(transcript, num_reported if kind is RequestOutputKind.DELTA else 0, num_tokens)
+
+    def _report(self, transcript: Transcript) -> RequestOutput:
+        """What has come since the last output, or all of it."""
+        params: SamplingParams = transcript.request.metadata
+        start = transcript.num_reported if params.output_kind is RequestOutputKind.DELTA else 0
+        transcript.num_reported = len(transcript.token_ids)
+        return RequestOutput(transcript, start, transcript.num_reported)
+
+    def _stop(
+        self, transcript: Transcript, now: float, stops: list[StopFound], num_reported: int | None = None
+    ) -> RequestOutput:
+        """Finish a running request whose newest token completed a stop string."""
+        num_tokens = len(transcript.token_ids)
+        output = self._finish(transcript, num_tokens - 1 if num_reported is None else num_reported, now)
+        stops.append(StopFound(output.request_id, num_tokens, str(output.stop_reason)))
+        return output
+
+    def _fail(
+        self,
+        transcript: Transcript,
+        error: Exception,
+        now: float,
+        stops: list[StopFound],
+        num_reported: int | None = None,
+    ) -> RequestOutput:
+        """Finish a running request whose text the tokenizer failed to make."""
+        num_tokens = len(transcript.token_ids)
+        detail = _give_up_text(transcript, error)
+        output = self._finish(transcript, num_tokens - 1 if num_reported is None else num_reported, now)
+        transcript.finish("error", detail, None)
+        stops.append(StopFound(output.request_id, num_tokens, None, FinishReason.ERROR, detail))
+        return output
+
+    def _note_first_token(self, transcript: Transcript, now: float) -> None:
+        transcript.metrics.first_token_time = now
+        self._count_prompt(transcript)
+
+    def _count_prompt(self, transcript: Transcript) -> None:
+        request = transcript.request
+        transcript.metrics.num_cached_tokens = request.num_cached_tokens
+        self._counters.num_prompt_tokens += request.num_prompt_tokens
+        self._counters.num_cached_tokens += request.num_cached_tokens
+        self._counters.num_external_tokens += transcript.metrics.num_external_tokens
+
+    def _finish(self, transcript: Transcript, num_reported: int, now: float) -> RequestOutput:
+        """The last output; the request is forgotten here. `num_reported` tokens were in an output before."""
+        request, params = transcript.request, transcript.request.metadata
+        del self._live[request]
+        transcript.metrics.finished_time = now
+        transcript.has_hidden_end = ended_by_token(request) and not params.include_stop_str_in_output
+        stop, failure = None, ""
+        if transcript.is_eager and transcript.detokenizer is not None:
+            try:
+                transcript.make_text(len(transcript.token_ids))
+                transcript.make_rest()
+            except Exception as error:
+                failure = _give_up_text(transcript, error)
+            stop = transcript.detokenizer.stop_reason
+        if failure and not _was_cut_short(request):
+            transcript.finish("error", failure, None)
+        elif stop is not None and not _was_cut_short(request):
+            transcript.finish("stop", "", stop)  # also if the token would have ended it for another reason
+        elif request.finish_reason is not None:
+            transcript.finish(request.finish_reason.value, request.finish_detail, request.stop_reason)
+        if transcript.stream_interval > 1:
+            num_reported = transcript.num_reported
+        start = num_reported if params.output_kind is RequestOutputKind.DELTA else 0
+        return RequestOutput(transcript, start, len(transcript.token_ids), finished=True)
+
+    def _take_embeddings(self, output: SchedulerOutput, execution: StepExecution) -> None:
+        for row, vector in execution.embeddings.items():
+            transcript = self._live.get(output.requests[row])
+            if transcript is not None:
+                transcript.embedding = vector
+                self._count_prompt(transcript)
+
+    def _take_logprobs(self, output: SchedulerOutput, update: StepUpdate, execution: StepExecution) -> None:
+        for row, entries in execution.logprobs.items():
+            for entry in entries[: update.counts[row]]:
+                self._live[output.requests[row]].add_logprobs(entry)
+        for row, chunk in execution.prompt_logprobs.items():
+            transcript = self._live.get(output.requests[row])
+            if transcript is not None and transcript.prompt_logprobs is not None:
+                first = chunk.start - 1  # the first token of a prompt has none
+                transcript.prompt_logprobs[first : first + len(chunk.entries)] = chunk.entries
+
+
+def _tokens_by_request(output: SchedulerOutput, update: StepUpdate) -> zip[tuple[Request, int]]:
+    """The step's tokens, each with its request, in row order."""
+    counts, requests = update.counts, output.requests
+    token_ids = update.token_ids.tolist()
+    if len(token_ids) != len(requests) or not counts.all():
+        requests = [requests[row] for row in counts.nonzero()[0].tolist()]
+    return zip(requests, token_ids, strict=True)
+
+
+def _give_up_text(transcript: Transcript, error: Exception) -> str:
+    """Leave the remaining text empty, because the tokenizer failed on it; returns why, in a line."""
+    transcript.give_up_text()
+    detail = " ".join(f"the tokenizer failed: {type(error).__name__}: {error}".split())
+    logger.error("request %r: %s", transcript.request.request_id, detail)
+    return detail
+
+
+def _was_cut_short(request: Request) -> bool:
+    """Whether a request finished for a reason that its text does not override."""
+    return request.finish_reason is not None and request.finish_reason.value in ("abort", "error", "deadline")

@@ -1,0 +1,380 @@
+"""RequestOutput: what a caller gets back for a request: text and tokens so far, and the finish reason.
+
+A request's tokens, the text of each and their log probabilities are kept once, in its `Transcript`, which only ever
+grows. A `RequestOutput` is a view of a stretch of it: making one costs the same however long the output is, and lists
+and texts are put together when they are read. So an engine can hand out one per token and request, and a caller that
+looks at the last one only pays for that.
+
+    earlier.token_ids, earlier.text      # stay what they were when more tokens come
+    later.since(earlier).text            # what came between the two
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core import FinishReason, PreemptionCause, Request, RequestEvent
+
+if TYPE_CHECKING:
+    from pointsman.engine.sampling.logprobs import TokenLogprobs
+    from pointsman.engine.text.detokenizer import Detokenizer, TextDecoder
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to a request, in seconds on the engine's clock, and what it cost."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    """When it was first admitted: until then it waited in the queue."""
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_cached_tokens: int = 0
+    """Tokens that the admission that led to its first token did not compute: they were found in the prefix cache, or
+    outside the pool."""
+    num_external_tokens: int = 0
+    """Of these, tokens that came from host memory or the KV store."""
+    num_preemptions: int = 0
+    preemption_causes: tuple[PreemptionCause, ...] = ()
+    """Of each of them, in order."""
+    events: list[RequestEvent] = field(default_factory=list)
+    """What happened to it and when, with `log_request_events`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """How likely a token was in its place."""
+
+    logprob: float
+    """Natural logarithm of its probability."""
+    rank: int | None
+    """1 is the most likely token of the vocabulary."""
+    decoded_token: str | None
+    """Its text behind other text; None if the request makes no text."""
+
+
+class Transcript:
+    """What a request has generated. The lists only grow, and a token's text never changes once it is there.
+
+    Args:
+        prompt: the prompt as text, if it is known.
+        decoder: of the model's tokenizer; None: no text is made.
+        detokenizer: for this request's text; None with `decoder`.
+        is_eager: text is made by `make_text` alone, in the engine's thread; otherwise also when it is read.
+        keeps_logprobs: whether the caller asked for log probabilities of the output.
+        keeps_prompt_logprobs: and for those of the prompt.
+        stream_interval: tokens from one output to the next.
+    """
+
+    __slots__ = ("_final_text", "_prompt_token_ids", "_rest", "decoder", "detokenizer", "embedding", "error",
+                 "finish_detail", "finish_reason", "has_hidden_end", "is_eager", "logprob_sums", "logprobs", "metrics",
+                 "mode", "num_reported", "prompt", "prompt_logprobs", "request", "skips_special_tokens",
+                 "stop_reason", "stream_interval", "texts", "token_ids")  # fmt: skip
+
+    def __init__(
+        self,
+        request: Request,
+        prompt: str | None = None,
+        *,
+        decoder: TextDecoder | None = None,
+        detokenizer: Detokenizer | None = None,
+        skips_special_tokens: bool = True,
+        is_eager: bool = False,
+        keeps_logprobs: bool = False,
+        keeps_prompt_logprobs: bool = False,
+        stream_interval: int = 1,
+    ) -> None:
+        self.request = request
+        self.prompt = prompt
+        self.decoder = decoder
+        self.detokenizer = detokenizer
+        self.skips_special_tokens = skips_special_tokens
+        self.is_eager = is_eager
+        self.stream_interval = stream_interval
+        self.num_reported = 0
+        """With an interval above 1: the number of tokens that outputs have reported."""
+        self.mode = 0  # the output processor's own note on how to treat it
+        self.token_ids: list[int] = []
+        self.texts: list[str] = []
+        """Text that each of the first tokens settled; as long as `token_ids` if eager, otherwise as far as was read."""
+        self.logprobs: list[TokenLogprobs] | None = [] if keeps_logprobs else None
+        """One per token, see `add_logprobs`."""
+        self.logprob_sums: list[float] = []
+        """The log probability of the tokens up to each of those."""
+        self.embedding: npt.NDArray[np.float32] | None = None
+        """Of a request that is pooled, once its prompt is computed."""
+        self.prompt_logprobs: list[TokenLogprobs] | None = [] if keeps_prompt_logprobs else None
+        """One per prompt token from the second on."""
+        self.metrics = RequestMetrics(arrival_time=request.arrival_time)
+        self.finish_reason: str | None = None
+        self.finish_detail = ""
+        self.error: Exception | None = None
+        """What finished it from outside, if that was an error."""
+        self.stop_reason: int | str | None = None
+        self.has_hidden_end = False
+        """Whether the last token, which stopped the request, is not part of the text."""
+        self._rest: str | None = None  # text that the end of the tokens settled
+        self._final_text: str | None = None
+        self._prompt_token_ids: list[int] | None = None
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        known = self._prompt_token_ids
+        if known is None or len(known) != self.request.num_prompt_tokens:  # it may come in parts
+            self._prompt_token_ids = self.request.prompt_token_ids.tolist()
+            return self._prompt_token_ids
+        return known
+
+    def add_logprobs(self, entry: TokenLogprobs) -> None:
+        """Keep those of the next token, if the caller asked for them."""
+        if self.logprobs is not None:
+            before = self.logprob_sums[-1] if self.logprob_sums else 0.0
+            self.logprob_sums.append(before + float(entry.logprobs[0]))
+            self.logprobs.append(entry)
+
+    def make_text(self, num_tokens: int) -> None:
+        """Settle the text of the first `num_tokens` tokens; errors are the tokenizer's."""
+        if self.detokenizer is None:
+            return
+        texts = self.texts
+        last = len(self.token_ids) - 1 if self.has_hidden_end else -1
+        for index in range(len(texts), num_tokens):
+            texts.append("" if index == last else self.detokenizer.feed(self.token_ids[index]))
+
+    def make_rest(self) -> str:
+        """The text that only the end of the tokens settles; all tokens' text has been made."""
+        if self._rest is None:
+            self._rest = self.detokenizer.finish() if self.detokenizer is not None else ""
+        return self._rest
+
+    def give_up_text(self) -> None:
+        """The tokenizer must not be called for this text again: what was not made of it stays empty."""
+        self.texts += [""] * (len(self.token_ids) - len(self.texts))
+        self._rest = self._rest or ""
+
+    def text(self, start: int, end: int, *, to_the_end: bool) -> str:
+        """The text of tokens `start` to `end` - 1; with what follows the last one if `to_the_end`."""
+        if self.detokenizer is None or self.decoder is None:
+            return ""
+        if to_the_end and start == 0 and not self.is_eager and not self.texts:
+            if self._final_text is None:  # none of it has been read: decoding all at once is the fastest
+                shown = self.token_ids[:-1] if self.has_hidden_end else self.token_ids
+                self._final_text = self.decoder.decode(shown, self.skips_special_tokens)
+            return self._final_text
+        self.make_text(end)
+        text = "".join(self.texts[start:end])
+        return text + self.make_rest() if to_the_end else text
+
+    def finish(self, finish_reason: str, finish_detail: str, stop_reason: int | str | None) -> None:
+        """No token will follow."""
+        self.finish_reason = finish_reason
+        self.finish_detail = finish_detail
+        self.stop_reason = stop_reason
+
+    def describe(self, entry: TokenLogprobs) -> dict[int, Logprob]:
+        """Log probabilities of one position as callers get them; the token itself comes first."""
+        text = self.decoder.token_text if self.decoder is not None else lambda token_id: None
+        ids, values = entry.token_ids.tolist(), entry.logprobs.tolist()
+        ranks = chain((entry.rank,), range(1, len(ids)))
+        return {
+            token_id: Logprob(value, rank, text(token_id))
+            for token_id, value, rank in zip(ids, values, ranks, strict=True)
+        }
+
+
+class CompletionOutput:
+    """One sample of a prompt, or a stretch of it."""
+
+    __slots__ = ("_end", "_finished", "_logprobs", "_start", "_text", "_token_ids", "_transcript", "index")
+
+    def __init__(self, transcript: Transcript, start: int, end: int, finished: bool) -> None:
+        self.index = 0
+        self._transcript = transcript
+        self._start = start
+        self._end = end
+        self._finished = finished
+        self._text: str | None = None
+        self._token_ids: list[int] | None = None
+        self._logprobs: list[dict[int, Logprob]] | None = None
+
+    @property
+    def text(self) -> str:
+        """The text of `token_ids`, as far as it is settled; "" if the model has no tokenizer.
+
+        Text that a later token may change, or that may be the beginning of a stop string, comes with a later output.
+        Neither a stop string nor a stop token is in it, unless `include_stop_str_in_output`.
+        """
+        if self._text is None:
+            self._text = self._transcript.text(self._start, self._end, to_the_end=self._finished)
+        return self._text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Generated tokens, the one that finished the request included."""
+        if self._token_ids is None:
+            self._token_ids = self._transcript.token_ids[self._start : self._end]
+        return self._token_ids
+
+    @property
+    def logprobs(self) -> list[dict[int, Logprob]] | None:
+        """For each of `token_ids` its log probability and those of the most likely tokens; None if not asked for."""
+        if self._logprobs is None and self._transcript.logprobs is not None:
+            entries = self._transcript.logprobs[self._start : self._end]
+            self._logprobs = [self._transcript.describe(entry) for entry in entries]
+        return self._logprobs
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The log probability of everything generated so far; None if log probabilities were not asked for."""
+        if self._transcript.logprobs is None:
+            return None
+        return self._transcript.logprob_sums[self._end - 1] if self._end else 0.0
+
+    @property
+    def finish_reason(self) -> str | None:
+        """ "stop", "length", "repetition", "abort", "deadline" or "error"; None while it runs."""
+        return self._transcript.finish_reason if self._finished else None
+
+    @property
+    def finish_detail(self) -> str:
+        """What exactly finished it: which limit, or the error."""
+        return self._transcript.finish_detail if self._finished else ""
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """The stop token or stop string that finished it, if one did, or "repetition_detected"; None for EOS."""
+        return self._transcript.stop_reason if self._finished else None
+
+    @property
+    def finished(self) -> bool:
+        return self._finished
+
+    def __repr__(self) -> str:
+        return (
+            f"CompletionOutput(text={self.text!r}, finish_reason={self.finish_reason!r}, tokens={len(self.token_ids)})"
+        )
+
+
+class RequestOutput:
+    """A request after a step in which it got tokens or finished: a view, made in constant time."""
+
+    __slots__ = ("_completion", "_end", "_start", "_transcript", "finished")
+
+    def __init__(self, transcript: Transcript, start: int, end: int, finished: bool = False) -> None:
+        self._transcript = transcript
+        self._start = start
+        self._end = end
+        self.finished = finished
+        self._completion: CompletionOutput | None = None
+
+    def since(self, previous: RequestOutput | None) -> RequestOutput:
+        """What is in this output and was not in an earlier one of the request: new tokens, text and log probabilities.
+
+        Args:
+            previous: an output of the same request; None: everything so far, also if this output is itself only a part.
+
+        Raises:
+            ValueError: `previous` is another request's, or newer than this one.
+        """
+        start = 0
+        if previous is not None:
+            if previous._transcript is not self._transcript:
+                raise ValueError(f"an output of {previous.request_id!r} precedes none of {self.request_id!r}")
+            start = previous._end
+            if start > self._end:
+                raise ValueError(f"the output given has {start} tokens, and this one only {self._end}; swap the two")
+        return RequestOutput(self._transcript, start, self._end, self.finished)
+
+    @property
+    def request_id(self) -> str:
+        return self._transcript.request.request_id
+
+    @property
+    def prompt(self) -> str | None:
+        """The prompt as text; None if it was given as token ids."""
+        return self._transcript.prompt
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self._transcript.prompt_token_ids
+
+    @property
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """One entry per prompt token, None for the first; None if not asked for, or if an earlier output had them."""
+        entries = self._transcript.prompt_logprobs
+        if entries is None or self._start:
+            return None
+        return [None, *(self._transcript.describe(entry) for entry in entries)]
+
+    @property
+    def embedding(self) -> npt.NDArray[np.float32] | None:
+        """[hidden_size] float32: the prompt's vector, in the last output of a request with `PoolingParams`."""
+        return self._transcript.embedding if self.finished else None
+
+    @property
+    def outputs(self) -> list[CompletionOutput]:
+        """One entry: the sample."""
+        return [self._sample]
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """Shared by all outputs of the request, so it is always up to date."""
+        metrics = self._transcript.metrics
+        request = self._transcript.request
+        metrics.num_preemptions, metrics.preemption_causes = request.num_preemptions, request.preemption_causes
+        metrics.events = list(request.events)
+        return metrics
+
+    @property
+    def text(self) -> str:
+        return self._sample.text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self._sample.token_ids
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far, whatever part of them this output shows."""
+        return self._end
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self._sample.finish_reason
+
+    @property
+    def finish_detail(self) -> str:
+        return self._sample.finish_detail
+
+    @property
+    def error(self) -> Exception | None:
+        """The error that kept it from being computed (a `GrammarError`), in its last output."""
+        return self._transcript.error if self.finished else None
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        return self._sample.stop_reason
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that were found in the prefix cache."""
+        return self._transcript.metrics.num_cached_tokens
+
+    @property
+    def _sample(self) -> CompletionOutput:
+        if self._completion is None:
+            self._completion = CompletionOutput(self._transcript, self._start, self._end, self.finished)
+        return self._completion
+
+    def __repr__(self) -> str:
+        return f"RequestOutput({self.request_id!r}, {self._sample!r})"
+
+
+def ended_by_token(request: Request) -> bool:
+    """Whether its last token stopped the request: EOS or a stop token."""
+    return request.finish_reason is FinishReason.STOP

@@ -1,0 +1,189 @@
+"""Arguments of `Engine` that are checked before a model is loaded: of the scheduler, KV outside the pool, drafts.
+
+| arguments | checked by |
+| --- | --- |
+| fields of `SchedulerConfig` | `with_defaults` |
+| `kv_offload_bytes`, `kv_store`, `kv_store_role`, `kv_store_bytes` | `KVKnobs.check` |
+| `speculative_config`, in vLLM's form | `speculation_knobs`: the arguments that it stands for |
+| `prompt_lookup_min`, `prompt_lookup_max` | `check_prompt_lookup` |
+
+This module imports no PyTorch, so that the command line can check arguments first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from pointsman.core import ConfigError, SchedulerConfig
+
+# --------------------------------------------------------------------------------------------------- the scheduler's
+
+SCHEDULER_DEFAULTS: Mapping[str, Any] = {"block_size": 32, "max_num_seqs": 64, "max_num_batched_tokens": 512}
+"""Where an engine's defaults differ from those of `SchedulerConfig`: for small models on a CPU."""
+
+_NOT_TAKEN = {
+    "num_reserved_blocks": "the engine's KV pool has no reserved blocks",
+    "enable_kv_cache_events": "events are kept when kv_events_config says where to publish them",
+    "max_loras": "the engine has no adapters",
+    "encoder_budget": "the engine has no encoder inputs",
+    "encoder_cache_size": "the engine has no encoder inputs",
+}
+
+SCHEDULER_NAMES = frozenset(field.name for field in fields(SchedulerConfig)) - _NOT_TAKEN.keys()
+"""What an engine takes, by name."""
+
+
+def with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `SchedulerConfig`: the knobs that were given, and an engine's defaults.
+
+    Raises:
+        TypeError: the scheduler has no such knob.
+        ConfigError: it has, but with an engine it would have no effect.
+    """
+    for name, value in given.items():
+        if name in _NOT_TAKEN:
+            raise ConfigError(f"{name} is {value!r}, but {_NOT_TAKEN[name]}; leave it out")
+        if name not in SCHEDULER_NAMES:
+            raise TypeError(f"Engine has no argument {name!r}, and SchedulerConfig has no such field")
+    return {**SCHEDULER_DEFAULTS, **given}
+
+
+# ------------------------------------------------------------------------------------------- KV outside the pool
+
+STORE_ROLES = ("both", "producer", "consumer")
+"""What an engine does with the store: write what it computed, read what is there, or both."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVKnobs:
+    """Where KV goes besides the pool, as the arguments of `Engine` say it."""
+
+    kv_offload_bytes: int | None = None
+    kv_store: str | Path | None = None
+    kv_store_role: str = "both"
+    kv_store_bytes: int | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is any place for KV besides the pool."""
+        return self.kv_offload_bytes is not None or self.kv_store is not None
+
+    @property
+    def loads_later(self) -> bool:
+        """Whether requests may wait for loads."""
+        return self.kv_store is not None and self.kv_store_role != "producer"
+
+    def check(self, config: SchedulerConfig) -> None:
+        """Whether they are in range, and fit each other and the scheduler's knobs.
+
+        Raises:
+            ConfigError: they do not.
+        """
+        for name in ("kv_offload_bytes", "kv_store_bytes"):
+            value: Any = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigError(f"{name} is {value!r}; give a number of bytes of at least 1, or None")
+        if self.kv_store_role not in STORE_ROLES:
+            raise ConfigError(f"kv_store_role is {self.kv_store_role!r}; choose one of {', '.join(STORE_ROLES)}")
+        if self.kv_store is None and (self.kv_store_role != "both" or self.kv_store_bytes is not None):
+            name = "kv_store_role" if self.kv_store_bytes is None else "kv_store_bytes"
+            raise _without_effect(name, getattr(self, name), "there is no kv_store; give it a directory")
+        if self.kv_store_role == "consumer" and self.kv_store_bytes is not None:
+            raise _without_effect("kv_store_bytes", self.kv_store_bytes, "a consumer writes nothing; set it elsewhere")
+        for name in ("kv_offload_bytes", "kv_store"):
+            if getattr(self, name) is not None and not config.enable_prefix_caching:
+                raise _without_effect(name, getattr(self, name), "enable_prefix_caching is off; switch it on")
+        for name, default in (("kv_load_failure_policy", "recompute"), ("kv_load_timeout", None)):
+            if getattr(config, name) != default and not self.loads_later:
+                why = "no request waits for KV; give a kv_store, in the role both or consumer"
+                raise _without_effect(name, getattr(config, name), why)
+
+
+def _without_effect(name: str, value: object, why: str) -> ConfigError:
+    return ConfigError(f"{name} is {str(value)!r} and would have no effect, because {why}")
+
+
+# ----------------------------------------------------------------------------------------------------------- drafts
+
+DEFAULT_MIN_NGRAM, DEFAULT_MAX_NGRAM = 2, 5
+SPECULATIVE_KEYS = {
+    "num_speculative_tokens": "num_draft_tokens",
+    "prompt_lookup_min": "prompt_lookup_min",
+    "prompt_lookup_max": "prompt_lookup_max",
+}
+"""What each key sets."""
+SPECULATIVE_REMEDIES = {
+    "model": "drafts come from the request's own tokens, not from a second model",
+    "num_speculative_tokens_per_batch_size": "use the knob draft_table, such as ((16, 2), (64, 0))",
+}
+
+
+def speculation_knobs(config: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """The knobs that a `speculative_config` stands for; their values are checked where knobs are.
+
+    Of `prompt_lookup_min` and `prompt_lookup_max` one alone is both, as in vLLM. Without either they have their
+    defaults here, which are wider than vLLM's 5 and 5; outputs do not depend on them.
+
+    Args:
+        config: None in it is as if the key were not there.
+        others: knobs that are set beside it.
+
+    Raises:
+        ConfigError: a method or key that is not supported, no number of tokens, or a knob that is set beside it, too.
+    """
+    if not isinstance(config, Mapping):
+        raise ConfigError(
+            f'speculative_config is {config!r}; give a mapping, like {{"method": "ngram", "num_speculative_tokens": 5}}'
+        )
+    values = {key: value for key, value in config.items() if value is not None}
+    method = values.pop("method", None)
+    if method != "ngram":
+        raise ConfigError(f'speculative_config: method is {method!r}; the one there is is "ngram", prompt lookup')
+    for key in values:
+        if key not in SPECULATIVE_KEYS:
+            remedy = SPECULATIVE_REMEDIES.get(key, f"known are method, {', '.join(SPECULATIVE_KEYS)}")
+            raise ConfigError(f"speculative_config: {key} is not supported; {remedy}")
+    tokens = values.get("num_speculative_tokens")
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
+        raise ConfigError(
+            f"speculative_config: num_speculative_tokens is {tokens!r}; it must be an integer of at least 1, the most "
+            "drafts of a request and step"
+        )
+    for one, other in (("prompt_lookup_min", "prompt_lookup_max"), ("prompt_lookup_max", "prompt_lookup_min")):
+        if one in values:
+            values.setdefault(other, values[one])
+    for knob in SPECULATIVE_KEYS.values():
+        if knob in others:
+            raise ConfigError(f"speculative_config and {knob} {others[knob]!r} both set speculation; give one of them")
+    return {SPECULATIVE_KEYS[key]: value for key, value in values.items()}
+
+
+def check_prompt_lookup(config: SchedulerConfig, min_ngram: int | None, max_ngram: int | None) -> tuple[int, int]:
+    """The knobs of prompt lookup, None being their defaults.
+
+    Raises:
+        ConfigError: they cannot be, or not beside the scheduler's.
+    """
+    if not config.num_draft_tokens and (min_ngram is not None or max_ngram is not None):
+        raise ConfigError(
+            f"prompt_lookup_min is {min_ngram} and prompt_lookup_max {max_ngram}, and no drafts are looked up, so they "
+            "would have no effect; set num_draft_tokens or leave them out"
+        )
+    min_ngram = DEFAULT_MIN_NGRAM if min_ngram is None else min_ngram
+    max_ngram = DEFAULT_MAX_NGRAM if max_ngram is None else max_ngram
+    for name, value in (("prompt_lookup_min", min_ngram), ("prompt_lookup_max", max_ngram)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{name} is {value!r}; it must be an integer of at least 1, a number of tokens")
+    if min_ngram > max_ngram:
+        raise ConfigError(
+            f"prompt_lookup_min is {min_ngram}, more than prompt_lookup_max {max_ngram}; lower it or raise that"
+        )
+    if config.num_draft_tokens and config.max_steps_in_flight > 1:
+        raise ConfigError(
+            f"num_draft_tokens is {config.num_draft_tokens} and max_steps_in_flight {config.max_steps_in_flight}: "
+            "drafts continue the newest token, which a step scheduled ahead does not know; leave one at its default"
+        )
+    return min_ngram, max_ngram

@@ -1,0 +1,123 @@
+"""From a caller's prompt and parameters to the scheduler's `Request`: checks that need no model, then `to_request`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pointsman.core import Request
+from pointsman.engine.params.pooling import SILENT, PoolingParams
+from pointsman.engine.params.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from pointsman.core.state.output import IntArray
+
+
+def check_request_id(request_id: object) -> None:
+    """Raises ValueError: requests are looked up by their id and derive their seeds from it, and this one allows no such
+    thing.
+    """
+    if not isinstance(request_id, str) or not request_id:
+        what = "empty" if request_id == "" else f"of type {type(request_id).__name__}"
+        raise ValueError(f"the request id is {what}; give text of at least one character")
+    try:
+        request_id.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"request id {request_id!r} is not valid Unicode (a lone surrogate); remove it") from None
+
+
+def check_deadline(request_id: str, deadline: float | None) -> None:
+    """Raises ValueError: a deadline is no finite number of seconds."""
+    if deadline is not None and not (isinstance(deadline, (int, float)) and math.isfinite(deadline)):
+        raise ValueError(f"request {request_id!r}: the deadline is {deadline!r}; give seconds on the engine's clock")
+
+
+def check_may_come_in_parts(request_id: str, params: SamplingParams, *, is_pooled: bool) -> None:
+    """Raises ValueError: what is asked for needs the whole prompt from the start."""
+    what = "embeddings" if is_pooled else "prompt_logprobs" if params.prompt_logprobs is not None else ""
+    if what:
+        raise ValueError(f"request {request_id!r}: {what} need the whole prompt at once; leave out more_input")
+
+
+def checked_token_ids(request_id: str, prompt: Sequence[int], vocab_size: int) -> IntArray | Sequence[int]:
+    """The prompt's tokens; those that are integers are in the vocabulary, and `Request` refuses all others.
+
+    Raises:
+        ValueError: the prompt is no sequence, or names a token that the model lacks.
+    """
+    try:
+        token_ids = list(prompt)
+    except TypeError:  # not iterable
+        raise ValueError(
+            f"request {request_id!r}: the prompt is of type {type(prompt).__name__}; give text or token ids"
+        ) from None
+    try:
+        array = np.asarray(token_ids)
+    except ValueError:  # ragged
+        return token_ids
+    bad: Sequence[int] = ()
+    if array.dtype.kind in "iu":
+        bad = array[(array < 0) | (array >= vocab_size)].ravel()[:1].tolist()
+    elif array.dtype == object:  # some are beyond 64 bits
+        bad = [one for one in token_ids if isinstance(one, (int, np.integer)) and not 0 <= one < vocab_size]
+    if bad:
+        raise ValueError(
+            f"request {request_id!r}: token id {bad[0]} is outside the model's vocabulary of {vocab_size}; "
+            "tokenize with the model's own tokenizer"
+        )
+    return array if array.dtype.kind in "iu" else token_ids
+
+
+def most_output(request: Request, num_last_tokens: int, max_model_len: int) -> int:
+    """How many tokens may be generated behind a prompt in parts, of which `num_last_tokens` are the last part's."""
+    length = request.num_prompt_tokens + sum(len(part.token_ids) for part in request.parts) + num_last_tokens
+    most: int | None = request.metadata.max_tokens
+    return max(1, max_model_len - length) if most is None else most
+
+
+def to_request(
+    request_id: str,
+    token_ids: IntArray | Sequence[int],
+    params: SamplingParams | PoolingParams,
+    *,
+    arrival_time: float,
+    eos_token_ids: tuple[int, ...],
+    max_model_len: int,
+    priority: int = 0,
+    cache_salt: str | None = None,
+    more_input: bool = False,
+) -> Request:
+    """The request for a prompt, with its sampling parameters as metadata.
+
+    Raises:
+        RequestRefused: it could never run.
+    """
+    pooling = params if isinstance(params, PoolingParams) else None
+    sampling = SILENT if isinstance(params, PoolingParams) else params
+    # The text of a structured request ends where its grammar does, even before `min_tokens` and with `ignore_eos`: as
+    # long as the text may go on, it is the sampler that keeps it from ending.
+    is_structured = sampling.structured_outputs is not None
+    max_tokens = 0 if pooling or more_input else sampling.max_tokens
+    if max_tokens is None:
+        max_tokens = max(1, max_model_len - len(token_ids))
+    return Request(
+        request_id,
+        token_ids,
+        arrival_time=arrival_time,
+        max_tokens=max_tokens,
+        min_tokens=0 if is_structured else sampling.min_tokens,
+        priority=priority,
+        eos_token_ids=eos_token_ids,
+        ignore_eos=sampling.ignore_eos and not is_structured,
+        stop_token_ids=tuple(sampling.stop_token_ids),
+        repetition_detection=sampling.repetition_detection,
+        cache_salt=cache_salt,
+        # A cached prefix computes neither the logits before a prompt token nor its hidden state.
+        use_prefix_cache=sampling.prompt_logprobs is None and (pooling is None or pooling.pooling == "last"),
+        runs_ahead=not is_structured,  # a grammar says what may follow a token when it has seen the token
+        more_input=more_input,
+        metadata=sampling,
+    )

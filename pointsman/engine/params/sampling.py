@@ -1,0 +1,273 @@
+"""SamplingParams: how the next token is chosen and when a request finishes, under the names vLLM's users know.
+
+Names, defaults and ranges are those of vLLM's class of this name, with two exceptions: a bias beyond 100 is refused
+here and not brought into range silently, and a repetition penalty has a minimum and a maximum. Every value is checked
+when the object is built, so later readers need no checks; only what depends on the model (whether a token id exists) is
+checked by `check_token_ids`, which needs the vocabulary's size.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pointsman.core import RepetitionDetectionParams as RepetitionDetectionParams  # one of the public names
+from pointsman.engine.params.structured_outputs import StructuredOutputsParams
+
+GREEDY_BELOW = 1e-5
+"""A temperature below this means greedy: dividing logits by it would overflow to no useful distribution."""
+
+MAX_TOKEN_ID = 2**31 - 1
+
+ALL_TOKENS = -1
+"""In `logprobs` and `prompt_logprobs`: the whole vocabulary."""
+
+LOGIT_BIAS_LIMIT = 100.0
+"""The largest bias either way, as in OpenAI's API."""
+REPETITION_PENALTIES = (0.01, 100.0)
+"""The minimum and the maximum; beyond, logits would become infinite rather than less likely."""
+
+
+class RequestOutputKind(enum.Enum):
+    """What an output of a streamed request holds; names and values are vLLM's."""
+
+    CUMULATIVE = 0
+    """All of the output so far, in every output."""
+    DELTA = 1
+    """What is new since the last output."""
+    FINAL_ONLY = 2
+    """Everything, in one output at the end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one request samples. Immutable and checked when built.
+
+    Raises:
+        ValueError: a value is out of range; one line with the value, the limit and the remedy.
+    """
+
+    n: int = 1
+    """Samples per prompt. Only 1: for more, add the prompt several times; the copies share its cached prefix."""
+    temperature: float = 1.0
+    """Logits are divided by it; 0 is greedy."""
+    top_p: float = 1.0
+    """Sample only from the smallest set of most likely tokens whose probabilities sum to at least this."""
+    top_k: int = 0
+    """Sample only from this many most likely tokens; 0 or -1: from all."""
+    max_tokens: int | None = 16
+    """The maximum number of tokens to generate; None: as many as the model's length allows."""
+    min_tokens: int = 0
+    """Before this many tokens neither EOS nor a stop token can be sampled; with `structured_outputs`, unless nothing
+    else may follow."""
+    seed: int | None = None
+    """Fixes the request's tokens whatever runs beside it; None: derived from the engine's seed and the request's id.
+    -1 is kept as None."""
+    stop_token_ids: Sequence[int] = ()
+    """Further tokens that end the request, beside the model's EOS."""
+    ignore_eos: bool = False
+    """Whether generation goes on past EOS; with `structured_outputs`, whether it goes on while the text may."""
+    min_p: float = 0.0
+    """Sample only from tokens at least this fraction as likely as the most likely one; 0: from all."""
+    repetition_penalty: float = 1.0
+    """Above 1, tokens of the prompt and the output so far become less likely; positive logits are divided by it,
+    negative ones multiplied. 0.01 to 100."""
+    presence_penalty: float = 0.0
+    """Taken off the logit of every token that is in the output so far; -2 to 2."""
+    frequency_penalty: float = 0.0
+    """Taken off the logit of a token once for each time it is in the output so far; -2 to 2."""
+    logprobs: int | None = None
+    """Log probabilities of this many most likely tokens beside the sampled one's; 0: only its own; -1: of the whole
+    vocabulary; None: none."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt (from the second on)."""
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    """Token id -> what is added to its logit, -100 to 100; more is refused."""
+    bad_words: Sequence[str] = ()
+    """Texts that must not be generated: the last token that would complete one cannot be sampled. Needs a tokenizer."""
+    allowed_token_ids: Sequence[int] | None = None
+    """Only these tokens can be sampled; None: all."""
+    stop: str | Sequence[str] | None = ()
+    """Texts that end the request; kept as a tuple. The text ends before them, see `include_stop_str_in_output`."""
+    include_stop_str_in_output: bool = False
+    """Whether the text keeps the stop string that ended it."""
+    detokenize: bool = True
+    """Whether tokens are made into text at all."""
+    skip_special_tokens: bool = True
+    """Whether the text leaves out special tokens such as EOS."""
+    spaces_between_special_tokens: bool = True
+    """Accepted for compatibility, without effect: tokenizers of transformers 5 have no such choice."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """What the text must look like; None: anything. Needs a tokenizer."""
+    repetition_detection: RepetitionDetectionParams | None = None
+    """Which repetitions at the end of the output end it, with `finish_reason` "repetition"; None: none does."""
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """What each output of a stream holds."""
+    stream_interval: int | None = None
+    """Tokens from one output to the next, if more than the engine's own `stream_interval`; None: the engine's."""
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_tokens()
+        self._check_logprobs()
+        self._check_text()
+
+    def _check_numbers(self) -> None:
+        if self.n != 1:
+            raise ValueError(f"n is {self.n}; only 1 is supported: add the prompt n times instead")
+        _check_number("temperature", self.temperature, "a number of 0 (greedy) or more")
+        if self.temperature < 0:
+            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or more")
+        _check_number("top_p", self.top_p, "a number above 0 and at most 1")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1 (1 turns it off)")
+        _check_int("top_k", self.top_k, -1, "use 0 or -1 to turn it off")
+        _check_range("min_p", self.min_p, 0.0, 1.0, 0)
+        _check_range("repetition_penalty", self.repetition_penalty, *REPETITION_PENALTIES, 1)
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0, 0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0, 0)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1, "ask for one token or more")
+        _check_int("min_tokens", self.min_tokens, 0, "use 0 for no minimum")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}; lower it")
+        if self.stream_interval is not None:
+            _check_int("stream_interval", self.stream_interval, 1, "1 is every token, None the engine's interval")
+        if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):
+            raise ValueError(f"seed is {self.seed!r}; it must be an integer, or None for one derived by the engine")
+        if self.seed == -1:
+            self._set("seed", None)
+
+    def _check_tokens(self) -> None:
+        """Sequences of token ids become tuples, the biases a dict of their own."""
+        stop_ids = _items("stop_token_ids", self.stop_token_ids, "a list of token ids")
+        self._set("stop_token_ids", _token_ids("a stop token id", stop_ids))
+        if self.allowed_token_ids is not None:
+            allowed = _items("allowed_token_ids", self.allowed_token_ids, "a list of token ids, or None for all")
+            self._set("allowed_token_ids", _token_ids("an id in allowed_token_ids", allowed))
+            if not self.allowed_token_ids:
+                raise ValueError("allowed_token_ids is empty; name one token or more, or leave it None for all")
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, Mapping):
+                raise ValueError(f"logit_bias is {self.logit_bias!r}; it must map token ids to numbers")
+            _token_ids("an id in logit_bias", self.logit_bias)
+            for token_id, bias in self.logit_bias.items():
+                _check_range(f"logit_bias of token {token_id}", bias, -LOGIT_BIAS_LIMIT, LOGIT_BIAS_LIMIT, 0)
+            self._set("logit_bias", dict(self.logit_bias) or None)
+
+    def _check_logprobs(self) -> None:
+        for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if value is not None:
+                _check_int(name, value, -1, "-1 is the whole vocabulary, None turns it off")
+                if value > MAX_TOKEN_ID:
+                    raise ValueError(f"{name} is above {MAX_TOKEN_ID}; use -1 for the whole vocabulary")
+
+    def _check_text(self) -> None:
+        """`stop` and `bad_words` become tuples of non-empty strings."""
+        self._set("stop", _strings("stop", self.stop))
+        self._set("bad_words", _strings("bad_words", self.bad_words))
+        for name in (
+            "ignore_eos",
+            "include_stop_str_in_output",
+            "detokenize",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+        ):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+        if self.stop and not self.detokenize:
+            raise ValueError(f"stop is {self.stop[0]!r} and detokenize is False; stop strings need text: leave it True")
+        structured: object = self.structured_outputs
+        if structured is not None and not isinstance(structured, StructuredOutputsParams):
+            what = type(structured).__name__
+            raise ValueError(f"structured_outputs is of type {what}; it must be StructuredOutputsParams, or None")
+        repetition: object = self.repetition_detection
+        if repetition is not None and not isinstance(repetition, RepetitionDetectionParams):
+            raise ValueError(f"repetition_detection is {repetition!r}; it must be RepetitionDetectionParams, or None")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise ValueError(f"output_kind is {self.output_kind!r}; it must be a RequestOutputKind")
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)  # the object is frozen for everyone else
+
+    def check_token_ids(self, vocab_size: int) -> None:
+        """Check what depends on the model.
+
+        Raises:
+            ValueError: `logit_bias` or `allowed_token_ids` names a token that a vocabulary of this size lacks.
+        """
+        for name, token_ids in (("logit_bias", self.logit_bias), ("allowed_token_ids", self.allowed_token_ids)):
+            worst = max(token_ids or (), default=0)
+            if worst >= vocab_size:
+                raise ValueError(f"{name} names token {worst}, and the model's vocabulary has {vocab_size}; remove it")
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether logits depend on the tokens so far."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether logits are changed before temperature, at all positions or at some."""
+        return bool(
+            self.has_penalties
+            or self.min_tokens
+            or self.logit_bias
+            or self.bad_words
+            or self.allowed_token_ids is not None
+            or self.structured_outputs is not None
+        )
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature < GREEDY_BELOW
+
+
+def _check_number(name: str, value: object, wanted: str) -> None:
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        raise ValueError(f"{name} is too large a number; it must be {wanted}")  # which would fill the screen
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        raise ValueError(f"{name} is {value!r}; it must be {wanted}")
+
+
+def _check_int(name: str, value: object, least: int, remedy: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}")
+    if value < least:
+        raise ValueError(f"{name} is {value}; it must be at least {least}: {remedy}")
+
+
+def _check_range(name: str, value: object, least: float, most: float, off: float) -> None:
+    wanted = f"between {least:g} and {most:g} ({off:g} turns it off)"
+    _check_number(name, value, wanted)
+    if not least <= value <= most:  # type: ignore[operator]
+        raise ValueError(f"{name} is {value}; it must be {wanted}")
+
+
+def _token_ids(name: str, token_ids: Iterable[int]) -> tuple[int, ...]:
+    ids = tuple(token_ids)
+    for token_id in ids:
+        _check_int(name, token_id, 0, "give ids of the model's vocabulary")
+        if token_id > MAX_TOKEN_ID:
+            raise ValueError(f"{name} is {token_id}; it must be at most {MAX_TOKEN_ID}")
+    return ids
+
+
+def _items(name: str, values: Iterable[Any] | None, wanted: str) -> tuple[Any, ...]:
+    try:
+        return () if values is None else tuple(values)
+    except TypeError:  # not iterable
+        raise ValueError(f"{name} is {values!r}; it must be {wanted}") from None
+
+
+def _strings(name: str, value: str | Sequence[str] | None) -> tuple[str, ...]:
+    strings = (value,) if isinstance(value, str) else _items(name, value, "a list of strings")
+    for one in strings:
+        if not isinstance(one, str) or not one:
+            raise ValueError(f"{name} holds {one!r}; it must hold strings of one character or more")
+    return strings

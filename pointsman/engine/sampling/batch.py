@@ -1,0 +1,156 @@
+"""What sampling needs to know of each request, as columns, and of one step, as arrays cut from them.
+
+A request's parameters are written once, when it is admitted, into the columns at the scheduler's row number
+(`output.rows`). A step over rows that were there before is a few NumPy gathers, whatever the number of rows:
+
+    flags[row]        which of the features below the request uses at all; one reduction says what a step can skip
+    serial[row]       the admission that the columns describe; another serial in an output means another request
+    temperature, top_k, top_p, min_p, mixed_seed (of `race.py`), logprobs, prompt_logprobs
+
+Requests with a feature of flag EDITED (penalties, biases, masks, grammars) have an `EditedRow` besides, in
+`logit_edits.py`; only they cost Python in a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pointsman.core.state.output import SchedulerOutput
+from pointsman.core.state.request import Request
+from pointsman.engine.arrays import Float32Array, Float64Array, Int64Array, UInt64Array
+from pointsman.engine.params.sampling import SamplingParams
+from pointsman.engine.sampling.race import derive_seed, mix_seed, row_keys
+
+if TYPE_CHECKING:
+    from pointsman.engine.sampling.logit_edits import LogitEdits
+
+
+RANDOM, EDITED, LOGPROBS, PROMPT_LOGPROBS = 1, 2, 4, 8
+
+
+@dataclass(slots=True)
+class SamplingBatch:
+    """How the n rows of one step sample. It refers to nothing that later steps change."""
+
+    num_rows: int
+    random: Int64Array
+    """[r] which of the rows are not greedy; the arrays that follow are of these."""
+    temperature: Float32Array
+    top_k: Int64Array
+    top_p: Float64Array
+    min_p: Float64Array
+    keys: UInt64Array
+    edits: LogitEdits | None = None
+    logprobs: list[tuple[int, int, int]] = field(default_factory=list)
+    """(row of the logits, row index of the output, how many beside the token's own) for each row that wants some."""
+    errors: dict[int, str] = field(default_factory=dict)
+    """Row of the logits -> why nothing can be sampled from it; only its own request shall end."""
+    prompt_logprobs: list[tuple[int, int]] = field(default_factory=list)
+    """(row index of the output, how many) for each row that wants those of its prompt; also rows that do not sample."""
+
+
+_HOTTEST = float(np.finfo(np.float32).max)  # above it, float32 has only infinity, by which a masked logit becomes NaN
+_NO_INTS = np.zeros(0, dtype=np.int64)
+_NO_FLOATS = np.zeros(0, dtype=np.float64)
+_NO_KEYS = np.zeros(0, dtype=np.uint64)
+_NO_TEMPERATURES = np.zeros(0, dtype=np.float32)
+
+
+class SamplingColumns:
+    """Parameters of all requests that have a row.
+
+    Args:
+        engine_seed: requests that give no seed derive theirs from it and their id.
+    """
+
+    def __init__(self, engine_seed: int) -> None:
+        self._engine_seed = engine_seed
+        self.flags = np.zeros(0, dtype=np.uint8)
+        self.serial = np.zeros(0, dtype=np.int64)
+        self.temperature = np.zeros(0, dtype=np.float32)
+        self.top_k = np.zeros(0, dtype=np.int64)
+        self.top_p = np.zeros(0, dtype=np.float64)
+        self.min_p = np.zeros(0, dtype=np.float64)
+        self.mixed_seed = np.zeros(0, dtype=np.uint64)
+        self.logprobs = np.zeros(0, dtype=np.int64)
+        self.prompt_logprobs = np.zeros(0, dtype=np.int64)
+
+    def admit(self, output: SchedulerOutput) -> list[int]:
+        """Write the columns of requests that are new in their row; which (row indices of the output)."""
+        rows = output.rows
+        most = int(rows.max(initial=-1))
+        if most >= len(self.serial):
+            self._grow(most + 1)
+        stale = self.serial[rows] != output.serials
+        stale[output.num_continued :] = True
+        admitted: list[int] = stale.nonzero()[0].tolist()
+        for index in admitted:
+            self._write(int(rows[index]), int(output.serials[index]), output.requests[index])
+        return admitted
+
+    def _grow(self, least: int) -> None:
+        """At least double, so that growing is rare. Serials start at 1, so a new row's 0 belongs to no admission."""
+        more = max(least, 2 * len(self.serial)) - len(self.serial)
+        for name, column in vars(self).items():
+            if isinstance(column, np.ndarray):
+                setattr(self, name, np.concatenate([column, np.zeros(more, dtype=column.dtype)]))
+
+    def _write(self, row: int, serial: int, request: Request) -> None:
+        params: SamplingParams = request.metadata
+        flags = 0
+        if not params.is_greedy:
+            flags |= RANDOM
+            seed = derive_seed(self._engine_seed, request.request_id) if params.seed is None else params.seed
+            self.mixed_seed[row] = mix_seed(seed)
+            self.temperature[row] = min(params.temperature, _HOTTEST)
+            self.top_k[row] = min(params.top_k, np.iinfo(np.int64).max)
+            self.top_p[row] = params.top_p
+            self.min_p[row] = params.min_p
+        if params.edits_logits:
+            flags |= EDITED
+        if params.logprobs is not None:
+            flags |= LOGPROBS
+            self.logprobs[row] = params.logprobs
+        if params.prompt_logprobs is not None:
+            flags |= PROMPT_LOGPROBS
+            self.prompt_logprobs[row] = params.prompt_logprobs
+        self.flags[row] = flags
+        self.serial[row] = serial
+
+    def gather(self, output: SchedulerOutput, sampling: Int64Array, positions: Int64Array) -> SamplingBatch:
+        """The batch of a step, without edits: see `Sampler.prepare` for the arguments."""
+        all_flags = self.flags[output.rows]
+        used = int(np.bitwise_or.reduce(all_flags, initial=0))
+        if not used & ~EDITED:
+            return SamplingBatch(len(sampling), _NO_INTS, _NO_TEMPERATURES, _NO_INTS, _NO_FLOATS, _NO_FLOATS, _NO_KEYS)
+        flags = all_flags[sampling]
+        random = (flags & RANDOM).nonzero()[0]
+        rows = output.rows[sampling[random]]
+        batch = SamplingBatch(
+            num_rows=len(sampling),
+            random=random,
+            temperature=self.temperature[rows],
+            top_k=self.top_k[rows],
+            top_p=self.top_p[rows],
+            min_p=self.min_p[rows],
+            keys=row_keys(self.mixed_seed[rows], positions[random]),
+        )
+        if used & LOGPROBS:
+            at = (flags & LOGPROBS).nonzero()[0]
+            index = sampling[at]
+            batch.logprobs = list(
+                zip(at.tolist(), index.tolist(), self.logprobs[output.rows[index]].tolist(), strict=True)
+            )
+        if used & PROMPT_LOGPROBS:
+            index = (all_flags & PROMPT_LOGPROBS).nonzero()[0]
+            wanted = self.prompt_logprobs[output.rows[index]]
+            batch.prompt_logprobs = list(zip(index.tolist(), wanted.tolist(), strict=True))
+        return batch
+
+    def edited(self, output: SchedulerOutput, sampling: Int64Array) -> list[int]:
+        """Which of the rows that sample have an `EditedRow` (positions in `sampling`)."""
+        found: list[int] = (self.flags[output.rows[sampling]] & EDITED).nonzero()[0].tolist()
+        return found

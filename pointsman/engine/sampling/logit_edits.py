@@ -1,0 +1,349 @@
+"""Changes to logits that some requests ask for: allowed tokens, bad words, `min_tokens`, biases, penalties, grammars.
+
+They are collected per row on the host (`EditedRow.edit`), from the request's tokens, and applied to the logits of all
+rows at once (`LogitEdits.apply`), in this order, which is vLLM's: tokens that are not allowed become minus infinity,
+then those that would complete a bad word, then EOS and stop tokens before `min_tokens`; then biases are added; then
+penalties are taken; last, what a grammar does not allow becomes minus infinity. Where a grammar allows nothing but the
+text's end, nothing else is asked.
+
+Nothing here depends on the history of the engine: what has been counted is brought up to the tokens that the request
+has now, and if an admission is new (after a preemption, say), counted again. So a request samples the same tokens
+alone, batched, preempted, or in a step that failed and is repeated.
+
+With several steps in flight the newest tokens of a request may be unknown when a step is prepared. Penalties and bad
+words then wait, with all that is known, for the moment before the step is executed (`UnfinishedEdit`); requests with a
+grammar never run ahead of their tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from pointsman.core.state.request import Request
+from pointsman.engine.arrays import Float32Array, Int64Array
+from pointsman.engine.grammar.matcher import RequestGrammar, TokenMasks
+from pointsman.engine.params.sampling import SamplingParams
+
+MINUS_INFINITY = float("-inf")
+
+Finish: TypeAlias = "Callable[[LogitEdits, list[int]], None]"
+"""Adds an edit, given the request's newest tokens, which were unknown before."""
+
+
+class TokenCounts:
+    """How often each token occurs in a growing sequence, and which occur at all, in memory of O(vocabulary)."""
+
+    __slots__ = ("_is_known", "_known", "_num_known", "counts")
+
+    def __init__(self, vocab_size: int) -> None:
+        self.counts = np.zeros(vocab_size, dtype=np.int32)
+        """[vocab_size] occurrences among the tokens of `add`."""
+        self._is_known = np.zeros(vocab_size, dtype=np.bool_)
+        self._known = np.zeros(256, dtype=np.int64)  # what `_is_known` says, as a growing list
+        self._num_known = 0
+
+    @property
+    def known(self) -> Int64Array:
+        """Each token that occurs, once; with those of `note`."""
+        return self._known[: self._num_known]
+
+    def note(self, token_ids: npt.NDArray[np.integer]) -> None:
+        """Tokens that occur and are not counted (a prompt's)."""
+        token_ids = token_ids[token_ids < len(self.counts)]
+        new = np.unique(token_ids[~self._is_known[token_ids]])
+        end = self._num_known + len(new)
+        if end > len(self._known):
+            self._known = np.concatenate([self._known, np.zeros(end, dtype=np.int64)])
+        self._known[self._num_known : end] = new
+        self._num_known = end
+        self._is_known[new] = True
+
+    def add(self, token_ids: npt.NDArray[np.integer]) -> None:
+        """Count further tokens."""
+        token_ids = token_ids[token_ids < len(self.counts)]
+        self.note(token_ids)
+        np.add.at(self.counts, token_ids, 1)
+
+
+class EditedRow:
+    """The edits of one admitted request.
+
+    Args:
+        request: its `metadata` are SamplingParams.
+        serial: of its admission.
+        vocab_size: how many logits there are; tokens beyond them are left out.
+        bad_words: token sequences, see `bad_word_sequences`.
+        grammar: what its text must look like.
+    """
+
+    __slots__ = (
+        "_allowed",
+        "_bad_words",
+        "_bias_ids",
+        "_bias_values",
+        "_counts",
+        "_eos_ids",
+        "_grammar",
+        "_num_counted",
+        "_num_starting",
+        "_params",
+        "_request",
+        "_stop_ids",
+        "_vocab_size",
+        "serial",
+    )
+
+    def __init__(
+        self,
+        request: Request,
+        serial: int,
+        vocab_size: int,
+        bad_words: Sequence[tuple[int, ...]],
+        grammar: RequestGrammar | None = None,
+    ) -> None:
+        params: SamplingParams = request.metadata
+        self.serial = serial
+        self._request = request
+        self._params = params
+        self._vocab_size = vocab_size
+        self._bad_words = bad_words
+        self._num_starting = max((len(word) - 1 for word in bad_words), default=0)  # of the longest, before its last
+        self._allowed = None if params.allowed_token_ids is None else _unique(params.allowed_token_ids, vocab_size)
+        self._stop_ids = _unique(sorted(request.stop_set), vocab_size)
+        self._eos_ids = _unique(request.eos_token_ids, vocab_size)
+        self._grammar = grammar
+        biases = {token: bias for token, bias in (params.logit_bias or {}).items() if token < vocab_size}
+        self._bias_ids = np.array(list(biases), dtype=np.int64)
+        self._bias_values = np.array(list(biases.values()), dtype=np.float32)
+        self._counts: TokenCounts | None = None
+        self._num_counted = 0  # output tokens in `_counts`
+
+    def edit(self, row: int, position: int, edits: LogitEdits) -> None:
+        """Add to `edits` what the logits of `row` need when the token at `position` is drawn.
+
+        Raises:
+            GrammarError: there is a grammar, and it cannot say what may follow.
+        """
+        num_output = position - self._request.num_prompt_tokens
+        num_missing = max(0, num_output - self._request.num_output_tokens)
+        if self._grammar is not None:
+            if self._constrain(self._grammar, row, num_output, edits):
+                return
+            if self._params.ignore_eos:
+                edits.mask(row, self._eos_ids)
+        if self._allowed is not None:
+            edits.allow(row, self._allowed)
+        if self._bad_words:
+            start = max(0, num_output - self._num_starting)
+            known = self._request.output_since(start)[: num_output - start].tolist() if self._num_starting else []
+            finish = partial(self._mask_bad_words, row, known)
+            edits.add(row, num_missing if self._num_starting else 0, finish)
+        if num_output < self._params.min_tokens:
+            edits.mask(row, self._stop_ids)
+        if len(self._bias_ids):
+            edits.bias(row, self._bias_ids, self._bias_values)
+        if self._params.has_penalties:
+            edits.add(row, num_missing, self._prepare_penalties(row, num_output))
+
+    def _constrain(self, grammar: RequestGrammar, row: int, num_output: int, edits: LogitEdits) -> bool:
+        """Let the grammar say what may follow the output; whether that is nothing but the end."""
+        if grammar.num_accepted > num_output:
+            grammar.rewind(num_output)
+        known = grammar.num_accepted
+        new = self._request.output_since(known)[: num_output - known].tolist() if known < num_output else ()
+        return grammar.mask(new, row, edits.token_masks(self._vocab_size))
+
+    def _mask_bad_words(self, row: int, known: list[int], edits: LogitEdits, newest: list[int]) -> None:
+        """`known` and `newest` are the end of the output."""
+        edits.mask(row, self._completing([*known, *newest]))
+
+    def _completing(self, output: list[int]) -> Int64Array:
+        """The last tokens of bad words whose other tokens end the output, of which the end suffices."""
+        found = []
+        for *start, last in self._bad_words:
+            if last < self._vocab_size and (not start or output[-len(start) :] == start):
+                found.append(last)
+        return _unique(found, self._vocab_size)
+
+    def _prepare_penalties(self, row: int, num_output: int) -> Finish:
+        """Count the output that is known; what penalises it, and the newest tokens, once they are known, too."""
+        params = self._params
+        if self._counts is None or self._num_counted > num_output:
+            self._counts = TokenCounts(self._vocab_size)
+            self._num_counted = 0
+            if params.repetition_penalty != 1:
+                self._counts.note(self._request.prompt_token_ids)
+        if self._num_counted < num_output:
+            new = self._request.output_since(self._num_counted)[: num_output - self._num_counted]
+            self._counts.add(new)
+            self._num_counted += len(new)
+        token_ids = self._counts.known.copy()
+        return partial(_penalize, row, params, token_ids, self._counts.counts[token_ids], self._vocab_size)
+
+
+def _penalize(
+    row: int,
+    params: SamplingParams,
+    token_ids: Int64Array,
+    counts: npt.NDArray[np.int32],
+    vocab_size: int,
+    edits: LogitEdits,
+    newest: list[int],
+) -> None:
+    """Penalise the tokens that occur: `token_ids` in the prompt or `counts` times in the output, and the `newest`."""
+    for token in newest:
+        if token < vocab_size:
+            at = (token_ids == token).nonzero()[0]
+            if not len(at):
+                at, token_ids, counts = len(token_ids), np.append(token_ids, token), np.append(counts, np.int32(0))
+            counts[at] += 1
+    subtracted = counts * params.frequency_penalty + (counts > 0) * params.presence_penalty
+    edits.penalize(row, token_ids, params.repetition_penalty, subtracted.astype(np.float32))
+
+
+@dataclass(slots=True)
+class UnfinishedEdit:
+    """An edit that depends on tokens which were yet to be sampled when the step was prepared."""
+
+    row: int
+    """Of the logits."""
+    num_missing: int
+    """How many tokens before the one to be drawn were unknown."""
+    finish: Finish
+    sources: Int64Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """[num_missing] where they will be, see `SampledTokens`; set by the runner."""
+
+
+class LogitEdits:
+    """The edits of one step, by row of its logits.
+
+    Args:
+        num_rows: of the logits.
+    """
+
+    def __init__(self, num_rows: int = 1) -> None:
+        self._num_rows = num_rows
+        self.unfinished: list[UnfinishedEdit] = []
+        self._token_masks: TokenMasks | None = None
+        self._allowed: list[tuple[int, Int64Array]] = []
+        self._masks = _Places()
+        self._biases = _Places()
+        self._penalties = _Places()
+
+    def __bool__(self) -> bool:
+        found = self._allowed or self._masks or self._biases or self._penalties or self._token_masks or self.unfinished
+        return bool(found)
+
+    def add(self, row: int, num_missing: int, finish: Finish) -> None:
+        """An edit that depends on the newest tokens of the request, of which `num_missing` are not known yet."""
+        if num_missing:
+            self.unfinished.append(UnfinishedEdit(row, num_missing, finish))
+        else:
+            finish(self, [])
+
+    def finish(self, get_tokens: Callable[[Int64Array], Int64Array]) -> None:
+        """Add the unfinished edits; their tokens are known now."""
+        for edit in self.unfinished:
+            edit.finish(self, get_tokens(edit.sources).tolist())
+        self.unfinished.clear()
+
+    def token_masks(self, vocab_size: int) -> TokenMasks:
+        """Where grammars put the tokens that they allow."""
+        if self._token_masks is None:
+            self._token_masks = TokenMasks(self._num_rows, vocab_size)
+        return self._token_masks
+
+    def allow(self, row: int, token_ids: Int64Array) -> None:
+        """Only these tokens."""
+        self._allowed.append((row, token_ids))
+
+    def mask(self, row: int, token_ids: Int64Array) -> None:
+        """Not these tokens."""
+        self._masks.add(row, token_ids)
+
+    def bias(self, row: int, token_ids: Int64Array, values: Float32Array) -> None:
+        """Add `values` to these tokens' logits; each token once."""
+        self._biases.add(row, token_ids, values)
+
+    def penalize(self, row: int, token_ids: Int64Array, repetition: float, subtracted: Float32Array) -> None:
+        """Divide positive logits by `repetition` and multiply negative ones, then subtract; each token once."""
+        self._penalties.add(row, token_ids, np.full(len(token_ids), repetition, dtype=np.float32), subtracted)
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """[n, vocab_size] float32 of its own, edited."""
+        logits = logits.to(torch.float32, copy=True)
+        for row, token_ids in self._allowed:
+            ids = torch.from_numpy(token_ids).to(logits.device)
+            kept = logits[row, ids]
+            logits[row] = MINUS_INFINITY
+            logits[row, ids] = kept
+        if self._masks:
+            (place, _) = self._masks.tensors(logits.device)
+            logits[place] = MINUS_INFINITY
+        if self._biases:
+            place, (values,) = self._biases.tensors(logits.device)
+            logits[place] += values
+        if self._penalties:
+            place, (repetition, subtracted) = self._penalties.tensors(logits.device)
+            before = logits[place]
+            logits[place] = torch.where(before > 0, before / repetition, before * repetition) - subtracted
+        if self._token_masks:
+            self._token_masks.apply(logits)
+        return logits
+
+
+class _Places:
+    """(row, token) places in the logits, and values for each, collected piece by piece."""
+
+    def __init__(self) -> None:
+        self._rows: list[int] = []
+        self._token_ids: list[Int64Array] = []
+        self._values: list[tuple[Float32Array, ...]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._rows)
+
+    def add(self, row: int, token_ids: Int64Array, *values: Float32Array) -> None:
+        if len(token_ids):
+            self._rows.append(row)
+            self._token_ids.append(token_ids)
+            self._values.append(values)
+
+    def tensors(self, device: torch.device) -> tuple[tuple[Tensor, Tensor], list[Tensor]]:
+        """What indexes the logits, and the values in its order."""
+        rows = np.repeat(np.array(self._rows), [len(ids) for ids in self._token_ids])
+        place = torch.from_numpy(rows).to(device), torch.from_numpy(np.concatenate(self._token_ids)).to(device)
+        columns = zip(*self._values, strict=True)
+        return place, [torch.from_numpy(np.concatenate(column)).to(device) for column in columns]
+
+
+def bad_word_sequences(tokenizer: Any, bad_words: Sequence[str]) -> list[tuple[int, ...]]:
+    """The token sequences of bad words: each as a text of its own and after a space, which tokenizers distinguish.
+
+    Raises:
+        ValueError: there is no tokenizer to make them with, or a word is no text that it could read.
+    """
+    if bad_words and tokenizer is None:
+        raise ValueError(f"bad_words is {bad_words[0]!r} and the model has no tokenizer; use logit_bias with token ids")
+    found: dict[tuple[int, ...], None] = {}
+    for word in bad_words:
+        for text in (word.lstrip(), " " + word.lstrip()):
+            try:
+                token_ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+            except TypeError:  # what tokenizers says of lone surrogates, which UTF-8 has no bytes for
+                raise ValueError(f"bad_words holds {word!r}, which is not valid Unicode text; remove it") from None
+            if token_ids:
+                found[token_ids] = None
+    return list(found)
+
+
+def _unique(token_ids: Sequence[int], vocab_size: int) -> Int64Array:
+    return np.array(sorted({token for token in token_ids if token < vocab_size}), dtype=np.int64)

@@ -1,0 +1,60 @@
+"""Log probabilities of sampled and of prompt tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from pointsman.engine.arrays import Float32Array, Int64Array
+from pointsman.engine.params.sampling import ALL_TOKENS
+
+
+@dataclass(slots=True, eq=False)
+class TokenLogprobs:
+    """How likely one token was, and which tokens were the most likely in its place.
+
+    Of the model's logits as they come (vLLM's "raw_logprobs"): before penalties, biases, masks and temperature.
+    """
+
+    token_ids: Int64Array
+    """[k + 1] the token itself, then the k most likely ones, most likely first (it may be among them again)."""
+    logprobs: Float32Array
+    """[k + 1] natural logarithms of their probabilities."""
+    rank: int
+    """The token's place in the order of all tokens: 1 is the most likely. Tokens that tie share the best place."""
+
+
+@dataclass(slots=True, eq=False)
+class PromptLogprobs:
+    """Log probabilities of a stretch of a prompt: that of one chunk. The first token of a prompt has none."""
+
+    start: int
+    """Position in the prompt of the first token covered; at least 1. After a preemption, earlier ones come again."""
+    entries: list[TokenLogprobs]
+    """One per position from `start` on."""
+
+
+def token_logprobs(logits: Tensor, token_ids: npt.NDArray[np.integer], k: int) -> list[TokenLogprobs]:
+    """Log probabilities of one token per row and of the row's k most likely tokens.
+
+    Args:
+        logits: [m, vocab_size], any floating dtype.
+        token_ids: [m] the tokens.
+        k: 0 or more; -1, and anything above it: the whole vocabulary.
+    """
+    vocab_size = logits.shape[-1]
+    k = vocab_size if k == ALL_TOKENS else min(k, vocab_size)
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    chosen = torch.from_numpy(token_ids.astype(np.int64)).to(logits.device)[:, None]
+    own = logprobs.gather(1, chosen)
+    ranks = ((logprobs > own).sum(dim=-1) + 1).tolist()
+    ids, values = chosen, own
+    if k:
+        top = logprobs.topk(k, dim=-1)
+        ids, values = torch.cat([chosen, top.indices], dim=-1), torch.cat([own, top.values], dim=-1)
+    all_ids, all_values = ids.cpu().numpy(), values.cpu().numpy()
+    return [TokenLogprobs(all_ids[i], all_values[i], rank) for i, rank in enumerate(ranks)]

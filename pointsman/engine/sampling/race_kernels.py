@@ -1,0 +1,171 @@
+"""The race of `race.py`, compiled for the CPU: cuts and race of a row in a few passes, without temporaries.
+
+What makes it fast, per row:
+- top-k keeps a heap of the k largest logits seen; nearly every token is done with one comparison.
+- top-p needs no sort: probabilities are summed in buckets by their leading bits (a positive float's bits order like the
+  number itself), the buckets are walked from the top, and only the one in which the sum passes the limit is sorted.
+- -log(u) >= 1 - u, so a token whose probability / (1 - u) is below the best so far has lost already, and its logarithm
+  is never taken: a few dozen are, of 32,000.
+
+Rows are computed one by one, so nothing about a row can depend on what runs beside it. Needs Numba, and is imported
+only where that is installed; without it the sampler uses the form in PyTorch, with the same results.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from pointsman.engine.arrays import Float32Array, Float64Array, Int64Array, UInt64Array
+from pointsman.engine.sampling.race import MULTIPLIERS, SHIFTS, TOKEN_STEP
+
+_STEP = np.uint64(TOKEN_STEP)
+_MULTIPLIER_1, _MULTIPLIER_2 = np.uint64(MULTIPLIERS[0]), np.uint64(MULTIPLIERS[1])
+_SHIFT_1, _SHIFT_2, _SHIFT_3 = (np.uint64(shift) for shift in SHIFTS)
+_TOP_52 = np.uint64(12)
+_ONE = np.uint64(1)
+_BUCKET_SHIFT = np.uint32(20)  # leaves 8 bits of exponent and 3 of mantissa: buckets an eighth of an octave wide
+_ALMOST = 0.99  # room for rounding of the probabilities' sum
+_NUM_BUCKETS = 1024  # 1.0 is in the last but a few; probabilities are not above it
+
+
+@njit(cache=True, nogil=True)
+def draw_rows(
+    logits: Float32Array,
+    probs: Float32Array,
+    top_k: Int64Array,
+    top_p: Float64Array,
+    min_p: Float64Array,
+    keys: UInt64Array,
+    tokens: Int64Array,
+) -> None:
+    """Draw one token per row into `tokens` [n].
+
+    Args:
+        logits: [n, vocab_size], after penalties and masks, before temperature.
+        probs: [n, vocab_size], their softmax after temperature.
+        top_k, top_p, min_p, keys: [n].
+    """
+    num_rows, vocab_size = logits.shape
+    candidates = np.empty(vocab_size, dtype=np.int64)
+    for i in range(num_rows):
+        has_top_k = 0 < top_k[i] < vocab_size
+        if not has_top_k and top_p[i] >= 1.0 and min_p[i] <= 0.0:
+            tokens[i] = _race_all(probs[i], keys[i])
+            continue
+        least_logit = _kth_largest(logits[i], top_k[i]) if has_top_k else np.float32(-np.inf)
+        is_whole = not has_top_k and min_p[i] <= 0.0
+        if is_whole:  # less likely ones hold under 1 - top_p together, so all of the nucleus is above this
+            least = _ALMOST * (1.0 - top_p[i]) / vocab_size
+        else:
+            least = min_p[i] * probs[i].max() if min_p[i] > 0.0 else 0.0
+        count = 0
+        for t in range(vocab_size):
+            if logits[i, t] >= least_logit and probs[i, t] >= least:
+                candidates[count] = t
+                count += 1
+        if top_p[i] < 1.0:
+            total = 1.0
+            if not is_whole:
+                total = 0.0
+                for t in candidates[:count]:
+                    total += probs[i, t]
+            least = max(least, _least_in_nucleus(probs[i], candidates[:count], top_p[i] * total))
+        tokens[i] = _race(probs[i], candidates[:count], least, keys[i])
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _uniform(key: np.uint64, t: int) -> float:
+    x = key + (np.uint64(t) + _ONE) * _STEP
+    x = (x ^ (x >> _SHIFT_1)) * _MULTIPLIER_1
+    x = (x ^ (x >> _SHIFT_2)) * _MULTIPLIER_2
+    x = x ^ (x >> _SHIFT_3)
+    return (np.float64(np.int64(x >> _TOP_52)) + 0.5) * 2.0**-52
+
+
+@njit(cache=True, nogil=True)
+def _race_all(probs: Float32Array, key: np.uint64) -> int:
+    best, winner = 0.0, 0
+    for t in range(len(probs)):
+        uniform = _uniform(key, t)
+        if probs[t] > best * (1.0 - uniform):
+            score = probs[t] / -np.log(uniform)
+            if score > best:
+                best, winner = score, t
+    return winner
+
+
+@njit(cache=True, nogil=True)
+def _race(probs: Float32Array, candidates: Int64Array, least: float, key: np.uint64) -> int:
+    best, winner = 0.0, candidates[0] if len(candidates) else 0
+    for t in candidates:
+        if probs[t] < least:
+            continue
+        uniform = _uniform(key, t)
+        if probs[t] > best * (1.0 - uniform):
+            score = probs[t] / -np.log(uniform)
+            if score > best:
+                best, winner = score, t
+    return winner
+
+
+@njit(cache=True, nogil=True)
+def _kth_largest(values: Float32Array, k: int) -> np.float32:
+    """The k-th largest of more than k values, by a heap whose root is the least of the k largest so far."""
+    heap = values[:k].copy()
+    for at in range(k // 2 - 1, -1, -1):
+        _sink(heap, at)
+    for at in range(k, len(values)):
+        if values[at] > heap[0]:
+            heap[0] = values[at]
+            _sink(heap, 0)
+    root: np.float32 = heap[0]
+    return root
+
+
+@njit(cache=True, nogil=True)
+def _sink(heap: Float32Array, at: int) -> None:
+    size, value = len(heap), heap[at]
+    while True:
+        child = 2 * at + 1
+        if child >= size:
+            break
+        if child + 1 < size and heap[child + 1] < heap[child]:
+            child += 1
+        if heap[child] >= value:
+            break
+        heap[at] = heap[child]
+        at = child
+    heap[at] = value
+
+
+@njit(cache=True, nogil=True)
+def _least_in_nucleus(probs: Float32Array, candidates: Int64Array, limit: float) -> float:
+    """The probability of the last token of the smallest set of most likely candidates whose sum is at least `limit`."""
+    bits = probs.view(np.uint32)
+    masses = np.zeros(_NUM_BUCKETS, dtype=np.float64)
+    for t in candidates:
+        masses[_bucket(bits[t])] += probs[t]
+    bucket, before = _NUM_BUCKETS - 1, 0.0
+    while bucket > 0 and before + masses[bucket] < limit:
+        before += masses[bucket]
+        bucket -= 1
+    inside = np.empty(len(candidates), dtype=np.float32)
+    count = 0
+    for t in candidates:
+        if _bucket(bits[t]) == bucket:
+            inside[count] = probs[t]
+            count += 1
+    ordered = np.sort(inside[:count])
+    least = 0.0
+    for at in range(count - 1, -1, -1):
+        if before >= limit:
+            break
+        least = ordered[at]
+        before += least
+    return least
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _bucket(bits: np.uint32) -> np.int64:
+    return np.int64(bits >> _BUCKET_SHIFT) & (_NUM_BUCKETS - 1)  # the mask is for NaN only, which has more bits set

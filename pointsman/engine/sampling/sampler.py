@@ -1,0 +1,227 @@
+"""The sampler: from logits to tokens, for all rows of a step at once.
+
+A step has two halves, so that the scheduler may go on while the model runs:
+
+    batch   = sampler.prepare(output, sampling, positions)    reads requests and columns; no logits yet
+    sampled = sampler.run(logits, batch)                      reads nothing else
+
+The order is that of vLLM's V1 sampler:
+
+    1. log probabilities are taken of the logits as they come (its "raw_logprobs", the default there)
+    2. allowed tokens, bad words, `min_tokens`, biases, penalties, grammars            `logit_edits.py`
+    3. greedy rows take the most likely token; the others go through
+       temperature, min-p, top-k, top-p, and the race of exponential clocks            `race.py`, `race_kernels.py`
+
+What is random is a function of (seed, position, token) alone, see `race.py`. Parameters live in columns, see
+`batch.py`: a step over rows that only use temperature, top-k, top-p and min-p runs no Python per row.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from pointsman.core.state.request import Request
+from pointsman.engine.arrays import Float32Array, Int64Array
+from pointsman.engine.errors import GrammarError
+from pointsman.engine.grammar.matcher import RequestGrammar
+from pointsman.engine.params.sampling import SamplingParams
+from pointsman.engine.sampling.batch import SamplingBatch, SamplingColumns
+from pointsman.engine.sampling.logit_edits import EditedRow, LogitEdits, bad_word_sequences
+from pointsman.engine.sampling.logprobs import TokenLogprobs, token_logprobs
+from pointsman.engine.sampling.race import draw, probabilities
+
+if TYPE_CHECKING:
+    from pointsman.core.state.output import SchedulerOutput
+    from pointsman.engine.grammar.process import CompiledGrammar
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Sampled:
+    """The tokens of one step, one per row of the logits."""
+
+    token_ids: Int64Array
+    """[n]."""
+    ok: npt.NDArray[np.bool_]
+    """[n] False: the edited logits had no finite maximum, or the batch has an error; the token means nothing."""
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    """By row index of the output, for rows that asked and are ok."""
+
+
+class Sampler:
+    """Samples for one engine.
+
+    Args:
+        vocab_size: how many logits the model gives.
+        seed: requests that give no seed derive theirs from it and their id.
+        tokenizer: makes tokens of bad words; None: requests with bad words are refused by `check`.
+        device: where logits are.
+    """
+
+    def __init__(
+        self, vocab_size: int, seed: int = 0, tokenizer: Any | None = None, device: torch.device | str = "cpu"
+    ) -> None:
+        self.vocab_size = vocab_size
+        self._tokenizer = tokenizer
+        self._draw_rows = compiled_draw() if torch.device(device).type == "cpu" else None
+        self._columns = SamplingColumns(seed)
+        self._edited: dict[str, EditedRow] = {}  # by request id, while it has a row
+        self._grammars: dict[Request, RequestGrammar] = {}  # until the request's end is reported
+
+    def check(self, params: SamplingParams) -> None:
+        """What a host calls before it adds a request.
+
+        Raises:
+            ValueError: the parameters name tokens that the model lacks, or bad words and there is no tokenizer.
+        """
+        params.check_token_ids(self.vocab_size)
+        if params.bad_words:
+            bad_word_sequences(self._tokenizer, params.bad_words)
+
+    def use_grammar(self, request: Request, grammar: CompiledGrammar) -> None:
+        """What the request's text must look like. Call it before the request is scheduled."""
+        self._grammars[request] = RequestGrammar(request, grammar)
+
+    def sample(self, logits: Tensor, output: SchedulerOutput, sampling: Int64Array, positions: Int64Array) -> Sampled:
+        """`prepare` and `run` in one."""
+        return self.run(logits, self.prepare(output, sampling, positions))
+
+    # ------------------------------------------------------------------------------------- before the model has run
+
+    def prepare(self, output: SchedulerOutput, sampling: Int64Array, positions: Int64Array) -> SamplingBatch:
+        """All that sampling needs from the requests.
+
+        Args:
+            output: the step; the metadata of its requests are SamplingParams.
+            sampling: [n] row indices of the output that sample, in ascending order; a row with drafts once for each of
+                its positions.
+            positions: [n] place in its sequence of each token to be drawn.
+        """
+        if self._edited or self._grammars:
+            self._forget(output)
+        for index in self._columns.admit(output):
+            self._edited.pop(output.requests[index].request_id, None)
+        batch = self._columns.gather(output, sampling, positions)
+        edited = self._columns.edited(output, sampling)
+        if edited:
+            edits = LogitEdits(len(sampling))
+            for at in edited:
+                try:
+                    self._edited_row(output, int(sampling[at])).edit(at, int(positions[at]), edits)
+                except (
+                    ValueError
+                ) as error:  # of `check`, or a grammar's; a step that failed would fail each time it is repeated
+                    batch.errors[at] = str(error)
+            batch.edits = edits if edits else None
+        return batch
+
+    def _edited_row(self, output: SchedulerOutput, index: int) -> EditedRow:
+        """The edits of a request in this admission, made when they are first needed; errors as of `check`."""
+        request, serial = output.requests[index], int(output.serials[index])
+        row = self._edited.get(request.request_id)
+        if row is None or row.serial != serial:
+            bad_words = bad_word_sequences(self._tokenizer, request.metadata.bad_words)
+            grammar = self._grammars.get(request)
+            if grammar is None and request.metadata.structured_outputs is not None:
+                raise GrammarError("its grammar was not compiled; add the request through Engine.add_request")
+            row = self._edited[request.request_id] = EditedRow(request, serial, self.vocab_size, bad_words, grammar)
+        return row
+
+    def _forget(self, output: SchedulerOutput) -> None:
+        for request in (*output.preempted, *output.finished):
+            self._edited.pop(request.request_id, None)
+        for request in output.finished:
+            self._grammars.pop(request, None)
+
+    # -------------------------------------------------------------------------------------- after the model has run
+
+    def run(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
+        """Draw.
+
+        Args:
+            logits: [n, vocab_size], any floating dtype; not changed.
+            batch: of the same n rows.
+        """
+        with torch.inference_mode():
+            edited = logits.float() if batch.edits is None else batch.edits.apply(logits)
+            if self._draw_rows is not None:
+                sampled = Sampled(*choose_on_cpu(edited, batch, self._draw_rows))
+            else:
+                sampled = Sampled(*choose_anywhere(edited, batch))
+            if batch.errors:
+                sampled.ok[list(batch.errors)] = False
+            if batch.logprobs:
+                sampled.logprobs = self._logprobs(logits, batch, sampled)
+        return sampled
+
+    @staticmethod
+    def _logprobs(logits: Tensor, batch: SamplingBatch, sampled: Sampled) -> dict[int, list[TokenLogprobs]]:
+        """Rows that want equally many go together; a row that verifies drafts has one entry for each position."""
+        groups: dict[int, list[tuple[int, int]]] = {}
+        for at, index, k in batch.logprobs:
+            if sampled.ok[at]:
+                groups.setdefault(k, []).append((at, index))
+        found: dict[int, list[TokenLogprobs]] = {}
+        for k, members in groups.items():
+            rows = np.array([at for at, _ in members])
+            some = logits if len(rows) == len(logits) else logits[torch.from_numpy(rows).to(logits.device)]
+            entries = token_logprobs(some, sampled.token_ids[rows], k)
+            for (_, index), entry in zip(members, entries, strict=True):
+                found.setdefault(index, []).append(entry)
+        return found
+
+
+@cache
+def compiled_draw() -> Callable[..., None] | None:
+    """`race_kernels.draw_rows`; None without Numba, or where Numba finds no folder to keep what it compiles."""
+    try:
+        from pointsman.engine.sampling.race_kernels import draw_rows
+    except (ImportError, RuntimeError) as error:
+        logger.info("tokens are drawn without compiled code, which is slower: %s", error)
+        return None
+    compiled: Callable[..., None] = draw_rows
+    return compiled
+
+
+def choose_on_cpu(
+    logits: Tensor, batch: SamplingBatch, draw_rows: Callable[..., None]
+) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
+    """Tokens [n] and whether each row has a finite maximum [n], for logits [n, vocab_size] float32 on the CPU."""
+    values: Float32Array = logits.numpy()
+    tokens: Int64Array = np.argmax(values, axis=-1)  # an order of magnitude faster than PyTorch's; NaN comes first
+    top = values[np.arange(len(values)), tokens]
+    if len(batch.random):
+        random = slice(None) if len(batch.random) == len(values) else batch.random
+        some = values[random]
+        scaled = torch.from_numpy(some) - torch.from_numpy(top[random])[:, None]
+        probs = torch.softmax(scaled.div_(torch.from_numpy(batch.temperature)[:, None]), dim=-1).numpy()
+        drawn = np.empty(len(some), dtype=np.int64)
+        draw_rows(some, probs, batch.top_k, batch.top_p, batch.min_p, batch.keys, drawn)
+        tokens[random] = drawn
+    return tokens, np.isfinite(top)
+
+
+def choose_anywhere(logits: Tensor, batch: SamplingBatch) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
+    """The same on any device, in PyTorch.
+
+    Args:
+        logits: [n, vocab_size] float32.
+        batch: of the same rows.
+    """
+    top, tokens = logits.max(dim=-1)
+    if len(batch.random):
+        index = torch.from_numpy(batch.random).to(logits.device)
+        some = logits if len(index) == len(logits) else logits[index]
+        probs = probabilities(some, batch.temperature, batch.top_k, batch.top_p, batch.min_p)
+        tokens = tokens.index_copy(0, index, draw(probs, batch.keys))
+    return tokens.cpu().numpy(), torch.isfinite(top).cpu().numpy()

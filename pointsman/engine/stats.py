@@ -1,0 +1,157 @@
+"""A line every few seconds that says how the engine is doing, in the words that operators of vLLM know.
+
+    Avg prompt throughput: 512.0 tokens/s, Avg generation throughput: 96.4 tokens/s, Running: 8 reqs, Waiting: 2 reqs,
+    KV cache usage: 41.7%, Prefix cache hit rate: 63.1%, Preemptions: 0, Scheduler: 31 us/step,
+    Prefix cache saved: 3,230 tokens
+
+(one line, here wrapped). Rates, the hit rate, preemptions and savings are of the interval since the line before;
+running, waiting and the cache's usage are of this moment. An idle engine is silent: the interval in which its last
+request finished is the last one that is logged.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pointsman.core.observe.stats import SchedulerStats
+
+if TYPE_CHECKING:
+    from pointsman.engine.counters import EngineCounters
+    from pointsman.engine.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_INTERVAL = 10.0
+"""Seconds from one line to the next."""
+
+SHORT_RUN = 1.0
+"""A run of fewer seconds ends without a line: its rates would say little, and scripts make many of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What an engine has done and holds at one moment. Totals; the difference of two of these is an interval."""
+
+    time: float
+    """Seconds, on the reader's clock."""
+    counters: EngineCounters
+    """Tokens, steps and time, since the engine was made."""
+    scheduler: SchedulerStats
+    num_stalled: int = 0
+    """Requests without progress; see `watchdog.py`."""
+    has_external_kv: bool = False
+    """Whether KV is kept outside the pool; see `kv/connector.py`."""
+
+
+def read_stats(engine: Engine, now: float) -> EngineStats:
+    """The engine's state at `now`, in seconds. Only the thread that owns the engine may ask."""
+    num_stalled = engine.watchdog.num_stalled if engine.watchdog is not None else 0
+    has_external_kv = engine.kv_connector is not None
+    return EngineStats(now, copy.copy(engine.counters), engine.scheduler.stats(), num_stalled, has_external_kv)
+
+
+def stats_line(before: EngineStats, after: EngineStats) -> str:
+    """The line about the interval between two readings.
+
+    Raises:
+        ValueError: `after` is not later than `before`, so that there are no rates.
+    """
+    seconds = after.time - before.time
+    if seconds <= 0:
+        raise ValueError(f"the readings are {seconds} seconds apart; give the earlier one first")
+    was, now = before.scheduler, after.scheduler
+    num_prompt_tokens = after.counters.num_prompt_tokens - before.counters.num_prompt_tokens
+    num_generated_tokens = after.counters.num_generated_tokens - before.counters.num_generated_tokens
+    num_steps = after.counters.num_steps - before.counters.num_steps
+    scheduler_time = after.counters.scheduler_time - before.counters.scheduler_time
+    queries = now.prefix_queries - was.prefix_queries
+    hits = now.prefix_hits - was.prefix_hits
+    saved = hits + now.resumed_prefix_hits - was.resumed_prefix_hits
+    parts = [
+        f"Avg prompt throughput: {num_prompt_tokens / seconds:.1f} tokens/s",
+        f"Avg generation throughput: {num_generated_tokens / seconds:.1f} tokens/s",
+        f"Running: {now.num_running} reqs",
+        f"Waiting: {now.num_waiting} reqs",
+        f"KV cache usage: {now.kv_cache_usage:.1%}",
+        # No new request had a prefix cache lookup: that is neither a good rate nor a bad one.
+        f"Prefix cache hit rate: {f'{hits / queries:.1%}' if queries else 'n/a'}",
+        *_external_hit_rate(before, after),
+        f"Preemptions: {now.num_preemptions - was.num_preemptions}",
+        f"Scheduler: {f'{scheduler_time / num_steps * 1e6:.0f} us/step' if num_steps else 'n/a'}",
+        f"Prefix cache saved: {saved:,} tokens",
+    ]
+    return ", ".join(parts)
+
+
+def _external_hit_rate(before: EngineStats, after: EngineStats) -> list[str]:
+    """How much of what the prefix cache did not have came from outside the pool, if anything could."""
+    if not after.has_external_kv:
+        return []
+    queries = after.counters.num_external_queries - before.counters.num_external_queries
+    hits = after.counters.num_external_hits - before.counters.num_external_hits
+    return [f"External prefix cache hit rate: {f'{hits / queries:.1%}' if queries else 'n/a'}"]
+
+
+class StatsLogger:
+    """Decides when a line is due. The loop that steps the engine calls `tick` between steps: a comparison, mostly.
+
+    Args:
+        engine: whose lines.
+        interval: seconds between lines.
+        clock: seconds; real time, whatever the engine's own clock is.
+        emit: takes a line; None: this module's logger, at level INFO.
+
+    Raises:
+        ValueError: the interval is not a positive number.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        interval: float = DEFAULT_INTERVAL,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        emit: Callable[[str], None] | None = None,
+    ) -> None:
+        if not interval > 0:
+            raise ValueError(f"the interval of the statistics is {interval!r}; it must be above 0 seconds")
+        self._engine = engine
+        self._interval = interval
+        self._clock = clock
+        self._emit = emit or logger.info
+        self._before = read_stats(engine, clock())
+        self._started = self._before.time
+
+    def tick(self) -> bool:
+        """Log a line if one is due and something happened since the last; whether it did."""
+        now = self._clock()
+        return now - self._before.time >= self._interval and self._report(now)
+
+    def flush(self) -> bool:
+        """Log what happened since the last line, however recent that is; for an engine that stops."""
+        now = self._clock()
+        return now > self._before.time and self._report(now)
+
+    def finish(self) -> bool:
+        """`flush` at the end of a run that was not short; whether it logged a line."""
+        return self._clock() - self._started >= SHORT_RUN and self.flush()
+
+    def wait(self) -> float | None:
+        """Seconds until a line will be due, if the engine does nothing more; None: no line is owed."""
+        if self._engine.counters.num_steps == self._before.counters.num_steps:
+            return None
+        return max(0.0, self._before.time + self._interval - self._clock())
+
+    def _report(self, now: float) -> bool:
+        after = read_stats(self._engine, now)
+        before, self._before = self._before, after  # also after silence: an idle hour is no part of the next interval
+        stuck = after.scheduler.num_running or after.scheduler.num_waiting or after.scheduler.num_parked
+        if after.counters.num_steps == before.counters.num_steps and not stuck:
+            return False
+        self._emit(stats_line(before, after))
+        return True

@@ -1,0 +1,324 @@
+"""From tokens to text, one token at a time.
+
+Decoding all tokens again at every step would cost time quadratic in the length, and decoding each token alone would be
+wrong: a character may be spread over several tokens, and some decoders treat the first token of a text differently.
+So a stream takes tokens one by one and releases text as soon as it is *settled*: no later token can change it. What
+it released, joined, is what `tokenizer.decode` makes of all tokens at once, and a text only ever grows.
+
+`TextDecoder` looks once at how a tokenizer decodes, and makes streams of the kind that fits:
+
+| decoder | stream | what may have to wait |
+| --- | --- | --- |
+| byte-level BPE (GPT-2, Llama 3, Qwen) | tokens are bytes, joined as UTF-8 | an unfinished character |
+| Metaspace, WordPiece, others | new tokens decoded behind a settled one | nothing |
+| with byte fallback (Llama 2, Gemma) | the same | a run of byte tokens, until it ends |
+| tokenizers written in Python | the same, behind several | a replacement character at the end, `MAX_HELD` tokens |
+
+Byte fallback decides over a whole run of byte tokens: if its bytes are not all valid UTF-8, every one of them becomes a
+replacement character, also those that looked like a character before. The `DecodeStream` of the tokenizers library is
+not used: it raises on some invalid bytes, holds back everything behind others, and does not clean up spaces.
+
+A token that the tokenizer cannot decode (models often have more logits than their tokenizer has tokens, and tokenizers
+written in Python may raise then) has no text.
+
+`Detokenizer` adds stop strings: it holds back text that may be the beginning of one. It also looks for them in text
+that has to wait for the end of a run of byte tokens, as if no token followed: a request ends with the token that
+completes its stop string, also if that is the byte of a newline.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pointsman.engine.text.token_streams import (
+    ByteStream,
+    CautiousWindowStream,
+    CleanUpStream,
+    TokenStream,
+    WindowStream,
+)
+
+logger = logging.getLogger(__name__)
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+class TextDecoder:
+    """How one tokenizer decodes. Shared by all requests; safe to use from several threads.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._special_ids = _special_ids(tokenizer)
+        self._backend = _own_backend(tokenizer)
+        kinds = _decoder_kinds(self._backend.decoder) if self._backend is not None else []
+        self._is_byte_level = kinds == ["ByteLevel"]
+        # Any other mixture with ByteLevel is unknown ground: decode by windows that wait for whole characters.
+        self._is_exact = self._backend is not None and "ByteLevel" not in kinds
+        self._falls_back = "ByteFallback" in kinds
+        self._cleans_up = _cleans_up(tokenizer, self._backend)
+        self._token_bytes: dict[int, bytes] = {}
+        self._is_byte_token: dict[int, bool] = {}
+        self._token_texts: dict[int, str] = {}
+        self._unreadable: frozenset[int] = frozenset()
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of all tokens at once.
+
+        Raises:
+            Exception: the tokenizer's own, although it decodes each of the tokens alone.
+        """
+        return self._decode_readable(
+            lambda ids: self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens), list(token_ids)
+        )
+
+    def stream(self, skip_special_tokens: bool = True) -> TokenStream:
+        """A stream for a new text."""
+        skipped = self._special_ids if skip_special_tokens else frozenset()
+        stream: TokenStream
+        if self._is_byte_level:
+            stream = ByteStream(self._bytes_of, skipped)
+        elif self._is_exact:
+            stream = WindowStream(self._decode_raw, skipped, self._is_byte if self._falls_back else None)
+        else:
+            stream = CautiousWindowStream(self._decode_raw, skipped)
+        return CleanUpStream(stream, self._tokenizer.clean_up_tokenization) if self._cleans_up else stream
+
+    def token_text(self, token_id: int) -> str:
+        """A token's text as it is behind other text, special tokens included: " the", not "the"."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            if self._is_byte_level:
+                text = self._bytes_of(token_id).decode("utf-8", "replace")
+            else:  # behind itself: a decoder treats at most the first token of a text differently
+                text = self._decode_raw([token_id, token_id])[len(self._decode_raw([token_id])) :]
+            self._token_texts[token_id] = text
+        return text
+
+    def _decode_raw(self, token_ids: list[int]) -> str:
+        """The text of tokens, none of them skipped, with all its spaces; errors as of `decode`."""
+        return self._decode_readable(self._decode_with_spaces, token_ids)
+
+    def _decode_with_spaces(self, token_ids: list[int]) -> str:
+        text: str
+        if self._backend is not None:
+            text = self._backend.decode(token_ids, skip_special_tokens=False)
+        else:
+            text = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    def _decode_readable(self, decode: Callable[[list[int]], str], token_ids: list[int]) -> str:
+        """`decode` without the tokens that the tokenizer raises on, which are found out when it first does."""
+        if self._unreadable:
+            token_ids = [token_id for token_id in token_ids if token_id not in self._unreadable]
+        try:
+            return decode(token_ids)
+        except Exception as error:
+            unreadable = {token_id for token_id in token_ids if not _can_decode(decode, token_id)}
+            if not unreadable:
+                raise
+            logger.warning("the tokenizer cannot decode token %d, which has no text then: %s", min(unreadable), error)
+            self._unreadable |= unreadable
+            return decode([token_id for token_id in token_ids if token_id not in unreadable])
+
+    def _token(self, token_id: int) -> str | None:
+        """A token as the vocabulary writes it; None if the vocabulary lacks it."""
+        token: str | None = self._backend.id_to_token(token_id)  # type: ignore[union-attr]  # kinds come from it
+        return token
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        """What a token of a byte-level vocabulary stands for; nothing if the vocabulary lacks it."""
+        known = self._token_bytes.get(token_id)
+        if known is None:
+            token = self._token(token_id)
+            known = b"" if token is None else _bytes_of_token(token)
+            self._token_bytes[token_id] = known
+        return known
+
+    def _is_byte(self, token_id: int) -> bool:
+        known = self._is_byte_token.get(token_id)
+        if known is None:
+            token = self._token(token_id)
+            # A token that the vocabulary lacks is left out, so a run of bytes goes on behind it.
+            known = token is None or _BYTE_TOKEN.fullmatch(token) is not None
+            self._is_byte_token[token_id] = known
+        return known
+
+
+class Detokenizer:
+    """The text of one request, cut at a stop string.
+
+    The stop string whose last character comes first in the text ends it, and of several that end there the longest: a
+    rule that does not depend on how the text was cut into tokens. What is searched after each token is the settled text
+    and the stream's `pending`, without waiting to see whether that is settled.
+
+    Args:
+        stream: for the tokens' text.
+        stop: stop strings, none of them empty.
+        include_stop: whether the text keeps the stop string.
+        min_tokens: a stop string counts only if it ends in text that came after this many tokens.
+    """
+
+    __slots__ = ("_buffer", "_floor", "_include_stop", "_initials", "_longest", "_min_tokens", "_num_released",
+                 "_num_tokens", "_stop", "_stream", "feed", "stop_reason")  # fmt: skip
+
+    def __init__(
+        self, stream: TokenStream, stop: Sequence[str] = (), *, include_stop: bool = False, min_tokens: int = 0
+    ) -> None:
+        self._stream = stream
+        self._stop = tuple(stop)
+        self.feed: Callable[[int], str] = self._search if self._stop else stream.feed
+        """Takes one token; the text that is settled now, which never has half a stop string at its end."""
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
+        self._initials = frozenset(one[0] for one in self._stop)
+        self._longest = max(map(len, self._stop), default=0)
+        self._num_tokens = 0
+        self._buffer = ""
+        """The end of the text, as far as it may begin a stop string."""
+        self._num_released = 0  # characters of the buffer that were returned
+        self._floor = 0  # characters of the buffer in which no stop string may end, because of min_tokens
+        self.stop_reason: str | None = None
+        """The stop string that was found; nothing more is to be fed then."""
+
+    def _search(self, token_id: int) -> str:
+        """`feed`, with stop strings."""
+        text = self._stream.feed(token_id)
+        self._num_tokens += 1
+        if text and (self._buffer or self._floor or not self._initials.isdisjoint(text)):
+            text = self._take(text)
+        if self.stop_reason is None and (pending := self._stream.pending()):
+            text += self._peek(pending)
+        return text
+
+    def finish(self) -> str:
+        """No token follows: the remaining text. It, too, may complete a stop string."""
+        if self.stop_reason is not None:
+            return ""
+        piece = self._stream.flush()
+        if not self._stop:
+            return piece
+        self._num_tokens += 1  # what comes now is not the text of the tokens so far alone
+        text = self._take(piece)
+        if self.stop_reason is None:
+            text += self._buffer[self._num_released :]
+            self._num_released = len(self._buffer)
+        return text
+
+    def _take(self, piece: str) -> str:
+        """Search the buffer with `piece` behind it, and release what cannot be part of a stop string."""
+        text = self._buffer + piece
+        if (last := self._stop_in(text)) is not None:
+            return last
+        keep = self._start_of_candidate(text)
+        release = len(text) if self._include_stop else keep
+        released = text[self._num_released : release]
+        self._buffer = text[keep:]
+        self._num_released = release - keep
+        self._floor = max(0, self._floor - keep)
+        return released
+
+    def _peek(self, pending: str) -> str:
+        """Search the buffer with text behind it that has to wait; what ends the text if that has a stop string."""
+        return self._stop_in(self._buffer + pending) or ""
+
+    def _stop_in(self, text: str) -> str | None:
+        """End the text at a stop string in `text`, and return what is left to release; None: there is none."""
+        if self._num_tokens <= self._min_tokens:
+            self._floor = len(text)
+        elif (found := self._find(text)) is not None:
+            start, end, self.stop_reason = found
+            self._buffer = ""
+            return text[self._num_released : end if self._include_stop else start]
+        return None
+
+    def _find(self, text: str) -> tuple[int, int, str] | None:
+        """(start, end, stop string) of the match that ends first."""
+        best: tuple[int, int, str] | None = None
+        for one in self._stop:
+            start = text.find(one, max(0, self._floor - len(one) + 1))
+            end = start + len(one)
+            if start >= 0 and (best is None or (end, start) < (best[1], best[0])):
+                best = (start, end, one)
+        return best
+
+    def _start_of_candidate(self, text: str) -> int:
+        """Where the longest end of `text` starts that a stop string begins with; its length if there is none."""
+        for start in range(max(0, len(text) - self._longest + 1), len(text)):
+            if text[start] in self._initials:
+                rest = text[start:]
+                if any(len(one) > len(rest) and one.startswith(rest) for one in self._stop):
+                    return start
+        return len(text)
+
+
+# ------------------------------------------------------------------------------------------- how a tokenizer decodes
+
+
+def _own_backend(tokenizer: Any) -> Any | None:
+    """The tokenizer of the tokenizers library inside, if decoding is left to it alone."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    from transformers import PreTrainedTokenizerFast
+
+    owner = type(tokenizer)
+    plain = PreTrainedTokenizerFast
+    is_plain = isinstance(tokenizer, plain) and owner._decode is plain._decode and owner.decode is plain.decode
+    return backend if is_plain else None
+
+
+def _decoder_kinds(decoder: Any | None) -> list[str]:
+    """The types of a decoder of the tokenizers library and of those in its sequence."""
+    if decoder is None:
+        return []
+    state = json.loads(decoder.__getstate__())
+    return [state["type"]] if state["type"] != "Sequence" else [one["type"] for one in state["decoders"]]
+
+
+def _can_decode(decode: Callable[[list[int]], str], token_id: int) -> bool:
+    try:
+        decode([token_id])
+    except Exception:
+        return False
+    return True
+
+
+def _special_ids(tokenizer: Any) -> frozenset[int]:
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return frozenset(tokenizer.all_special_ids) | {token_id for token_id, token in added.items() if token.special}
+
+
+def _cleans_up(tokenizer: Any, backend: Any | None) -> bool:
+    """Whether `tokenizer.decode` cleans up spaces by default; transformers refuses to for BPE."""
+    if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
+        return False
+    if backend is None or type(backend.model).__name__ != "BPE":
+        return True
+    return bool(getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False))
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The character that GPT-2's vocabulary writes for each byte: printable ones stand for themselves, and the others,
+    in order, are the characters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_ALPHABET = _byte_alphabet()
+
+
+def _bytes_of_token(token: str) -> bytes:
+    """A token with a character outside the alphabet (an added token may have one) stands for itself."""
+    try:
+        return bytes([_BYTE_ALPHABET[character] for character in token])
+    except KeyError:
+        return token.encode()

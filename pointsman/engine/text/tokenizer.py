@@ -1,0 +1,77 @@
+"""From text to token ids, and chat templates. Nothing here needs PyTorch: an API process uses it without a model.
+
+An error that a tokenizer or a template raises on a text becomes a `ValueError` of one line.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pointsman.engine.errors import ModelLoadError, first_line
+
+logger = logging.getLogger(__name__)
+
+DEMO_MODEL = Path(__file__).parents[1] / "demo"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+PLAIN_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+"""For models without a chat template: a line per message, as in a script of a play."""
+
+
+def model_directory(model: str | Path | None) -> Path:
+    """Where a model is: the directory given, or that of the packaged one ("demo" or None)."""
+    return DEMO_MODEL if model is None or str(model) == "demo" else Path(model)
+
+
+def read_tokenizer(path: Path) -> Any | None:
+    """The tokenizer of a model's directory; None if it has none.
+
+    Raises:
+        ModelLoadError: its files cannot be read.
+    """
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        logger.warning("%s has no tokenizer; prompts must be token ids", path)
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:
+        raise ModelLoadError(f"{path}: the tokenizer cannot be loaded: {first_line(error)}") from error
+
+
+def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """The text's token ids, with BOS and the like where the tokenizer adds them.
+
+    Raises:
+        ValueError: the text is none that one could read.
+    """
+    try:
+        token_ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+    except TypeError:  # what tokenizers says of lone surrogates, which UTF-8 has no bytes for
+        raise ValueError("the prompt is not valid Unicode text (a lone surrogate); remove or replace it") from None
+    return token_ids
+
+
+def render_chat(tokenizer: Any, conversation: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+    """What a chat template makes of a conversation: a prompt with the special tokens written out.
+
+    Args:
+        options: what `apply_chat_template` of transformers takes; `chat_template` None: the tokenizer's own.
+
+    Raises:
+        ValueError: there is no template, or it fails on this conversation.
+    """
+    if options.get("chat_template") is None and not tokenizer.chat_template:
+        raise ValueError("the model's tokenizer has no chat template; give chat_template, or use generate")
+    try:
+        text: str = tokenizer.apply_chat_template([dict(one) for one in conversation], tokenize=False, **options)
+    except Exception as error:  # templates raise what they like
+        raise ValueError(f"the chat template failed: {first_line(error)}") from error
+    return text

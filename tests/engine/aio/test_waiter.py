@@ -1,0 +1,74 @@
+"""A waiter: what wakes a task does, and nothing else; a task that gives up leaves it as it was."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from pointsman.engine.aio.mailbox import Waiter
+
+
+def with_waiter(test: Callable[[Waiter], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(10):
+            await test(Waiter(asyncio.get_running_loop()))
+
+    asyncio.run(limited())
+
+
+async def turns() -> None:
+    """Let all others do what they can."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_who_waits_is_woken_and_waits_again() -> None:
+    async def test(waiter: Waiter) -> None:
+        num_woken = 0
+
+        async def work() -> None:
+            nonlocal num_woken
+            while num_woken < 3:
+                await waiter.wait()
+                num_woken += 1
+
+        waiter.wake()  # nobody waits: forgotten
+        task = asyncio.ensure_future(work())
+        await turns()
+        assert num_woken == 0
+        for expected in (1, 2, 3):
+            waiter.wake()
+            waiter.wake()  # the same news
+            await turns()
+            assert num_woken == expected
+        await task
+
+    with_waiter(test)
+
+
+def test_a_cancelled_task_leaves_the_place_to_the_next() -> None:
+    async def test(waiter: Waiter) -> None:
+        first = asyncio.ensure_future(waiter.wait())
+        await turns()
+        first.cancel()
+        waiter.wake()  # the cancellation has not arrived yet
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        second = asyncio.ensure_future(waiter.wait())
+        await turns()
+        assert not second.done()
+        waiter.wake()
+        await second
+
+    with_waiter(test)
+
+
+def test_a_task_of_another_loop_is_told_so() -> None:
+    loop = asyncio.new_event_loop()
+    try:
+        with pytest.raises(RuntimeError, match="attached to a different loop"):
+            asyncio.run(Waiter(loop).wait())
+    finally:
+        loop.close()

@@ -1,0 +1,106 @@
+"""What drafts are worth: odds from what came, costs from steps that were timed, and the choice between them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pointsman.engine.drafts.worth import LONGEST, MOST_NOTED, PRIOR, Odds, StepCost, best_counts
+
+
+def line(base: float, slope: float, sizes: tuple[int, ...] = (1, 4, 9)) -> StepCost:
+    cost = StepCost(lambda size: size)
+    for turn in range(60):
+        size = sizes[turn % len(sizes)]
+        cost.observe(size, base + slope * size)
+    return cost
+
+
+def test_odds_follow_what_came() -> None:
+    odds = Odds()
+    before = odds.chances([1, 2, 5], 3)
+    assert before.shape == (3, 3)
+    assert (np.diff(before, axis=1) < 0).all(), "further ahead is less sure"
+    assert (np.diff(before[:, 0]) > 0).all(), "a longer match is surer"
+    odds.note([2, -2] * 50 + [3] * 100)
+    chances = odds.chances([2, 3], 2)
+    assert chances[0, 0] == pytest.approx(0.5, abs=0.02)
+    assert chances[1, 0] > 0.97
+    assert chances[0, 1] == pytest.approx(chances[0, 0] * chances[1, 0]), "the second comes behind a longer match"
+
+
+def test_odds_forget() -> None:
+    odds = Odds()
+    odds.note([LONGEST] * 1000)
+    odds.note([-LONGEST - 5] * int(MOST_NOTED))
+    assert odds.chances([LONGEST + 50], 1)[0, 0] < 0.5
+    assert PRIOR < MOST_NOTED
+
+
+def test_a_cost_is_the_line_through_the_steps() -> None:
+    cost = line(2.0, 0.1)
+    assert cost.between(1, 12) == pytest.approx(2.0 + 0.1 * np.arange(1, 13), rel=0.02)
+
+
+def test_costs_are_those_of_the_rows_that_are_computed() -> None:
+    cost = StepCost(lambda size: -(-size // 8) * 8)
+    for turn in range(60):
+        cost.observe(3 + 10 * (turn % 2), 1.0 + 0.5 * (turn % 2))
+    found = cost.between(1, 16)
+    assert np.ptp(found[:8]) == np.ptp(found[8:]) == 0
+    assert found[8] / found[7] == pytest.approx(1.5, rel=0.05)
+
+
+def test_before_any_step_twice_the_tokens_cost_an_eighth_more() -> None:
+    found = StepCost(lambda size: size).between(4, 8)
+    assert found[-1] / found[0] == pytest.approx(1.125)
+
+
+def test_a_cost_never_falls_and_is_never_negative() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        cost = StepCost(lambda size: size)
+        for _ in range(20):
+            cost.observe(int(rng.integers(1, 70)), float(rng.exponential()) + 1e-6)
+            found = cost.between(1, 80)
+            assert (found > 0).all()
+            assert (np.diff(found) >= 0).all()
+
+
+def test_a_slow_step_in_between_is_not_taken_for_the_rule() -> None:
+    cost = line(2.0, 0.1)
+    cost.observe(9, 200.0)
+    assert cost.between(9, 9)[0] < 1.2 * 2.9
+    for _ in range(200):
+        cost.observe(1, 5.0)
+    assert cost.between(1, 1)[0] == pytest.approx(5.0, rel=0.05), "but what lasts is"
+
+
+def test_sure_drafts_are_worth_it_where_steps_hardly_grow() -> None:
+    chances = np.array([[0.9, 0.8, 0.7], [0.1, 0.05, 0.01]])
+    assert best_counts(chances, 2, line(2.0, 0.005)).tolist() == [3, 2], "they cost next to nothing"
+    assert best_counts(chances, 2, line(1.0, 0.2)).tolist() == [3, 0]
+    assert best_counts(chances, 2, line(0.0, 1.0)).tolist() == [0, 0], "each costs as much as a step"
+
+
+def test_the_choice_is_the_best_there_is() -> None:
+    """Compared with every number of drafts, taken in the order of their chances."""
+    rng = np.random.default_rng(1)
+    seen = set()
+    for _ in range(200):
+        count, most = int(rng.integers(1, 5)), int(rng.integers(1, 5))
+        chances = rng.random((count, most)).cumprod(axis=1)
+        num_rows = count + int(rng.integers(0, 4))
+        cost = line(1.0, float(rng.random()) * 0.3, (num_rows, num_rows + 4))
+        counts = best_counts(chances, num_rows, cost)
+        gained = sum(float(row[:n].sum()) for row, n in zip(chances, counts, strict=True))
+        seconds = cost.between(num_rows, num_rows + count * most)
+        speed = (num_rows + gained) / seconds[counts.sum()]
+        speeds = (num_rows + np.concatenate([[0.0], np.sort(chances.ravel())[::-1].cumsum()])) / seconds
+        if counts.sum():
+            assert speed == pytest.approx(speeds.max())
+            assert speed >= 1.05 * speeds[0]
+        else:
+            assert speeds.max() < 1.05 * speeds[0]
+        seen.add(bool(counts.sum()))
+    assert seen == {True, False}

@@ -1,0 +1,103 @@
+"""Trails: where a request's tokens have been before, and what that makes expect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pointsman.engine.drafts import trail
+from pointsman.engine.drafts.trail import Trail, look_up
+
+
+def trail_of(tokens: list[int], min_ngram: int = 1, max_ngram: int = 3) -> Trail:
+    return Trail(np.array(tokens, dtype=np.int32), min_ngram, max_ngram)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "drafts"),
+    [
+        ([1, 2, 3, 4, 1, 2, 3], [4, 1, 2]),
+        ([7, 2, 9, 1, 2, 8, 1, 2], [8, 1, 2]),
+        ([1, 2, 8, 5, 2, 9, 1, 2], [8, 5, 2]),  # the longer suffix counts
+        ([5, 2, 6, 2, 7, 2], [7, 2, 7]),  # the last of several places; behind the end it goes round
+        ([1, 1, 1, 1], [1, 1, 1]),
+        ([4, 5, 4, 5, 4], [5, 4, 5]),
+    ],
+)
+def test_what_followed_the_longest_suffix_is_expected(tokens: list[int], drafts: list[int]) -> None:
+    found = trail_of(tokens)
+    assert found.length > 0
+    assert list(found.expected(3)) == drafts
+
+
+@pytest.mark.parametrize("tokens", [[1, 2, 3], [1], [0, 0, 0][:1], []])
+def test_nothing_is_expected_of_what_is_new(tokens: list[int]) -> None:
+    assert trail_of(tokens).length == 0
+
+
+def test_a_suffix_must_be_long_enough() -> None:
+    tokens = [5, 2, 6, 1, 2]
+    assert trail_of(tokens, 2, 3).length == 0
+    assert look_up(np.array(tokens, dtype=np.int32), 1, 3) == (2, 1)
+    assert look_up(np.array([9, 1, 2, 7, 9, 1, 2], dtype=np.int32), 2, 2) == (3, 2), "no longer one is looked for"
+
+
+def test_a_place_moves_on_while_it_is_right() -> None:
+    one = trail_of([1, 2, 3, 4, 5, 6, 9, 1, 2], 2, 3)
+    assert one.length == 2
+    assert one.go_on([3, 4]) == [2, 3]
+    assert (one.length, list(one.expected(3))) == (4, [5, 6, 9])
+    assert one.go_on([5, 8]) == [4, -5]
+    assert one.length == 0
+    assert one.go_on([7]) == []
+    assert one.go_on([3]) == []
+    assert one.go_on([4]) == [], "the pair was there before, and is found again"
+    assert list(one.expected(2)) == [5, 8]
+
+
+@pytest.mark.parametrize(("min_ngram", "max_ngram"), [(1, 1), (1, 4), (2, 5), (3, 3), (4, 6)])
+def test_token_by_token_is_as_all_at_once(min_ngram: int, max_ngram: int) -> None:
+    """The filter lets nothing through that is not there, and hides nothing that is; also when it is made anew."""
+    rng = np.random.default_rng(min_ngram * 10 + max_ngram)
+    tokens = rng.integers(0, 5, size=40).tolist()
+    one = trail_of(tokens, min_ngram, max_ngram)
+    found = 0
+    while len(tokens) < 1600:
+        expected = one.expected(1)[0] if one.length else None
+        newest = rng.integers(0, 40, size=rng.integers(1, 4)).tolist()
+        if rng.random() < 0.2:
+            start = int(rng.integers(0, len(tokens) - 12))
+            newest = tokens[start : start + 7]
+        if expected is not None and rng.random() < 0.3:
+            newest[0] = expected
+        judged = one.go_on(newest)
+        assert (expected is not None) == bool(judged)
+        assert expected is None or (judged[0] > 0) == (newest[0] == expected)
+        tokens += newest
+        assert len(one) == len(tokens)
+        place, length = look_up(np.array(tokens, dtype=np.int32), min_ngram, max_ngram)
+        assert bool(one.length) == bool(length)
+        if length and not (judged and judged[-1] > 0):
+            assert (one.length, one.expected(1)[0]) == (length, tokens[place])
+            found += 1
+    assert one.tolist() == tokens
+    assert found > 10
+
+
+def test_what_is_new_is_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A filter eight times as large as the trail stops most tokens that were in no such n-gram."""
+    calls = 0
+
+    def counted(*arguments: Any) -> tuple[int, int]:
+        nonlocal calls
+        calls += 1
+        return look_up(*arguments)
+
+    monkeypatch.setattr(trail, "look_up", counted)
+    one = trail_of(list(range(100, 200)), 2, 5)
+    for token in range(1000, 3000):
+        one.go_on([token])
+    assert one.length == 0
+    assert calls < 400

@@ -1,0 +1,155 @@
+"""Joined and packed linear layers compute what `nn.Linear` computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from pointsman.engine.model.linear import (
+    JoinedLinear,
+    check_quantization,
+    join_linear_layers,
+    packing_works,
+    store_weights,
+    whole_rows,
+)
+from tests.engine.tiny_models import packs
+
+FORMS = {40: "plain", 160: "both", 1024: "packed"}
+"""By in_features, with 812 out_features."""
+LARGE = 1024
+
+
+def layers(in_features: int, *sizes: int, bias: bool, dtype: torch.dtype = torch.float32) -> list[nn.Linear]:
+    torch.manual_seed(0)
+    return [nn.Linear(in_features, size, bias=bias, dtype=dtype).requires_grad_(False) for size in sizes]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("in_features", FORMS)
+@pytest.mark.parametrize("num_rows", [1, 7, 32, 64, 130])
+def test_outputs_lie_behind_each_other(dtype: torch.dtype, bias: bool, in_features: int, num_rows: int) -> None:
+    parts = layers(in_features, 512, 300, bias=bias, dtype=dtype)
+    joined = JoinedLinear(parts)
+    x = torch.randn(1, num_rows, in_features).to(dtype)
+    tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+    with torch.inference_mode():
+        want = torch.cat([part(x) for part in parts], dim=-1)
+        torch.testing.assert_close(joined(x), want, rtol=tolerance, atol=tolerance)
+        joined.store()
+        assert joined.form == (FORMS[in_features] if packs(dtype) else "plain")
+        torch.testing.assert_close(joined(x), want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 64])
+def test_int8_is_off_by_its_rounding(bias: bool, num_rows: int) -> None:
+    parts = layers(LARGE, 512, 300, bias=bias)
+    joined = JoinedLinear(parts)
+    joined.store("int8")
+    assert joined.form == "int8" and joined.weight.untyped_storage().nbytes() == 4
+    x = torch.randn(1, num_rows, LARGE)
+    with torch.inference_mode():
+        got, want = joined(x), torch.cat([part(x) for part in parts], dim=-1)
+    error = float((got - want).norm() / want.norm())
+    assert 1e-4 < error < 0.03, "two roundings of about half a 127th each"
+
+
+@pytest.mark.parametrize("place", [0, 3, 6])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_that_is_not_finite_spoils_no_other_in_int8(place: int, value: float) -> None:
+    """Rows share a scale; what has none of its own is kept out of it."""
+    (part,) = layers(64, 32, bias=True)
+    joined = JoinedLinear([part])
+    joined.store("int8")
+    x = torch.randn(1, 7, 64)
+    broken = x.clone()
+    broken[0, place, 5] = value
+    x[0, place] = 0  # what the others are then computed beside
+    with torch.inference_mode():
+        got, want = joined(broken), joined(x)
+    others = [row for row in range(7) if row != place]
+    assert got[0, place].isnan().all() and torch.equal(got[0, others], want[0, others])
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "dtype", "message"),
+    [
+        ("int3", "cpu", torch.float32, "quantization is 'int3'; choose int8, or None"),
+        ("int8", "cpu", torch.bfloat16, "needs float32 on a CPU"),
+        ("int8", "cuda", torch.float32, "needs float32 on a CPU"),
+    ],
+)
+def test_quantization_that_cannot_be(name: str, device: str, dtype: torch.dtype, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_quantization(name, torch.device(device), dtype)
+    check_quantization(None, torch.device(device), dtype)
+
+
+def test_a_bias_on_some_layers_only_is_an_error() -> None:
+    mixed = layers(8, 4, bias=True) + layers(8, 4, bias=False)
+    with pytest.raises(ValueError, match="1 of 2 layers have a bias"):
+        JoinedLinear(mixed)
+
+
+def test_a_packed_weight_has_a_type_and_no_numbers() -> None:
+    """Whoever computes with it sees at once that it is not there; it takes no memory."""
+    joined = JoinedLinear(layers(LARGE, 512, bias=False))
+    store_weights(joined)
+    assert joined.weight.dtype == torch.float32 and joined.weight.shape == (512, LARGE)
+    assert torch.nn.functional.linear(torch.randn(1, LARGE), joined.weight).isnan().all()
+    assert joined.weight.untyped_storage().nbytes() == 4
+
+
+def test_only_large_layers_that_are_called_are_replaced() -> None:
+    class Subclass(nn.Linear):
+        pass
+
+    model = nn.ModuleDict(
+        {
+            "called": layers(LARGE, 512, bias=True)[0],
+            "uncalled": layers(LARGE, 512, bias=True)[0],
+            "small": layers(8, 8, bias=True)[0],
+            "own": Subclass(LARGE, 512),
+        }
+    )
+    called = {model["called"], model["small"], model["own"]}
+    assert join_linear_layers(model, called) == 1
+    kinds = {name: type(child).__name__ for name, child in model.items()}
+    assert kinds == {"called": "JoinedLinear", "uncalled": "Linear", "small": "Linear", "own": "Subclass"}
+
+
+@pytest.mark.parametrize("broken", ["missing", "wrong"])
+def test_where_packing_does_not_work_weights_stay(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    """As on a PyTorch without these operators, or with ones that answer wrongly."""
+
+    class Operators:
+        if broken == "wrong":
+
+            @staticmethod
+            def _reorder_linear_weight(weight: torch.Tensor, rows: int) -> torch.Tensor:
+                return weight * 2
+
+            @staticmethod
+            def _linear_pointwise(x: torch.Tensor, weight: torch.Tensor, *rest: object) -> torch.Tensor:
+                return x @ weight.T
+
+    packing_works.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.ops, "mkldnn", Operators())
+        joined = JoinedLinear(layers(LARGE, 512, bias=False))
+        joined.store()
+        assert joined.form == "plain"
+    packing_works.cache_clear()
+    assert packing_works(torch.float32)
+
+
+def test_steps_of_many_sizes_need_few_numbers_of_rows() -> None:
+    """Each number of rows is a program of oneDNN's. Few rows are too costly to add to."""
+    wholes = {count: whole_rows(count) for count in range(1025)}
+    assert all(0 <= whole - count < 32 for count, whole in wholes.items())
+    assert all(whole == count for count, whole in wholes.items() if count <= 8)
+    assert all(whole - count < 8 for count, whole in wholes.items() if count <= 64)
+    assert len(set(wholes.values())) <= 48

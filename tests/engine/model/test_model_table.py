@@ -1,0 +1,26 @@
+"""docs/models.md says what the tests check, no more and no less."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.model_table import DOCUMENT, with_tables
+from tests.engine.tiny_models import FAMILIES, REFUSED, THOROUGH
+
+
+def test_the_document_is_up_to_date() -> None:
+    written = DOCUMENT.read_text(encoding="utf-8")
+    assert with_tables(written) == written, "run python tests/engine/model_table.py"
+
+
+def test_every_configuration_has_its_line() -> None:
+    lines = DOCUMENT.read_text(encoding="utf-8").splitlines()
+    named = [line.split("|")[1].strip() for line in lines if line.startswith("| ") and "`" in line]
+    assert [name for name in named if name in FAMILIES] == list(FAMILIES)
+    assert [name for name in named if name in REFUSED] == list(REFUSED)
+    assert set(THOROUGH) <= set(FAMILIES) and not set(FAMILIES) & set(REFUSED)
+
+
+def test_a_document_without_a_place_for_a_table_is_an_error() -> None:
+    with pytest.raises(ValueError, match="0 places for the table 'refused'"):
+        with_tables("<!-- exact -->\n<!-- end of exact -->")

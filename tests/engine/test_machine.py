@@ -1,0 +1,87 @@
+"""How threads wait, and where freed memory goes: settings of C libraries, and only where the user has not set them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from pointsman.engine.machine import SPINS, wait_briefly
+
+PAGE_FAULTS = """
+import resource, sys
+import torch
+from pointsman.engine.machine import keep_freed_pages
+told = keep_freed_pages() if sys.argv[1] == "keep" else None
+for _ in range(3):
+    torch.zeros(4 << 20)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(8):
+    torch.zeros(4 << 20)  # 16 MiB
+print(told, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+NUM_PAGES = 8 * (16 << 20) // os.sysconf("SC_PAGE_SIZE")
+
+
+def run(mode: str, **environment: str) -> tuple[str, int]:
+    command = [sys.executable, "-c", PAGE_FAULTS, mode]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=True)
+    told, faults = done.stdout.split()
+    return told, int(faults)
+
+
+def test_freed_pages_serve_again() -> None:
+    told, faults = run("keep", MALLOC_ARENA_MAX="1")
+    assert told == "True" and faults < NUM_PAGES / 4
+
+
+def test_what_the_user_says_counts() -> None:
+    told, faults = run("keep", MALLOC_MMAP_THRESHOLD_="1048576")
+    assert told == "False" and faults > 8, "every piece is mapped anew"
+
+
+def test_idle_engines_give_freed_pages_back() -> None:
+    """Something small above keeps the heap's end where it is; the free pages below it can go all the same."""
+    code = """
+import sys
+import torch
+from pointsman.engine.machine import give_back_freed_pages, keep_freed_pages
+from pathlib import Path
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+keep_freed_pages(one_heap=True)
+large = [torch.ones(4 << 20) for _ in range(8)]
+small = torch.ones(1 << 12)
+del large
+before = resident()
+give_back_freed_pages()
+print(before - resident() >> 20)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) >= 100
+
+
+OPENMP_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+
+
+@pytest.mark.parametrize(
+    ("set_before", "after"),
+    [
+        ({}, {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": SPINS}),
+        ({"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "7"}),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, {"OMP_WAIT_POLICY": "ACTIVE"}),
+    ],
+    ids=["nothing", "spins", "policy"],
+)
+def test_how_threads_wait_stays(
+    monkeypatch: pytest.MonkeyPatch, set_before: dict[str, str], after: dict[str, str]
+) -> None:
+    for name in OPENMP_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in set_before.items():
+        monkeypatch.setenv(name, value)
+    wait_briefly()
+    got = {name: os.environ.pop(name) for name in OPENMP_VARIABLES if name in os.environ}
+    assert got == after
