@@ -34,9 +34,9 @@ from pointsman.core.observe.request_log import RequestLog
 from pointsman.core.observe.stats import SchedulerStats, Statistics
 from pointsman.core.observe.watchdog import Stall, Watchdog
 from pointsman.core.recording import Recorder
-from pointsman.core.state.events import Call, Events, Listener, Refused, send
+from pointsman.core.state.events import Call, Events, Listener, send
 from pointsman.core.state.inputs import EncoderInput
-from pointsman.core.state.numbers import checked_priority, set_writeable
+from pointsman.core.state.numbers import checked_priority
 from pointsman.core.state.output import Integers, SchedulerOutput, StepResult, StepUpdate
 from pointsman.core.state.request import Request
 from pointsman.core.state.status import FinishReason, ParkReason, Pause, PauseMode, PreemptionCause, RequestStatus
@@ -143,15 +143,18 @@ class Scheduler:
         With "prefill-first" rows that still compute their prompt advance and requests are admitted; only if neither
         gives the step anything to do, the rows that decode advance.
         """
+        publish, admit, emit = self._publish, self._admission.admit, self._emission.emit
         if self._config.batching == "prefill-first":
-            return self._advance_prefills, self._publish, self._admission.admit, self._advance_decodes, self._emit
+            return self._advance_prefills, publish, admit, self._advance_decodes, self._publish_deferred, emit
+        if not self._config.share_within_step:
+            return self._displace, self._advance, publish, admit, self._publish_deferred, emit
         if self._displacement is None:
-            return self._advance, self._publish, self._admission.admit, self._emit
-        return self._displace, self._advance, self._publish, self._admission.admit, self._emit
+            return self._advance, publish, admit, emit
+        return self._displace, self._advance, publish, admit, emit
 
     def _paused_plan(self) -> tuple[StepPart, ...]:
         """No row advances; the admission notes why the head of the queue waits."""
-        return self._rest, self._admission.admit, self._emit
+        return self._rest, self._admission.admit, self._emission.emit
 
     def schedule(self, now: float) -> SchedulerOutput:
         """Decide what runs in the next step, and commit to it.
@@ -179,13 +182,20 @@ class Scheduler:
             StepOrderError: `output` is not the oldest step in flight.
             StepResultError: the result does not fit the output. Nothing was applied; the step is still in flight.
         """
-        step = self._steps.require_oldest(output)
+        records = self._steps.records
+        if not records or records[0].output is not output:
+            raise self._steps.not_the_oldest(output)
+        step = records[0]
         self._table.now = now
         fields, ends = self._update.append(step, output, result)  # check the result, append tokens, find stops
         if ends:
             self._update.finish(fields, ends)  # finish requests, free their blocks
-        self._close_step(step)
-        set_writeable(fields.token_ids, False)
+        records.popleft()
+        self._drafts.last_updated_step = step.step_id
+        self._batch.fence_passed(step.step_id)
+        if not records:
+            self._kv.journal = None
+        fields.token_ids.setflags(False)  # type: ignore[call-arg]
         sealed: Any = fields
         sealed.__class__ = StepUpdate  # complete: see `state/sealed.py`
         update: StepUpdate = sealed
@@ -240,18 +250,19 @@ class Scheduler:
     # ------------------------------------------------------------------ parts of the step
 
     def _open_step(self, now: float) -> StepRecord:
-        steps = self._steps
-        steps.require_room()
+        records = self._steps.records
+        if len(records) >= self._steps.max_steps:
+            raise self._steps.too_many()
         self._table.now = now
         if self._loading is not None:
             self._loading.expire(now)
         step = StepRecord(self._next_step_id, now)
-        for open_step in self._parts.gates.load_followers:
+        parts = self._parts
+        for open_step in parts.gates.load_followers:
             open_step(len(self._table.queue) + len(self._batch))
-        oldest = steps.records[0].step_id if steps.records else step.step_id
-        self._kv.open_step(step.step_id, step.journal, oldest)
-        if self._parts.encoder is not None:
-            self._parts.encoder.open(step.step_id, now)
+        self._kv.open_step(step.step_id, step.journal, records[0].step_id if records else step.step_id)
+        if parts.encoder is not None:
+            parts.encoder.open(step.step_id, now)
         return step
 
     def _displace(self, step: StepRecord) -> None:
@@ -289,18 +300,8 @@ class Scheduler:
         for request in step.advance.unpublished:
             self._kv.publish_prompt(self._batch, request)
 
-    def _emit(self, step: StepRecord) -> None:
+    def _publish_deferred(self, step: StepRecord) -> None:
         self._kv.publish_deferred(self._batch)
-        self._emission.emit(step)
-
-    def _close_step(self, step: StepRecord) -> None:
-        """The oldest step in flight is over."""
-        records = self._steps.records
-        records.popleft()
-        self._drafts.last_updated_step = step.step_id
-        self._batch.fence_passed(step.step_id)
-        if not records:
-            self._kv.journal = None
 
     # ------------------------------------------------------------------ requests
 
@@ -317,8 +318,8 @@ class Scheduler:
             raise InvalidTransition(f"request {request.request_id!r} was added before; make a new Request")
         why = settle_limits(self._config, request)
         if why is not None:
-            if self._events.refused:
-                send(self._events.refused, Refused(request, why, now))
+            for method in self._events.refused:
+                method(request, why, now)
             raise refused(request, why)
         self._table.now = now
         self._table.add(request, park)

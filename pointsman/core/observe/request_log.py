@@ -9,12 +9,8 @@ from __future__ import annotations
 
 from pointsman.core.state.events import (
     Admitted,
-    Finished,
     Listener,
-    Parked,
     Preempted,
-    Queued,
-    RolledBack,
 )
 from pointsman.core.state.output import SchedulerOutput, StepUpdate
 from pointsman.core.state.request import Request
@@ -27,8 +23,8 @@ class RequestLog(Listener):
     def __init__(self) -> None:
         self._silent: dict[Request, None] = {}  # admitted once, and without a token so far
 
-    def on_queued(self, event: Queued) -> None:
-        self._note(event.request, RequestEventType.QUEUED, event.now)
+    def on_queued(self, request: Request, now: float) -> None:
+        self._note(request, RequestEventType.QUEUED, now)
 
     def on_admitted(self, event: Admitted) -> None:
         kind = RequestEventType.RESUMED if event.resumed else RequestEventType.SCHEDULED
@@ -40,29 +36,28 @@ class RequestLog(Listener):
         if event.cause is not PreemptionCause.PARKED:  # which is noted as such
             self._note(event.request, RequestEventType.PREEMPTED, event.now)
 
-    def on_parked(self, event: Parked) -> None:
+    def on_parked(self, request: Request, now: float) -> None:
         """A first token that ended its part of the prompt comes first."""
-        if event.request in self._silent and event.request.num_output_tokens:
-            self._first_token(event.request, event.now)
-        self._note(event.request, RequestEventType.PARKED, event.now, event.request.status.value)
+        if request in self._silent and request.num_output_tokens:
+            self._first_token(request, now)
+        self._note(request, RequestEventType.PARKED, now, request.status.value)
 
-    def on_rolled_back(self, event: RolledBack) -> None:
-        self._note(event.request, RequestEventType.ROLLED_BACK, event.now)
+    def on_rolled_back(self, request: Request, now: float) -> None:
+        self._note(request, RequestEventType.ROLLED_BACK, now)
 
     def on_update(self, output: SchedulerOutput, update: StepUpdate, now: float) -> None:
         for request in [request for request in self._silent if request.num_output_tokens]:
             self._first_token(request, now)
 
-    def on_finished(self, event: Finished) -> None:
+    def on_finished(self, request: Request, now: float) -> None:
         """A first token that ended it comes first."""
-        request = event.request
         if request in self._silent:
             if request.num_output_tokens:
-                self._first_token(request, event.now)
+                self._first_token(request, now)
             else:
                 del self._silent[request]
         assert request.finish_reason is not None
-        self._note(request, RequestEventType.FINISHED, event.now, request.finish_reason.value)
+        self._note(request, RequestEventType.FINISHED, now, request.finish_reason.value)
 
     def _first_token(self, request: Request, now: float) -> None:
         del self._silent[request]

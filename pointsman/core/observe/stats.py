@@ -10,18 +10,16 @@ from collections import Counter
 from dataclasses import dataclass
 
 from pointsman.core.state.events import (
-    Added,
     Admitted,
-    Finished,
     Listener,
     LoadFinished,
     LoadStarted,
     Preempted,
-    Refused,
     StepDecision,
 )
 from pointsman.core.state.output import SchedulerOutput, StepUpdate
 from pointsman.core.state.reason import Reason
+from pointsman.core.state.request import Request
 from pointsman.core.state.status import FinishReason, PreemptionCause
 from pointsman.core.step.assembly import Parts
 
@@ -113,6 +111,7 @@ class Statistics(Listener):
         self.num_failed_steps = 0
         self.num_proposed_tokens = 0
         self.num_draft_tokens = 0
+        self._has_drafts = max_drafts > 0
         self.accepted_drafts = [0] * (1 + max_drafts)
         """How often 0, 1, 2, ... of the drafts of a row and step became tokens; see `Acceptance` for when."""
         self.num_loads = 0
@@ -125,10 +124,10 @@ class Statistics(Listener):
         self.deferrals = [0] * len(Reason)
         self.finished = dict.fromkeys(FinishReason, 0)
 
-    def on_added(self, event: Added) -> None:
+    def on_added(self, request: Request, now: float) -> None:
         self.num_added += 1
 
-    def on_refused(self, event: Refused) -> None:
+    def on_refused(self, request: Request, why: str, now: float) -> None:
         self.num_refused += 1
 
     def on_admitted(self, event: Admitted) -> None:
@@ -148,8 +147,8 @@ class Statistics(Listener):
     def on_preempted(self, event: Preempted) -> None:
         self.preemptions[event.cause] += 1
 
-    def on_finished(self, event: Finished) -> None:
-        reason = event.request._state.finish_reason
+    def on_finished(self, request: Request, now: float) -> None:
+        reason = request._state.finish_reason
         assert reason is not None
         self.finished[reason] += 1
 
@@ -158,7 +157,8 @@ class Statistics(Listener):
         assert output is not None
         self.num_steps += 1
         self.num_scheduled_tokens += output.total_num_scheduled_tokens
-        self.num_draft_tokens += len(output.draft_token_ids)
+        if self._has_drafts:
+            self.num_draft_tokens += len(output.draft_token_ids)
         if step.blocked_by is not None:
             self.deferrals[step.blocked_by.position] += 1
 

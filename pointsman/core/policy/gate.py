@@ -10,6 +10,8 @@ A limit on running rows answers the same question for all of them at once, on co
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import numpy.typing as npt
 
@@ -23,94 +25,87 @@ from pointsman.core.state.status import RequestStatus
 Int64Array = npt.NDArray[np.int64]
 
 
-class View:
-    """What a gate may know: the step so far, what runs, what waits, and what is free. Read-only.
+class View(Protocol):
+    """What a gate may know: the step so far, what runs, and what is free. It is read, never written.
 
     Columns have a row for each running request, in admission order, and are copies.
     """
 
-    __slots__ = ("_batch", "_budget", "_now", "_num_owed_blocks", "_num_running", "_num_shared_blocks", "_pool")
-
-    def __init__(self, batch: Batch, pool: BlockPool) -> None:
-        self._batch = batch
-        self._pool = pool
-        self._now = 0.0
-        self._budget = 0
-        self._num_running = 0
-        self._num_owed_blocks = 0
-        self._num_shared_blocks = 0
-
     @property
     def now(self) -> float:
         """Time of the step, in seconds on the caller's clock."""
-        return self._now
 
     @property
     def budget(self) -> int:
         """Tokens that the step has left."""
-        return self._budget
 
     @property
     def num_running(self) -> int:
         """Requests that hold a row, those admitted in this step included."""
-        return self._num_running
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks that no request holds, cached ones included."""
-        return self._pool.num_free
 
     @property
     def num_owed_blocks(self) -> int:
         """Blocks that running requests still need for tokens that they already have (partial prefills)."""
-        return self._num_owed_blocks
 
     @property
     def num_shared_blocks(self) -> int:
         """Of the cached prefix of the request that is asked about: blocks that other requests hold, which cost
         nothing."""
-        return self._num_shared_blocks
 
     @property
     def num_tokens(self) -> Int64Array:
         """[running] int64: known tokens of each running request: its prompt and its output so far."""
-        return self._batch.num_tokens[self._batch.members.rows]
 
     @property
     def num_computed_tokens(self) -> Int64Array:
         """[running] int64: tokens of each running request that a preemption would cost, at most."""
-        return self._batch.num_computed_tokens[self._batch.members.rows]
 
     @property
     def num_blocks(self) -> Int64Array:
         """[running] int64: blocks in the table of each running request, shared ones included."""
-        return self._batch.num_slots[self._batch.members.rows] // self._batch.block_size
 
     @property
     def priority(self) -> Int64Array:
         """[running] int64: smaller is more urgent."""
+
+
+class AdmissionView:
+    """The view as an admission keeps it up to date, see `View`."""
+
+    __slots__ = ("_batch", "_pool", "budget", "now", "num_owed_blocks", "num_running", "num_shared_blocks")
+
+    def __init__(self, batch: Batch, pool: BlockPool) -> None:
+        self._batch = batch
+        self._pool = pool
+        self.now = 0.0
+        self.budget = 0
+        self.num_running = 0
+        self.num_owed_blocks = 0
+        self.num_shared_blocks = 0
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._pool.num_free
+
+    @property
+    def num_tokens(self) -> Int64Array:
+        return self._batch.num_tokens[self._batch.members.rows]
+
+    @property
+    def num_computed_tokens(self) -> Int64Array:
+        return self._batch.num_computed_tokens[self._batch.members.rows]
+
+    @property
+    def num_blocks(self) -> Int64Array:
+        return self._batch.num_slots[self._batch.members.rows] // self._batch.block_size
+
+    @property
+    def priority(self) -> Int64Array:
         return self._batch.priority[self._batch.members.rows]
-
-
-class AdmissionView(View):
-    """The view as the admission keeps it up to date."""
-
-    __slots__ = ()
-
-    def open_step(self, now: float, budget: int, num_running: int, num_owed_blocks: int) -> None:
-        """The queue is about to be asked."""
-        self._now, self._budget, self._num_running = now, budget, num_running
-        self._num_owed_blocks = num_owed_blocks
-
-    def admitted(self, charge: int, num_owed_blocks: int) -> None:
-        """A request was admitted; it takes `charge` tokens of the budget and is owed these blocks."""
-        self._budget -= charge
-        self._num_running += 1
-        self._num_owed_blocks += num_owed_blocks
-
-    def looked_up(self, num_shared_blocks: int) -> None:
-        """The prefix cache lookup of the request that is asked about."""
-        self._num_shared_blocks = num_shared_blocks
 
 
 class Gate:
@@ -159,7 +154,7 @@ class TokenBudget(Gate):
         budget = view.budget
         if want <= budget and not self._asks_whole:
             return want
-        whole = request.num_tokens if self._asks_whole else want
+        whole = request._state.num_tokens if self._asks_whole else want
         if whole > budget and self._must_fit(request, budget):
             self.required = min(whole, self._full)
             return Deferral(Reason.BUDGET, whole - budget)
@@ -167,7 +162,7 @@ class TokenBudget(Gate):
 
     def must_start_whole(self, request: Request) -> bool:
         """Whether all its uncached tokens must fit one step. A resumed request may always be chunked."""
-        return not self._chunked and request.status is not RequestStatus.PREEMPTED
+        return not self._chunked and request._state.status is not RequestStatus.PREEMPTED
 
     def may_have_to_fit(self, request: Request) -> bool:
         """Whether it may have to fit what a step has left, as if nothing were cached."""

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.policy.gate import Gate, View
-from pointsman.core.state.events import Finished, Listener
+from pointsman.core.state.events import Listener
 from pointsman.core.state.reason import Deferral, Reason
 from pointsman.core.state.request import Request
 from pointsman.core.state.status import FinishReason
@@ -70,19 +70,20 @@ class Reserves(Gate):
     def __init__(self, reserves: list[Reserve], block_size: int) -> None:
         self._reserves = reserves
         self._block_size = block_size
-        self._adaptive = [reserve for reserve in reserves if isinstance(reserve, MeanDecodeReserve)]
+        means = [reserve for reserve in reserves if isinstance(reserve, MeanDecodeReserve)]
+        self._mean = means[0] if means else None
         self.shortage: Shortage | None = None
         """What the last request that was asked about lacks; None: nothing."""
 
     @property
     def listeners(self) -> list[Listener]:
         """The reserves that adapt to what they observe."""
-        return list(self._adaptive)
+        return [] if self._mean is None else [self._mean]
 
     @property
     def num_changes(self) -> int:
         """Changes whenever a reserve may ask for other blocks than before."""
-        return sum(reserve.num_changes for reserve in self._adaptive)
+        return 0 if self._mean is None else self._mean.num_changes
 
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
         size, shared = self._block_size, view.num_shared_blocks
@@ -163,8 +164,8 @@ class MeanDecodeReserve(DecodeReserve, Listener):
         self._total = 0
         self.num_changes = 0
 
-    def on_finished(self, event: Finished) -> None:
-        state = event.request._state
+    def on_finished(self, request: Request, now: float) -> None:
+        state = request._state
         if state.finish_reason not in _OWN_ENDS or state.max_tokens == 0:
             return
         if len(self._lengths) == MEAN_OVER:

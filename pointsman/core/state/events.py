@@ -16,9 +16,9 @@ which it happened, on the thread that owns the scheduler. A listener reads; it m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -37,35 +37,6 @@ class Call(NamedTuple):
     name: str
     now: float
     arguments: dict[str, Any]
-
-
-class Added(NamedTuple):
-    """A request was accepted; it is queued or parked."""
-
-    request: Request
-    now: float
-
-
-class Refused(NamedTuple):
-    """A request can never run."""
-
-    request: Request
-    why: str
-    now: float
-
-
-class Queued(NamedTuple):
-    """A request entered the queue, because it was added or because what it was parked for is there."""
-
-    request: Request
-    now: float
-
-
-class Parked(NamedTuple):
-    """A request waits for something other than capacity; `request.status` says for what."""
-
-    request: Request
-    now: float
 
 
 class Deferred(NamedTuple):
@@ -107,20 +78,6 @@ class Preempted(NamedTuple):
     now: float
 
 
-class RolledBack(NamedTuple):
-    """The admission of a request is void, because its step failed; it is at its place in the queue again."""
-
-    request: Request
-    now: float
-
-
-class Finished(NamedTuple):
-    """A request finished; its `finish_reason` says why."""
-
-    request: Request
-    now: float
-
-
 class LoadStarted(NamedTuple):
     """The host is asked to load KV for a request."""
 
@@ -149,7 +106,7 @@ class StepDecision:
     output: SchedulerOutput | None = None
     blocked_by: Reason | None = None
     """Why the head of the queue was not admitted; None: the queue is empty, or its head was."""
-    returned_blocks: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    returned_blocks: Sequence[npt.NDArray[np.int64]] = ()
     """Blocks that requests gave back since the step before, one array for each; only if a listener wants them."""
 
 
@@ -161,13 +118,17 @@ class Listener:
 
     def on_call(self, event: Call) -> None: ...
 
-    def on_added(self, event: Added) -> None: ...
+    def on_added(self, request: Request, now: float) -> None:
+        """The request was accepted; it is queued or parked next."""
 
-    def on_refused(self, event: Refused) -> None: ...
+    def on_refused(self, request: Request, why: str, now: float) -> None:
+        """The request can never run."""
 
-    def on_queued(self, event: Queued) -> None: ...
+    def on_queued(self, request: Request, now: float) -> None:
+        """The request entered the queue: it was added, or what it was parked for is there."""
 
-    def on_parked(self, event: Parked) -> None: ...
+    def on_parked(self, request: Request, now: float) -> None:
+        """The request waits for something other than capacity; its status says for what."""
 
     def on_deferred(self, event: Deferred) -> None: ...
 
@@ -175,17 +136,23 @@ class Listener:
 
     def on_preempted(self, event: Preempted) -> None: ...
 
-    def on_rolled_back(self, event: RolledBack) -> None: ...
+    def on_rolled_back(self, request: Request, now: float) -> None:
+        """The admission of the request is void, because its step failed; it is at its place in the queue again."""
 
-    def on_finished(self, event: Finished) -> None: ...
+    def on_finished(self, request: Request, now: float) -> None:
+        """The request finished; its `finish_reason` says why."""
 
-    def on_step(self, step: StepDecision) -> None: ...
+    def on_step(self, step: StepDecision) -> None:
+        """A step is decided."""
 
-    def on_update(self, output: SchedulerOutput, update: StepUpdate, now: float) -> None: ...
+    def on_update(self, output: SchedulerOutput, update: StepUpdate, now: float) -> None:
+        """The result of a step was applied."""
 
-    def on_failed(self, num_steps: int, now: float) -> None: ...
+    def on_failed(self, num_steps: int, now: float) -> None:
+        """The newest steps in flight, so many, were taken back."""
 
-    def on_proposed(self, num_drafts: int) -> None: ...
+    def on_proposed(self, num_drafts: int) -> None:
+        """Drafts of the host wait for the next step."""
 
     def on_load_started(self, event: LoadStarted) -> None: ...
 
@@ -194,6 +161,7 @@ class Listener:
 
 _Event = TypeVar("_Event")
 _Methods = tuple[Callable[[_Event], None], ...]
+_RequestMethods: TypeAlias = "tuple[Callable[[Request, float], None], ...]"
 
 
 class Events:
@@ -235,15 +203,15 @@ class Events:
         listeners = self.listeners
         self.wants_blocks = any(listener.wants_blocks for listener in listeners)
         self.called: _Methods[Call] = _overridden(listeners, "on_call")
-        self.added: _Methods[Added] = _overridden(listeners, "on_added")
-        self.refused: _Methods[Refused] = _overridden(listeners, "on_refused")
-        self.queued: _Methods[Queued] = _overridden(listeners, "on_queued")
-        self.parked: _Methods[Parked] = _overridden(listeners, "on_parked")
+        self.added: _RequestMethods = _overridden(listeners, "on_added")
+        self.refused: tuple[Callable[[Request, str, float], None], ...] = _overridden(listeners, "on_refused")
+        self.queued: _RequestMethods = _overridden(listeners, "on_queued")
+        self.parked: _RequestMethods = _overridden(listeners, "on_parked")
         self.deferred: _Methods[Deferred] = _overridden(listeners, "on_deferred")
         self.admitted: _Methods[Admitted] = _overridden(listeners, "on_admitted")
         self.preempted: _Methods[Preempted] = _overridden(listeners, "on_preempted")
-        self.rolled_back: _Methods[RolledBack] = _overridden(listeners, "on_rolled_back")
-        self.finished: _Methods[Finished] = _overridden(listeners, "on_finished")
+        self.rolled_back: _RequestMethods = _overridden(listeners, "on_rolled_back")
+        self.finished: _RequestMethods = _overridden(listeners, "on_finished")
         self.stepped: _Methods[StepDecision] = _overridden(listeners, "on_step")
         self.failed: tuple[Callable[[int, float], None], ...] = _overridden(listeners, "on_failed")
         self.proposed: _Methods[int] = _overridden(listeners, "on_proposed")

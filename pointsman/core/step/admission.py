@@ -131,16 +131,20 @@ class Admission:
         After priority preemption only the `displacer` is admitted.
         """
         table, queue, batch, view = self._table, self._table.queue, self._batch, self._view
+        if table.skipped:
+            table.skipped = []
+        table.blocker = None
+        if not len(queue):
+            self._batch_forms = False
+            return
         advance, admitted, now = step.advance, step.admitted, step.now
         assert advance is not None
         closed = self._closed(advance.preempted)
         self._batch_forms = False
-        table.skipped, table.blocker = [], None
-        if not len(queue):
-            return
         for open_queue in self.gates.openers:
             open_queue()
-        view.open_step(now, self._budget - advance.total, len(batch.members.requests), self._running.num_owed_blocks())
+        view.now, view.budget = now, self._budget - advance.total
+        view.num_running, view.num_owed_blocks = len(batch.members.requests), self._running.num_owed_blocks()
         skipped: list[tuple[Request, int]] = []  # with how many were admitted before it was asked
         if self._loading is not None:
             self._loading.open(step.displacer, now)
@@ -166,7 +170,9 @@ class Admission:
                 continue
             entry = self._start(head, verdict, step)
             admitted.append(entry)
-            view.admitted(verdict.charge, max(0, self._kv.blocks_for(head._state.num_tokens) - len(entry.blocks)))
+            view.budget -= verdict.charge
+            view.num_running += 1
+            view.num_owed_blocks += max(0, self._kv.blocks_for(head._state.num_tokens) - len(entry.blocks))
         if skipped:
             self._return_skipped(skipped, len(admitted))
         if admitted:
@@ -251,13 +257,13 @@ class Admission:
 
     def _key(self) -> tuple[Any, ...]:
         """What the verdict on a blocked head depends on, beside the free blocks."""
-        kv, view, gates = self._kv, self._view, self.gates
+        kv, view, changes = self._kv, self._view, self.gates.reserves.num_changes
         found = kv.num_publications if self._depends_on_found else kv.num_held_publications
-        fixed = (self._table.num_departures, found, view.num_running > 0, view.num_owed_blocks)
+        runs = view.num_running > 0
         if not self._depends_on_chunk:
-            return (fixed, gates.reserves.num_changes)
-        chunk = (view.budget, kv.num_evictions, *[limit.revision for limit in gates.limits])
-        return (fixed, gates.reserves.num_changes, chunk)
+            return (self._table.num_departures, found, runs, view.num_owed_blocks, changes)
+        chunk = (view.budget, kv.num_evictions, *[limit.revision for limit in self.gates.limits])
+        return (self._table.num_departures, found, runs, view.num_owed_blocks, changes, chunk)
 
     def _judge(self, request: Request, key: tuple[Any, ...]) -> Grant | Deferral:
         """Look up what is cached and loaded of the request, and ask every gate."""
@@ -268,7 +274,7 @@ class Admission:
         if isinstance(external, Deferral):
             return external
         start = cached + external.num_tokens
-        view.looked_up(0 if self.asks_whole else kv.pool.num_in_use(match.blocks))
+        view.num_shared_blocks = 0 if self.asks_whole else kv.pool.num_in_use(match.blocks)
         if external.is_async:
             return self._judge_load(request, start, match, external, key)
         known = state.num_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -62,7 +63,7 @@ class StepRecord(StepDecision):
     advance: Advance | None = None
     """What the running rows do."""
     admitted: list[AdmittedRequest] = field(default_factory=list)
-    loads: list[Load] = field(default_factory=list)
+    loads: Sequence[Load] = ()
     """What it asks the host to load, for admitted requests and for those that wait for it."""
     is_over: bool = False
     """Whether its result has come."""
@@ -74,28 +75,24 @@ class StepsInFlight:
     """Steps scheduled and not yet updated, oldest first."""
 
     def __init__(self, max_steps: int) -> None:
-        self._max_steps = max_steps
+        self.max_steps = max_steps
         self.records: deque[StepRecord] = deque()
 
     @property
     def newest_step_id(self) -> int | None:
         return self.records[-1].step_id if self.records else None
 
-    def require_room(self) -> None:
-        """Raises StepOrderError if no further step may be scheduled before the oldest one is updated."""
-        if len(self.records) >= self._max_steps:
-            raise StepOrderError(
-                f"{len(self.records)} step(s) in flight, and max_steps_in_flight is {self._max_steps}; "
-                f"update step {self.records[0].step_id} first"
-            )
+    def too_many(self) -> StepOrderError:
+        """Why no further step may be scheduled before the oldest one is updated."""
+        return StepOrderError(
+            f"{len(self.records)} step(s) in flight, and max_steps_in_flight is {self.max_steps}; "
+            f"update step {self.records[0].step_id} first"
+        )
 
-    def require_oldest(self, output: SchedulerOutput) -> StepRecord:
-        """The record of the oldest step, whose output this must be. Raises StepOrderError if it is not."""
-        records = self.records
-        if not records or records[0].output is not output:
-            oldest = f"step {records[0].step_id} is the oldest" if records else "no step is"
-            raise StepOrderError(f"step {output.step_id} cannot be updated now: {oldest} in flight")
-        return records[0]
+    def not_the_oldest(self, output: SchedulerOutput) -> StepOrderError:
+        """Why a step may not be updated, which is not the oldest one in flight."""
+        oldest = f"step {self.records[0].step_id} is the oldest" if self.records else "no step is"
+        return StepOrderError(f"step {output.step_id} cannot be updated now: {oldest} in flight")
 
     def take_from(self, output: SchedulerOutput) -> list[StepRecord]:
         """Remove a step and all later ones, newest first. Raises StepOrderError if it is not in flight."""

@@ -48,7 +48,7 @@ class Loading:
         if request._state.holding is not None:
             self._transfers.hand_over(request)
         else:
-            record.loads.append(self._load(request, grant, blocks))
+            record.loads = (*record.loads, self._load(request, grant, blocks))
 
     def _load(self, request: Request, grant: Grant, blocks: Int64Array) -> Load:
         """What the output says of the external tokens of a grant, whose block table starts with `blocks`."""
@@ -76,7 +76,7 @@ class Loading:
         self._table.park(request, ParkReason.REMOTE_KVS)
         self._transfers.start(request, load, blocks, record.now)
         request._state.deferral = Deferral(Reason.KV_LOAD, 0)
-        record.loads.append(load)
+        record.loads = (*record.loads, load)
 
     def done(self, transfer_id: int, num_tokens: int | None, failed_blocks: list[int]) -> Request | None:
         """A transfer has ended. Returns the request that ended by it, if one did.

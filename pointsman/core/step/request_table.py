@@ -20,14 +20,9 @@ from pointsman.core.kv.transfers import Transfers
 from pointsman.core.policy.gate import Gate
 from pointsman.core.state.batch import Batch
 from pointsman.core.state.events import (
-    Added,
     Admitted,
     Events,
-    Finished,
-    Parked,
     Preempted,
-    Queued,
-    RolledBack,
     send,
 )
 from pointsman.core.state.interfaces import Order
@@ -91,7 +86,7 @@ class RequestTable:
     def get(self, request_id: str) -> Request | None:
         """The request with this id that has not finished, or None."""
         request = self.requests.get(request_id)
-        return None if request is None or request.is_finished else request
+        return None if request is None or request._state.status.is_finished else request
 
     def require(self, request_id: str) -> Request:
         """The request with this id that has not finished.
@@ -138,8 +133,8 @@ class RequestTable:
         request._state.sequence_number = self._next_sequence_number
         self._next_sequence_number += 1
         self.requests[request.request_id] = request
-        if self._events.added:
-            send(self._events.added, Added(request, self.now))
+        for method in self._events.added:
+            method(request, self.now)
         if park is None:
             self._enqueue(request)
         else:
@@ -234,8 +229,8 @@ class RequestTable:
         state.transition(admitted.previous_status)
         state.serial = admitted.previous_serial
         self.queue.push(request)
-        if self._events.rolled_back:
-            send(self._events.rolled_back, RolledBack(request, self.now))
+        for method in self._events.rolled_back:
+            method(request, self.now)
 
     def release_rows(self, requests: list[Request], publish: bool = True) -> None:
         """Take running requests off their rows and free their blocks. Their next place is the caller's to choose."""
@@ -261,7 +256,7 @@ class RequestTable:
 
     def finish(self, ends: list[End]) -> None:
         """From wherever they are; their blocks are free at once, but for those that a device uses."""
-        running = [end for end in ends if end.request.status is RequestStatus.RUNNING]
+        running = [end for end in ends if end.request._state.status is RequestStatus.RUNNING]
         sound = [end.request for end in running if end.reason is not FinishReason.ERROR]
         if self._transfers is not None:
             self._hold_what_is_sent(sound, self._transfers)
@@ -276,8 +271,8 @@ class RequestTable:
             state.finish_reason, state.finish_detail, state.stop_reason = end.reason, end.detail, end.stop_reason
             state.deferral = None
             self.finished.append(request)
-            if self._events.finished:
-                send(self._events.finished, Finished(request, self.now))
+            for method in self._events.finished:
+                method(request, self.now)
 
     def take_reports(self) -> tuple[Sequence[Request], Sequence[Request]]:
         """(preempted, finished), for an output; the ids of the finished are free from now on."""
@@ -321,8 +316,8 @@ class RequestTable:
     def _enqueue(self, request: Request) -> None:
         request._state.queued_at = self.now
         self.queue.push(request)
-        if self._events.queued:
-            send(self._events.queued, Queued(request, self.now))
+        for method in self._events.queued:
+            method(request, self.now)
 
     def _queue_again(self, request: Request) -> None:
         request._state.transition(RequestStatus.PREEMPTED)
@@ -334,8 +329,8 @@ class RequestTable:
         state.transition(reason.status)
         state.deferral, state.deferred_since = PARKED, self.now
         self.parked[request.request_id] = request
-        if self._events.parked:
-            send(self._events.parked, Parked(request, self.now))
+        for method in self._events.parked:
+            method(request, self.now)
 
     def _unpark(self, request: Request) -> None:
         """A parked request is again what it was: new, or preempted if it ever ran."""
@@ -345,7 +340,7 @@ class RequestTable:
     def _leave_place(self, request: Request) -> None:
         """Out of the queue, or from where it is parked."""
         self._let_go(request)
-        if request.status.is_parked:
+        if request._state.status.is_parked:
             del self.parked[request.request_id]
         elif request in self.queue:
             self.leave_queue(request)

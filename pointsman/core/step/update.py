@@ -91,6 +91,8 @@ class Update:
         done = token_ids == members.eos_token_id
         if self._batch.may_end(0):
             done |= num_tokens >= members.token_limit
+        if not (np.count_nonzero(done) or self._batch.stop_filter.num_rows or self._batch.num_watched):
+            return UpdateFields(token_ids, members.ones), []  # as in most steps
         ends = self._find_ends(members.requests, members.rows, token_ids, num_tokens, done)
         return UpdateFields(token_ids, members.ones), ends
 
@@ -124,8 +126,6 @@ class Update:
             done |= batch.stop_filter.may_stop(token_ids)
         if batch.num_watched:
             done |= (batch.flags[rows] & WATCHED) != 0
-        if not np.count_nonzero(done):  # as in most steps
-            return []
         ends: Ends = []
         for index in done.nonzero()[0].tolist():
             end = stop_condition(requests[index], int(num_tokens[index]), int(token_ids[index]))
