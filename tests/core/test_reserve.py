@@ -8,7 +8,6 @@ import pytest
 
 from pointsman.core import FinishReason, Reason, Request
 from pointsman.core.policy.reserve import MEAN_OVER, MeanDecodeReserve
-from pointsman.core.state.events import Finished
 from tests.core.helpers import Host, cached_of, names, tokens_of
 
 
@@ -218,7 +217,7 @@ def test_the_mean_follows_the_last_ends() -> None:
         request._state.append_output([7] * length)
         request._state.finish_reason = FinishReason.STOP
         before, changes = reserve.num_tokens, reserve.num_changes
-        reserve.on_finished(Finished(request, 0.0))
+        reserve.on_finished(request, 0.0)
         assert reserve.num_changes - changes == (reserve.num_tokens != before)
         means.append(reserve.num_tokens)
     assert means[:4] == [1000, 1000, 1000, 753]

@@ -273,9 +273,9 @@ def expected_output_is_ignored(patch: Patch) -> None:
 
 
 def first_token_is_missed_if_it_is_the_last(patch: Patch) -> None:
-    def on_finished(original: Any, log: Any, event: Any) -> None:
-        log._silent.pop(event.request, None)
-        original(log, event)
+    def on_finished(original: Any, log: Any, request: Any, now: float) -> None:
+        log._silent.pop(request, None)
+        original(log, request, now)
 
     around(patch, "RequestLog.on_finished", on_finished)
 
