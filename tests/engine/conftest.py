@@ -21,7 +21,7 @@ def attention_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PagedBatch, "do_meanwhile", lambda batch, _: do_meanwhile(batch, lambda: True))
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """Tiny models gain nothing from threads, and threads that wait for each other on a busy machine cost a lot."""
     before = torch.get_num_threads()
