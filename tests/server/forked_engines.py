@@ -14,6 +14,9 @@ from _server_process import ServerProcess
 from tests import fork_server as fork_servers
 from tests.fork_server import ForkedProcess, ForkServer
 
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+"""What was forked cannot compute with more threads: PyTorch's are not forked with it."""
+
 
 def prepare() -> None:
     """Import what an engine process imports, at its start and with its first model, and load the compiled kernels."""
@@ -52,7 +55,7 @@ def popen(command: Sequence[str], *, pass_fds: Sequence[int], **_: Any) -> Forke
             "tests.server.forked_engines:run_engine",
             [3],
             descriptors=[nothing.fileno(), 1, 2, *pass_fds],
-            environment=os.environ,
+            environment=os.environ | ONE_THREAD,
         )
 
 
@@ -82,7 +85,7 @@ def start_server(
     *arguments: str, environment: Mapping[str, str | None] | None = None, timeout: float = 120
 ) -> ServerProcess:
     """As `_server_process.start_server`, and forked."""
-    merged: dict[str, Any] = {**os.environ, **(environment or {})}
+    merged: dict[str, Any] = {**os.environ, **(environment or {}), **ONE_THREAD}
     log, theirs = os.pipe()
     with open(os.devnull) as nothing, open(theirs, "wb") as stderr:
         process = fork_server().start(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from pointsman.core.state.output import SchedulerOutput
+from pointsman.core.state.output import OutputFields, SchedulerOutput
 from pointsman.core.state.request import Request
 from pointsman.engine.params.sampling import SamplingParams
 from pointsman.engine.sampling.race import cut_min_p, cut_top_k, cut_top_p, derive_seed, probabilities
@@ -53,12 +54,12 @@ def step_of(rows: list[SamplingRow]) -> tuple[SchedulerOutput, np.ndarray, np.nd
         )
     n = len(rows)
     ones, none = np.ones(n, dtype=np.int64), np.zeros(0, dtype=np.int64)
-    output = SchedulerOutput(
+    output: Any = OutputFields(
         step_id=0,
         total_num_scheduled_tokens=n,
         num_continued=0,
         resync=False,
-        requests=requests,
+        requests=tuple(requests),
         rows=np.arange(n),
         serials=np.arange(n) + 1,
         num_computed_tokens=ones - 1,
