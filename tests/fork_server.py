@@ -178,6 +178,8 @@ def _become(job: dict[str, Any], descriptors: list[int], sock: socket.socket) ->
     os.environ.clear()
     os.environ.update(job["environment"])
     os.chdir(job["cwd"])
+    if "torch" in sys.modules:  # the first use makes its pool of threads again, and two at once would fail
+        sys.modules["torch"].set_num_threads(1)
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
