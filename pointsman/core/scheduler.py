@@ -49,7 +49,6 @@ from pointsman.core.step.running import InOrder
 from pointsman.core.step.validation import checked_end, refused, settle_limits
 
 Int32Array = npt.NDArray[np.int32]
-StepPart = Callable[[StepRecord], None]
 
 
 class Scheduler:
@@ -75,15 +74,17 @@ class Scheduler:
         "_displacement",
         "_drafts",
         "_emission",
+        "_encoder",
         "_events",
         "_kv",
         "_listeners",
+        "_load_followers",
         "_loading",
         "_max_seen_active_seqs",
         "_next_step_id",
         "_parts",
-        "_plan",
         "_recorder",
+        "_run_parts",
         "_running",
         "_statistics",
         "_steps",
@@ -123,38 +124,13 @@ class Scheduler:
         self._batch, self._kv, self._table, self._steps = parts.batch, parts.kv, parts.table, parts.steps
         self._running, self._drafts, self._emission = parts.running, parts.drafts, parts.emission
         self._admission, self._displacement, self._loading = parts.admission, parts.displacement, parts.loading
-        self._update = parts.update
+        self._update, self._encoder, self._load_followers = parts.update, parts.encoder, parts.gates.load_followers
         self._max_seen_active_seqs = config.num_seats
         self._watchdog = Watchdog()
         self._next_step_id = start.step_id
-        self._plan = self._usual_plan()
+        self._run_parts = self._usual_parts()
 
     # ------------------------------------------------------------------ the step
-
-    def _usual_plan(self) -> tuple[StepPart, ...]:
-        """The parts of a step in order, by `batching`.
-
-        1. displace   running requests are preempted for a more urgent waiting one (`step/displacement.py`)
-        2. advance    the running requests, under limits, budget and blocks, preempting if need be (`step/running.py`)
-        3. publish    their prompt blocks, so that the requests admitted next can share them (`kv/manager.py`)
-        4. admit      waiting requests, one after the other, until one blocks the queue (`step/admission.py`)
-        5. emit       the output (`step/emit.py`)
-
-        With "prefill-first" rows that still compute their prompt advance and requests are admitted; only if neither
-        gives the step anything to do, the rows that decode advance.
-        """
-        publish, admit, emit = self._publish, self._admission.admit, self._emission.emit
-        if self._config.batching == "prefill-first":
-            return self._advance_prefills, publish, admit, self._advance_decodes, self._publish_deferred, emit
-        if not self._config.share_within_step:
-            return self._displace, self._advance, publish, admit, self._publish_deferred, emit
-        if self._displacement is None:
-            return self._advance, publish, admit, emit
-        return self._displace, self._advance, publish, admit, emit
-
-    def _paused_plan(self) -> tuple[StepPart, ...]:
-        """No row advances; the admission notes why the head of the queue waits."""
-        return self._rest, self._admission.admit, self._emission.emit
 
     def schedule(self, now: float) -> SchedulerOutput:
         """Decide what runs in the next step, and commit to it.
@@ -163,8 +139,7 @@ class Scheduler:
             StepOrderError: `max_steps_in_flight` outputs wait for their update already.
         """
         step = self._open_step(now)
-        for part in self._plan:  # displace, advance, publish, admit, emit
-            part(step)
+        self._run_parts(step)  # displace, advance, publish, admit, emit: see `_mixed_step`
         output = step.output
         assert output is not None
         self._steps.records.append(step)
@@ -174,6 +149,43 @@ class Scheduler:
         if self._events.called:
             send(self._events.called, Call("schedule", now, {"output": output}))
         return output
+
+    def _mixed_step(self, step: StepRecord) -> None:
+        """The five parts of a step, prompts and decoding in one ("mixed" and "static")."""
+        # 1. Displace: running requests are preempted for a more urgent waiting one (`step/displacement.py`).
+        if self._displacement is not None:
+            self._displace(step)
+        # 2. Advance: the running requests, under limits, budget and blocks, preempting if need be (`step/running.py`).
+        step.advance = advance = self._running.advance(len(self._steps.records) > 0, self._table.preempt)
+        # 3. Publish: their prompt blocks, so that the requests admitted next can share them (`kv/manager.py`).
+        for request in advance.unpublished:
+            self._kv.publish_prompt(self._batch, request)
+        # 4. Admit: waiting requests, one after the other, until one blocks the queue (`step/admission.py`).
+        self._admission.admit(step)
+        if self._kv.unpublished:
+            self._kv.publish_deferred(self._batch)
+        # 5. Emit: the output (`step/emit.py`).
+        self._emission.emit(step)
+
+    def _prefill_first_step(self, step: StepRecord) -> None:
+        """A step is for prompts or for decoding: the rows that decode advance only if there is nothing else to do."""
+        running, table = self._running, self._table
+        assert isinstance(running, InOrder), "checked by the configuration"
+        step.advance = prefills = running.advance_prefills(table.preempt)
+        for request in prefills.unpublished:
+            self._kv.publish_prompt(self._batch, request)
+        self._admission.admit(step)
+        if not prefills.total and not step.admitted:
+            in_flight = len(self._steps.records) > 0
+            step.advance = running.advance_decodes(in_flight, table.preempt, was_preempted=prefills.preempted)
+        self._kv.publish_deferred(self._batch)
+        self._emission.emit(step)
+
+    def _paused_step(self, step: StepRecord) -> None:
+        """No row advances; the admission notes why the head of the queue waits."""
+        step.advance = self._running.rest()
+        self._admission.admit(step)
+        self._emission.emit(step)
 
     def update(self, output: SchedulerOutput, result: StepResult, now: float) -> StepUpdate:
         """Take in what came back from the model: append tokens, finish what stops, free its blocks.
@@ -192,7 +204,8 @@ class Scheduler:
             self._update.finish(fields, ends)  # finish requests, free their blocks
         records.popleft()
         self._drafts.last_updated_step = step.step_id
-        self._batch.fence_passed(step.step_id)
+        if self._batch.fenced_rows:
+            self._batch.fence_passed(step.step_id)
         if not records:
             self._kv.journal = None
         fields.token_ids.setflags(False)  # type: ignore[call-arg]
@@ -240,7 +253,7 @@ class Scheduler:
         """
         void = self._steps.take_from(output)
         self._table.now = now
-        take_back(void, self._steps, self._batch, self._kv, self._table, self._parts.encoder, self._loading)
+        take_back(void, self._steps, self._batch, self._kv, self._table, self._encoder, self._loading)
         self._emission.resync()
         for method in self._events.failed:
             method(len(void), now)
@@ -257,51 +270,27 @@ class Scheduler:
         if self._loading is not None:
             self._loading.expire(now)
         step = StepRecord(self._next_step_id, now)
-        parts = self._parts
-        for open_step in parts.gates.load_followers:
+        for open_step in self._load_followers:
             open_step(len(self._table.queue) + len(self._batch))
         self._kv.open_step(step.step_id, step.journal, records[0].step_id if records else step.step_id)
-        if parts.encoder is not None:
-            parts.encoder.open(step.step_id, now)
+        if self._encoder is not None:
+            self._encoder.open(step.step_id, now)
         return step
+
+    def _usual_parts(self) -> Callable[[StepRecord], None]:
+        """The parts of a step while nothing is paused, by `batching`."""
+        return self._prefill_first_step if self._config.batching == "prefill-first" else self._mixed_step
 
     def _displace(self, step: StepRecord) -> None:
         table = self._table
-        if self._displacement is None or self._admission.pause is not None or not len(table.queue):
-            return
-        if not len(self._batch):
+        assert self._displacement is not None
+        if self._admission.pause is not None or not len(table.queue) or not len(self._batch):
             return
         head = table.queue.peek()
         displaced = self._displacement.choose(head)
         for request in displaced:
             table.preempt(request, PreemptionCause.DISPLACED)
         step.displacer = head if displaced else None
-
-    def _advance(self, step: StepRecord) -> None:
-        step.advance = self._running.advance(len(self._steps.records) > 0, self._table.preempt)
-
-    def _advance_prefills(self, step: StepRecord) -> None:
-        assert isinstance(self._running, InOrder), "checked by the configuration"
-        step.advance = self._running.advance_prefills(self._table.preempt)
-
-    def _advance_decodes(self, step: StepRecord) -> None:
-        prefills = step.advance
-        assert prefills is not None and isinstance(self._running, InOrder)
-        if not prefills.total and not step.admitted:
-            step.advance = self._running.advance_decodes(
-                len(self._steps.records) > 0, self._table.preempt, was_preempted=prefills.preempted
-            )
-
-    def _rest(self, step: StepRecord) -> None:
-        step.advance = self._running.rest()
-
-    def _publish(self, step: StepRecord) -> None:
-        assert step.advance is not None
-        for request in step.advance.unpublished:
-            self._kv.publish_prompt(self._batch, request)
-
-    def _publish_deferred(self, step: StepRecord) -> None:
-        self._kv.publish_deferred(self._batch)
 
     # ------------------------------------------------------------------ requests
 
@@ -446,8 +435,8 @@ class Scheduler:
 
     def reset_encoder_cache(self, now: float) -> None:
         """Forget every embedding of encoder inputs; KV that was computed from them stays (`reset_prefix_cache`)."""
-        if self._parts.encoder is not None:
-            self._parts.encoder.reset()
+        if self._encoder is not None:
+            self._encoder.reset()
         if self._events.called:
             send(self._events.called, Call("reset_encoder_cache", now, {}))
 
@@ -474,14 +463,14 @@ class Scheduler:
         if mode is not PauseMode.ALL and self.pause_mode is PauseMode.ALL:
             self._emission.last_output = None  # as in `resume`
         self._admission.pause = Pause(mode, now)
-        self._plan = self._paused_plan() if mode is PauseMode.ALL else self._usual_plan()
+        self._run_parts = self._paused_step if mode is PauseMode.ALL else self._usual_parts()
         if self._events.called:
             send(self._events.called, Call("pause", now, {"mode": mode}))
 
     def resume(self, now: float) -> None:
         """Go on after a `pause`; nothing happens if there was none."""
         self._admission.pause = self._emission.last_output = None  # a step in the pause left rows out that run next
-        self._plan = self._usual_plan()
+        self._run_parts = self._usual_parts()
         if self._events.called:
             send(self._events.called, Call("resume", now, {}))
 

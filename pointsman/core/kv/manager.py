@@ -61,7 +61,8 @@ class KVCacheManager:
         self.saves: list[Save] | None = None
         """Evictions that no output has told of; None: nobody wants to know."""
         self._shares_within_step = config.share_within_step
-        self._unpublished: list[Request] = []
+        self.unpublished: list[Request] = []
+        """Requests whose prompt blocks `publish_deferred` has to publish."""
         self.has_connector = False
         """Whether KV may come from elsewhere."""
         self.returned: list[Int64Array] | None = None
@@ -170,13 +171,13 @@ class KVCacheManager:
         if self._shares_within_step:
             self._publish_prompt(batch, request)
         else:
-            self._unpublished.append(request)
+            self.unpublished.append(request)
 
     def publish_deferred(self, batch: Batch) -> None:
         """All admissions of the step are made."""
-        for request in self._unpublished:
+        for request in self.unpublished:
             self._publish_prompt(batch, request)
-        self._unpublished.clear()
+        self.unpublished.clear()
 
     def num_findable_tokens(self, request: Request) -> int:
         """Of the tokens that a request has computed and published, those that are still in the prefix tree if nothing

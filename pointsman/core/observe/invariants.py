@@ -100,7 +100,7 @@ def _check_places(batch: Batch, table: RequestTable) -> None:
         is_running = request.status is RequestStatus.RUNNING and request.row == row
         _require(is_running and batch.serial[row] == request.serial != 0, 2, f"{request} runs in row {row}")
     rows = batch.members.rows.tolist()
-    idle_rows = [*batch._free_rows, *(row for _, row in batch._fenced_rows)]
+    idle_rows = [*batch._free_rows, *(row for _, row in batch.fenced_rows)]
     _require(sorted([*rows, *idle_rows]) == list(range(len(batch.serial))), 2, "a row was lost, or is used twice")
     _require(not batch.serial[idle_rows].any(), 2, "a free row belongs to an admission")
 

@@ -56,7 +56,7 @@ class Shortage(NamedTuple):
         """Why the request waits while `num_free` blocks, fewer than required, are free."""
         for enough, reason in self.rungs:
             if enough <= num_free:
-                return Deferral(reason, self.required - num_free)
+                return Deferral(reason, self.required - num_free, True)
         raise AssertionError("the last one needs nothing")
 
 
@@ -71,19 +71,20 @@ class Reserves(Gate):
         self._reserves = reserves
         self._block_size = block_size
         means = [reserve for reserve in reserves if isinstance(reserve, MeanDecodeReserve)]
-        self._mean = means[0] if means else None
+        self.mean = means[0] if means else None
+        """The reserve that adapts to what it observes."""
         self.shortage: Shortage | None = None
         """What the last request that was asked about lacks; None: nothing."""
 
     @property
     def listeners(self) -> list[Listener]:
         """The reserves that adapt to what they observe."""
-        return [] if self._mean is None else [self._mean]
+        return [] if self.mean is None else [self.mean]
 
     @property
     def num_changes(self) -> int:
         """Changes whenever a reserve may ask for other blocks than before."""
-        return 0 if self._mean is None else self._mean.num_changes
+        return 0 if self.mean is None else self.mean.num_changes
 
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
         size, shared = self._block_size, view.num_shared_blocks

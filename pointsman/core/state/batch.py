@@ -177,7 +177,7 @@ class Batch:
         self.acceptance = Acceptance(accepted_drafts)
         self._make_views()
         self._free_rows = list(range(rows - 1, -1, -1))
-        self._fenced_rows: list[tuple[int, int]] = []  # (last step that names the row, row)
+        self.fenced_rows: list[tuple[int, int]] = []  # (last step that names the row, row)
         self.num_prefilling = 0
         self.num_watched = 0
         self.stop_filter = StopFilter()
@@ -252,24 +252,24 @@ class Batch:
             if last_step is None:
                 self._free_rows.append(row)
             else:
-                self._fenced_rows.append((last_step, row))
+                self.fenced_rows.append((last_step, row))
         members = self.members
         stays = self.serial[members.rows].astype(np.bool_)
         self.members = Members(self, members.rows[stays], tuple(compress(members.requests, stays.tolist())))
 
     def fence_passed(self, step_id: int) -> None:
         """Step `step_id` and all before it are over: rows that waited for them may be reused."""
-        if self._fenced_rows:
-            self._free_rows.extend(row for step, row in self._fenced_rows if step <= step_id)
-            self._fenced_rows = [entry for entry in self._fenced_rows if entry[0] > step_id]
+        if self.fenced_rows:
+            self._free_rows.extend(row for step, row in self.fenced_rows if step <= step_id)
+            self.fenced_rows = [entry for entry in self.fenced_rows if entry[0] > step_id]
 
     def lower_fences(self, newest_step: int | None) -> None:
         """Steps after `newest_step` are void (None: all are): no row need wait for them any longer."""
         if newest_step is None:
-            self._free_rows.extend(row for _, row in self._fenced_rows)
-            self._fenced_rows = []
+            self._free_rows.extend(row for _, row in self.fenced_rows)
+            self.fenced_rows = []
         else:
-            self._fenced_rows = [(min(step, newest_step), row) for step, row in self._fenced_rows]
+            self.fenced_rows = [(min(step, newest_step), row) for step, row in self.fenced_rows]
 
     def _grow(self) -> None:
         old = len(self.num_tokens)

@@ -112,6 +112,8 @@ class Admission:
         self._running = running
         self._table = table
         self.gates = gates
+        self._openers = gates.openers
+        self._mean = gates.reserves.mean
         self._events = events
         self._transfers = transfers
         self._loading = loading
@@ -120,7 +122,6 @@ class Admission:
         self.pause: Pause | None = None
         """What the operator has paused; None: nothing."""
         self._kept: _KeptVerdict | None = None
-        self._num_departures = 0
         self._batch_forms = True  # static: only the token budget kept the last step from admitting more
 
     # ------------------------------------------------------------------ the queue
@@ -130,7 +131,7 @@ class Admission:
 
         After priority preemption only the `displacer` is admitted.
         """
-        table, queue, batch, view = self._table, self._table.queue, self._batch, self._view
+        table, queue, batch = self._table, self._table.queue, self._batch
         if table.skipped:
             table.skipped = []
         table.blocker = None
@@ -141,10 +142,11 @@ class Admission:
         assert advance is not None
         closed = self._closed(advance.preempted)
         self._batch_forms = False
-        for open_queue in self.gates.openers:
+        for open_queue in self._openers:
             open_queue()
-        view.now, view.budget = now, self._budget - advance.total
-        view.num_running, view.num_owed_blocks = len(batch.members.requests), self._running.num_owed_blocks()
+        budget, num_running = self._budget - advance.total, len(batch.members.requests)
+        num_owed_blocks = self._running.num_owed_blocks()
+        self._view.now = now
         skipped: list[tuple[Request, int]] = []  # with how many were admitted before it was asked
         if self._loading is not None:
             self._loading.open(step.displacer, now)
@@ -154,7 +156,7 @@ class Admission:
                 closed = Reason.DISPLACEMENT
             if closed is None and len(advance.requests) + len(admitted) >= self._max_rows:
                 closed = Reason.SEQUENCE_LIMIT
-            verdict = _closed_for(closed) if closed else self.check(head)
+            verdict = _closed_for(closed) if closed else self.check(head, budget, num_running, num_owed_blocks)
             if isinstance(verdict, Deferral):
                 self._defer(head, verdict, step)
                 if not verdict.blocks_queue and len(skipped) < MAX_SKIPPED:
@@ -170,9 +172,9 @@ class Admission:
                 continue
             entry = self._start(head, verdict, step)
             admitted.append(entry)
-            view.budget -= verdict.charge
-            view.num_running += 1
-            view.num_owed_blocks += max(0, self._kv.blocks_for(head._state.num_tokens) - len(entry.blocks))
+            budget -= verdict.charge
+            num_running += 1
+            num_owed_blocks += max(0, self._kv.blocks_for(head._state.num_tokens) - len(entry.blocks))
         if skipped:
             self._return_skipped(skipped, len(admitted))
         if admitted:
@@ -231,10 +233,10 @@ class Admission:
 
     # ------------------------------------------------------------------ one request
 
-    def check(self, request: Request) -> Grant | Deferral:
-        """Whether the request may be admitted now, and with what; or why not."""
-        view, state = self._view, request._state
-        budget, num_running = view.budget, view.num_running
+    def check(self, request: Request, budget: int, num_running: int, num_owed_blocks: int) -> Grant | Deferral:
+        """Whether the request may be admitted beside `num_running` others, with `budget` tokens left in the step, and
+        with what; or why not. `num_owed_blocks` are those that running requests still need for known tokens."""
+        state = request._state
         if num_running >= self.max_num_active_seqs:
             return Deferral(Reason.SEQUENCE_LIMIT, num_running - self.max_num_active_seqs + 1)
         if budget <= 0:
@@ -242,10 +244,10 @@ class Admission:
         if state.num_pending:
             return Deferral(Reason.IN_FLIGHT, state.num_pending)
         if request.adapter is not None:
-            without_slot = self.gates.adapters.check(request, 0, 1, view)
+            without_slot = self.gates.adapters.check(request, 0, 1, self._view)
             if isinstance(without_slot, Deferral):
                 return without_slot
-        key = self._key()
+        key = self._key(budget, num_running, num_owed_blocks)
         kept = self._kept
         if kept is not None and kept.request is request and kept.key == key:
             if budget < kept.required_budget:
@@ -253,17 +255,19 @@ class Admission:
             shortage, free = kept.shortage, self._kv.pool.num_free
             if shortage is not None and free < shortage.required:
                 return shortage.deferral(free)
+        view = self._view
+        view.budget, view.num_running, view.num_owed_blocks = budget, num_running, num_owed_blocks
         return self._judge(request, key)
 
-    def _key(self) -> tuple[Any, ...]:
+    def _key(self, budget: int, num_running: int, num_owed_blocks: int) -> tuple[Any, ...]:
         """What the verdict on a blocked head depends on, beside the free blocks."""
-        kv, view, changes = self._kv, self._view, self.gates.reserves.num_changes
+        kv = self._kv
         found = kv.num_publications if self._depends_on_found else kv.num_held_publications
-        runs = view.num_running > 0
+        changes = 0 if self._mean is None else self._mean.num_changes
         if not self._depends_on_chunk:
-            return (self._table.num_departures, found, runs, view.num_owed_blocks, changes)
-        chunk = (view.budget, kv.num_evictions, *[limit.revision for limit in self.gates.limits])
-        return (self._table.num_departures, found, runs, view.num_owed_blocks, changes, chunk)
+            return (self._table.num_departures, found, num_running > 0, num_owed_blocks, changes)
+        chunk = (budget, kv.num_evictions, *[limit.revision for limit in self.gates.limits])
+        return (self._table.num_departures, found, num_running > 0, num_owed_blocks, changes, chunk)
 
     def _judge(self, request: Request, key: tuple[Any, ...]) -> Grant | Deferral:
         """Look up what is cached and loaded of the request, and ask every gate."""
