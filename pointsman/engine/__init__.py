@@ -3,8 +3,8 @@
     from pointsman.engine import LLM, SamplingParams
 
 It imports `pointsman.core` only, and PyTorch and transformers when a public name is first used. A request passes from
-`engine.py` (add, schedule) through `model/runner.py` (forward pass) and `sampling/` to `outputs/`; `llm.py` and `aio/`
-are the two ways to drive an engine. Begin with `engine.py`.
+`engine.py` (add) through `step_loop.py`, which has every step: schedule, `model/runner.py` (forward pass), `sampling/`,
+update, `outputs/processor.py`. `llm.py` and `aio/` are the two ways to drive an engine. Begin with `engine.py`.
 
 | package | question |
 | --- | --- |

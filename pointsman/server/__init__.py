@@ -1,6 +1,6 @@
 """The OpenAI-compatible server: an API process in front of an engine process.
 
-    serve.py            the API process from start to exit: engine, HTTP, signals, drain
+    serve.py            the API process from start to exit: engine, HTTP, signals, drain (no request passes it)
     api/                the routes
     service/            what happens to a request in the API process, down to the engine and back
     metrics/            what is measured, and the text of a scrape
@@ -10,5 +10,8 @@
 
 Tokenizing, chat templates, HTTP and JSON happen in the API process, so none of them delays a step; and when the engine
 process dies, for whatever reason, the API process still reports it to every client. Each package imports those below
-it. Begin with `serve.py`.
+it. Begin with `service/service.py`.
+
+A token's way to the client: `engine/step_loop.py` -> `engine/outputs/processor.py` -> `engine/aio/readers.py` ->
+`outbox.py` -> the socket -> `service/inbox.py` -> `service/delivery.py` -> `wire/answers.py` -> `wire/sse.py`.
 """

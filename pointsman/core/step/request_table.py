@@ -279,8 +279,6 @@ class RequestTable:
         preempted, finished = self.preempted, self.finished
         if not preempted and not finished:
             return (), ()
-        if not preempted and not finished:
-            return (), ()
         self.preempted, self.finished = [], []
         for request in finished:
             if self.requests.get(request.request_id) is request:
