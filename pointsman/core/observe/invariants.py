@@ -1,12 +1,12 @@
-"""The promises that can be checked at any moment, each under its number.
+"""Do the invariants hold? Those that can be checked at any moment, each under its number.
 
     1  blocks are conserved: blank, cached free and referenced ones are the pool; references are block-table entries and
-       what is held for transfers; every cached block can be reached in the prefix tree
+       holdings of transfers; every cached block can be reached in the prefix tree
     2  a request is in exactly one place: queued, parked, running, or finished
     3  a step never exceeds the token budget, the sequence limit, the adapter slots, the encoder budget
     9  a cached block is keyed by exactly the content that it holds
 
-and, beside them, that the columns agree with each other.
+It also checks that the columns are consistent.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from pointsman.core.step.request_table import RequestTable
 
 
 def check(config: SchedulerConfig, parts: Parts, max_seen_active_seqs: int) -> None:
-    """Verify everything that must hold between two calls; at most `max_seen_active_seqs` were ever to run at once.
+    """Verify everything that must hold between two calls; `max_seen_active_seqs` is the highest limit so far.
 
     Raises:
-        InvariantError: naming the promise that is broken.
+        InvariantError: naming the invariant ("promise") that is broken.
     """
     batch, transfers = parts.batch, parts.transfers
     holdings = [] if transfers is None else transfers.holdings()
@@ -217,7 +217,7 @@ def _check_stop_filter(batch: Batch) -> None:
 
 
 def _check_in_flight(batch: Batch, steps: StepsInFlight) -> dict[int, int]:
-    """What is pending is what the steps in flight will bring. Returns the drafts in flight, by serial."""
+    """Pending samples are those of the steps in flight. Returns the drafts in flight, by serial."""
     pending: dict[int, int] = {}  # by serial
     verifying: dict[int, int] = {}
     for record in steps.records:
@@ -237,7 +237,7 @@ def _check_in_flight(batch: Batch, steps: StepsInFlight) -> dict[int, int]:
 
 
 def _check_drafts(config: SchedulerConfig, batch: Batch, drafts: Drafts) -> None:
-    """Drafts wait where they may be scheduled."""
+    """Drafts wait only for rows where they may be scheduled."""
     if not drafts.waiting:
         return
     wanted, rows = drafts.wanted(batch.members.rows), batch.members.rows
