@@ -315,7 +315,7 @@ class SchedulerConfig:
         capped = self.max_num_partial_prefills is not None or self.max_long_partial_prefills is not None
         if self.max_overtakes != MAX_OVERTAKES and not (self.max_loras or self.encoder_budget or capped):
             raise ConfigError(
-                f"max_overtakes is {self.max_overtakes}, and no request is skipped without adapters, encoder inputs or "
+                f"max_overtakes is {self.max_overtakes}, and nobody is passed over without adapters, encoder inputs or "
                 "a cap on partial prefills; set max_loras, encoder_budget or max_num_partial_prefills, or leave it at "
                 "its default"
             )

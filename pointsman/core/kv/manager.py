@@ -1,4 +1,4 @@
-"""Which KV blocks does a request reuse, get and give back? Look up, allocate, publish, free.
+"""Which KV blocks does a request reuse, get and release? Look up, allocate, publish, free.
 
 `KVCacheManager` alone owns the block pool and the prefix tree. Prompt blocks are published when they are scheduled, so
 that requests of the same step can share them; generated blocks when their request loses its row, so that decoding

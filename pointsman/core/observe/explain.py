@@ -334,12 +334,12 @@ def _sentence(request: Request, reason: Reason | None, missing: int, holders: li
         why = before._state.deferral.reason if before._state.deferral is not None else None
         return f"{name} waits behind {before.request_id}" + (f", which waits: {CAUSES[why].text}." if why else ".")
     lacks = f" for {missing} more {cause.resource}" if missing and cause.resource else ""
-    told = f"{name} waits{lacks}: {text}"
+    waits = f"{name} waits{lacks}: {text}"
     if not holders:
-        return f"{told}."
+        return f"{waits}."
     named = ", ".join(_shown(holder) for holder in holders[:3])
     more = f" and {len(holders) - 3} more" if len(holders) > 3 else ""
-    return f"{told}. Held by {named}{more}."
+    return f"{waits}. Held by {named}{more}."
 
 
 def _shown(holder: Holder) -> str:

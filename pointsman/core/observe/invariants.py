@@ -95,7 +95,7 @@ def _check_places(batch: Batch, table: RequestTable) -> None:
         _require(not waits or (request.status.is_parked and not request._state.parts), 2, f"{request} waits for input")
     reported = set(table.finished)
     for request in table.requests.values():
-        _require(not request.is_finished or request in reported, 2, f"the end of {request} would never be reported")
+        _require(not request.is_finished or request in reported, 2, f"{request} finished and would never be reported")
     for row, request in zip(batch.members.rows.tolist(), batch.members.requests, strict=True):
         is_running = request.status is RequestStatus.RUNNING and request.row == row
         _require(is_running and batch.serial[row] == request.serial != 0, 2, f"{request} runs in row {row}")
@@ -122,7 +122,7 @@ def _check_transfers(transfers: Transfers, table: RequestTable) -> None:
         _require(waits, 2, f"{request} holds blocks for transfer {holding.transfer_id}")
     for request in table.requests.values():
         _require(
-            request._state.holding is None or request in holders, 1, f"{request} holds blocks that nobody knows of"
+            request._state.holding is None or request in holders, 1, f"{request} holds blocks that no transfer lists"
         )
 
 
@@ -204,7 +204,7 @@ def _check_columns(config: SchedulerConfig, batch: Batch, kv: KVCacheManager, ve
     most = config.max_num_partial_prefills or prefilling
     _require(prefilling <= most, 3, f"{prefilling} prefills are partial, of {most}")
     _require(no_sample == batch.num_no_sample, 2, "rows that sample nothing are miscounted")
-    _require(watched == batch.num_watched, 2, "rows that repetitions may end are miscounted")
+    _require(watched == batch.num_watched, 2, "rows that repetitions may finish are miscounted")
     _require(not_ahead == batch.num_not_ahead, 2, "rows that do not run ahead are miscounted")
 
 
@@ -226,7 +226,7 @@ def _check_in_flight(batch: Batch, steps: StepsInFlight) -> dict[int, int]:
         serials, drafts = output.serials.tolist(), output.num_draft_tokens.tolist()
         _require(sum(drafts) == len(output.draft_token_ids), 3, "drafts are miscounted")
         for serial, count, num_drafts in zip(serials, output.num_pending().tolist(), drafts, strict=True):
-            _require(serial not in verifying, 2, f"row {serial} goes on while its drafts are in flight")
+            _require(serial not in verifying, 2, f"row {serial} continues while its drafts are in flight")
             pending[serial] = pending.get(serial, 0) + count
             if num_drafts:
                 verifying[serial] = num_drafts

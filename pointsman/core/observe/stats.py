@@ -77,7 +77,7 @@ class SchedulerStats:
     num_transfer_blocks: int
     """Blocks that requests or transfers hold outside the batch; one that several hold counts for each."""
     num_loads: int
-    """Loads that a connector was asked for."""
+    """Loads that were requested from a connector."""
     num_failed_loads: int
     """Asynchronous ones that delivered less than requested, or took too long."""
     num_loaded_tokens: int

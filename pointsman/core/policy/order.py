@@ -136,7 +136,7 @@ ORDERS: dict[str, type[FirstComeFirstServed]] = {
 
 
 def make_order(order: str | Order) -> Order:
-    """A new, empty order of that name, or the object itself.
+    """A new, empty order of the given name, or the object itself.
 
     Raises:
         ConfigError: no order has that name.

@@ -47,7 +47,7 @@ class Deferred(NamedTuple):
     missing: int
     """How much of the resource it lacks; 0 where nothing is counted."""
     holder: str | None
-    """The request that holds most of it, or that it waits behind."""
+    """The request that holds the largest share of it, or that it waits behind."""
     now: float
 
 
@@ -128,7 +128,7 @@ class Listener:
         """The request entered the queue: it was added, or what it was parked for is available."""
 
     def on_parked(self, request: Request, now: float) -> None:
-        """The request waits for something other than capacity; its status says for what."""
+        """The request waits for something other than capacity, which its status names."""
 
     def on_deferred(self, event: Deferred) -> None: ...
 
@@ -140,7 +140,7 @@ class Listener:
         """The admission of the request is void, because its step failed; it is at its place in the queue again."""
 
     def on_finished(self, request: Request, now: float) -> None:
-        """The request finished; its `finish_reason` says why."""
+        """The request finished; see its `finish_reason`."""
 
     def on_step(self, step: StepDecision) -> None:
         """A step is decided."""
