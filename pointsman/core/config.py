@@ -1,4 +1,4 @@
-"""Every knob of the scheduler: one validated dataclass, a docstring under each field, and the presets."""
+"""Which knobs does the scheduler have? One validated dataclass, a docstring under each field, and the presets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ENCODER = ("encoder_budget", "encoder_cache_size")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """How a `Scheduler` behaves. Immutable, checked as a whole when it is built.
+    """How a `Scheduler` behaves. Immutable, validated as a whole when it is built.
 
     Raises:
         ConfigError: a value is out of range, or a knob would have no effect as the others are set.
@@ -30,119 +30,119 @@ class SchedulerConfig:
     block_size: int = 16
     """Tokens per KV block."""
     num_reserved_blocks: int = 0
-    """Block ids 0 to num_reserved_blocks - 1 are never handed out (vLLM's null block, a trash block)."""
+    """Block ids 0 to num_reserved_blocks - 1 are never allocated (vLLM's null block, a trash block)."""
 
     max_num_seqs: int = 256
-    """Most requests that take part in a step; hosts make room for so many."""
+    """Maximum number of requests in a step; hosts size their buffers for it."""
     max_num_active_seqs: int | None = None
-    """Most requests that run, which is to hold blocks, at once; None: `max_num_seqs`. At most that, as every running
+    """Maximum number of requests that run (hold blocks) at once; None: `max_num_seqs`. At most that, as every running
     request is in every step, except under "prefill-first". The one limit that `Scheduler.set_max_num_active_seqs` can
-    move while requests run."""
+    change while requests run."""
     max_num_batched_tokens: int = 8192
-    """Token budget: most tokens that one step computes, over all requests."""
+    """Token budget: maximum number of tokens that one step computes, over all requests."""
     max_steps_in_flight: int = 1
-    """How many outputs of `schedule` may be without their `update`; 1 is synchronous. With more, the host schedules the
-    next step while it still executes one (vLLM's `async_scheduling`)."""
+    """Maximum number of outputs of `schedule` without their `update`; 1 is synchronous. With more, the host schedules
+    the next step while it still executes one (vLLM's `async_scheduling`)."""
 
     enable_chunked_prefill: bool = True
     """Whether a prompt may be computed over several steps. Off: a prompt starts only if all its uncached
     tokens fit one step, and one longer than the budget is refused. A resumed request may always be chunked."""
     long_prefill_token_threshold: int = 0
-    """Most tokens that one request may advance in a step, so that a long prompt leaves room for others; 0: no limit.
-    Where it is the only one, queued or running, there is nobody to leave room for, and it has the whole budget."""
+    """Maximum number of tokens that one request may advance in a step, so that a long prompt leaves budget for others;
+    0: no limit. A request that is the only one, queued or running, has the whole budget."""
     max_num_partial_prefills: int | None = None
-    """Most prompts that may be half done at once: computed in part, with more to come. One that would be another is
-    passed over, see `max_overtakes`: shorter ones that fit the step may start. None: no cap. With one above 1 and no
-    `long_prefill_token_threshold`, that is 4 % of `max_model_len`."""
+    """Maximum number of concurrent partial prefills: prompts computed in part, with more to come. A request that would
+    exceed it is skipped, see `max_overtakes`: shorter ones that fit the step may start. None: no cap. With one above 1
+    and no `long_prefill_token_threshold`, that is 4 % of `max_model_len`."""
     max_long_partial_prefills: int | None = None
-    """Most of them that may be longer than `long_prefill_token_threshold`, so that long prompts leave the others to
-    shorter ones. None: no such cap."""
+    """Maximum number of these that are longer than `long_prefill_token_threshold`, so that long prompts leave the
+    others to shorter ones. None: no such cap."""
     long_prefill_token_threshold_adaptive: bool = False
     """Whether the threshold is at least a fair share of the budget: `max_num_batched_tokens` divided by the number of
     queued and running requests."""
 
     enable_prefix_caching: bool = True
-    """Whether full blocks are kept, after use, to be found again by equal content."""
+    """Whether full blocks are kept after use, to be reused for equal content."""
     share_within_step: bool = True
     """Whether a request may read blocks that another one writes in the same step. The host must then write a
     layer's KV for all rows before any row attends."""
 
     num_draft_tokens: int = 0
-    """Speculation: most draft tokens that one request may have verified in a step, beside its own next token; 0: none.
-    The budget must hold them for every request."""
+    """Speculation: maximum number of draft tokens that a step verifies for one request, beside its own next token; 0:
+    none. The budget must hold them for every request."""
     draft_table: tuple[tuple[int, int], ...] = ()
-    """Pairs (running requests, drafts), ascending: from so many running requests on, at most so many drafts each. To
-    verify drafts is nearly free while steps are small, and costs what it computes once they are full."""
+    """Pairs (running requests, drafts), ascending: with at least that number of running requests, at most that number
+    of drafts each. Verification is nearly free while steps are small, and costs what it computes once they are full."""
 
     order: str | Order = "fcfs"
-    """Who is admitted next: "fcfs", "priority", or an object with the `Order` protocol. "fcfs-front" and
-    "priority-by-arrival" are what other systems do with the preempted, see `docs/presets.md`."""
+    """Which request is admitted next: "fcfs", "priority", or an object with the `Order` protocol. "fcfs-front" and
+    "priority-by-arrival" queue preempted requests as other systems do, see `docs/presets.md`."""
     victim: str | Victim | None = None
-    """Who gives way when blocks run out: "latest", "lowest-priority", an object with the `Victim` protocol, or
-    None: "lowest-priority" under the order "priority", otherwise "latest"."""
+    """Which request is preempted when blocks run out: "latest", "lowest-priority", an object with the `Victim`
+    protocol, or None: "lowest-priority" under the order "priority", otherwise "latest"."""
     displace: bool | None = None
-    """Under "priority": whether a strictly more urgent waiting request takes the room of less urgent running
-    ones. None: yes under "priority". Under an order without urgency, True is an error."""
+    """Under "priority": whether less urgent running requests are preempted for a strictly more urgent waiting
+    one. None: yes under "priority". Under an order without urgency, True is an error."""
 
     max_loras: int = 0
-    """Most different adapters (LoRA) that run at once. A request whose adapter has no slot is passed over: those behind
-    it may be admitted. 0: a request with an adapter is refused."""
+    """Maximum number of different adapters (LoRA) that run at once. A request whose adapter has no slot is skipped:
+    those behind it may be admitted. 0: a request with an adapter is refused."""
     encoder_budget: int = 0
-    """Most embeddings of encoder inputs (images, audio) that one step computes. 0: a request with encoder inputs is
-    refused."""
+    """Maximum number of embeddings of encoder inputs (images, audio) that one step computes. 0: a request with encoder
+    inputs is refused."""
     encoder_cache_size: int = 0
-    """Embeddings that are kept: those that running requests need, and others to be found again."""
+    """Embeddings that are kept: those that running requests need, and others for reuse."""
     max_overtakes: int = MAX_OVERTAKES
-    """How many requests may overtake one that is passed over. Then, if it lacks an adapter slot, it claims that of the
-    adapter that has held one longest: nobody behind it starts with that adapter. If it lacks embeddings, nobody behind
-    it is admitted."""
+    """How many requests may bypass a skipped one. Then, if it lacks an adapter slot, it claims that of the adapter that
+    has held one longest: no request behind it starts with that adapter. If it lacks embeddings, no request behind it is
+    admitted."""
 
     watermark: float = 0.0
     """Share of the pool, rounded down to blocks and at least one, that an admission must leave free while something
-    runs, as headroom for what runs. 0: none."""
+    runs, as headroom for running requests. 0: none."""
     decode_reserve: int | Literal["mean"] = 0
-    """Output that is expected of a request, in tokens: while something runs, admit only if the free blocks left hold
-    it (or what its limits leave of it). "mean": the mean output of the last 128 requests that ended by themselves. 0:
+    """Expected output of a request, in tokens: while something runs, admit only if the remaining free blocks hold it
+    (or what its limits leave of it). "mean": the mean output of the last 128 requests that finished by themselves. 0:
     none."""
     full_sequence_must_fit: bool = True
-    """Admit only if the whole known sequence fits, not just its first chunk, beside what partly computed
-    prompts are still owed."""
+    """Admit only if the whole known sequence fits, not just its first chunk, beside what partial prefills are still
+    owed."""
 
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
-    """With a connector: what becomes of a request whose KV could not all be loaded in time. "recompute": what is
-    missing is computed. "fail": it ends with an error."""
+    """With a connector: what happens to a request whose KV could not all be loaded in time. "recompute": missing tokens
+    are computed. "fail": it finishes with an error."""
     kv_load_timeout: float | None = None
-    """With a connector: seconds after which an asynchronous load counts as failed. Its blocks stay aside until the host
-    says that the device is done with them. None: no limit."""
+    """With a connector: seconds after which an asynchronous load counts as failed. Its blocks stay held until the host
+    reports that the device is done with them. None: no limit."""
 
     batching: Literal["mixed", "prefill-first", "static"] = "mixed"
-    """"mixed": requests join and leave at every step. "prefill-first": a step computes prompts, those partly computed
-    and then new ones, and only if there are none, one token for each that decodes. "static": admit only when nothing
+    """"mixed": requests join and leave at every step. "prefill-first": a step computes prompts, partial prefills and
+    then new ones, and only if there are none, one token for each that decodes. "static": admit only when nothing
     runs (for comparison)."""
 
     enable_kv_cache_events: bool = False
     """Whether the scheduler keeps what enters and leaves the prefix cache, for `Scheduler.take_kv_events`, which the
-    host must then call, or the events pile up."""
+    host must then call, or the events accumulate."""
     count_common_prefix: bool = False
-    """Whether each output says how many blocks all its rows begin with (`num_common_prefix_blocks`)."""
+    """Whether each output counts the blocks that all its rows begin with (`num_common_prefix_blocks`)."""
     log_request_events: bool = False
-    """Whether each request keeps a log of what happened to it and when (`Request.events`)."""
+    """Whether each request keeps a log of its events with their times (`Request.events`)."""
 
-    # What follows is there for the presets that reproduce other systems.
+    # The remaining fields are for the presets that reproduce other systems.
     first_chunk_only: bool = False
-    """Whether only the first request of a step may be cut to the budget; any other must fit what is left of it."""
+    """Whether only the first request of a step may be cut to the budget; any other must fit the remaining budget."""
     admission_charge: Literal["uncached", "whole-fits", "whole"] = "uncached"
-    """What a request must fit, and takes from the budget. "uncached": the tokens it computes. "whole-fits": all its
-    known tokens must fit, and so must their blocks, as if nothing were cached; it takes what it computes. "whole": the
-    same, and it takes all its known tokens."""
+    """What must fit the budget, and what a request takes from it. "uncached": the tokens it computes. "whole-fits": all
+    its known tokens must fit, and so must their blocks, as if nothing were cached; it takes what it computes. "whole":
+    the same, and it takes all its known tokens."""
     count_owed_blocks: bool = True
-    """Whether `full_sequence_must_fit` counts what partly computed prompts are still owed."""
+    """Whether `full_sequence_must_fit` counts what partial prefills are still owed."""
     admit_after_preemption: bool = False
-    """Under "mixed": whether a step that preempted for memory still admits, into what the victims gave back, even a
-    victim itself."""
+    """Under "mixed": whether a step that preempted for memory still admits, into the blocks that the victims released,
+    even a victim itself."""
     shortage: Literal["replan", "in-order", "look-ahead"] = "replan"
-    """What happens to the others when blocks run out. "replan": the step is worked out anew without who gives way.
-    "in-order": rows get blocks one after the other, and if the row that asks gives way itself, those behind it wait.
+    """What happens to the other rows when blocks run out. "replan": the step is recomputed without the victim.
+    "in-order": rows get blocks one after the other, and if the row that asks is itself preempted, those behind it wait.
     "look-ahead": the same, and the first row behind the step's limits asks for its block too."""
 
     def __post_init__(self) -> None:
@@ -171,7 +171,7 @@ class SchedulerConfig:
 
     @property
     def prefill_threshold(self) -> int:
-        """`long_prefill_token_threshold`, or what it is by itself with several partial prefills; 0: none."""
+        """`long_prefill_token_threshold`, or its default with several partial prefills; 0: none."""
         if self.long_prefill_token_threshold or (self.max_num_partial_prefills or 1) == 1:
             return self.long_prefill_token_threshold
         return max(1, int(self.max_model_len * 0.04))
@@ -183,7 +183,7 @@ class SchedulerConfig:
 
     @property
     def num_seats(self) -> int:
-        """Most requests that hold blocks at once."""
+        """Sequence slots: maximum number of requests that hold blocks at once."""
         return self.max_num_seqs if self.max_num_active_seqs is None else self.max_num_active_seqs
 
     @property
@@ -192,7 +192,7 @@ class SchedulerConfig:
         return self.num_usable_blocks * self.block_size
 
     def max_drafts(self, num_running: int) -> int:
-        """Most draft tokens that a request may have in a step with so many running ones."""
+        """Maximum number of draft tokens of a request in a step with `num_running` running ones."""
         most = self.num_draft_tokens
         for running, drafts in self.draft_table:
             if num_running < running:
@@ -386,7 +386,7 @@ class SchedulerConfig:
         if self.admit_after_preemption and self.batching != "mixed":
             raise ConfigError(
                 f'admit_after_preemption=True works with batching "mixed" and not "{self.batching}", where a prompt '
-                "could give way and be admitted again for ever while nothing decodes; leave it at its default"
+                "could be preempted and admitted again for ever while nothing decodes; leave it at its default"
             )
         if not self.count_owed_blocks and not self.full_sequence_must_fit:
             raise ConfigError(

@@ -1,19 +1,19 @@
-"""The scheduler: at every step it decides which requests run and how many tokens each advances.
+"""Which requests run in each step, and how many tokens does each advance? The scheduler.
 
     output = scheduler.schedule(now)                 decide, and commit the decision
     result = host.execute(output)                    the only part that differs between hosts
     done   = scheduler.update(output, result, now)   append tokens, stop conditions, free
              scheduler.propose(output, ...)          optional: drafts, to be verified in the next step
 
-`schedule` and `update` are here, with the parts that each goes through in order; what a part does is in `step/`, which
-requests it favours in `policy/`, which blocks it hands out in `kv/`, the facts that it works on in `state/`.
+`schedule` and `update` are here, with their parts in order; what a part does is in `step/`, which requests it chooses
+in `policy/`, which blocks it allocates in `kv/`, the state that it works on in `state/`.
 
 There is no prefill phase and no decode phase (unless `batching` asks for them): each request's `num_computed_tokens`
-chases its `num_tokens`, and a prefill chunk is what the budget does to a long prompt. The scheduler reads no clock and
-no random number; the same calls give the same decisions. One thread owns it.
+chases its `num_tokens`, and a prefill chunk is a long prompt cut to the budget. The scheduler reads no clock and no
+random number; the same calls give the same decisions. One thread owns it.
 
-What a host may write: nothing that it gets from here. Outputs, updates and requests are read-only, and change by the
-scheduler's methods alone (`set_priority`, `extend`, `park`, ...); a view (`block_table`) is valid until the next call.
+A host writes to nothing that it gets from here. Outputs, updates and requests are read-only, and only the scheduler's
+methods change them (`set_priority`, `extend`, `park`, ...); a view (`block_table`) is valid until the next call.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Scheduler:
         recorder: where to write every call and every decision, so that they can be replayed; None: nowhere, until
             `start_recording`.
         connector: where KV comes from and goes to besides the pool, see `kv/connector.py`; None: nowhere.
-        listeners: what follows its decisions, see `state/events.py`.
+        listeners: are called for every decision, see `state/events.py`.
         start: where the numbers of steps and admissions begin; a replay takes them from the recording.
 
     Raises:
@@ -115,7 +115,7 @@ class Scheduler:
             recorder.start(config, start, answers)
 
     def _assemble(self, start: Start, connector: KVConnector | None = None) -> None:
-        """Make all parts for the present configuration; statistics and listeners stay."""
+        """Create all parts for the present configuration; statistics and listeners stay."""
         config, events = self._config, self._events
         log = [RequestLog()] if config.log_request_events else []
         events.set([self._statistics, *log, *self._listeners])
@@ -136,7 +136,7 @@ class Scheduler:
         """Decide what runs in the next step, and commit to it.
 
         Raises:
-            StepOrderError: `max_steps_in_flight` outputs wait for their update already.
+            StepOrderError: `max_steps_in_flight` outputs already wait for their update.
         """
         step = self._open_step(now)
         self._run_parts(step)  # displace, advance, publish, admit, emit: see `_mixed_step`
@@ -188,7 +188,7 @@ class Scheduler:
         self._emission.emit(step)
 
     def update(self, output: SchedulerOutput, result: StepResult, now: float) -> StepUpdate:
-        """Take in what came back from the model: append tokens, finish what stops, free its blocks.
+        """Apply the model's result: append tokens, finish requests that stop, free their blocks.
 
         Raises:
             StepOrderError: `output` is not the oldest step in flight.
@@ -219,17 +219,17 @@ class Scheduler:
         return update
 
     def propose(self, output: SchedulerOutput, token_ids: Integers, counts: Integers, now: float) -> int:
-        """Drafts: what the host guesses to follow the tokens of an updated output's rows, to be verified in their next
-        step. They take the place of what was proposed before.
+        """Drafts: tokens that the host guesses to follow those of an updated output's rows, to be verified in their
+        next step. They replace earlier proposals.
 
         Args:
             output: the step that was updated last. For an older one the proposal is stale and is dropped.
             token_ids: the drafts, ragged, in row order; an int32 array costs least.
-            counts: [output.num_rows] how many for each row, 0 to `num_draft_tokens`. Drafts of rows that do not decode
-                (any more), or have further samples in flight, are dropped, as is what would pass a token limit.
+            counts: [output.num_rows] drafts of each row, 0 to `num_draft_tokens`. Drafts of rows that do not decode
+                (any more), or have further samples in flight, are dropped, as are those beyond a token limit.
 
         Returns:
-            How many drafts wait now at these rows.
+            The number of drafts that now wait for these rows.
 
         Raises:
             StepOrderError: `output` has not been updated.
@@ -246,7 +246,7 @@ class Scheduler:
 
         Requests admitted since return to their places in the queue, the others are rewound and keep their blocks, and
         blocks published since leave the prefix cache, embeddings computed since the encoder cache. Preemptions and
-        finished requests stand; the next output reports them again and carries the full block table of every row.
+        finished requests remain valid; the next output reports them again, with the full block table of every row.
 
         Raises:
             StepOrderError: `output` is not in flight.
@@ -298,7 +298,7 @@ class Scheduler:
         """Queue a request, or park it until `ready`.
 
         Raises:
-            RequestRefused: it could never run; its status is then FINISHED_REFUSED and nothing of it is kept.
+            RequestRefused: it could never run; its status is then FINISHED_REFUSED, and it is not kept.
             DuplicateRequest: its id is in use.
         """
         self._table.require_free_id(request.request_id)
@@ -325,17 +325,17 @@ class Scheduler:
         max_tokens: int,
         encoder_inputs: Sequence[EncoderInput | Sequence[Any]] = (),
     ) -> Request:
-        """The next part of the prompt of a request that was added with `more_input` (see `parts.py`).
+        """The next part of the prompt of a request that was added with `more_input` (see `step/prompt_parts.py`).
 
         Args:
-            token_ids: of the part; may be none if it is the last.
-            more: whether further parts come.
-            max_tokens: most tokens to generate before the next part is taken; 0: the part is only computed.
+            token_ids: of the part; may be empty if it is the last.
+            more: whether further parts follow.
+            max_tokens: maximum number of tokens to generate before the next part is taken; 0: it is only computed.
             encoder_inputs: of the part, as for `Request`; their placeholders are counted from its own first token.
 
         Raises:
             UnknownRequest, InvalidTransition: there is no such request, or its prompt is complete.
-            RequestRefused: the part is none, or what it leads to could never run; the request is as before.
+            RequestRefused: the part is invalid, or the extended request could never run; the request is unchanged.
         """
         self._table.now = now
         request = self._table.require(request_id)
@@ -345,7 +345,7 @@ class Scheduler:
         return request
 
     def abort(self, request_id: str, now: float) -> Request | None:
-        """End a request at its caller's wish, wherever it is. None: unknown, or ended already."""
+        """Finish a request at its caller's wish, in any state. None: unknown, or finished already."""
         return self.finish(request_id, FinishReason.ABORT, now)
 
     def finish(
@@ -358,9 +358,9 @@ class Scheduler:
         detail: str = "",
         stop_reason: int | str | None = None,
     ) -> Request | None:
-        """End a request for the host's own reason, such as a stop string. None: unknown, or ended already.
+        """Finish a request for the host's own reason, such as a stop string. None: unknown, or finished already.
 
-        `keep_tokens` cuts its output to that many tokens.
+        `keep_tokens` cuts its output to that number of tokens.
         """
         request = self._table.get(request_id)
         if request is None:
@@ -378,10 +378,10 @@ class Scheduler:
 
     def park(self, request_id: str, reason: ParkReason, now: float) -> None:
         """Let a request wait for something other than capacity. It keeps its place and holds no blocks; a running one
-        gives them back as if preempted.
+        releases them as if preempted.
 
         Raises:
-            UnknownRequest: no such request, or it has ended.
+            UnknownRequest: no such request, or it has finished.
         """
         reason = ParkReason(reason)
         self._table.now = now
@@ -390,10 +390,10 @@ class Scheduler:
             send(self._events.called, Call("park", now, {"request_id": request_id, "reason": reason}))
 
     def ready(self, request_id: str, now: float) -> None:
-        """What a parked request waited for is there.
+        """What a parked request waited for is available.
 
         Raises:
-            UnknownRequest: no such request, or it has ended.
+            UnknownRequest: no such request, or it has finished.
             InvalidTransition: it is not parked, or waits for input alone.
         """
         request = self._table.require_parked(request_id)
@@ -407,7 +407,7 @@ class Scheduler:
         """Change a request's priority; if it is queued, its place changes at once.
 
         Raises:
-            UnknownRequest: no such request, or it has ended.
+            UnknownRequest: no such request, or it has finished.
             ValueError: the priority is no integer, or out of range.
         """
         request = self._table.require(request_id)
@@ -419,10 +419,10 @@ class Scheduler:
             send(self._events.called, Call("set_priority", now, {"request_id": request_id, "priority": priority}))
 
     def reset_prefix_cache(self, now: float, *, preempt_running: bool = False) -> None:
-        """Forget every cached prefix (after the weights changed, say), in the pool and in the connector.
+        """Remove every cached prefix (after the weights changed, say), in the pool and in the connector.
 
-        What runs goes on with the KV that it has, and publishes no more. With `preempt_running` it computes it anew
-        instead: it returns to the queue with its tokens, and with the samples of steps in flight when they come back.
+        Running requests continue with the KV that they have, and publish no more. With `preempt_running` they recompute
+        it: they return to the queue with their tokens, and with the samples of steps in flight when these return.
         """
         self._table.now = now
         if preempt_running:
@@ -441,23 +441,23 @@ class Scheduler:
             send(self._events.called, Call("reset_encoder_cache", now, {}))
 
     def set_max_num_active_seqs(self, limit: int | None, now: float) -> None:
-        """Change how many requests may run at once, from the next step on; None: `max_num_seqs`. `config` says it.
+        """Change how many requests may run at once, from the next step on; None: `max_num_seqs`. `config` has it then.
 
-        If more than `limit` run, they go on, and no request is admitted until fewer do.
+        If more than `limit` run, they continue, and no request is admitted until fewer do.
 
         Raises:
             ConfigError: the limit is out of range, see `SchedulerConfig.max_num_active_seqs`.
         """
         self._config = self._config.replace(max_num_active_seqs=limit)
-        self._admission.max_num_active_seqs = seats = self._config.num_seats
-        self._max_seen_active_seqs = max(self._max_seen_active_seqs, seats)
+        self._admission.max_num_active_seqs = num_slots = self._config.num_seats
+        self._max_seen_active_seqs = max(self._max_seen_active_seqs, num_slots)
         if self._events.called:
             send(self._events.called, Call("set_max_num_active_seqs", now, {"limit": limit}))
 
     def pause(self, now: float, mode: PauseMode = PauseMode.ALL) -> None:
         """Schedule nothing (`PauseMode.ALL`), or admit no request (`PauseMode.ADMISSIONS`), until `resume`.
 
-        Steps in flight end as ever; while one is, the pause is not complete. Twice is fine, and the later mode counts.
+        Steps in flight finish as usual; while there is one, the pause is not complete. A second call changes the mode.
         """
         mode = PauseMode(mode)
         if mode is not PauseMode.ALL and self.pause_mode is PauseMode.ALL:
@@ -477,10 +477,10 @@ class Scheduler:
     def transfer_done(
         self, transfer_id: int, now: float, *, num_loaded_tokens: int | None = None, failed_blocks: Iterable[int] = ()
     ) -> Request | None:
-        """An asynchronous load, or a send, has ended: the device will not touch its blocks any more.
+        """An asynchronous load, or a send, has finished: the device no longer accesses its blocks.
 
-        Of a load, `num_loaded_tokens` are there, from its first one on (None: all), as far as the first of the
-        `failed_blocks`. Returns the request that ends by it (`kv_load_failure_policy` "fail"), or None.
+        Of a load, the first `num_loaded_tokens` are valid (None: all), up to the first of the `failed_blocks`. Returns
+        the request that fails by it (`kv_load_failure_policy` "fail"), or None.
 
         Raises:
             UnknownTransfer: no such transfer is under way.
@@ -495,10 +495,10 @@ class Scheduler:
             send(self._events.called, Call("transfer_done", now, arguments))
         return ended
 
-    # ------------------------------------------------------------------ what there is to tell
+    # ------------------------------------------------------------------ what there is to report
 
     def stalled(self, now: float, seconds: float) -> list[Stall]:
-        """Requests without progress for `seconds` or longer; call it a few times in that many (see `watchdog.py`)."""
+        """Requests without progress for `seconds` or longer; call it a few times in that span (see `watchdog.py`)."""
         return self._watchdog.stalled(self._parts, self.explain, now, seconds)
 
     def take_kv_events(self) -> list[KVEvent]:
@@ -508,14 +508,14 @@ class Scheduler:
     # ------------------------------------------------------------------ listeners and recordings
 
     def add_listener(self, listener: Listener) -> None:
-        """Tell a listener of every decision from now on, see `state/events.py`."""
+        """Report every decision to a listener from now on, see `state/events.py`."""
         self._listeners = (*self._listeners, listener)
         self._events.set([*self._events.listeners, listener])
         if self._events.wants_blocks and self._kv.returned is None:
             self._kv.returned = []
 
     def remove_listener(self, listener: Listener) -> None:
-        """Tell a listener nothing more; nothing happens if it was told nothing."""
+        """Report nothing more to a listener; nothing happens if it was not added."""
         self._listeners = tuple(other for other in self._listeners if other is not listener)
         self._events.set([other for other in self._events.listeners if other is not listener])
         if not self._events.wants_blocks:
@@ -524,12 +524,12 @@ class Scheduler:
     def start_recording(self, recorder: Recorder) -> None:
         """Record all that happens from now on.
 
-        A replay begins with a new scheduler, so this one becomes as a new one: it forgets every cached prefix, and what
-        it learned of the requests so far. Counters go on, a pause stays, and so do the numbers of steps and admissions.
+        A replay begins with a new scheduler, so this one is reset to a new one's state: it drops every cached prefix,
+        and its observations of the requests so far. Counters, a pause, and step and admission numbers continue.
 
         Raises:
-            InvalidTransition: a recording is under way, requests are here, or an output has yet to tell of something;
-                or the host keeps embeddings, or a connector blocks, which a new scheduler would not know of.
+            InvalidTransition: a recording is under way, there are requests or steps in flight, or an output has yet to
+                report something; or there is an encoder cache or a connector, whose state a new scheduler lacks.
         """
         if self._recorder is not None:
             raise InvalidTransition("a recording is under way; stop_recording() first")
@@ -541,7 +541,7 @@ class Scheduler:
                 f"a recording begins with no request present: {self.num_running} running, {self.num_queued} queued, "
                 f"{self.num_parked} parked, {self.num_steps_in_flight} step(s) in flight, and ends to tell of"
             )
-        # One step's number is left out, so that drafts for a step of before come too late instead of being looked at.
+        # One step number is left out, so that drafts for an earlier step are stale and not checked.
         start = Start(self._next_step_id + 1, self._table.next_serial)
         kv, pause = self._kv, self._admission.pause
         self._recorder = recorder
@@ -553,7 +553,7 @@ class Scheduler:
             self.pause(pause.since, pause.mode)
 
     def stop_recording(self) -> None:
-        """Record nothing from now on; what has been recorded so far can be replayed. Nothing happens if nothing is."""
+        """Stop recording; what has been recorded so far can be replayed. Nothing happens if no recording is active."""
         if self._recorder is not None:
             self.remove_listener(self._recorder)
             self._recorder = None
@@ -562,7 +562,7 @@ class Scheduler:
 
     @property
     def config(self) -> SchedulerConfig:
-        """The configuration, with the limit that `set_max_num_active_seqs` has set last."""
+        """The configuration, with the limit that `set_max_num_active_seqs` set last."""
         return self._config
 
     def has_unfinished_requests(self) -> bool:
@@ -572,8 +572,8 @@ class Scheduler:
     def has_runnable_requests(self) -> bool:
         """Whether a step may run anything now: whether a request is running or queued, and not held up by a pause.
 
-        If not, a host may wait for a call instead of scheduling empty steps. (The ends since the last output are told
-        by the next one, which a host that needs them schedules all the same.)
+        If not, a host may wait for a call instead of scheduling empty steps. (The next output reports requests that
+        finished since the last one; a host that needs this report schedules a step anyway.)
         """
         mode = self.pause_mode
         if mode is PauseMode.ALL:
@@ -581,17 +581,17 @@ class Scheduler:
         return bool(len(self._batch) or (mode is None and len(self._table.queue)))
 
     def get_request(self, request_id: str) -> Request | None:
-        """The request called so that has not ended, or None."""
+        """The request with this id that has not finished, or None."""
         return self._table.get(request_id)
 
     def is_id_in_use(self, request_id: str) -> bool:
-        """Whether a request that is called so would be refused as a duplicate: one has not ended, or its end has not
-        been told by an output."""
+        """Whether a request with this id would be refused as a duplicate: one has not finished, or no output has
+        reported yet that it has."""
         return request_id in self._table.requests
 
     @property
     def pause_mode(self) -> PauseMode | None:
-        """How it is paused; None: it is not."""
+        """The mode of the pause; None: not paused."""
         return None if self._admission.pause is None else self._admission.pause.mode
 
     @property
@@ -620,23 +620,22 @@ class Scheduler:
 
     @property
     def outputs_in_flight(self) -> tuple[SchedulerOutput, ...]:
-        """Those that wait for their update, in the order in which `update` takes them."""
+        """Outputs that wait for their update, in the order in which `update` takes them."""
         return tuple([record.output for record in self._steps.records if record.output is not None])
 
     @property
     def has_unreported_ends(self) -> bool:
-        """Whether the next output tells of a request's end; until then its id is in use."""
+        """Whether the next output reports a finished request; until then its id is in use."""
         return bool(self._table.finished)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is there: no request, no step in flight, and nothing that the next output would tell of."""
+        """Whether there is no request, no step in flight, and nothing for the next output to report."""
         return not (self._table.requests or self._steps.records or self._table.preempted or self._table.finished)
 
     def can_advance(self) -> bool:
         """Whether a step that is scheduled now may have anything to run: a request is queued, or a running one lacks a
-        token that no step in flight computes, and no pause holds it up. For hosts that run ahead and would rather not
-        run empty steps.
+        token that no step in flight computes, and no pause holds it up. For hosts that run ahead and avoid empty steps.
         """
         if self.pause_mode is PauseMode.ALL:
             return False
@@ -646,7 +645,7 @@ class Scheduler:
 
     @property
     def max_drafts(self) -> int:
-        """Most drafts that a step would verify for a request now, by `num_draft_tokens` and `draft_table`."""
+        """Maximum number of drafts that a step would verify for a request now (`num_draft_tokens`, `draft_table`)."""
         return self._config.max_drafts(len(self._batch))
 
     @property
@@ -667,10 +666,10 @@ class Scheduler:
         return input_token_ids(self._batch, output, allow_unsampled)
 
     def explain(self, request_id: str) -> Explanation:
-        """Where a request stands, why it waits, for whom and since when.
+        """The state of a request, why it waits, for which requests and since when.
 
         Raises:
-            UnknownRequest: no such request, or its end has been reported.
+            UnknownRequest: no such request, or an output has reported it finished.
         """
         request = self._table.requests.get(request_id) or self._table.require(request_id)
         return explain(request, self._parts, self._config)
@@ -680,9 +679,9 @@ class Scheduler:
         return self._statistics.snapshot(self._parts)
 
     def check_invariants(self) -> None:
-        """Verify blocks, places and bookkeeping, whatever the state. O(everything): for tests and sampling.
+        """Verify blocks, places and bookkeeping, in any state. O(everything): for tests and sampling.
 
         Raises:
-            InvariantError: naming the promise that is broken.
+            InvariantError: naming the invariant ("promise") that is broken.
         """
         check(self._config, self._parts, self._max_seen_active_seqs)

@@ -59,6 +59,7 @@ def test_scheduler_step() -> None:
         assert 0.5 < figures[f"{feature}_ratio"] < 4, feature
 
 
+@pytest.mark.soak
 @pytest.mark.e2e
 def test_vllm_scheduler() -> None:
     figures = run_quick("vllm_scheduler.py", "--sizes", "16", "--no-backlog")["decode"]

@@ -112,7 +112,8 @@ def test_commands_run_in_the_order_of_the_document(tmp_path: Path) -> None:
         asking = [line for line in COMMANDS if SOCKET in line and line.startswith("pointsman")]
         assert len(asking) == 5
         names = ["first", "my-request", "third"]
-        threads = [threading.Thread(target=server.complete, args=(name, 1500)) for name in names]
+        lengths = [1500, 16, 16]  # the first runs while the others wait and are asked about
+        threads = [threading.Thread(target=server.complete, args=args) for args in zip(names, lengths, strict=True)]
         for thread in threads:
             thread.start()
             time.sleep(0.5)

@@ -14,7 +14,7 @@ from tests.integrations.vllm_requests import ENGINE, WAYS, Way, make_requests
 from tests.soak import SOAK, short_of, short_or_long
 
 NUM_REQUESTS = short_or_long(80, 300)
-SHORT = {"pressure", "ngram", "async"}
+SHORT = {"pressure"}
 
 pytestmark = NEEDS_VLLM
 

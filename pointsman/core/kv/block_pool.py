@@ -1,23 +1,23 @@
-"""The physical KV blocks: who holds each, and which are free.
+"""Which physical KV blocks are referenced, and which are free?
 
 Layout, with B = num_blocks:
 
     num_references  int64 [B]   block-table entries that name the block; 0: free
     is_cached       bool  [B]   the block's content can be found in the prefix tree
-    _segment_of     int64 [B]   for a cached free block, the segment of the queue that it waits in
+    _segment_of     int64 [B]   for a cached free block, its segment of the queue
 
     reserved | referenced            | blank (a stack)   | cached free (a queue, least recently used first)
     ids 0..r | num_references > 0    | content worthless | content can still be found
 
-A free block is in exactly one of the last two. Blank blocks are handed out first, then the least recently used cached
-one, whose content is thereby lost. A table is released from its end, so that a prefix outlives its suffix.
+A free block is in exactly one of the last two. Blank blocks are allocated first, then the least recently used cached
+one, whose content is evicted. A table is released from its end, so that a prefix outlives its suffix.
 
 Block ids are int64 here, because NumPy takes an index of another type ten times more slowly.
 
-The queue of cached free blocks is a queue of segments, one for each released table, so that tables come and go by a few
-array operations. A block that is found again is not searched for in its segment: its `_segment_of` no longer says so,
-and the entry is skipped when the segment's turn comes. When such entries outnumber the pool, the queue is written anew.
-How many entries at the front are surely not to be skipped is remembered, so that a few blocks a step are a slice.
+The queue of cached free blocks consists of segments, one for each released table, so that tables come and go by a few
+array operations. A block that is reused is not removed from its segment: its `_segment_of` no longer names the
+segment, and the stale entry is skipped at the front of the queue. When stale entries outnumber the pool, the queue is
+compacted. The number of front entries known to be valid is kept, so that taking a few blocks is a slice.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ NO_BLOCKS: Int64Array = np.zeros(0, dtype=np.int64)
 NO_BLOCKS.flags.writeable = False
 
 
-_SKIM = 1024  # entries of a segment that are looked at together, to see which are to be skipped
+_SKIM = 1024  # entries of a segment that are tested together for stale ones
 
 
 class _Segment:
-    """Entries of the queue of cached free blocks that came together."""
+    """Entries of the queue of cached free blocks that were released together."""
 
     __slots__ = ("ids", "number")
 
@@ -48,7 +48,7 @@ class _Segment:
 
 
 class BlockPool:
-    """`num_blocks` blocks, of which ids 0 to `num_reserved_blocks` - 1 are never handed out."""
+    """`num_blocks` blocks, of which ids 0 to `num_reserved_blocks` - 1 are never allocated."""
 
     def __init__(self, num_blocks: int, num_reserved_blocks: int = 0) -> None:
         self.num_blocks = num_blocks
@@ -56,19 +56,19 @@ class BlockPool:
         self.num_usable = num_blocks - num_reserved_blocks
         self.num_references: Int64Array = np.zeros(num_blocks, dtype=np.int64)
         self.is_cached: npt.NDArray[np.bool_] = np.zeros(num_blocks, dtype=np.bool_)
-        # The top of the stack is the end: low ids are handed out first.
+        # The top of the stack is the end: low ids are allocated first.
         self._blank: Int64Array = np.arange(num_blocks - 1, num_reserved_blocks - 1, -1, dtype=np.int64)
         self._num_blank = num_blocks - num_reserved_blocks
         self._segments: deque[_Segment] = deque()
         self._segment_of: npt.NDArray[np.int64] = np.zeros(num_blocks, dtype=np.int64)
         self._next_segment = 1
-        self._num_entries = 0  # in all segments, those to be skipped included
+        self._num_entries = 0  # in all segments, stale ones included
         self._num_cached = 0
-        self._num_sure = 0  # entries of the first segment, from its front on, that wait in it
+        self._num_sure = 0  # entries at the front of the first segment that are known to be valid
 
     @property
     def num_free(self) -> int:
-        """Blocks that `take` could hand out."""
+        """Blocks that `take` can allocate."""
         return self._num_blank + self._num_cached
 
     @property
@@ -78,14 +78,14 @@ class BlockPool:
 
     @property
     def num_cached_free(self) -> int:
-        """Free blocks whose content can still be found."""
+        """Free blocks whose content is still cached."""
         return self._num_cached
 
     def take(self, count: int) -> tuple[Int64Array, Int64Array]:
-        """Hand out `count` blocks, each with one reference.
+        """Allocate `count` blocks, each with one reference.
 
-        Returns the block ids (int64 [count]) and those among them that were cached, least recently used first, whose
-        content the prefix tree must forget. The caller has checked that `count <= num_free`.
+        Returns the block ids (int64 [count]) and those among them that were cached, least recently used first, which
+        the prefix tree must remove. The caller has checked that `count <= num_free`.
         """
         num_blank = self._num_blank
         evicted = NO_BLOCKS
@@ -116,7 +116,7 @@ class BlockPool:
         is_cached = self.is_cached[freed]
         num_cached = np.count_nonzero(is_cached)
         num_blank = len(freed) - num_cached
-        # What is published of a table is its beginning.
+        # The published blocks of a table are its first ones.
         assert num_cached == np.count_nonzero(is_cached[num_blank:]), "a table has a gap in what is cached"
         if num_blank:
             self._push_blank(freed[:num_blank])
@@ -124,30 +124,30 @@ class BlockPool:
             self._append(freed[num_blank:])
 
     def set_cached(self, blocks: Int64Array) -> None:
-        """The content of these referenced blocks can now be found."""
+        """These referenced blocks are in the prefix tree from now on."""
         self.is_cached[blocks] = TRUE
 
     def uncache(self, blocks: list[int]) -> None:
-        """The prefix tree forgot these blocks: those that are free become blank."""
+        """The prefix tree removed these blocks: those that are free become blank."""
         ids = np.array(blocks, dtype=np.int64)
         self.is_cached[ids] = FALSE
         free = ids[self.num_references[ids] == 0]
-        self._segment_of[free] = 0  # what is left of them in the queue is to be skipped
+        self._segment_of[free] = 0  # their entries in the queue are stale
         self._num_sure = 0
         self._num_cached -= len(free)
         self._push_blank(free)
 
     def uncache_all(self) -> None:
-        """The prefix tree forgot every block."""
+        """The prefix tree removed every block."""
         self.uncache(self.cached_free_blocks())
         self.is_cached[:] = False
 
     def num_in_use(self, blocks: Int64Array) -> int:
-        """How many of these blocks somebody holds."""
+        """Number of these blocks that are referenced."""
         return int(np.count_nonzero(self.num_references[blocks])) if len(blocks) else 0
 
     def blank_blocks(self) -> list[int]:
-        """For checks: the blank blocks, in no promised order."""
+        """For checks: the blank blocks, in unspecified order."""
         return [int(block) for block in self._blank[: self._num_blank]]
 
     def cached_free_blocks(self) -> list[int]:
@@ -155,7 +155,7 @@ class BlockPool:
         return [block for segment in self._segments for block in self._waiting(segment).tolist()]
 
     def _waiting(self, segment: _Segment) -> Int64Array:
-        """The entries of a segment that are not to be skipped."""
+        """The valid entries of a segment."""
         waits: npt.NDArray[np.bool_] = self._segment_of[segment.ids] == segment.number
         return segment.ids[waits]
 
@@ -176,14 +176,14 @@ class BlockPool:
             self._compact()
 
     def _compact(self) -> None:
-        """Write the queue anew without the entries that would be skipped."""
+        """Rebuild the queue without its stale entries."""
         kept = [_Segment(segment.number, self._waiting(segment)) for segment in self._segments]
         self._segments = deque(segment for segment in kept if len(segment.ids))
         self._num_entries = self._num_cached
         self._num_sure = 0
 
     def _take_cached(self, count: int) -> Int64Array:
-        """The `count` least recently used cached blocks, which are neither cached nor free from now on."""
+        """Remove the `count` least recently used cached blocks from the queue; they are no longer cached."""
         blocks = self._take_sure(count) if count <= self._num_sure else self._take_segments(count)
         self.is_cached[blocks] = FALSE
         self._num_entries -= count
@@ -191,7 +191,7 @@ class BlockPool:
         return blocks
 
     def _take_segments(self, count: int) -> Int64Array:
-        """The first `count` entries that are not to be skipped."""
+        """Take the first `count` valid entries."""
         parts: list[Int64Array] = []
         while count:
             while self._num_sure == 0:
@@ -202,7 +202,7 @@ class BlockPool:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _take_sure(self, count: int) -> Int64Array:
-        """The first `count` entries of the first segment, which are sure."""
+        """Take the first `count` entries of the first segment, which are known to be valid."""
         first = self._segments[0]
         ids = first.ids
         self._num_sure -= count
@@ -213,8 +213,8 @@ class BlockPool:
         return ids
 
     def _look_ahead(self) -> None:
-        """Drop the entries at the front of the queue that are to be skipped: those behind them are sure."""
-        if self._num_entries == self._num_cached:  # none is
+        """Drop stale entries at the front of the queue; the entries after them are then known to be valid."""
+        if self._num_entries == self._num_cached:  # none is stale
             self._num_sure = len(self._segments[0].ids)
             return
         first = self._segments[0]

@@ -1,19 +1,19 @@
-"""Where KV comes from and goes to, other than the pool: host memory, a shared store, another engine.
+"""Where does KV come from and go to, other than the pool: host memory, a shared store, another engine?
 
-A connector has two sides. The scheduler asks the side that is described here; the other one moves bytes and belongs to
-the host, which learns from each output what to move. A host executes an output in this order:
+A connector has two sides. The scheduler calls the side that is described here; the other one moves bytes and belongs to
+the host, and each output lists what to move. A host executes an output in this order:
 
     1. `output.saves`: copy these blocks out before anything is written to them; each is lost with this step otherwise
-    2. `output.loads`: a load that is not asynchronous ends before the step computes; an asynchronous one may begin
-       now, once the steps before this one are over, and the host answers it with `scheduler.transfer_done`
+    2. `output.loads`: a synchronous load finishes before the step computes; an asynchronous one may begin now, once
+       the steps before this one are over, and the host reports it with `scheduler.transfer_done`
     3. the rows of the step
 
-Every asynchronous load that an output told of, and every send that a connector began, is answered by `transfer_done`
-exactly once, whatever became of its request or of the step: until then the device may touch its blocks, so nobody else
-gets them. A load that cannot be made is answered with 0 tokens. If a load that is not asynchronous fails, the step
-does: the host calls `scheduler.fail`, and the connector must not offer the same tokens again.
+Every asynchronous load in an output, and every send that a connector began, is reported by `transfer_done` exactly
+once, whatever happened to its request or the step: until then the device may access its blocks, so they are not
+reallocated. A load that cannot be made is reported with 0 tokens. If a synchronous load fails, the step fails: the
+host calls `scheduler.fail`, and the connector must not offer the same tokens again.
 
-The questions are those of vLLM's `KVConnectorBase_V1` (`get_num_new_matched_tokens`, `request_finished`), so that one
+The methods are those of vLLM's `KVConnectorBase_V1` (`get_num_new_matched_tokens`, `request_finished`), so that one
 can be adapted to the other.
 """
 
@@ -33,14 +33,14 @@ class KVConnector(Protocol):
     """What the scheduler asks of a connector. The answers are recorded, so a replay needs no connector."""
 
     saves_evicted: bool
-    """Whether it wants to be told of cached blocks before they are overwritten (`SchedulerOutput.saves`)."""
+    """Whether outputs report cached blocks before they are overwritten (`SchedulerOutput.saves`)."""
 
     def num_external_tokens(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens it could load, in a row, behind the first `num_local_tokens` of the request's known tokens.
+        """Number of consecutive tokens it can load after the first `num_local_tokens` of the request's known tokens.
 
-        `num_local_tokens` is a whole number of blocks, which the pool has; `content_keys.block_keys(request,
-        block_size)` names all blocks. Called whenever the request could be admitted, so maybe several times: it must
-        change nothing, and be quick.
+        `num_local_tokens` is a whole number of blocks, which the pool has; `content.block_keys(request, block_size)`
+        names all blocks. Called whenever the request could be admitted, so maybe several times: it must change nothing,
+        and be quick.
 
         Returns:
             The number, and whether the load is asynchronous: then the request waits outside the batch until
@@ -49,22 +49,22 @@ class KVConnector(Protocol):
         """
 
     def request_ended(self, request: Request, block_ids: Int64Array, num_tokens: int, transfer_id: int) -> bool:
-        """A request that ran has ended, and its blocks are about to be freed.
+        """A request that ran has finished, and its blocks are about to be freed.
 
-        `block_ids` hold, in order, the KV of its first `num_tokens` tokens: what steps that are over have computed.
-        Steps in flight may still write behind those.
+        `block_ids` hold, in order, the KV of its first `num_tokens` tokens: those that completed steps have computed.
+        Steps in flight may still write after those.
 
         Returns:
-            Whether they must stay as they are because they are still being sent. Then `transfer_done(transfer_id)`
-            frees them. Not asked of a request that failed, nor while transfers own as many blocks as they may.
+            Whether the blocks must be kept because they are still being sent. Then `transfer_done(transfer_id)` frees
+            them. Not called for a request that failed, nor while transfers hold the maximum number of blocks.
         """
 
     def reset(self) -> None:
-        """The prefix cache was reset: what was kept so far is of no use."""
+        """The prefix cache was reset: KV stored so far is invalid."""
 
 
 class AnswerLog:
-    """A connector, with a note of every answer it gives since the last `take`: what a recording holds of it."""
+    """A connector whose answers since the last `take` are logged, for a recording."""
 
     def __init__(self, connector: KVConnector) -> None:
         self._connector = connector
@@ -72,7 +72,7 @@ class AnswerLog:
         self.saves_evicted = connector.saves_evicted
 
     def take(self) -> list[object]:
-        """The answers since the last call, in the order of the questions."""
+        """The answers since the last call, in the order of the calls."""
         answers, self._answers = self._answers, []
         return answers
 
@@ -91,14 +91,14 @@ class AnswerLog:
 
 
 class RecordedConnector:
-    """A connector that answers what a recording says."""
+    """A connector that returns the answers of a recording."""
 
     def __init__(self, saves_evicted: bool) -> None:
         self.saves_evicted = saves_evicted
         self._answers: list[object] = []
 
     def expect(self, answers: list[object]) -> None:
-        """What the next call will be answered."""
+        """The answers for the next call."""
         self._answers = answers[::-1]
 
     def num_external_tokens(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:

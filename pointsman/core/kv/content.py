@@ -1,16 +1,15 @@
-"""Names for the content of KV blocks that mean the same in every process: chained SHA-256 digests.
+"""Which names of KV block contents mean the same in every process? Chained SHA-256 digests.
 
     key of a root   = SHA-256(canonical JSON of [cache salt, adapter name, adapter version])
     key of a block  = SHA-256(key of the block before it, or of the root; its tokens as little-endian int32;
                               for a block with placeholders of encoder inputs: canonical JSON of them)
 
-An encoder input is told as [its key, where its first placeholder stands seen from the block's first token, how many
-placeholders it has, SHA-256 of their tokens in hex].
+An encoder input is given as [its key, the offset of its first placeholder from the block's first token, its number of
+placeholders, SHA-256 of their tokens in hex].
 
-The prefix tree is exact and needs no digest. These are for who is told of blocks (`kv_events.py`) and for who keeps
-their KV elsewhere (`kv_connector.py`), and are computed only if there is one of them. What one pool holds constant
-(model, weights, type of the elements, block size) is not in a key: a store that several engines share must keep them
-apart by it.
+The prefix tree is exact and needs no digest. Keys are for KV events (`events.py`) and connectors (`connector.py`), and
+are computed only if one of these is in use. What is constant in one pool (model, weights, element type, block size) is
+not in a key: a store that several engines share must separate them by it.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ if TYPE_CHECKING:
 
 
 class Placed(NamedTuple):
-    """An encoder input, seen from a block in which placeholders of it stand."""
+    """An encoder input, relative to a block that contains placeholders of it."""
 
     key: str
     offset: int
-    """Of its first placeholder from the block's first token; negative if it begins before."""
+    """Of its first placeholder from the block's first token; negative if it begins in an earlier block."""
     length: int
     tokens_digest: str
 
 
 def root_key(root: Root) -> bytes:
-    """What stands for the block before the first one of a sequence."""
+    """The key used as that of the block before the first one of a sequence."""
     name, version = root.adapter if root.adapter is not None else (None, None)
     return hashlib.sha256(_json([root.cache_salt, name, version])).digest()
 
@@ -50,7 +49,7 @@ def block_key(before: bytes, token_bytes: bytes, inputs: Sequence[Placed] = ()) 
 def block_keys(request: Request, block_size: int) -> tuple[bytes, ...]:
     """The keys of all full blocks of a request's known tokens, 32 bytes each.
 
-    They are kept with the request, so that each block is hashed once.
+    They are stored with the request, so that each block is hashed once.
     """
     state = request._state
     first, end = len(state.block_keys), state.num_tokens // block_size
@@ -82,7 +81,7 @@ def placed_inputs(request: Request, first: int, end: int, block_size: int) -> di
 
 
 def tokens_digest(token_bytes: bytes) -> str:
-    """What tells the tokens of an input's placeholders apart."""
+    """Identifies the tokens of an input's placeholders."""
     return hashlib.sha256(token_bytes).hexdigest()
 
 

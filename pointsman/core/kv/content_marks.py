@@ -1,10 +1,10 @@
-"""Numbers that stand for the content of encoder inputs in the keys of the prefix cache.
+"""How do encoder inputs enter the keys of the prefix cache? As numbers ("marks"), one per placeholder.
 
-What stands at the placeholders of an encoder input decides the KV of all that follows, so it is part of the key of the
-prefix cache: in the bytes by which a prompt is found, a placeholder is a number that belongs to its content and its
-place in it alone. Token ids are never negative, so these numbers are.
+The content of an encoder input determines the KV of all later tokens, so it is part of the key of the prefix cache: in
+the bytes by which a prompt is looked up, each placeholder is a number that identifies its content and its position in
+it. Token ids are never negative, so marks are.
 
-The numbers are handed out one after the other, so equal bytes mean equal content, without a digest that could collide.
+Marks are assigned consecutively, so equal bytes mean equal content, without a digest that could collide.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import numpy.typing as npt
 from pointsman.core.state.inputs import EncoderInput
 from pointsman.core.state.request import Request
 
-NUM_MARKS = 2**31 - 1  # negative int32 numbers, but for the least one
-MAX_CONTENTS = 1 << 14  # contents whose marks are remembered; one that is forgotten is found no longer
+NUM_MARKS = 2**31 - 1  # negative int32 numbers, without the smallest one
+MAX_CONTENTS = 1 << 14  # contents whose marks are remembered; one that is forgotten no longer matches
 
 Content = tuple[str, int, int | bytes]  # key, placeholders, and their tokens: one number if all are the same
 
 
 class ContentMarks:
-    """Gives contents their numbers: each a range of its own, never given to another one.
+    """Assigns each content a range of marks that no other content uses.
 
     A content is a key with the tokens of its placeholders (a model may read some of them as the tokens that they are).
-    When all numbers are used up it begins anew, and says so: what was keyed before must then be forgotten.
+    When all marks are used, a new generation begins, which is reported: earlier keys are then invalid.
     """
 
     def __init__(self, num_marks: int = NUM_MARKS) -> None:
@@ -35,7 +35,7 @@ class ContentMarks:
         self.generation = 0
 
     def key(self, request: Request) -> bool:
-        """See to it that a request's prompt is keyed by its contents. Returns whether a new generation began."""
+        """Key a request's prompt by its contents. Returns whether a new generation began."""
         if request._state.content_generation == self.generation:
             return False
         tokens = request.prompt_token_ids.copy()
@@ -58,7 +58,7 @@ class ContentMarks:
             self._next += content[1]
             if len(self._first) >= MAX_CONTENTS:
                 del self._first[next(iter(self._first))]
-        self._first[content] = first  # now the one used last
+        self._first[content] = first  # now the most recently used
         return first
 
 

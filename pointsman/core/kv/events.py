@@ -1,10 +1,10 @@
-"""What enters and leaves the prefix cache, for whoever keeps a picture of it: routers, caches of other machines.
+"""What enters and leaves the prefix cache? Events for routers and for caches of other machines.
 
-Blocks have names here that say all that is before them, and mean the same in every process: see `content_keys.py`.
+Blocks are named by keys that include their whole prefix and mean the same in every process: see `content.py`.
 
-An event tells of content, not of blocks: it is stored with the first block that holds it and removed with the last, so
-that what was stored and not removed is, at any moment, just what a look-up could find. A prompt is told of when it is
-scheduled, and taken back if its step fails. A removed block comes after everything behind it.
+An event reports content, not blocks: content is stored with its first block and removed with its last, so that what
+was stored and not removed is, at any moment, exactly what a prefix cache lookup can find. A prompt is reported when it
+is scheduled, and removed if its step fails. A block is removed after every block that follows it.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
 
 
 class BlockStored(NamedTuple):
-    """Consecutive full blocks can be found from now on."""
+    """Consecutive full blocks entered the prefix cache."""
 
     block_hashes: tuple[bytes, ...]
     parent_block_hash: bytes | None
-    """Of the block before the first; None: it is the first of its sequence."""
+    """Of the block before the first one; None: the first one begins its sequence."""
     token_ids: tuple[int, ...]
     """Of all these blocks."""
     root: Root
     """What else must be equal: cache salt and adapter."""
     inputs: Sequence[Sequence[Placed]] = ()
-    """Of each block, the encoder inputs that stand in it; empty: none has any."""
+    """For each block, the encoder inputs in it; empty: no block has any."""
 
     @property
     def adapter_name(self) -> str | None:
         return self.root.adapter.name if self.root.adapter is not None else None
 
     def extra_keys(self) -> list[tuple[str | tuple[str, int], ...] | None]:
-        """For each block, what names its content beside tokens, as vLLM lists it: the adapter, each encoder input with
-        its offset from the block's first token, and with the first of a sequence the salt."""
+        """For each block, what identifies its content beside tokens, as vLLM lists it: the adapter, each encoder input
+        with its offset from the block's first token, and for the first block of a sequence the salt."""
         adapter = () if self.adapter_name is None else (self.adapter_name,)
         inputs = [tuple((item.key, item.offset) for item in items) for items in self.inputs]
         keys = [(*adapter, *of_block) for of_block in inputs or [()] * len(self.block_hashes)]
@@ -48,28 +48,28 @@ class BlockStored(NamedTuple):
 
 
 class BlockRemoved(NamedTuple):
-    """Blocks cannot be found any longer; the last of a sequence comes first."""
+    """Blocks left the prefix cache; the last of a sequence comes first."""
 
     block_hashes: tuple[bytes, ...]
 
 
 class AllBlocksCleared(NamedTuple):
-    """No block can be found any longer."""
+    """All blocks left the prefix cache."""
 
 
 KVEvent: TypeAlias = "BlockStored | BlockRemoved | AllBlocksCleared"
 
 
 class KVEvents:
-    """Listens to a prefix cache and keeps what happened until somebody takes it."""
+    """Listens to a prefix cache and keeps its events until they are taken."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._hashes: dict[int, list[bytes]] = {}  # by the id of a run: those of its blocks
+        self._hashes: dict[int, list[bytes]] = {}  # of the blocks of each run, by its id
         self._events: list[KVEvent] = []
 
     def take(self) -> list[KVEvent]:
-        """What happened since the last call, in order."""
+        """The events since the last call, in order."""
         events, self._events = self._events, []
         return events
 
@@ -86,7 +86,7 @@ class KVEvents:
         self._events.append(BlockStored(hashes, parent, token_ids, Root.of(request), inputs))
 
     def shrunk(self, run: Run, length: int) -> None:
-        """Only the first `length` blocks of a run are left in the tree."""
+        """Only the first `length` blocks of a run remain in the tree."""
         hashes = self._hashes[run.run_id]
         if length < len(hashes):
             self._events.append(BlockRemoved(tuple(hashes[length:][::-1])))

@@ -1,8 +1,9 @@
-"""KVCacheManager: look up, allocate, publish, free. It owns the block pool and the prefix tree, and nobody else does.
+"""Which KV blocks does a request reuse, get and release? Look up, allocate, publish, free.
 
-Prompt blocks are published when they are scheduled, so that requests of the same step can share them; generated
-blocks when their request loses its row, so that decoding never touches the tree. What is published while a step is in
-flight is noted in the journal of the newest such step, and taken out again if that step fails.
+`KVCacheManager` alone owns the block pool and the prefix tree. Prompt blocks are published when they are scheduled, so
+that requests of the same step can share them; generated blocks when their request loses its row, so that decoding
+never touches the tree. Publications while a step is in flight are logged in the journal of the newest such step, and
+undone if that step fails.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from pointsman.core.state.request import Request
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 IntArray = npt.NDArray[np.integer]
-Journal = list[tuple[Request, Int64Array, list[Span]]]  # (who published, which blocks, as which nodes), in order
+Journal = list[tuple[Request, Int64Array, list[Span]]]  # (publisher, its blocks, their nodes), in order
 
 NO_EPOCH = -1  # of a request whose prefix left the tree while it ran
 
 
 class Match(NamedTuple):
-    """What the prefix tree holds of a request."""
+    """The cached prefix of a request."""
 
     blocks: Int64Array
     node: Node
@@ -44,48 +45,48 @@ class KVCacheManager:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.block_size = config.block_size
-        self._size = np.array(config.block_size)  # an array, see `arithmetic.py`
+        self._size = np.array(config.block_size)  # an array, see `state/numbers.py`
         self.pool = BlockPool(config.num_blocks, config.num_reserved_blocks)
         self.prefix = PrefixCache(config.num_blocks, config.block_size) if config.enable_prefix_caching else None
         self.events: KVEvents | None = None
-        """What enters and leaves the prefix tree, if the configuration asks for it."""
+        """What enters and leaves the prefix tree, if enabled in the configuration."""
         if config.enable_kv_cache_events and self.prefix is not None:
             self.events = self.prefix.listener = KVEvents(config.block_size)
         self.journal: Journal | None = None
-        """Where publications are noted; None: no step is in flight, so what is published is computed."""
+        """Where publications are logged; None: no step is in flight, so what is published is computed."""
         self.num_evictions = 0
         self._marks = ContentMarks()
         self.num_returns = 0
-        """Changes whenever blocks come back that no row held."""
+        """Changes whenever blocks that no row held are released."""
         self.num_saves = 0
         self.saves: list[Save] | None = None
-        """Evictions that no output has told of; None: nobody wants to know."""
+        """Evictions that no output has reported yet; None: they are not reported."""
         self._shares_within_step = config.share_within_step
         self.unpublished: list[Request] = []
         """Requests whose prompt blocks `publish_deferred` has to publish."""
         self.has_connector = False
-        """Whether KV may come from elsewhere."""
+        """Whether KV may come from a connector."""
         self.returned: list[Int64Array] | None = None
-        """Blocks that requests gave back since the newest output; None: nobody wants to know."""
-        self._num_left = 0  # publications of blocks whose row let go of them at once
+        """Blocks that requests released since the newest output; None: they are not tracked."""
+        self._num_left = 0  # publications of blocks whose row released them at once
         self._newest_step = 0
         self._oldest_step = 0
-        self._key_of: dict[int, tuple[bytes, int]] = {}  # of each published block, if somebody asks: (key, step)
+        self._key_of: dict[int, tuple[bytes, int]] = {}  # of each published block, if `saves` is used: (key, step)
 
     @property
     def num_publications(self) -> int:
-        """Changes whenever a look-up could find more than before."""
+        """Changes whenever a prefix cache lookup may find more than before."""
         return self.prefix.num_publications if self.prefix is not None else 0
 
     @property
     def num_held_publications(self) -> int:
-        """Changes whenever a look-up could find more blocks than before that somebody holds; where something is sent,
+        """Changes whenever a lookup may find more referenced blocks than before; where blocks are sent,
         `num_publications` does."""
         return self.prefix.num_publications - self._num_left if self.prefix is not None else 0
 
     def open_step(self, step_id: int, journal: Journal, oldest: int) -> None:
         """Step `step_id` is being scheduled; `oldest` is the first one that is not over: what was published before it
-        is there for good."""
+        is final."""
         self.journal = journal
         self._newest_step, self._oldest_step = step_id, oldest
 
@@ -98,7 +99,7 @@ class KVCacheManager:
     def look_up(self, request: Request) -> Match:
         """Cached blocks of the request's known tokens; at least one token is left to compute, so there is a logit.
 
-        A request that holds loaded blocks goes on behind them, and is not looked up again.
+        A request that holds loaded blocks continues after them, without a lookup.
         """
         state = request._state
         if state.holding is not None:
@@ -107,7 +108,7 @@ class KVCacheManager:
         if self.prefix is None or not request.use_prefix_cache:
             return Match(NO_BLOCKS, root)
         if state.encoder_inputs and self._marks.key(request):
-            self.reset()  # the marks of before mean something else from now on
+            self.reset()  # earlier marks are invalid
         max_blocks = (state.num_tokens - 1) // self.block_size
         if max_blocks == 0:
             return Match(NO_BLOCKS, root)
@@ -117,7 +118,7 @@ class KVCacheManager:
         return Match(blocks, node)
 
     def admit(self, request: Request, match: Match, num_new_blocks: int) -> Int64Array:
-        """Hold the matched blocks and `num_new_blocks` more; returns the request's block table."""
+        """Acquire the matched blocks and `num_new_blocks` more; returns the request's block table."""
         state, cached = request._state, match.blocks
         if state.holding is not None:
             new = self._take(num_new_blocks)
@@ -158,7 +159,7 @@ class KVCacheManager:
         return batch.block_table[row, : int(batch.num_slots[row]) // self.block_size].astype(np.int64)
 
     def tables(self, batch: Batch, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """The block tables of some rows, one behind the other, and for each block the index of its row in `rows`."""
+        """The concatenated block tables of some rows, and for each block the index of its row in `rows`."""
         tables = [self.table(batch, row) for row in rows.tolist()]
         counts = np.array([len(table) for table in tables], dtype=np.int64)
         return np.concatenate([NO_BLOCKS, *tables]), batch.count_up[: len(rows)].repeat(counts)
@@ -180,8 +181,8 @@ class KVCacheManager:
         self.unpublished.clear()
 
     def num_findable_tokens(self, request: Request) -> int:
-        """Of the tokens that a request has computed and published, those that are still in the prefix tree if nothing
-        of it was evicted since."""
+        """Tokens of a request that it has computed and published, and that are still in the prefix tree unless evicted
+        since."""
         state = request._state
         if self.prefix is None or state.prefix_epoch != self.prefix.epoch:
             return 0
@@ -196,18 +197,18 @@ class KVCacheManager:
         self._publish(request, batch.block_table[row], computed // self.block_size, state.prompt_bytes)
 
     def publish_loaded(self, request: Request, blocks: Int64Array) -> None:
-        """Publish what was loaded for a request that holds these blocks, the first ones of its table."""
+        """Publish the loaded blocks of a request, the first ones of its table."""
         self._publish(request, blocks, len(blocks), request._state.known_bytes())
 
     def take_back(self, blocks: Int64Array) -> None:
-        """Blocks that were held without a row, in table order."""
+        """Release blocks that were held without a row, in table order."""
         self.pool.release(blocks)
         self.num_returns += 1
         if self.returned is not None:
             self.returned.append(blocks)
 
     def release(self, batch: Batch, request: Request, *, num_valid_tokens: int, publish: bool = True) -> None:
-        """Give back a row's blocks, after publishing those that its first `num_valid_tokens` tokens fill."""
+        """Release a row's blocks, after publishing those that its first `num_valid_tokens` tokens fill."""
         state = request._state
         row = state.row
         assert row is not None
@@ -220,9 +221,9 @@ class KVCacheManager:
             self.returned.append(table)
 
     def undo(self, journal: Journal) -> None:
-        """Take the publications of a void step out of the tree, newest first; later steps' are out already.
+        """Undo the publications of a void step, newest first; those of later steps are undone already.
 
-        A block that is no longer the node it was published as was evicted, or forgotten by a reset, since.
+        A block that is no longer the node it was published as has been evicted, or removed by a reset.
         """
         prefix = self.prefix
         if prefix is None:
@@ -235,14 +236,14 @@ class KVCacheManager:
                 self.pool.uncache([block])
                 state = request._state
                 if state.row is not None or state.holding is not None:
-                    # It publishes them again when they are computed again.
+                    # They are published again when they are recomputed.
                     state.num_published_blocks -= 1
                     state.prefix_node = Place(run, index - 1) if index else run.parent
 
     def retract(self, journals: Iterable[Journal], publisher: Request, running: Iterable[Request]) -> None:
-        """Take out what `publisher` published since the oldest of these steps, and all that was published behind it.
+        """Remove what `publisher` published since the oldest of these steps, and every node after it.
 
-        `journals` are those of the steps in flight. Running requests that read what is taken out publish no more: their
+        `journals` are those of the steps in flight. Running requests that read removed blocks publish no more: their
         next block would follow a node that is gone.
         """
         prefix = self.prefix
@@ -260,20 +261,20 @@ class KVCacheManager:
                 state.prefix_epoch = NO_EPOCH
 
     def continue_reports(self, before: KVCacheManager) -> None:
-        """Go on with the count of evictions and the events of a manager that this one takes the place of."""
+        """Take over the eviction count and the events of the manager that this one replaces."""
         self.num_evictions = before.num_evictions
         if self.prefix is not None and before.events is not None:
             before.reset()
             self.events = self.prefix.listener = before.events
 
     def reset(self) -> None:
-        """Forget every cached prefix; rows that run keep their blocks but publish no more."""
+        """Remove every cached prefix; running rows keep their blocks but publish no more."""
         if self.prefix is not None:
             self.prefix.clear()
             self.pool.uncache_all()
 
     def _publish(self, request: Request, table: IntArray, end: int, token_bytes: bytes) -> bool:
-        """Publish blocks of a table up to `end`; whether there was something to publish."""
+        """Publish blocks of a table up to `end`. Returns whether there were any."""
         state, prefix = request._state, self.prefix
         first = state.num_published_blocks
         if prefix is None or end <= first or not request.use_prefix_cache or state.prefix_epoch != prefix.epoch:
@@ -301,7 +302,7 @@ class KVCacheManager:
         return blocks
 
     def _note_saves(self, saves: list[Save], evicted: Int64Array) -> None:
-        """Somebody may want these. A block of a step that is not over may yet turn out not to have been computed."""
+        """Report evicted blocks to the connector; not those of a step in flight, which may yet fail to compute them."""
         for block in evicted.tolist():
             key, step = self._key_of.pop(block)
             if step < self._oldest_step:
@@ -317,6 +318,6 @@ class KVCacheManager:
 
 
 def _nodes(blocks: Int64Array, spans: list[Span]) -> list[tuple[int, Place]]:
-    """The blocks of a journal entry, each with the node that it was published as."""
+    """The blocks of a journal entry, each with its node."""
     nodes = (Place(run, first + step) for run, first, count in spans for step in range(count))
     return list(zip(blocks.tolist(), nodes, strict=True))

@@ -1,29 +1,29 @@
-"""An exact prefix tree over full KV blocks.
+"""Which blocks hold the longest cached prefix of a sequence? An exact prefix tree over full KV blocks.
 
-A node is one full block of tokens behind everything before it. It is found by (node before it, its own token bytes);
-the first node of a sequence by (`Root`, its token bytes), where a root is a tuple of whatever must be equal for KV to
-be shared. The key is the content itself, never a digest of it, so no collision can hand one request another's KV.
+A node is one full block of tokens after a given prefix. It is found by (node before it, its own token bytes); the
+first node of a sequence by (`Root`, its token bytes), where a root is a tuple of everything else that must be equal
+for KV to be shared. The key is the content itself, never a digest, so no collision can give a request another's KV.
 
-Nodes are kept in runs: the blocks that one publication brought, in a row. Inside a run a node's successor is the next
-one; every other successor starts a run of its own, listed under the node it follows. So publishing a prompt, finding it
-and evicting it cost a few operations a run and a comparison of bytes, whatever its number of blocks.
+Nodes are kept in runs: the consecutive blocks of one publication. Inside a run a node's successor is the next one;
+every other successor starts a run of its own, listed under the node it follows. So publishing, finding and evicting a
+prompt cost a few operations per run and a comparison of bytes, whatever its number of blocks.
 
     Run 1  [b0 b1 b2 b3]            a prompt of four blocks
                 |
     Run 2       +-- [c0 c1]         another prompt that shares its first two blocks
 
-A run only ever shrinks, from its end, and is never filled again, so a stale node cannot be mistaken for a new one.
-Several blocks may hold the content of one node (requests that computed it in parallel): the run names one of them,
-its `duplicates` the others, and the node leaves with the last.
+A run only shrinks, from its end, and is never refilled, so a stale node cannot be mistaken for a new one. Several
+blocks may hold the content of one node (requests that computed it in parallel): the run lists one of them, its
+`duplicates` the others, and the node is removed with the last.
 
-    _run_of, _index_of   int64 [B]   for each cached block its run's id (0: not cached) and its place in the run
+    _run_of, _index_of   int64 [B]   for each cached block its run's id (0: not cached) and its index in the run
 
-An evicted block is nobody's at once, but the runs are shortened later, together, in fewer pieces: at the latest
-when something is published behind a node that may be gone. Until then the tree holds more than can be found.
+An evicted block leaves `_run_of` at once, but runs are shortened later, in batches: at the latest when something is
+published after a node that may be gone. Until then the tree holds nodes that no lookup returns.
 
-Children leave before their parents. Whoever holds a block of a node holds a block of every node before it, and releases
-its table from the end, so of the free blocks those of a child are always less recently used; a failed step takes its
-blocks out newest first; and `prune` takes a node out with everything behind it.
+Children are removed before their parents. A request that holds a block of a node holds a block of every node before
+it, and releases its table from the end, so of the free blocks those of a child are always less recently used; a failed
+step removes its blocks newest first; and `prune` removes a node with everything after it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from pointsman.core.state.request import Request
 
 Int64Array = npt.NDArray[np.int64]
-_MOST_EVICTED = 4096  # blocks whose runs are shortened together, which bounds how long that takes
+_MAX_EVICTED = 4096  # blocks whose runs are shortened together, which bounds how long that takes
 TOKEN_BYTES = np.dtype(np.int32).itemsize
 
 
@@ -54,12 +54,12 @@ class Root(NamedTuple):
 
     @classmethod
     def of(cls, request: Request) -> Root:
-        """The root under which a request's blocks are found."""
+        """The root of a request's blocks."""
         return cls(request.cache_salt, request.adapter)
 
 
 class Run:
-    """Blocks that follow each other, as one publication brought them."""
+    """Consecutive blocks of one publication."""
 
     __slots__ = ("blocks", "children", "duplicates", "length", "parent", "run_id", "token_bytes")
 
@@ -69,15 +69,15 @@ class Run:
         self.token_bytes = token_bytes
         self.blocks = blocks  # maybe in the publisher's own memory, so it is never written to
         self.length = len(blocks)
-        """Nodes that are still there; 0: the run is gone."""
+        """Remaining nodes; 0: the run is gone."""
         self.children: dict[tuple[int, bytes], Run] = {}
-        """Runs that start behind one of its nodes, by (that node's index, their first block's token bytes)."""
+        """Runs that start after one of its nodes, by (that node's index, their first block's token bytes)."""
         self.duplicates: dict[int, list[int]] = {}
         """Further blocks with the content of a node, by its index."""
 
 
 class Place(NamedTuple):
-    """A node: its run, and where in it."""
+    """A node: its run, and its index in the run."""
 
     run: Run
     at: int
@@ -99,13 +99,13 @@ class Span(NamedTuple):
 
 
 class RunListener(Protocol):
-    """Who is told what enters and leaves the tree."""
+    """Is called when runs enter and leave the tree."""
 
     def added(self, run: Run, request: Request, first: int) -> None:
         """A request's blocks from `first` on entered the tree, as a run."""
 
     def shrunk(self, run: Run, length: int) -> None:
-        """Only the first `length` blocks of a run are left in the tree."""
+        """Only the first `length` blocks of a run remain in the tree."""
 
     def cleared(self) -> None:
         """The tree is empty."""
@@ -123,11 +123,11 @@ class PrefixCache:
         self._counting: Int64Array = np.arange(num_blocks, dtype=np.int64)
         self._next_run_id = 1
         self.epoch = 0
-        """Raised by `clear`: KV of another epoch is of no use."""
+        """Incremented by `clear`: KV of another epoch is invalid."""
         self.num_publications = 0
-        """Changes whenever a look-up could find more than before."""
+        """Changes whenever a lookup may find more than before."""
         self.listener: RunListener | None = None
-        self._evicted: list[tuple[Int64Array, Int64Array]] = []  # blocks, and their runs, which are to be shortened
+        self._evicted: list[tuple[Int64Array, Int64Array]] = []  # blocks, and their runs, not shortened yet
         self._num_evicted = 0
         self._num_duplicates = 0
 
@@ -152,7 +152,7 @@ class PrefixCache:
                 break
             run, first, count = span
             blocks = run.blocks[first : first + count]
-            if self._evicted:  # of those that were, nobody else has the content
+            if self._evicted:  # no other block holds the content of an evicted one
                 count = int(np.count_nonzero(self._run_of[blocks] == run.run_id))
                 if count == 0:
                     break
@@ -165,8 +165,7 @@ class PrefixCache:
         return parts[0] if len(parts) == 1 else np.concatenate(parts), node
 
     def _successors(self, node: Node, token_bytes: bytes, start: int, end: int) -> Span | None:
-        """The nodes behind `node` that hold blocks `start` to at most `end` - 1 of a sequence, as far as one run
-        goes."""
+        """The nodes after `node` that hold blocks `start` to at most `end` - 1 of a sequence, within one run."""
         size = self._block_bytes
         if isinstance(node, Root):
             child = self._roots.get((node, token_bytes[start * size : (start + 1) * size]))
@@ -182,7 +181,7 @@ class PrefixCache:
         return None if child is None else Span(child, 0, self._num_equal(child, 0, token_bytes, start, end))
 
     def _num_equal(self, run: Run, first: int, token_bytes: bytes, start: int, end: int) -> int:
-        """How many nodes of `run` from `first` on hold the blocks of a sequence from `start` on."""
+        """Number of nodes of `run` from `first` on that hold the blocks of a sequence from `start` on."""
         size = self._block_bytes
         count = min(run.length - first, end - start)
         held = run.token_bytes[first * size : (first + count) * size]
@@ -195,12 +194,12 @@ class PrefixCache:
     # ------------------------------------------------------------------ publishing
 
     def publish(self, node: Node, token_bytes: bytes, first: int, blocks: Int64Array, request: Request) -> list[Span]:
-        """Make blocks `first`, `first` + 1, ... of a sequence known, behind the node of block `first` - 1.
+        """Add blocks `first`, `first` + 1, ... of a sequence after `node`, that of block `first` - 1.
 
-        The listener is told that they are blocks of `request`.
+        They are reported to the listener as blocks of `request`.
 
-        Returns the nodes that they are; the last one is where the next publication goes on. What is in the tree already
-        gets these blocks as duplicates, the rest becomes a run.
+        Returns their nodes; the next publication continues after the last one. Nodes that exist already get these
+        blocks as duplicates, the remaining blocks become a run.
         """
         spans: list[Span] = []
         start, end = first, first + len(blocks)
@@ -248,16 +247,16 @@ class PrefixCache:
     # ------------------------------------------------------------------ forgetting
 
     def evict(self, blocks: Int64Array) -> None:
-        """Take out blocks whose content is given up, in the order in which they were least recently used."""
+        """Remove blocks whose content is evicted, least recently used first."""
         self._evicted.append((blocks, self._run_of[blocks]))
         self._run_of[blocks] = ZERO
         self._num_evicted += len(blocks)
-        # Whoever listens is told at once; and a look-up may find another block in the place of a duplicate.
-        if self._num_duplicates or self.listener is not None or self._num_evicted > _MOST_EVICTED:
+        # A listener is called at once; and a lookup may find another block in place of a duplicate.
+        if self._num_duplicates or self.listener is not None or self._num_evicted > _MAX_EVICTED:
             self._settle()
 
     def _settle(self) -> None:
-        """Shorten the runs of what was evicted."""
+        """Shorten the runs of evicted blocks."""
         if not self._evicted:
             return
         blocks, runs = self._evicted[0]
@@ -265,7 +264,7 @@ class PrefixCache:
             blocks = np.concatenate([blocks for blocks, _ in self._evicted])
             runs = np.concatenate([runs for _, runs in self._evicted])
         self._clear_evicted()
-        lasts = [*(runs[1:] != runs[:-1]).nonzero()[0].tolist(), len(blocks) - 1]  # behind each another run begins
+        lasts = [*(runs[1:] != runs[:-1]).nonzero()[0].tolist(), len(blocks) - 1]  # another run begins after each
         start = 0
         for last, run_id, block in zip(lasts, runs[lasts].tolist(), blocks[lasts].tolist(), strict=True):
             run = self._runs[run_id]
@@ -283,7 +282,7 @@ class PrefixCache:
         self._num_evicted = 0
 
     def forget(self, block: int) -> None:
-        """Take one block out. If no other block holds its content the node goes too: it must be the last of its run."""
+        """Remove one block. If no other block holds its content, so is the node: it must be the last of its run."""
         run, index = self.place_of(block)
         self._run_of[block] = 0
         self._leave(run, index, block)
@@ -296,9 +295,9 @@ class PrefixCache:
             self._shrink(run, index)
 
     def prune(self, block: int) -> list[int]:
-        """Take out the node that a block stands for, whoever else holds its content, and everything behind it.
+        """Remove the node of a block, with all its duplicates, and everything after it.
 
-        Returns the blocks that left the tree. Requests that go on from what is gone must publish no more.
+        Returns the removed blocks. Requests that continue after a removed node must publish no more.
         """
         run, index = self.place_of(block)
         gone = list(self._blocks_behind(run, index))
@@ -307,7 +306,7 @@ class PrefixCache:
         return gone
 
     def clear(self) -> None:
-        """Forget everything, and raise the epoch."""
+        """Remove everything, and increment the epoch."""
         self._clear_evicted()
         self._num_duplicates = 0
         for run in self._runs.values():
@@ -321,7 +320,7 @@ class PrefixCache:
         self.num_publications += 1
 
     def _drop_one(self, run: Run, index: int, block: int) -> None:
-        """One of several blocks of a node leaves. A look-up may then find one that somebody holds."""
+        """Remove one of several blocks of a node. A lookup may then find one that is referenced."""
         others = run.duplicates[index]
         self._num_duplicates -= 1
         if run.blocks[index] == block:
@@ -344,13 +343,13 @@ class PrefixCache:
             else:
                 del run.parent.run.children[run.parent.at, head]
             del self._runs[run.run_id]
-            run.blocks, run.token_bytes = NO_BLOCKS, head  # who still names it should not keep a long prompt in memory
-        elif length < len(run.blocks) // 2:  # nor should what is left
+            run.blocks, run.token_bytes = NO_BLOCKS, head  # a reference to it should not keep a long prompt in memory
+        elif length < len(run.blocks) // 2:  # nor should a short remainder
             run.blocks = run.blocks[:length].copy()
             run.token_bytes = run.token_bytes[: length * self._block_bytes]
 
     def _blocks_behind(self, run: Run, index: int) -> Iterator[int]:
-        """All blocks of a run from a node on, and of the runs behind those nodes, which are marked as gone."""
+        """All blocks of a run from a node on, and of the runs after those nodes, which are marked as gone."""
         yield from run.blocks[index : run.length].tolist()
         for at in [at for at in run.duplicates if at >= index]:
             others = run.duplicates.pop(at)
@@ -367,7 +366,7 @@ class PrefixCache:
     # ------------------------------------------------------------------ questions
 
     def is_cached(self, block: int) -> bool:
-        """Whether a look-up can find the block."""
+        """Whether a lookup can find the block."""
         return bool(self._run_of[block])
 
     def place_of(self, block: int) -> Place:
@@ -376,11 +375,11 @@ class PrefixCache:
         return Place(self._runs[int(self._run_of[block])], int(self._index_of[block]))
 
     def holds(self, block: int, run: Run, index: int) -> bool:
-        """Whether a block is (still) one of those of a node."""
+        """Whether a block (still) belongs to a node."""
         return bool(self._run_of[block] == run.run_id and self._index_of[block] == index)
 
     def blocks(self) -> list[int]:
-        """For checks: all blocks that a walk from the roots reaches, each as often as it is met."""
+        """For checks: all blocks that are reachable from the roots, each as often as it is reached."""
         self._settle()
         found: list[int] = []
         runs = list(self._roots.values())
@@ -393,7 +392,7 @@ class PrefixCache:
         return found
 
     def content(self, block: int) -> tuple[Root, bytes]:
-        """For checks: the root and all tokens, as bytes, that a cached block stands for."""
+        """For checks: the root of a cached block and all tokens up to its end, as bytes."""
         run, index = self.place_of(block)
         parts = [run.token_bytes[: (index + 1) * self._block_bytes]]
         while not isinstance(run.parent, Root):

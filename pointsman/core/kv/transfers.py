@@ -1,13 +1,13 @@
-"""Blocks that belong to no running row: who holds them, and until when.
+"""Which blocks are held without a running row, for what, and until when?
 
-    loading    its request is parked until the host says that the load has ended
-    loaded     its request is back in the queue, and will go on behind these blocks
-    abandoned  its request does not wait for it any more, but the device may still write the blocks
-    sending    its request has ended, but the blocks are still being read
+    loading    its request is parked until the host reports that the load has finished
+    loaded     its request is back in the queue, and will continue after these blocks
+    abandoned  its request no longer waits for the load, but the device may still write the blocks
+    sending    its request has finished, but the blocks are still being read
 
 A holding is one reference to each of its blocks. All holdings together own at most the pool less one request of full
-length, so whoever runs, or is next to run, can always get its blocks: two half-loaded requests never wait for each
-other, and a transfer that never ends costs its blocks and nothing else.
+length, so a running request, or the next to run, can always get its blocks: two partly loaded requests never wait for
+each other, and a transfer that never finishes costs its blocks and nothing else.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(slots=True, eq=False)
 class Holding:
-    """Blocks that are held for a request, or until a transfer ends."""
+    """Blocks that are held for a request, or until a transfer finishes."""
 
     transfer_id: int
     request_id: str
-    """Whose KV it is, or was."""
+    """The request whose KV it is, or was."""
     blocks: Int64Array
-    """In table order. Those of a load: first the ones that were found in the prefix cache."""
+    """In table order. Those of a load begin with the ones found in the prefix cache."""
     num_local_blocks: int
     request: Request | None
-    """Who will go on behind them; None: nobody, they are held until the transfer ends."""
+    """The request that will continue after them; None: they are held until the transfer finishes."""
     load: Load | None
     """None: a send."""
     since: float = 0.0
     """When a load began, on the caller's clock."""
     is_open: bool = True
-    """Whether the host has yet to say that the transfer ended."""
+    """Whether the host has yet to report the transfer as finished."""
 
     @property
     def num_external_blocks(self) -> int:
@@ -54,7 +54,7 @@ class Holding:
 
 
 class External(NamedTuple):
-    """What is loaded for a request that is to be admitted."""
+    """What to load for a request that is to be admitted."""
 
     num_tokens: int
     """A whole number of blocks."""
@@ -65,7 +65,7 @@ NOTHING = External(0, False)
 
 
 class Transfers:
-    """The holdings of one scheduler, and the connector that they are for."""
+    """The holdings of one scheduler, and its connector."""
 
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager, connector: KVConnector) -> None:
         self.connector = connector
@@ -73,28 +73,28 @@ class Transfers:
         self._timeout = config.kv_load_timeout
         full_length = min(kv.blocks_for(config.max_model_len), config.num_usable_blocks)
         self.max_blocks = config.num_usable_blocks - full_length
-        """Most blocks of all holdings."""
+        """Maximum number of blocks of all holdings."""
         self._open: dict[int, Holding] = {}
         self._loaded: dict[int, Holding] = {}
         self._next_id = 0
         self.num_blocks = 0
         """Blocks of all holdings; one that several hold counts for each."""
-        self._num_stuck = 0  # of these, what nobody waits for: it is not known when they come back
+        self._num_stuck = 0  # of these, those that no request waits for: it is not known when they are released
         self._is_claimed = False
         self._displacer: Request | None = None
         self._now = 0.0
 
     @property
     def num_open(self) -> int:
-        """Transfers that the host has not said the end of."""
+        """Transfers that the host has not reported as finished."""
         return len(self._open)
 
     def holdings(self) -> list[Holding]:
-        """All of them, in no promised order."""
+        """All holdings, in unspecified order."""
         return [*self._open.values(), *self._loaded.values()]
 
     def holders(self) -> list[Request]:
-        """Requests that wait for a load or behind a loaded prefix."""
+        """Requests that wait for a load, or in the queue with a loaded prefix."""
         return [holding.request for holding in self.holdings() if holding.request is not None]
 
     def next_id(self) -> int:
@@ -104,13 +104,13 @@ class Transfers:
     # ------------------------------------------------------------------ loads
 
     def open(self, displacer: Request | None, now: float) -> None:
-        """A step begins to ask the queue; others gave way to `displacer`, so it must not wait for anything."""
+        """A step begins to admit; others were preempted for `displacer`, so it must not wait for a transfer."""
         self._is_claimed = False
         self._displacer = displacer
         self._now = now
 
     def ask(self, request: Request, num_local_tokens: int) -> External | Deferral:
-        """What to load behind the tokens that the prefix cache has of a request."""
+        """What to load after the cached tokens of a request."""
         if not (request._state.may_load and request.use_prefix_cache) or request._state.holding is not None:
             return NOTHING
         size = self._kv.block_size
@@ -141,10 +141,10 @@ class Transfers:
         return Deferral(Reason.KV_CONNECTOR, 0, blocks_queue=False)
 
     def _fit(self, num_local: int, num_external: int) -> External | Deferral:
-        """How many of `num_external` blocks may be loaded behind `num_local` cached ones, between two steps.
+        """How many of `num_external` blocks may be loaded after `num_local` cached ones, between two steps.
 
-        One that does not fit beside the others waits for them, and nobody behind it starts a load in this step. One
-        that might wait in vain takes what there is room for.
+        A load that does not fit beside the others waits for them, and no later request starts a load in this step. A
+        load that might never fit is cut to the blocks that are left.
         """
         total = num_local + num_external
         left = self.max_blocks - self.num_blocks
@@ -156,7 +156,7 @@ class Transfers:
         return External(fits * self._kv.block_size, True) if fits else NOTHING
 
     def start(self, request: Request, load: Load, blocks: Int64Array, now: float) -> Holding:
-        """Hold the blocks of a load, which have their reference already."""
+        """Hold the blocks of a load, which are referenced already."""
         num_local = len(blocks) - len(load.block_ids)
         holding = Holding(load.transfer_id, request.request_id, blocks, num_local, request, load, now)
         self._open[holding.transfer_id] = holding
@@ -165,10 +165,10 @@ class Transfers:
         return holding
 
     def require(self, transfer_id: int) -> Holding:
-        """The transfer called so, which is under way.
+        """The transfer with this id, which is under way.
 
         Raises:
-            UnknownTransfer: there is none, or its end was told before.
+            UnknownTransfer: there is none, or it was reported as finished before.
         """
         if transfer_id not in self._open:
             raise UnknownTransfer(
@@ -177,27 +177,27 @@ class Transfers:
         return self._open[transfer_id]
 
     def end(self, holding: Holding) -> None:
-        """The device is done with it. If nobody waits for it, `close` it next."""
+        """The device is done with it. If no request waits for it, `close` it next."""
         del self._open[holding.transfer_id]
         holding.is_open = False
         if holding.request is not None:
             self._loaded[holding.transfer_id] = holding
 
     def shorten(self, holding: Holding, num_blocks: int) -> None:
-        """Keep the first `num_blocks` blocks of what was loaded."""
+        """Keep the first `num_blocks` blocks of a load."""
         self._kv.take_back(holding.blocks[num_blocks:])
         self.num_blocks -= len(holding.blocks) - num_blocks
         holding.blocks = holding.blocks[:num_blocks]
 
     def close(self, holding: Holding) -> None:
-        """Give back the blocks of a transfer that has ended and that nobody waits for."""
+        """Release the blocks of a finished transfer that no request waits for."""
         assert holding.request is None and not holding.is_open
         self._kv.take_back(holding.blocks)
         self.num_blocks -= len(holding.blocks)
         self._num_stuck -= len(holding.blocks)
 
     def hand_over(self, request: Request) -> None:
-        """The request runs now: its row names the blocks."""
+        """The request runs now: its row holds the blocks."""
         holding = request._state.holding
         assert holding is not None and not holding.is_open
         del self._loaded[holding.transfer_id]
@@ -205,7 +205,7 @@ class Transfers:
         request._state.holding = holding.request = None
 
     def let_go(self, request: Request) -> None:
-        """The request does not wait any more. What the device may still write stays held."""
+        """The request no longer waits. Blocks that the device may still write stay held."""
         holding = request._state.holding
         assert holding is not None
         request._state.holding = holding.request = None
@@ -220,7 +220,7 @@ class Transfers:
         self._num_stuck += len(holding.blocks)
 
     def overdue(self, since: float) -> list[Request]:
-        """Requests that wait for loads which began at `since` or before, oldest first."""
+        """Requests whose loads began at `since` or before, oldest first."""
         found: list[Request] = []
         for holding in self._open.values():
             if holding.request is not None:
@@ -232,9 +232,9 @@ class Transfers:
     # ------------------------------------------------------------------ sends
 
     def hold_if_sending(self, request: Request, blocks: Int64Array, num_tokens: int) -> None:
-        """Ask the connector whether the blocks of a request that ends are being sent, and if so hold them.
+        """Ask the connector whether the blocks of a request that finishes are being sent, and if so hold them.
 
-        They are in the request's row, so a further reference keeps them when it is released.
+        They are in the request's row; a further reference keeps them when the row is released.
         """
         if not len(blocks) or self.num_blocks + len(blocks) > self.max_blocks:
             return
@@ -248,7 +248,7 @@ class Transfers:
 
 
 def make_transfers(config: SchedulerConfig, kv: KVCacheManager, connector: KVConnector | None) -> Transfers | None:
-    """The bookkeeping for a connector; None without one.
+    """The transfers of a connector; None without one.
 
     Raises:
         ConfigError: a knob is about a connector, and there is none.

@@ -1,7 +1,7 @@
-"""Why does this request wait, for which resource, who holds it, and since when?
+"""Why does this request wait, for which resource, which requests hold it, and since when?
 
-`CAUSES` says what each `Reason` means: which resource is short, which requests hold it, and how to say it to a person.
-Nothing here is computed unless it is asked for.
+`CAUSES` defines the meaning of each `Reason`: which resource is short, which requests hold it, and its text. Everything
+here is computed only on request.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pointsman.core.state.status import PauseMode, RequestEvent, RequestStatus
 from pointsman.core.step.assembly import Parts
 
 MAX_HOLDERS = 8
-"""At most that many holders are named in an explanation."""
+"""Maximum number of holders named in an explanation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Where a request stands, and why it does not advance."""
+    """The state of a request, and why it does not advance."""
 
     request_id: str
     status: RequestStatus
@@ -36,16 +36,16 @@ class Explanation:
     """Why it waits; None if it has finished, if no step has been scheduled since it was added, or if it runs and was
     not left out of the newest step."""
     sentence: str
-    """All of it in words."""
+    """The explanation as text."""
     resource: str | None
     """What it lacks, such as "KV blocks" or "sequence slots": the unit of `missing`, and of what the holders hold.
     None: nothing that is counted."""
     holders: tuple[Holder, ...]
-    """What holds that, the most first, at most 8 of them: running requests for blocks and sequence slots, transfers for
-    blocks, the requests of the last step for the budget, one for each adapter; of a request that is not the head, the
-    one that it waits behind."""
+    """What holds that, largest share first, at most 8 of them: running requests for blocks and sequence slots,
+    transfers for blocks, the requests of the last step for the budget, one for each adapter; of a request that is not
+    the head, the one that it waits behind."""
     num_holders: int
-    """How many hold some of it."""
+    """The number of all holders."""
     blocker: str | None
     """The first of the holders."""
     adapter_slots: dict[Adapter, int]
@@ -56,21 +56,21 @@ class Explanation:
     """When this reason began, on the caller's clock: behind others, when it entered the queue; for one that runs, the
     first of the steps that have left it out. None where there is no reason."""
     position: int | None
-    """How many stand before it in the queue."""
+    """The number of requests before it in the queue."""
     num_tokens: int
     num_computed_tokens: int
     num_cached_tokens: int
     num_blocks: int
-    """Blocks that it holds, on its row or for its load."""
+    """Blocks that it holds, in its row or for its load."""
     transfer: int | None
     """The load that it waits for."""
     num_preemptions: int
     events: tuple[RequestEvent, ...]
-    """What happened to it and when; empty unless `log_request_events` is on."""
+    """Its events with their times; empty unless `log_request_events` is on."""
 
 
 def explain(request: Request, parts: Parts, config: SchedulerConfig) -> Explanation:
-    """Where a request stands, why it waits, for whom and since when."""
+    """The state of a request, why it waits, for which requests and since when."""
     table = parts.table
     own = _deferral(request, parts)
     why = own[0] if own is not None else why_left_out(request, parts, config)
@@ -116,7 +116,7 @@ def _since(request: Request, reason: Reason | None, own: tuple[Deferral, float] 
 
 
 def _deferral(request: Request, parts: Parts) -> tuple[Deferral, float] | None:
-    """Why it waits other than for requests before it, and since when; a pause goes before all else that it holds up."""
+    """Why it waits other than for requests before it, and since when; a pause that affects it comes first."""
     pause, state = parts.admission.pause, request._state
     if pause is not None:
         is_held = request in parts.table.queue or (state.row is not None and pause.mode is PauseMode.ALL)
@@ -128,7 +128,7 @@ def _deferral(request: Request, parts: Parts) -> tuple[Deferral, float] | None:
 
 
 def _was_asked(request: Request, position: int, parts: Parts) -> bool:
-    """Whether its reason is its own although others stand before it: those were skipped, or it was."""
+    """Whether it was checked although others are before it: those were skipped, or it was."""
     table = parts.table
     return request in table.skipped or (request is table.blocker and position == len(table.skipped))
 
@@ -141,15 +141,15 @@ def _num_blocks(request: Request, parts: Parts) -> int:
 
 
 def find_holder(request: Request, reason: Reason, parts: Parts) -> str | None:
-    """The request that holds most of what another one waits for, or that it waits behind."""
+    """The request that holds the largest share of what another one waits for, or that it waits behind."""
     holders = CAUSES[reason].holders(request, parts)
     return holders[0].request_id if holders else None
 
 
 def why_left_out(request: Request, parts: Parts, config: SchedulerConfig) -> Deferral | None:
-    """Why a request that runs is not in the newest output, and how much it needs at least.
+    """Why a running request is not in the newest output, and how much it needs at least.
 
-    None: it is, or has no row, or it waited for samples that have come back since.
+    None: it is, or has no row, or it waited for samples that have been returned since.
     """
     batch, output = parts.batch, parts.emission.last_output
     if request.row is None or output is None or request in output.requests:
@@ -170,7 +170,7 @@ def why_left_out(request: Request, parts: Parts, config: SchedulerConfig) -> Def
 
 
 def _is_for_prompts(output: SchedulerOutput) -> bool:
-    """Whether a step is for prompts, of those that are for prompts or for decoding, as far as its rows tell."""
+    """Whether a "prefill-first" step is for prompts, not for decoding, as far as its rows show."""
     is_long = np.any(output.num_scheduled_tokens - output.num_draft_tokens > 1)
     return bool(output.admitted) or bool(is_long) or not bool(output.samples.all())
 
@@ -179,11 +179,11 @@ class Cause(NamedTuple):
     """The meaning of a reason."""
 
     resource: str | None
-    """What is short, as the unit of `missing` and `Holder.amount`; None: nothing that could be counted."""
+    """What is short, as the unit of `missing` and `Holder.amount`; None: nothing that can be counted."""
     text: str
-    """What is the matter, as the end of a sentence that begins "it waits: ..."."""
+    """The cause, as the end of a sentence that begins "it waits: ..."."""
     holders: Callable[[Request, Parts], list[Holder]]
-    """Which requests hold the resource, the most first."""
+    """Which requests hold the resource, largest share first."""
 
 
 PARKED_FOR: dict[RequestStatus, str] = {
@@ -199,8 +199,7 @@ def _no_request(request: Request, parts: Parts) -> list[Holder]:
 
 
 def _of_blocks(request: Request, parts: Parts) -> list[Holder]:
-    """The other running requests, by the KV blocks in their tables, and the transfers; what several share counts for
-    each."""
+    """The other running requests, by the KV blocks in their tables, and the transfers; shared blocks count for each."""
     batch, members = parts.batch, parts.batch.members
     blocks = batch.num_slots[members.rows] // batch.block_size
     pairs = zip(members.requests, blocks.tolist(), strict=True)
@@ -209,15 +208,14 @@ def _of_blocks(request: Request, parts: Parts) -> list[Holder]:
 
 
 def _of_transfers(request: Request, parts: Parts) -> list[Holder]:
-    """What is held without a row; the request that it was for may have ended."""
+    """Holdings without a row; their requests may have finished."""
     holdings = parts.transfers.holdings() if parts.transfers is not None else []
     others = [holding for holding in holdings if holding.request is not request]
     return _most(Holder(holding.request_id, len(holding.blocks), transfer=holding.transfer_id) for holding in others)
 
 
 def _of_sequence_slots(request: Request, parts: Parts) -> list[Holder]:
-    """The running requests, a sequence slot each, the one that has run longest first; for one of them, those of the
-    step."""
+    """The running requests, one sequence slot each, longest running first; for a running one, those of the step."""
     output = parts.emission.last_output
     if request.row is None or output is None:
         return [Holder(other.request_id, 1) for other in parts.batch.members.requests]
@@ -242,12 +240,12 @@ def _of_adapters(request: Request, parts: Parts) -> list[Holder]:
 
 
 def _of_prefills(request: Request, parts: Parts) -> list[Holder]:
-    """The running requests with a partial prefill, the one that was admitted first in front."""
+    """The running requests with a partial prefill, in admission order."""
     return [Holder(other.request_id, 1) for other in parts.batch.members.requests if other.phase == "prefill"]
 
 
 def _of_embeddings(request: Request, parts: Parts) -> list[Holder]:
-    """The requests that hold entries of the encoder cache, by their embeddings; what several share counts for each."""
+    """The requests that hold entries of the encoder cache, by their embeddings; shared entries count for each."""
     encoder = parts.encoder
     if encoder is None:
         return []
@@ -322,7 +320,7 @@ CAUSES: dict[Reason, Cause] = {
 
 
 def _sentence(request: Request, reason: Reason | None, missing: int, holders: list[Holder], parts: Parts) -> str:
-    """Why a request does not advance, for a person."""
+    """Why a request does not advance, as text."""
     name = request.request_id
     if reason is None:
         where = {"finished": "has finished", "waiting": "has not been tried in a step yet"}
@@ -336,12 +334,12 @@ def _sentence(request: Request, reason: Reason | None, missing: int, holders: li
         why = before._state.deferral.reason if before._state.deferral is not None else None
         return f"{name} waits behind {before.request_id}" + (f", which waits: {CAUSES[why].text}." if why else ".")
     lacks = f" for {missing} more {cause.resource}" if missing and cause.resource else ""
-    told = f"{name} waits{lacks}: {text}"
+    waits = f"{name} waits{lacks}: {text}"
     if not holders:
-        return f"{told}."
+        return f"{waits}."
     named = ", ".join(_shown(holder) for holder in holders[:3])
     more = f" and {len(holders) - 3} more" if len(holders) > 3 else ""
-    return f"{told}. Held by {named}{more}."
+    return f"{waits}. Held by {named}{more}."
 
 
 def _shown(holder: Holder) -> str:

@@ -1,12 +1,12 @@
-"""The promises that can be checked at any moment, each under its number.
+"""Do the invariants hold? Those that can be checked at any moment, each under its number.
 
     1  blocks are conserved: blank, cached free and referenced ones are the pool; references are block-table entries and
-       what is held for transfers; every cached block can be reached in the prefix tree
+       holdings of transfers; every cached block can be reached in the prefix tree
     2  a request is in exactly one place: queued, parked, running, or finished
     3  a step never exceeds the token budget, the sequence limit, the adapter slots, the encoder budget
     9  a cached block is keyed by exactly the content that it holds
 
-and, beside them, that the columns agree with each other.
+It also checks that the columns are consistent.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from pointsman.core.step.request_table import RequestTable
 
 
 def check(config: SchedulerConfig, parts: Parts, max_seen_active_seqs: int) -> None:
-    """Verify everything that must hold between two calls; at most `max_seen_active_seqs` were ever to run at once.
+    """Verify everything that must hold between two calls; `max_seen_active_seqs` is the highest limit so far.
 
     Raises:
-        InvariantError: naming the promise that is broken.
+        InvariantError: naming the invariant ("promise") that is broken.
     """
     batch, transfers = parts.batch, parts.transfers
     holdings = [] if transfers is None else transfers.holdings()
@@ -95,7 +95,7 @@ def _check_places(batch: Batch, table: RequestTable) -> None:
         _require(not waits or (request.status.is_parked and not request._state.parts), 2, f"{request} waits for input")
     reported = set(table.finished)
     for request in table.requests.values():
-        _require(not request.is_finished or request in reported, 2, f"the end of {request} would never be reported")
+        _require(not request.is_finished or request in reported, 2, f"{request} finished and would never be reported")
     for row, request in zip(batch.members.rows.tolist(), batch.members.requests, strict=True):
         is_running = request.status is RequestStatus.RUNNING and request.row == row
         _require(is_running and batch.serial[row] == request.serial != 0, 2, f"{request} runs in row {row}")
@@ -122,7 +122,7 @@ def _check_transfers(transfers: Transfers, table: RequestTable) -> None:
         _require(waits, 2, f"{request} holds blocks for transfer {holding.transfer_id}")
     for request in table.requests.values():
         _require(
-            request._state.holding is None or request in holders, 1, f"{request} holds blocks that nobody knows of"
+            request._state.holding is None or request in holders, 1, f"{request} holds blocks that no transfer lists"
         )
 
 
@@ -204,7 +204,7 @@ def _check_columns(config: SchedulerConfig, batch: Batch, kv: KVCacheManager, ve
     most = config.max_num_partial_prefills or prefilling
     _require(prefilling <= most, 3, f"{prefilling} prefills are partial, of {most}")
     _require(no_sample == batch.num_no_sample, 2, "rows that sample nothing are miscounted")
-    _require(watched == batch.num_watched, 2, "rows that repetitions may end are miscounted")
+    _require(watched == batch.num_watched, 2, "rows that repetitions may finish are miscounted")
     _require(not_ahead == batch.num_not_ahead, 2, "rows that do not run ahead are miscounted")
 
 
@@ -217,7 +217,7 @@ def _check_stop_filter(batch: Batch) -> None:
 
 
 def _check_in_flight(batch: Batch, steps: StepsInFlight) -> dict[int, int]:
-    """What is pending is what the steps in flight will bring. Returns the drafts in flight, by serial."""
+    """Pending samples are those of the steps in flight. Returns the drafts in flight, by serial."""
     pending: dict[int, int] = {}  # by serial
     verifying: dict[int, int] = {}
     for record in steps.records:
@@ -226,7 +226,7 @@ def _check_in_flight(batch: Batch, steps: StepsInFlight) -> dict[int, int]:
         serials, drafts = output.serials.tolist(), output.num_draft_tokens.tolist()
         _require(sum(drafts) == len(output.draft_token_ids), 3, "drafts are miscounted")
         for serial, count, num_drafts in zip(serials, output.num_pending().tolist(), drafts, strict=True):
-            _require(serial not in verifying, 2, f"row {serial} goes on while its drafts are in flight")
+            _require(serial not in verifying, 2, f"row {serial} continues while its drafts are in flight")
             pending[serial] = pending.get(serial, 0) + count
             if num_drafts:
                 verifying[serial] = num_drafts
@@ -237,7 +237,7 @@ def _check_in_flight(batch: Batch, steps: StepsInFlight) -> dict[int, int]:
 
 
 def _check_drafts(config: SchedulerConfig, batch: Batch, drafts: Drafts) -> None:
-    """Drafts wait where they may be scheduled."""
+    """Drafts wait only for rows where they may be scheduled."""
     if not drafts.waiting:
         return
     wanted, rows = drafts.wanted(batch.members.rows), batch.members.rows

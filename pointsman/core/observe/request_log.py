@@ -1,8 +1,7 @@
-"""What happened to a request, and when: a log per request, for traces and for explanations. Off by default.
+"""What happened to a request, and when? A log per request, for traces and for explanations. Off by default.
 
-The log listens to the scheduler's events, so it costs what the moves of requests cost and nothing per step or token.
-The first token is the one entry that is no move: after an update, the requests that run and have none yet are looked
-through.
+The log listens to the scheduler's events, so its cost is per move of a request, not per step or token. The first token
+is the one entry that is no move: after an update, the running requests without a token so far are checked.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pointsman.core.state.status import PreemptionCause, RequestEvent, RequestEv
 
 
 class RequestLog(Listener):
-    """Notes what happens to requests in `Request.events`."""
+    """Logs what happens to requests in `Request.events`."""
 
     def __init__(self) -> None:
         self._silent: dict[Request, None] = {}  # admitted once, and without a token so far
@@ -33,11 +32,11 @@ class RequestLog(Listener):
             self._silent[event.request] = None
 
     def on_preempted(self, event: Preempted) -> None:
-        if event.cause is not PreemptionCause.PARKED:  # which is noted as such
+        if event.cause is not PreemptionCause.PARKED:  # which is logged as such
             self._note(event.request, RequestEventType.PREEMPTED, event.now)
 
     def on_parked(self, request: Request, now: float) -> None:
-        """A first token that ended its part of the prompt comes first."""
+        """A first token that completed its part of the prompt is logged first."""
         if request in self._silent and request.num_output_tokens:
             self._first_token(request, now)
         self._note(request, RequestEventType.PARKED, now, request.status.value)
@@ -50,7 +49,7 @@ class RequestLog(Listener):
             self._first_token(request, now)
 
     def on_finished(self, request: Request, now: float) -> None:
-        """A first token that ended it comes first."""
+        """A first token that finished it is logged first."""
         if request in self._silent:
             if request.num_output_tokens:
                 self._first_token(request, now)

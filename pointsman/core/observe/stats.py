@@ -1,7 +1,7 @@
-"""Counters and gauges: what the scheduler has done, and what it holds now.
+"""What has the scheduler done, and what does it hold now? Counters and gauges.
 
-`Statistics` listens to the scheduler's events and counts; `SchedulerStats` is a snapshot of the counts and of what is
-there at that moment.
+`Statistics` listens to the scheduler's events and counts; `SchedulerStats` is a snapshot of the counters and of the
+gauges at that moment.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pointsman.core.step.assembly import Parts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStats:
-    """A snapshot. Counters are totals since the scheduler was made."""
+    """A snapshot. Counters are totals since the scheduler was created."""
 
     num_running: int
     num_waiting: int
@@ -34,13 +34,13 @@ class SchedulerStats:
     num_parked: dict[str, int]
     """Requests that wait for something other than capacity, by what that is."""
     num_waiting_by_reason: dict[str, int]
-    """Queued requests by why they wait: the reasons of those asked in the newest step and of the head, "behind" them,
-    or "not_tried" in any step yet."""
+    """Queued requests by reason: those of the head and of the requests checked in the newest step, "behind" them, or
+    "not_tried" in any step yet."""
     num_blocks: int
     """Blocks that requests can hold."""
     num_free_blocks: int
     num_cached_free_blocks: int
-    """Of the free ones, those whose content can still be found."""
+    """Of the free ones, those whose content is still cached."""
     kv_cache_usage: float
     """Share of the blocks that requests hold, 0 to 1."""
     num_steps: int
@@ -54,20 +54,20 @@ class SchedulerStats:
     num_preempted_by_reset: int
     num_recomputed_tokens: int
     num_evictions: int
-    """Cached blocks whose content was given up for new content."""
+    """Cached blocks whose content was evicted for new content."""
     num_failed_steps: int
     num_proposed_tokens: int
     """Drafts that the host proposed for rows that could have them."""
     num_draft_tokens: int
     """Drafts that were scheduled to be verified."""
     num_drafts: int
-    """Times that drafts of a request came back from a step, verified together."""
+    """Runs of drafts that were verified: one for each request and step with drafts."""
     num_accepted_tokens: int
     """Drafts that became tokens of their requests."""
     num_accepted_tokens_per_pos: tuple[int, ...]
-    """Of them, how many were the first draft of their step, how many the second, and so on to the last."""
+    """Of these, how many were the first draft of their step, how many the second, and so on to the last."""
     num_encoder_computed: int
-    """Embeddings that steps were told to compute."""
+    """Embeddings that steps were to compute."""
     num_encoder_reused: int
     """Embeddings that requests found in the encoder cache."""
     encoder_cache_usage: float
@@ -77,9 +77,9 @@ class SchedulerStats:
     num_transfer_blocks: int
     """Blocks that requests or transfers hold outside the batch; one that several hold counts for each."""
     num_loads: int
-    """Loads that a connector was asked for."""
+    """Loads that were requested from a connector."""
     num_failed_loads: int
-    """Asynchronous ones that brought less than asked for, or took too long."""
+    """Asynchronous ones that delivered less than requested, or took too long."""
     num_loaded_tokens: int
     """Tokens that came from a connector."""
     num_saved_blocks: int
@@ -89,16 +89,16 @@ class SchedulerStats:
     prefix_hits: int
     """Tokens of fresh requests that were found there."""
     resumed_prefix_queries: int
-    """As `prefix_queries`, of requests that came back after a preemption."""
+    """As `prefix_queries`, of requests that resumed after a preemption."""
     resumed_prefix_hits: int
     deferrals: dict[str, int]
-    """Steps in which the head of the queue had to wait, by reason."""
+    """Steps in which the head of the queue was deferred, by reason."""
     finished: dict[str, int]
-    """Ended requests, by reason."""
+    """Finished requests, by reason."""
 
 
 class Statistics(Listener):
-    """Counts what happens. The counts only grow, also over failed steps: what is repeated counts again."""
+    """Counts events. The counts only grow, also over failed steps: what is repeated counts again."""
 
     def __init__(self, max_drafts: int) -> None:
         self.num_steps = 0

@@ -1,8 +1,8 @@
-"""Which requests make no progress? Found by looking now and then, so that no step pays for it.
+"""Which requests make no progress? Found by occasional checks, at no cost for a step.
 
-Each look compares where every request stands with where it stood at the look before: its status, its admission, its
-tokens and how many of them are computed. A stall is therefore noticed when it is as old as asked for, or by one look
-later, and its beginning is known to within a look.
+Each check compares every request with its state at the previous check: its status, its admission, its tokens and how
+many of them are computed. A stall is therefore detected when it reaches the given age, or one check later, and its
+beginning is known to within one check.
 """
 
 from __future__ import annotations
@@ -21,20 +21,19 @@ class Stall(NamedTuple):
     """A request that made no progress."""
 
     since: float
-    """When it was first seen where it stands, on the caller's clock."""
+    """When it was first seen in its present state, on the caller's clock."""
     explanation: Explanation
 
 
 class Watchdog:
-    """Remembers where requests stood."""
+    """Remembers the states of requests."""
 
     def __init__(self) -> None:
         self._seen: dict[Request, tuple[tuple[Any, ...], float]] = {}
 
     def stalled(self, parts: Parts, explain: Callable[[str], Explanation], now: float, seconds: float) -> list[Stall]:
-        """Look at every request that has not finished. Those that stand where they stood `seconds` ago or longer,
-        longest first; not those that a pause holds up, or that wait for their caller: their time starts again when that
-        ends."""
+        """Unfinished requests whose state has not changed for `seconds` or longer, longest first; not those that a
+        pause holds up, or that wait for their caller: their time starts again when that is over."""
         seen: dict[Request, tuple[tuple[Any, ...], float]] = {}
         is_paused = parts.admission.pause is not None
         for request in parts.table.requests.values():

@@ -1,16 +1,16 @@
-"""Adapters (LoRA): at most `max_loras` different ones run at once, and each gets its turn.
+"""Which adapters (LoRA) may run? At most `max_loras` different ones at once, without starving any.
 
-A running request holds a slot for its adapter, alone or together with others of the same adapter, from its admission
-until it loses its row, whether it computes its prompt or decodes. So the adapters of a step are never more than the
-slots. A waiting request whose adapter has no slot is skipped: those behind it may be admitted.
+A running request holds a slot for its adapter, shared with others of the same adapter, from its admission until it
+loses its row, whether it computes its prompt or decodes. So a step never has more adapters than slots. A waiting
+request whose adapter has no slot is skipped: those behind it may be admitted.
 
-Alone, that would starve it, since the adapters that run may always find new requests. So after `max_overtakes`
+Without a bound that would starve it, since running adapters may always get new requests. So after `max_overtakes`
 admissions of requests behind it, it claims a slot: behind it in the queue, no request starts with the adapter that has
-held its slot longest, while what ran with it before may come back and finish. Each claim retires one adapter. A
-request with a claim therefore waits at most for the requests of one adapter that have started, and for those with
-claims before it, unless the order puts others before it.
+held its slot longest, while requests that ran with it before may resume and finish. Each claim retires one adapter. A
+request with a claim therefore waits at most for the started requests of one adapter, and for earlier claims, unless
+the order puts others before it.
 
-Claims are not stored: every step asks the queue in order, so requests behind a claim are asked after it.
+Claims are not stored: every step checks the queue in order, so requests behind a claim are checked after it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class AdapterSlots(Gate):
             self._claims = set()
 
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
-        """Requests before it in the queue were asked before."""
+        """Requests before it in the queue were checked before."""
         adapter = request.adapter
         if adapter is None:
             return want
@@ -77,10 +77,10 @@ class AdapterSlots(Gate):
         return list(self._num_rows)[: len(self._claims)]
 
     def to_vacate(self, request: Request, running: Sequence[Request], may_leave: Sequence[int]) -> list[int] | None:
-        """Which of the `running` requests must leave so that there is a slot for the adapter of `request`.
+        """Which of the `running` requests must leave to free a slot for the adapter of `request`.
 
-        `may_leave` are the indexes of those that may. Returns the fewest: none if there is a slot already; None if no
-        slot can be had.
+        `may_leave` are the indexes of those that may. Returns the smallest set: empty if there is a slot already; None
+        if no slot can be freed.
         """
         adapter = request.adapter
         if adapter is None or adapter in self._num_rows or len(self._num_rows) < self._num_slots:

@@ -1,16 +1,16 @@
-"""The encoder cache: embeddings that are there, who needs them, and what may still be computed in a step.
+"""Which encoder inputs may a step compute, and which embeddings does the encoder cache keep?
 
-A row is given tokens only so far as the embeddings of their placeholders are there or are computed in the same step,
-at most `encoder_budget` of them; a chunk is cut before the first input for which that is not so. So an input is
-computed when its tokens are reached, and not before.
+A row gets tokens only as far as the embeddings of their placeholders are cached or are computed in the same step, at
+most `encoder_budget` of them; a chunk is cut before the first input that is neither. So an input is computed when its
+tokens are reached, and not before.
 
-A row holds an entry from the step in which it reaches the input until the step in which it has passed it, and gives
-it back with its row, or when a step fails. Between steps it therefore holds at most one, that in whose middle it
-stands, and can go on to the end of that without any other: nobody waits for one who waits. What nobody holds stays to
-be found again by its key, and makes room in the order in which it was last held.
+A row holds an entry from the step in which it reaches the input until the step in which it has passed it, and releases
+it with its row, or when a step fails. Between steps it therefore holds at most one, that of the input it has computed
+in part, and can finish that input without any other: no waiting row waits for another one. Entries that no row holds
+stay cached by their keys, and are evicted in the order in which they were last held.
 
 The host executes outputs in order, so an entry that one step reads may be freed by the next while the first is still
-in flight. After a failed step every entry that a void step computed is gone, and what void outputs freed is freed
+in flight. After a failed step every entry that a void step computed is removed, and what void outputs freed is freed
 again.
 """
 
@@ -35,7 +35,7 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class EncoderCounts:
-    """What was taken from the cache, in embeddings."""
+    """What the cache computed, reused and evicted, in embeddings."""
 
     computed: int = 0
     reused: int = 0
@@ -43,7 +43,7 @@ class EncoderCounts:
 
 
 class EncoderCache(Limit):
-    """A limit on what rows compute, and the entries behind it."""
+    """A limit on what rows compute, and the cached entries."""
 
     is_shared = True
 
@@ -54,9 +54,9 @@ class EncoderCache(Limit):
         self._max_overtakes = config.max_overtakes
         self._budget = self._full_budget  # embeddings that this step may still compute
         self._step_id = -1
-        self._origin: dict[EncoderEntry, tuple[int, Request]] = {}  # every entry: in which step and for whom it came
-        self._num_holds: dict[EncoderEntry, int] = {}  # entries that somebody holds
-        self._idle: dict[EncoderEntry, None] = {}  # the others, the one that was held least recently first
+        self._origin: dict[EncoderEntry, tuple[int, Request]] = {}  # of every entry: its step and request
+        self._num_holds: dict[EncoderEntry, int] = {}  # entries that rows hold
+        self._idle: dict[EncoderEntry, None] = {}  # the others, least recently held first
         self._holds: dict[Request, list[EncoderInput]] = {}
         self._computed: list[tuple[Request, int]] = []
         self._freed: dict[EncoderEntry, None] = {}  # not yet in an output
@@ -64,17 +64,17 @@ class EncoderCache(Limit):
         self._waiting: dict[Request, tuple[Deferral, float]] = {}  # rows without a token for want of embeddings
         self._waited: dict[Request, tuple[Deferral, float]] = {}  # the same of the step before
         self.num_used = 0
-        """Embeddings that are there."""
+        """Cached embeddings."""
         self.num_held = 0
         """Of these, those that rows hold."""
         self.revision = 0
-        """Changes whenever the budget, what is there or what is held does."""
+        """Changes whenever the budget, the cached or the held entries do."""
         self.counts = EncoderCounts()
 
     # ------------------------------------------------------------------ the step
 
     def open(self, step_id: int, now: float) -> None:
-        """A step begins: what rows have passed is given back, and the budget is full again."""
+        """A step begins: entries that rows have passed are released, and the budget is full again."""
         self._step_id, self._now = step_id, now
         self._waited, self._waiting = self._waiting, {}
         if self._budget < self._full_budget:
@@ -85,7 +85,7 @@ class EncoderCache(Limit):
             self._let_go(request, [item for item in self._holds[request] if item.start < computed < item.end])
 
     def close(self) -> tuple[tuple[tuple[Request, int], ...], tuple[EncoderEntry, ...]]:
-        """A step is decided: what it computes (request, index of its input), and what must be freed before."""
+        """A step is decided: inputs that it computes (request, index of its input), and entries to free before."""
         while self.num_used > self.size:
             entry = next(iter(self._idle))
             self._drop(entry)
@@ -95,7 +95,7 @@ class EncoderCache(Limit):
         return computed, freed
 
     def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
-        """Cut what rows want before the first input that they cannot have."""
+        """Cut what rows want before the first input that is unavailable."""
         both = PREFILLING | ENCODER_INPUTS
         plan = _Plan(self)
         for index in ((batch.flags[rows] & both) == both).nonzero()[0].tolist():
@@ -114,7 +114,7 @@ class EncoderCache(Limit):
         return tokens
 
     def commit(self, request: Request, start: int, num_tokens: int) -> None:
-        """From now on the row holds what these tokens need."""
+        """The row holds the entries of these tokens from now on."""
         held = self._holds.get(request, [])
         for index, item in enumerate(request.encoder_inputs):
             if item.start >= start + num_tokens:
@@ -123,7 +123,7 @@ class EncoderCache(Limit):
                 self._hold(request, index, item)
 
     def can_start_beside(self, request: Request, batch: Batch, rows: Int64Array, want: Int64Array) -> bool:
-        """Whether a request surely computes a token although these rows compute all that they want."""
+        """Whether a request is sure to compute a token although these rows compute all that they want."""
         plan = _Plan(self)
         requests = {int(row): member for row, member in zip(batch.members.rows, batch.members.requests, strict=True)}
         for row, tokens in zip(rows.tolist(), want.tolist(), strict=True):
@@ -132,10 +132,10 @@ class EncoderCache(Limit):
         whole = not self._chunked and request.status is not RequestStatus.PREEMPTED
         return (sum(sizes) if whole else max(sizes, default=0)) <= min(plan.budget, plan.room)
 
-    # ------------------------------------------------------------------ giving back
+    # ------------------------------------------------------------------ releasing
 
     def release(self, request: Request) -> None:
-        """A request loses its row, and with it what it holds."""
+        """A request loses its row, and with it the entries that it holds."""
         self._waiting.pop(request, None)
         if request in self._holds:
             self._let_go(request, [])
@@ -150,12 +150,12 @@ class EncoderCache(Limit):
         self._freed = dict.fromkeys([*freed, *self._freed])
 
     def retract(self, request: Request, first_step: int) -> None:
-        """A row failed on its own: what was computed for it in this step and since is not to be trusted."""
+        """A row failed on its own: entries computed for it in this step and since are invalid."""
         doubtful = {entry for entry, (step, origin) in self._origin.items() if origin is request and step >= first_step}
         self._remove(doubtful)
 
     def reset(self) -> None:
-        """Forget every entry."""
+        """Remove every entry."""
         self._remove(set(self._origin))
 
     def _remove(self, entries: set[EncoderEntry]) -> None:
@@ -167,11 +167,11 @@ class EncoderCache(Limit):
     # ------------------------------------------------------------------ parts
 
     def has(self, entry: EncoderEntry) -> bool:
-        """Whether the embeddings are there."""
+        """Whether the embeddings are cached."""
         return entry in self._origin
 
     def is_held(self, entry: EncoderEntry) -> bool:
-        """Whether some row holds the entry, so that it is there and stays."""
+        """Whether a row holds the entry, so that it stays cached."""
         return entry in self._num_holds
 
     @property
@@ -180,7 +180,7 @@ class EncoderCache(Limit):
         return self._budget
 
     def deferral(self, request: Request) -> tuple[Deferral, float] | None:
-        """What a running request waits for, and since when, if it stands before an input that it cannot have yet."""
+        """What a running request waits for, and since when, if its next input is unavailable."""
         return self._waiting.get(request)
 
     def holders(self) -> list[Request]:
@@ -192,7 +192,7 @@ class EncoderCache(Limit):
         return list(self._holds.get(request, ()))
 
     def entries(self) -> list[EncoderEntry]:
-        """Everything that is there."""
+        """All cached entries."""
         return list(self._origin)
 
     def _waits(self, request: Request, blocked: Deferral) -> None:
@@ -234,7 +234,7 @@ class EncoderCache(Limit):
                 self._idle[entry] = None
 
     def _drop(self, entry: EncoderEntry) -> None:
-        """Give up an entry that nobody holds."""
+        """Remove an entry that no row holds."""
         del self._idle[entry], self._origin[entry]
         self.revision += 1
         self._freed[entry] = None
@@ -242,7 +242,7 @@ class EncoderCache(Limit):
 
 
 class _Plan:
-    """What a step would take, row after row, from the budget and from what nobody holds in the cache."""
+    """What a step would take, row after row, from the budget and from the cache space that no row holds."""
 
     def __init__(self, cache: EncoderCache) -> None:
         self._cache = cache
@@ -251,7 +251,7 @@ class _Plan:
         self.room = cache.size - cache.num_held
 
     def reach(self, request: Request, start: int, want: int) -> tuple[int, Deferral | None]:
-        """How many of `want` tokens from `start` on the row can compute, and what stops it short of them."""
+        """How many of `want` tokens from `start` on the row can compute, and what blocks the remaining ones."""
         for item in request.encoder_inputs:
             if item.start >= start + want:
                 break

@@ -1,9 +1,9 @@
 """Gates: may this waiting request start now, and with how many tokens; if not, why, and does it block the queue?
 
-Everything that has a say in an admission answers this one question: the token budget, the limits (`limits.py`), the
-embeddings of encoder inputs (`encoder_budget.py`), the caps on partial prefills (`partial_prefills.py`), the adapter
-slots (`adapters.py`), and the blocks that must stay free (`reserve.py`). `step/admission.py` asks them in a fixed
-order. Each lowers the number of tokens or defers the request; the first deferral is the reason that is reported.
+Every condition of an admission answers this one question: the token budget, the limits (`limits.py`), the embeddings
+of encoder inputs (`encoder_budget.py`), the caps on partial prefills (`partial_prefills.py`), the adapter slots
+(`adapters.py`), and the blocks that must stay free (`reserve.py`). `step/admission.py` asks them in a fixed order.
+Each lowers the number of tokens or defers the request; the first deferral is the reason that is reported.
 
 A limit on running rows answers the same question for all of them at once, on columns: see `Limit` in `limits.py`.
 """
@@ -26,7 +26,7 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class View(Protocol):
-    """What a gate may know: the step so far, what runs, and what is free. It is read, never written.
+    """What a gate may read: the step so far, the running requests, and what is free.
 
     Columns have a row for each running request, in admission order, and are copies.
     """
@@ -37,7 +37,7 @@ class View(Protocol):
 
     @property
     def budget(self) -> int:
-        """Tokens that the step has left."""
+        """Remaining token budget of the step."""
 
     @property
     def num_running(self) -> int:
@@ -53,8 +53,7 @@ class View(Protocol):
 
     @property
     def num_shared_blocks(self) -> int:
-        """Of the cached prefix of the request that is asked about: blocks that other requests hold, which cost
-        nothing."""
+        """Blocks of the cached prefix of the checked request that other requests hold, which cost nothing."""
 
     @property
     def num_tokens(self) -> Int64Array:
@@ -62,7 +61,7 @@ class View(Protocol):
 
     @property
     def num_computed_tokens(self) -> Int64Array:
-        """[running] int64: tokens of each running request that a preemption would cost, at most."""
+        """[running] int64: computed tokens of each running request: the maximum that a preemption would cost."""
 
     @property
     def num_blocks(self) -> Int64Array:
@@ -74,7 +73,7 @@ class View(Protocol):
 
 
 class AdmissionView:
-    """The view as an admission keeps it up to date, see `View`."""
+    """The `View` that an admission keeps up to date."""
 
     __slots__ = ("_batch", "_pool", "budget", "now", "num_owed_blocks", "num_running", "num_shared_blocks")
 
@@ -109,26 +108,26 @@ class AdmissionView:
 
 
 class Gate:
-    """One condition of an admission. The base admits everything and keeps no account."""
+    """One condition of an admission. The base admits everything and has no state."""
 
     revision = 0
     """Changes whenever `check` may answer otherwise for the same request, tokens and free blocks. The verdict on a
     blocked head is kept until a revision changes."""
 
     def open_step(self, num_requests: int) -> None:
-        """A step begins, with so many requests queued or running; what they do in it does not change the number."""
+        """A step begins, with `num_requests` requests queued or running; the step does not change the number."""
 
     def open_queue(self) -> None:
-        """The step begins to ask the queue, from its head on and in order."""
+        """The step begins to check the queue, from its head on and in order."""
 
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
         """How many of `want` tokens from position `start` on the request may compute in this step, at least 1 if `want`
-        is; or why it is deferred. It has no effect but notes that are void with the step."""
+        is; or why it is deferred. Any state it changes lasts for the step only."""
         return want
 
     def commit(self, request: Request, start: int, num_tokens: int) -> None:
-        """The request computes these known tokens: it was admitted, or it is a running row with a partial prefill. No
-        more than `check` or `clip` allowed."""
+        """The request computes these known tokens: it was admitted, or it is a running row with a partial prefill. At
+        most what `check` or `clip` allowed."""
 
     def release(self, request: Request) -> None:
         """The request has lost its row."""
@@ -140,7 +139,7 @@ class Gate:
 
 
 class TokenBudget(Gate):
-    """The tokens that the step has left. A request that may not be cut to them waits for a step with enough."""
+    """The remaining token budget. A request that may not be cut to it waits for a step with enough."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._full = config.max_num_batched_tokens
@@ -165,10 +164,10 @@ class TokenBudget(Gate):
         return not self._chunked and request._state.status is not RequestStatus.PREEMPTED
 
     def may_have_to_fit(self, request: Request) -> bool:
-        """Whether it may have to fit what a step has left, as if nothing were cached."""
+        """Whether it may have to fit the remaining budget, as if nothing were cached."""
         return self.must_start_whole(request) or self._first_chunk_only or self._asks_whole
 
     def _must_fit(self, request: Request, budget: int) -> bool:
-        """Whether it may not be cut to `budget`, what the step has left."""
+        """Whether it may not be cut to the remaining `budget`."""
         taken = budget < self._full
         return self.must_start_whole(request) or (taken and self._first_chunk_only)

@@ -1,7 +1,7 @@
 """How many tokens may a request advance in this step?
 
-A limit is a gate (`gate.py`) that also holds for running rows: it clips what they want, for all of them at once, on
-columns. The length limit is not here: it belongs to every step and is applied by the step itself.
+A limit is a gate (`gate.py`) that also applies to running rows: it clips what they want, for all of them at once, on
+columns. The length limit is not here: it holds in every step and is applied by the step itself.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Limit(Gate):
     limits_decode = False
     """Whether steady decoding, where every row wants a single token, must ask it."""
     limits_drafts = False
-    """Whether it must be asked where rows that decode want their drafts verified beside that token."""
+    """Whether it must be asked where decoding rows want drafts verified beside that token."""
     is_shared = False
-    """Whether what one row takes is lacking to others."""
+    """Whether what one row takes is unavailable to others."""
 
     def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
         """Lower `want` [rows] int64 in place."""
@@ -65,9 +65,9 @@ class FairLongPrefillThreshold(LongPrefillThreshold):
 
 
 class OneSampleInFlight(Limit):
-    """A request that does not run ahead waits for the sample of it that is in flight.
+    """A request that does not run ahead waits for its sample in flight.
 
-    Steady decoding need not ask: with steps in flight it is not taken where such a request runs.
+    Steady decoding need not ask: with steps in flight it is not used where such a request runs.
     """
 
     def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:

@@ -3,8 +3,8 @@
 To add one: a class with the methods of `Order` (`state/interfaces.py`), its name in `ORDERS` at the end of this file;
 or pass an object as `SchedulerConfig(order=...)`.
 
-An order is a queue of its own. Both built-in ones are a heap with lazy removal, so adding, taking and removing a
-request cost O(log n) and the head is known in O(1), however many wait. The key of a request is
+An order is a queue of its own. The built-in ones are a heap with lazy removal, so adding, taking and removing a
+request cost O(log n) and the head is known in O(1). The key of a request is
 
     (class, 0 if it ran before else 1, its last admission or else its arrival, order of adding, number of the push)
 
@@ -25,7 +25,7 @@ from pointsman.core.state.status import RequestStatus
 
 
 class FirstComeFirstServed:
-    """By arrival time, ties by order of adding. One class: nobody is more urgent than another."""
+    """By arrival time, ties by order of adding. One class: all requests are equally urgent."""
 
     name = "fcfs"
     displaces = False
@@ -42,7 +42,7 @@ class FirstComeFirstServed:
         return request._state.queue_entry is not None
 
     def __iter__(self) -> Iterator[Request]:
-        """The queued requests, in no promised order."""
+        """The queued requests, in unspecified order."""
         return (entry[-1] for entry in self._heap if entry[-1] is not None)
 
     def urgency(self, request: Request) -> int:
@@ -50,20 +50,20 @@ class FirstComeFirstServed:
         return 0
 
     def key(self, request: Request) -> tuple[Any, ...]:
-        """Where a request stands; the smallest is the head."""
+        """The sort key of a request; the smallest is the head."""
         resumed = request.status is RequestStatus.PREEMPTED
         place = request.serial if resumed else request.arrival_time
         return (self.urgency(request), 0 if resumed else 1, place, request.sequence_number)
 
     def push(self, request: Request) -> None:
-        self._num_pushes += 1  # a removed entry that is still in the heap may else be equal
+        self._num_pushes += 1  # otherwise a removed entry that is still in the heap might be equal
         entry: list[Any] = [*self.key(request), self._num_pushes, request]
         request._state.queue_entry = entry
         heapq.heappush(self._heap, entry)
         self._length += 1
 
     def put_back(self, requests: Sequence[Request]) -> None:
-        for request in reversed(requests):  # the last one pushed is the first where that decides
+        for request in reversed(requests):  # where that decides, the last one pushed comes first
             self.push(request)
 
     def peek(self) -> Request:
@@ -106,7 +106,8 @@ class PriorityOrder(FirstComeFirstServed):
 
 
 class FrontFirst(FirstComeFirstServed):
-    """As "fcfs", but whoever was preempted last is the head (the field's schedulers push a victim to the front).
+    """As "fcfs", but the request that was preempted last is the head (the field's schedulers push a victim to the
+    front).
 
     It differs where a victim resumes, and is preempted again before an earlier victim behind it resumed.
     """
@@ -120,7 +121,7 @@ class FrontFirst(FirstComeFirstServed):
 
 
 class ArrivalPriority(PriorityOrder):
-    """By priority, then by arrival, whoever ran before or not, and nobody displaces (vLLM's "priority")."""
+    """By priority, then by arrival, whether preempted or new, without priority preemption (vLLM's "priority")."""
 
     name = "priority-by-arrival"
     displaces = False
@@ -135,7 +136,7 @@ ORDERS: dict[str, type[FirstComeFirstServed]] = {
 
 
 def make_order(order: str | Order) -> Order:
-    """The order called so, new and empty, or the object itself.
+    """A new, empty order of the given name, or the object itself.
 
     Raises:
         ConfigError: no order has that name.

@@ -2,8 +2,8 @@
 
 A prefill is partial while its request runs and not all tokens that it was admitted with are scheduled. A request that
 can be computed in the step that admits it never is, so short prompts bypass one that must wait for a cap: it is
-skipped. It starts as soon as a partial prefill ends, being asked first, and after `max_overtakes` admissions of
-requests behind it, it blocks the queue.
+skipped. It is checked first, so it starts as soon as a partial prefill finishes, and after `max_overtakes` admissions
+of requests behind it, it blocks the queue.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class PartialPrefills(Gate):
         return self._missing(request, partial) <= 0
 
     def _missing(self, request: Request, partial: npt.NDArray[np.bool_]) -> int:
-        """How many partial prefills must end first; `partial` [rows] says which rows are."""
+        """How many partial prefills must finish first; `partial` [rows] marks the rows that have one."""
         missing = int(np.count_nonzero(partial)) + 1 - self._max
         if request.num_tokens > self._long_beyond:
             num_long = int(np.count_nonzero(self._batch.num_tokens[partial] > self._long_beyond))

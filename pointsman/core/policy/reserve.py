@@ -25,10 +25,10 @@ _OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION)
 
 
 class Demand(NamedTuple):
-    """What admitting a request takes from the free blocks; a cached block that another request holds costs nothing."""
+    """What an admission takes from the free blocks; a cached block that another request holds costs nothing."""
 
     first: int
-    """Blocks for the tokens of this step, cached free blocks that it would reuse included."""
+    """Blocks for the tokens of this step, including cached free blocks that it would reuse."""
     full: int
     """Blocks for all its known tokens."""
     owed: int
@@ -50,7 +50,7 @@ class Shortage(NamedTuple):
     required: int
     """Free blocks that admitting it takes, with every reserve."""
     rungs: Sequence[tuple[int, Reason]]
-    """The reason is that of the first for whose number the free blocks suffice."""
+    """(free blocks, reason): the reason is that of the first entry for which the free blocks suffice."""
 
     def deferral(self, num_free: int) -> Deferral:
         """Why the request waits while `num_free` blocks, fewer than required, are free."""
@@ -74,7 +74,7 @@ class Reserves(Gate):
         self.mean = means[0] if means else None
         """The reserve that adapts to what it observes."""
         self.shortage: Shortage | None = None
-        """What the last request that was asked about lacks; None: nothing."""
+        """What the last checked request lacks; None: nothing."""
 
     @property
     def listeners(self) -> list[Listener]:
@@ -136,8 +136,7 @@ class FullSequence:
 
 
 class DecodeReserve:
-    """Blocks for the output that is expected of it, only while something runs: with nothing running, some request must
-    start."""
+    """Blocks for its expected output, only while something runs: with nothing running, some request must start."""
 
     reason = Reason.DECODE_RESERVE
 
@@ -156,7 +155,7 @@ class DecodeReserve:
 class MeanDecodeReserve(DecodeReserve, Listener):
     """The expected output is the mean of the latest outputs, rounded up: 0 until one request has finished by itself.
 
-    What the host finished for a reason of its own (an abort, a deadline) says nothing about the length of outputs.
+    Requests that the host finished (an abort, a deadline) say nothing about the length of outputs.
     """
 
     def __init__(self, block_size: int) -> None:

@@ -1,7 +1,7 @@
 """Which request is preempted when blocks run out? (For a more urgent waiting request: `step/displacement.py`.)
 
-Preemption is by recompute: the request loses its blocks, keeps its tokens, and computes them again when it is
-admitted again, less what the prefix cache still holds.
+Preemption is by recompute: the request loses its blocks, keeps its tokens, and recomputes them when it is admitted
+again, except those that the prefix cache still holds.
 """
 
 from __future__ import annotations

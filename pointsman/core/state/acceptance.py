@@ -1,7 +1,7 @@
-"""What became of the drafts of the running requests: how many were verified, and how many accepted.
+"""How many drafts of the running requests were verified, and how many accepted?
 
-A step only notes it. It is added up when the running requests change, when somebody asks, and when there is much of it,
-all at once: that costs a fraction of adding it to the rows in every step.
+A step only stores its counts. They are added up when the running requests change, when they are read, and when the
+buffer is full: that costs a fraction of adding them to the rows in every step.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ import numpy.typing as npt
 Int64Array = npt.NDArray[np.int64]
 Counts = npt.NDArray[np.integer]
 
-_MOST_STEPS = 128  # that are noted
-_MOST_NUMBERS = 2**15  # in them, which fit a processor's cache and are added up in a moment
+_MAX_STEPS = 128  # in the buffer
+_MAX_NUMBERS = 2**15  # in them, which fit a processor's cache and are added up quickly
 
 
 class Acceptance:
-    """Counts by row, and over all rows there ever were.
+    """Counts by row, and over all rows since the beginning.
 
     Args:
-        accepted_drafts: how often 0, 1, 2, ... of the drafts of a row and step became tokens; counted on here.
+        accepted_drafts: how often 0, 1, 2, ... of the drafts of a row and step became tokens; incremented here.
     """
 
     def __init__(self, accepted_drafts: list[int]) -> None:
         self._accepted_drafts = accepted_drafts
         self._verified: Int64Array = np.zeros(0, dtype=np.int64)  # by row, as the next
         self._accepted: Int64Array = np.zeros(0, dtype=np.int64)
-        self._rows: Counts = self._verified  # those of the steps that are noted
-        self._num_steps = 0  # that are noted
+        self._rows: Counts = self._verified  # of the steps in the buffer
+        self._num_steps = 0  # in the buffer
         # Small numbers in one place: to hold the arrays of the steps instead would take a tenth of a step with drafts
         # where other processes use the processor's caches, too.
         kind = np.min_scalar_type(-1 - len(accepted_drafts))
-        self._room: Counts = np.zeros((2, _MOST_NUMBERS), dtype=kind)
+        self._room: Counts = np.zeros((2, _MAX_NUMBERS), dtype=kind)
         self._drafts: Counts = self._room[:0]  # [steps, rows], as the next
         self._sampled: Counts = self._drafts
 
@@ -51,7 +51,7 @@ class Acceptance:
         self._num_steps = step + 1
 
     def add_one(self, num_accepted: int) -> None:
-        """Drafts of a request that has no row any more came back."""
+        """Count the result of drafts whose request no longer has a row."""
         self._accepted_drafts[num_accepted] += 1
 
     @property
@@ -61,19 +61,19 @@ class Acceptance:
         return self._accepted_drafts
 
     def of(self, row: int) -> tuple[int, int]:
-        """Drafts of a row that came back since it was given out, and how many of them were accepted."""
+        """Drafts of a row that were verified since it was assigned, and how many of them were accepted."""
         self._settle()
         return (int(self._verified[row]), int(self._accepted[row])) if row < len(self._verified) else (0, 0)
 
     def leave(self, row: int) -> tuple[int, int]:
-        """The same for the last time: the row will be another request's."""
+        """As `of`, and reset the counts: the row is released."""
         counts = self.of(row)
         if any(counts):
             self._verified[row] = self._accepted[row] = 0
         return counts
 
     def _make_room(self, num_rows: int) -> None:
-        num_steps = max(1, min(_MOST_STEPS, _MOST_NUMBERS // num_rows))
+        num_steps = max(1, min(_MAX_STEPS, _MAX_NUMBERS // num_rows))
         if num_rows > self._room.shape[1]:
             self._room = np.zeros((2, num_rows), dtype=self._room.dtype)
         self._drafts, self._sampled = self._room[:, : num_steps * num_rows].reshape(2, num_steps, num_rows)

@@ -1,4 +1,4 @@
-"""The requests that hold KV blocks, as columns: what every step touches, one row per request.
+"""What does every step read and write of the running requests? Columns, one row per request.
 
 Layout, with R rows (grown by doubling) and W = blocks of the longest request:
 
@@ -14,14 +14,14 @@ Layout, with R rows (grown by doubling) and W = blocks of the longest request:
     block_table          int32 [R, W]  block ids; valid up to num_slots / block_size
     recent_tokens        int32 [R, S]  the newest tokens; S is `RECENT`, and more with drafts
     recent_offset        int64 [R]     the token at position p of a row is at place recent_offset + p of all recent ones
-    recent_limit         int64 [R]     at that many tokens, room might be short for those of a further step
+    recent_limit         int64 [R]     at that number of tokens, a further step's tokens might not fit
 
-Rows keep their number while a request runs; `members` lists the running rows in admission order, with what never
-changes while they run gathered once, and is replaced, never changed, when the membership changes: an output may keep
-the arrays. Output tokens reach the request's own array when the room for recent ones is used up and when the row is
-released, so a long run costs memory for what was generated and not for what might be.
+A row keeps its number while its request runs; `members` lists the running rows in admission order, with constant
+columns gathered once, and is replaced, never changed, when the membership changes: an output may keep the arrays.
+Output tokens move to the request's own array when the space for recent ones is full and when the row is released, so
+memory grows with the tokens that were generated, not with the maximum.
 
-A row is free for reuse once every step that names it has been updated (`fence`): until then it waits aside.
+A row is free for reuse once every step that names it has been updated (`fence`): until then it is set aside.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]
 
-PREFILLING = 1  # no sample has been scheduled since its admission: known tokens are left to compute
+PREFILLING = 1  # no sample has been scheduled since its admission: known tokens are still to compute
 WATCHED = 2  # a repetition may finish it: each of its tokens is tested
 NOT_AHEAD = 4  # none of its steps is scheduled while a sample of it is in flight
 NO_SAMPLE = 16  # it samples nothing, and finishes when its prompt is computed
@@ -50,8 +50,8 @@ ENCODER_INPUTS = 32  # its prompt has placeholders
 NO_TOKEN = -1
 STOP_FILTER_SIZE = 1 << 16  # vocabularies have two to four times as many: a stop token shares its place with few others
 _STOP_MASK = np.array(STOP_FILTER_SIZE - 1)  # of int64: what is masked is a place, whatever its type
-# One flush per row and so many tokens. In a step all rows write about the same place of theirs: if these places were a
-# power of two apart, they would share a few sets of the processor's cache.
+# One flush per row and that number of tokens. In a step all rows write at about the same offset: if rows were a power
+# of two apart, these places would share a few sets of the processor's cache.
 RECENT, RECENT_WITH_DRAFTS = 528, 4112
 _INITIAL_ROWS = 64
 _COLUMNS = (
@@ -105,7 +105,7 @@ class Members:
 
     def may_stop(self, runs: Runs) -> BoolArray | None:
         """Which tokens of a run for each row may be the one stop token of their row; None: none of them."""
-        if self._stop_tokens is None:  # not by `unique`, which at first loads a part of NumPy for seven milliseconds
+        if self._stop_tokens is None:  # not by `unique`, whose first call loads a part of NumPy for seven milliseconds
             self._stop_tokens = np.array(sorted({*self.eos_token_id.tolist()} - {NO_TOKEN}), dtype=np.int32)
         if not len(self._stop_tokens):
             return None
@@ -118,23 +118,23 @@ class StopFilter:
     """Which sampled tokens may be a stop token of the row that sampled them, for all rows at once.
 
     A row with one stop token is compared with it (`Batch.eos_token_id`). Many models have two or three, and a request
-    may bring hundreds of its own. Those are counted here, over all rows together, by the low bits of their ids: a token
-    whose place is empty stops no row, and the few others are tested one by one, exactly.
+    may add hundreds. Those are counted here, over all rows together, by the low bits of their ids: a token whose count
+    is 0 stops no row, and the few others are tested one by one, exactly.
 
         counts  int32 [65536]   stop tokens, of rows with several of them, whose low bits are the index
     """
 
     def __init__(self) -> None:
         self.num_rows = 0
-        """0: no row has several, and nothing need be asked."""
+        """0: no row has several, and the filter need not be called."""
         self.counts: npt.NDArray[np.int32] = np.zeros(STOP_FILTER_SIZE, dtype=np.int32)
 
     def add(self, stop_tokens: Collection[int]) -> None:
-        """A row has these stop tokens; if they are several, they count."""
+        """A row has these stop tokens; they are counted if there are several."""
         self._count(stop_tokens, 1)
 
     def remove(self, stop_tokens: Collection[int]) -> None:
-        """A row that had these stop tokens is gone."""
+        """A row with these stop tokens was released."""
         self._count(stop_tokens, -1)
 
     def may_stop(self, token_ids: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
@@ -183,8 +183,8 @@ class Batch:
         self.stop_filter = StopFilter()
         self.num_not_ahead = 0
         self.num_no_sample = 0
-        self.least_left = 0  # tokens that can surely be appended to each row before one reaches its token limit
-        self._least_room = 0  # appends that can surely go by before a row's recent tokens must be flushed
+        self.least_left = 0  # tokens that each row is known to be able to append before one reaches its token limit
+        self._least_room = 0  # appends that are known to be possible before a row's recent tokens must be flushed
         self.members = Members(self, np.zeros(0, dtype=np.int64), ())
 
     def __len__(self) -> int:
@@ -228,13 +228,13 @@ class Batch:
         return row
 
     def join(self, rows: list[int], requests: list[Request]) -> None:
-        """Placed rows run from now on, after those that run already."""
+        """Placed rows run from now on, after those already running."""
         members = self.members
         all_rows = np.concatenate([members.rows, np.array(rows, dtype=np.int64)])
         self.members = Members(self, all_rows, (*members.requests, *requests))
 
     def leave(self, requests: list[Request], last_step: int | None) -> None:
-        """Release the rows of running requests; each takes its columns with it.
+        """Release the rows of running requests, whose states take over the columns.
 
         `last_step` is the newest step in flight, which may name the rows, or None.
         """
@@ -282,9 +282,9 @@ class Batch:
         self._free_rows.extend(range(2 * old - 1, old - 1, -1))
 
     def _make_views(self) -> None:
-        """The matrices as one row each, where a scatter is faster; arrays that never change, shared by outputs."""
+        """Flat views of the matrices, where a scatter is faster; constant arrays that outputs share."""
         self.flat_table = self.block_table.reshape(-1)
-        # Over a read-only buffer, so that the flag of the array cannot be taken back.
+        # Over a read-only buffer, so that the array cannot be made writeable again.
         self.table_view: Int32Array = np.asarray(self.block_table.data.toreadonly())
         self._flat_recent = self.recent_tokens.reshape(-1)
         rows = len(self.num_tokens)
@@ -334,9 +334,9 @@ class Batch:
         return num_tokens
 
     def append_runs(self, requests: Sequence[Request], rows: Int64Array, runs: Runs, num_tokens: Int64Array) -> None:
-        """The tokens of each run for the row of its place (distinct rows), which then has `num_tokens`.
+        """The tokens of run i for `rows[i]` (distinct rows), which then has `num_tokens[i]`.
 
-        `num_pending` is the caller's to lower.
+        The caller lowers `num_pending`.
         """
         starts = self.recent_offset[rows]
         starts += num_tokens
@@ -351,22 +351,22 @@ class Batch:
             self._make_room(requests, rows, num_tokens)
 
     def may_end(self, most: int) -> bool:
-        """Whether `most` further tokens would bring some running row to its token limit; it is measured only if so many
-        may have been appended since it was measured last."""
+        """Whether `most` further tokens would bring a running row to its token limit; measured only if that number may
+        have been appended since the last measurement."""
         if self.least_left <= most:
             left = self.members.token_limit - self.num_tokens[self.members.rows]
             self.least_left = int(left[left.argmin()]) if len(left) else MAX_INT
         return self.least_left <= most
 
     def _make_room(self, requests: Sequence[Request], rows: Int64Array, num_tokens: Int64Array) -> None:
-        """Tokens were appended to these rows, which now have `num_tokens`, and some may have no room for more."""
+        """Flush what is full: tokens were appended to these rows, which now have `num_tokens`."""
         self._flush_full(requests, rows, num_tokens)
         running = self.members.rows
         rooms = self.recent_limit[running] - self.num_tokens[running]
         self._least_room = int(rooms.min(initial=self._num_recent))
 
     def _flush_full(self, requests: Sequence[Request], rows: Int64Array, num_tokens: Int64Array) -> None:
-        # Those that soon would be are flushed too: then it is done seldom, for many rows at once.
+        # Rows that are nearly full are flushed too: then flushes are rare, for many rows at once.
         full = (num_tokens >= self.recent_limit[rows] - self._num_recent // 4).nonzero()[0]
         if not len(full):
             return
@@ -379,7 +379,7 @@ class Batch:
         self._keep_recent(rows, num_tokens, tokens[offsets + num_tokens - 1])
 
     def _keep_recent(self, rows: Int64Array | int, num_tokens: Int64Array | int, newest: Int32Array | int) -> None:
-        """Only the newest tokens of rows, which have `num_tokens`, are kept here from now on."""
+        """Keep only the newest token of each of these rows, which have `num_tokens`, here."""
         starts = rows * self._num_recent
         self._flat_recent[starts] = newest
         self.recent_offset[rows] = starts - (num_tokens - 1)

@@ -1,15 +1,15 @@
-"""What a scheduler tells about what it does: one way out, for recordings, statistics, request logs, policies and pages.
+"""Which events does a scheduler report? One interface for recordings, statistics, request logs, policies and pages.
 
 A `Listener` overrides the methods of the events that it wants. `Events` holds, for each kind of event, the methods to
-call: with no listener an event costs one test. An event is made after what it describes has happened, in the order in
-which it happened, on the thread that owns the scheduler. A listener reads; it must not call the scheduler.
+call: with no listener an event costs one test. An event is reported after what it describes has happened, in order, on
+the thread that owns the scheduler. A listener reads; it must not call the scheduler.
 
-    called      a call from outside that changed something, with its arguments: enough to make it again
+    called      a call from outside that changed something, with its arguments: enough to repeat it
     added, refused, queued, parked, deferred, admitted, preempted, rolled_back, finished
                 what happened to one request
     stepped     a step is decided: the columnar record of all its rows
     updated     the result of a step was applied
-    failed      steps were taken back
+    failed      steps were rolled back
     proposed, loading, loaded
                 drafts from the host, and KV from a connector
 """
@@ -45,9 +45,9 @@ class Deferred(NamedTuple):
     request: Request
     reason: Reason
     missing: int
-    """How much of what is short it lacks; 0 where nothing is counted."""
+    """How much of the resource it lacks; 0 where nothing is counted."""
     holder: str | None
-    """The request that holds most of it, or that it waits behind."""
+    """The request that holds the largest share of it, or that it waits behind."""
     now: float
 
 
@@ -72,7 +72,7 @@ class Preempted(NamedTuple):
     request: Request
     cause: PreemptionCause
     num_lost_tokens: int
-    """Computed tokens whose KV it gave back."""
+    """Computed tokens whose KV it released."""
     num_cached_tokens: int
     """Of these, tokens that a prefix cache lookup would still find now."""
     now: float
@@ -88,12 +88,12 @@ class LoadStarted(NamedTuple):
 
 
 class LoadFinished(NamedTuple):
-    """A load has brought `num_tokens`."""
+    """A load has delivered `num_tokens`."""
 
     request: Request
     num_tokens: int
     failed: bool
-    """Whether it brought less than it was asked for, or took too long."""
+    """Whether it delivered less than requested, or took too long."""
     now: float
 
 
@@ -107,14 +107,14 @@ class StepDecision:
     blocked_by: Reason | None = None
     """Why the head of the queue was not admitted; None: the queue is empty, or its head was."""
     returned_blocks: Sequence[npt.NDArray[np.int64]] = ()
-    """Blocks that requests gave back since the step before, one array for each; only if a listener wants them."""
+    """Blocks that requests released since the step before, one array for each; only if a listener wants them."""
 
 
 class Listener:
-    """What follows a scheduler's decisions. Every method does nothing: override those that are wanted."""
+    """Follows a scheduler's decisions. Every method does nothing: override those that are wanted."""
 
     wants_blocks = False
-    """Whether steps must record the blocks that were given back."""
+    """Whether steps must record the released blocks."""
 
     def on_call(self, event: Call) -> None: ...
 
@@ -125,10 +125,10 @@ class Listener:
         """The request can never run."""
 
     def on_queued(self, request: Request, now: float) -> None:
-        """The request entered the queue: it was added, or what it was parked for is there."""
+        """The request entered the queue: it was added, or what it was parked for is available."""
 
     def on_parked(self, request: Request, now: float) -> None:
-        """The request waits for something other than capacity; its status says for what."""
+        """The request waits for something other than capacity, which its status names."""
 
     def on_deferred(self, event: Deferred) -> None: ...
 
@@ -140,7 +140,7 @@ class Listener:
         """The admission of the request is void, because its step failed; it is at its place in the queue again."""
 
     def on_finished(self, request: Request, now: float) -> None:
-        """The request finished; its `finish_reason` says why."""
+        """The request finished; see its `finish_reason`."""
 
     def on_step(self, step: StepDecision) -> None:
         """A step is decided."""
@@ -149,7 +149,7 @@ class Listener:
         """The result of a step was applied."""
 
     def on_failed(self, num_steps: int, now: float) -> None:
-        """The newest steps in flight, so many, were taken back."""
+        """The newest `num_steps` steps in flight were rolled back."""
 
     def on_proposed(self, num_drafts: int) -> None:
         """Drafts of the host wait for the next step."""
@@ -191,11 +191,11 @@ class Events:
 
     def __init__(self, find_holder: Callable[[Request, Reason], str | None]) -> None:
         self.find_holder = find_holder
-        """Which request holds what another one waits for; asked only if somebody listens to deferrals."""
+        """Which request holds what another one waits for; called only if a listener wants deferrals."""
         self.set(())
 
     def set(self, listeners: Iterable[Listener]) -> None:
-        """From now on these are told, in this order."""
+        """Report to these listeners from now on, in this order."""
         self.listeners: tuple[Listener, ...] = tuple(listeners)
         self._connect()
 
@@ -223,12 +223,12 @@ class Events:
 
 
 def send(methods: _Methods[_Event], event: _Event) -> None:
-    """Tell an event to all that listen to its kind."""
+    """Report an event to all listeners of its kind."""
     for method in methods:
         method(event)
 
 
 def _overridden(listeners: Iterable[Listener], name: str) -> tuple[Any, ...]:
-    """The methods called so, of the listeners whose class overrides it."""
+    """The methods of that name, of the listeners whose class overrides it."""
     base = getattr(Listener, name)
     return tuple(getattr(listener, name) for listener in listeners if getattr(type(listener), name) is not base)

@@ -1,7 +1,7 @@
-"""Values that a request is made of beside its tokens: its adapter, its encoder inputs, further parts of its prompt.
+"""What does a request consist of beside its tokens? Its adapter, its encoder inputs, further parts of its prompt.
 
 An encoder input (an image, audio) is a part of a prompt whose embeddings an encoder computes before the model needs
-them. It stands at placeholder tokens of the prompt.
+them. It occupies placeholder tokens of the prompt.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pointsman.core.state.numbers import checked_integer
 
 
 class Adapter(NamedTuple):
-    """Weights that are added to the model's, such as a LoRA. Another version is another adapter."""
+    """Weights that are added to the model's, such as a LoRA. A different version is a different adapter."""
 
     name: str
     version: int | str = 0
@@ -24,7 +24,7 @@ class Adapter(NamedTuple):
 
 
 class EncoderEntry(NamedTuple):
-    """What the encoder makes of an input, as the encoder cache knows it."""
+    """The embeddings of an input, as the encoder cache identifies them."""
 
     key: str
     num_embeddings: int
@@ -34,33 +34,33 @@ class EncoderInput(NamedTuple):
     """An input of the encoder, at placeholder tokens of a prompt."""
 
     key: str
-    """Names the content exactly, such as a digest of it and of all else that decides its embeddings. Requests with
-    equal keys share embeddings and cached prefixes."""
+    """Identifies the content exactly, such as a digest of it and of all else that determines its embeddings. Requests
+    with equal keys share embeddings and cached prefixes."""
     start: int
     """The first placeholder's position in the prompt."""
     length: int
-    """Placeholders, one behind the other."""
+    """Number of consecutive placeholders."""
     num_embeddings: int | None = None
-    """Embeddings that the encoder makes, which budget and cache are counted in; None: one for each placeholder."""
+    """Embeddings that the encoder computes, the unit of budget and cache; None: one for each placeholder."""
 
     @property
     def end(self) -> int:
-        """The position behind its last placeholder."""
+        """The position after its last placeholder."""
         return self.start + self.length
 
     @property
     def entry(self) -> EncoderEntry:
-        """What holds its embeddings."""
+        """The cache entry of its embeddings."""
         return EncoderEntry(self.key, self.length if self.num_embeddings is None else self.num_embeddings)
 
 
 def read_encoder_inputs(
     given: Sequence[EncoderInput | Sequence[Any]], num_tokens: int, of: str = "prompt"
 ) -> tuple[EncoderInput, ...]:
-    """The encoder inputs of a prompt, or of what else is to be named, of `num_tokens` tokens.
+    """The encoder inputs of a prompt, or of the text named by `of`, of `num_tokens` tokens.
 
     Raises:
-        ValueError: they are none, or not in the order of placeholders among these tokens which do not overlap.
+        ValueError: one is malformed, out of order, out of range, or overlaps another one.
     """
     inputs: list[EncoderInput] = []
     end = 0
@@ -82,11 +82,11 @@ def read_encoder_inputs(
 
 
 class Part(NamedTuple):
-    """What comes behind the prompt of a request (`Scheduler.extend`)."""
+    """A continuation of a request's prompt (`Scheduler.extend`)."""
 
     token_ids: npt.NDArray[np.int32]
     """Read-only."""
     max_tokens: int
-    """Tokens to generate at most before the next part is taken; 0: the part is only computed."""
+    """Maximum number of tokens to generate before the next part is taken; 0: the part is only computed."""
     encoder_inputs: tuple[EncoderInput, ...]
     """Their placeholders are counted from the part's own first token."""

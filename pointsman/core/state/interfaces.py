@@ -1,4 +1,4 @@
-"""What the configuration accepts as an object in place of a name: the protocols of an order and of a victim policy."""
+"""Which methods must a custom order or victim policy have? The protocols that the configuration accepts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Order(Protocol):
 
     name: str
     displaces: bool
-    """Whether a waiting request of strictly smaller `priority` may take the room of running ones."""
+    """Whether running requests may be preempted for a waiting one of strictly smaller `priority`."""
 
     def push(self, request: Request) -> None:
         """Insert a request; one that ran before goes to the front of its class."""
@@ -23,16 +23,16 @@ class Order(Protocol):
         """Remove and return the head."""
 
     def put_back(self, requests: Sequence[Request]) -> None:
-        """Take back requests that were popped in this order, each to its place. Nothing was pushed since."""
+        """Return requests that were popped in this order, each to its place. Nothing was pushed since."""
 
     def peek(self) -> Request:
         """The head. The queue is not empty."""
 
     def remove(self, request: Request) -> None:
-        """Take a queued request out, wherever it stands."""
+        """Remove a queued request from any place."""
 
     def position(self, request: Request) -> int:
-        """How many stand before it. For explanations: may cost O(n)."""
+        """The number of requests before it. For explanations: may cost O(n)."""
 
     def __len__(self) -> int: ...
 
@@ -47,4 +47,4 @@ class Victim(Protocol):
     name: str
 
     def choose(self, batch: Batch, asking_row: int) -> int:
-        """The row that is preempted for `asking_row`: a running row, maybe that one itself, and none senior to it."""
+        """The row to preempt for `asking_row`: a running row, maybe that one itself, and none senior to it."""

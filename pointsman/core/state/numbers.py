@@ -1,7 +1,7 @@
-"""Numbers: constants in the form that NumPy takes fastest, and checks that what a caller gives as an integer is one.
+"""Which forms of numbers are fastest for NumPy, and is what a caller gives as an integer really one?
 
-A step is made of NumPy calls whose time is mostly overhead: what is here takes at most half the time of the
-plain form.
+A step consists of NumPy calls whose time is mostly overhead: what is here takes at most half the time of the plain
+form.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy.typing as npt
 Int64Array = npt.NDArray[np.int64]
 
 MAX_INT = 2**31 - 1
-"""Token ids and numbers of blocks travel as int32."""
+"""Token ids and numbers of blocks are passed as int32."""
 
 INT32, INT64 = np.dtype(np.int32), np.dtype(np.int64)
 UINT32, UINT64 = np.dtype(np.uint32), np.dtype(np.uint64)
 ONE: Int64Array = np.array(1)
-"""An array without dimensions, as the next ones: a Python number is converted at every use."""
+"""An array without dimensions, like the next ones: a Python number is converted at every use."""
 ZERO: Int64Array = np.array(0)
 TRUE: npt.NDArray[np.bool_] = np.array(True)
 FALSE: npt.NDArray[np.bool_] = np.array(False)
@@ -32,10 +32,10 @@ set_writeable: Callable[[npt.NDArray[Any], bool], None] = cast(Any, np.ndarray.s
 
 
 def largest(values: Int64Array) -> int:
-    """The largest of some values, at least one; if one of them is negative, more than any int64: one comparison finds
-    all that are out of range.
+    """The largest of one or more values; if one of them is negative, more than any int64: one comparison finds all
+    that are out of range.
 
-    Where it stands takes a quarter of the time of a reduction.
+    `argmax` takes a quarter of the time of a reduction.
     """
     unsigned = values.view(UINT64)
     return unsigned.item(unsigned.argmax())
@@ -55,7 +55,7 @@ def checked_integer(name: str, value: object, least: int, most: int = MAX_INT) -
 
 
 def checked_priority(value: object) -> int:
-    """A priority, of any 64-bit value: callers like to use a time in nanoseconds, or what is left of one.
+    """A priority, any 64-bit value: callers may use a time in nanoseconds, or a remaining time.
 
     Raises:
         ValueError: it is no such integer.
@@ -66,7 +66,7 @@ def checked_priority(value: object) -> int:
 def flat_integers(
     name: str, values: npt.NDArray[np.integer] | Sequence[int], error: type[Exception]
 ) -> npt.NDArray[np.int64]:
-    """The values as an array of int64: in the caller's own memory if they are that already.
+    """The values as an array of int64: in the caller's own memory if they are int64 already.
 
     Raises:
         error: they are no flat sequence of integers.
@@ -85,12 +85,12 @@ def flat_integers(
 def flat_tokens(
     values: npt.NDArray[np.integer] | Sequence[int], count: int, wanted: str, origin: str, error: type[Exception]
 ) -> npt.NDArray[np.int32]:
-    """`count` token ids as an int32 array of its own; errors say why that many (`wanted`) and of what (`origin`).
+    """`count` token ids as a new int32 array; errors give the reason for the count (`wanted`) and the `origin`.
 
     Raises:
         error: they are no flat sequence of that many integers from 0 to MAX_INT.
     """
-    # As kept, or nearly. `in` and `is` compare identities first: that takes a fifth of the time of comparing types.
+    # int32, or nearly. `in` and `is` compare identities first: that takes a fifth of the time of comparing types.
     if isinstance(values, np.ndarray) and (kind := values.dtype) in (INT32, UINT32):
         given: npt.NDArray[np.integer] = values if kind is INT32 else values.view(INT32)
         fits = not given.size or given.item(given.argmin()) >= 0  # what is too large for int32 is negative as such

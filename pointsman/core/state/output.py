@@ -1,9 +1,9 @@
-"""What travels between the scheduler and its host: `SchedulerOutput` out, `StepResult` in, `StepUpdate` back.
+"""What is passed between the scheduler and its host? `SchedulerOutput` out, `StepResult` in, `StepUpdate` back.
 
 An output has n rows: continued requests first, in admission order, then the requests admitted in this step.
 
-What goes out is read-only: attributes cannot be assigned, sequences are tuples, arrays are flagged unwritable. A host
-may keep all of it; the scheduler never changes it afterwards.
+Outputs and updates are read-only: attributes cannot be assigned, sequences are tuples, arrays are flagged unwritable. A
+host may keep all of it; the scheduler never changes it afterwards.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Load:
-    """Blocks that the host fills from outside."""
+    """Blocks that the host fills from outside the pool."""
 
     transfer_id: int
-    """Unique in the scheduler's life."""
+    """Unique per scheduler."""
     request: Request
     local_blocks: IntArray
-    """int64: the request's blocks before them, whose content the pool has."""
+    """int64: the request's blocks before them, whose content is in the pool."""
     block_ids: IntArray
     """[m] int64: the blocks to fill, in order."""
     first_token: int
@@ -47,16 +47,16 @@ class Load:
 
 
 class Save(NamedTuple):
-    """A block whose content is given up in this step."""
+    """A block whose content is evicted in this step."""
 
     block_id: int
     key: bytes
-    """What it holds, see `kv/content.py`."""
+    """Of its content, see `kv/content.py`."""
 
 
 @dataclass(slots=True, eq=False)
 class OutputFields:
-    """The fields of a `SchedulerOutput`, which can be assigned while the step is decided."""
+    """The fields of a `SchedulerOutput`, assignable while the step is decided."""
 
     step_id: int
     """Counts up from 0, one per call of `schedule`."""
@@ -65,7 +65,7 @@ class OutputFields:
     num_continued: int
     """Rows [0, num_continued) ran before; rows [num_continued, n) are admitted in this step."""
     resync: bool
-    """True in the first output after a failed step, and on until every request that ran then has been in an output:
+    """True from the first output after a failed step until every request that ran then has been in an output:
     `block_ids` holds the full table of every row."""
 
     requests: Sequence[Request]
@@ -73,7 +73,7 @@ class OutputFields:
     rows: IntArray
     """[n] int64: the scheduler's row of each request; stable while the request runs, reused afterwards."""
     serials: IntArray
-    """[n] int64: the admission that the row belongs to; a row with another serial is another admission."""
+    """[n] int64: the admission that the row belongs to; another serial means another admission."""
     num_computed_tokens: IntArray
     """[n] int64: tokens whose KV exists before this step; the first position that this step computes."""
     num_scheduled_tokens: IntArray
@@ -86,8 +86,8 @@ class OutputFields:
     draft_token_ids: IntArray
     """Ragged int32: the drafts, in row order."""
     completes: IntArray
-    """[m] int64: row indices (0 to n - 1) that compute the last of a prompt for which nothing is sampled (`max_tokens`
-    0). The request finishes with this step's update; what to make of its hidden states is up to the host."""
+    """[m] int64: row indices (0 to n - 1) that compute the end of a prompt for which nothing is sampled (`max_tokens`
+    0). The request finishes with this step's update; the host decides how to use its hidden states."""
 
     num_cached_tokens: IntArray
     """[n - num_continued] int64: tokens of each admitted row that need not be computed: they were found in the prefix
@@ -103,15 +103,15 @@ class OutputFields:
     """int64, parallel to `block_ids` and ascending: the index (0 to n - 1) of the row that each block is for."""
 
     encoder_inputs: Sequence[tuple[Request, int]]
-    """Encoder inputs to compute in this step, before the model runs: (request, index into its `encoder_inputs`). What
-    else the rows need was computed before, and not freed since."""
+    """Encoder inputs to compute in this step, before the model runs: (request, index into its `encoder_inputs`). All
+    others that the rows need were computed before, and not freed since."""
     freed_encoder_entries: Sequence[EncoderEntry]
     """Embeddings to free before anything is computed, if the host has them: one may be recomputed in this step."""
 
     preempted: Sequence[Request]
     """Requests that lost their row since the last output. A host drops their rows first: one may be resumed here."""
     finished: Sequence[Request]
-    """Requests that finished since the last output, each once; after this their ids are free again. A host forgets them
+    """Requests that finished since the last output, each once; after this their ids are free again. A host drops them
     first: an id may be among the new ones."""
 
     num_common_prefix_blocks: int = 0
@@ -120,7 +120,7 @@ class OutputFields:
     loads: Sequence[Load] = ()
     """What a connector loads, see `kv/connector.py`: before the step computes, or, if asynchronous, from now on."""
     saves: Sequence[Save] = ()
-    """Blocks whose content is given up: copy them out first, in this order, or it is lost."""
+    """Evicted blocks: copy them out first, in this order, or their content is lost."""
 
 
 class SchedulerOutput(Sealed, OutputFields):
@@ -142,7 +142,7 @@ class SchedulerOutput(Sealed, OutputFields):
 
     @property
     def continued(self) -> Sequence[Request]:
-        """Requests that ran before and go on."""
+        """Requests that ran before and continue."""
         return self.requests[: self.num_continued]
 
     @property
@@ -152,7 +152,7 @@ class SchedulerOutput(Sealed, OutputFields):
 
     @property
     def adapters(self) -> list[Adapter | None]:
-        """[n] the adapter of each row; None: the model alone. Never more than `max_loras` different ones."""
+        """[n] the adapter of each row; None: the model alone. At most `max_loras` different ones."""
         return [request.adapter for request in self.requests]
 
     @property
@@ -172,19 +172,18 @@ class SchedulerOutput(Sealed, OutputFields):
 
     @property
     def decode(self) -> list[Request]:
-        """Requests that compute just the token they sampled last, and drafts behind it."""
+        """Requests that compute just the token they sampled last, and drafts after it."""
         return [request for request, decodes in zip(self.requests, self._decodes(), strict=True) if decodes]
 
     def num_pending(self) -> IntArray:
-        """[n] int64: what the scheduler waits for in this step, by row: a sample, or that the row completes its
-        prompt."""
+        """[n] int64: the results of this step that the scheduler waits for, by row: a sample, or a completed prompt."""
         pending: IntArray = self.samples.astype(np.int64)
         if len(self.completes):
             pending[self.completes] += 1
         return pending
 
     def blocks(self, row_index: int) -> IntArray:
-        """Block ids that this output reports of row `row_index` (0 to n - 1): see `block_ids`."""
+        """Block ids of row `row_index` (0 to n - 1) in this output: see `block_ids`."""
         start = self.block_rows.searchsorted(row_index)
         return self.block_ids[start : self.block_rows.searchsorted(row_index, side="right")]
 
@@ -197,34 +196,34 @@ class SchedulerOutput(Sealed, OutputFields):
 
 @dataclass(slots=True)
 class StepResult:
-    """What came back from the model for one output."""
+    """The model's result for one output."""
 
     token_ids: IntArray | Sequence[int]
     """Sampled tokens, ragged, in row order; an int32 array costs least."""
     counts: IntArray | Sequence[int] | None = None
     """[n] tokens of each row; None: one for each row with `samples`, none for the others. A row with d drafts has 1 to
-    1 + d: the drafts that the model accepts, and the token that it puts behind them."""
+    1 + d: the drafts that the model accepts, and the token that it samples after them."""
     errors: Mapping[int, str] = field(default_factory=dict)
     """Row index (0 to n - 1) -> message: that request finishes with FINISHED_ERROR; it has no token here."""
     step_time: float | None = None
-    """Seconds that the step took on the host, if it knows."""
+    """Seconds that the step took on the host, if known."""
 
 
 @dataclass(slots=True, eq=False)
 class UpdateFields:
-    """The fields of a `StepUpdate`, which can be assigned while the result is applied."""
+    """The fields of a `StepUpdate`, assignable while the result is applied."""
 
     token_ids: IntArray
     """Tokens that were appended, ragged, parallel to the output's requests."""
     counts: IntArray
-    """[n] int64: how many of `token_ids` belong to each row; 0 where a request had ended or sampled nothing."""
+    """[n] int64: how many of `token_ids` belong to each row; 0 where a request had finished or sampled nothing."""
     finished: Sequence[Request] = ()
     """Requests that finished by this update, in row order."""
     completed_parts: Sequence[Request] = ()
-    """Requests whose present part is complete by it, in row order: they wait for the next, or go on with it."""
+    """Requests whose present part it completed, in row order: they wait for the next, or continue with it."""
 
 
 class StepUpdate(Sealed, UpdateFields):
-    """What `Scheduler.update` made of a step result. Read-only."""
+    """What `Scheduler.update` applied of a step result. Read-only."""
 
     __slots__ = ()

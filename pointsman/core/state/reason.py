@@ -1,4 +1,4 @@
-"""Why a request waits: the reasons for a deferral, kept per request and counted per step for the head.
+"""Why does a request wait? The reasons for a deferral, kept per request and counted per step for the head.
 
 A waiting request gets its reason in `step/admission.py`; `observe/explain.py` puts it in words.
 """
@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 
 class Reason(enum.Enum):
-    """Why a request was not admitted in a step; or, of one that runs, why it was left out (`left_out.py`).
+    """Why a request was not admitted in a step; or why a running one was left out (`LeftOut` in `step/emit.py`).
 
     The first six are the rungs of the graded response to memory pressure: the one counted is the rung whose removal
-    alone would have let the request in.
+    alone would have admitted the request.
     """
 
     WATERMARK = "watermark"
@@ -23,29 +23,29 @@ class Reason(enum.Enum):
     SEQUENCE_LIMIT = "sequence_limit"
     BUDGET = "budget"
     PREEMPTION = "preemption"
-    """The running part of the step preempted for memory, so nobody is admitted."""
+    """The running part of the step preempted for memory, so no request is admitted."""
     DISPLACEMENT = "displacement"
-    """A more urgent request takes the room that was made in this step."""
+    """A more urgent request takes the blocks that were freed for it in this step."""
     STATIC_BATCH = "static_batch"
     """The static batch still runs."""
     PREFILL_FIRST = "prefill_first"
     """The step is for prompts, and the request, which runs, decodes."""
     PARTIAL_PREFILLS = "partial_prefills"
-    """As many prompts are half done as may be, and its own would be another."""
+    """The maximum number of prefills is partial, and its own would be another."""
     ENCODER_BUDGET = "encoder_budget"
-    """The step computes as many embeddings as it may, and the request needs further ones for its next token."""
+    """The step's encoder budget does not hold the embeddings that the request needs for its next token."""
     ENCODER_CACHE = "encoder_cache"
-    """Others hold so much of the encoder cache that what the request needs for its next token does not fit."""
+    """The embeddings that the request needs for its next token do not fit beside those that others hold."""
     ADAPTER_SLOTS = "adapter_slots"
     """`max_loras` other adapters run, or a request that waited longer has claimed the slot of this one."""
     PAUSED = "paused"
     """The operator has paused the scheduler, or its admissions."""
     IN_FLIGHT = "in_flight"
-    """Its own samples from before its preemption have not come back."""
+    """Its own samples from before its preemption are still in flight."""
     KV_CONNECTOR = "kv_connector"
-    """The connector has yet to say what it could load."""
+    """The connector does not know yet what it can load."""
     KV_ROOM = "kv_room"
-    """Other transfers own as many blocks as they may; it has the next turn."""
+    """Other transfers own the maximum number of blocks; it is next."""
     KV_LOAD = "kv_load"
     """Its KV is being loaded."""
     BEHIND = "behind"
@@ -76,7 +76,7 @@ class Deferral(NamedTuple):
 
 
 class Holder(NamedTuple):
-    """Who has some of what a request waits for."""
+    """A request that holds some of what another one waits for."""
 
     request_id: str
     amount: int
@@ -84,4 +84,4 @@ class Holder(NamedTuple):
     what: str = ""
     """Of an adapter slot: the name of the adapter."""
     transfer: int | None = None
-    """Of blocks that are held for a transfer, or since it ended: which one. Its request may have ended."""
+    """Of blocks that are held for a transfer, or since it finished: which one. Its request may have finished."""

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 REPETITION_DETECTED = "repetition_detected"
-"""The `stop_reason` of a request that ended so, as vLLM has it."""
+"""The `stop_reason` of a request that finished by it, as in vLLM."""
 _MAX_INT = 2**31 - 1
 _NO_TOKEN = -1
 
@@ -28,11 +28,11 @@ class RepetitionDetectionParams:
     """
 
     max_pattern_size: int = 0
-    """Tokens of the longest pattern that is looked for; 0: none is."""
+    """Tokens of the longest pattern to detect; 0: none is."""
     min_pattern_size: int = 0
     """Tokens of the shortest; 0 means 1."""
     min_count: int = 0
-    """How many times in a row a pattern must stand at the end of the output, at least 2."""
+    """How many times in a row a pattern must occur at the end of the output, at least 2."""
 
     def __post_init__(self) -> None:
         for name in ("max_pattern_size", "min_pattern_size", "min_count"):
@@ -68,8 +68,8 @@ class RepetitionWatch:
         self.num_seen = 0
 
     def observe(self, token_id: int) -> int | None:
-        """The size of the shortest pattern that the output, with this token, ends in often enough; None: there is
-        none."""
+        """The size of the shortest pattern that is repeated often enough at the end of the output, with this token;
+        None: there is none."""
         self.num_seen += 1
         most = self._most
         if most == 0:

@@ -1,13 +1,13 @@
-"""A request: what its caller asks for, which never changes, and what the scheduler knows of it, which hosts only read.
+"""What does a request ask for, and what is its state? The former never changes; the latter is read-only for hosts.
 
-    Request         what a host makes, adds and finds in outputs. Its slots are what was asked, and cannot be assigned
+    Request         what a host creates, adds and finds in outputs. Its slots are what was asked, and cannot be assigned
     Request._state  a `RequestState`: all that changes. The core writes it; a host reads it through properties
 
 What a later call may change (`set_priority`, `extend`: the priority, the prompt and its encoder inputs, `max_tokens`)
 is in the state from the beginning.
 
 What every step touches (`num_tokens`, `num_computed_tokens`, `num_pending`) are columns of the `Batch` while a request
-holds a row, and fields of its state while it does not. The properties here read whichever is right.
+holds a row, and fields of its state otherwise. The properties here read the right one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Columns(Protocol):
 
 
 class RequestState:
-    """What the scheduler knows of a request. Only the core writes it."""
+    """The changing state of a request. Only the core writes it."""
 
     __slots__ = (
         "_num_accepted_tokens",
@@ -100,8 +100,8 @@ class RequestState:
     def __init__(self, request_id: str, prompt_token_ids: IntArray | Sequence[int]) -> None:
         self.request_id = request_id
         self.prompt_token_ids, self.prompt_bytes = shared_prompt(request_id, prompt_token_ids)
-        """`prompt_bytes`: the prompt's int32 tokens, with marks of their contents for placeholders; what the prefix
-        tree is keyed by."""
+        """`prompt_bytes`: the prompt's int32 tokens, with content marks for placeholders: its key in the prefix
+        tree."""
         self.num_prompt_tokens = len(self.prompt_token_ids)
         self.encoder_inputs: tuple[EncoderInput, ...] = ()
         self.max_tokens = 0
@@ -114,29 +114,29 @@ class RequestState:
         self.finish_detail = ""
         self.num_preemptions = 0
         self.preemption_causes: tuple[PreemptionCause, ...] = ()
-        """Of each of its preemptions, in order."""
+        """The cause of each preemption, in order."""
         self.events: list[RequestEvent] = []
-        self.num_cached_tokens = 0  # of the last admission, those that a connector loaded included
+        self.num_cached_tokens = 0  # of the last admission, including those that a connector loaded
         self.num_admitted_tokens = 0  # known tokens at the last admission
-        self.awaits_input = False  # all parts of its prompt are complete, and more are to come
-        self.num_overtaken = 0  # requests behind it that were admitted, since it last lost its row
+        self.awaits_input = False  # all parts of its prompt are complete, and more are expected
+        self.num_overtaken = 0  # requests behind it that were admitted since it last lost its row
 
         self.token_limit = 0
         self.limit_detail = "max_tokens"
-        self.repetition_watch: RepetitionWatch | None = None  # made when it is added
+        self.repetition_watch: RepetitionWatch | None = None  # created when it is added
         self.parts: deque[Part] = deque()  # of the prompt, not taken yet
         self.sequence_number = 0  # order of adding
-        self.serial = 0  # the last admission, 0 before the first
+        self.serial = 0  # of the last admission, 0 before the first
         self.batch: Columns | None = None
         self.row: int | None = None
         self.queue_entry: list[Any] | None = None
         self.queued_at = 0.0  # when it entered the queue last, on the caller's clock
-        self.deferral: Deferral | None = None  # why it was not admitted by the newest step that asked about it
-        self.deferred_since = 0.0  # since when for that reason
+        self.deferral: Deferral | None = None  # why the newest step that checked it did not admit it
+        self.deferred_since = 0.0  # when that reason began
         self.lost_tokens = 0  # computed before it last lost its row
         self.loss_number = 0  # of that loss, in order over all requests
         self.holding: Any = None  # blocks that it holds without a row, see `kv/transfers.py`
-        self.may_load = True  # until a load has failed or succeeded, and again once it has run
+        self.may_load = True  # until a load has failed or succeeded, and again once it is admitted
         self.block_keys: tuple[bytes, ...] = ()  # see `kv/content.py`
         self.num_published_blocks = 0
         self.prefix_node: Any = None
@@ -184,14 +184,14 @@ class RequestState:
 
     @property
     def num_pending(self) -> int:
-        """Samples that are scheduled and have not come back."""
+        """Samples that are scheduled and not yet returned."""
         if self.batch is not None and self.row is not None:
             return int(self.batch.num_pending[self.row])
         return self._num_pending
 
     @property
     def num_own_output_tokens(self) -> int:
-        """Output tokens in the request's own array; the remaining ones, while it has a row, are in the batch."""
+        """Output tokens in the request's own array; while it has a row, the newer ones are in the batch."""
         return self._output.length
 
     @property
@@ -203,8 +203,8 @@ class RequestState:
         return flushed.copy()
 
     def output_since(self, start: int) -> Int32Array:
-        """A copy of the output tokens from the one numbered `start` on, int32; of the newest ones without a copy of
-        the whole output."""
+        """A copy of the output tokens from number `start` on, int32; for the newest ones without a copy of the whole
+        output."""
         if self.batch is not None and self.row is not None and start >= self._output.length:
             return self.batch.recent(self.row, self.num_prompt_tokens + start).copy()
         return self.output_token_ids[start:]
@@ -231,7 +231,7 @@ class RequestState:
         return "prefill" if self.num_tokens == self.num_admitted_tokens else "decoding"
 
     def known_bytes(self) -> bytes:
-        """All known tokens as bytes; the prompt's own while nothing is generated."""
+        """All known tokens as bytes; the prompt's own bytes while nothing is generated."""
         if self.batch is not None and self.row is not None:
             start = self.num_prompt_tokens + self._output.length
             if start < self.batch.num_tokens[self.row]:
@@ -266,36 +266,36 @@ class RequestState:
     def continue_with(
         self, prompt_token_ids: Int32Array, max_tokens: int, encoder_inputs: tuple[EncoderInput, ...]
     ) -> None:
-        """A longer prompt, and no output yet, for a request without a row."""
+        """Set a longer prompt, without output, for a request without a row."""
         self.prompt_token_ids, self.prompt_bytes = shared_prompt(self.request_id, prompt_token_ids)
         self.num_prompt_tokens = len(self.prompt_token_ids)
         self.encoder_inputs = encoder_inputs
-        self.content_generation = -1  # what stands at its placeholders has yet to enter the key
-        self.block_keys = ()  # the last output token, of which a block may have been the last, is not in it
+        self.content_generation = -1  # the contents at its placeholders have yet to enter the key
+        self.block_keys = ()  # the last output token, which may have completed a block, is not in the prompt
         self._output = OutputTokens()
         self.repetition_watch = None
         self.max_tokens = max_tokens
         self.awaits_input = False
 
     def leave_row(self, num_computed_tokens: int, num_pending: int) -> None:
-        """Take over what the batch's columns held, when the row is released."""
+        """Take over the values of the batch's columns when the row is released."""
         self.batch = None
         self.row = None
         self._num_computed_tokens = num_computed_tokens
         self._num_pending = num_pending
 
     def add_drafts(self, num_verified: int, num_accepted: int) -> None:
-        """Count drafts that came back."""
+        """Count verified drafts."""
         self._num_draft_tokens += num_verified
         self._num_accepted_tokens += num_accepted
 
     def settle_pending(self, count: int) -> None:
-        """`count` samples of a request without a row have come back, or never will."""
+        """`count` samples of a request without a row were returned, or never will be."""
         self._num_pending -= count
 
 
 class _Asked:
-    """The slots of a `Request`, which can be assigned while one is made."""
+    """The slots of a `Request`, assignable while it is built."""
 
     __slots__ = (
         "_state",
@@ -324,7 +324,7 @@ class _Asked:
     ignore_eos: bool
     stop_token_ids: tuple[int, ...]
     stop_set: frozenset[int]
-    """All tokens that end it: `stop_token_ids`, and `eos_token_ids` unless `ignore_eos`."""
+    """All tokens that finish it: `stop_token_ids`, and `eos_token_ids` unless `ignore_eos`."""
     repetition_detection: RepetitionDetectionParams | None
     cache_salt: str | None
     adapter: Adapter | None
@@ -334,17 +334,17 @@ class _Asked:
 
 
 class Request(Sealed, _Asked):
-    """One prompt and what is generated for it. Read-only: what becomes of it is up to the scheduler it is added to.
+    """One prompt and what is generated for it. Read-only: only its scheduler changes it.
 
     Args:
         request_id: the caller's name for it, unique among requests that have not finished.
-        prompt_token_ids: int32, at least one; copied into one read-only array, which the prompts of several requests
-            may share if they are made of it.
+        prompt_token_ids: int32, at least one; copied into one read-only array, which several requests may share if
+            their prompts are given as it.
         arrival_time: seconds on the caller's clock; the order "fcfs" sorts by it.
         max_tokens: maximum number of tokens to generate; 0: nothing is sampled (embeddings), and the request finishes
             when its prompt is computed.
         max_total_tokens: maximum number of tokens of prompt and output together; None: no such limit.
-        min_tokens: before that many output tokens neither EOS nor a stop token finishes the request.
+        min_tokens: before that number of output tokens neither EOS nor a stop token finishes the request.
         priority: smaller is more urgent.
         eos_token_ids: tokens that finish the request, unless `ignore_eos`.
         stop_token_ids: further tokens that finish it; the one that did is the `stop_reason`.
@@ -355,9 +355,9 @@ class Request(Sealed, _Asked):
         encoder_inputs: images and the like, as `EncoderInput` or tuples of its fields: in the order of their
             placeholders, which do not overlap.
         use_prefix_cache: False: neither looks up nor publishes blocks.
-        runs_ahead: False: none of its steps is scheduled while a sample of it is in flight, because the host can
-            prepare that step only when it knows the newest token (a grammar, say).
-        more_input: whether the prompt goes on in parts that come later (`Scheduler.extend`).
+        runs_ahead: False: none of its steps is scheduled while a sample of it is in flight, because the host needs the
+            newest token to prepare that step (a grammar, say).
+        more_input: whether the prompt continues in later parts (`Scheduler.extend`).
         metadata: the caller's own; never read here.
 
     Raises:
@@ -433,7 +433,7 @@ class Request(Sealed, _Asked):
 
     @property
     def prompt_token_ids(self) -> Int32Array:
-        """[num_prompt_tokens] int32, read-only: the prompt, as far as its parts have been taken."""
+        """[num_prompt_tokens] int32, read-only: the prompt, with the parts taken so far."""
         return self._state.prompt_token_ids
 
     @property
@@ -447,12 +447,12 @@ class Request(Sealed, _Asked):
 
     @property
     def max_tokens(self) -> int:
-        """Maximum number of tokens to generate behind that prompt."""
+        """Maximum number of tokens to generate after that prompt."""
         return self._state.max_tokens
 
     @property
     def more_input(self) -> bool:
-        """Whether parts of the prompt are still to be given."""
+        """Whether further parts of the prompt are expected."""
         return self._state.more_input
 
     @property
@@ -491,12 +491,12 @@ class Request(Sealed, _Asked):
 
     @property
     def phase(self) -> str:
-        """For people: "waiting", "prefill" (until the first sample since admission), "decoding" or "finished"."""
+        """For display: "waiting", "prefill" (until the first sample since admission), "decoding" or "finished"."""
         return self._state.phase
 
     @property
     def awaits_input(self) -> bool:
-        """Whether all parts of its prompt are complete, and more are to come."""
+        """Whether all parts of its prompt are complete, and more are expected."""
         return self._state.awaits_input
 
     @property
@@ -525,23 +525,23 @@ class Request(Sealed, _Asked):
 
     @property
     def preemption_causes(self) -> tuple[PreemptionCause, ...]:
-        """Of each of its preemptions, in order."""
+        """The cause of each preemption, in order."""
         return self._state.preemption_causes
 
     @property
     def num_overtaken(self) -> int:
-        """Requests behind it in the queue that were admitted before it, since it last lost its row."""
+        """Requests behind it in the queue that bypassed it since it last lost its row."""
         return self._state.num_overtaken
 
     @property
     def loss_number(self) -> int:
-        """Which loss of a row its last one was, counted over all requests; of several at once, the row that is to
-        resume first has the highest. 0 before the first."""
+        """The number of its last row loss, counted over all requests; of several at once, the request that is to resume
+        first has the highest. 0 before the first."""
         return self._state.loss_number
 
     @property
     def prefix_epoch(self) -> int:
-        """How many times the prefix cache had been reset when it was admitted last; negative: its KV is not to be
+        """How many times the prefix cache had been reset when it was last admitted; negative: its KV must not be
         shared."""
         return self._state.prefix_epoch
 
@@ -559,7 +559,7 @@ class Request(Sealed, _Asked):
 
     @property
     def limit_detail(self) -> str:
-        """Which limit that is."""
+        """The name of that limit."""
         return self._state.limit_detail
 
     @property
@@ -578,12 +578,12 @@ class Request(Sealed, _Asked):
 
     @property
     def num_pending(self) -> int:
-        """Samples that are scheduled and have not come back."""
+        """Samples that are scheduled and not yet returned."""
         return self._state.num_pending
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens that its last admission found computed, those that a connector loaded included."""
+        """Tokens that its last admission found computed, including those that a connector loaded."""
         return self._state.num_cached_tokens
 
     @property
@@ -616,7 +616,7 @@ class Request(Sealed, _Asked):
         return self._state.tokens(start, end)
 
     def output_since(self, start: int) -> Int32Array:
-        """A copy of the output tokens from the one numbered `start` on, int32: for the newest ones O(their number)."""
+        """A copy of the output tokens from number `start` on, int32: for the newest ones O(their number)."""
         return self._state.output_since(start)
 
 

@@ -1,4 +1,4 @@
-"""Runs: several tokens for each of some rows, ragged. What the model answers where it has verified drafts."""
+"""Which tokens did each row get? Runs: several per row, ragged, as the model returns them after verifying drafts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def join_runs(
     second_counts: npt.NDArray[np.integer],
     second: npt.NDArray[np.integer],
 ) -> npt.NDArray[np.int32]:
-    """For each row i the next `first_counts[i]` numbers of `first`, and behind them `second_counts[i]` of `second`."""
+    """For each row i the next `first_counts[i]` numbers of `first`, then `second_counts[i]` of `second`."""
     is_first = np.tile([True, False], len(first_counts))
     is_first = np.repeat(is_first, np.stack([first_counts, second_counts], axis=1).reshape(-1))
     joined = np.empty(len(is_first), dtype=np.int32)
@@ -32,7 +32,7 @@ class Runs(NamedTuple):
     counts: Int64Array
     """[s] tokens of each."""
     ends: Int64Array
-    """[s] where each ends in `token_ids`."""
+    """[s] the end of each in `token_ids`."""
     token_ids: Int32Array
     """The tokens, run after run."""
 
@@ -42,7 +42,7 @@ class Runs(NamedTuple):
 
     @property
     def starts(self) -> Int64Array:
-        """[s] where each begins in `token_ids`."""
+        """[s] the start of each in `token_ids`."""
         return self.ends - self.counts
 
     def run(self, index: int) -> list[int]:

@@ -1,8 +1,8 @@
-"""Objects that leave the core with attributes that cannot be assigned, at the cost of a plain object.
+"""How are objects that leave the core made read-only, at the cost of a plain object?
 
 A frozen dataclass assigns each field through `object.__setattr__`, which for an output of 25 fields takes a third of a
-step. Here the object is made as an instance of a plain class with slots, and its class is changed to the sealed
-subclass, which adds nothing but a refusal, when it is complete. Reading a field stays a plain read of a slot.
+step. Here an object is built as an instance of a plain class with slots, and when it is complete its class is changed
+to the sealed subclass, which only refuses assignments. Reading a field remains a plain read of a slot.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import ClassVar, NoReturn
 
 
 class Sealed:
-    """Refuses to assign and to delete attributes. It comes first among the bases of a class."""
+    """Refuses to assign and to delete attributes. It must be the first base of a class."""
 
     __slots__ = ()
     _remedy: ClassVar[str] = "make a new object instead"

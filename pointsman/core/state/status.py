@@ -1,4 +1,4 @@
-"""Where a request can be, why it is parked, why it finishes, and what happened to it; and how a scheduler is paused.
+"""Which states can a request be in, why is it parked, why does it finish? And how is a scheduler paused?
 
 The states of a request:
 
@@ -55,12 +55,12 @@ class ParkReason(enum.Enum):
 
 
 class PreemptionCause(enum.Enum):
-    """Why a running request lost its row and its blocks before it was done."""
+    """Why a running request lost its row and its blocks before it finished."""
 
     MEMORY = "memory"
     """No block was free for a running request."""
     DISPLACED = "displaced"
-    """A more urgent waiting request was admitted in its place."""
+    """Priority preemption: a more urgent waiting request was admitted in its place."""
     PARKED = "parked"
     """The host parked it."""
     RESET = "reset"
@@ -85,7 +85,7 @@ class FinishReason(enum.Enum):
     REFUSED = "refused"
     ERROR = "error"
     DEADLINE = "deadline"
-    """The host's: its caller's time was up, whether it waited or ran."""
+    """The host finished it, waiting or running, because its deadline passed."""
     REPETITION = "repetition"
     """Its output repeats itself, see `repetition.py`."""
 
@@ -122,7 +122,7 @@ class RequestEventType(enum.IntEnum):
     """What happened. The first three have the names and numbers of vLLM's `EngineCoreEventType`."""
 
     QUEUED = 1
-    """It entered the queue: added, or ready after it was parked."""
+    """It entered the queue: added, or ready after being parked."""
     SCHEDULED = 2
     """It was admitted for the first time."""
     PREEMPTED = 3
@@ -132,7 +132,7 @@ class RequestEventType(enum.IntEnum):
     PARKED = 5
     """It waits for something other than capacity, which `detail` names; if it ran, it lost its blocks."""
     ROLLED_BACK = 6
-    """Its admission is void, because the step failed; it is in its place in the queue again."""
+    """Its admission is void, because the step failed; it is at its place in the queue again."""
     FIRST_TOKEN = 7
     FINISHED = 8
     """`detail` is the finish reason."""
@@ -151,14 +151,14 @@ class PauseMode(enum.Enum):
     """What a paused scheduler does not do."""
 
     ALL = "all"
-    """It schedules nothing. What runs keeps its blocks, and goes on where it stood."""
+    """It schedules nothing. Running requests keep their blocks, and continue after the pause."""
     ADMISSIONS = "admissions"
-    """It admits no request, preempted ones included; running requests go on until they finish."""
+    """It admits no request, preempted ones included; running requests continue until they finish."""
 
 
 class Pause(NamedTuple):
-    """A pause that lasts."""
+    """A pause in effect."""
 
     mode: PauseMode
     since: float
-    """When it was asked for, on the caller's clock."""
+    """When it was requested, on the caller's clock."""

@@ -1,4 +1,4 @@
-"""Tokens as arrays: those of a prompt, given in whatever form, and those of an output, which grows."""
+"""How are tokens stored? As arrays: those of a prompt, given in any form, and those of an output, which grows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NO_TOKENS.flags.writeable = False
 
 
 class OutputTokens:
-    """int32 tokens that come in pieces, which are joined when somebody reads them."""
+    """int32 tokens that are appended in pieces, which are joined when they are read."""
 
     __slots__ = ("_pieces", "length")
 
@@ -29,7 +29,7 @@ class OutputTokens:
         self.length = 0
 
     def array(self) -> Int32Array:
-        """The tokens, not to be changed."""
+        """The tokens; callers must not change them."""
         if not self._pieces:
             return NO_TOKENS
         if len(self._pieces) > 1:
@@ -57,17 +57,17 @@ def shared_prompt(request_id: str, token_ids: IntArray | Sequence[int]) -> tuple
 
 
 def token_array(request_id: str, token_ids: IntArray | Sequence[int]) -> Int32Array:
-    """Token ids as an int32 array of its own.
+    """Token ids as a new int32 array.
 
     Raises:
         RequestRefused: they are no token ids.
     """
     if type(token_ids) is list and token_ids and type(token_ids[0]) is int:
         try:
-            # A quarter of the time of what handles everything; array("i") takes three times as long as array("I").
+            # A quarter of the time of the general path; array("i") takes three times as long as array("I").
             plain = np.frombuffer(array("I", token_ids), dtype=np.int32)
         except (TypeError, OverflowError):
-            pass  # what follows says what is wrong
+            pass  # the general path reports what is wrong
         else:
             if plain.min() >= 0:  # as unsigned, all were at least 0, and what is too large is negative here
                 return plain

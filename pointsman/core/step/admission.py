@@ -1,4 +1,4 @@
-"""Part 4 of the step: waiting requests are admitted, one after the other, until one blocks the queue.
+"""Part 4 of the step: which waiting requests are admitted? One after the other, until one blocks the queue.
 
 `Admission.admit` goes through the queue. `check` is the attempt to admit one request: a free sequence slot, a token of
 budget, its own samples in flight, then a prefix cache lookup, and every gate (`policy/gate.py`) in a fixed order,
@@ -6,10 +6,10 @@ cheapest first: adapter slots before the lookup, then token budget, limits, part
 reserve. The first deferral is the reason that is reported.
 
 A request that lacks something that others do not need (a slot for its adapter, say) is skipped: it is set aside, those
-behind it are asked, and at the end of the step it returns to its place. Most requests wait for sequence slots, tokens
+behind it are checked, and at the end of the step it returns to its place. Most requests wait for sequence slots, tokens
 or blocks, which all need, and block the queue.
 
-The verdict on a blocked head is kept at O(1) a step until something changes that could let it in: what a lookup could
+The verdict on a blocked head is kept at O(1) a step until something changes that could admit it: what a lookup could
 find, what running requests are owed, whether anything runs, or enough free blocks.
 """
 
@@ -38,22 +38,22 @@ from pointsman.core.step.request_table import RequestTable
 from pointsman.core.step.running import Running
 
 MAX_SKIPPED = 64
-"""At most that many requests are skipped in a step, which bounds what that costs. The next one blocks the queue."""
+"""Maximum number of requests skipped in a step, which bounds the cost. The next one blocks the queue."""
 
 
 @dataclass(slots=True)
 class _KeptVerdict:
-    """Why a request was blocked, and what must have changed before it is worth another look."""
+    """Why a request was blocked, and what must change before it is checked again."""
 
     request: Request
     key: tuple[Any, ...]
     shortage: Shortage | None
-    """None: it was not for want of blocks."""
+    """None: it did not lack blocks."""
     required_budget: int
 
 
 class Gates:
-    """Every gate of a scheduler, in the order in which an admission asks them."""
+    """Every gate of a scheduler, in the order in which an admission checks them."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Gates:
         partial = [] if partial_prefills is None else [partial_prefills]
         self.after_lookup: list[Gate] = [budget, *limits, *partial, reserves]
         self.all: list[Gate] = [adapters, *self.after_lookup]
-        # Only those that do something there are called.
+        # Only gates that override the method are called.
         self.commits = [gate.commit for gate in self.all if type(gate).commit is not Gate.commit]
         self.openers = [gate.open_queue for gate in self.all if type(gate).open_queue is not Gate.open_queue]
         self.load_followers = [gate.open_step for gate in self.all if type(gate).open_step is not Gate.open_step]
@@ -100,7 +100,7 @@ class Admission:
         self._charges_whole = config.admission_charge == "whole"
         # With the full sequence reserved, what is required does not depend on the size of the first chunk.
         self._depends_on_chunk = not config.full_sequence_must_fit
-        # Nor does it depend on what a lookup finds that no request holds, which is taken from the free blocks too.
+        # Nor does it depend on found blocks that no request holds, which are taken from the free blocks too.
         self._depends_on_found = (
             self._depends_on_chunk
             or not config.enable_chunked_prefill
@@ -120,14 +120,14 @@ class Admission:
         self._view = AdmissionView(batch, kv.pool)
         self.max_num_active_seqs = config.num_seats
         self.pause: Pause | None = None
-        """What the operator has paused; None: nothing."""
+        """The operator's pause; None: not paused."""
         self._kept: _KeptVerdict | None = None
         self._batch_forms = True  # static: only the token budget kept the last step from admitting more
 
     # ------------------------------------------------------------------ the queue
 
     def admit(self, step: StepRecord) -> None:
-        """Admit into `step` what fits beside what advances; each admission is final and published at once.
+        """Admit into `step` what fits beside the advancing rows; each admission is final and published at once.
 
         After priority preemption only the `displacer` is admitted.
         """
@@ -200,7 +200,7 @@ class Admission:
         if not self._table.skipped:  # only the head of the queue is counted: one reason a step
             step.blocked_by = verdict.reason
         if verdict.reason is Reason.PAUSED:
-            return  # its own reason stands for when the pause is over
+            return  # it keeps its own reason for after the pause
         state = request._state
         before = state.deferral
         state.deferral = verdict
@@ -270,7 +270,7 @@ class Admission:
         return (self._table.num_departures, found, num_running > 0, num_owed_blocks, changes, chunk)
 
     def _judge(self, request: Request, key: tuple[Any, ...]) -> Grant | Deferral:
-        """Look up what is cached and loaded of the request, and ask every gate."""
+        """Look up the cached and loaded tokens of the request, and check every gate."""
         kv, view, state = self._kv, self._view, request._state
         match = kv.look_up(request)
         cached = len(match.blocks) * kv.block_size
@@ -298,7 +298,7 @@ class Admission:
     def _judge_load(
         self, request: Request, start: int, match: Match, external: External, key: tuple[Any, ...]
     ) -> Grant | Deferral:
-        """Whether the blocks that are to be loaded fit, with every reserve. It takes no sequence slot and no token."""
+        """Whether the blocks to load fit, with every reserve. A load takes no sequence slot and no token."""
         reserves = self.gates.reserves
         answer = reserves.check(request, start, 0, self._view)
         if isinstance(answer, Deferral):
@@ -308,7 +308,7 @@ class Admission:
         return Grant(match, 0, start, num_new, 0, external.num_tokens, True)
 
     def _keep(self, request: Request, gate: Gate, key: tuple[Any, ...]) -> None:
-        """Keep the verdict of a gate whose answer is known to stand until the key changes."""
+        """Keep the verdict of a gate whose answer is valid until the key changes."""
         if gate is self.gates.reserves:
             self._kept = _KeptVerdict(request, key, self.gates.reserves.shortage, 0)
         elif gate is self.gates.budget:
@@ -324,5 +324,5 @@ class Admission:
 
 
 def _closed_for(reason: Reason) -> Deferral:
-    """The step admits no request; of what it lacks only a sequence slot can be counted."""
+    """The step admits no request; only a missing sequence slot can be counted."""
     return Deferral(reason, 1 if reason is Reason.SEQUENCE_LIMIT else 0)

@@ -1,4 +1,4 @@
-"""The parts of one scheduler, and how they are wired."""
+"""What does one scheduler consist of, and how are its parts wired?"""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from pointsman.core.step.update import Update
 
 
 class Start(NamedTuple):
-    """Where a scheduler's numbers begin: those of one that was at work before it is recorded go on."""
+    """Where a scheduler's numbers begin: they continue when a recording starts later."""
 
     step_id: int = 0
     serial: int = 1
@@ -44,7 +44,7 @@ NEW = Start()
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Everything that one scheduler consists of."""
+    """All parts of one scheduler."""
 
     batch: Batch
     kv: KVCacheManager
@@ -54,7 +54,7 @@ class Parts:
     steps: StepsInFlight
     gates: Gates
     encoder: EncoderCache | None
-    """Where the embeddings of encoder inputs are; None: none are accepted."""
+    """The embeddings of encoder inputs; None: no encoder inputs are accepted."""
     drafts: Drafts
     running: Running
     loading: Loading | None

@@ -1,6 +1,6 @@
 """Part 1 of the step, priority preemption: are running requests preempted for a more urgent waiting one?
 
-For a sequence slot, a slot for its adapter or blocks, and only if a dry run says that it would then be admitted: a
+For a sequence slot, a slot for its adapter or blocks, and only if a dry run shows that it would then be admitted: a
 sequence slot, an adapter slot, the embeddings for its next token, a token of budget beside what the other running rows
 take, and its blocks beside what those rows need in this step, counting only blocks that no other request holds. The
 fewest are preempted, the least urgent first; for an adapter slot, all requests of the adapter that has fewest. A step
@@ -51,11 +51,11 @@ class Displacement:
         self._failed_attempt: tuple[Request, Members, int, int, int] | None = None
 
     def choose(self, head: Request) -> list[Request]:
-        """The running requests to preempt for `head`, least urgent first; empty if none need, or none would do."""
+        """The running requests to preempt for `head`, least urgent first; empty if none is needed, or none helps."""
         batch, members = self._batch, self._batch.members
         priority = batch.priority[members.rows]
         less_urgent = (priority > head.priority).nonzero()[0]
-        # More may run than the cap allows, if it was lowered: no request starts before fewer do.
+        # More may run than the cap allows, if it was lowered: no request starts until fewer do.
         is_crowded = len(members) > self._admission.max_num_active_seqs
         if len(less_urgent) == 0 or head.num_pending or is_crowded or self._failed_before(head):
             return []
@@ -64,12 +64,12 @@ class Displacement:
         vacate = self._admission.gates.adapters.to_vacate(head, members.requests, candidates.tolist())
         if vacate is None:
             return self._give_up(head)
-        if vacate:  # they come first, and all of them
+        if vacate:  # all of them are preempted, first
             others = candidates[~np.isin(candidates, vacate)]
             candidates = np.concatenate([np.array(vacate, dtype=np.int64), others])
         trial = Trial(self._config, batch, self._kv, self._running, self._admission, head)
         if not vacate and trial.has_room(candidates[:0]):
-            self._drafts.forget()  # they would take that room
+            self._drafts.forget()  # they would take those blocks
             return []
         if not trial.has_room(candidates):
             return self._give_up(head)
@@ -93,7 +93,7 @@ class Displacement:
         self._failed_attempt = None
 
     def _give_up(self, head: Request) -> list[Request]:
-        """No preemption helps `head`; until something changes it need not be asked again."""
+        """No preemption helps `head`; until something changes it need not be tried again."""
         self._failed_attempt = (
             head,
             self._batch.members,
@@ -118,7 +118,7 @@ class Displacement:
 
 
 class Trial:
-    """Would the head be admitted if some running rows were gone? What does not depend on which is computed once."""
+    """Would the head be admitted without some running rows? What does not depend on the rows is computed once."""
 
     def __init__(
         self,
@@ -140,10 +140,10 @@ class Trial:
         self._match: Match = kv.look_up(head)
 
     def has_budget(self, gone: Int64Array) -> bool:
-        """Whether the step has tokens for the head beside what the rows that stay take, and a place for its prefill.
+        """Whether the step has tokens for the head beside those of the remaining rows, and a place for its prefill.
 
-        `gone` are positions in admission order. With chunking off, as if nothing were cached: what the others take may
-        evict what the head would have found.
+        `gone` are positions in admission order. With chunking off, as if nothing were cached: the other rows' blocks
+        may evict the head's cached prefix.
         """
         admission, head = self._admission, self._head
         budget = self._config.max_num_batched_tokens - int(self._want[self._stays(gone)].sum())
@@ -166,12 +166,12 @@ class Trial:
         free = kv.pool.num_free + freed - int(self._needed[stays].sum())
         full = kv.blocks_for(head.num_tokens)
         full -= 0 if self._admission.asks_whole else self._still_held(blocks, dropped)
-        # The first chunk is taken for the whole: what the victims publish may make it larger than it is now.
+        # The first chunk is assumed to be the whole: blocks that victims publish may make it larger than it is now.
         demand = Demand(full, full, self._owed(stays))
         return free >= self._admission.gates.reserves.required_blocks(head, demand, num_running > 0)
 
     def has_embeddings(self, gone: Int64Array, encoder: EncoderCache) -> bool:
-        """Whether the embeddings for the head's first token are there or can be computed in this step."""
+        """Whether the embeddings for the head's first token are cached or can be computed in this step."""
         stays = self._stays(gone)
         rows = self._batch.members.rows[stays]
         return encoder.can_start_beside(self._head, self._batch, rows, self._want[stays])
@@ -209,5 +209,5 @@ class Trial:
 
 
 def displaces(config: SchedulerConfig, queue: Order) -> bool:
-    """Whether the configuration wants the dry run, and the order knows who is more urgent."""
+    """Whether priority preemption is enabled, and the order defines urgency."""
     return queue.displaces and config.displace is not False and config.batching == "mixed"

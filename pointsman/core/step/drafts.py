@@ -1,18 +1,18 @@
-"""Speculation: tokens that the host guesses for running requests, verified by the model beside the next one.
+"""Speculation: which drafts does a step verify? Tokens that the host guesses, verified beside the next token.
 
     propose    a host's drafts wait for the next step of the rows that decode
-    schedule   a row computes its newest token and its drafts; what it does not get of them is forgotten
+    schedule   a row computes its newest token and its drafts; drafts that are not scheduled are dropped
     update     the model accepts the drafts up to the first that it would not have chosen, and adds one token of its
                own: a run of 1 to 1 + drafts tokens from one step (Leviathan et al. 2023, "Fast Inference from
                Transformers via Speculative Decoding"; Chen et al. 2023, "Accelerating Large Language Model Decoding
                with Speculative Sampling")
 
-While drafts are in flight it is not known how many of them will count, so the row is not scheduled again before its run
-is in; `num_computed_tokens` is lowered then by what was rejected. The slots of rejected drafts stay with the row, and
-are written again by its next tokens.
+While drafts are in flight it is not known how many will be accepted, so the row is not scheduled again before its
+result; `num_computed_tokens` is then lowered by the number of rejected drafts. Their slots stay with the row, and are
+overwritten by its next tokens.
 
-A draft yields to everything. It is cut to the token limit, the table of the configuration, the limits and the budget;
-no request is preempted for it, and a request that loses its row loses its drafts.
+Drafts have the lowest precedence. They are cut to the token limit, the table of the configuration, the limits and the
+budget; no request is preempted for them, and a request that loses its row loses its drafts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NO_ROWS.flags.writeable = False
 class Drafts:
     """The drafts that wait for the next steps of the running requests, as they were proposed: ragged, by row.
 
-    While the same requests run they go into a step as they are. A request that has lost its row since is known by its
+    While the same requests run they are scheduled as they are. A request that has lost its row since is detected by its
     serial.
     """
 
@@ -50,21 +50,21 @@ class Drafts:
         self._events = events
         self.last_updated_step = -1
         self.waiting = 0
-        """How many drafts wait; those of rows that are gone may count. 0: what else is here is over."""
+        """Number of waiting drafts, maybe with those of released rows. 0: the other fields are obsolete."""
         self.counts: Int64Array = NO_ROWS
-        """[n] for each of the rows for which drafts were proposed."""
+        """[n] drafts of each row for which some were proposed."""
         self._rows: IntArray = NO_ROWS
         self._serials: IntArray = NO_ROWS
         self._token_ids: Int32Array = NO_TOKENS
 
     def forget(self) -> None:
-        """No draft waits any longer."""
+        """Drop all waiting drafts."""
         self.waiting = 0
 
     # ------------------------------------------------------------------ proposing
 
     def propose(self, output: SchedulerOutput, token_ids: Integers, counts: Integers, in_flight: bool) -> int:
-        """Let drafts wait for the rows of an updated output; see `Scheduler.propose`.
+        """Store drafts for the rows of an updated output; see `Scheduler.propose`.
 
         `in_flight`: whether another step is.
         """
@@ -91,7 +91,7 @@ class Drafts:
         return len(tokens)
 
     def _keep_others(self, rows: IntArray, serials: IntArray, counts: Int64Array, token_ids: Int32Array) -> None:
-        """These drafts wait, and those that waited before for other rows."""
+        """Store these drafts, and keep those that wait for other rows."""
         others = ~self._is_among(rows)
         left = Runs.of(self.counts, self._token_ids).only(others)
         self._wait(
@@ -102,32 +102,32 @@ class Drafts:
         )
 
     def _wait(self, rows: IntArray, serials: IntArray, counts: Int64Array, token_ids: Int32Array) -> None:
-        """Just these drafts wait."""
+        """Store only these drafts."""
         self._rows, self._serials, self.counts, self._token_ids = rows, serials, counts, token_ids
         self.waiting = len(token_ids)
 
     # ------------------------------------------------------------------ scheduling
 
     def are_for(self, rows: Int64Array) -> bool:
-        """Whether what waits is for just these rows, and the table lets all of it be verified."""
+        """Whether the waiting drafts are for exactly these rows, and the table allows all of them."""
         if rows is not self._rows:
             return False
         return not self._config.draft_table or bool(self.counts.max() <= self._config.max_drafts(len(rows)))
 
     def take_all(self) -> Int32Array:
-        """All that waits, ragged, is in flight from now on."""
+        """All waiting drafts, ragged; they are in flight from now on."""
         self.forget()
         return self._token_ids
 
     def wanted(self, rows: Int64Array) -> Int64Array:
-        """[rows] drafts that each may have verified in a step, by what waits and by the table."""
+        """[rows] drafts that a step may verify for each row: the waiting ones, limited by the table."""
         drafts = self._column(self.counts)[rows]
         if self._config.draft_table:
             np.minimum(drafts, self._config.max_drafts(len(rows)), out=drafts)
         return drafts
 
     def take(self, rows: Int64Array, drafts: Int64Array) -> Int32Array:
-        """The first `drafts` [rows] of what waits, ragged, are in flight; the rest for these rows is forgotten."""
+        """The first `drafts` [rows] waiting drafts of each row, ragged, now in flight; its others are dropped."""
         total = int(drafts.sum())
         waiting = Runs.of(self.counts, self._token_ids)
         starts = self._column(waiting.starts)[rows]
@@ -141,11 +141,11 @@ class Drafts:
     def _column(self, values: Int64Array) -> Int64Array:
         """`values`, one for each of the rows for which drafts wait, by row number; 0 for all other rows."""
         column = np.zeros_like(self._batch.serial)
-        column[self._rows] = values  # a row that its request has left is nobody's yet: the next step forgets its drafts
+        column[self._rows] = values  # a released row is not reused yet: the next step drops its drafts
         return column
 
     def _is_among(self, rows: IntArray) -> BoolArray:
-        """Which of the rows for which drafts wait are among `rows`, or have been left by their requests."""
+        """Which of the rows for which drafts wait are among `rows`, or were released by their requests."""
         is_named = np.zeros(len(self._batch.serial), dtype=np.bool_)
         is_named[rows] = True
         found: BoolArray = is_named[self._rows] | (self._batch.serial[self._rows] != self._serials)
@@ -162,7 +162,7 @@ class Drafts:
             if fewest < 0 or highest > most:
                 bad = fewest if fewest < 0 else highest
                 raise ProposalError(f"{bad} drafts for a row, and num_draft_tokens is {most}; propose 0 to {most}")
-            # Many proposers guess as often for every row; else, half the time of a sum.
+            # Many proposers give every row the same number; else, `dot` takes half the time of a sum.
             is_same = fewest == highest
             total = fewest * len(proposed) if is_same else int(proposed.dot(self._batch.ones[: len(proposed)]))
         return proposed, flat_tokens(token_ids, total, "counts asks for {} token(s)", "is proposed", ProposalError)

@@ -1,7 +1,7 @@
-"""Part 5 of the step: its output, with the running part and the admitted rows in one, as arrays of its own.
+"""Part 5 of the step: what does the host execute? The output, with the running and the admitted rows in one.
 
 Beside it: which running requests a step leaves out and since when (`LeftOut`), how many blocks all rows begin with
-(`CommonPrefix`), and the tokens that a step computes, for hosts that keep none themselves (`input_token_ids`).
+(`CommonPrefix`), and the tokens that a step computes, for hosts that do not keep them (`input_token_ids`).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _NO_BOOLS.flags.writeable = False
 UNSAMPLED = -1
 """In the input of a step: a token that an earlier step in flight has yet to sample."""
 _FIRST_LOOK = 16
-"""Blocks that are compared at first; then twice as many, and so on, so that short prefixes are cheap."""
+"""Blocks that are compared at first; the number then doubles, so that short prefixes are cheap."""
 
 
 class Emission:
-    """Makes outputs, and remembers for which requests the host needs the whole block table again."""
+    """Builds outputs, and remembers for which requests the host needs the full block table again."""
 
     def __init__(
         self,
@@ -56,20 +56,20 @@ class Emission:
         self._table = table
         self._encoder = encoder
         self.left_out = LeftOut(batch)
-        """Since when running requests get nothing."""
+        """Which running requests get no tokens, and since when."""
         self.last_output: SchedulerOutput | None = None
         """The newest output, for explanations, if it left a request waiting: it names requests that have finished."""
         self._common_prefix = CommonPrefix(batch) if config.count_common_prefix else None
         self._resync = False
-        self._unsynced: set[int] = set()  # admissions whose table the host does not have yet
+        self._unsynced: set[int] = set()  # serials of admissions whose table the host does not have yet
 
     def resync(self) -> None:
-        """Outputs were void: the host needs the whole block table of every running request again."""
+        """Outputs were void: the host needs the full block table of every running request again."""
         self._resync = True
         self._unsynced.update(self._batch.members.serials.tolist())
 
     def emit(self, record: StepRecord) -> None:
-        """Make the output of a step that is decided."""
+        """Build the output of a step that is decided."""
         advance = record.advance
         assert advance is not None
         num_continued = len(advance.requests)
@@ -142,12 +142,12 @@ class Emission:
             record.returned_blocks, self._kv.returned = self._kv.returned, []
 
     def _without_completions(self, advance: Advance) -> tuple[npt.NDArray[np.bool_], Int64Array]:
-        """`samples` of the rows that do sample, and the indices of those that are complete instead."""
+        """`samples` without rows that sample nothing, and the indices of such rows that complete their prompt."""
         is_done = advance.samples & ((self._batch.flags[advance.rows] & NO_SAMPLE) != 0)
         return advance.samples & ~is_done, is_done.nonzero()[0]
 
     def _add_admitted(self, advance: Advance, admitted: list[AdmittedRequest]) -> tuple[Int64Array, Int64Array]:
-        """Let the admitted rows, the last members of the batch, follow those that advance.
+        """Append the admitted rows, the last members of the batch, to those that advance.
 
         Returns their cached tokens, and how many of these a connector loads.
         """
@@ -180,7 +180,7 @@ class Emission:
         return cached, external
 
     def _full_tables(self, advance: Advance) -> tuple[Int64Array, Int64Array]:
-        """Whole tables for the rows of this output; those of other rows follow later."""
+        """Full tables for the rows of this output; those of other rows follow later."""
         self._unsynced &= set(self._batch.members.serials.tolist())
         self._unsynced -= set(advance.serials.tolist())
         self._resync = bool(self._unsynced)
@@ -188,7 +188,7 @@ class Emission:
 
 
 def _make_read_only(fields: OutputFields) -> None:
-    """Flag what else is made for an output whose rows do not all sample."""
+    """Flag the other arrays of an output whose rows do not all sample."""
     for array in (
         fields.rows,
         fields.serials,
@@ -202,16 +202,16 @@ def _make_read_only(fields: OutputFields) -> None:
 
 
 class LeftOut:
-    """Since when the rows of a batch get nothing, step after step."""
+    """Since when rows of a batch have been left out of consecutive steps."""
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
         self._since = np.zeros(0)  # by row
-        self._serials = np.zeros(0, dtype=np.int64)  # by row: the admission that it is about, 0 for none
+        self._serials = np.zeros(0, dtype=np.int64)  # by row: its admission, 0 for none
         self._step_id = 0
 
     def note(self, step_id: int, rows: IntArray, now: float, *, goes_on: bool) -> None:
-        """Of all that run, a step takes only these rows. `goes_on`: rows left out before may be so still."""
+        """A step takes only these running rows. `goes_on`: rows left out before may still be left out."""
         members, num_rows = self._batch.members, len(self._batch.serial)
         if not goes_on or step_id != self._step_id + 1:
             self._serials[:] = 0
@@ -228,7 +228,7 @@ class LeftOut:
         self._serials[left] = serials
 
     def since(self, request: Request) -> float | None:
-        """When the first of the steps was that have left out a request; None: the newest did not."""
+        """The time of the first consecutive step that left out a request; None: the newest did not."""
         row = request.row
         if row is None or row >= len(self._since) or self._serials[row] != request.serial:
             return None
@@ -239,9 +239,9 @@ class CommonPrefix:
     """Counts the leading blocks that the tables of some rows have in common, for attention kernels that read a common
     prefix once (cascade).
 
-    The tables of running rows only grow, and at their ends, by blocks that no other row has. So what is common to all
-    rows that run changes with the membership alone, and is found once for it: in steady decode the answer costs
-    nothing. For a step that takes only some of the running rows it is found again.
+    The tables of running rows only grow, at their ends, by blocks that no other row has. So the common prefix of all
+    running rows changes only with the membership, and is computed once for it: in steady decode it costs nothing. For
+    a step that takes only some of the running rows it is recomputed.
     """
 
     def __init__(self, batch: Batch) -> None:
@@ -250,7 +250,7 @@ class CommonPrefix:
         self._count = 0
 
     def count(self, rows: npt.NDArray[np.integer]) -> int:
-        """For these rows, some or all of those that run; 0 for none, and for one the length of its table."""
+        """The count for some or all of the running rows; 0 for no row, and for one row the length of its table."""
         members = self._batch.members
         if len(rows) != len(members) or len(rows) == 1:
             return self._compare(rows)
@@ -286,7 +286,7 @@ def input_token_ids(batch: Batch, output: SchedulerOutput, allow_unsampled: bool
 
 
 def _known_token_ids(batch: Batch, output: SchedulerOutput, counts: IntArray, allow_unsampled: bool) -> Int32Array:
-    """The first `counts` tokens that each row computes, which are no drafts."""
+    """The first `counts` tokens that each row computes, which are not drafts."""
     last = batch.last_tokens(output.rows)
     unsampled = output.num_computed_tokens + counts > batch.num_tokens[output.rows]
     if np.count_nonzero(unsampled):

@@ -1,4 +1,4 @@
-"""Steps that were scheduled and are not over: what must be known to finish them, or to take them back."""
+"""Which steps are in flight? What is needed to complete them, or to roll them back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pointsman.core.step.running import Advance
 
 
 class Grant(NamedTuple):
-    """A request may be admitted, and what it gets."""
+    """What a request gets that may be admitted."""
 
     match: Match
     num_tokens: int
@@ -33,7 +33,7 @@ class Grant(NamedTuple):
     charge: int
     """Tokens that it takes from the step's budget, at least `num_tokens`."""
     num_external_tokens: int = 0
-    """Of the cached ones, tokens that a connector loads, or has loaded."""
+    """Of the cached tokens, those that a connector loads, or has loaded."""
     is_async: bool = False
     """Whether it must be loaded before it can be admitted: then it computes nothing in this step."""
 
@@ -64,9 +64,9 @@ class StepRecord(StepDecision):
     """What the running rows do."""
     admitted: list[AdmittedRequest] = field(default_factory=list)
     loads: Sequence[Load] = ()
-    """What it asks the host to load, for admitted requests and for those that wait for it."""
+    """Loads for the host, of admitted requests and of those that wait for them."""
     is_over: bool = False
-    """Whether its result has come."""
+    """Whether its result has arrived."""
     members: Members | None = None
     """The running rows, if the output names all of them and all sample: then `update` need not look them up."""
 
@@ -90,7 +90,7 @@ class StepsInFlight:
         )
 
     def not_the_oldest(self, output: SchedulerOutput) -> StepOrderError:
-        """Why a step may not be updated, which is not the oldest one in flight."""
+        """Why a step that is not the oldest one in flight may not be updated."""
         oldest = f"step {self.records[0].step_id} is the oldest" if self.records else "no step is"
         return StepOrderError(f"step {output.step_id} cannot be updated now: {oldest} in flight")
 
@@ -104,8 +104,8 @@ class StepsInFlight:
         return taken
 
     def num_sound_tokens(self, request: Request) -> int:
-        """Tokens of a running request whose KV is there for good: steps that are not over may yet fail, and with them
-        what they load, or share with an admission."""
+        """Tokens of a running request whose KV is final: steps in flight may yet fail, and with them the KV that they
+        load, or share with an admission."""
         state = request._state
         count = state.num_computed_tokens
         for record in self.records:

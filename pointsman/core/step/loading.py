@@ -1,10 +1,10 @@
-"""An asynchronous load from its start to its end: a request is parked while it holds blocks, and comes back.
+"""What happens to a request whose KV is loaded asynchronously? It is parked, holds blocks, and returns to the queue.
 
-start      the head of the queue gets its blocks and is parked; the output asks the host to load
-done       what was loaded in a row counts, the remaining blocks are given back; the request returns to its place
+start      the head of the queue gets its blocks and is parked; the output requests the load from the host
+done       blocks loaded without a gap are kept, the others released; the request returns to its place
 expire     a load that takes too long: the request continues without it, or finishes. Its blocks stay held
 roll_back  the step that started it is void: the request returns to its place without the blocks
-forget     the prefix cache was reset: so does every request that holds some
+forget     the prefix cache was reset: every request releases its loaded blocks
 """
 
 from __future__ import annotations
@@ -40,37 +40,37 @@ class Loading:
         self._events = events
 
     def open(self, displacer: Request | None, now: float) -> None:
-        """A step begins to ask the queue."""
+        """A step begins to check the queue."""
         self._transfers.open(displacer, now)
 
     def admit(self, request: Request, grant: Grant, record: StepRecord, blocks: Int64Array) -> None:
-        """A request continues behind external tokens, which are loaded already or by this step."""
+        """A request is admitted with external tokens, which are loaded already or by this step."""
         if request._state.holding is not None:
             self._transfers.hand_over(request)
         else:
             record.loads = (*record.loads, self._load(request, grant, blocks))
 
     def _load(self, request: Request, grant: Grant, blocks: Int64Array) -> Load:
-        """What the output says of the external tokens of a grant, whose block table starts with `blocks`."""
+        """The output's load for the external tokens of a grant, whose block table starts with `blocks`."""
         first = len(grant.match.blocks)
         count = grant.num_external_tokens // self._kv.block_size
-        told = blocks[: first + count].copy()
-        told.setflags(write=False)
+        reported = blocks[: first + count].copy()
+        reported.setflags(write=False)
         if self._events.load_started:
             event = LoadStarted(request, grant.num_external_tokens, grant.is_async, self._table.now)
             send(self._events.load_started, event)
         return Load(
             transfer_id=self._transfers.next_id(),
             request=request,
-            local_blocks=told[:first],
-            block_ids=told[first:],
+            local_blocks=reported[:first],
+            block_ids=reported[first:],
             first_token=first * self._kv.block_size,
             num_tokens=grant.num_external_tokens,
             is_async=grant.is_async,
         )
 
     def start(self, request: Request, grant: Grant, record: StepRecord) -> None:
-        """From the head of the queue to its parked state, with blocks."""
+        """Move the head of the queue to its parked state, with blocks."""
         blocks = self._kv.admit(request, grant.match, grant.num_new_blocks)
         load = self._load(request, grant, blocks)
         self._table.park(request, ParkReason.REMOTE_KVS)
@@ -79,11 +79,11 @@ class Loading:
         record.loads = (*record.loads, load)
 
     def done(self, transfer_id: int, num_tokens: int | None, failed_blocks: list[int]) -> Request | None:
-        """A transfer has ended. Returns the request that ended by it, if one did.
+        """A transfer has finished. Returns the request that it finished with an error, if any.
 
         Raises:
             UnknownTransfer: there is no such transfer.
-            ValueError: it has not so many tokens, or not those blocks.
+            ValueError: it does not have that number of tokens, or those blocks.
         """
         holding = self._transfers.require(transfer_id)
         num_loaded = _blocks_loaded(holding, num_tokens, failed_blocks, self._kv.block_size)
@@ -94,7 +94,7 @@ class Loading:
             return None
         request._state.may_load = False
         missing = len(load.block_ids) - num_loaded
-        self._tell_finished(request, num_loaded * self._kv.block_size, failed=missing > 0)
+        self._report_finished(request, num_loaded * self._kv.block_size, failed=missing > 0)
         if missing and not self._recomputes:
             return self._give_up(request, f"{num_loaded} of {len(load.block_ids)} KV blocks could be loaded")
         self._transfers.shorten(holding, holding.num_local_blocks + num_loaded)
@@ -105,11 +105,11 @@ class Loading:
         return None
 
     def expire(self, now: float) -> None:
-        """Loads that have taken longer than they may."""
+        """End loads that have exceeded the timeout."""
         if self._timeout is None or not self._transfers.num_open:
             return
         for request in self._transfers.overdue(now - self._timeout):
-            self._tell_finished(request, 0, failed=True)
+            self._report_finished(request, 0, failed=True)
             request._state.may_load = False
             if self._recomputes:
                 self._let_go(request)
@@ -117,25 +117,25 @@ class Loading:
                 self._give_up(request, f"loading its KV took longer than {self._timeout} s")
 
     def roll_back(self, record: StepRecord) -> None:
-        """What a void step loads, or has loaded meanwhile, may hang on blocks that it computes: let go of it."""
+        """Release what a void step loads, or has loaded meanwhile: it may follow blocks that the step computes."""
         for load in reversed(record.loads):
             holding = load.request._state.holding
             if holding is not None and holding.load is load:
                 self._let_go(load.request)
 
     def forget(self) -> None:
-        """No request that does not run yet uses KV from before a reset, nor does the connector offer any."""
+        """After a reset no waiting request uses older KV, and the connector offers none."""
         for request in self._transfers.holders():
             self._let_go(request)
         self._transfers.connector.reset()
 
     def _let_go(self, request: Request) -> None:
-        """It no longer waits, and holds nothing."""
+        """It no longer waits, and holds no blocks."""
         self._transfers.let_go(request)
         if request.status.is_parked:
             self._table.ready(request)
 
-    def _tell_finished(self, request: Request, num_tokens: int, *, failed: bool) -> None:
+    def _report_finished(self, request: Request, num_tokens: int, *, failed: bool) -> None:
         if self._events.load_finished:
             send(self._events.load_finished, LoadFinished(request, num_tokens, failed, self._table.now))
 
@@ -147,12 +147,12 @@ class Loading:
 def make_loading(
     config: SchedulerConfig, kv: KVCacheManager, table: RequestTable, transfers: Transfers | None, events: Events
 ) -> Loading | None:
-    """Loads of a scheduler that has a connector."""
+    """The loads of a scheduler; None without a connector."""
     return None if transfers is None else Loading(config, kv, table, transfers, events)
 
 
 def _blocks_loaded(holding: Holding, num_tokens: int | None, failed_blocks: list[int], block_size: int) -> int:
-    """How many blocks of a load are sound, from its first one on."""
+    """How many consecutive blocks of a load are valid, from its first one on."""
     if holding.load is None:
         return 0
     blocks: list[int] = holding.load.block_ids.tolist()

@@ -1,13 +1,13 @@
-"""Prompts that arrive in parts: a request that may be extended while it is there (vLLM's streaming input).
+"""What happens when a prompt arrives in parts? A request may be extended until it finishes (vLLM's streaming input).
 
-A part is tokens, and how many may be generated for them before the next part comes; 0: they are only computed. When a
-part is complete (computed, or its output ended by a stop token, `max_tokens` or a repetition), the request takes the
-next one, if that is there already, or waits for it: parked, without blocks, and without a row. So however many wait,
-none keeps others from running. What they have computed is in the prefix cache, where the next part finds it, unless
-others needed the room.
+A part is tokens, and the maximum number of tokens to generate before the next part; 0: they are only computed. When a
+part is complete (computed, or its output finished by a stop token, `max_tokens` or a repetition), the request takes the
+next one, if that was given already, or waits for it: parked, without blocks, and without a row. So waiting requests
+never keep others from running. What they have computed stays in the prefix cache for the next part, unless it is
+evicted.
 
-Taking a part makes a longer prompt of all that is there: the prompt so far, the output that was generated for it
-without its last token, which was sampled and never computed (as in vLLM), and the part's own tokens.
+Taking a part makes a longer prompt: the prompt so far, the output that was generated for it without its last token,
+which was sampled and never computed (as in vLLM), and the part's own tokens.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class PromptParts:
 
         Raises:
             InvalidTransition: its prompt is complete.
-            RequestRefused: the part is none, or the prompt would be too long, or an encoder input too large; the
-                request is as before.
+            RequestRefused: the part is invalid, or the prompt would be too long, or an encoder input too large; the
+                request is unchanged.
         """
         name = request.request_id
         if not request.more_input:
@@ -69,7 +69,7 @@ class PromptParts:
         return part
 
     def is_part(self, end: End) -> bool:
-        """Whether what ended is a part of a request, and not the request."""
+        """Whether `end` ends a part of the request, and not the request."""
         request = end.request
         if not request.more_input and not request._state.parts:
             return False
@@ -78,7 +78,7 @@ class PromptParts:
         return end.reason in (FinishReason.STOP, FinishReason.REPETITION)
 
     def complete(self, request: Request) -> None:
-        """A request's part is complete: it takes the next one, or waits for it. Samples in flight are of no use."""
+        """A request's part is complete: it takes the next one, or waits for it. Samples in flight are dropped."""
         if not request.status.is_parked:
             self._table.park(request, ParkReason.STREAMING_REQ, is_done=True)
         self._table.disown_steps_in_flight(request)
@@ -87,10 +87,10 @@ class PromptParts:
             self._take(request)
 
     def ready(self, request: Request) -> bool:
-        """Whether a parked request may be queued; what else it waited for is there.
+        """Whether a parked request may be queued; what else it waited for is available.
 
         Raises:
-            InvalidTransition: it waits for input and nothing else.
+            InvalidTransition: it waits for input alone.
         """
         if not request.awaits_input:
             return True
@@ -100,8 +100,8 @@ class PromptParts:
         return False
 
     def _take(self, request: Request) -> None:
-        """Make a longer prompt of the request, whose part is complete, and the parts that are there: the next one, and
-        those behind parts for which nothing is generated. It goes on then, unless its output has filled the model.
+        """Extend the prompt of the request, whose part is complete, by the given parts: the next one, and those after
+        parts for which nothing is generated. It then continues, unless its length limit is reached.
         """
         tokens = [request.prompt_token_ids, request.output_token_ids[:-1]]
         inputs = list(request.encoder_inputs)

@@ -1,11 +1,11 @@
-"""Where each request is: queued, parked, running or finished, and the legal moves between these places.
+"""Where is each request: queued, parked, running or finished? And which moves between these places are legal?
 
     add ----> queued --admit--> running --finish--> finished
       \\        ^  ^               |
        \\       |  +---preempt-----+
         +--> parked <----park-----+
 
-A request is in exactly one place. Finished and preempted requests are noted until the next output reports them to the
+A request is in exactly one place. Finished and preempted requests are kept until the next output reports them to the
 workers; the id of a finished request is in use until then.
 """
 
@@ -63,7 +63,7 @@ class RequestTable:
         self._transfers = transfers
         self._release_gates = [gate.release for gate in gates if type(gate).release is not Gate.release]
         self.now = 0.0
-        """The `now` of the call that is being served."""
+        """The `now` of the current call."""
         self.queue = queue
         self.parked: dict[str, Request] = {}
         self.requests: dict[str, Request] = {}
@@ -75,7 +75,7 @@ class RequestTable:
         self.blocker: Request | None = None
         """The request that blocked the queue in the newest step and is still at its place."""
         self.num_departures = 0
-        """Changes whenever a request leaves the queue for good."""
+        """Changes whenever a request leaves the queue (not when it is skipped)."""
         self.next_serial = 1
         """Of the next admission."""
         self._next_sequence_number = 1
@@ -104,7 +104,7 @@ class RequestTable:
 
         Raises:
             UnknownRequest: there is none.
-            InvalidTransition: it is not parked, or a transfer brings it back.
+            InvalidTransition: it is not parked, or it waits for a transfer.
         """
         request = self.require(request_id)
         state = request._state
@@ -123,7 +123,7 @@ class RequestTable:
         if request_id in self.requests:
             name = self.requests[request_id].status.name
             raise DuplicateRequest(
-                f"request id {request_id!r} is in use ({name}); an id is free once an output has reported its end"
+                f"request id {request_id!r} is in use ({name}); an id is free once an output has reported it finished"
             )
 
     # ------------------------------------------------------------------ into the queue, and parked
@@ -141,16 +141,16 @@ class RequestTable:
             self._park_idle(request, park)
 
     def ready(self, request: Request) -> None:
-        """From parked back to its place in the queue."""
+        """Move a parked request back to its place in the queue."""
         del self.parked[request.request_id]
         request._state.deferral = None
         self._unpark(request)
         self._enqueue(request)
 
     def park(self, request: Request, reason: ParkReason, *, is_done: bool = False) -> None:
-        """Out of the queue, or off its row, until `ready`. Parked already: only the reason changes.
+        """Move a request out of the queue, or off its row, until `ready`. If it is parked, only the reason changes.
 
-        `is_done`: its row had nothing more to do, so that this is no preemption.
+        `is_done`: its row had nothing more to do, so this is not a preemption.
         """
         self._let_go(request)
         if request.status is RequestStatus.RUNNING:
@@ -163,7 +163,7 @@ class RequestTable:
         self._park_idle(request, reason)
 
     def set_priority(self, request: Request, priority: int) -> None:
-        """Another priority; a queued request changes its place."""
+        """Change the priority; a queued request changes its place."""
         queued = request in self.queue
         if queued:
             self.leave_queue(request)
@@ -175,7 +175,7 @@ class RequestTable:
             self._batch.priority[state.row] = priority
 
     def leave_queue(self, request: Request) -> None:
-        """Take a request out of the queue; why it waited in the newest step no longer matters."""
+        """Remove a request from the queue; why it waited in the newest step no longer matters."""
         self.queue.remove(request)
         self.num_departures += 1
         if request is self.blocker:
@@ -186,7 +186,7 @@ class RequestTable:
     # ------------------------------------------------------------------ onto a row, and off it
 
     def admit(self, request: Request, grant: Grant, num_slots: int) -> int:
-        """From the head of the queue to a row of its own; returns the row."""
+        """Move the head of the queue to a new row; returns the row."""
         self.queue.pop()
         self.num_departures += 1
         state = request._state
@@ -207,19 +207,19 @@ class RequestTable:
         return row
 
     def preempt(self, request: Request, cause: PreemptionCause = PreemptionCause.MEMORY) -> None:
-        """From its row to the front of its class in the queue."""
+        """Move a request from its row to the front of its class in the queue."""
         self._lose_rows([request], cause)
         self._queue_again(request)
 
     def preempt_all(self) -> None:
-        """Every running request, without publishing what it computed; they resume in the order in which they ran."""
+        """Preempt every running request, without publishing its blocks; they resume in admission order."""
         requests = list(self._batch.members.requests)
         self._lose_rows(requests, PreemptionCause.RESET, publish=False)
         for request in reversed(requests):
             self._queue_again(request)
 
     def roll_back(self, admitted: AdmittedRequest) -> None:
-        """Undo an admission of a failed step, if it still stands: back to its place in the queue."""
+        """Undo an admission of a failed step, if it is still valid: the request returns to its place in the queue."""
         request = admitted.request
         state = request._state
         if state.serial != admitted.serial or state.status is not RequestStatus.RUNNING:
@@ -233,7 +233,7 @@ class RequestTable:
             method(request, self.now)
 
     def release_rows(self, requests: list[Request], publish: bool = True) -> None:
-        """Take running requests off their rows and free their blocks. Their next place is the caller's to choose."""
+        """Take running requests off their rows and free their blocks. The caller chooses their next place."""
         if not requests:
             return
         batch = self._batch
@@ -246,7 +246,7 @@ class RequestTable:
         batch.leave(requests, self._steps.newest_step_id)
 
     def disown_steps_in_flight(self, request: Request) -> None:
-        """What steps in flight still compute for a request without a row is dropped."""
+        """Drop what steps in flight still compute for a request without a row."""
         state = request._state
         state.serial = self.next_serial
         self.next_serial += 1
@@ -255,7 +255,7 @@ class RequestTable:
     # ------------------------------------------------------------------ finished, and reported
 
     def finish(self, ends: list[End]) -> None:
-        """From wherever they are; their blocks are free at once, but for those that a device uses."""
+        """Finish requests in any place; their blocks are free at once, except those that a device uses."""
         running = [end for end in ends if end.request._state.status is RequestStatus.RUNNING]
         sound = [end.request for end in running if end.reason is not FinishReason.ERROR]
         if self._transfers is not None:
@@ -275,7 +275,7 @@ class RequestTable:
                 method(request, self.now)
 
     def take_reports(self) -> tuple[Sequence[Request], Sequence[Request]]:
-        """(preempted, finished), for an output; the ids of the finished are free from now on."""
+        """(preempted, finished), for an output; the ids of finished requests are free from now on."""
         preempted, finished = self.preempted, self.finished
         if not preempted and not finished:
             return (), ()
@@ -286,7 +286,7 @@ class RequestTable:
         return preempted, finished
 
     def repeat_reports(self, void: list[StepRecord]) -> None:
-        """The outputs of these steps are void, newest first: the next one reports again what they reported."""
+        """The outputs of these steps, newest first, are void: the next one reports again what they reported."""
         outputs = [record.output for record in reversed(void) if record.output is not None]
         self.preempted = _distinct([*(request for output in outputs for request in output.preempted), *self.preempted])
         self.finished = _distinct([*(request for output in outputs for request in output.finished), *self.finished])
@@ -299,7 +299,7 @@ class RequestTable:
         self._num_losses += len(requests)
         for index, request in enumerate(requests):
             state = request._state
-            state.loss_number = self._num_losses - index  # of several, the first comes back first
+            state.loss_number = self._num_losses - index  # of several, the first resumes first
             state.lost_tokens = min(state.num_computed_tokens, state.num_tokens)
             state.leave_row(0, state.num_pending)
             if cause is not None:
@@ -331,12 +331,12 @@ class RequestTable:
             method(request, self.now)
 
     def _unpark(self, request: Request) -> None:
-        """A parked request is again what it was: new, or preempted if it ever ran."""
+        """A parked request gets its former status: waiting, or preempted if it ever ran."""
         state = request._state
         state.transition(RequestStatus.PREEMPTED if state.serial else RequestStatus.WAITING)
 
     def _leave_place(self, request: Request) -> None:
-        """Out of the queue, or from where it is parked."""
+        """Remove a request from the queue, or from the parked ones."""
         self._let_go(request)
         if request._state.status.is_parked:
             del self.parked[request.request_id]
@@ -344,13 +344,13 @@ class RequestTable:
             self.leave_queue(request)
 
     def _let_go(self, request: Request) -> None:
-        """It gives up the blocks that it holds without a row."""
+        """Release the blocks that it holds without a row."""
         if request._state.holding is not None:
             assert self._transfers is not None
             self._transfers.let_go(request)
 
     def _hold_what_is_sent(self, requests: list[Request], transfers: Transfers) -> None:
-        """Before their rows are released: blocks that are still being sent stay as they are."""
+        """Before their rows are released: hold blocks that are still being sent."""
         for request in requests:
             row = request._state.row
             assert row is not None
@@ -360,5 +360,5 @@ class RequestTable:
 
 
 def _distinct(requests: Iterable[Request]) -> list[Request]:
-    """Each once, in the order of the first time."""
+    """Each once, in the order of first occurrence."""
     return list(dict.fromkeys(requests))

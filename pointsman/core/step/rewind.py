@@ -1,4 +1,4 @@
-"""Taking back steps that could not be executed."""
+"""How are steps rolled back that could not be executed?"""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def take_back(
     encoder: EncoderCache | None,
     loading: Loading | None,
 ) -> None:
-    """Take back these steps, which are in flight no longer, newest first."""
+    """Roll back these steps, which are no longer in flight, newest first."""
     for record in void:
         rewind(record, batch, kv, table)
         if loading is not None:
@@ -34,7 +34,7 @@ def take_back(
 
 
 def rewind(record: StepRecord, batch: Batch, kv: KVCacheManager, table: RequestTable) -> None:
-    """Take back one void step; later ones have been taken back already."""
+    """Roll back one void step; later ones are rolled back already."""
     kv.undo(record.journal)
     output = record.output
     assert output is not None
@@ -51,5 +51,5 @@ def rewind(record: StepRecord, batch: Batch, kv: KVCacheManager, table: RequestT
             batch.set_prefilling(request.row)  # its first sample since the admission is void
     for index in (~live & (pending > 0)).nonzero()[0].tolist():
         request = output.requests[index]
-        if request.serial == output.serials[index]:  # preempted or parked since: its samples will never come
+        if request.serial == output.serials[index]:  # preempted or parked since: its samples will never arrive
             request._state.settle_pending(int(pending[index]))

@@ -1,17 +1,17 @@
-"""Part 2 of the step: how the running requests advance, for all rows at once.
+"""Part 2 of the step: how many tokens does each running request advance? Computed for all rows at once.
 
-What a row wants is `num_tokens + num_pending - num_computed_tokens`: its known tokens and the samples in flight, less
-what is computed; and beside that its drafts, if some wait (`drafts.py`). Three ways lead to what it gets, each only
-where the one before does not apply:
+A row wants `num_tokens + num_pending - num_computed_tokens` tokens: known tokens and samples in flight, less computed
+ones; and its waiting drafts (`drafts.py`). What it gets is computed in one of three ways, each only where the one
+before does not apply:
 
     steady    every row decodes one token, and verifies its drafts if it has some: no flags, budget and blocks suffice
     at once   limits, the budget by one cumulative sum, one `grow` for all rows that lack blocks
-    again     blocks run out: a request is preempted, and the rest is recomputed, steady or at once
+    again     blocks run out: a request is preempted, and the other rows are recomputed, steady or at once
 
-Where `shortage` is "in-order" or "look-ahead", `InOrder` takes the place of the last: rows get their tokens and blocks
-one after the other, as in the systems that the presets are named after. There a row keeps what it got, blocks that a
-victim gives back help only the row that asks and those behind it, and when the row that asks is itself preempted, none
-behind it runs in this step. The walk is taken only if blocks run out; while they suffice, both come to the same.
+Where `shortage` is "in-order" or "look-ahead", `InOrder` replaces the last: rows get their tokens and blocks one after
+the other, as in the systems that the presets are named after. There a row keeps what it got, blocks that a victim
+releases help only the row that asks and those behind it, and when the row that asks is itself preempted, none behind
+it runs in this step. The walk is used only if blocks run out; while they suffice, both give the same result.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Preempt(Protocol):
 
 @dataclass(slots=True)
 class Advance:
-    """What the running rows do in a step: the first part of a `SchedulerOutput`, field by field."""
+    """What the running rows compute in a step: the first part of a `SchedulerOutput`, field by field."""
 
     requests: tuple[Request, ...]
     rows: Int64Array
@@ -64,14 +64,14 @@ class Advance:
     preempted: bool
     """Whether a request was preempted for memory."""
     unpublished: Sequence[Request]
-    """Rows that computed prompt tokens, whose blocks are to be published."""
+    """Requests that compute prompt tokens, whose blocks are to be published."""
 
 
 class Running:
     """The running part of a step."""
 
     _replans = True
-    """Whether, when a request is preempted for blocks, what all others get is recomputed, as if it had never run."""
+    """Whether a preemption for blocks recomputes what all other rows get, as if the victim had never run."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Running:
                 return steady
             if in_flight or self._drafts.waiting or not self._replans:
                 break
-            self._free_blocks(preempt)  # which is all that is lacking then
+            self._free_blocks(preempt)  # only blocks can be lacking here
             preempted = True
         return self._advance_general(preempt)
 
@@ -130,18 +130,17 @@ class Running:
         )
 
     def wants(self, *, with_drafts: bool, alone: bool = False) -> tuple[Int64Array, Int64Array]:
-        """[rows] what each row lacks, and what the limits leave of it, before the budget. 0: nothing to do now.
+        """[rows] tokens that each row lacks, and what the limits allow of them, before the budget. 0: nothing to do.
 
-        `with_drafts`: the second, together with the drafts that wait. `alone`: as if no row took anything that another
-        one needs, which is the most that it can be.
+        `with_drafts`: the second includes waiting drafts. `alone`: ignore shared limits, which gives the maximum.
         """
         batch, members = self._batch, self._batch.members
         rows = members.rows
         expected = batch.num_tokens[rows] + batch.num_pending[rows]
         lacks = expected - batch.num_computed_tokens[rows]
-        lacks[expected >= members.token_limit] = 0  # what is in flight brings it to its end
+        lacks[expected >= members.token_limit] = 0  # its last token is in flight
         if self._speculates:
-            np.maximum(lacks, 0, out=lacks)  # drafts in flight: it is not known where the row goes on
+            np.maximum(lacks, 0, out=lacks)  # drafts in flight: it is not known where the row continues
         want = lacks.copy()
         if with_drafts and self._drafts.waiting:
             want += self._drafts.wanted(rows)
@@ -170,7 +169,7 @@ class Running:
     # ------------------------------------------------------------------ steady
 
     def _advance_steady(self, in_flight: bool) -> Advance | None:
-        """Every row decodes one token; None if that is not so after all, with nothing changed."""
+        """Every row decodes one token; None, with nothing changed, if that is not possible."""
         batch, members = self._batch, self._batch.members
         rows = members.rows
         pending = members.zeros
@@ -204,7 +203,7 @@ class Running:
         )
 
     def _free_blocks(self, preempt: Preempt) -> None:
-        """Every row decodes one token, and for some there is no block: one row is preempted."""
+        """Every row decodes one token, and some rows lack a block: preempt one row."""
         batch, rows = self._batch, self._batch.members.rows
         lacking = (batch.num_computed_tokens[rows] >= batch.num_slots[rows]).nonzero()[0]
         self._preempt_for(int(rows[lacking[self._kv.pool.num_free]]), preempt)
@@ -218,7 +217,7 @@ class Running:
         return victim
 
     def _advance_drafts(self) -> Advance | None:
-        """Every row decodes one token, and verifies the drafts that wait for it; None as in `_advance_steady`."""
+        """Every row decodes one token, and verifies its waiting drafts; None as in `_advance_steady`."""
         batch, members, drafts = self._batch, self._batch.members, self._drafts
         rows = members.rows
         total = len(rows) + drafts.waiting
@@ -253,11 +252,11 @@ class Running:
     # ------------------------------------------------------------------ at once
 
     def _advance_general(self, preempt: Preempt) -> Advance:
-        """Limits, budget and blocks for all rows at once; victims leave before anything is committed."""
+        """Limits, budget and blocks for all rows at once; victims are preempted before anything is committed."""
         return self._settle(*self.wants(with_drafts=True), preempt)
 
     def _settle(self, lacks: Int64Array, want: Int64Array, preempt: Preempt) -> Advance:
-        """Share tokens and blocks out among the rows that want some, and commit to it."""
+        """Distribute tokens and blocks among the rows that want some, and commit to it."""
         members = self._batch.members
         granted, needed, block_ids, preempted = self._share_out(lacks, want, preempt)
         return self._commit(members, lacks, granted, needed, block_ids, preempted)
@@ -278,11 +277,11 @@ class Running:
             if not preempted and self._give_up_drafts(members.rows, lacks, want):
                 continue
             victim = self._preempt_for(int(members.rows[end.searchsorted(free, side="right")]), preempt)
-            want[members.rows == victim] = 0  # it gives back what this step had granted to it
+            want[members.rows == victim] = 0  # its share of this step is released
             preempted = True
 
     def _give_up_drafts(self, rows: Int64Array, lacks: Int64Array, want: Int64Array) -> bool:
-        """Blocks are short: lower `want` so that drafts take none of their own. Whether that changed anything."""
+        """Blocks are short: lower `want` so that drafts take no additional blocks. Returns whether it changed."""
         batch = self._batch
         if not self._drafts.waiting:
             return False
@@ -298,7 +297,7 @@ class Running:
         return self._kv.grow(self._batch, members.rows[short], needed[short]) if len(short) else NO_BLOCKS
 
     def _within_budget(self, want: Int64Array) -> Int64Array:
-        """[rows] what the token budget leaves of it, in admission order."""
+        """[rows] `want`, cut to the token budget in admission order."""
         end = np.add.accumulate(want)
         if not len(end) or end[-1] <= self._budget:
             return want
@@ -411,7 +410,7 @@ class InOrder(Running):
         return self._walk(want, preempt)
 
     def _walk(self, want: Int64Array, preempt: Preempt) -> tuple[Int64Array, Int64Array, IntArray, bool]:
-        """Row by row, in admission order, as long as there is budget. Each takes its blocks at once."""
+        """Row by row, in admission order, while budget remains. Each takes its blocks at once."""
         batch, kv, members = self._batch, self._kv, self._batch.members
         position = {row: index for index, row in enumerate(members.rows.tolist())}
         granted = np.zeros_like(want)

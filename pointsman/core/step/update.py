@@ -1,9 +1,9 @@
-"""What came back from the model: it is checked, tokens are appended, stop conditions tested, and what stops finishes.
+"""What came back from the model? The result is checked, tokens are appended, stop conditions tested, requests finished.
 
 In the common case (every row sampled, and all still run) this is one scatter and one vectorised stop test; Python
-loops run only over rows that end or may have sampled one of several stop tokens, rows that repetitions may end, and
-rows whose request lost its row while the step was in flight. A step that verified drafts answers with a run of tokens
-per row, and is as vectorised.
+loops run only over rows that finish or may have sampled one of several stop tokens, rows that repetitions may finish,
+and rows whose request lost its row while the step was in flight. A step that verified drafts yields a run of tokens per
+row, and is as vectorised.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from pointsman.core.step.request_table import End, RequestTable
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
-Ends = list[tuple[int, End]]  # (row index in the output, how it ended)
+Ends = list[tuple[int, End]]  # (row index in the output, how it finishes)
 _row_index = itemgetter(0)
 
 
 def stop_condition(request: Request, num_tokens: int, token_id: int) -> End | None:
-    """Whether a request ends with `token_id`, its `num_tokens`th token: first by a stop token, then by length, then by
-    a repetition."""
+    """Whether a request finishes with `token_id`, its `num_tokens`th token: by a stop token, else by length, else by a
+    repetition."""
     state = request._state
     watch = state.repetition_watch
     pattern_size = watch.observe(token_id) if watch is not None else None
@@ -74,8 +74,7 @@ class Update:
         self._transfers = transfers
 
     def append(self, step: StepRecord, output: SchedulerOutput, result: StepResult) -> tuple[UpdateFields, Ends]:
-        """Parts 1 and 2: check the result of the oldest step in flight, append its tokens, and find the requests that
-        stop with them.
+        """Parts 1 and 2: check the result of the oldest step in flight, append its tokens, and find requests that stop.
 
         Raises:
             StepResultError: the result does not fit the output; nothing was applied.
@@ -97,7 +96,7 @@ class Update:
         return UpdateFields(token_ids, members.ones), ends
 
     def finish(self, update: UpdateFields, ends: Ends) -> None:
-        """Part 3: requests that stop finish, and their blocks are free; those with further parts of a prompt go on."""
+        """Part 3: finish requests that stop, and free their blocks; those with further prompt parts continue."""
         ends.sort(key=_row_index)
         over: list[End] = []
         parts: list[Request] = []
@@ -120,7 +119,7 @@ class Update:
         num_tokens: Int64Array,
         done: npt.NDArray[np.bool_],
     ) -> Ends:
-        """Which requests stop after an append to live rows: some of those `done` or with unusual stop conditions."""
+        """Which requests stop after an append to live rows: candidates are `done` or have unusual stop conditions."""
         batch = self._batch
         if batch.stop_filter.num_rows:
             done |= batch.stop_filter.may_stop(token_ids)
@@ -168,7 +167,7 @@ class Update:
     def _append_drafted(
         self, step: StepRecord, output: SchedulerOutput, result: StepResult
     ) -> tuple[UpdateFields, Ends]:
-        """The step verified drafts: each row that samples has a run of tokens, of which those up to a stop count."""
+        """The step verified drafts: each row that samples has a run of tokens, which is cut at a stop."""
         members = step.members
         if members is None or members is not self._batch.members or result.errors:
             return self._append_some_drafted(step, output, result)
@@ -204,7 +203,7 @@ class Update:
         return UpdateFields(token_ids, kept), ends
 
     def _append_runs(self, live: Members, drafts: IntArray, runs: Runs) -> tuple[Runs, Ends]:
-        """Append the runs of live rows up to their stops. Returns what counts of them, and which requests stop."""
+        """Append the runs of live rows up to their stops. Returns the appended runs, and which requests stop."""
         batch, rows = self._batch, live.rows
         num_tokens = batch.num_tokens[rows]
         num_tokens += runs.counts
@@ -214,8 +213,8 @@ class Update:
         if done is not None and np.count_nonzero(done):
             runs, ends = _cut_at_stops(live.requests, num_tokens, runs, done)
             num_tokens -= sampled - runs.counts
-            sampled = np.minimum(sampled, runs.counts + 1)  # a draft that ends its request was accepted
-        if self._is_last():  # then all is known
+            sampled = np.minimum(sampled, runs.counts + 1)  # a draft that finishes its request was accepted
+        if self._is_last():  # then nothing of these rows is in flight
             batch.num_computed_tokens[rows] = num_tokens - ONE
             batch.num_pending[rows] = ZERO
         else:
@@ -226,7 +225,7 @@ class Update:
         return runs, ends
 
     def _may_be_done(self, live: Members, runs: Runs, num_tokens: Int64Array) -> npt.NDArray[np.bool_] | None:
-        """[s] which rows may end with their runs, by which they come to `num_tokens`; None: none of them."""
+        """[s] which rows may finish with their runs, which bring them to `num_tokens`; None: none of them."""
         batch = self._batch
         found = []
         if batch.may_end(1 + batch.max_drafts):
@@ -255,7 +254,7 @@ class Update:
     # ------------------------------------------------------------------ parts
 
     def _is_last(self) -> bool:
-        """Whether no step behind the one that is updated is in flight."""
+        """Whether no step after the updated one is in flight."""
         return len(self._steps.records) == 1
 
     def _deliver(self, request: Request, token_id: int) -> End | None:
@@ -265,7 +264,7 @@ class Update:
         return stop_condition(request, request.num_tokens, token_id)
 
     def _completions(self, output: SchedulerOutput, result: StepResult) -> Ends:
-        """Requests that sample nothing, and whose prompts are computed now."""
+        """Requests that sample nothing, and whose prompts are now computed."""
         ends: Ends = []
         for index in output.completes.tolist():
             request = output.requests[index]
@@ -279,7 +278,7 @@ class Update:
         return ends
 
     def _errors(self, output: SchedulerOutput, result: StepResult) -> Ends:
-        """Rows that failed on their own: what they wrote in this step and since is not to be found again."""
+        """Rows that failed on their own: what they wrote in this step and since is removed from the caches."""
         ends: Ends = []
         holders = [] if self._transfers is None else self._transfers.holders()
         readers = [*self._batch.members.requests, *holders] if result.errors else []
@@ -298,7 +297,7 @@ def _cut_at_stops(
 ) -> tuple[Runs, Ends]:
     """The runs up to their stops, and which requests stop with them; only those that are `done` may have one.
 
-    `num_tokens` are those of the requests with their whole runs.
+    `num_tokens` are the requests' tokens with their whole runs.
     """
     ends: Ends = []
     lengths = runs.counts.copy()
@@ -310,7 +309,7 @@ def _cut_at_stops(
 
 
 def _cut_at_stop(request: Request, num_tokens: int, run: list[int]) -> tuple[int, End | None]:
-    """How many tokens of a run behind the first `num_tokens` of its request count: those up to the one that ends it."""
+    """How many tokens of a run after the first `num_tokens` of its request are kept: up to the one that finishes it."""
     for length, token_id in enumerate(run, start=1):
         end = stop_condition(request, num_tokens + length, token_id)
         if end is not None:
@@ -325,7 +324,7 @@ RUN_TOKENS = "{} token(s) are what counts says"
 
 
 def checked_tokens(result: StepResult, expected: int, wanted: str = ROW_TOKENS) -> Int32Array:
-    """The result's tokens, `expected` of them, as an array of its own; `wanted` says why so many."""
+    """The result's `expected` tokens as a new array; `wanted` gives the reason for their number."""
     return flat_tokens(result.token_ids, expected, wanted, "was sampled", StepResultError)
 
 
@@ -367,11 +366,11 @@ def checked_run_per_row(output: SchedulerOutput, result: StepResult) -> Runs:
     if given.shape == drafts.shape and given.dtype.kind in "iu":
         counts: Int64Array = given.astype(INT64)
         rejected = drafts - counts  # and one less
-        # Where the least stands is found in a fraction of the time of `any`.
+        # `argmin` takes a fraction of the time of `any`.
         if rejected.item(rejected.argmin()) >= -1 and counts.item(counts.argmin()) >= 1:
             ends = np.add.accumulate(counts)
             return Runs(counts, ends, checked_tokens(result, ends.item(-1), RUN_TOKENS))
-    return checked_runs(output, result)[1]  # says what is wrong, if something is
+    return checked_runs(output, result)[1]  # reports what is wrong, if anything is
 
 
 def _expected(output: SchedulerOutput, result: StepResult) -> npt.NDArray[np.bool_]:

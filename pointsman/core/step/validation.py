@@ -1,4 +1,4 @@
-"""Can this request ever run? Decided once, when it is added, with the numbers and the remedy."""
+"""Can this request ever run? Decided once, when it is added; a refusal gives the numbers and the remedy."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def too_long(config: SchedulerConfig, request: Request, length: int, max_tokens:
 
 
 def settle_limits(config: SchedulerConfig, request: Request) -> str | None:
-    """Fix at how many tokens the request ends, and how it is watched until then; why it can never run, or None."""
+    """Set the token limit of the request, and its repetition watch; why it can never run, or None."""
     prompt = request.num_prompt_tokens
     why = too_long(config, request, prompt, request.max_tokens)
     if why is not None:
         return why
-    is_new = request.serial == 0  # others may be computed in chunks
+    is_new = request.serial == 0  # one admitted before may be computed in chunks
     if is_new and not config.enable_chunked_prefill and prompt > config.max_num_batched_tokens:
         return (
             f"the prompt has {prompt} tokens, more than max_num_batched_tokens {config.max_num_batched_tokens}, and "
@@ -56,7 +56,7 @@ def settle_limits(config: SchedulerConfig, request: Request) -> str | None:
     if why is not None:
         return why
     if request.max_tokens == 0:
-        # That its prompt is computed counts as its one sample: with it in flight, it wants nothing more.
+        # The computed prompt counts as its one sample: with it in flight, it wants no more tokens.
         request._state.token_limit, request._state.limit_detail = prompt + 1, "max_tokens"
         return None
     bounds = [(prompt + request.max_tokens, "max_tokens"), (config.max_model_len, "max_model_len")]
@@ -98,14 +98,14 @@ def encoder_inputs_fit(config: SchedulerConfig, inputs: Sequence[EncoderInput], 
 
 
 def refused(request: Request, why: str) -> RequestRefused:
-    """End a request that can never run; returns the error that says so."""
+    """Finish a request that can never run; returns the error to raise."""
     request._state.transition(RequestStatus.FINISHED_REFUSED)
     request._state.finish_reason, request._state.finish_detail = FinishReason.REFUSED, why
     return RequestRefused(f"request {request.request_id!r} refused: {why}")
 
 
 def checked_end(request_id: str, reason: FinishReason, keep_tokens: int | None) -> FinishReason:
-    """The reason for which a host ends a request.
+    """The reason for which a host finishes a request.
 
     Raises:
         InvalidTransition: an accepted request cannot be refused.
