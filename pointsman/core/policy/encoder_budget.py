@@ -122,6 +122,10 @@ class EncoderCache(Limit):
             if item.end > start and item not in held:
                 self._hold(request, index, item)
 
+    def horizon(self, num_steps: int) -> int:
+        """None: every step has the whole budget again, and returns embeddings that rows have passed."""
+        return 0
+
     def can_start_beside(self, request: Request, batch: Batch, rows: Int64Array, want: Int64Array) -> bool:
         """Whether a request is sure to compute a token although these rows compute all that they want."""
         plan = _Plan(self)

@@ -122,6 +122,7 @@ class Admission:
         self.pause: Pause | None = None
         """The operator's pause; None: not paused."""
         self._kept: _KeptVerdict | None = None
+        self._newly_deferred: list[tuple[Request, Deferral]] = []
         self._batch_forms = True  # static: only the token budget kept the last step from admitting more
 
     # ------------------------------------------------------------------ the queue
@@ -179,6 +180,8 @@ class Admission:
             self._return_skipped(skipped, len(admitted))
         if admitted:
             batch.join([entry.row for entry in admitted], [entry.request for entry in admitted])
+        if self._newly_deferred:
+            self._report_deferrals(now)
 
     def _closed(self, preempted: bool) -> Reason | None:
         """Why this step admits no request at all."""
@@ -208,9 +211,14 @@ class Admission:
             return
         state.deferred_since = step.now
         if self._events.deferred:
-            holder = self._events.find_holder(request, verdict.reason)
-            event = Deferred(request, verdict.reason, verdict.missing, holder, step.now)
-            send(self._events.deferred, event)
+            self._newly_deferred.append((request, verdict))
+
+    def _report_deferrals(self, now: float) -> None:
+        """Once those that this step admits run: they may be what the deferred ones wait for."""
+        for request, (reason, missing, _) in self._newly_deferred:
+            holder = self._events.find_holder(request, reason)
+            send(self._events.deferred, Deferred(request, reason, missing, holder, now))
+        self._newly_deferred.clear()
 
     def _start(self, request: Request, grant: Grant, step: StepRecord) -> AdmittedRequest:
         """Admit one request: blocks, a row, its first chunk."""

@@ -9,7 +9,7 @@ import pointsman.core.step.update as update_module
 from pointsman.core import Request, RequestStatus
 from pointsman.core.state.batch import STOP_FILTER_SIZE, StopFilter
 
-from .helpers import Host
+from ..helpers import Host
 
 
 def test_it_misses_no_stop_token_and_lets_others_pass() -> None:

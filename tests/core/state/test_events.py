@@ -1,0 +1,175 @@
+"""What a listener is told: every decision, once, in its order, and what a step took and gave back."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+
+from pointsman.core import (
+    Listener,
+    ParkReason,
+    PreemptionCause,
+    Reason,
+    Request,
+    RequestRefused,
+    SchedulerOutput,
+    StepDecision,
+    StepUpdate,
+)
+from pointsman.core.state.events import Admitted, Call, Deferred, Preempted
+
+from ..helpers import Host
+
+
+class Notes(Listener):
+    """Keeps what it is told as (kind, request, detail)."""
+
+    wants_blocks = True
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+        self.calls: list[str] = []
+        self.steps: list[StepDecision] = []
+        self.num_updates = 0
+
+    def on_call(self, event: Call) -> None:
+        self.calls.append(event.name)
+
+    def on_added(self, request: Request, now: float) -> None:
+        self.told.append(("added", request.request_id))
+
+    def on_refused(self, request: Request, why: str, now: float) -> None:
+        self.told.append(("refused", request.request_id, why))
+
+    def on_queued(self, request: Request, now: float) -> None:
+        self.told.append(("queued", request.request_id))
+
+    def on_parked(self, request: Request, now: float) -> None:
+        self.told.append(("parked", request.request_id, request.status.value))
+
+    def on_deferred(self, event: Deferred) -> None:
+        self.told.append(("deferred", event.request.request_id, event.reason, event.missing, event.holder))
+
+    def on_admitted(self, event: Admitted) -> None:
+        self.told.append(("admitted", event.request.request_id, event.resumed, event.num_cached_tokens))
+
+    def on_preempted(self, event: Preempted) -> None:
+        told = ("preempted", event.request.request_id, event.cause, event.num_lost_tokens, event.num_cached_tokens)
+        self.told.append(told)
+
+    def on_rolled_back(self, request: Request, now: float) -> None:
+        self.told.append(("rolled back", request.request_id))
+
+    def on_finished(self, request: Request, now: float) -> None:
+        self.told.append(("finished", request.request_id, request.finish_reason))
+
+    def on_step(self, step: StepDecision) -> None:
+        self.steps.append(step)
+
+    def on_update(self, output: SchedulerOutput, update: StepUpdate, now: float) -> None:
+        self.num_updates += 1
+
+
+def listened(**config: Any) -> tuple[Host, Notes]:
+    host, notes = Host(**config), Notes()
+    host.scheduler.add_listener(notes)
+    return host, notes
+
+
+def test_a_request_is_followed_from_its_arrival_to_its_end() -> None:
+    host, notes = listened(max_num_seqs=1)
+    host.add("a", 4, max_tokens=2)
+    host.add("b", 4, max_tokens=1, park=ParkReason.GRAMMAR)
+    with pytest.raises(RequestRefused):
+        host.add("c", 100)
+    host.ready("b")
+    host.run_to_end()
+    assert [entry[:2] for entry in notes.told] == [
+        ("added", "a"),
+        ("queued", "a"),
+        ("added", "b"),
+        ("parked", "b"),
+        ("refused", "c"),
+        ("queued", "b"),
+        ("admitted", "a"),
+        ("deferred", "b"),
+        ("finished", "a"),
+        ("admitted", "b"),
+        ("finished", "b"),
+    ]
+    assert ("deferred", "b", Reason.SEQUENCE_LIMIT, 1, "a") in notes.told, "once, though it waited for two steps"
+    assert notes.calls[:4] == ["add", "add", "ready", "schedule"] and notes.num_updates == notes.calls.count("update")
+
+
+def test_a_preemption_names_its_cause_what_is_lost_and_what_is_still_cached() -> None:
+    host, notes = listened(num_blocks=6, full_sequence_must_fit=False, max_model_len=24)
+    host.add("a", 8, max_tokens=9)
+    host.add("b", 8, max_tokens=9)
+    host.run_to_end()
+    lost = [entry for entry in notes.told if entry[0] == "preempted"]
+    assert len(lost) == host.stats().num_preemptions > 0
+    for _, name, cause, num_lost, num_cached in lost:
+        assert (name, cause) == ("b", PreemptionCause.MEMORY)
+        assert 0 < num_cached <= num_lost and num_cached % 4 == 0, "its full blocks are found until they are evicted"
+    assert ("admitted", "b", True) in [entry[:3] for entry in notes.told]
+
+
+def test_causes_of_preemption_are_told_apart() -> None:
+    host, notes = listened(max_num_seqs=1, order="priority")
+    host.add("a", 4, priority=5)
+    host.step()
+    host.add("urgent", 4, priority=1, max_tokens=9)
+    host.step()
+    host.park("urgent")
+    host.step()
+    host.reset_prefix_cache(preempt_running=True)
+    causes = [(entry[1], entry[2]) for entry in notes.told if entry[0] == "preempted"]
+    expected = [("a", PreemptionCause.DISPLACED), ("urgent", PreemptionCause.PARKED), ("a", PreemptionCause.RESET)]
+    assert causes == expected
+
+
+def test_a_failed_step_rolls_admissions_back() -> None:
+    host, notes = listened()
+    host.add("a")
+    host.fail(host.schedule())
+    assert [entry[0] for entry in notes.told] == ["added", "queued", "admitted", "rolled back"]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_steps_take_less_what_they_give_back_is_what_is_held(seed: int) -> None:
+    """Over a random run with preemptions, aborts and shared prefixes, in references to blocks."""
+    random = Random(seed)
+    host, notes = listened(num_blocks=12, max_model_len=32, full_sequence_must_fit=False)
+    beginning = host.prompt(8)
+    held = 0
+    for index in range(120):
+        if random.random() < 0.5:
+            prompt = beginning[: random.randint(1, 8)] + host.prompt(random.randint(1, 8))
+            host.add(f"r{index}", prompt, max_tokens=random.randint(1, 12))
+        running = list(host.scheduler._batch.members.requests)
+        if running and random.random() < 0.1:
+            host.abort(random.choice(running).request_id)
+        output = host.schedule()
+        held += len(output.block_ids) - sum(map(len, notes.steps[-1].returned_blocks))
+        batch = host.scheduler._batch
+        assert held == batch.num_slots[batch.members.rows].sum() // 4
+        host.update(output)
+    assert host.stats().num_preemptions > 0
+
+
+def test_a_listener_that_is_removed_hears_nothing() -> None:
+    host, notes = listened()
+    host.scheduler.remove_listener(notes)
+    host.add("a", max_tokens=1)
+    host.run_to_end()
+    assert not notes.told and not notes.calls and not notes.steps
+    assert host.scheduler._kv.returned is None
+
+
+def test_who_overrides_nothing_is_not_called() -> None:
+    host = Host()
+    before = host.scheduler._events.finished
+    host.scheduler.add_listener(Listener())
+    assert host.scheduler._events.finished == before
