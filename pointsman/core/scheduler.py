@@ -199,15 +199,19 @@ class Scheduler:
             raise self._steps.not_the_oldest(output)
         step = records[0]
         self._table.now = now
-        fields, ends = self._update.append(step, output, result)  # check the result, append tokens, find stops
+        # 1. Append and 2. stop: the result is checked, its tokens appended, stop conditions tested (`step/update.py`).
+        fields, ends = self._update.append(step, output, result)
+        # 3. Free: requests that stop finish, and give back their blocks.
         if ends:
-            self._update.finish(fields, ends)  # finish requests, free their blocks
+            self._update.finish(fields, ends)
+        # 4. Close: the step is over, and rows that waited for it may be reused.
         records.popleft()
         self._drafts.last_updated_step = step.step_id
         if self._batch.fenced_rows:
             self._batch.fence_passed(step.step_id)
         if not records:
             self._kv.journal = None
+        # 5. Report, read-only.
         fields.token_ids.setflags(False)  # type: ignore[call-arg]
         sealed: Any = fields
         sealed.__class__ = StepUpdate  # complete: see `state/sealed.py`

@@ -3,6 +3,7 @@
 A frozen dataclass assigns each field through `object.__setattr__`, which for an output of 25 fields takes a third of a
 step. Here an object is built as an instance of a plain class with slots, and when it is complete its class is changed
 to the sealed subclass, which only refuses assignments. Reading a field remains a plain read of a slot.
+What a host may write is said in `core/scheduler.py`.
 """
 
 from __future__ import annotations

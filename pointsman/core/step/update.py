@@ -133,6 +133,7 @@ class Update:
         return ends
 
     def _append_some(self, step: StepRecord, output: SchedulerOutput, result: StepResult) -> tuple[UpdateFields, Ends]:
+        """As `append`, if not every row samples, a request has lost its row since, or rows failed on their own."""
         sampled, token_ids = checked_samples(output, result)
         step.is_over = True
         batch = self._batch
@@ -180,6 +181,7 @@ class Update:
     def _append_some_drafted(
         self, step: StepRecord, output: SchedulerOutput, result: StepResult
     ) -> tuple[UpdateFields, Ends]:
+        """As `_append_some`, where drafts were verified."""
         at, runs = checked_runs(output, result)
         step.is_over = True
         ends = self._errors(output, result) + self._completions(output, result)
