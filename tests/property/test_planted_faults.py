@@ -730,7 +730,7 @@ def passed_over_returns_behind_the_next(patch: Patch) -> None:
 def cap_is_off_by_one(patch: Patch) -> None:
     def init(original: Any, slots: Any, config: Any) -> None:
         original(slots, config)
-        slots._num_slots += 1
+        slots.num_slots += 1
 
     around(patch, "AdapterSlots.__init__", init)
 

@@ -29,7 +29,7 @@ class AdapterSlots(Gate):
     """Which adapters run, and which requests may join them."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self._num_slots = config.max_loras
+        self.num_slots = config.max_loras
         self._max_overtakes = config.max_overtakes
         self._num_rows: dict[Adapter, int] = {}
         self._claims: set[Adapter] = set()
@@ -51,7 +51,7 @@ class AdapterSlots(Gate):
         if adapter in self._num_rows:
             if not self._claims or request.status is RequestStatus.PREEMPTED or adapter not in self._retiring():
                 return want
-        elif len(self._num_rows) < self._num_slots:
+        elif len(self._num_rows) < self.num_slots:
             return want
         elif request.num_overtaken >= self._max_overtakes:
             self._claims.add(adapter)
@@ -83,7 +83,7 @@ class AdapterSlots(Gate):
         if no slot can be freed.
         """
         adapter = request.adapter
-        if adapter is None or adapter in self._num_rows or len(self._num_rows) < self._num_slots:
+        if adapter is None or adapter in self._num_rows or len(self._num_rows) < self.num_slots:
             return []
         users: dict[Adapter, list[int]] = {}
         for index in may_leave:

@@ -71,9 +71,11 @@ class Gates:
         partial = [] if partial_prefills is None else [partial_prefills]
         self.after_lookup: list[Gate] = [budget, *limits, *partial, reserves]
         self.all: list[Gate] = [adapters, *self.after_lookup]
-        # Only gates that override the method are called.
-        self.commits = [gate.commit for gate in self.all if type(gate).commit is not Gate.commit]
-        self.openers = [gate.open_queue for gate in self.all if type(gate).open_queue is not Gate.open_queue]
+        # Only gates that override the method are called, and adapters only if there are any.
+        used = self.all if adapters.num_slots else self.after_lookup
+        self.commits = [gate.commit for gate in used if type(gate).commit is not Gate.commit]
+        self.releases = [gate.release for gate in used if type(gate).release is not Gate.release]
+        self.openers = [gate.open_queue for gate in used if type(gate).open_queue is not Gate.open_queue]
         self.load_followers = [gate.open_step for gate in self.all if type(gate).open_step is not Gate.open_step]
 
 
@@ -112,7 +114,7 @@ class Admission:
         self._running = running
         self._table = table
         self.gates = gates
-        self._openers = gates.openers
+        self._openers, self._commits, self._gates = gates.openers, gates.commits, gates.after_lookup
         self._mean = gates.reserves.mean
         self._events = events
         self._transfers = transfers
@@ -225,7 +227,7 @@ class Admission:
         kv, batch, state = self._kv, self._batch, request._state
         status, serial = state.status, state.serial
         blocks = kv.admit(request, grant.match, grant.num_new_blocks)
-        for commit in self.gates.commits:
+        for commit in self._commits:
             commit(request, grant.num_cached_tokens, grant.num_tokens)
         if grant.num_external_tokens or state.holding is not None:
             assert self._loading is not None
@@ -291,7 +293,7 @@ class Admission:
             return self._judge_load(request, start, match, external, key)
         known = state.num_tokens
         want = known - start
-        for gate in self.gates.after_lookup:
+        for gate in self._gates:
             answer = gate.check(request, start, want, view)
             if isinstance(answer, Deferral):
                 self._keep(request, gate, key)

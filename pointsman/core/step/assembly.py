@@ -94,7 +94,7 @@ def assemble(
     )
     queue = make_order(config.order)
     running = make_running(config, batch, kv, gates.limits, make_victim(config, queue.name), drafts)
-    table = RequestTable(batch, kv, queue, gates.all, steps, events, transfers)
+    table = RequestTable(batch, kv, queue, gates.releases, steps, events, transfers)
     table.next_serial = start.serial
     loading = make_loading(config, kv, table, transfers, events)
     admission = Admission(config, batch, kv, running, table, gates, events, transfers, loading)

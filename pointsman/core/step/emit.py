@@ -117,17 +117,27 @@ class Emission:
             record.loads,
             self._kv.take_saves(),
         )
-        # Each a third of the time that the keyword takes, which the types demand.
+        # Arrays made for this output; those that steps share are flagged where they are made. By position, in a third
+        # of the time of the keyword, which the types demand.
         advance.num_computed_tokens.setflags(False)  # type: ignore[call-arg]
         if len(block_ids):
             block_ids.setflags(False)  # type: ignore[call-arg]
             advance.block_rows.setflags(False)  # type: ignore[call-arg]
         if advance.num_scheduled_tokens is not members.ones:
-            set_writeable(advance.num_scheduled_tokens, False)
-            set_writeable(advance.num_draft_tokens, False)
-            set_writeable(advance.draft_token_ids, False)
+            advance.num_scheduled_tokens.setflags(False)  # type: ignore[call-arg]
+            advance.num_draft_tokens.setflags(False)  # type: ignore[call-arg]
+            advance.draft_token_ids.setflags(False)  # type: ignore[call-arg]
         if samples is not members.trues:
-            _make_read_only(fields)
+            set_writeable(samples, False)
+            if completes is not _NO_INTS:
+                set_writeable(completes, False)
+            if advance.rows is not members.rows:
+                set_writeable(advance.rows, False)
+                set_writeable(advance.serials, False)
+            if record.admitted:
+                set_writeable(cached, False)
+                set_writeable(external, False)
+                set_writeable(resumed, False)
         fields.__class__ = SchedulerOutput  # complete: see `sealed.py`
         output: SchedulerOutput = fields
         record.output = output
@@ -185,20 +195,6 @@ class Emission:
         self._unsynced -= set(advance.serials.tolist())
         self._resync = bool(self._unsynced)
         return self._kv.tables(self._batch, advance.rows)
-
-
-def _make_read_only(fields: OutputFields) -> None:
-    """Flag the other arrays of an output whose rows do not all sample."""
-    for array in (
-        fields.rows,
-        fields.serials,
-        fields.samples,
-        fields.completes,
-        fields.num_cached_tokens,
-        fields.num_external_tokens,
-        fields.is_resumed,
-    ):
-        set_writeable(array, False)
 
 
 class LeftOut:

@@ -11,13 +11,12 @@ workers; the id of a finished request is in use until then.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from pointsman.core.errors import DuplicateRequest, InvalidTransition, UnknownRequest
 from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.kv.transfers import Transfers
-from pointsman.core.policy.gate import Gate
 from pointsman.core.state.batch import Batch
 from pointsman.core.state.events import (
     Admitted,
@@ -51,7 +50,7 @@ class RequestTable:
         batch: Batch,
         kv: KVCacheManager,
         queue: Order,
-        gates: Sequence[Gate],
+        releases: Sequence[Callable[[Request], None]],
         steps: StepsInFlight,
         events: Events,
         transfers: Transfers | None,
@@ -61,7 +60,7 @@ class RequestTable:
         self._steps = steps
         self._events = events
         self._transfers = transfers
-        self._release_gates = [gate.release for gate in gates if type(gate).release is not Gate.release]
+        self._releases = releases
         self.now = 0.0
         """The `now` of the current call."""
         self.queue = queue
@@ -203,7 +202,8 @@ class RequestTable:
             looked_up = self._kv.prefix is not None and request.use_prefix_cache
             cached, external = grant.num_cached_tokens, grant.num_external_tokens
             event = Admitted(request, resumed, cached, external, looked_up, self.now)
-            send(self._events.admitted, event)
+            for method in self._events.admitted:
+                method(event)
         return row
 
     def preempt(self, request: Request, cause: PreemptionCause = PreemptionCause.MEMORY) -> None:
@@ -241,7 +241,7 @@ class RequestTable:
             row = request._state.row
             valid = int(min(batch.num_computed_tokens[row], batch.num_tokens[row]))
             self._kv.release(batch, request, num_valid_tokens=valid, publish=publish)
-            for release in self._release_gates:
+            for release in self._releases:
                 release(request)
         batch.leave(requests, self._steps.newest_step_id)
 

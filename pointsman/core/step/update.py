@@ -90,7 +90,8 @@ class Update:
         done = token_ids == members.eos_token_id
         if self._batch.may_end(0):
             done |= num_tokens >= members.token_limit
-        if not (np.count_nonzero(done) or self._batch.stop_filter.num_rows or self._batch.num_watched):
+        any_done = len(done) and done.item(done.argmax())  # in half the time of counting
+        if not (any_done or self._batch.stop_filter.num_rows or self._batch.num_watched):
             return UpdateFields(token_ids, members.ones), []  # as in most steps
         ends = self._find_ends(members.requests, members.rows, token_ids, num_tokens, done)
         return UpdateFields(token_ids, members.ones), ends
