@@ -176,7 +176,7 @@ class Update:
         runs = checked_run_per_row(output, result)
         step.is_over = True
         runs, ends = self._append_runs(members, output.num_draft_tokens, runs)
-        set_writeable(runs.counts, False)
+        runs.counts.setflags(False)  # type: ignore[call-arg]
         return UpdateFields(runs.token_ids, runs.counts), ends
 
     def _append_some_drafted(
