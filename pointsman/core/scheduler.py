@@ -512,7 +512,9 @@ class Scheduler:
     # ------------------------------------------------------------------ listeners and recordings
 
     def add_listener(self, listener: Listener) -> None:
-        """Report every decision to a listener from now on, see `state/events.py`."""
+        """Report every decision to a listener from now on, see `state/events.py`. Adding it twice has no effect."""
+        if listener in self._listeners:
+            return
         self._listeners = (*self._listeners, listener)
         self._events.set([*self._events.listeners, listener])
         if self._events.wants_blocks and self._kv.returned is None:

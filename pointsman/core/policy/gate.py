@@ -145,15 +145,15 @@ class TokenBudget(Gate):
         self._full = config.max_num_batched_tokens
         self._chunked = config.enable_chunked_prefill
         self._first_chunk_only = config.first_chunk_only
-        self._asks_whole = config.admission_charge != "uncached"
+        self.asks_whole = config.admission_charge != "uncached"
         self.required = 0
         """After a deferral: tokens that a step must have left for the request."""
 
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
         budget = view.budget
-        if want <= budget and not self._asks_whole:
+        if want <= budget and not self.asks_whole:
             return want
-        whole = request._state.num_tokens if self._asks_whole else want
+        whole = request._state.num_tokens if self.asks_whole else want
         if whole > budget and self._must_fit(request, budget):
             self.required = min(whole, self._full)
             return Deferral(Reason.BUDGET, whole - budget)
@@ -165,7 +165,7 @@ class TokenBudget(Gate):
 
     def may_have_to_fit(self, request: Request) -> bool:
         """Whether it may have to fit the remaining budget, as if nothing were cached."""
-        return self.must_start_whole(request) or self._first_chunk_only or self._asks_whole
+        return self.must_start_whole(request) or self._first_chunk_only or self.asks_whole
 
     def _must_fit(self, request: Request, budget: int) -> bool:
         """Whether it may not be cut to the remaining `budget`."""

@@ -98,7 +98,6 @@ class Admission:
         self._static = config.batching == "static"
         self._closes_after_preemption = not config.admit_after_preemption
         self._max_rows = config.max_num_seqs if config.batching == "prefill-first" else MAX_INT
-        self.asks_whole = config.admission_charge != "uncached"
         self._charges_whole = config.admission_charge == "whole"
         # With the full sequence reserved, what is required does not depend on the size of the first chunk.
         self._depends_on_chunk = not config.full_sequence_must_fit
@@ -288,7 +287,7 @@ class Admission:
         if isinstance(external, Deferral):
             return external
         start = cached + external.num_tokens
-        view.num_shared_blocks = 0 if self.asks_whole else kv.pool.num_in_use(match.blocks)
+        view.num_shared_blocks = 0 if self.gates.budget.asks_whole else kv.pool.num_in_use(match.blocks)
         if external.is_async:
             return self._judge_load(request, start, match, external, key)
         known = state.num_tokens

@@ -165,7 +165,7 @@ class Trial:
         freed = int(np.count_nonzero(kv.pool.num_references[blocks] == dropped))
         free = kv.pool.num_free + freed - int(self._needed[stays].sum())
         full = kv.blocks_for(head.num_tokens)
-        full -= 0 if self._admission.asks_whole else self._still_held(blocks, dropped)
+        full -= 0 if self._admission.gates.budget.asks_whole else self._still_held(blocks, dropped)
         # The first chunk is assumed to be the whole: blocks that victims publish may make it larger than it is now.
         demand = Demand(full, full, self._owed(stays))
         return free >= self._admission.gates.reserves.required_blocks(head, demand, num_running > 0)

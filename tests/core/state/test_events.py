@@ -173,3 +173,11 @@ def test_who_overrides_nothing_is_not_called() -> None:
     before = host.scheduler._events.finished
     host.scheduler.add_listener(Listener())
     assert host.scheduler._events.finished == before
+
+
+def test_a_listener_that_is_added_twice_is_told_once() -> None:
+    host, notes = listened()
+    host.scheduler.add_listener(notes)
+    host.add("a", max_tokens=1)
+    host.run_to_end()
+    assert [entry[0] for entry in notes.told] == ["added", "queued", "admitted", "finished"]
