@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from pointsman.traces import read_trace
@@ -75,6 +76,11 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[objec
     print(f"\n{title}")
     for row in cells:
         print("  " + "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)).rstrip(), flush=True)
+
+
+def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
+    """The median of the ratios of each pair: both of a pair were measured within a moment."""
+    return median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
 def note(text: str) -> None:

@@ -25,7 +25,7 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-from _common import Targets, argument_parser, at_least_one, finish, note, print_table, run
+from _common import Targets, argument_parser, at_least_one, finish, note, paired_ratio, print_table, run
 from _engine_model import FULL, QUICK, model_directory
 from _pointsman_engine import exactly, open_engine, set_threads, vocabulary_size, watch_begins, watch_passes
 
@@ -125,8 +125,8 @@ def report(name: str, sides: dict[int, Side], targets: Targets) -> dict[str, Any
         for in_flight, s in sides.items()
     ]
     print_table(f"{name}: {ROWS} decodes", ["in flight", "tokens/s", "idle us", "pass us"], rows)
-    throughput = _paired_ratio(two.tokens_per_second, one.tokens_per_second)
-    pause = _paired_ratio(two.pause, one.pause)
+    throughput = paired_ratio(two.tokens_per_second, one.tokens_per_second)
+    pause = paired_ratio(two.pause, one.pause)
     steps = [
         (1 / first - 1 / second) * ROWS
         for first, second in zip(one.tokens_per_second, two.tokens_per_second, strict=True)
@@ -162,11 +162,6 @@ def main() -> int:
     models[shape.name] = report(shape.name, measure(model_directory(shape), num_rounds_large), targets)
     figures = {"quick": quick, "running": ROWS, "models": models}
     return finish("async_scheduling", figures, targets, arguments.check)
-
-
-def _paired_ratio(numerators: list[float], denominators: list[float]) -> float:
-    """The median of the ratios of each pair of turns: both were measured within a moment."""
-    return median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
 if __name__ == "__main__":
