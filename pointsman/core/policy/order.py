@@ -135,16 +135,25 @@ ORDERS: dict[str, type[FirstComeFirstServed]] = {
 }
 
 
+_OF_AN_ORDER = (
+    *("name", "displaces", "push", "pop", "put_back", "peek", "remove", "position"),
+    *("__len__", "__contains__", "__iter__"),
+)
+
+
 def make_order(order: str | Order) -> Order:
     """A new, empty order of the given name, or the object itself.
 
     Raises:
-        ConfigError: no order has that name.
+        ConfigError: no order has that name, or the object lacks a part of the protocol.
     """
     if not isinstance(order, str):
-        needed = ("name", "displaces", "push", "pop", "put_back", "peek", "remove")
-        if not all(hasattr(order, method) for method in needed):
-            raise ConfigError(f"order is {order!r}, neither a name nor an object with the Order protocol")
+        missing = [name for name in _OF_AN_ORDER if not hasattr(order, name)]
+        if missing:
+            raise ConfigError(
+                f"order is {order!r}, neither a name nor an object with the Order protocol: it has no "
+                f"{', '.join(missing)}"
+            )
         return order
     if order not in ORDERS:
         raise ConfigError(f"no order is called {order!r}; choose one of {', '.join(ORDERS)}, or pass an object")

@@ -1,4 +1,7 @@
-"""Which request is preempted when blocks run out? (For a more urgent waiting request: `step/displacement.py`.)
+"""Which request is preempted when blocks run out?
+
+The other causes (`PreemptionCause`) do not ask here: a more urgent waiting request displaces less urgent ones
+(`step/displacement.py`), a host parks the one that it names, and a reset preempts all.
 
 Preemption is by recompute: the request loses its blocks, keeps its tokens, and recomputes them when it is admitted
 again, except those that the prefix cache still holds.

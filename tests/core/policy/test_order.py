@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+import pytest
 
-from pointsman.core import Request, Scheduler
+from pointsman.core import ConfigError, Request, Scheduler
 from pointsman.core.policy.order import FirstComeFirstServed
 from tests.core.helpers import Host, names, small_config
 from tests.soak import short_or_long
@@ -160,3 +161,14 @@ def test_a_user_may_pass_an_order_of_its_own() -> None:
     for request_id in ("a", "b", "c"):
         host.add(request_id, 2, max_tokens=1)
     assert admission_order(host) == ["c", "b", "a"]
+
+
+def test_an_object_that_is_no_whole_order_is_refused_by_what_it_lacks() -> None:
+    class WithoutPosition:
+        name, displaces = "partial", False
+        push = pop = put_back = peek = remove = __len__ = __contains__ = __iter__ = FirstComeFirstServed.push
+
+    with pytest.raises(ConfigError, match=r"it has no position$"):
+        Scheduler(small_config(order=WithoutPosition()))
+    with pytest.raises(ConfigError, match="it has no name, displaces, push"):
+        Scheduler(small_config(order=object()))
