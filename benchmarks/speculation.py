@@ -1,6 +1,7 @@
 """What prompt lookup brings: tokens per second with drafts beside without, on text that repeats itself and on other.
 
-Two engines share a model and take turns at the same requests; with greedy decoding their answers must be equal. Text
+Two engines share a model and serve the same requests, a few steps in turn, each by a clock of its own that stands still
+while the other works: a slow moment of the machine hits both. With greedy decoding their answers must be equal. Text
 that repeats itself is what the models write when each token is the likeliest: small ones soon go round in circles, so
 a lookup finds what comes next, as it does where an answer quotes its prompt. Text that is sampled repeats little, and
 there drafts must not cost much.
@@ -21,7 +22,7 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-from _common import Targets, argument_parser, finish, note, print_table, run
+from _common import Targets, argument_parser, finish, note, paired_ratio, print_table, run
 from _engine_model import FULL, QUICK, model_directory
 from _pointsman_engine import open_engine, set_threads, vocabulary_size
 
@@ -32,6 +33,7 @@ DRAFTS = 8
 PROMPT_TOKENS = 32
 MOST_RUNNING = 8
 WAVES = 2
+STEPS_PER_TURN = 16
 
 
 @dataclass(frozen=True)
@@ -68,25 +70,43 @@ class Side:
     engine: Engine
     tokens_per_second: list[float] = field(default_factory=list)
     answers: list[list[int]] = field(default_factory=list)
+    _seconds: float = 0.0
+    _answers: dict[str, list[int]] = field(default_factory=dict)
+    _begun: int = 0
 
-    def take_turn(self, workload: Workload, prompts: list[list[int]], num_tokens: int) -> None:
+    def begin(self, workload: Workload, prompts: list[list[int]], num_tokens: int) -> None:
         """All requests of a workload, from the start; the computing of the first prompts is not measured."""
-        engine = self.engine
         for seed, prompt in enumerate(prompts[: workload.requests]):
             params = SamplingParams(
                 temperature=workload.temperature, seed=seed, max_tokens=num_tokens, ignore_eos=True, detokenize=False
             )
-            engine.add_request(f"{len(self.tokens_per_second)}-{seed:02}", prompt, params)
-        engine.step()
-        answers: dict[str, list[int]] = {}
-        before, start = engine.counters.num_generated_tokens, perf_counter()
-        while engine.has_unfinished_requests():
-            for output in engine.step():
+            self.engine.add_request(f"{len(self.tokens_per_second)}-{seed:02}", prompt, params)
+        self.engine.step()
+        self._seconds, self._answers = 0.0, {}
+        self._begun = self.engine.counters.num_generated_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated since `begin`."""
+        return self.engine.counters.num_generated_tokens - self._begun
+
+    @property
+    def is_done(self) -> bool:
+        return not self.engine.has_unfinished_requests()
+
+    def take_turn(self) -> None:
+        """A few steps; with the last one the round is over."""
+        start = perf_counter()
+        for _ in range(STEPS_PER_TURN):
+            for output in self.engine.step():
                 if output.finished:
-                    answers[output.request_id] = list(output.outputs[0].token_ids)
-        seconds = perf_counter() - start
-        self.tokens_per_second.append((engine.counters.num_generated_tokens - before) / seconds)
-        self.answers = [answers[name] for name in sorted(answers)]
+                    self._answers[output.request_id] = list(output.outputs[0].token_ids)
+            if self.is_done:
+                break
+        self._seconds += perf_counter() - start
+        if self.is_done:
+            self.tokens_per_second.append(self.num_tokens / self._seconds)
+            self.answers = [self._answers[name] for name in sorted(self._answers)]
 
 
 def measure(
@@ -113,16 +133,17 @@ def measure(
         ]
         vocabulary = vocabulary_size(sides[0].engine)
         prompts = [rng.integers(3, vocabulary, size=PROMPT_TOKENS).tolist() for _ in range(WAVES * MOST_RUNNING)]
-        for turn in range(num_rounds + 1):
-            for side in sides if turn % 2 else reversed(sides):
-                side.take_turn(workload, prompts, num_tokens)
+        for _ in range(num_rounds + 1):
+            for side in sides:
+                side.begin(workload, prompts, num_tokens)
+            while left := [side for side in sides if not side.is_done]:
+                min(left, key=lambda side: side.num_tokens).take_turn()
         plain, drafting = sides
         stats = drafting.engine.scheduler.stats()
-        pairs = zip(drafting.tokens_per_second[1:], plain.tokens_per_second[1:], strict=True)  # the first is warming up
         found[workload.name] = {
-            "plain": median(plain.tokens_per_second[1:]),
+            "plain": median(plain.tokens_per_second[1:]),  # the first is warming up
             "drafting": median(drafting.tokens_per_second[1:]),
-            "ratio": median(a / b for a, b in pairs),
+            "ratio": paired_ratio(drafting.tokens_per_second[1:], plain.tokens_per_second[1:]),
             "acceptance": stats.num_accepted_tokens / max(stats.num_draft_tokens, 1),
             "equal": plain.answers == drafting.answers,
         }
@@ -158,7 +179,7 @@ def main() -> int:
     arguments = parser.parse_args()
     quick = arguments.quick
     shape = QUICK if quick else FULL
-    num_rounds, num_tokens, num_large_tokens = (1, 120, 60) if quick else (4, 400, 100)
+    num_rounds, num_tokens, num_large_tokens = (1, 120, 60) if quick else (3, 400, 100)
     targets = Targets()
     models = {"demo": report("demo", measure("demo", WORKLOADS, num_rounds, num_tokens), targets)}
     note("")
