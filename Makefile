@@ -26,11 +26,11 @@ TESTS_engine := tests/engine
 TESTS_server := tests/server tests/cli tests/benchmarks tests/release tests/test_docs.py tests/test_forking.py
 TESTS_vllm := tests/integrations
 BENCHMARKS_core := scheduler_step prefix_scaling
-BENCHMARKS_engine := static_vs_continuous engine_throughput time_to_first_token step_overhead async_scheduling \
-    speculation kv_transfer
+BENCHMARKS_engine := static_vs_continuous time_to_first_token step_overhead async_scheduling speculation kv_transfer
 BENCHMARKS_server := server_throughput server_overhead server_load server_faults
 BENCHMARKS_vllm := vllm_scheduler vllm_engine
-BENCHMARKS := $(foreach part,$(SOAKS),$(BENCHMARKS_$(part)))
+# Beside three other engines it takes a quarter of an hour by itself: the soak has its quick form, among the tests.
+BENCHMARKS := $(foreach part,$(SOAKS),$(BENCHMARKS_$(part))) engine_throughput
 
 .PHONY: help install serve demo test lint kernels vllm format bench bench-quick soak $(SOAKS:%=soak-%) dist clean
 
