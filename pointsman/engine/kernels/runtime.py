@@ -182,6 +182,11 @@ def largest(values: Any, count: int, start: Any) -> Any:
 # --------------------------------------------------------------------------------------------------- calling them
 
 
+def address_of(arguments: Int64Array) -> int:
+    """Where they are in memory, in a quarter of the time of `arguments.ctypes.data`."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(arguments.data))
+
+
 class Kernel:
     """A compiled kernel.
 
@@ -202,9 +207,9 @@ class Kernel:
         arguments[0] = 0
         parallel = openmp_parallel()
         if num_threads > 1 and parallel is not None:
-            parallel(self.address, arguments.ctypes.data, num_threads, 0)
+            parallel(self.address, address_of(arguments), num_threads, 0)
         else:
-            self._call(arguments.ctypes.data)
+            self._call(address_of(arguments))
 
     def beside(self, meanwhile: Callable[[], None], arguments: Int64Array, num_threads: int) -> None:
         """Run while this thread calls `meanwhile`, and helps where something is left then.
@@ -212,7 +217,7 @@ class Kernel:
         On `num_threads` threads, this one included, or on two if there is a second core. Without other threads, or a
         way to have them begin, `meanwhile` is not called. What it raises is raised when the kernel is done.
         """
-        team, address = max(2, num_threads), arguments.ctypes.data
+        team, address = max(2, num_threads), address_of(arguments)
         begin_and_end = openmp_begin_and_end() if num_threads > 1 or num_cores() > 1 else None
         if begin_and_end is None:
             self(arguments, num_threads)

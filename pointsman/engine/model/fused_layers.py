@@ -2,6 +2,10 @@
 
 Each keeps an array of arguments for its kernel and fills in, call by call, what changes: addresses and the number of
 rows. Kernels read raw memory, so shapes and types that would not fit are errors here.
+
+A step has hundreds of calls, and Python is slow after every product, which leaves nothing of it in the processor's
+caches. So parts call the `forward` of their parts, on which no hooks are set, and keep them in a tuple as well: an
+attribute that is a module is looked up by Python code of PyTorch's.
 """
 
 from __future__ import annotations
@@ -74,16 +78,18 @@ class FusedMLP(nn.Module):
         self._arguments = np.zeros(kernels.GATE_ARGUMENTS, dtype=np.int64)
         self._arguments[4] = gate.out_features
         self._arguments[5] = kernels.ACTIVATIONS.index(activation)
+        self._products = self.gate_up, self.down
 
     def forward(self, x: Tensor) -> Tensor:
         """[1, T, hidden] -> [1, T, hidden]."""
-        both = self.gate_up(x)
+        gate_up, down = self._products
+        both = gate_up.forward(x)
         out = both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
         arguments = self._arguments
         num_rows = both.numel() // both.shape[-1]
         arguments[1], arguments[2], arguments[3] = both.data_ptr(), out.data_ptr(), num_rows
         kernels.gate_kernel(both.dtype)(arguments, kernels.threads_for(num_rows))
-        return self.down(out)  # type: ignore[no-any-return]
+        return down.forward(out)
 
 
 @dataclass(slots=True)
@@ -132,6 +138,7 @@ class FusedAttention(nn.Module):
             arguments[place] = self.qkv.out_features
         arguments[kernels.QUERY_HEAD_STRIDE] = arguments[kernels.KEY_HEAD_STRIDE] = shape.k_dim
         arguments[kernels.VALUE_HEAD_STRIDE] = shape.v_dim
+        self._products = self.qkv, self.output
 
     def forward(
         self,
@@ -146,7 +153,8 @@ class FusedAttention(nn.Module):
         Keys and values are those of all tokens, in any case.
         """
         backend, plan, keys, values = self.layer.step()
-        qkv = self.qkv(hidden_states)
+        to_qkv, to_output = self._products
+        qkv = to_qkv.forward(hidden_states)
         num_tokens = qkv.shape[1]
         query = qkv.new_empty(num_tokens, self.num_heads, self.k_dim)
         arguments = self._arguments
@@ -160,7 +168,10 @@ class FusedAttention(nn.Module):
             arguments[kernels.KEY_NORM] = self._norms.key.data_ptr()
         if self.rotary:
             assert position_embeddings is not None
-            cos, sin = (one.to(qkv.dtype).contiguous() for one in position_embeddings)
+            cos, sin = position_embeddings
+            if not cos.dtype is sin.dtype is qkv.dtype:
+                cos, sin = cos.to(qkv.dtype), sin.to(qkv.dtype)
+            cos, sin = cos.contiguous(), sin.contiguous()
             if cos.shape != sin.shape or cos.shape[:2] != (1, num_tokens) or cos.shape[-1] > self.k_dim:
                 raise ValueError(
                     f"rotary embeddings {tuple(cos.shape)} for {num_tokens} tokens and {self.k_dim} a head"
@@ -170,7 +181,7 @@ class FusedAttention(nn.Module):
         cast(FusedAttentionBackend, backend).write_heads(plan, arguments, qkv.dtype, keys, values)
         attended = backend.attend(plan, query, keys, values, **self.options)
         attended = attended.view(1, num_tokens, -1)
-        return self.output(attended if keep is None else attended[:, keep]), None
+        return to_output.forward(attended if keep is None else attended[:, keep]), None
 
 
 class FusedLayer(nn.Module):
@@ -184,15 +195,16 @@ class FusedLayer(nn.Module):
         self.mlp = mlp
         self.context: AttentionContext | None = None
         """Of a model's last layer: says which tokens' outputs are needed. The others need keys and values only."""
+        self._parts = first_norm, attention, second_norm, mlp
 
     def forward(self, hidden_states: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
         """[1, T, hidden] -> [1, T, hidden], or fewer, see `context`; further arguments are those of the attention."""
         keep = None if self.context is None else self.context.keep
         position_embeddings = keywords.get("position_embeddings")
-        # The parts' own methods, not their calls: a step has hundreds, and no hooks are set on them.
+        first_norm, attention, second_norm, mlp = self._parts
         x = hidden_states.contiguous()
-        attended, _ = self.attention.forward(self.first_norm.forward(x), position_embeddings, keep=keep)
+        attended, _ = attention.forward(first_norm.forward(x), position_embeddings, keep=keep)
         if keep is not None:
             x = x[:, keep]
-        x, normed = self.second_norm.add_and_norm(x, attended)
-        return x.add_(self.mlp.forward(normed))
+        x, normed = second_norm.add_and_norm(x, attended)
+        return x.add_(mlp.forward(normed))
