@@ -53,11 +53,29 @@ class Server:
             return json.load(answer)["id"]
 
 
+SERVE = """
+import logging, os, sys
+path, stub, log, pid = sys.argv[1:5]
+sys.path.insert(0, stub)
+for number in 1, 2:
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+for one in (vllm := logging.getLogger("vllm")), *vllm.handlers:
+    one.setLevel("INFO")
+with open(pid, "w") as file:
+    file.write(str(os.getpid()))
+sys.argv = [path, *sys.argv[5:]]
+from vllm.entrypoints.cli.main import main
+sys.exit(main())
+"""
+"""What the command `vllm` is, in a process that has imported vLLM."""
+INFORMED = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_NO_USAGE_STATS": "1"}
+
+
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[Server]:
     """The server that the document starts, smaller."""
     (line,) = (line for line in COMMANDS if line.startswith("vllm serve"))
-    path, log = folder / "pointsman.sock", folder / "log"
+    path, log, pid = folder / "pointsman.sock", folder / "log", folder / "pid"
     words = shlex.split(line.replace(MODEL, str(DEMO)).replace(SOCKET, str(path)))
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
@@ -65,37 +83,27 @@ def serving(folder: Path) -> Iterator[Server]:
     words[words.index("--max-num-seqs") + 1] = "1"  # so that requests wait
     words += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--dtype", "float32"]
     words += ["--max-model-len", "2048", "--block-size", "32", "--max-num-batched-tokens", "2048"]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{write_vllm_metadata(folder / 'stub')}:{ROOT}",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            [python_of().parent / words[0], *words[1:]],
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            process_group=0,
-        )
+    command = [python_of().parent / words[0], write_vllm_metadata(folder / "stub"), log, pid, *words[1:]]
+    ended: list[subprocess.CompletedProcess[str]] = []
+    process = threading.Thread(
+        target=lambda: ended.append(vllm_parent().run("-c", SERVE, *command, timeout=400, **INFORMED))
+    )
+    process.start()
     try:
         server = Server(f"http://127.0.0.1:{port}", path, log)
         until = time.monotonic() + 240
         while True:
-            assert process.poll() is None and time.monotonic() < until, log.read_text()[-4000:]
+            assert process.is_alive() and time.monotonic() < until, (ended, log.exists() and log.read_text()[-4000:])
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{server.url}/health", timeout=5):
                 break
             time.sleep(0.5)
         yield server
-        process.terminate()
-        process.wait(60)
+        os.kill(int(pid.read_text()), signal.SIGTERM)
+        process.join(60)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            os.killpg(int(pid.read_text()), signal.SIGKILL)
+        process.join()
 
 
 def run(line: str, server: Server, cwd: Path, *, code: int = 0) -> str:
