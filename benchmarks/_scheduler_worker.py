@@ -194,6 +194,8 @@ class Session(ABC):
 
     def time_backlog(self, lengths: list[tuple[int, int]]) -> dict[str, Any]:
         """CPU seconds of all calls of the scheduler until a backlog that is there from the start is served."""
+        gc.collect()
+        gc.freeze()  # as in `open_decode`
         prompts = [self.tokens(length) for length, _ in lengths]
         start = process_time()
         requests = [self.make_request(f"r{i}", prompts[i], limit) for i, (_, limit) in enumerate(lengths)]
@@ -215,6 +217,7 @@ class Session(ABC):
             update_seconds += process_time() - start
             steps += 1
             tokens += self.num_scheduled(output)[1]
+        gc.unfreeze()
         return {
             "seconds": add_seconds + schedule_seconds + update_seconds,
             "make_seconds": make_seconds,
