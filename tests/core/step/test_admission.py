@@ -294,17 +294,21 @@ def _decisions(seed: int, config: dict[str, Any], forgets: bool) -> list[object]
     `forgets`: every verdict is found out anew, and evictions leave the tree at once.
     """
     random, host, told = Random(seed), Host(num_blocks=16, max_model_len=40, max_num_seqs=6, **config), list[object]()
-    scheduler = host.scheduler
+    scheduler, present = host.scheduler, list[str]()
     beginnings = [host.prompt(12) for _ in range(3)]
     for step in range(250):
         if random.random() < 0.4:
             tokens = random.choice(beginnings)[: random.randint(1, 12)] + host.prompt(random.randint(1, 12))
-            request = Request(f"r{step}", tokens, arrival_time=float(step), max_tokens=random.randint(1, 14))
-            scheduler.add(request, float(step))
+            options = {"max_tokens": random.randint(1, 14), "priority": random.randint(0, 2)}
+            scheduler.add(Request(f"r{step}", tokens, arrival_time=float(step), **options), float(step))
+            present.append(f"r{step}")
+        if present and random.random() < 0.03:
+            scheduler.abort(random.choice(present), float(step))
         if forgets:
             scheduler._admission._kept = None
             scheduler.check_invariants()
         output = scheduler.schedule(float(step))
+        present = [name for name in present if scheduler.get_request(name) is not None]
         told.append((tokens_of(output), output.block_ids.tolist(), names(output.preempted)))
         scheduler.update(output, host.result(output), float(step))
     stats = scheduler.stats()
@@ -314,7 +318,16 @@ def _decisions(seed: int, config: dict[str, Any], forgets: bool) -> list[object]
 
 
 @pytest.mark.parametrize(
-    "config", [{}, {"watermark": 0.1}, {"long_prefill_token_threshold": 3}, {"full_sequence_must_fit": False}], ids=str
+    "config",
+    [
+        {},
+        {"watermark": 0.1},
+        {"long_prefill_token_threshold": 3},
+        {"full_sequence_must_fit": False},
+        {"decode_reserve": "mean"},
+        {"order": "priority"},
+    ],
+    ids=str,
 )
 def test_what_is_remembered_decides_as_if_it_were_found_out_anew(config: dict[str, Any]) -> None:
     for seed in range(short_or_long(2, 24)):
