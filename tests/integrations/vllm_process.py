@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,9 +42,15 @@ def environment(*sources: Path) -> dict[str, str]:
 
 
 @cache
-def vllm_parent() -> ForkingParent:
-    """A process that has imported vLLM; one for all tests of this process."""
-    return ForkingParent(python_of(), ["tests.integrations.vllm_imports"], environment())
+def vllm_parent(sources: Path | None = None) -> ForkingParent:
+    """A process that has imported vLLM; one for all tests of this process.
+
+    Args:
+        sources: of another vLLM than the installed one. There it is our scheduler's imports alone: no model runs.
+    """
+    if sources is None:
+        return ForkingParent(python_of(), ["tests.integrations.vllm_imports"], environment())
+    return ForkingParent(python_of(), ["pointsman.integrations.vllm.scheduler"], environment(sources))
 
 
 def run_in_vllm(script: str, *arguments: object, sources: Path | None = None, timeout: float = 300) -> Any:
@@ -58,10 +63,6 @@ def run_in_vllm(script: str, *arguments: object, sources: Path | None = None, ti
         timeout: seconds.
     """
     path = Path(__file__).with_name(script)
-    if sources is None:
-        done = vllm_parent().run(path, *arguments, timeout=timeout)
-    else:
-        command = [str(python_of()), str(path), *map(str, arguments)]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment(sources), timeout=timeout)
+    done = vllm_parent(sources).run(path, *arguments, timeout=timeout)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1]) if done.stdout else None
