@@ -63,8 +63,7 @@ class PointsmanSession(Session):
         return output.num_rows, output.total_num_scheduled_tokens
 
     def counts(self) -> tuple[int, int]:
-        stats = self.scheduler.stats()
-        return stats.num_running, stats.num_waiting
+        return self.scheduler.num_running, self.scheduler.num_queued
 
     def num_preemptions(self, request: Request) -> int:
         return request.num_preemptions

@@ -97,6 +97,11 @@ class SchedulerStats:
     """Finished requests, by reason."""
 
 
+# Hosts take a snapshot in every step, and an enumeration's `value` is slow.
+_REASONS = tuple(reason.value for reason in sorted(Reason, key=lambda reason: reason.position))
+_ENDS = tuple(reason.value for reason in FinishReason)
+
+
 class Statistics(Listener):
     """Counts events. The counts only grow, also over failed steps: what is repeated counts again."""
 
@@ -228,8 +233,8 @@ class Statistics(Listener):
             prefix_hits=self.prefix_hits,
             resumed_prefix_queries=self.resumed_prefix_queries,
             resumed_prefix_hits=self.resumed_prefix_hits,
-            deferrals={reason.value: self.deferrals[reason.position] for reason in Reason},
-            finished={reason.value: count for reason, count in self.finished.items()},
+            deferrals=dict(zip(_REASONS, self.deferrals, strict=True)),
+            finished=dict(zip(_ENDS, self.finished.values(), strict=True)),
         )
 
 
