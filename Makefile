@@ -29,7 +29,7 @@ BENCHMARKS_core := scheduler_step prefix_scaling
 BENCHMARKS_engine := static_vs_continuous time_to_first_token step_overhead async_scheduling speculation kv_transfer
 BENCHMARKS_server := server_throughput server_overhead server_load server_faults
 BENCHMARKS_vllm := vllm_scheduler vllm_engine
-# Beside three other engines it takes a quarter of an hour by itself: the soak has its quick form, among the tests.
+# engine_throughput takes a quarter of an hour beside three other engines: the soak has its quick form, among the tests.
 BENCHMARKS := $(foreach part,$(SOAKS),$(BENCHMARKS_$(part))) engine_throughput
 
 .PHONY: help install serve demo test lint kernels vllm format bench bench-quick soak $(SOAKS:%=soak-%) dist clean
@@ -38,7 +38,7 @@ help:
 	@echo "make serve   serve the demo model on port 8000, and print a curl that works"
 	@echo "make demo    run the demo model on built-in prompts"
 	@echo "make test    format check, lint, types, all tests in their short form"
-	@echo "make soak    the long forms of all tests, and the benchmarks in full; a part of it: make soak-core, soak-engine,"
+	@echo "make soak    the long forms of all tests, and their benchmarks; a part of it: make soak-core, soak-engine,"
 	@echo "             soak-server, soak-vllm"
 	@echo "make bench   the benchmarks in full, beside vLLM in an environment of its own"
 	@echo "make format  format the code and repair what the linter can"
@@ -84,22 +84,24 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# All of them, even if one misses a target.
+check = @missed=; for name in $(1); do $(BIN)/python benchmarks/$$name.py --check || missed="$$missed $$name"; done; \
+    test -z "$$missed" || { echo "targets missed:$$missed"; exit 1; }
+
 bench-quick: $(INSTALLED)
 	set -e; for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py --quick; done
 
 bench: $(INSTALLED) vllm
-	set -e; for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py --check; done
+	$(call check,$(BENCHMARKS))
 
-# Tests use all cores; benchmarks run alone, when no test does, and all of them, even if one misses a target.
+# Tests use all cores; benchmarks run alone, when no test does.
 soak: lint $(SOAKS:%=soak-%)
 
 soak-vllm: vllm
 
 $(SOAKS:%=soak-%): soak-%: $(INSTALLED)
 	POINTSMAN_SOAK=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(TESTS_$*)
-	@missed=; for name in $(BENCHMARKS_$*); do \
-	    $(BIN)/python benchmarks/$$name.py --check || missed="$$missed $$name"; done; \
-	test -z "$$missed" || { echo "targets missed:$$missed"; exit 1; }
+	$(call check,$(BENCHMARKS_$*))
 
 # The sdist, and the wheel from it, in an environment of their own that pyproject.toml describes.
 dist: $(INSTALLED)

@@ -180,8 +180,8 @@ def measure_backlog(
     if "vllm" in runs:
         seconds = {name: [result["seconds"] for result in results] for name, results in runs.items()}
         ratio = paired_ratio(seconds["vllm"], seconds["pointsman"])
-    per_million = {name: result["seconds"] / generated * 1e6 for name, result in middle.items()}
-    return {name: {**result, "per_million": per_million[name]} for name, result in middle.items()}, ratio
+    costs = {name: {**result, "per_million": result["seconds"] / generated * 1e6} for name, result in middle.items()}
+    return costs, ratio
 
 
 def report_decode(

@@ -54,13 +54,11 @@ class Server:
 
 
 SERVE = """
-import logging, os, sys
+import os, sys
 path, stub, log, pid = sys.argv[1:5]
 sys.path.insert(0, stub)
 for number in 1, 2:
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-for one in (vllm := logging.getLogger("vllm")), *vllm.handlers:
-    one.setLevel("INFO")
 with open(pid, "w") as file:
     file.write(str(os.getpid()))
 sys.argv = [path, *sys.argv[5:]]

@@ -135,10 +135,8 @@ ORDERS: dict[str, type[FirstComeFirstServed]] = {
 }
 
 
-_OF_AN_ORDER = (
-    *("name", "displaces", "push", "pop", "put_back", "peek", "remove", "position"),
-    *("__len__", "__contains__", "__iter__"),
-)
+_METHODS = ("push", "pop", "put_back", "peek", "remove", "position", "__len__", "__contains__", "__iter__")
+"""Of an order."""
 
 
 def make_order(order: str | Order) -> Order:
@@ -148,7 +146,7 @@ def make_order(order: str | Order) -> Order:
         ConfigError: no order has that name, or the object lacks a part of the protocol.
     """
     if not isinstance(order, str):
-        missing = [name for name in _OF_AN_ORDER if not hasattr(order, name)]
+        missing = [name for name in ("name", "displaces", *_METHODS) if not hasattr(order, name)]
         if missing:
             raise ConfigError(
                 f"order is {order!r}, neither a name nor an object with the Order protocol: it has no "

@@ -92,9 +92,7 @@ class Reserves(Gate):
         full = -(-request._state.num_tokens // size) - shared
         demand = Demand(first, full, view.num_owed_blocks)
         num_free, something_runs = view.num_free_blocks, view.num_running > 0
-        required = first
-        for reserve in self._reserves:
-            required += reserve.blocks(request, demand, something_runs)
+        required = self.required_blocks(request, demand, something_runs)
         if required <= num_free:
             self.shortage = None
             return want

@@ -118,8 +118,6 @@ class Admission:
         self._events = events
         self._transfers = transfers
         self._loading = loading
-        # Static batching and "prefill-first" close the queue for reasons of their own; loads are opened in every step.
-        self._always_asks = self._static or self._max_rows < MAX_INT or loading is not None
         self._view = AdmissionView(batch, kv.pool)
         self.max_num_active_seqs = config.num_seats
         self.pause: Pause | None = None
@@ -136,8 +134,6 @@ class Admission:
         After priority preemption only the `displacer` is admitted.
         """
         table, queue, batch = self._table, self._table.queue, self._batch
-        if table.blocker is not None and self._is_still_blocked(step):
-            return
         if table.skipped:
             table.skipped = []
         table.blocker = None
@@ -187,32 +183,6 @@ class Admission:
             batch.join([entry.row for entry in admitted], [entry.request for entry in admitted])
         if self._newly_deferred:
             self._report_deferrals(now)
-
-    def _is_still_blocked(self, step: StepRecord) -> bool:
-        """Whether the head of the queue lacks blocks as it did in the step before, and nothing has changed that could
-        admit it; if so, it is noted. Most steps under memory pressure end here: this is all that they need to ask.
-        """
-        kept, table, advance = self._kept, self._table, step.advance
-        assert advance is not None
-        if kept is None or kept.request is not table.blocker or table.queue.peek() is not kept.request:
-            return False
-        shortage, state = kept.shortage, kept.request._state
-        if shortage is None or advance.preempted or step.displacer is not None or self._always_asks:
-            return False
-        if self.pause is not None or table.skipped or kept.request.adapter is not None or state.num_pending:
-            return False
-        free, num_running = self._kv.pool.num_free, len(self._batch.members.requests)
-        if free >= shortage.required or num_running >= self.max_num_active_seqs:
-            return False
-        budget = self._budget - advance.total
-        if budget <= 0 or self._key(budget, num_running, self._running.num_owed_blocks()) != kept.key:
-            return False
-        verdict = shortage.deferral(free)
-        if state.deferral is None or verdict.reason is not state.deferral.reason:
-            return False
-        step.blocked_by, state.deferral = verdict.reason, verdict
-        self._view.now, self._batch_forms = step.now, False
-        return True
 
     def _closed(self, preempted: bool) -> Reason | None:
         """Why this step admits no request at all."""
