@@ -23,8 +23,8 @@ from _server_process import ServerProcess
 from _server_process import start_server as start_separate_server
 
 from pointsman.cli.options import KNOBS, SERVER
+from tests.forked_engines import start_server
 from tests.forking import ForkingParent
-from tests.server.forked_engines import start_server
 
 ROOT = Path(__file__).resolve().parent.parent
 VLLM = ROOT / "docs" / "vllm.md"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from tempfile import TemporaryFile
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from pointsman.cli import main
-from tests.server.forked_engines import fork_server
+from tests.forked_engines import start_command
 
 MAX_MODEL_LEN = 512
 
@@ -98,12 +97,7 @@ def pointsman_process() -> Callable[..., Finished]:
         with TemporaryFile("w+") as given, TemporaryFile("w+") as out, TemporaryFile("w+") as err:
             given.write(stdin or "")
             given.seek(0)
-            process = fork_server().start(
-                "tests.server.forked_engines:run_command",
-                [str(arg) for arg in args],
-                descriptors=[given.fileno(), out.fileno(), err.fileno()],
-                environment=os.environ,
-            )
+            process = start_command(*map(str, args), descriptors=[given.fileno(), out.fileno(), err.fileno()])
             try:
                 code = process.wait(120)
             finally:

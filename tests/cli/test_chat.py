@@ -27,7 +27,7 @@ from _server_process import ServerProcess, wait_until  # noqa: E402
 from pointsman.cli.chat import Chat, TurnError  # noqa: E402
 from tests.cli.conftest import Finished  # noqa: E402
 from tests.cli.test_bad_input import check_refused  # noqa: E402
-from tests.server.forked_engines import start_server  # noqa: E402
+from tests.forked_engines import start_server  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 KEY = "open-sesame"

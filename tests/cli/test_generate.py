@@ -20,6 +20,7 @@ import pytest
 import pointsman as package
 from pointsman.cli.options import GENERATE_HELP, SERVE_HELP, Panels
 from tests.cli.conftest import Finished
+from tests.forked_engines import start_command
 
 Run = Callable[..., Finished]
 ROOT = Path(__file__).parents[2]
@@ -297,15 +298,16 @@ def test_ctrl_c_amid_running_requests(pointsman: Run, model: str, tmp_path: Path
     # One that ends at once tells that the others run; they go on for 500 steps each.
     short = {"prompt": "a", "max_tokens": 1, "ignore_eos": True}
     prompts.write_text("\n".join(json.dumps(short | {"max_tokens": length}) for length in (1, 500, 500, 500)))
-    command = [sys.executable, "-m", "pointsman", "generate", "--model", model, "--prompts", str(prompts)]
-    command += ["--json", "--record", str(recording), "--batching", "static", "--threads", "1"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
+    command = ["generate", "--model", model, "--prompts", str(prompts), "--json", "--record", str(recording)]
+    command += ["--batching", "static", "--threads", "1"]
+    out, theirs = os.pipe()
+    process = start_command(*command, descriptors=[0, theirs, 2])
+    os.close(theirs)
+    with open(out) as lines:
+        lines.readline()
         process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=60)
-    assert process.returncode == 130
-    *aborted, summary = (json.loads(line) for line in out.splitlines())
+        *aborted, summary = map(json.loads, lines)
+    assert process.wait(timeout=60) == 130
     assert summary["finished"] == {"stop": 0, "length": 1, "abort": 3, "refused": 0, "error": 0}
     assert [line["finish_reason"] for line in aborted] == ["abort"] * 3
     assert summary["generated_tokens"] == 1 + sum(line["num_output_tokens"] for line in aborted)
@@ -315,10 +317,9 @@ def test_ctrl_c_amid_running_requests(pointsman: Run, model: str, tmp_path: Path
 @pytest.mark.e2e
 def test_a_terminal_shows_the_run_live(model: str, tmp_path: Path) -> None:
     master, slave = pty.openpty()
-    command = [sys.executable, "-m", "pointsman", "generate", "--model", model]
-    command += ["--prompts", str(prompts_file(tmp_path)), *map(str, PRESSURE)]
+    command = ["generate", "--model", model, "--prompts", str(prompts_file(tmp_path)), *map(str, PRESSURE)]
     environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "120", "LINES": "30"}
-    process = subprocess.Popen(command, stdout=slave, stderr=slave, stdin=slave, cwd=ROOT, env=environment)
+    process = start_command(*command, descriptors=[slave] * 3, environment=environment)
     os.close(slave)
     shown = read_until_closed(master, seconds=120)
     assert process.wait(timeout=60) == 0

@@ -9,6 +9,14 @@ import torch
 
 from pointsman.engine.attention import numba_backend as numba_attention
 from pointsman.engine.attention.paged import PagedBatch
+from tests.forked_engines import forked_processes
+
+
+@pytest.fixture(autouse=True, scope="session")
+def compilers() -> Iterator[None]:
+    """Grammar compilers are forked."""
+    with forked_processes():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -16,12 +16,10 @@ from tests.forking import ForkingParent
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "pointsman" / "engine" / "demo"
 
-NEEDS_VLLM = [
-    pytest.mark.e2e,
-    pytest.mark.skipif(
-        not python_of().exists(), reason="vLLM is not installed in .venv-vllm; benchmarks/vllm_env.py makes it"
-    ),
-]
+VLLM_INSTALLED = pytest.mark.skipif(
+    not python_of().exists(), reason="vLLM is not installed in .venv-vllm; benchmarks/vllm_env.py makes it"
+)
+NEEDS_VLLM = [pytest.mark.e2e, VLLM_INSTALLED]
 """Marks of tests that run it."""
 
 
@@ -38,6 +36,7 @@ def environment(*sources: Path) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
+        "TORCHDYNAMO_DISABLE": "1",  # to compile a function or two takes longer than all the tests that need them
     }
 
 

@@ -9,9 +9,8 @@ import httpx2 as httpx
 import pytest
 from _server_process import ServerProcess
 
-from pointsman.server.service import engine_client
+from tests.forked_engines import forked_processes, start_server
 from tests.server.engine_pool import engine_pool
-from tests.server.forked_engines import SUBPROCESS, start_server
 
 
 @pytest.fixture(scope="session")
@@ -24,8 +23,7 @@ def server() -> Iterator[ServerProcess]:
 @pytest.fixture(autouse=True, scope="session")
 def engines() -> Iterator[None]:
     """Engines are forked; what the tests have left in the pool is ended."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_client, "subprocess", SUBPROCESS)
+    with forked_processes():
         yield
         engine_pool().close()
 

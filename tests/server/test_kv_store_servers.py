@@ -9,7 +9,7 @@ import httpx2 as httpx
 import pytest
 from _server_process import ServerProcess, wait_until
 
-from tests.server.forked_engines import start_server
+from tests.forked_engines import start_server
 
 pytestmark = pytest.mark.e2e
 

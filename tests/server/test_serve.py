@@ -21,7 +21,7 @@ from _server_process import start_server as start_separate_server
 from pointsman.engine.text.tokenizer import PLAIN_CHAT_TEMPLATE
 from pointsman.server.config import ServerConfig
 from pointsman.server.serve import AddressError, check_chat_template, listening, url_of
-from tests.server.forked_engines import start_server
+from tests.forked_engines import start_server
 
 pytestmark = pytest.mark.e2e
 

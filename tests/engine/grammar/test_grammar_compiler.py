@@ -20,6 +20,7 @@ import xgrammar
 from pointsman.core import Request
 from pointsman.engine import GrammarError, SamplingParams, StructuredOutputsParams
 from pointsman.engine.grammar import compiler as grammar_compiler
+from pointsman.engine.grammar import process as grammar_process
 from pointsman.engine.grammar.compiler import FIRST_SLICE, GrammarCache, GrammarCompiler, GrammarQueueFullError
 from pointsman.engine.grammar.process import CompiledGrammar, GrammarLimits
 from pointsman.engine.params.structured_outputs import GrammarSpec
@@ -234,7 +235,8 @@ def test_a_failure_is_remembered_for_a_while(shared: GrammarCompiler) -> None:
     assert time.monotonic() - started < 0.5
 
 
-def test_memory_is_limited(make: Callable[..., GrammarCompiler]) -> None:
+def test_memory_is_limited(make: Callable[..., GrammarCompiler], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_process, "subprocess", subprocess)  # what is forked has its parent's memory to use up
     compiler = make(memory=16 * 1024**2, timeout=30.0)
     error = outcome(compiler, grammar=HOPELESS)
     assert isinstance(error, GrammarError)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,14 +21,14 @@ from pointsman.engine.kv.events import END_OF_REPLAY, KVEventsConfig, KVEventsPu
 from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.model.loader import wrap_model
 from tests.engine.tiny_models import FAMILIES, build
+from tests.integrations.vllm_process import VLLM_INSTALLED, vllm_parent
 
 LOCAL = {"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*", "topic": "kv@here"}
-VLLM_PYTHON = Path(__file__).resolve().parents[3] / ".venv-vllm/bin/python"
 DECODE = """
 import json, sys, msgspec
 from vllm.distributed.kv_events import KVEventBatch
 decoder = msgspec.msgpack.Decoder(type=KVEventBatch)
-for line in sys.stdin:
+for line in open(sys.argv[1]):
     batch = decoder.decode(bytes.fromhex(line))
     for event in batch.events:
         hashes = [name.hex() for name in getattr(event, "block_hashes", [])]
@@ -152,11 +151,12 @@ def test_what_an_engine_publishes_is_what_it_has_cached(loaded: LoadedModel) -> 
 
 
 @pytest.mark.e2e
-@pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="vLLM is not installed in .venv-vllm; `make bench` makes it")
-def test_vllms_own_decoder_reads_it(loaded: LoadedModel) -> None:
+@VLLM_INSTALLED
+def test_vllms_own_decoder_reads_it(loaded: LoadedModel, tmp_path: Path) -> None:
     engine, payloads = published_run(loaded)
-    lines = "".join(payload.hex() + "\n" for payload in payloads)
-    done = subprocess.run([VLLM_PYTHON, "-c", DECODE], input=lines, capture_output=True, text=True, timeout=300)
+    messages = tmp_path / "messages"
+    messages.write_text("".join(payload.hex() + "\n" for payload in payloads))
+    done = vllm_parent().run("-c", DECODE, messages, timeout=300)
     assert done.returncode == 0, done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     known: set[str] = set()

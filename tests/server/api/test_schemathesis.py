@@ -20,7 +20,7 @@ import pytest
 from _server_process import ServerProcess
 from hypothesis import HealthCheck, Phase, given, settings
 
-from tests.server.forked_engines import start_server
+from tests.forked_engines import start_server
 from tests.soak import short_or_long
 
 schemathesis = pytest.importorskip("schemathesis")
