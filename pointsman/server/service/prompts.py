@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pointsman.engine.text.tokenizer import PLAIN_CHAT_TEMPLATE, encode, render_chat
@@ -32,6 +33,7 @@ RESERVED_TEMPLATE_NAMES = frozenset(
         "chat_template",
         "continue_final_message",
         "conversation",
+        "conversations",
         "documents",
         "messages",
         "padding",
@@ -39,6 +41,7 @@ RESERVED_TEMPLATE_NAMES = frozenset(
         "return_assistant_tokens_mask",
         "return_dict",
         "return_tensors",
+        "self",
         "tokenize",
         "tokenizer_kwargs",
         "tools",
@@ -46,7 +49,7 @@ RESERVED_TEMPLATE_NAMES = frozenset(
         "max_length",
     }
 )
-"""Parameters of the function that runs templates; chat_template_kwargs may not hold these names."""
+"""What runs templates reads these itself; chat_template_kwargs may not hold these names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,9 @@ class PromptReader:
         self._chat_template = chat_template
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pointsman-tokenizer")
         vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
+        # A name that a function on the way has for a parameter would be taken for that, or stop the call.
+        own = () if tokenizer is None else signature(type(tokenizer).apply_chat_template).parameters
+        self._reserved_names = RESERVED_TEMPLATE_NAMES.union(own)
         self._longest_token = max(map(len, vocabulary), default=0)
         """Characters. A text has at most this many per token: in vocabularies of bytes, these are bytes."""
 
@@ -151,7 +157,7 @@ class PromptReader:
     async def _of_chat(self, source: ChatPrompt) -> Prompt:
         body = source.body
         kwargs = body.chat_template_kwargs or {}
-        taken = RESERVED_TEMPLATE_NAMES.intersection(kwargs)
+        taken = self._reserved_names.intersection(kwargs)
         if taken:
             name = min(taken)
             raise ApiError(400, f"chat_template_kwargs: {name} is not for templates; leave it out", param=name)

@@ -183,7 +183,7 @@ def _complaint(field: str, errors: list[Mapping[str, Any]]) -> str:
     # Messages of our own validators begin with the field's name already.
     said = text if field and text.startswith(f"{field}: ") else f"{field or 'the body'}: {text}"
     first = errors[0]
-    if first["type"] in ("missing", "unsupported"):
+    if first["type"] in ("missing", "unsupported", "bounded"):
         return said
     return f"{said} (got {shown(first.get('input'))})"
 

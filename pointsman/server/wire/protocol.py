@@ -2,7 +2,11 @@
 
 Unknown fields are ignored, as vLLM does. Known fields that this server cannot honour are refused with the reason,
 unless they ask for nothing (`_Refusing`): a client must not believe that its images were seen. A number in quotes is
-read as a number, again as vLLM does; NaN and infinities are refused everywhere.
+read as a number, again as vLLM does, except in lists of token ids; true and false are no numbers; NaN and infinities
+are refused everywhere.
+
+The event loop validates, and every stream waits for it. So the length of a list or an object is checked before its
+elements are (`bounded`), and validation ends with the first wrong element.
 
 Ranges here are those that hold for every server. What depends on the model or on the operator's settings (a served
 name, the maximum `n`) is checked later, and what depends on several fields by `SamplingParams`.
@@ -23,8 +27,13 @@ MAX_LISTED_TOKENS = 1024
 MAX_TOKEN_LIST = 131_072
 """Tokens of allowed_token_ids, which may be a whole vocabulary, and of /detokenize."""
 MAX_MESSAGES = 4096
+MAX_PARTS = 4096
+"""Content parts of all messages of a conversation together."""
 MAX_TOOLS = 128
-"""Tools, and documents."""
+"""Tools, tool calls of a message, and documents."""
+MAX_DOCUMENT_FIELDS = 64
+MAX_CHOICES = 4096
+MAX_MODALITIES = 16
 MAX_PROMPTS = 1024
 """Prompts in one request."""
 MAX_NAME = 256
@@ -32,20 +41,73 @@ MAX_NAME = 256
 REQUEST_ID = rf"^[!-~]{{1,{MAX_NAME}}}$"
 """It becomes a header of the answer: printable ASCII without spaces."""
 
-TokenId: TypeAlias = Annotated[int, Field(ge=0, le=MAX_INT)]
+
+def bounded(most: int, remedy: str = "send fewer") -> BeforeValidator:
+    """The elements of a list or an object are validated only if there are at most `most` of them."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, (list, dict)) and len(value) > most:
+            kind = "a list" if isinstance(value, list) else "an object"
+            why = f"{kind} of {len(value)}, and at most {most} are possible; {remedy}"
+            raise PydanticCustomError("bounded", "{why}", {"why": why})
+        return value
+
+    return BeforeValidator(check)
+
+
+def _no_bool(value: Any) -> Any:
+    """JSON has numbers and truth values; Python takes one for the other."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("no_number", "true and false are no numbers; send a number")
+    return value
+
+
+TokenId: TypeAlias = Annotated[int, Field(strict=True, ge=0, le=MAX_INT)]
 # Without FailFast, a list of a million wrong elements would make a million errors.
 TokenIds: TypeAlias = Annotated[list[TokenId], Field(fail_fast=True)]
-Texts: TypeAlias = Annotated[list[str], Field(fail_fast=True)]
-PromptField: TypeAlias = TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)] | str | Texts
-FewTokenIds: TypeAlias = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_LISTED_TOKENS)]
-ManyTokenIds: TypeAlias = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_TOKEN_LIST)]
+FewTokenIds: TypeAlias = Annotated[
+    list[TokenId], Field(fail_fast=True, max_length=MAX_LISTED_TOKENS), bounded(MAX_LISTED_TOKENS)
+]
+ManyTokenIds: TypeAlias = Annotated[
+    list[TokenId], Field(fail_fast=True, max_length=MAX_TOKEN_LIST), bounded(MAX_TOKEN_LIST)
+]
 StopString: TypeAlias = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
-Stop: TypeAlias = StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)]
+Stop: TypeAlias = (
+    StopString
+    | Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOP_STRINGS), bounded(MAX_STOP_STRINGS)]
+)
 BadWord: TypeAlias = Annotated[str, Field(max_length=MAX_BAD_WORD_CHARACTERS)]
-Number: TypeAlias = Annotated[int, Field(ge=0, le=MAX_INT)]
-Count: TypeAlias = Annotated[int, Field(ge=1, le=MAX_INT)]
-Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2)]
-Int64: TypeAlias = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Number: TypeAlias = Annotated[int, Field(ge=0, le=MAX_INT), BeforeValidator(_no_bool)]
+Count: TypeAlias = Annotated[int, Field(ge=1, le=MAX_INT), BeforeValidator(_no_bool)]
+Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2), BeforeValidator(_no_bool)]
+Int64: TypeAlias = Annotated[int, Field(ge=-(2**63), le=2**63 - 1), BeforeValidator(_no_bool)]
+
+
+def _kind_of_prompt(value: Any) -> str:
+    """Which of the forms of `PromptField` it is, or is nearest to: the other ones are not tried."""
+    if isinstance(value, str):
+        return "text"
+    first = value[0] if isinstance(value, list) and value else None
+    if isinstance(first, (str, list)):
+        return "texts" if isinstance(first, str) else "lists"
+    return "tokens"
+
+
+def _check_prompt(value: Any) -> Any:
+    if not isinstance(value, (str, list)):
+        raise PydanticCustomError("no_prompt", "give text, token ids, or a list of either")
+    return value
+
+
+_SEVERAL = bounded(MAX_PROMPTS, "send several requests")
+PromptField: TypeAlias = Annotated[
+    Annotated[TokenIds, Tag("tokens")]
+    | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS), _SEVERAL, Tag("lists")]
+    | Annotated[str, Tag("text")]
+    | Annotated[list[str], Field(fail_fast=True, max_length=MAX_PROMPTS), _SEVERAL, Tag("texts")],
+    Discriminator(_kind_of_prompt),
+    BeforeValidator(_check_prompt),
+]
 
 
 def _default_for_null(default: int, kind: Any) -> BeforeValidator:
@@ -133,7 +195,7 @@ class StructuredOutputs(_Refusing):
 
     json_: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema, or one as text.")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Annotated[list[str], Field(fail_fast=True, max_length=MAX_CHOICES), bounded(MAX_CHOICES)] | None = None
     grammar: str | None = Field(None, description="A grammar in EBNF.")
     json_object: bool | None = None
     disable_any_whitespace: bool = False
@@ -153,21 +215,21 @@ class SamplingFields(_Refusing):
 
     model: str | None = Field(None, description="A name that /v1/models lists; left out: the model that is served.")
     frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LISTED_TOKENS)] | None = Field(
-        None, description="Token id -> -100 to 100."
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LISTED_TOKENS), bounded(MAX_LISTED_TOKENS)] | None = (
+        Field(None, description="Token id -> -100 to 100.")
     )
     presence_penalty: Penalty | None = None
     seed: Int64 | None = None
     stop: Stop | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    temperature: Annotated[float, Field(ge=0), BeforeValidator(_no_bool)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1), BeforeValidator(_no_bool)] | None = None
     user: Annotated[str, Field(max_length=1024)] | None = Field(None, description="The tenant.")
 
-    top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_INT), BeforeValidator(_no_bool)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1), BeforeValidator(_no_bool)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100), BeforeValidator(_no_bool)] | None = None
     stop_token_ids: FewTokenIds | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
@@ -176,7 +238,9 @@ class SamplingFields(_Refusing):
     spaces_between_special_tokens: bool = True
     allowed_token_ids: ManyTokenIds | None = None
     prompt_logprobs: Number | None = None
-    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] = Field(default_factory=list)
+    bad_words: Annotated[list[BadWord], Field(fail_fast=True, max_length=MAX_BAD_WORDS), bounded(MAX_BAD_WORDS)] = (
+        Field(default_factory=list)
+    )
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -188,7 +252,7 @@ class SamplingFields(_Refusing):
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
         None, description="Only requests with an equal salt share cached prefixes."
     )
-    deadline: Annotated[float, Field(gt=0)] | None = Field(
+    deadline: Annotated[float, Field(gt=0), BeforeValidator(_no_bool)] | None = Field(
         None, description="Seconds from arrival after which the request is ended; also the header X-Request-Deadline."
     )
     return_tokens_as_token_ids: bool | None = Field(None, description='Write tokens of logprobs as "token_id:17".')
@@ -230,7 +294,7 @@ class EmbeddingRequest(_Refusing):
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
         None, description="Only requests with an equal salt share cached prefixes."
     )
-    deadline: Annotated[float, Field(gt=0)] | None = Field(
+    deadline: Annotated[float, Field(gt=0), BeforeValidator(_no_bool)] | None = Field(
         None, description="Seconds from arrival after which the request is ended."
     )
 
@@ -286,9 +350,11 @@ class Message(ProtocolModel):
     """One message of a conversation."""
 
     role: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")
-    content: str | list[ContentPart | str] | None = None
+    content: str | Annotated[list[ContentPart | str], Field(fail_fast=True)] | None = None
     name: Annotated[str, Field(max_length=MAX_NAME)] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: (
+        Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS), bounded(MAX_TOOLS)] | None
+    ) = None
     tool_call_id: Annotated[str, Field(max_length=MAX_NAME)] | None = None
 
     @model_validator(mode="before")
@@ -333,17 +399,40 @@ class ChatFields(_Refusing):
         "function_call": ((None, "none"), "functions are not called here; leave it out"),
     }
 
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: Annotated[list[Message], bounded(MAX_MESSAGES)] = Field(
+        min_length=1, max_length=MAX_MESSAGES, fail_fast=True
+    )
     add_generation_prompt: bool = True
     continue_final_message: bool = Field(
         False, description="Leave the last message open and continue it; add_generation_prompt must be false then."
     )
     add_special_tokens: bool = Field(False, description="The chat template writes special tokens itself; only false.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="What else the chat template reads.")
-    documents: Annotated[list[dict[str, str]], Field(max_length=MAX_TOOLS)] | None = None
-    tools: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_TOOLS)] | None = Field(
-        None, description="Shown to the model by the chat template; only with tool_choice none."
-    )
+    documents: (
+        Annotated[
+            list[Annotated[dict[str, str], Field(max_length=MAX_DOCUMENT_FIELDS), bounded(MAX_DOCUMENT_FIELDS)]],
+            Field(fail_fast=True, max_length=MAX_TOOLS),
+            bounded(MAX_TOOLS),
+        ]
+        | None
+    ) = None
+    tools: (
+        Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True, max_length=MAX_TOOLS), bounded(MAX_TOOLS)]
+        | None
+    ) = Field(None, description="Shown to the model by the chat template; only with tool_choice none.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_parts(cls, data: Any) -> Any:
+        """Count the content parts of all messages before any of them is validated."""
+        messages = data.get("messages") if isinstance(data, dict) else None
+        if isinstance(messages, list) and len(messages) <= MAX_MESSAGES:
+            contents = [message.get("content") for message in messages if isinstance(message, dict)]
+            count = sum(len(content) for content in contents if isinstance(content, list))
+            if count > MAX_PARTS:
+                why = f"messages: {count} content parts, and at most {MAX_PARTS} are possible; join their texts"
+                raise refusal("messages", why)
+        return data
 
     @model_validator(mode="before")
     @classmethod
@@ -374,7 +463,9 @@ class ChatCompletionRequest(ChatFields, SamplingFields):
     n: Annotated[Count, _default_for_null(1, Count)] = 1
     echo: bool = Field(False, description="Put the last message in front of the text if its role is the answer's.")
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
-    modalities: list[str] | None = None
+    modalities: (
+        Annotated[list[str], Field(fail_fast=True, max_length=MAX_MODALITIES), bounded(MAX_MODALITIES)] | None
+    ) = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         None, description="Passed to the chat template."
     )

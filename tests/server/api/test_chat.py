@@ -184,9 +184,10 @@ def test_token_ids_come_with_the_answer_if_wanted(http: httpx.Client) -> None:
 
 def test_the_templates_own_arguments_are_not_the_clients(http: httpx.Client) -> None:
     post(http, chat_template_kwargs={"enable_thinking": False})
-    for name in ("tokenize", "chat_template", "return_dict", "conversation"):
+    for name in ("tokenize", "chat_template", "return_dict", "conversation", "conversations", "self", "kwargs"):
         response = http.post("/v1/chat/completions", json={**GREEDY, "chat_template_kwargs": {name: "x"}})
         assert response.status_code == 400, name
+    post(http, chat_template_kwargs={"no name": 1, "cls": 1, "template": 1, "context": 1, "source": 1, "": 1})
 
 
 def test_errors_are_the_clients_exceptions(client: Any) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from pointsman.server.api.guards import ApiKeyMiddleware, BodyLimitMiddleware
+from pointsman.server.api.guards import ApiKeyMiddleware, BodyLimitMiddleware, StrictRequest
 from pointsman.server.wire.errors import ApiError, ErrorAnswers
 
 ANSWER = ErrorAnswers(lambda _: None)
@@ -139,3 +141,26 @@ def test_a_length_that_is_not_told_is_refused_while_it_is_read() -> None:
 def test_a_wrong_length_does_not_help() -> None:
     with pytest.raises(ApiError):
         call(limited(6), headers=[(b"content-length", b"3")], body=[b"abc", b"defg"])
+
+
+# ------------------------------------------------------------------------------------------------- JSON
+
+
+@pytest.mark.parametrize("body", [b"[" + b"[]," * 300_000 + b"0]", b"[" + b"[]," * 300_000 + b"!]"])
+def test_no_collector_runs_while_a_body_is_parsed(body: bytes) -> None:
+    async def receive() -> Message:
+        return {"type": "http.request", "body": body}
+
+    collections: list[str] = []
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        collections.append(phase)
+
+    request = StrictRequest({"type": "http", "method": "POST", "headers": []}, receive)
+    gc.callbacks.append(note)
+    try:
+        with suppress(ApiError):
+            asyncio.run(request.json())
+    finally:
+        gc.callbacks.remove(note)
+    assert len(collections) < 50 and gc.isenabled()

@@ -56,9 +56,66 @@ def test_anything_else_is_no_prompt(prompt: Any) -> None:
         assert error.status_code == 400 and error.param == "prompt" and len(error.detail) < 400
 
 
-def test_a_list_of_many_wrong_things_makes_one_error() -> None:
-    error = refused(CompletionRequest, {"prompt": ["x", *[None] * 100_000]})
-    assert len(error.detail) < 500
+USER_OF_PARTS = {"role": "user", "content": [{"type": "text", "text": 1}] * 5000}
+HUGE: list[tuple[type[BaseModel], dict[str, Any], str]] = [
+    (CompletionRequest, {"prompt": ["x", *[None] * 100_000]}, "at most 1024 "),
+    (CompletionRequest, {"prompt": [[1]] * 100_000}, "at most 1024 "),
+    (CompletionRequest, {"prompt": "a", "structured_outputs": {"choice": [1] * 100_000}}, "at most 4096 "),
+    (CompletionRequest, {"prompt": "a", "logit_bias": {str(at): "x" for at in range(5000)}}, "at most 1024 "),
+    (CompletionRequest, {"prompt": "a", "stop": [1] * 100_000}, "at most 64 "),
+    (CompletionRequest, {"prompt": "a", "stop_token_ids": ["x"] * 100_000}, "at most 1024 "),
+    (CompletionRequest, {"prompt": "a", "allowed_token_ids": ["x"] * 200_000}, "at most 131072 "),
+    (CompletionRequest, {"prompt": "a", "bad_words": [1] * 100_000}, "at most 128 "),
+    (ChatCompletionRequest, {"messages": [1] * 100_000}, "at most 4096 "),
+    (ChatCompletionRequest, {"messages": [USER_OF_PARTS]}, "at most 4096 "),
+    (ChatCompletionRequest, {"messages": [{"role": "a", "tool_calls": [1] * 100_000}]}, "at most 128 "),
+    (ChatCompletionRequest, {"messages": [USER], "modalities": [1] * 100_000}, "at most 16 "),
+    (ChatCompletionRequest, {"messages": [USER], "tools": [1] * 100_000}, "at most 128 "),
+    (ChatCompletionRequest, {"messages": [USER], "documents": [1] * 100_000}, "at most 128 "),
+    (
+        ChatCompletionRequest,
+        {"messages": [USER], "documents": [dict.fromkeys(map(str, range(5000)), 1)]},
+        "at most 64 ",
+    ),
+    (DetokenizeRequest, {"tokens": ["x"] * 200_000}, "at most 131072 "),
+    # As many as there may be: validation ends with the first that is wrong.
+    (CompletionRequest, {"prompt": [1, *[None] * 100_000]}, "valid integer"),
+    (CompletionRequest, {"prompt": [[1], *[None] * 1000]}, "valid list"),
+    (CompletionRequest, {"prompt": "a", "structured_outputs": {"choice": [1] * 4000}}, "valid string"),
+    (ChatCompletionRequest, {"messages": [{}] * 4000}, "messages"),
+    (ChatCompletionRequest, {"messages": [{"role": "a", "content": [1] * 4000}]}, "messages"),
+]
+"""Bodies of many wrong elements, and what the error says."""
+
+
+@pytest.mark.parametrize(("model", "body", "words"), HUGE)
+def test_lengths_are_checked_before_elements_and_the_first_wrong_element_ends_it(
+    model: type[BaseModel], body: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate(body)
+    assert caught.value.error_count() < 5
+    error = refused(model, body)
+    assert words in error.detail and len(error.detail) < 400
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["n", "best_of", "max_tokens", "logprobs", "prompt_logprobs", "min_tokens", "seed", "priority", "top_k", "top_p", "min_p", "temperature", "frequency_penalty", "presence_penalty", "repetition_penalty", "deadline"],
+)
+def test_truth_values_are_no_numbers(field: str) -> None:
+    for value in (True, False):
+        error = refused(CompletionRequest, {"prompt": "a", field: value})
+        assert error.param == field and "true and false are no numbers" in error.detail
+    error = refused(CompletionRequest, {"prompt": "a", field: "x"})
+    assert error.param == field
+
+
+@pytest.mark.parametrize("field", ["prompt", "stop_token_ids", "allowed_token_ids"])
+def test_token_ids_are_integers(field: str) -> None:
+    for value in ([True], [1, False], [1.5], [None]):
+        assert refused(CompletionRequest, {"prompt": "a", field: value}).param == field
+    assert refused(CompletionRequest, {"prompt": [[1], [True]]}).param == "prompt"
 
 
 def test_null_means_left_out() -> None:
