@@ -184,7 +184,7 @@ class _Serving:
     async def _serve(self, client: EngineClient, app: FastAPI) -> int:
         import uvicorn
 
-        from pointsman.server.wire.http import LimitedHttpProtocol
+        from pointsman.server.wire.http import LimitedHttpProtocol, SeldomFilter
 
         class Server(uvicorn.Server):
             @contextmanager
@@ -207,6 +207,7 @@ class _Serving:
             )
         )
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        logging.getLogger("uvicorn.error").addFilter(SeldomFilter())
         serving = asyncio.get_running_loop().create_task(server.serve(sockets=[self._sock]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.005)

@@ -94,7 +94,11 @@ class BodyLimitMiddleware:
         await self._app(scope, counted, send)
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body has more than {self._max_bytes} bytes, the maximum of this server; send less")
+        return ApiError(
+            413,
+            f"the body has more than {self._max_bytes} bytes, the maximum of this server; send less",
+            headers={"connection": "close"},  # or the rest of the body would still be read
+        )
 
 
 class StrictRequest(Request):

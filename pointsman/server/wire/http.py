@@ -2,6 +2,7 @@
 
 - A request line and headers of more than `MAX_HEADER_BYTES` get 431, and the connection is closed.
 - A request that takes more than `SECONDS_TO_SEND` to arrive, body included, closes the connection.
+- Of what is no HTTP the log says so once in `SECONDS_BETWEEN_WARNINGS`, with how often it happened.
 - A further request before the response to the last (pipelining) is not read. The connection is closed behind that
   response, and the client sends the request again on another, as HTTP/1.1 provides.
 
@@ -11,7 +12,10 @@ is read until its end, and a client that hangs up stops its request at once.
 
 from __future__ import annotations
 
+import logging
+import time
 from asyncio import TimerHandle
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -21,7 +25,39 @@ MAX_HEADER_BYTES = 64 * 1024
 SECONDS_TO_SEND = 60.0
 """From a request's first byte to its last."""
 
+SECONDS_BETWEEN_WARNINGS = 10.0
+"""That say the same."""
+
 _TOO_LARGE = b"the request line and headers are too large"
+
+
+class SeldomFilter(logging.Filter):
+    """Lets a warning through if none like it was for a while: clients must not fill the log.
+
+    Args:
+        seconds: at least, between two of them.
+        clock: seconds.
+    """
+
+    def __init__(self, seconds: float = SECONDS_BETWEEN_WARNINGS, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._seconds = seconds
+        self._clock = clock
+        self._seen: dict[str, tuple[float, int]] = {}  # by text: when the next may come, and how many did not
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is logged. It then says how many were not."""
+        if record.levelno != logging.WARNING:
+            return True
+        now, text = self._clock(), str(record.msg)
+        next_at, num_dropped = self._seen.get(text, (now, 0))
+        if now < next_at:
+            self._seen[text] = (next_at, num_dropped + 1)
+            return False
+        self._seen[text] = (now + self._seconds, 0)
+        if num_dropped:
+            record.msg = f"{text} ({num_dropped} more since it was last said)"
+        return True
 
 
 class _Refused(Exception):

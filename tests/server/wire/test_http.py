@@ -6,11 +6,14 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from logging import ERROR, WARNING, LogRecord
 from typing import Any
 
 import httpx2 as httpx
 import pytest
 from _server_process import ServerProcess, resident_bytes, wait_until
+
+from pointsman.server.wire.http import SeldomFilter
 
 pytestmark = pytest.mark.e2e
 
@@ -86,3 +89,42 @@ def test_headers_without_end_take_no_memory(server: ServerProcess, connection: s
 def test_what_is_no_http_gets_400(connection: socket.socket) -> None:
     connection.sendall(b"\x16\x03\x01 no HTTP at all\r\n\r\n")
     assert read_all(connection).startswith(b"HTTP/1.1 400 ")
+
+
+def test_the_log_says_seldom_that_something_is_no_http(server: ServerProcess) -> None:
+    before = server.log().count("Invalid HTTP")
+    for _ in range(30):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as sock:
+            sock.sendall(b"no HTTP\r\n\r\n")
+            read_all(sock)
+    assert server.log().count("Invalid HTTP") - before <= 3
+
+
+def test_a_warning_comes_back_with_the_number_of_those_left_out() -> None:
+    now = [0.0]
+    seldom = SeldomFilter(10.0, lambda: now[0])
+    logged = []
+    for at, text, level in (
+        (0, "a", WARNING), (1, "a", WARNING), (2, "b", WARNING), (9, "a", WARNING), (9, "a", ERROR),
+        (10, "a", WARNING), (11, "a", WARNING), (30, "a", WARNING), (50, "a", WARNING),
+    ):  # fmt: skip
+        now[0] = at
+        record = LogRecord("x", level, "", 0, text, None, None)
+        if seldom.filter(record):
+            logged.append((at, record.getMessage()))
+    said = "more since it was last said"
+    assert logged == [(0, "a"), (2, "b"), (9, "a"), (10, f"a (2 {said})"), (30, f"a (1 {said})"), (50, "a")]
+
+
+@pytest.mark.parametrize("is_told", [True, False], ids=["a length is given", "in chunks"])
+def test_after_a_body_that_is_too_large_the_connection_is_closed(connection: socket.socket, is_told: bool) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    if is_told:
+        connection.sendall(head + b"Content-Length: 200000000\r\n\r\n")
+    else:
+        connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n400001\r\n" + b" " * 0x400001)
+    answer = read_all(connection)  # to its end: the server has hung up
+    assert answer.startswith(b"HTTP/1.1 413 ") and b"connection: close" in answer.lower()
+    with pytest.raises(OSError):
+        for _ in range(200):
+            connection.sendall(b" " * 1_000_000)

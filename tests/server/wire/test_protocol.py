@@ -101,7 +101,24 @@ def test_lengths_are_checked_before_elements_and_the_first_wrong_element_ends_it
 
 @pytest.mark.parametrize(
     "field",
-    ["n", "best_of", "max_tokens", "logprobs", "prompt_logprobs", "min_tokens", "seed", "priority", "top_k", "top_p", "min_p", "temperature", "frequency_penalty", "presence_penalty", "repetition_penalty", "deadline"],
+    [
+        "n",
+        "best_of",
+        "max_tokens",
+        "logprobs",
+        "prompt_logprobs",
+        "min_tokens",
+        "seed",
+        "priority",
+        "top_k",
+        "top_p",
+        "min_p",
+        "temperature",
+        "frequency_penalty",
+        "presence_penalty",
+        "repetition_penalty",
+        "deadline",
+    ],
 )
 def test_truth_values_are_no_numbers(field: str) -> None:
     for value in (True, False):
