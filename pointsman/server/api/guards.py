@@ -1,4 +1,5 @@
-"""What a request passes before its route: the API key, the size of its body, and strict JSON.
+"""What a request passes before its route: the API key, the size of its body, strict JSON; and, for what operators call,
+whether a page of another site has sent it.
 
 JSON is parsed by pydantic, not by Python: it refuses NaN and infinities, lone surrogates, nesting beyond 200 levels and
 integers of thousands of digits, all with an error that names the place.
@@ -9,7 +10,9 @@ from __future__ import annotations
 import gc
 import hmac
 from collections.abc import Callable, Coroutine, Iterable
+from ipaddress import ip_address
 from typing import Any
+from urllib.parse import urlsplit
 
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
@@ -99,6 +102,35 @@ class BodyLimitMiddleware:
             f"the body has more than {self._max_bytes} bytes, the maximum of this server; send less",
             headers={"connection": "close"},  # or the rest of the body would still be read
         )
+
+
+def refuse_foreign_pages(request: Request) -> None:
+    """A dependency of routes that operators call: 403 where a browser says that a page of another site asks.
+
+    Such a page may send a POST to any address, without a key where none is needed, though it cannot read the response.
+    A page counts as this server's own only if it was loaded from "localhost" or an IP address: other names may be made
+    to lead here (DNS rebinding).
+
+    Raises:
+        ApiError: 403.
+    """
+    site = request.headers.get("sec-fetch-site", "none")
+    if site not in ("same-origin", "none"):
+        raise ApiError(403, f"Sec-Fetch-Site is {shown(site)}, and pages of other sites may not do this; use curl")
+    origin = request.headers.get("origin")
+    if origin is not None and not _is_own(origin, request.headers.get("host", "")):
+        raise ApiError(403, f"Origin is {shown(origin)}, and pages of other sites may not do this; use curl")
+
+
+def _is_own(origin: str, host: str) -> bool:
+    scheme, _, place = origin.partition("://")
+    if scheme not in ("http", "https") or place.lower() != host.lower():
+        return False
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or bool(ip_address(name))
+    except ValueError:
+        return False
 
 
 class StrictRequest(Request):

@@ -31,6 +31,7 @@ DeadlineHeader = Annotated[
 _MEANINGS = {
     400: "The request is malformed, or asks for what cannot be had.",
     401: "No valid API key.",
+    403: "A page of another site may not do this.",
     404: "There is no such model or request.",
     408: "The deadline passed before the first token.",
     409: "Another call has overtaken it.",

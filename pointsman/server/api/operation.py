@@ -6,18 +6,20 @@
     POST /reset_prefix_cache?reset_running_requests=false
     POST /max_num_active_seqs?limit=4                     Pointsman's own
 
-vLLM has the others in its development mode only; here they need the API key, as all routes about requests do.
+vLLM has the others in its development mode only; here they need the API key, as all routes about requests do, and no
+page of another site may send them.
 """
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Depends, Query
 from starlette.responses import JSONResponse, Response
 
 from pointsman.core import ConfigError
 from pointsman.engine.pausing import PauseChoice, ResumedError
+from pointsman.server.api.guards import refuse_foreign_pages
 from pointsman.server.api.openapi import errors
 from pointsman.server.service.service import Service
 from pointsman.server.wire.errors import ApiError
@@ -26,10 +28,10 @@ from pointsman.server.wire.responses import ActiveSeqsResponse, PausedResponse, 
 
 def operation_router(service: Service) -> APIRouter:
     """The routes."""
-    router = APIRouter(tags=["operation"])
+    router = APIRouter(tags=["operation"], dependencies=[Depends(refuse_foreign_pages)])
     client = service.client
 
-    @router.post("/pause", response_model=StatusResponse, responses=errors(400, 409, 500, 503))
+    @router.post("/pause", response_model=StatusResponse, responses=errors(400, 403, 409, 500, 503))
     async def pause(
         mode: Annotated[
             PauseChoice,
@@ -48,18 +50,18 @@ def operation_router(service: Service) -> APIRouter:
             raise ApiError(409, f"{error}; pause it again") from error
         return JSONResponse({"status": "paused"})
 
-    @router.post("/resume", response_model=StatusResponse, responses=errors(500, 503))
+    @router.post("/resume", response_model=StatusResponse, responses=errors(403, 500, 503))
     async def resume() -> Response:
         """Continue after a pause. Without a pause, nothing happens."""
         await service.ask(client.resume())
         return JSONResponse({"status": "resumed"})
 
-    @router.get("/is_paused", response_model=PausedResponse, responses=errors(500, 503))
+    @router.get("/is_paused", response_model=PausedResponse, responses=errors(403, 500, 503))
     async def is_paused() -> Response:
         """Whether the engine was paused, and not resumed since."""
         return JSONResponse({"is_paused": await service.ask(client.is_paused())})
 
-    @router.post("/reset_prefix_cache", response_model=ResetResponse, responses=errors(400, 500, 503))
+    @router.post("/reset_prefix_cache", response_model=ResetResponse, responses=errors(400, 403, 500, 503))
     async def reset_prefix_cache(
         reset_running_requests: Annotated[
             bool,
@@ -70,7 +72,7 @@ def operation_router(service: Service) -> APIRouter:
         await service.ask(client.reset_prefix_cache(preempt_running=reset_running_requests))
         return JSONResponse({"success": True})
 
-    @router.post("/max_num_active_seqs", response_model=ActiveSeqsResponse, responses=errors(400, 500, 503))
+    @router.post("/max_num_active_seqs", response_model=ActiveSeqsResponse, responses=errors(400, 403, 500, 503))
     async def set_max_num_active_seqs(
         limit: Annotated[int | None, Query(description="From 1 to max_num_seqs, which it is if left out.")] = None,
     ) -> Response:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter, Depends, Path, Query
 from starlette.responses import JSONResponse, Response
 
 from pointsman.core import Explanation
 from pointsman.core.errors import UnknownRequest
+from pointsman.server.api.guards import refuse_foreign_pages
 from pointsman.server.api.openapi import MAX_PATH, errors
 from pointsman.server.service.service import Service
 from pointsman.server.wire.errors import ApiError, not_found, shown
@@ -19,9 +20,9 @@ from pointsman.server.wire.responses import RequestList, RequestState
 
 def requests_router(service: Service) -> APIRouter:
     """The two routes."""
-    router = APIRouter(tags=["operation"])
+    router = APIRouter(tags=["operation"], dependencies=[Depends(refuse_foreign_pages)])
 
-    @router.get("/v1/requests", response_model=RequestList, responses=errors(400, 500, 503))
+    @router.get("/v1/requests", response_model=RequestList, responses=errors(400, 403, 500, 503))
     async def list_requests(
         answer_id: Annotated[
             str | None, Query(alias="id", max_length=MAX_PATH, description="Only those of an answer with this id.")
@@ -33,7 +34,9 @@ def requests_router(service: Service) -> APIRouter:
         data = [describe(one, service) for one in explanations if found is None or one.explanation.request_id in found]
         return JSONResponse({"object": "list", "data": data})
 
-    @router.get("/v1/requests/{request_id:path}", response_model=RequestState, responses=errors(400, 404, 500, 503))
+    @router.get(
+        "/v1/requests/{request_id:path}", response_model=RequestState, responses=errors(400, 403, 404, 500, 503)
+    )
     async def show_request(request_id: Annotated[str, Path(max_length=MAX_PATH)]) -> Response:
         """One of them: by the id of an answer, with "-0", "-1", ... behind it where that has several choices."""
         found = service.names.find(request_id)

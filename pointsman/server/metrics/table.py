@@ -54,7 +54,7 @@ FINISH_REASONS = ("stop", "length", "repetition", "abort", "error", "deadline")
 
 REFUSALS = (
     "invalid",  # 400: the request is malformed, or can never run
-    "unauthorized",  # 401
+    "unauthorized",  # 401: no valid key; 403: a page of another site
     "not_found",  # 404: an unknown model, request or path
     "deadline",  # 408: its deadline passed before its first token
     "too_large",  # 413: its body is longer than allowed

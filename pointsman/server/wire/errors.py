@@ -30,6 +30,7 @@ SHOWN_FIELDS = 3
 _TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
+    403: "PermissionDeniedError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     408: "DeadlineExceededError",
@@ -42,6 +43,7 @@ _TYPES = {
 _REASONS = {
     400: "invalid",
     401: "unauthorized",
+    403: "unauthorized",
     404: "not_found",
     405: "invalid",
     408: "deadline",

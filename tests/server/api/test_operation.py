@@ -170,3 +170,69 @@ def test_operators_need_the_key() -> None:
         assert (await http.get("/is_paused", headers=headers)).json() == {"is_paused": False}
 
     with_server(test, api_keys=("secret",))
+
+
+CALLS = [
+    ("POST", "/pause"),
+    ("POST", "/resume"),
+    ("GET", "/is_paused"),
+    ("POST", "/reset_prefix_cache"),
+    ("POST", "/max_num_active_seqs"),
+    ("GET", "/v1/requests"),
+    ("GET", "/v1/requests/{request_id}"),
+]
+
+
+def test_pages_of_other_sites_may_call_nothing_of_this() -> None:
+    foreign = [
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site"},
+        {"origin": "http://evil.example"},
+        {"origin": "null"},
+        {"origin": "http://127.0.0.1:8001", "host": "127.0.0.1:8000"},
+        {"origin": "http://evil.example:8000", "host": "evil.example:8000"},  # a name that was made to lead here
+        {"origin": "http://localhost.evil.example", "host": "localhost.evil.example"},
+        {"origin": "file://127.0.0.1", "host": "127.0.0.1"},
+        {"origin": "http://[::1", "host": "[::1"},
+        {"sec-fetch-site": "cross-site", "origin": "http://127.0.0.1:8000", "host": "127.0.0.1:8000"},
+    ]
+    own = [
+        {},
+        {"sec-fetch-site": "none"},
+        {"sec-fetch-site": "same-origin", "origin": "http://127.0.0.1:8000", "host": "127.0.0.1:8000"},
+        {"origin": "https://LOCALHOST:8000", "host": "localhost:8000"},
+        {"origin": "http://[::1]:8000", "host": "[::1]:8000"},
+    ]
+
+    async def test(http: httpx.AsyncClient, client: EngineClient) -> None:
+        for method, path in CALLS:
+            for headers in foreign:
+                answer = await http.request(method, path, headers=headers)
+                assert answer.status_code == 403, (path, headers)
+                assert answer.json()["error"]["type"] == "PermissionDeniedError"
+        assert (await http.get("/is_paused")).json() == {"is_paused": False}
+        for headers in own:
+            for method, path in CALLS:
+                answer = await http.request(method, path, headers=headers)
+                assert answer.status_code == (404 if "{" in path else 200), (path, headers)
+        metrics = (await http.get("/metrics")).text
+        (line,) = [
+            line for line in metrics.splitlines() if "requests_refused_total{" in line and "unauthorized" in line
+        ]
+        assert float(line.split()[-1]) == len(CALLS) * len(foreign)
+
+    with_server(test)
+
+
+def test_every_route_for_operators_is_among_these_calls() -> None:
+    async def test(http: httpx.AsyncClient, client: EngineClient) -> None:
+        paths = (await http.get("/openapi.json")).json()["paths"]
+        found = {
+            (method.upper(), path)
+            for path, methods in paths.items()
+            for method, described in methods.items()
+            if "operation" in described.get("tags", ())
+        }
+        assert found == set(CALLS)
+
+    with_server(test)
