@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from _server_process import wait_until
 
 import pointsman as package
 from pointsman.cli.options import GENERATE_HELP, SERVE_HELP, Panels
@@ -300,14 +301,16 @@ def test_ctrl_c_amid_running_requests(pointsman: Run, model: str, tmp_path: Path
     prompts.write_text("\n".join(json.dumps(short | {"max_tokens": length}) for length in (1, 500, 500, 500)))
     command = ["generate", "--model", model, "--prompts", str(prompts), "--json", "--record", str(recording)]
     command += ["--batching", "static", "--threads", "1"]
-    out, theirs = os.pipe()
-    process = start_command(*command, descriptors=[0, theirs, 2])
-    os.close(theirs)
-    with open(out) as lines:
-        lines.readline()
+    out = tmp_path / "out"
+    with out.open("w") as stdout:
+        process = start_command(*command, descriptors=[0, stdout.fileno(), 2])
+    try:
+        wait_until(lambda: "\n" in out.read_text(), 60, "the first request has ended")
         process.send_signal(signal.SIGINT)
-        *aborted, summary = map(json.loads, lines)
-    assert process.wait(timeout=60) == 130
+        assert process.wait(timeout=60) == 130
+    finally:
+        process.kill()
+    _, *aborted, summary = map(json.loads, out.read_text().splitlines())
     assert summary["finished"] == {"stop": 0, "length": 1, "abort": 3, "refused": 0, "error": 0}
     assert [line["finish_reason"] for line in aborted] == ["abort"] * 3
     assert summary["generated_tokens"] == 1 + sum(line["num_output_tokens"] for line in aborted)

@@ -27,29 +27,8 @@ if TYPE_CHECKING:
 
 ResultT = TypeVar("ResultT")
 
-RESERVED_TEMPLATE_NAMES = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "conversations",
-        "documents",
-        "messages",
-        "padding",
-        "processor_kwargs",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "self",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-        "max_length",
-    }
-)
-"""What runs templates reads these itself; chat_template_kwargs may not hold these names."""
+RESERVED_TEMPLATE_NAMES = frozenset({"conversations", "messages", "processor_kwargs"})
+"""What chat_template_kwargs may not hold, beside the parameters of the tokenizer's function that runs templates."""
 
 
 @dataclass(frozen=True, slots=True)

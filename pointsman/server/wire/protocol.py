@@ -6,7 +6,7 @@ read as a number, again as vLLM does, except in lists of token ids; true and fal
 are refused everywhere.
 
 The event loop validates, and every stream waits for it. So the length of a list or an object is checked before its
-elements are (`bounded`), and validation ends with the first wrong element.
+elements are (`AtMost`), and validation of a list ends with its first wrong element.
 
 Ranges here are those that hold for every server. What depends on the model or on the operator's settings (a served
 name, the maximum `n`) is checked later, and what depends on several fields by `SamplingParams`.
@@ -14,10 +14,21 @@ name, the maximum `n`) is checked later, and what depends on several fields by `
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    Tag,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core.core_schema import no_info_before_validator_function
 
 MAX_INT = 2**31 - 1
 MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 64, 1000
@@ -42,17 +53,27 @@ REQUEST_ID = rf"^[!-~]{{1,{MAX_NAME}}}$"
 """It becomes a header of the answer: printable ASCII without spaces."""
 
 
-def bounded(most: int, remedy: str = "send fewer") -> BeforeValidator:
-    """The elements of a list or an object are validated only if there are at most `most` of them."""
+@dataclass(frozen=True)
+class AtMost:
+    """The elements of a list or an object are validated only if there are at most so many of them, and those of a list
+    up to the first wrong one: a list of a million would make a million errors.
+    """
 
-    def check(value: Any) -> Any:
-        if isinstance(value, (list, dict)) and len(value) > most:
+    count: int
+    remedy: str = "send fewer"
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema: dict[str, Any] = {**handler(source), "max_length": self.count}  # which the description shows
+        if schema["type"] == "list":
+            schema["fail_fast"] = True
+        return no_info_before_validator_function(self._check, cast(CoreSchema, schema))
+
+    def _check(self, value: Any) -> Any:
+        if isinstance(value, (list, dict)) and len(value) > self.count:
             kind = "a list" if isinstance(value, list) else "an object"
-            why = f"{kind} of {len(value)}, and at most {most} are possible; {remedy}"
+            why = f"{kind} of {len(value)}, and at most {self.count} are possible; {self.remedy}"
             raise PydanticCustomError("bounded", "{why}", {"why": why})
         return value
-
-    return BeforeValidator(check)
 
 
 def _no_bool(value: Any) -> Any:
@@ -62,25 +83,19 @@ def _no_bool(value: Any) -> Any:
     return value
 
 
+NUMBER = BeforeValidator(_no_bool)
+
 TokenId: TypeAlias = Annotated[int, Field(strict=True, ge=0, le=MAX_INT)]
-# Without FailFast, a list of a million wrong elements would make a million errors.
 TokenIds: TypeAlias = Annotated[list[TokenId], Field(fail_fast=True)]
-FewTokenIds: TypeAlias = Annotated[
-    list[TokenId], Field(fail_fast=True, max_length=MAX_LISTED_TOKENS), bounded(MAX_LISTED_TOKENS)
-]
-ManyTokenIds: TypeAlias = Annotated[
-    list[TokenId], Field(fail_fast=True, max_length=MAX_TOKEN_LIST), bounded(MAX_TOKEN_LIST)
-]
+FewTokenIds: TypeAlias = Annotated[list[TokenId], AtMost(MAX_LISTED_TOKENS)]
+ManyTokenIds: TypeAlias = Annotated[list[TokenId], AtMost(MAX_TOKEN_LIST)]
 StopString: TypeAlias = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
-Stop: TypeAlias = (
-    StopString
-    | Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOP_STRINGS), bounded(MAX_STOP_STRINGS)]
-)
+Stop: TypeAlias = StopString | Annotated[list[StopString], AtMost(MAX_STOP_STRINGS)]
 BadWord: TypeAlias = Annotated[str, Field(max_length=MAX_BAD_WORD_CHARACTERS)]
-Number: TypeAlias = Annotated[int, Field(ge=0, le=MAX_INT), BeforeValidator(_no_bool)]
-Count: TypeAlias = Annotated[int, Field(ge=1, le=MAX_INT), BeforeValidator(_no_bool)]
-Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2), BeforeValidator(_no_bool)]
-Int64: TypeAlias = Annotated[int, Field(ge=-(2**63), le=2**63 - 1), BeforeValidator(_no_bool)]
+Number: TypeAlias = Annotated[int, Field(ge=0, le=MAX_INT), NUMBER]
+Count: TypeAlias = Annotated[int, Field(ge=1, le=MAX_INT), NUMBER]
+Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2), NUMBER]
+Int64: TypeAlias = Annotated[int, Field(ge=-(2**63), le=2**63 - 1), NUMBER]
 
 
 def _kind_of_prompt(value: Any) -> str:
@@ -99,12 +114,12 @@ def _check_prompt(value: Any) -> Any:
     return value
 
 
-_SEVERAL = bounded(MAX_PROMPTS, "send several requests")
+_SEVERAL = AtMost(MAX_PROMPTS, "send several requests")
 PromptField: TypeAlias = Annotated[
     Annotated[TokenIds, Tag("tokens")]
-    | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS), _SEVERAL, Tag("lists")]
+    | Annotated[list[TokenIds], _SEVERAL, Tag("lists")]
     | Annotated[str, Tag("text")]
-    | Annotated[list[str], Field(fail_fast=True, max_length=MAX_PROMPTS), _SEVERAL, Tag("texts")],
+    | Annotated[list[str], _SEVERAL, Tag("texts")],
     Discriminator(_kind_of_prompt),
     BeforeValidator(_check_prompt),
 ]
@@ -195,7 +210,7 @@ class StructuredOutputs(_Refusing):
 
     json_: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema, or one as text.")
     regex: str | None = None
-    choice: Annotated[list[str], Field(fail_fast=True, max_length=MAX_CHOICES), bounded(MAX_CHOICES)] | None = None
+    choice: Annotated[list[str], AtMost(MAX_CHOICES)] | None = None
     grammar: str | None = Field(None, description="A grammar in EBNF.")
     json_object: bool | None = None
     disable_any_whitespace: bool = False
@@ -215,21 +230,21 @@ class SamplingFields(_Refusing):
 
     model: str | None = Field(None, description="A name that /v1/models lists; left out: the model that is served.")
     frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LISTED_TOKENS), bounded(MAX_LISTED_TOKENS)] | None = (
-        Field(None, description="Token id -> -100 to 100.")
+    logit_bias: Annotated[dict[str, Annotated[float, NUMBER]], AtMost(MAX_LISTED_TOKENS)] | None = Field(
+        None, description="Token id -> -100 to 100."
     )
     presence_penalty: Penalty | None = None
     seed: Int64 | None = None
     stop: Stop | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    temperature: Annotated[float, Field(ge=0), BeforeValidator(_no_bool)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1), BeforeValidator(_no_bool)] | None = None
+    temperature: Annotated[float, Field(ge=0), NUMBER] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1), NUMBER] | None = None
     user: Annotated[str, Field(max_length=1024)] | None = Field(None, description="The tenant.")
 
-    top_k: Annotated[int, Field(ge=-1, le=MAX_INT), BeforeValidator(_no_bool)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1), BeforeValidator(_no_bool)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100), BeforeValidator(_no_bool)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_INT), NUMBER] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1), NUMBER] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100), NUMBER] | None = None
     stop_token_ids: FewTokenIds | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
@@ -238,9 +253,7 @@ class SamplingFields(_Refusing):
     spaces_between_special_tokens: bool = True
     allowed_token_ids: ManyTokenIds | None = None
     prompt_logprobs: Number | None = None
-    bad_words: Annotated[list[BadWord], Field(fail_fast=True, max_length=MAX_BAD_WORDS), bounded(MAX_BAD_WORDS)] = (
-        Field(default_factory=list)
-    )
+    bad_words: Annotated[list[BadWord], AtMost(MAX_BAD_WORDS)] = Field(default_factory=list)
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -252,7 +265,7 @@ class SamplingFields(_Refusing):
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
         None, description="Only requests with an equal salt share cached prefixes."
     )
-    deadline: Annotated[float, Field(gt=0), BeforeValidator(_no_bool)] | None = Field(
+    deadline: Annotated[float, Field(gt=0), NUMBER] | None = Field(
         None, description="Seconds from arrival after which the request is ended; also the header X-Request-Deadline."
     )
     return_tokens_as_token_ids: bool | None = Field(None, description='Write tokens of logprobs as "token_id:17".')
@@ -294,7 +307,7 @@ class EmbeddingRequest(_Refusing):
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
         None, description="Only requests with an equal salt share cached prefixes."
     )
-    deadline: Annotated[float, Field(gt=0), BeforeValidator(_no_bool)] | None = Field(
+    deadline: Annotated[float, Field(gt=0), NUMBER] | None = Field(
         None, description="Seconds from arrival after which the request is ended."
     )
 
@@ -352,9 +365,7 @@ class Message(ProtocolModel):
     role: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")
     content: str | Annotated[list[ContentPart | str], Field(fail_fast=True)] | None = None
     name: Annotated[str, Field(max_length=MAX_NAME)] | None = None
-    tool_calls: (
-        Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS), bounded(MAX_TOOLS)] | None
-    ) = None
+    tool_calls: Annotated[list[dict[str, Any]], AtMost(MAX_TOOLS)] | None = None
     tool_call_id: Annotated[str, Field(max_length=MAX_NAME)] | None = None
 
     @model_validator(mode="before")
@@ -399,9 +410,7 @@ class ChatFields(_Refusing):
         "function_call": ((None, "none"), "functions are not called here; leave it out"),
     }
 
-    messages: Annotated[list[Message], bounded(MAX_MESSAGES)] = Field(
-        min_length=1, max_length=MAX_MESSAGES, fail_fast=True
-    )
+    messages: Annotated[list[Message], AtMost(MAX_MESSAGES)] = Field(min_length=1)
     add_generation_prompt: bool = True
     continue_final_message: bool = Field(
         False, description="Leave the last message open and continue it; add_generation_prompt must be false then."
@@ -410,16 +419,14 @@ class ChatFields(_Refusing):
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="What else the chat template reads.")
     documents: (
         Annotated[
-            list[Annotated[dict[str, str], Field(max_length=MAX_DOCUMENT_FIELDS), bounded(MAX_DOCUMENT_FIELDS)]],
-            Field(fail_fast=True, max_length=MAX_TOOLS),
-            bounded(MAX_TOOLS),
+            list[Annotated[dict[str, str], AtMost(MAX_DOCUMENT_FIELDS)]],
+            AtMost(MAX_TOOLS),
         ]
         | None
     ) = None
-    tools: (
-        Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True, max_length=MAX_TOOLS), bounded(MAX_TOOLS)]
-        | None
-    ) = Field(None, description="Shown to the model by the chat template; only with tool_choice none.")
+    tools: Annotated[list[dict[str, Any]], Field(min_length=1), AtMost(MAX_TOOLS)] | None = Field(
+        None, description="Shown to the model by the chat template; only with tool_choice none."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -427,7 +434,7 @@ class ChatFields(_Refusing):
         """Count the content parts of all messages before any of them is validated."""
         messages = data.get("messages") if isinstance(data, dict) else None
         if isinstance(messages, list) and len(messages) <= MAX_MESSAGES:
-            contents = [message.get("content") for message in messages if isinstance(message, dict)]
+            contents = (message.get("content") for message in messages if isinstance(message, dict))
             count = sum(len(content) for content in contents if isinstance(content, list))
             if count > MAX_PARTS:
                 why = f"messages: {count} content parts, and at most {MAX_PARTS} are possible; join their texts"
@@ -463,9 +470,7 @@ class ChatCompletionRequest(ChatFields, SamplingFields):
     n: Annotated[Count, _default_for_null(1, Count)] = 1
     echo: bool = Field(False, description="Put the last message in front of the text if its role is the answer's.")
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
-    modalities: (
-        Annotated[list[str], Field(fail_fast=True, max_length=MAX_MODALITIES), bounded(MAX_MODALITIES)] | None
-    ) = None
+    modalities: Annotated[list[str], AtMost(MAX_MODALITIES)] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         None, description="Passed to the chat template."
     )

@@ -184,7 +184,12 @@ def test_token_ids_come_with_the_answer_if_wanted(http: httpx.Client) -> None:
 
 def test_the_templates_own_arguments_are_not_the_clients(http: httpx.Client) -> None:
     post(http, chat_template_kwargs={"enable_thinking": False})
-    for name in ("tokenize", "chat_template", "return_dict", "conversation", "conversations", "self", "kwargs"):
+    parameters = (
+        "add_generation_prompt chat_template continue_final_message conversation conversations documents kwargs "
+        "max_length messages padding processor_kwargs return_assistant_tokens_mask return_dict return_tensors self "
+        "tokenize tokenizer_kwargs tools truncation"
+    )
+    for name in parameters.split():
         response = http.post("/v1/chat/completions", json={**GREEDY, "chat_template_kwargs": {name: "x"}})
         assert response.status_code == 400, name
     post(http, chat_template_kwargs={"no name": 1, "cls": 1, "template": 1, "context": 1, "source": 1, "": 1})

@@ -128,6 +128,10 @@ def test_truth_values_are_no_numbers(field: str) -> None:
     assert error.param == field
 
 
+def test_nor_are_they_biases() -> None:
+    assert refused(CompletionRequest, {"prompt": "a", "logit_bias": {"5": True}}).param == "logit_bias"
+
+
 @pytest.mark.parametrize("field", ["prompt", "stop_token_ids", "allowed_token_ids"])
 def test_token_ids_are_integers(field: str) -> None:
     for value in ([True], [1, False], [1.5], [None]):
