@@ -5,7 +5,6 @@ Everything that depends on how the engine names its insides is here, so that a c
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -84,11 +83,8 @@ class Stopwatch:
 
 
 def set_threads(threads: int) -> None:
-    """Threads of PyTorch, and of numba where it is in use."""
+    """Threads of PyTorch, which the kernels take too. (Numba's own setting would set PyTorch's back.)"""
     torch.set_num_threads(threads)
-    numba = sys.modules.get("numba")
-    if numba is not None:
-        numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
 
 
 def open_engine(model: Any, **knobs: Any) -> Engine:
