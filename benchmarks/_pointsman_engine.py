@@ -14,8 +14,6 @@ from importlib import import_module
 from time import perf_counter
 from typing import Any
 
-import torch
-
 from pointsman.engine import Engine, SamplingParams
 from pointsman.engine.kernels import runtime
 
@@ -80,11 +78,6 @@ class Stopwatch:
                 calls[label] += 1
 
         return timed
-
-
-def set_threads(threads: int) -> None:
-    """Threads of PyTorch, which the kernels take too. (Numba's own setting would set PyTorch's back.)"""
-    torch.set_num_threads(threads)
 
 
 def open_engine(model: Any, **knobs: Any) -> Engine:

@@ -25,9 +25,10 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+import torch
 from _common import Targets, argument_parser, at_least_one, finish, note, paired_ratio, print_table, run
 from _engine_model import FULL, QUICK, model_directory
-from _pointsman_engine import exactly, open_engine, set_threads, vocabulary_size, watch_begins, watch_passes
+from _pointsman_engine import exactly, open_engine, vocabulary_size, watch_begins, watch_passes
 
 from pointsman.engine import Engine
 from pointsman.engine.model.loader import load_model
@@ -93,7 +94,7 @@ class Side:
 def measure(model: str | Path, num_rounds: int) -> dict[int, Side]:
     """By steps in flight."""
     loaded = load_model(model, "float32")
-    set_threads(1)
+    torch.set_num_threads(1)
     sides: dict[int, Side] = {}
     begins = watch_begins()
     for in_flight in (1, 2):

@@ -24,9 +24,10 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+import torch
 from _common import Targets, argument_parser, finish, note, print_table, run
 from _engine_model import FULL, QUICK, model_directory
-from _pointsman_engine import exactly, open_engine, set_threads, vocabulary_size
+from _pointsman_engine import exactly, open_engine, vocabulary_size
 
 from pointsman.engine import Engine
 from pointsman.engine.model.loaded import LoadedModel
@@ -198,7 +199,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--threads", type=int, default=1, help="PyTorch's threads")
     arguments = parser.parse_args()
-    set_threads(arguments.threads)
+    torch.set_num_threads(arguments.threads)
     quick = arguments.quick
     loaded = load_model(arguments.model or model_directory(QUICK if quick else FULL), arguments.dtype)
 

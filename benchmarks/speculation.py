@@ -22,9 +22,10 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+import torch
 from _common import Targets, argument_parser, finish, note, paired_ratio, print_table, run
 from _engine_model import FULL, QUICK, model_directory
-from _pointsman_engine import open_engine, set_threads, vocabulary_size
+from _pointsman_engine import open_engine, vocabulary_size
 
 from pointsman.engine import Engine, SamplingParams
 from pointsman.engine.model.loader import load_model
@@ -114,7 +115,7 @@ def measure(
 ) -> dict[str, dict[str, Any]]:
     """By workload: what was measured."""
     loaded = load_model(model, "float32")
-    set_threads(1)
+    torch.set_num_threads(1)
     rng = np.random.default_rng(0)
     found = {}
     for workload in workloads:

@@ -26,6 +26,7 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+import torch
 from _common import Targets, argument_parser, finish, note, print_table, run
 from _engine_model import FULL, QUICK, Shape, model_directory
 from _pointsman_engine import (
@@ -37,7 +38,6 @@ from _pointsman_engine import (
     last_step,
     open_engine,
     scheduler_seconds,
-    set_threads,
     vocabulary_size,
 )
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -270,7 +270,7 @@ def main() -> int:
     targets = Targets()
     figures: dict[str, Any] = {}
     for threads in counts:
-        set_threads(threads)
+        torch.set_num_threads(threads)
         steps = WARM_UP_STEPS + num_blocks * (PLAIN_STEPS + PROFILED_STEPS)
         measured = measure(Decoding(shape, arguments.dtype, prompt_tokens, steps), num_blocks)
         figures[str(threads)] = entry = report(threads, measured)

@@ -17,9 +17,10 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+import torch
 from _common import Targets, argument_parser, finish, print_table, run
 from _engine_model import FULL, model_directory
-from _pointsman_engine import exactly, open_engine, set_threads, vocabulary_size
+from _pointsman_engine import exactly, open_engine, vocabulary_size
 
 SYSTEM_TOKENS = 512
 USER_TOKENS = (24, 56)  # a question of a line or two
@@ -108,7 +109,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1, help="PyTorch's threads")
     parser.add_argument("--chats", type=int, help=f"how many ({CHATS}; quick: {CHATS_QUICK})")
     arguments = parser.parse_args()
-    set_threads(arguments.threads)
+    torch.set_num_threads(arguments.threads)
     model = arguments.model or ("demo" if arguments.quick else str(model_directory(FULL)))
     num_chats = arguments.chats or (CHATS_QUICK if arguments.quick else CHATS)
 
