@@ -48,6 +48,8 @@ have to stay in the server. The model has a long name, which is part of every ev
 LEAST_MERGED = 2.0
 """Tokens per event of a slow reader: that there are more than one shows that the server waited for it."""
 MOST_GROWTH_PER_READER = 192 * 1024
+WARM_UP_ROUNDS = 2
+"""Of ordinary readers: after one, a server with few readers still grows a little with everybody reading."""
 LEAST_SPEED = 0.85
 """Of readers beside slow ones, over the same readers beside ordinary ones."""
 
@@ -299,7 +301,8 @@ def slow_readers(sizes: Sizes, targets: Targets) -> dict[str, Any]:
 
 async def _slow_readers(server: ServerProcess, sizes: Sizes) -> dict[str, Any]:
     address = (HOST, server.port)
-    await readers_beside(address, sizes, 0, slow=False)  # memory reaches what the load takes with everybody reading
+    for number in range(WARM_UP_ROUNDS):  # memory reaches what the load takes with everybody reading
+        await readers_beside(address, sizes, number, slow=False)
     before, peak = resident_bytes(server.pid), 0
 
     async def watch() -> None:
@@ -310,9 +313,9 @@ async def _slow_readers(server: ServerProcess, sizes: Sizes) -> dict[str, Any]:
 
     ordinary, beside = [], []
     for number in range(sizes.slow_rounds):
-        ordinary.append(await readers_beside(address, sizes, 2 * number + 1, slow=False))
+        ordinary.append(await readers_beside(address, sizes, WARM_UP_ROUNDS + 2 * number, slow=False))
         watching = asyncio.create_task(watch())
-        beside.append(await readers_beside(address, sizes, 2 * number + 2, slow=True))
+        beside.append(await readers_beside(address, sizes, WARM_UP_ROUNDS + 2 * number + 1, slow=True))
         watching.cancel()
     idle = await wait_until_idle(address)
     return {

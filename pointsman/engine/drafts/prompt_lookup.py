@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pointsman.engine.drafts.trail import Trail
-from pointsman.engine.drafts.worth import Odds, StepCost, best_counts
+from pointsman.engine.drafts.worth import LEAST_GAIN, Odds, StepCost, best_counts
 from pointsman.engine.params.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -24,10 +24,9 @@ if TYPE_CHECKING:
     from pointsman.core import Request, Scheduler, SchedulerOutput, StepUpdate
     from pointsman.engine.counters import EngineCounters
 
-PATIENCE = 8
-"""After this many steps without a draft, not every step is searched for drafts."""
-PAUSE = 4
-"""One in this many is then: in a small model's steps that saves most of the search."""
+LONGEST_PAUSE = 8
+"""Steps from one search to the next, at most. A search that brings nothing doubles them, an accepted draft makes them
+one again: in a small model's steps that saves most of the search where text does not repeat itself."""
 
 
 def takes_drafts(params: SamplingParams) -> bool:
@@ -61,7 +60,10 @@ class PromptLookup:
         self._odds = Odds()
         self._cost = StepCost(rounded)
         self._work = counters.work_time
-        self._steps_without = 0
+        self._pause = 1
+        """Steps from one search to the next."""
+        self._wait = 1
+        """Steps until the next search."""
 
     def propose(self, output: SchedulerOutput, update: StepUpdate, now: float) -> None:
         """Propose drafts behind the newest tokens of the output's rows; the output was updated last.
@@ -72,14 +74,25 @@ class PromptLookup:
         for request in output.finished:
             self._trails.pop(request, None)
         self._observe_cost(output)
+        if len(output.draft_token_ids) and len(update.token_ids) > np.count_nonzero(update.counts):  # one was accepted
+            self._pause = self._wait = 1
+        self._wait -= 1
+        if not self._wait:
+            self._wait, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
+            self._search(output, update, now)
+
+    def _search(self, output: SchedulerOutput, update: StepUpdate, now: float) -> None:
+        """Propose the drafts that are worth it."""
         most = self._scheduler.max_drafts
-        self._steps_without += 1
-        if not most or (self._steps_without > PATIENCE and self._steps_without % PAUSE):
+        if not most:
             return
         found, num_rows = self._follow(output, update)
         if not found:
             return
-        chances = self._odds.chances([trail.length for _, trail in found], most)
+        lengths = [trail.length for _, trail in found]
+        if num_rows + self._odds.most_gain(lengths) < LEAST_GAIN * num_rows:
+            return
+        chances = self._odds.chances(lengths, most)
         drafts: list[int] = []
         counts = np.zeros(output.num_rows, dtype=np.int64)
         for (index, trail), count in zip(found, best_counts(chances, num_rows, self._cost).tolist(), strict=True):
@@ -87,14 +100,13 @@ class PromptLookup:
                 drafts += trail.expected(count)
                 counts[index] = count
         if drafts:
-            self._steps_without = 0
             self._scheduler.propose(output, drafts, counts, now)
 
     def _observe_cost(self, output: SchedulerOutput) -> None:
         """Measure the step: the time since the last output was spent on it. Steps with prompts are left out."""
         before, self._work = self._work, self._counters.work_time
-        num_tokens = output.total_num_scheduled_tokens
-        if output.num_rows and num_tokens == output.num_rows + len(output.draft_token_ids):
+        num_tokens, num_rows = output.total_num_scheduled_tokens, len(output.requests)
+        if num_rows and num_tokens == num_rows + len(output.draft_token_ids):
             self._cost.observe(num_tokens, self._work - before)
 
     def _follow(self, output: SchedulerOutput, update: StepUpdate) -> tuple[list[tuple[int, Trail]], int]:
@@ -116,7 +128,7 @@ class PromptLookup:
             trail = trails.get(request)
             if trail is not None:
                 if len(trail) != num_known:  # steps in between were not searched
-                    newest = request.all_token_ids[len(trail) :].tolist()
+                    newest = request.output_since(len(trail) - request.num_prompt_tokens).tolist()
                 judged = trail.go_on(newest)
                 if judged:
                     self._odds.note(judged)

@@ -20,7 +20,7 @@ from pointsman.engine.arrays import Float64Array, Int64Array
 LONGEST = 16
 """Matches of this length and longer ones count as one."""
 PRIOR = 4.0
-"""Tokens that the odds of a length begin with."""
+"""Tokens of a length that weigh as much as what shorter ones say."""
 MOST_NOTED = 128.0
 """From this many tokens of a length on, half of them are forgotten."""
 LEAST_GAIN = 1.05
@@ -28,11 +28,16 @@ LEAST_GAIN = 1.05
 
 
 class Odds:
-    """How often the expected token came, by the length of the match."""
+    """How often the expected token came, by the length of the match.
+
+    The odds of a length begin at those of the next shorter one and a little better, so that where short matches mean
+    nothing, each longer one need not be tried for itself: what fails after a match of l tokens is (l + 1) / (l + 2) of
+    what fails after one of l - 1. With nothing noted, l of l + 2 come.
+    """
 
     def __init__(self) -> None:
-        self._noted = [PRIOR] * (LONGEST + 1)
-        self._right = [PRIOR * length / (length + 2) for length in range(LONGEST + 1)]
+        self._noted = [0.0] * (LONGEST + 1)
+        self._right = [0.0] * (LONGEST + 1)
         self._lengths = np.zeros((0, 0), dtype=np.int64)
 
     def note(self, judged: Iterable[int]) -> None:
@@ -45,6 +50,24 @@ class Odds:
                 self._noted[at] /= 2
                 self._right[at] /= 2
 
+    def by_length(self) -> list[float]:
+        """[LONGEST + 1]: the probability that the expected token comes, by the length of the match; 0 for none."""
+        each = [0.0]
+        for length in range(1, LONGEST + 1):
+            prior = 1 - (1 - each[-1]) * (length + 1) / (length + 2)
+            each.append((self._right[length] + PRIOR * prior) / (self._noted[length] + PRIOR))
+        return each
+
+    def most_gain(self, lengths: Iterable[int]) -> float:
+        """How many tokens drafts behind matches of these lengths may bring, however many they are: an upper bound that
+        costs a tenth of `chances`, and where it is too small there are no drafts."""
+        each = self.by_length()
+        gain = each[LONGEST] / (1 - each[LONGEST])  # of what would go on forever
+        gains = [gain] * (LONGEST + 1)
+        for length in range(LONGEST - 1, 0, -1):
+            gains[length] = gain = each[length] * (1 + gain)
+        return sum([gains[min(length, LONGEST)] for length in lengths])
+
     def chances(self, lengths: npt.ArrayLike, most: int) -> Float64Array:
         """[n, most]: the probability that the 1st, 2nd, ... of the expected tokens come, and all before them.
 
@@ -53,8 +76,7 @@ class Odds:
         """
         if self._lengths.shape[1] != most:
             self._lengths = np.minimum(np.arange(LONGEST + 1)[:, None] + np.arange(most), LONGEST)
-        each = np.array(self._right) / np.array(self._noted)
-        table: Float64Array = each[self._lengths].cumprod(axis=1)
+        table: Float64Array = np.array(self.by_length())[self._lengths].cumprod(axis=1)
         return table[np.minimum(lengths, LONGEST)]
 
 

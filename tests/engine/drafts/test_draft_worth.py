@@ -29,6 +29,30 @@ def test_odds_follow_what_came() -> None:
     assert chances[0, 1] == pytest.approx(chances[0, 0] * chances[1, 0]), "the second comes behind a longer match"
 
 
+def test_long_matches_begin_at_what_short_ones_are_worth() -> None:
+    odds = Odds()
+    before = odds.by_length()
+    assert before[1:] == pytest.approx([length / (length + 2) for length in range(1, LONGEST + 1)])
+    odds.note([-2, -3] * 100)
+    after = odds.by_length()
+    assert after[2] < 0.05
+    assert after[4] < 0.25 < before[4] / 2, "no match of 4 tokens was seen"
+    assert (np.diff(after[3:]) > 0).all()
+    odds.note([4] * 100)
+    assert odds.by_length()[4] > 0.9, "what is seen counts for more"
+
+
+def test_the_most_that_drafts_may_bring_is_never_less_than_what_they_bring() -> None:
+    rng = np.random.default_rng(2)
+    for _ in range(50):
+        odds = Odds()
+        odds.note(rng.integers(-LONGEST - 3, LONGEST + 4, size=int(rng.integers(0, 400))).tolist())
+        lengths = rng.integers(1, 2 * LONGEST, size=4).tolist()
+        brings = [odds.chances(lengths, most).sum() for most in (1, 8, 200)]
+        assert brings[0] <= brings[1] <= brings[2] <= odds.most_gain(lengths) * (1 + 1e-9)
+        assert brings[2] == pytest.approx(odds.most_gain(lengths), rel=0.02)
+
+
 def test_odds_forget() -> None:
     odds = Odds()
     odds.note([LONGEST] * 1000)

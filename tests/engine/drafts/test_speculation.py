@@ -9,7 +9,7 @@ import pytest
 
 from pointsman.core import ConfigError
 from pointsman.engine import Engine, RequestOutput, RequestOutputKind, SamplingParams, StructuredOutputsParams
-from pointsman.engine.drafts import trail
+from pointsman.engine.drafts import prompt_lookup, trail
 from pointsman.engine.drafts.prompt_lookup import PromptLookup
 from pointsman.engine.drafts.trail import Trail
 from pointsman.engine.drafts.verification import Verification
@@ -231,6 +231,35 @@ def test_drafts_that_are_wrong_cease(loaded: LoadedModel, monkeypatch: pytest.Mo
     assert last < 215
 
 
+def test_searches_that_bring_nothing_become_seldom(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And an accepted draft makes every step one with a search."""
+    searched: list[int] = []
+    follow = PromptLookup._follow
+
+    def watched(self: PromptLookup, output: Any, update: Any) -> Any:
+        searched.append(output.step_id)
+        return follow(self, output, update)
+
+    monkeypatch.setattr(PromptLookup, "_follow", watched)
+    engine = make(loaded, 4)
+    engine.add_request("a", list(range(3, 40)), SamplingParams(temperature=1.0, seed=1, max_tokens=60, ignore_eos=True))
+    monkeypatch.setattr(trail, "look_up", lambda *_: (0, 0))
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert np.diff(searched).tolist() == [1, 2, 4, *[8] * (len(searched) - 4)]
+    monkeypatch.undo()
+    monkeypatch.setattr(PromptLookup, "_follow", watched)
+    monkeypatch.setattr(Trail, "expected", lambda self, count: always[-count:])
+    always = [77] * 4
+    likely = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True, logit_bias={77: 100.0})
+    engine.add_request("b", [77] * 40, likely)
+    searched.clear()
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert engine.scheduler.stats().num_accepted_tokens > 20
+    assert searched[-1] - searched[-8] == 7
+
+
 def test_a_trail_follows_a_request_that_loses_its_row(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is expected, it is from a place where the request's newest tokens stand."""
     checked = 0
@@ -247,6 +276,7 @@ def test_a_trail_follows_a_request_that_loses_its_row(loaded: LoadedModel, monke
         assert not self._trails.keys() & set(output.finished)
 
     monkeypatch.setattr(PromptLookup, "propose", watched)
+    monkeypatch.setattr(prompt_lookup, "LONGEST_PAUSE", 4)
     engine = make(loaded, 4, num_blocks=34, max_model_len=120)
     params = [SamplingParams(**{"max_tokens": 30, "ignore_eos": True, **one}) for one in MIXTURE]
     run(engine, params, prompts_of(len(params)))
