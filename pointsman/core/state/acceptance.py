@@ -35,10 +35,11 @@ class Acceptance:
         self._room: Counts = np.zeros((2, _MAX_NUMBERS), dtype=kind)
         self._drafts: Counts = self._room[:0]  # [steps, rows], as the next
         self._sampled: Counts = self._drafts
+        self._same: Counts | None = None  # the drafts of each step in the buffer, where they are one array; not stored
 
     def add(self, rows: Counts, drafts: Counts, sampled: Counts) -> None:
         """A step verified `drafts` [n] of distinct `rows` [n], none for some, and `sampled` [n] tokens of each: what it
-        accepted, and one more."""
+        accepted, and one more. `drafts` does not change any more."""
         step = self._num_steps
         if rows is not self._rows or step == len(self._drafts):
             self._settle()
@@ -46,7 +47,13 @@ class Acceptance:
             if rows is not self._rows:
                 self._rows = rows
                 self._make_room(len(rows))
-        self._drafts[step] = drafts
+        if not step:
+            self._same = drafts
+        elif drafts is not self._same:
+            if self._same is not None:
+                self._drafts[:step] = self._same
+                self._same = None
+            self._drafts[step] = drafts
         self._sampled[step] = sampled
         self._num_steps = step + 1
 
@@ -88,8 +95,13 @@ class Acceptance:
             self._verified = np.concatenate([self._verified, more])
             self._accepted = np.concatenate([self._accepted, more])
         drafts, sampled = self._drafts[:num_steps], self._sampled[:num_steps]
-        self._verified[self._rows] += drafts.sum(axis=0, dtype=np.int32)
-        at_least = int(np.count_nonzero(drafts))  # where there were drafts, at least none were accepted
+        # Where there were drafts, at least none were accepted.
+        if self._same is not None:
+            self._verified[self._rows] += self._same * num_steps
+            at_least = int(np.count_nonzero(self._same)) * num_steps
+        else:
+            self._verified[self._rows] += drafts.sum(axis=0, dtype=np.int32)
+            at_least = int(np.count_nonzero(drafts))
         self._accepted[self._rows] += sampled.sum(axis=0, dtype=np.int32) - num_steps
         most_drafts = len(self._accepted_drafts) - 1
         for count in range(most_drafts):

@@ -373,9 +373,7 @@ class Batch:
         rows, num_tokens, tokens = rows[full], num_tokens[full], self._flat_recent
         offsets = self.recent_offset[rows]
         for index, offset, end in zip(full.tolist(), offsets.tolist(), num_tokens.tolist(), strict=True):
-            state = requests[index]._state
-            start = state.num_prompt_tokens + state.num_own_output_tokens
-            state.append_output(tokens[offset + start : offset + end])
+            requests[index]._state.take_recent(tokens, offset, end)
         self._keep_recent(rows, num_tokens, tokens[offsets + num_tokens - 1])
 
     def _keep_recent(self, rows: Int64Array | int, num_tokens: Int64Array | int, newest: Int32Array | int) -> None:

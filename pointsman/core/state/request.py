@@ -259,6 +259,11 @@ class RequestState:
         """Append tokens to the request's own array (the recent ones of a row come through here)."""
         self._output.extend(token_ids)
 
+    def take_recent(self, tokens: Int32Array, offset: int, end: int) -> None:
+        """Append a copy of what a row has beyond the request's own array: token i, up to `end`, is at `offset` + i."""
+        own = self._output
+        own.add(tokens[offset + self.num_prompt_tokens + own.length : offset + end].copy())
+
     def truncate_output(self, num_output_tokens: int) -> None:
         """Keep the first `num_output_tokens` of a request without a row."""
         self._output.truncate(num_output_tokens)

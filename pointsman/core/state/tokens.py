@@ -40,6 +40,11 @@ class OutputTokens:
         self._pieces.append(np.array(token_ids, dtype=np.int32))
         self.length += len(token_ids)
 
+    def add(self, piece: Int32Array) -> None:
+        """As `extend`, of an array that nothing else holds."""
+        self._pieces.append(piece)
+        self.length += len(piece)
+
     def truncate(self, length: int) -> None:
         if length < self.length:
             self._pieces = [self.array()[:length]]

@@ -224,7 +224,7 @@ class Running:
         if not self._steady_drafts_allowed or total > self._budget or not drafts.are_for(rows):
             return None
         num_drafts = drafts.counts
-        granted = num_drafts + ONE
+        granted = drafts.granted()
         computed = batch.num_computed_tokens[rows]
         end = computed + granted
         lacking = (end > batch.num_slots[rows]).nonzero()[0]
