@@ -17,6 +17,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from pointsman.engine.aio.mailbox import Mailbox, Port
+from pointsman.server.wire.logprobs import Logprobs
 from pointsman.server.wire.messages import Delta, EngineOutputs, EngineRequest, StepNote, pack, portable
 
 if TYPE_CHECKING:
@@ -184,9 +185,11 @@ class RemoteMailbox(Mailbox):
 def _delta(latest: RequestOutput, reported: RequestOutput | None) -> Delta:
     new = latest.since(reported)
     sample = new.outputs[0]
-    delta = Delta(sample.text, sample.token_ids, sample.logprobs, num_cached_tokens=latest.num_cached_tokens)
-    if reported is None:
-        delta.prompt_logprobs = new.prompt_logprobs
+    delta = Delta(sample.text, sample.token_ids, num_cached_tokens=latest.num_cached_tokens)
+    if sample.logprobs is not None:
+        delta.logprobs = Logprobs.of(sample.logprobs)
+    if reported is None and new.prompt_logprobs is not None:
+        delta.prompt_logprobs = Logprobs.of(new.prompt_logprobs)
     if latest.finished:
         delta.finish_reason, delta.stop_reason = sample.finish_reason, sample.stop_reason
         delta.finish_detail, delta.metrics = sample.finish_detail, latest.metrics

@@ -20,6 +20,7 @@ from pointsman.server.service.gate import check_finish, too_late
 from pointsman.server.wire.answers import Choice, Prompt, TextWriter, error_event
 from pointsman.server.wire.errors import ApiError
 from pointsman.server.wire.messages import Delta
+from pointsman.server.wire.pieces import in_pieces
 from pointsman.server.wire.sse import EventStream, send_json
 
 if TYPE_CHECKING:
@@ -155,7 +156,9 @@ class Delivery:
         except EngineDeadError as error:
             raise self._gate.from_engine(error) from error
         self._check(outputs)
-        await send_json(send, writer.whole(self.choices, outputs), {"x-request-id": writer.id})
+        body = await in_pieces(writer.whole(self.choices, outputs))
+        outputs.clear()  # what is sent slowly should not be there twice
+        await send_json(send, body, {"x-request-id": writer.id})
 
     async def collect(self) -> list[Delta]:
         """The whole output of each sample, once all have finished.
@@ -196,7 +199,9 @@ class Delivery:
         async def pump(sample: Sample) -> None:
             async for delta in sample:
                 check_finish(delta.finish_reason, delta.finish_detail)
-                chunk = writer.chunk(sample.choice, delta)
+                chunk = writer.plain_chunk(sample.choice, delta)
+                if chunk is None:
+                    chunk = await in_pieces(writer.chunk(sample.choice, delta))
                 if chunk:
                     await events.write(chunk)
 

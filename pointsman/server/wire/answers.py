@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pointsman.server.wire.logprobs import LogprobWriter, prompt_logprobs
+from pointsman.server.wire.logprobs import Logprobs, LogprobWriter, prompt_logprobs
+from pointsman.server.wire.pieces import Pieces
 
 if TYPE_CHECKING:
     import numpy as np
@@ -107,8 +108,12 @@ class AnswerWriter(ABC):
         self.model = model
 
     @abstractmethod
-    def whole(self, choices: list[Choice], outputs: list[Delta]) -> dict[str, Any]:
-        """The body of an answer that is not streamed; one output per choice, all its deltas in one."""
+    def whole(self, choices: list[Choice], outputs: list[Delta]) -> Pieces[str]:
+        """The body of an answer that is not streamed; one output per choice, all its deltas in one.
+
+        Raises:
+            ValueError: something in it is no JSON, such as a NaN.
+        """
 
     def envelope(self, object_name: str) -> dict[str, Any]:
         """The first fields of all answers, and of all events of an answer."""
@@ -142,25 +147,34 @@ class TextWriter(AnswerWriter):
         self._continuous_usage = self._includes_usage and bool(options and options.continuous_usage_stats)
         self._is_plain = not (self._has_logprobs or self._returns_token_ids or self._continuous_usage)
 
-    def chunk(self, choice: Choice, delta: Delta) -> bytes:
-        """The events of a delta; none if it holds nothing that is written."""
-        is_last = delta.finish_reason is not None
-        if self._is_plain and choice.plain_head and not is_last:
+    def plain_chunk(self, choice: Choice, delta: Delta) -> bytes | None:
+        """The event of a delta between a choice's first and last one; None: `chunk` writes it."""
+        if self._is_plain and choice.plain_head and delta.finish_reason is None:
             return f"{choice.plain_head}{quote(delta.text)}{self.tail}".encode("ascii")
-        if not (delta.token_ids or delta.text or is_last):
+        return None
+
+    def chunk(self, choice: Choice, delta: Delta) -> Pieces[bytes]:
+        """The events of a delta; none if it holds nothing that is written."""
+        if not (delta.token_ids or delta.text or delta.finish_reason is not None):
             return b""
-        events = self._full_chunk(choice, delta, is_first=not choice.plain_head)
+        events = yield from self._full_chunk(choice, delta, is_first=not choice.plain_head)
         if not choice.plain_head:
-            start = json.dumps({**self.envelope(self.object_name), "choices": []}, separators=(",", ":"))
+            start = to_json({**self.envelope(self.object_name), "choices": []})
             choice.plain_head = f'data: {start.removesuffix("]}")}{{"index":{choice.index},{self.head}'
         return events
 
     @abstractmethod
-    def _full_chunk(self, choice: Choice, delta: Delta, *, is_first: bool) -> bytes:
+    def _full_chunk(self, choice: Choice, delta: Delta, *, is_first: bool) -> Pieces[bytes]:
         """The same with every field the client asked for, and what comes once with the choice's first or last chunk."""
 
     def _choice_event(
-        self, choice: Choice, data: dict[str, Any], more: dict[str, Any] | None = None, *, num_tokens: int | None = None
+        self,
+        choice: Choice,
+        data: dict[str, Any],
+        more: dict[str, Any] | None = None,
+        *,
+        logprobs: str = "null",
+        num_tokens: int | None = None,
     ) -> bytes:
         """The event of a choice.
 
@@ -168,12 +182,13 @@ class TextWriter(AnswerWriter):
             choice: which.
             data: its fields.
             more: fields beside the choices.
+            logprobs: of its tokens, as JSON.
             num_tokens: generated tokens in its usage; None: all so far.
         """
-        fields = {**self.envelope(self.object_name), "choices": [data], **(more or {})}
+        fields = {**self.envelope(self.object_name), **(more or {})}
         if self._continuous_usage:
             fields["usage"] = self._usage([choice], num_tokens)
-        return event(fields)
+        return written_event(with_json(fields, {"choices": f"[{with_json(data, {'logprobs': logprobs})}]"}))
 
     def usage_event(self, choices: list[Choice]) -> bytes:
         """The event behind the last chunk; empty unless the client asked for it."""
@@ -202,34 +217,32 @@ class CompletionWriter(TextWriter):
         self._is_echo_alone = body.max_tokens == 0
         self._has_prompt_logprobs = body.prompt_logprobs is not None
 
-    def whole(self, choices: list[Choice], outputs: list[Delta]) -> dict[str, Any]:
-        return {
-            **self.envelope(self.object_name),
-            "choices": [self._whole(choice, output) for choice, output in zip(choices, outputs, strict=True)],
-            "usage": self._usage(choices),
-        }
+    def whole(self, choices: list[Choice], outputs: list[Delta]) -> Pieces[str]:
+        written = []
+        for choice, output in zip(choices, outputs, strict=True):
+            written.append((yield from self._whole(choice, output)))
+            yield
+        answer = {**self.envelope(self.object_name), "usage": self._usage(choices)}
+        return with_json(answer, {"choices": f"[{','.join(written)}]"}, is_ascii=False)
 
-    def _whole(self, choice: Choice, output: Delta) -> dict[str, Any]:
+    def _whole(self, choice: Choice, output: Delta) -> Pieces[str]:
         data = {
             "index": choice.index,
             "text": self._echo(choice) + ("" if self._is_echo_alone else output.text),
-            "logprobs": self._logprobs(choice, output, is_first=True),
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
-            "prompt_logprobs": None,
         }
-        if self._has_prompt_logprobs:
-            data["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         if self._returns_token_ids:
             data["prompt_token_ids"] = choice.prompt.token_ids
             data["token_ids"] = [] if self._is_echo_alone else output.token_ids
-        return data
+        of_tokens = yield from self._logprobs(choice, output, is_first=True)
+        of_prompt = yield from prompt_logprobs(output.prompt_logprobs if self._has_prompt_logprobs else None)
+        return with_json(data, {"logprobs": of_tokens, "prompt_logprobs": of_prompt}, is_ascii=False)
 
-    def _full_chunk(self, choice: Choice, delta: Delta, *, is_first: bool) -> bytes:
+    def _full_chunk(self, choice: Choice, delta: Delta, *, is_first: bool) -> Pieces[bytes]:
         data: dict[str, Any] = {
             "index": choice.index,
             "text": (self._echo(choice) if is_first else "") + ("" if self._is_echo_alone else delta.text),
-            "logprobs": self._logprobs(choice, delta, is_first=is_first),
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
@@ -237,7 +250,8 @@ class CompletionWriter(TextWriter):
             data["token_ids"] = [] if self._is_echo_alone else delta.token_ids
             if is_first:
                 data["prompt_token_ids"] = choice.prompt.token_ids
-        return self._choice_event(choice, data)
+        logprobs = yield from self._logprobs(choice, delta, is_first=is_first)
+        return self._choice_event(choice, data, logprobs=logprobs)
 
     def _echo(self, choice: Choice) -> str:
         return choice.prompt.text or "" if self._echoes else ""
@@ -245,21 +259,24 @@ class CompletionWriter(TextWriter):
     def _usage(self, choices: list[Choice], num_tokens: int | None = None) -> dict[str, Any]:
         return usage(choices, 0 if self._is_echo_alone else num_tokens)
 
-    def _logprobs(self, choice: Choice, new: Delta, *, is_first: bool) -> dict[str, Any] | None:
+    def _logprobs(self, choice: Choice, new: Delta, *, is_first: bool) -> Pieces[str]:
         """Those of new tokens, behind those of an echoed prompt if they are the first."""
         if not self._has_logprobs:
-            return None
-        token_ids = [] if self._is_echo_alone else new.token_ids
-        entries: list[Any] = [] if self._is_echo_alone else list(new.logprobs or [])
-        of_prompt = new.prompt_logprobs or []
+            return "null"
+        token_ids = list[int]()
+        entries = Logprobs()
+        of_prompt = new.prompt_logprobs or Logprobs()
         is_complete = len(of_prompt) == len(choice.prompt.token_ids)  # or it finished before its first token
         if self._echoes and is_first and is_complete:
-            token_ids = [*choice.prompt.token_ids, *token_ids]
-            entries = [*of_prompt, *entries]
-        written = self._logprobs_of.completion(
+            token_ids += choice.prompt.token_ids
+            entries.extend(of_prompt)
+        if not self._is_echo_alone:
+            token_ids += new.token_ids
+            entries.extend(new.logprobs or Logprobs())
+        written, num_characters = yield from self._logprobs_of.completion(
             token_ids, entries, offset=choice.num_characters, first_text=choice.prompt.first_token
         )
-        choice.num_characters += sum(map(len, written["tokens"]))
+        choice.num_characters += num_characters
         return written
 
 
@@ -291,57 +308,59 @@ class ChatWriter(TextWriter):
         self._echo: str = last.as_template_input()["content"] if is_continued else ""
         self._has_prompt_logprobs = body.prompt_logprobs is not None
 
-    def whole(self, choices: list[Choice], outputs: list[Delta]) -> dict[str, Any]:
-        answer = {
-            **self.envelope("chat.completion"),
-            "choices": [self._whole(choice, output) for choice, output in zip(choices, outputs, strict=True)],
-            "usage": self._usage(choices),
-        }
-        if self._has_prompt_logprobs:
-            answer["prompt_logprobs"] = prompt_logprobs(outputs[0].prompt_logprobs)
+    def whole(self, choices: list[Choice], outputs: list[Delta]) -> Pieces[str]:
+        written = []
+        for choice, output in zip(choices, outputs, strict=True):
+            written.append((yield from self._whole(choice, output)))
+            yield
+        answer = {**self.envelope("chat.completion"), "usage": self._usage(choices)}
         if self._returns_token_ids:
             answer["prompt_token_ids"] = choices[0].prompt.token_ids
-        return answer
+        late = {"choices": f"[{','.join(written)}]"}
+        if self._has_prompt_logprobs:
+            late["prompt_logprobs"] = yield from prompt_logprobs(outputs[0].prompt_logprobs)
+        return with_json(answer, late, is_ascii=False)
 
-    def _whole(self, choice: Choice, output: Delta) -> dict[str, Any]:
+    def _whole(self, choice: Choice, output: Delta) -> Pieces[str]:
         data = {
             "index": choice.index,
             "message": {"role": self._role, "content": self._echo + output.text},
-            "logprobs": self._logprobs(output),
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
         }
         if self._returns_token_ids:
             data["token_ids"] = output.token_ids
-        return data
+        return with_json(data, {"logprobs": (yield from self._logprobs(output))}, is_ascii=False)
 
-    def _full_chunk(self, choice: Choice, delta: Delta, *, is_first: bool) -> bytes:
+    def _full_chunk(self, choice: Choice, delta: Delta, *, is_first: bool) -> Pieces[bytes]:
         opening = self._opening(choice) if is_first else b""
         data: dict[str, Any] = {
             "index": choice.index,
             "delta": {"content": delta.text},
-            "logprobs": self._logprobs(delta),
             "finish_reason": delta.finish_reason,
         }
         if delta.finish_reason is not None:
             data["stop_reason"] = delta.stop_reason
         if self._returns_token_ids:
             data["token_ids"] = delta.token_ids
-        return opening + self._choice_event(choice, data)
+        logprobs = yield from self._logprobs(delta)
+        return opening + self._choice_event(choice, data, logprobs=logprobs)
 
     def _opening(self, choice: Choice) -> bytes:
         """The role, before the first text; and the text that is echoed."""
         role = {"role": self._role, "content": ""}
-        data = {"index": choice.index, "delta": role, "logprobs": None, "finish_reason": None}
+        data = {"index": choice.index, "delta": role, "finish_reason": None}
         prompt = {"prompt_token_ids": choice.prompt.token_ids} if self._returns_token_ids else {}
         opening = self._choice_event(choice, data, prompt, num_tokens=0)
         if self._echo:
-            echo = {"index": choice.index, "delta": {"content": self._echo}, "logprobs": None, "finish_reason": None}
+            echo = {"index": choice.index, "delta": {"content": self._echo}, "finish_reason": None}
             opening += self._choice_event(choice, echo, num_tokens=0)
         return opening
 
-    def _logprobs(self, new: Delta) -> dict[str, Any] | None:
-        return self._logprobs_of.chat(new.token_ids, new.logprobs or []) if self._has_logprobs else None
+    def _logprobs(self, new: Delta) -> Pieces[str]:
+        if not self._has_logprobs:
+            return "null"
+        return (yield from self._logprobs_of.chat(new.logprobs or Logprobs()))
 
 
 # ------------------------------------------------------------------------------------------------- embeddings
@@ -356,12 +375,14 @@ class EmbeddingWriter(AnswerWriter):
         super().__init__(body, model)
         self._is_base64 = body.encoding_format == "base64"
 
-    def whole(self, choices: list[Choice], outputs: list[Delta]) -> dict[str, Any]:
+    def whole(self, choices: list[Choice], outputs: list[Delta]) -> Pieces[str]:
         data = []
         for choice, output in zip(choices, outputs, strict=True):
             assert output.embedding is not None
-            data.append({"object": "embedding", "index": choice.index, "embedding": self._encoded(output.embedding)})
-        return {**self.envelope("list"), "data": data, "usage": usage(choices)}
+            vector = self._encoded(output.embedding)
+            data.append(to_json({"object": "embedding", "index": choice.index, "embedding": vector}))
+            yield
+        return with_json({**self.envelope("list"), "usage": usage(choices)}, {"data": f"[{','.join(data)}]"})
 
     def _encoded(self, vector: npt.NDArray[np.float32]) -> list[float] | str:
         """As JSON numbers, or as little-endian float32 in base64, which is a quarter as long."""
@@ -371,12 +392,32 @@ class EmbeddingWriter(AnswerWriter):
         return numbers
 
 
-# ------------------------------------------------------------------------------------------------- events
+# ------------------------------------------------------------------------------------------------- JSON
+
+
+def to_json(value: Any, *, is_ascii: bool = True) -> str:
+    """As JSON, without spaces; with everything outside ASCII escaped, or as it is.
+
+    Raises:
+        ValueError: a float in it is infinite, or NaN.
+    """
+    return json.dumps(value, allow_nan=False, ensure_ascii=is_ascii, separators=(",", ":"))
+
+
+def with_json(fields: Mapping[str, Any], written: Mapping[str, str], *, is_ascii: bool = True) -> str:
+    """An object as JSON: its fields, of which there is one at least, and behind them those whose JSON is written."""
+    more = ",".join([f'"{name}":{text}' for name, text in written.items()])
+    return f"{to_json(fields, is_ascii=is_ascii)[:-1]},{more}}}"
 
 
 def event(data: Mapping[str, Any]) -> bytes:
-    """One server-sent event. All of it is ASCII, and no float in it is infinite."""
-    return f"data: {json.dumps(data, allow_nan=False, separators=(',', ':'))}\n\n".encode("ascii")
+    """One server-sent event."""
+    return written_event(to_json(data))
+
+
+def written_event(data: str) -> bytes:
+    """One server-sent event, of JSON in ASCII."""
+    return f"data: {data}\n\n".encode("ascii")
 
 
 def error_event(error: ApiError) -> bytes:

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pointsman.core import Explanation
-    from pointsman.engine.outputs.request_output import Logprob, RequestMetrics
+    from pointsman.engine.outputs.request_output import RequestMetrics
     from pointsman.engine.params.pooling import PoolingParams
     from pointsman.engine.params.sampling import SamplingParams
+    from pointsman.server.wire.logprobs import Logprobs
 
 _LENGTH = struct.Struct("!I")
 MAX_FRAME = 2**31
@@ -162,12 +163,12 @@ class Delta:
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: Logprobs | None = None
     finish_reason: str | None = None
     """"stop", "length", "repetition", "abort", "deadline" or "error"; None while it runs."""
     finish_detail: str = ""
     stop_reason: int | str | None = None
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: Logprobs | None = None
     """In the first one, if asked for."""
     metrics: RequestMetrics | None = None
     """In the last one."""
@@ -179,12 +180,15 @@ class Delta:
         """Append the delta that follows this one."""
         self.text += later.text
         self.token_ids += later.token_ids
-        if later.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + later.logprobs
+        if self.logprobs is None:
+            self.logprobs = later.logprobs
+        elif later.logprobs is not None:
+            self.logprobs.extend(later.logprobs)
         self.finish_reason = later.finish_reason
         self.finish_detail = later.finish_detail
         self.stop_reason = later.stop_reason
-        self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
+        if self.prompt_logprobs is None:
+            self.prompt_logprobs = later.prompt_logprobs
         self.metrics = later.metrics
         self.num_cached_tokens = later.num_cached_tokens
         self.embedding = later.embedding

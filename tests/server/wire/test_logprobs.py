@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
 
 from pointsman.engine.outputs.request_output import Logprob
-from pointsman.server.wire.logprobs import LogprobWriter, prompt_logprobs
+from pointsman.server.wire.logprobs import PIECE, Logprobs, LogprobWriter, prompt_logprobs
+from pointsman.server.wire.pieces import at_once
 
 # As the engine gives them: the sampled token first, then the most likely ones.
 SAMPLED_IS_LIKELY = {7: Logprob(-0.1, 1, " a"), 8: Logprob(-2.5, 2, "b")}
@@ -14,8 +19,23 @@ SAMPLED_IS_UNLIKELY = {9: Logprob(-7.0, 40, "é"), 7: Logprob(-0.2, 1, " a"), 8:
 IMPOSSIBLE = {9: Logprob(-math.inf, 40, "x"), 7: Logprob(math.nan, 1, " a")}
 
 
+Entries = Sequence[Mapping[int, Logprob] | None]
+
+
+def completion(writer: LogprobWriter, token_ids: list[int], entries: Entries, **more: Any) -> Any:
+    return json.loads(at_once(writer.completion(token_ids, Logprobs.of(entries), **more))[0])
+
+
+def chat(writer: LogprobWriter, entries: Entries) -> Any:
+    return json.loads(at_once(writer.chat(Logprobs.of(entries))))
+
+
+def prompt(entries: Entries | None) -> Any:
+    return json.loads(at_once(prompt_logprobs(None if entries is None else Logprobs.of(entries))))
+
+
 def test_completions_have_four_lists() -> None:
-    found = LogprobWriter(2).completion([7, 9], [SAMPLED_IS_LIKELY, SAMPLED_IS_UNLIKELY])
+    found = completion(LogprobWriter(2), [7, 9], [SAMPLED_IS_LIKELY, SAMPLED_IS_UNLIKELY])
     assert found == {
         "tokens": [" a", "é"],
         "token_logprobs": [-0.1, -7.0],
@@ -25,7 +45,7 @@ def test_completions_have_four_lists() -> None:
 
 
 def test_a_prompts_first_token_has_none() -> None:
-    found = LogprobWriter(1).completion([5, 7], [None, SAMPLED_IS_LIKELY], offset=3, first_text="The")
+    found = completion(LogprobWriter(1), [5, 7], [None, SAMPLED_IS_LIKELY], offset=3, first_text="The")
     assert found["tokens"] == ["The", " a"]
     assert found["token_logprobs"] == [None, -0.1]
     assert found["top_logprobs"][0] is None
@@ -33,31 +53,63 @@ def test_a_prompts_first_token_has_none() -> None:
 
 
 def test_no_top_ones_leave_the_sampled_one() -> None:
-    assert LogprobWriter(0).completion([9], [SAMPLED_IS_UNLIKELY])["top_logprobs"] == [{"é": -7.0}]
+    assert completion(LogprobWriter(0), [9], [SAMPLED_IS_UNLIKELY])["top_logprobs"] == [{"é": -7.0}]
 
 
 def test_chat_has_the_most_likely_ones_whether_sampled_or_not() -> None:
-    (found,) = LogprobWriter(2).chat([9], [SAMPLED_IS_UNLIKELY])["content"]
+    (found,) = chat(LogprobWriter(2), [SAMPLED_IS_UNLIKELY])["content"]
     assert (found["token"], found["logprob"], found["bytes"]) == ("é", -7.0, list("é".encode()))
     assert [one["token"] for one in found["top_logprobs"]] == [" a", "b"]
-    (none,) = LogprobWriter(0).chat([9], [SAMPLED_IS_UNLIKELY])["content"]
+    (none,) = chat(LogprobWriter(0), [SAMPLED_IS_UNLIKELY])["content"]
     assert none["top_logprobs"] == []
 
 
 def test_json_can_hold_all_of_them() -> None:
-    for found in (LogprobWriter(2).completion([9], [IMPOSSIBLE]), LogprobWriter(2).chat([9], [IMPOSSIBLE])):
+    for found in (completion(LogprobWriter(2), [9], [IMPOSSIBLE]), chat(LogprobWriter(2), [IMPOSSIBLE])):
         assert "-9999.0" in json.dumps(found, allow_nan=False)
 
 
 def test_tokens_without_text_or_by_wish_are_written_by_their_ids() -> None:
-    assert LogprobWriter(1, as_token_ids=True).completion([7], [SAMPLED_IS_LIKELY])["tokens"] == ["token_id:7"]
+    assert completion(LogprobWriter(1, as_token_ids=True), [7], [SAMPLED_IS_LIKELY])["tokens"] == ["token_id:7"]
     no_text = {7: Logprob(-0.1, 1, None)}
-    assert LogprobWriter(1).chat([7], [no_text])["content"][0]["token"] == "token_id:7"
+    assert chat(LogprobWriter(1), [no_text])["content"][0]["token"] == "token_id:7"
 
 
 def test_those_of_a_prompt_are_by_token_id() -> None:
-    assert prompt_logprobs(None) is None
-    assert prompt_logprobs([None, {7: Logprob(-0.1, 1, " a")}]) == [
+    assert prompt(None) is None
+    assert prompt([None, {7: Logprob(-0.1, 1, " a")}]) == [
         None,
         {"7": {"logprob": -0.1, "rank": 1, "decoded_token": " a"}},
     ]
+
+
+def test_columns_are_appended() -> None:
+    both = Logprobs.of([None, SAMPLED_IS_LIKELY])
+    both.extend(Logprobs.of([SAMPLED_IS_UNLIKELY]))
+    assert both == Logprobs.of([None, SAMPLED_IS_LIKELY, SAMPLED_IS_UNLIKELY])
+    assert len(both) == 3
+    assert [list(place) for place in both.positions()] == [[], [0, 1], [2, 3, 4]]
+
+
+@pytest.mark.parametrize("form", ["completion", "chat", "prompt"])
+def test_many_are_written_in_short_pieces(form: str) -> None:
+    """And in pieces they are what they are at once."""
+    entries = [SAMPLED_IS_LIKELY if place % 3 else SAMPLED_IS_UNLIKELY for place in range(5000)]
+    ids = [next(iter(entry)) for entry in entries]
+    columns = Logprobs.of(entries)
+    make: dict[str, Callable[[], Any]] = {
+        "completion": lambda: LogprobWriter(2).completion(ids, columns),
+        "chat": lambda: LogprobWriter(2).chat(columns),
+        "prompt": lambda: prompt_logprobs(columns),
+    }
+    assert len(list(make[form]())) > 5000 * 2 / (PIECE + 4)
+    written = at_once(make[form]())
+    text = written[0] if form == "completion" else written
+    found, one = json.loads(text), entries[1]
+    if form == "completion":
+        assert len(found["tokens"]) == 5000 and found["text_offset"][-1] == 3332 * 2 + 1667
+        assert found == completion(LogprobWriter(2), ids, entries)
+    elif form == "chat":
+        assert found["content"][1::3] == chat(LogprobWriter(2), [one])["content"] * 1667
+    else:
+        assert found[1::3] == prompt([one]) * 1667

@@ -11,7 +11,7 @@ import pytest
 from starlette.types import Message
 
 from pointsman.server.service.service import unless_disconnected
-from pointsman.server.wire.answers import error_event, event, quote
+from pointsman.server.wire.answers import error_event, event, quote, with_json
 from pointsman.server.wire.errors import ApiError
 from pointsman.server.wire.sse import EventStream, send_json
 
@@ -145,14 +145,19 @@ def test_a_reader_that_sleeps_holds_up_who_writes_to_it() -> None:
 
 def test_a_body_is_json_with_its_length() -> None:
     async def test(client: Client) -> None:
-        await send_json(client.send, {"text": "é"}, {"x-request-id": "a"})
+        await send_json(client.send, '{"text":"é"}', {"x-request-id": "a"})
         headers = dict(client.sent[0]["headers"])
         assert json.loads(client.body) == {"text": "é"}
         assert int(headers[b"content-length"]) == len(client.body)
-        with pytest.raises(ValueError, match="JSON"):
-            await send_json(client.send, {"bad": float("nan")}, {})
 
     with_client(test)
+
+
+def test_json_is_put_together() -> None:
+    assert json.loads(with_json({"a": "é"}, {"b": "[1,2]", "c": "null"})) == {"a": "é", "b": [1, 2], "c": None}
+    assert with_json({"a": "é"}, {"b": "1"}, is_ascii=False) == '{"a":"é","b":1}'
+    with pytest.raises(ValueError, match="JSON"):
+        with_json({"bad": float("nan")}, {"b": "1"})
 
 
 def test_text_is_quoted_as_json_does() -> None:

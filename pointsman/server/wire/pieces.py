@@ -1,0 +1,35 @@
+"""Work in pieces: what takes long in the event loop yields between its pieces, so that others are served meanwhile.
+
+def whole(...) -> Pieces[bytes]:        a generator: `yield` ends a piece, `return` gives the result
+data = await in_pieces(writer.whole(choices, outputs))
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator
+from typing import TypeAlias, TypeVar
+
+ResultT = TypeVar("ResultT")
+Pieces: TypeAlias = Generator[None, None, ResultT]
+
+
+async def in_pieces(work: Pieces[ResultT]) -> ResultT:
+    """The result of the work. Behind each piece every other task that is ready has its turn."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as done:
+            result: ResultT = done.value
+            return result
+        await asyncio.sleep(0)
+
+
+def at_once(work: Pieces[ResultT]) -> ResultT:
+    """The result of the work, without a break."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as done:
+            result: ResultT = done.value
+            return result
