@@ -322,6 +322,13 @@ SERVER: dict[str, Any] = {
     "max_request_bytes": Annotated[
         str | None, typer.Option(metavar="SIZE", help="Maximum size of a request's body; then 413 [default: 4MiB].")
     ],
+    "max_total_request_bytes": Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Maximum size of all bodies that arrive or are not parsed yet; then 503 [default: 16 of the largest].",
+        ),
+    ],
     "max_tokens_limit": Annotated[
         int | None, typer.Option(help="Maximum max_tokens of a request [default: no limit].")
     ],
@@ -352,7 +359,7 @@ SERVER: dict[str, Any] = {
 }
 """Options of serve beside the knobs. Its configuration file may set all of these and all knobs."""
 
-SIZES = frozenset({"kv_cache_bytes", "max_request_bytes"})
+SIZES = frozenset({"kv_cache_bytes", "max_request_bytes", "max_total_request_bytes"})
 """Options whose value is a number of bytes, written like 64MiB."""
 NUMBERS_OR_WORDS = frozenset({"decode_reserve"})
 """Options whose value is an integer or a word."""
@@ -467,6 +474,7 @@ SERVE_HELP: Panels = {
         "max_waiting_requests",
         "max_waiting_prompt_tokens",
         "max_request_bytes",
+        "max_total_request_bytes",
         "max_tokens_limit",
         "max_n",
         "max_logprobs",

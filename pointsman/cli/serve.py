@@ -84,8 +84,9 @@ def _check_run_options(values: dict[str, Any]) -> None:
 def _server_config(settings: dict[str, Any], environment: Mapping[str, str]) -> ServerConfig:
     settings = dict(settings)
     keys = _api_keys(settings.pop("api_key", []), settings.pop("api_key_file", None), environment)
-    if "max_request_bytes" in settings:
-        settings["max_request_bytes"] = size(settings["max_request_bytes"])
+    for name in ("max_request_bytes", "max_total_request_bytes"):
+        if name in settings:
+            settings[name] = size(settings[name])
     if "chat_template" in settings:
         settings["chat_template"] = _read("chat template", settings["chat_template"])
     settings["served_model_name"] = tuple(settings["served_model_name"])

@@ -29,7 +29,9 @@ class ServerConfig:
     max_waiting_prompt_tokens: int | None = None
     """Prompt tokens of all requests without a first token; None: no limit. A single request is always taken."""
     max_request_bytes: int = 4 * MIB
-    """Size of a request's body; larger ones get 413. While a body is parsed, no other request is served."""
+    """Size of a request's body; larger ones get 413."""
+    max_total_request_bytes: int | None = None
+    """Size of all bodies together that arrive, or are not parsed yet; beyond it 503. None: of 16 of the largest."""
     max_tokens_limit: int | None = None
     """Maximum number of tokens that one request may ask for; None: as many as the model's length allows."""
     max_n: int = 16
@@ -60,6 +62,8 @@ class ServerConfig:
         if self.max_waiting_prompt_tokens is not None:
             _check_int("max_waiting_prompt_tokens", self.max_waiting_prompt_tokens, 1)
         _check_int("max_request_bytes", self.max_request_bytes, 1024)
+        if self.max_total_request_bytes is not None:
+            _check_int("max_total_request_bytes", self.max_total_request_bytes, self.max_request_bytes)
         if self.max_tokens_limit is not None:
             _check_int("max_tokens_limit", self.max_tokens_limit, 1)
         _check_int("max_n", self.max_n, 1)
@@ -72,6 +76,11 @@ class ServerConfig:
             raise ValueError(f"drain_timeout is {self.drain_timeout}; it must be 0 seconds or more")
         if not self.response_role:
             raise ValueError("response_role is empty; give a role such as assistant")
+
+    @property
+    def body_budget(self) -> int:
+        """Bytes that all bodies may take together."""
+        return 16 * self.max_request_bytes if self.max_total_request_bytes is None else self.max_total_request_bytes
 
 
 def _check_int(name: str, value: object, least: int, most: int | None = None) -> None:

@@ -115,7 +115,7 @@ def _limits(info: EngineInfo, config: ServerConfig) -> str:
         f"deadline {'none' if deadline is None else f'{deadline:g} s'}",
         f"max_tokens {info.max_model_len if config.max_tokens_limit is None else config.max_tokens_limit:,}",
         f"n {config.max_n}",
-        f"bodies {config.max_request_bytes / 2**20:,.1f} MiB",
+        f"bodies {config.max_request_bytes / 2**20:,.1f} MiB, {config.body_budget / 2**20:,.1f} together",
         key,
     ]
     return "; ".join(parts)

@@ -21,6 +21,7 @@ from pointsman.server.config import ServerConfig
         ({"max_waiting_requests": -1}, "max_waiting_requests is -1; it must be at least 0"),
         ({"max_waiting_prompt_tokens": 0}, "max_waiting_prompt_tokens is 0; it must be at least 1"),
         ({"max_request_bytes": 10}, "max_request_bytes is 10; it must be at least 1024"),
+        ({"max_total_request_bytes": 10}, "max_total_request_bytes is 10; it must be at least 4194304"),
         ({"max_tokens_limit": 0}, "max_tokens_limit is 0; it must be at least 1"),
         ({"max_n": 0}, "max_n is 0; it must be at least 1"),
         ({"max_logprobs": True}, "max_logprobs is True; it must be an integer"),

@@ -13,10 +13,11 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 import pointsman
+from pointsman.server.api.bodies import BodyBudget, BodyLimitMiddleware
 from pointsman.server.api.chat import chat_router
 from pointsman.server.api.completions import completions_router
 from pointsman.server.api.embeddings import embeddings_router
-from pointsman.server.api.guards import ApiKeyMiddleware, BodyLimitMiddleware
+from pointsman.server.api.guards import ApiKeyMiddleware
 from pointsman.server.api.health import health_router
 from pointsman.server.api.models import models_router
 from pointsman.server.api.openapi import describe
@@ -57,7 +58,8 @@ def create_app(client: EngineClient, config: ServerConfig) -> FastAPI:
     app.include_router(tokenization_router(service))
     app.include_router(health_router(client, gate, metrics))
     answer.install(app)
-    app.add_middleware(BodyLimitMiddleware, max_bytes=config.max_request_bytes, answer=answer)
+    budget = BodyBudget(config.body_budget)
+    app.add_middleware(BodyLimitMiddleware, max_bytes=config.max_request_bytes, budget=budget, answer=answer)
     if config.api_keys:
         app.add_middleware(ApiKeyMiddleware, keys=config.api_keys, answer=answer)  # the outermost: it checks first
     describe(app, has_keys=bool(config.api_keys))

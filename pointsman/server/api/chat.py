@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from pointsman.server.api.guards import StrictRoute
+from pointsman.server.api.bodies import StrictRoute
 from pointsman.server.api.openapi import GENERATION_ERRORS, DeadlineHeader, RequestIdHeader, errors, events
 from pointsman.server.service.prompts import ChatPrompt
 from pointsman.server.service.sampling import SamplingPlan

@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from pointsman.engine.params.pooling import PoolingParams
-from pointsman.server.api.guards import StrictRoute
+from pointsman.server.api.bodies import StrictRoute
 from pointsman.server.api.openapi import GENERATION_ERRORS, errors
 from pointsman.server.service.prompts import TextPrompts
 from pointsman.server.service.sampling import PoolingPlan

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
-from pointsman.server.api.guards import StrictRoute
+from pointsman.server.api.bodies import StrictRoute
 from pointsman.server.api.openapi import errors
 from pointsman.server.service.gate import from_engine
 from pointsman.server.service.prompts import ChatPrompt, TextPrompts

@@ -1,0 +1,155 @@
+"""Bodies: their size, one by one and together, and the JSON in them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from starlette.types import Message
+
+from pointsman.server.api import bodies
+from pointsman.server.api.bodies import (
+    MAX_CONTAINERS,
+    MAX_TEXTS,
+    BodyBudget,
+    BodyLimitMiddleware,
+    HeldBody,
+    StrictRequest,
+    check_numbers,
+)
+from pointsman.server.wire.errors import ApiError
+from tests.server.api.test_guards import ANSWER, App, call, reads_all
+
+# ------------------------------------------------------------------------------------------------- size
+
+
+def limited(limit: int) -> App:
+    return BodyLimitMiddleware(reads_all, limit, BodyBudget(1000), ANSWER)
+
+
+def test_a_body_of_the_limit_is_read() -> None:
+    assert call(limited(6), body=[b"abc", b"def"])[1]["body"] == b"6"
+
+
+def test_a_told_length_is_refused_before_anything_is_read() -> None:
+    pieces: list[bytes] = []
+    for length in (b"7", b"1" * 100):
+        sent = call(limited(6), headers=[(b"content-length", length)], body=pieces)
+        assert sent[0]["status"] == 413
+
+
+def test_a_length_that_is_not_told_is_refused_while_it_is_read() -> None:
+    with pytest.raises(ApiError) as caught:  # which the app answers
+        call(limited(6), body=[b"abc", b"def", b"g", b"never read"])
+    assert caught.value.status_code == 413 and "6 bytes" in caught.value.detail
+
+
+def test_a_wrong_length_does_not_help() -> None:
+    with pytest.raises(ApiError):
+        call(limited(6), headers=[(b"content-length", b"3")], body=[b"abc", b"defg"])
+
+
+def test_bodies_share_a_budget() -> None:
+    budget = BodyBudget(10)
+    open_ones: list[int] = []
+
+    async def reads_and_waits(scope: Any, receive: Any, send: Any) -> None:
+        await reads_all(scope, receive, send)
+        open_ones.append(budget.num_bytes)
+        with pytest.raises(ApiError) as caught:
+            HeldBody(budget).add(10 - budget.num_bytes + 1)
+        assert caught.value.status_code == 503 and "at most 10" in caught.value.detail
+        assert (caught.value.headers or {})["connection"] == "close"
+
+    app = BodyLimitMiddleware(reads_and_waits, 8, budget, ANSWER)
+    call(app, body=[b"abc", b"de"])
+    assert open_ones == [5]
+    assert budget.num_bytes == 0, "what was held is given back when the request is over"
+    with pytest.raises(ApiError) as caught:
+        call(BodyLimitMiddleware(reads_all, 100, budget, ANSWER), body=[b"12345678", b"9", b"10"])
+    assert caught.value.status_code == 503
+    assert budget.num_bytes == 0
+
+
+def test_what_is_read_is_given_back_before_the_response_is_sent() -> None:
+    budget = BodyBudget(100)
+    held = HeldBody(budget)
+    held.add(60)
+    held.release()
+    held.release()
+    assert budget.num_bytes == 0
+
+
+def test_memory_is_given_back_after_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    trimmed: list[bool] = []
+    monkeypatch.setattr(bodies, "TRIM_BYTES", 100)
+    monkeypatch.setattr(bodies, "_trim", lambda: trimmed.append(True))
+    budget = BodyBudget(1000)
+    for _ in range(5):
+        budget.take(50)
+        budget.give_back(50)
+    assert len(trimmed) == 2
+    budget.take(500)
+    budget.give_back(300)
+    assert len(trimmed) == 2, "as much is still held"
+    budget.give_back(200)
+    assert len(trimmed) == 3
+
+
+# ------------------------------------------------------------------------------------------------- JSON
+
+
+@pytest.mark.parametrize("body", [b"[" + b"[]," * 90_000 + b"0]", b"[" + b"[]," * 90_000 + b"!]"])
+def test_no_collector_runs_while_a_body_is_parsed(body: bytes) -> None:
+    async def receive() -> Message:
+        return {"type": "http.request", "body": body}
+
+    collections: list[str] = []
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        collections.append(phase)
+
+    request = StrictRequest({"type": "http", "method": "POST", "headers": []}, receive)
+    gc.callbacks.append(note)
+    try:
+        with suppress(ApiError):
+            asyncio.run(request.json())
+    finally:
+        gc.callbacks.remove(note)
+    assert len(collections) < 50 and gc.isenabled()
+
+
+def refused(body: bytes) -> str:
+    with pytest.raises(ApiError) as caught:
+        check_numbers(body)
+    assert caught.value.status_code == 400
+    return str(caught.value.detail)
+
+
+def test_texts_and_containers_are_counted_before_they_are_made() -> None:
+    texts = json.dumps({str(number): 1 for number in range(MAX_TEXTS + 1)}).encode()
+    assert f"{MAX_TEXTS + 1} texts" in refused(texts)
+    check_numbers(json.dumps({str(number): 1 for number in range(MAX_TEXTS)}).encode())
+    assert f"{MAX_CONTAINERS + 1} lists" in refused(b"[" + b"[]," * (MAX_CONTAINERS - 1) + b"{}]")
+    check_numbers(b"[" + b"[]," * (MAX_CONTAINERS - 2) + b"{}]")
+    check_numbers(b"[" + b"1," * 2_000_000 + b"1]")
+
+
+@pytest.mark.parametrize(
+    "text", ['"' * 250_000, "\\" * 300_000, '\\"' * 200_000, "[{" * 300_000, '["\\' * 200_000, "é\n" * 100_000]
+)
+def test_what_a_text_holds_does_not_count(text: str) -> None:
+    body = json.dumps({"prompt": text, "other": [text]}).encode()
+    check_numbers(body)
+    unescaped = json.dumps({"prompt": text}, ensure_ascii=False).encode()
+    check_numbers(unescaped)
+
+
+def test_a_backslash_hides_no_text() -> None:
+    """A text may end with one, escaped: the quotation mark behind it is none within the text."""
+    body = json.dumps({f"{number}\\": 1 for number in range(MAX_TEXTS + 1)}).encode()
+    assert f"{MAX_TEXTS + 1} texts" in refused(body)
