@@ -1,4 +1,4 @@
-"""Who may call, and with how much, tried on an app that would say yes to everybody."""
+"""How much a request may send, tried on an app that would say yes to everybody."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from pointsman.server.api.guards import ApiKeyMiddleware, BodyLimitMiddleware, StrictRequest
+from pointsman.server.api.guards import BodyLimitMiddleware, StrictRequest
 from pointsman.server.wire.errors import ApiError, ErrorAnswers
 
 ANSWER = ErrorAnswers(lambda _: None)
@@ -46,72 +46,6 @@ def call(
     scope = {"type": "http", "method": "POST", "path": path, "headers": list(headers)}
     asyncio.run(app(scope, receive, send))  # type: ignore[arg-type]  # a coroutine
     return sent
-
-
-def guarded(*keys: str) -> App:
-    return ApiKeyMiddleware(reads_all, keys, ANSWER)
-
-
-def bearer(value: bytes) -> list[tuple[bytes, bytes]]:
-    return [(b"host", b"x"), (b"authorization", value)]
-
-
-@pytest.mark.parametrize("value", [b"Bearer first", b"Bearer second", b"bearer second", b"Bearer  first "])
-def test_any_of_the_keys_opens(value: bytes) -> None:
-    assert call(guarded("first", "second"), headers=bearer(value))[0]["status"] == 200
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        b"",
-        b"first",
-        b"Bearer",
-        b"Bearer ",
-        b"Bearer firs",
-        b"Bearer first2",
-        b"Basic first",
-        b"Bearer \xff\xfe",
-        b"Bearer FIRST",
-    ],
-)
-def test_nothing_else_opens(value: bytes) -> None:
-    sent = call(guarded("first", "second"), headers=bearer(value))
-    assert sent[0]["status"] == 401
-    assert (b"www-authenticate", b"Bearer") in sent[0]["headers"]
-
-
-def test_no_header_does_not_open() -> None:
-    assert call(guarded("first"))[0]["status"] == 401
-
-
-@pytest.mark.parametrize("path", ["/health", "/ready", "/version", "/metrics"])
-def test_supervisors_need_no_key(path: str) -> None:
-    assert call(guarded("first"), path=path)[0]["status"] == 200
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/",
-        "/v1/completions",
-        "/tokenize",
-        "/v1/requests",
-        "/docs",
-        "/openapi.json",
-        "/health/",
-        "//health",
-        "/HEALTH",
-        "/health/../v1/models",
-        "/reset_prefix_cache",
-        "/pause",
-        "/resume",
-        "/is_paused",
-        "/max_num_active_seqs",
-    ],
-)
-def test_everything_else_needs_one(path: str) -> None:
-    assert call(guarded("first"), path=path)[0]["status"] == 401
 
 
 # ------------------------------------------------------------------------------------------------- size
