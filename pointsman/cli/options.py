@@ -477,7 +477,6 @@ SERVE_HELP: Panels = {
         "host",
         "port",
         "api_key_file",
-        "operator_key_file",
         "preset",
         "dtype",
         "kv_cache_bytes",
@@ -496,6 +495,7 @@ SERVE_HELP: Panels = {
     ),
     "Server": (
         "api_key",
+        "operator_key_file",
         "operator_key",
         "allowed_host",
         "served_model_name",

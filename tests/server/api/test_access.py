@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import re
+import socket
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from pointsman.server.api.app import create_app
 from pointsman.server.config import ServerConfig
 from pointsman.server.service.engine_client import EngineClient
 from pointsman.server.service.names import HIDDEN
+from tests.forked_engines import start_server
 from tests.server.api.test_guards import ANSWER, App, call, reads_all
 from tests.server.engine_pool import engine_pool
 
@@ -66,7 +68,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "both": {"api_keys": (CLIENT,), "operator_keys": ("other-operator-key", OPERATOR)},
 }
 LONG = {"prompt": "The import statement", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
-OWN_ADDRESS = ("127.0.0.1", 8000)
 
 Test = Callable[[httpx.AsyncClient, EngineClient], Awaitable[None]]
 
@@ -583,3 +584,36 @@ def test_without_an_operator_key_clients_still_see_their_own_requests_from_anywh
         assert refused.status_code == 403 and "--operator-key" in message_of(refused)
 
     with_server(test, peer="192.0.2.7", **CONFIGS["client keys"])
+
+
+# ------------------------------------------------------------------------------------------------- a real connection
+
+
+def own_address() -> str | None:
+    """An address of this machine that is not loopback, as long as it has one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError:
+            return None
+        address: str = sock.getsockname()[0]
+        return None if address.startswith("127.") else address
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("keys", [(), ("--operator-key", OPERATOR)])
+def test_a_server_on_all_networks_knows_its_addresses_and_its_callers(keys: tuple[str, ...]) -> None:
+    with start_server("--model", "demo", "--num-blocks", "64", "--host", "0.0.0.0", *keys) as server:
+
+        def status(place: str, **headers: str) -> int:
+            url = f"http://{place}:{server.port}/is_paused"
+            answered: int = httpx.get(url, headers=headers | bearer_of(OPERATOR if keys else None)).status_code
+            return answered
+
+        assert status("127.0.0.1") == status("localhost") == 200
+        assert status("0.0.0.0") == status("127.0.0.1", host="evil.example") == 403
+        assert status("127.0.0.1", **{"x-forwarded-for": "127.0.0.1"}) == (200 if keys else 403)
+        if (address := own_address()) is not None:  # the caller has it, too, and is not on loopback
+            assert status(address) == (200 if keys else 403)
+            assert httpx.get(f"http://{address}:{server.port}/v1/models").status_code == 200
+        assert "can be reached from other machines" in server.log()
