@@ -35,7 +35,7 @@ class BrokenAnswer(ValueError):
 
 def get(path: str) -> bytes:
     """A GET request's bytes."""
-    return _request("GET", path, b"", {})
+    return _request("GET", path, b"", {"User-Agent": "pointsman-benchmarks"})  # lists of requests ask for one
 
 
 def post(path: str, body: Mapping[str, Any] | bytes, headers: Mapping[str, str] | None = None) -> bytes:

@@ -28,7 +28,10 @@ KINDS = {
     str: "text",
     list[str]: "text, or a list of texts",
 }
-SECRETS = {"api_key": "api_key_file (keys in a file of their own, one a line) or the variable POINTSMAN_API_KEY"}
+SECRETS = {
+    "api_key": "api_key_file (a file of keys, one a line) or the variable POINTSMAN_API_KEY",
+    "operator_key": "operator_key_file (a file of keys, one a line) or the variable POINTSMAN_OPERATOR_KEY",
+}
 """Secrets, which the file must not contain, and what to use instead."""
 
 

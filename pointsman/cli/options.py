@@ -308,6 +308,26 @@ SERVER: dict[str, Any] = {
         ),
     ],
     "api_key_file": Annotated[str | None, typer.Option(metavar="FILE", help="File of API keys, one per line.")],
+    "operator_key": Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY",
+            help="A key that operators must send, to pause the server or to see every request; may be repeated. Safer: "
+            "--operator-key-file, or the variable POINTSMAN_OPERATOR_KEY [default: programs on this machine need none, "
+            "unless clients have keys].",
+        ),
+    ],
+    "operator_key_file": Annotated[
+        str | None, typer.Option(metavar="FILE", help="File of operator keys, one per line.")
+    ],
+    "allowed_host": Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Another name of this server in the Host header of operators' requests, like gpu1 or gpu1:8000; may "
+            "be repeated [default: localhost, and the address that is called].",
+        ),
+    ],
     "served_model_name": Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="Name of the model for clients; may be repeated [default: as --model]."),
@@ -483,6 +503,9 @@ SERVE_HELP: Panels = {
     ),
     "Server": (
         "api_key",
+        "operator_key_file",
+        "operator_key",
+        "allowed_host",
         "served_model_name",
         "chat_template",
         "response_role",

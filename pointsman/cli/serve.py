@@ -19,6 +19,7 @@ from pointsman.cli.knobs import engine_arguments, size
 from pointsman.server.config import ServerConfig
 
 API_KEY_VARIABLE = "POINTSMAN_API_KEY"
+OPERATOR_KEY_VARIABLE = "POINTSMAN_OPERATOR_KEY"
 FILE_OPTIONS = {"preset": options.Preset, **options.SERVER, **options.KNOBS}
 """Options that a configuration file may set, beside secrets."""
 RUN_OPTIONS = ("log_stats_interval", "max_step_retries", "record")
@@ -83,32 +84,42 @@ def _check_run_options(values: dict[str, Any]) -> None:
 
 def _server_config(settings: dict[str, Any], environment: Mapping[str, str]) -> ServerConfig:
     settings = dict(settings)
-    keys = _api_keys(settings.pop("api_key", []), settings.pop("api_key_file", None), environment)
+    api_keys = _keys("api", settings, environment.get(API_KEY_VARIABLE))
+    operator_keys = _keys("operator", settings, environment.get(OPERATOR_KEY_VARIABLE))
     for name in ("max_request_bytes", "max_total_request_bytes"):
         if name in settings:
             settings[name] = size(settings[name])
     if "chat_template" in settings:
         settings["chat_template"] = _read("chat template", settings["chat_template"])
     settings["served_model_name"] = tuple(settings["served_model_name"])
-    return ServerConfig(api_keys=keys, **settings)
+    settings["allowed_host"] = tuple(settings.get("allowed_host", ()))
+    return ServerConfig(api_keys=api_keys, operator_keys=operator_keys, **settings)
 
 
-def _api_keys(given: list[str], path: str | None, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The keys of the command line, otherwise of the file, otherwise of the variable.
+def _keys(kind: str, settings: dict[str, Any], variable: str | None) -> tuple[str, ...]:
+    """The keys of the command line, otherwise of the file, otherwise of the variable; taken out of the settings.
 
     A file or a variable without a key is an error, because it is set to restrict access.
+
+    Args:
+        kind: whose they are: "api" or "operator".
+        settings: those of the server.
+        variable: the value of the variable; None: it is not set.
     """
+    name = "API key" if kind == "api" else "operator key"
+    given, path = settings.pop(f"{kind}_key", []), settings.pop(f"{kind}_key_file", None)
     if given:
         return tuple(given)
     if path is not None:
-        keys = tuple(line.strip() for line in _read("API keys", path).splitlines() if line.strip())
+        keys = tuple(line.strip() for line in _read(f"{name}s", path).splitlines() if line.strip())
         if not keys:
-            raise CommandError(f"{path} holds no API key; write one a line, or leave --api-key-file out")
+            raise CommandError(f"{path} holds no {name}; write one a line, or leave --{kind}-key-file out")
         return keys
-    if (key := environment.get(API_KEY_VARIABLE)) is not None:
-        if not key.strip():
-            raise CommandError(f"the variable {API_KEY_VARIABLE} is empty; put a key into it, or unset it")
-        return (key.strip(),)
+    if variable is not None:
+        if not variable.strip():
+            which = API_KEY_VARIABLE if kind == "api" else OPERATOR_KEY_VARIABLE
+            raise CommandError(f"the variable {which} is empty; put a key into it, or unset it")
+        return (variable.strip(),)
     return ()
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
+from ipaddress import IPv6Address, ip_address
 
 MIB = 1024 * 1024
 
@@ -22,6 +24,11 @@ class ServerConfig:
     """0: any free one."""
     api_keys: tuple[str, ...] = ()
     """Keys of which a client must send one; none: no key is needed."""
+    operator_keys: tuple[str, ...] = ()
+    """Keys of which an operator must send one, valid for clients' endpoints too; none: operators are programs on this
+    machine, or nobody where clients have keys."""
+    allowed_host: tuple[str, ...] = ()
+    """Further names of the server in the Host header of operators' requests; one without a port matches any port."""
     served_model_name: tuple[str, ...] = ()
     """What clients call the model, the first being what answers say; none: as it was given to the engine."""
     max_waiting_requests: int = 1024
@@ -53,9 +60,19 @@ class ServerConfig:
         if not self.host:
             raise ValueError("host is empty; give an address such as 127.0.0.1, or 0.0.0.0 for every network")
         _check_int("port", self.port, 0, 65535)
-        for key in self.api_keys:
-            if not key or key != key.strip() or not key.isascii() or not key.isprintable():
-                raise ValueError("an API key is empty, or holds spaces at its ends or characters other than ASCII")
+        for kind, keys in (("API key", self.api_keys), ("operator key", self.operator_keys)):
+            if not all(map(_is_key, keys)):
+                raise ValueError(f"an {kind} is empty, or holds spaces at its ends or characters other than ASCII")
+        if set(self.api_keys) & set(self.operator_keys):
+            raise ValueError(
+                "a key is both an API key and an operator key, so each client with it is an operator; choose another "
+                "operator key"
+            )
+        for host in self.allowed_host:
+            if split_host(host) is None:
+                raise ValueError(
+                    f"allowed_host is {host!r}; it must be a name or an IP address, as in gpu1, gpu1:8000 or [::1]:8000"
+                )
         if any(not name for name in self.served_model_name):
             raise ValueError("a served model name is empty; give one character or more")
         _check_int("max_waiting_requests", self.max_waiting_requests, 0)
@@ -81,6 +98,40 @@ class ServerConfig:
     def body_budget(self) -> int:
         """Bytes that all bodies may take together."""
         return 16 * self.max_request_bytes if self.max_total_request_bytes is None else self.max_total_request_bytes
+
+
+def split_host(host: str) -> tuple[str, int | None] | None:
+    """The name, or address, and the port of a Host header, so that equal ones are written alike; None: it is neither.
+
+    An IPv6 address is without brackets; an IPv4 address in an IPv6 one is itself.
+    """
+    if (found := _HOST.fullmatch(host)) is None:
+        return None
+    name, address, port = found.groups()
+    try:
+        name = plain_address(address) if address else plain_address(name)
+    except ValueError:
+        if address:
+            return None
+        name = name.lower().removesuffix(".")
+    return name, int(port) if port else None
+
+
+def plain_address(address: str) -> str:
+    """An IP address as `split_host` writes it.
+
+    Raises:
+        ValueError: it is none.
+    """
+    parsed = ip_address(address.partition("%")[0])
+    return str(parsed.ipv4_mapped or parsed) if isinstance(parsed, IPv6Address) else str(parsed)
+
+
+_HOST = re.compile(r"(?:([A-Za-z0-9._-]+)|\[([0-9A-Fa-f:.]+)\])(?::([0-9]{1,5}))?")
+
+
+def _is_key(key: str) -> bool:
+    return bool(key) and key == key.strip() and key.isascii() and key.isprintable()
 
 
 def _check_int(name: str, value: object, least: int, most: int | None = None) -> None:

@@ -1,9 +1,11 @@
-"""What the log says when the server is ready: five lines that show whether it is the intended server.
+"""What the log says when the server is ready: five lines that show whether it is the intended server, and a sixth where
+other machines need no key.
 
 serving      which model, of which size and type, where it runs
 KV cache     how much fits: blocks, tokens, requests of full length
 scheduler    the size of a step, the order, and every setting that differs from its default
-limits       what one request may ask for, the number of waiting requests, whether a key is needed
+limits       what one request may ask for, the number of waiting requests, which keys are needed
+open         what every machine that reaches the address may do without a key
 listening    where, and a curl that works
 """
 
@@ -30,18 +32,20 @@ EXAMPLE_PROMPT = "The import statement"
 
 
 def startup_lines(info: EngineInfo, config: ServerConfig, url: str) -> list[str]:
-    """The five lines.
+    """The five lines, or six.
 
     Args:
         info: the engine's description of itself.
         config: the server's own settings.
         url: where it listens, like http://127.0.0.1:8000.
     """
+    is_open = not config.api_keys and not is_loopback(config.host)
     return [
         f"serving      {_model(info, config)}",
         f"KV cache     {_capacity(info)}",
         f"scheduler    {_knobs(info.scheduler)}",
         f"limits       {_limits(info, config)}",
+        *([f"open         {_open(config)}"] if is_open else []),
         f"listening    {_address(config, url)} - try it: {example_curl(served_name(info, config), config, url)}",
     ]
 
@@ -108,7 +112,7 @@ def _limits(info: EngineInfo, config: ServerConfig) -> str:
     elif is_loopback(config.host):
         key = "no API key: every user of this machine may call"
     else:
-        key = f"NO API KEY, and {_shown(config.host)} can be reached from other machines: every client may call"
+        key = "NO API KEY: every machine may call"
     parts = [
         f"{info.max_num_running:,} requests run and {config.max_waiting_requests:,} more wait, then 429",
         f"waiting prompt tokens {'without limit' if prompt_tokens is None else f'{prompt_tokens:,}'}",
@@ -117,8 +121,26 @@ def _limits(info: EngineInfo, config: ServerConfig) -> str:
         f"n {config.max_n}",
         f"bodies {config.max_request_bytes / 2**20:,.1f} MiB, {config.body_budget / 2**20:,.1f} together",
         key,
+        f"operators: {_operators(config)}",
     ]
     return "; ".join(parts)
+
+
+def _operators(config: ServerConfig) -> str:
+    if config.operator_keys:
+        return "an operator key is asked for"
+    if config.api_keys:
+        return "none, as there is no operator key (--operator-key-file)"
+    return "every user of this machine, without a key"
+
+
+def _open(config: ServerConfig) -> str:
+    operators = "an operator key" if config.operator_keys else "a program on this machine"
+    return (
+        f"{_shown(config.host)} can be reached from other machines, and without a key each of them may use "
+        "/v1/completions and every other endpoint of clients, and read /metrics; what operators call (/pause, "
+        f"/v1/requests, ...) needs {operators}; --api-key-file closes all but health and metrics"
+    )
 
 
 def _address(config: ServerConfig, url: str) -> str:

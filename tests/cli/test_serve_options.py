@@ -71,8 +71,8 @@ def test_every_argument_of_the_engine_is_an_option() -> None:
 
 
 def test_every_setting_of_the_server_is_an_option() -> None:
-    assert {field.name for field in fields(ServerConfig)} - {"api_keys"} <= SERVER.keys()
-    assert {"api_key", "api_key_file"} <= SERVER.keys()
+    assert {field.name for field in fields(ServerConfig)} - {"api_keys", "operator_keys"} <= SERVER.keys()
+    assert {"api_key", "api_key_file", "operator_key", "operator_key_file"} <= SERVER.keys()
 
 
 def test_both_commands_have_every_knob() -> None:
@@ -125,6 +125,7 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_preset(tmp_pa
 
 def test_a_file_may_set_every_option_but_secrets(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("one\n\n two \n")
+    (tmp_path / "operators").write_text("three\n")
     (tmp_path / "template").write_text("{{ messages }}")
     lines = {
         "preset": "default",
@@ -132,6 +133,8 @@ def test_a_file_may_set_every_option_but_secrets(tmp_path: Path) -> None:
         "host": "0.0.0.0",
         "port": "0",
         "api_key_file": tmp_path / "keys",
+        "operator_key_file": tmp_path / "operators",
+        "allowed_host": "[gpu1, 'gpu2:80']",
         "served_model_name": "[a, b]",
         "max_waiting_requests": "5",
         "max_waiting_prompt_tokens": "100",
@@ -192,13 +195,15 @@ def test_a_file_may_set_every_option_but_secrets(tmp_path: Path) -> None:
         "max_long_partial_prefills": "1",
         "full_sequence_must_fit": "false",
     }
-    assert lines.keys() | {"api_key", "num_blocks", "speculative_config"} >= FILE_OPTIONS.keys()
+    assert lines.keys() | {"api_key", "operator_key", "num_blocks", "speculative_config"} >= FILE_OPTIONS.keys()
     lines = {name: value for name, value in lines.items() if name in FILE_OPTIONS}
     found = settings(tmp_path, "".join(f"{name}: {value}\n" for name, value in lines.items()))
     assert found.server == ServerConfig(
         host="0.0.0.0",
         port=0,
         api_keys=("one", "two"),
+        operator_keys=("three",),
+        allowed_host=("gpu1", "gpu2:80"),
         served_model_name=("a", "b"),
         max_waiting_requests=5,
         max_waiting_prompt_tokens=100,
@@ -235,9 +240,10 @@ def test_speculation_in_the_words_of_vllm(tmp_path: Path) -> None:
 
 
 def test_nothing_but_secrets_comes_from_the_environment(tmp_path: Path) -> None:
-    environment = {"POINTSMAN_PORT": "1", "POINTSMAN_MODEL": "x", "PORT": "2", "POINTSMAN_API_KEY": "secret"}
+    environment = {"POINTSMAN_PORT": "1", "POINTSMAN_MODEL": "x", "PORT": "2", "POINTSMAN_ALLOWED_HOST": "y"}
+    environment |= {"POINTSMAN_API_KEY": "secret", "POINTSMAN_OPERATOR_KEY": " other \n"}
     assert settings(tmp_path, environment=environment).server == ServerConfig(
-        api_keys=("secret",), served_model_name=("demo",)
+        api_keys=("secret",), operator_keys=("other",), served_model_name=("demo",)
     )
 
 
@@ -248,6 +254,20 @@ def test_keys_come_from_the_command_line_or_else_a_file_or_else_the_environment(
     assert settings(tmp_path, environment=environment, api_key=["a"], api_key_file=path).server.api_keys == ("a",)
     assert settings(tmp_path, environment=environment, api_key_file=path).server.api_keys == ("b", "c")
     assert settings(tmp_path, environment=environment, api_key=[]).server.api_keys == ("d",)
+
+
+def test_operator_keys_come_from_the_same_places(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("b\n\n c \n")
+    path = str(tmp_path / "keys")
+    environment = {"POINTSMAN_OPERATOR_KEY": "d\n"}
+
+    def keys(**values: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        server = settings(tmp_path, environment=environment, **values).server
+        return server.operator_keys, server.api_keys
+
+    assert keys(operator_key=["a", "e"], operator_key_file=path) == (("a", "e"), ())
+    assert keys(operator_key_file=path, api_key=["f"]) == (("b", "c"), ("f",))
+    assert keys(operator_key=[]) == (("d",), ())
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -269,6 +289,8 @@ def test_every_preset_can_be_served(tmp_path: Path, name: str) -> None:
         ("port: 1\nport: 2\n", ["line 2", "port was set in line 1 already"]),
         ("max_num_seqs: 1\nmax-num-seqs: 2\n", ["line 2", "max-num-seqs was set in line 1 already"]),
         ("api_key: hidden\n", ["line 1", "secret", "api_key_file", "POINTSMAN_API_KEY"]),
+        ("operator_key: hidden\n", ["line 1", "secret", "operator_key_file", "POINTSMAN_OPERATOR_KEY"]),
+        ("allowed_host: 5\n", ["allowed_host is 5", "a list of texts"]),
         ("port: '1'\n", ["port is '1'", "a whole number"]),
         ("port: 1.5\n", ["port is 1.5", "a whole number"]),
         ("port: true\n", ["port is True", "a whole number"]),
@@ -319,6 +341,11 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
         (["--api-key", ""], ["API key is empty"]),
         (["--api-key", "schlüssel"], ["ASCII"]),
         (["--api-key-file", "/nowhere/at/all"], ["/nowhere/at/all", "No such file"]),
+        (["--operator-key", ""], ["operator key is empty"]),
+        (["--operator-key", "schlüssel"], ["operator key", "ASCII"]),
+        (["--operator-key-file", "/nowhere/at/all"], ["operator keys", "/nowhere/at/all", "No such file"]),
+        (["--operator-key", "k", "--api-key", "k"], ["both an API key and an operator key", "another operator key"]),
+        (["--allowed-host", "http://gpu1/"], ["allowed_host is 'http://gpu1/'", "gpu1:8000"]),
         (["--served-model-name", ""], ["model name is empty"]),
         (["--max-waiting-requests", "-1"], ["max_waiting_requests is -1"]),
         (["--max-waiting-prompt-tokens", "0"], ["max_waiting_prompt_tokens is 0"]),
@@ -355,6 +382,10 @@ def test_a_key_that_is_set_and_empty_does_not_open_the_server(
     check_refused(pointsman("serve", "--api-key-file", path), str(path), "holds no API key")
     monkeypatch.setenv("POINTSMAN_API_KEY", " ")
     check_refused(pointsman("serve"), "POINTSMAN_API_KEY is empty")
+    monkeypatch.delenv("POINTSMAN_API_KEY")
+    check_refused(pointsman("serve", "--operator-key-file", path), str(path), "holds no operator key")
+    monkeypatch.setenv("POINTSMAN_OPERATOR_KEY", " ")
+    check_refused(pointsman("serve"), "POINTSMAN_OPERATOR_KEY is empty")
 
 
 @pytest.mark.parametrize("name", ["fastapi", "uvicorn", "uvloop", "httptools", "prometheus_client"])

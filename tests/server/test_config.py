@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pointsman.server.config import ServerConfig
+from pointsman.server.config import ServerConfig, split_host
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,16 @@ from pointsman.server.config import ServerConfig
         ({"port": "80"}, "port is '80'; it must be an integer"),
         ({"api_keys": ("ok", "")}, "an API key is empty"),
         ({"api_keys": ("schlüssel",)}, "characters other than ASCII"),
+        ({"operator_keys": ("ok", "")}, "an operator key is empty"),
+        ({"operator_keys": ("schlüssel",)}, "characters other than ASCII"),
+        ({"api_keys": ("a", "both"), "operator_keys": ("both",)}, "a key is both an API key and an operator key"),
+        (
+            {"allowed_host": ("gpu1", "http://gpu1")},
+            "allowed_host is 'http://gpu1'; it must be a name or an IP address",
+        ),
+        ({"allowed_host": ("fd00::1",)}, "allowed_host is 'fd00::1'; it must be"),
+        ({"allowed_host": ("",)}, "allowed_host is ''; it must be"),
+        ({"allowed_host": ("*",)}, "allowed_host is '*'; it must be"),
         ({"served_model_name": ("",)}, "a served model name is empty"),
         ({"max_waiting_requests": -1}, "max_waiting_requests is -1; it must be at least 0"),
         ({"max_waiting_prompt_tokens": 0}, "max_waiting_prompt_tokens is 0; it must be at least 1"),
@@ -42,8 +52,32 @@ def test_keys_are_not_in_the_message() -> None:
     with pytest.raises(ValueError) as caught:
         ServerConfig(api_keys=(" secret-key ",))
     assert "secret-key" not in str(caught.value)
+    with pytest.raises(ValueError) as caught:
+        ServerConfig(api_keys=("secret-key",), operator_keys=("secret-key",))
+    assert "secret-key" not in str(caught.value) and "choose another operator key" in str(caught.value)
 
 
 def test_the_defaults_are_for_this_machine_alone() -> None:
     config = ServerConfig()
     assert (config.host, config.api_keys, config.log_requests) == ("127.0.0.1", (), False)
+    assert (config.operator_keys, config.allowed_host) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("host", "split"),
+    [
+        ("gpu1", ("gpu1", None)),
+        ("GPU1.Example.com.:80", ("gpu1.example.com", 80)),
+        ("127.0.0.1:8000", ("127.0.0.1", 8000)),
+        ("[::1]", ("::1", None)),
+        ("[0:0::1]:65535", ("::1", 65535)),
+        ("[::ffff:10.0.0.5]", ("10.0.0.5", None)),
+        ("127.0.0.01", ("127.0.0.01", None)),  # an address for nobody
+        *(
+            (host, None)
+            for host in ("", ":80", "::1", "[::1", "[gpu1]", "a b", "a/b", "a@b", "a:b", "a:80:80", "ä", "a\n")
+        ),
+    ],
+)
+def test_a_host_is_a_name_and_a_port(host: str, split: tuple[str, int | None] | None) -> None:
+    assert split_host(host) == split

@@ -29,7 +29,7 @@ def test_five_lines_that_say_what_how_much_how_and_where() -> None:
     for part in ("7 requests run", "1,024 more wait", "deadline none", "max_tokens 1,000", "4.0 MiB"):
         assert part in limits
     assert f"{URL} - " in where
-    everywhere = startup_lines(INFO, ServerConfig(host="0.0.0.0"), URL)[4]
+    everywhere = startup_lines(INFO, ServerConfig(host="0.0.0.0"), URL)[-1]
     assert f"{URL} (on 0.0.0.0) - " in everywhere
 
 
@@ -82,13 +82,47 @@ def test_the_curl_is_words_of_a_shell_and_tells_no_key(name: str, keys: tuple[st
         ("127.0.0.1", (), "no API key: every user of this machine"),
         ("::1", (), "no API key: every user of this machine"),
         ("localhost", (), "no API key: every user of this machine"),
-        ("0.0.0.0", (), "NO API KEY, and 0.0.0.0 can be reached from other machines"),
+        ("0.0.0.0", (), "NO API KEY: every machine may call"),
         ("192.0.2.7", (), "NO API KEY"),
         ("0.0.0.0", ("k",), "an API key is asked for"),
     ],
 )
 def test_a_server_without_a_key_says_who_may_call(host: str, keys: tuple[str, ...], said: str) -> None:
     assert said in startup_lines(INFO, ServerConfig(host=host, api_keys=keys), URL)[3]
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({}, "operators: every user of this machine, without a key"),
+        ({"api_keys": ("sesame",)}, "operators: none, as there is no operator key"),
+        ({"operator_keys": ("sesame",)}, "operators: an operator key is asked for"),
+        ({"api_keys": ("sesame",), "operator_keys": ("oil",)}, "operators: an operator key is asked for"),
+    ],
+)
+def test_the_limits_say_who_may_operate(keys: dict[str, Any], said: str) -> None:
+    assert said in startup_lines(INFO, ServerConfig(**keys), URL)[3]
+
+
+@pytest.mark.parametrize(
+    ("host", "keys", "operators"),
+    [
+        ("127.0.0.1", {}, None),
+        ("localhost", {}, None),
+        ("0.0.0.0", {"api_keys": ("k",)}, None),
+        ("0.0.0.0", {}, "a program on this machine"),
+        ("::", {}, "a program on this machine"),
+        ("gpu1", {"operator_keys": ("k",)}, "an operator key"),
+    ],
+)
+def test_one_line_says_what_is_open_to_other_machines(host: str, keys: dict[str, Any], operators: str | None) -> None:
+    lines = startup_lines(INFO, ServerConfig(host=host, **keys), URL)
+    found = [line for line in lines if line.startswith("open ")]
+    assert len(found) == (operators is not None) and len(lines) == 5 + len(found)
+    if operators is not None:
+        (line,) = found
+        for part in (host, "other machines", "/v1/completions", "/metrics", f"needs {operators};", "--api-key-file"):
+            assert part in line
 
 
 def test_the_address_to_call_is_one_that_can_be_called() -> None:

@@ -3,7 +3,7 @@
     /v1/completions, /v1/chat/completions, /v1/embeddings, /v1/models     what OpenAI's clients call
     /tokenize, /detokenize, /version                      what vLLM's clients call
     /health, /ready, /metrics                             what supervisors, load balancers and Prometheus call
-    /v1/requests, /pause, /resume, /reset_prefix_cache    what operators call
+    /v1/requests, /pause, /resume, /reset_prefix_cache    what operators call; a client sees its own requests
 
 An app serves one engine, which has loaded its model. When `app.state.gate` is closed, it refuses new requests.
 """
@@ -13,11 +13,11 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 import pointsman
+from pointsman.server.api.access import ApiKeyMiddleware, OperatorRules
 from pointsman.server.api.bodies import BodyBudget, BodyLimitMiddleware
 from pointsman.server.api.chat import chat_router
 from pointsman.server.api.completions import completions_router
 from pointsman.server.api.embeddings import embeddings_router
-from pointsman.server.api.guards import ApiKeyMiddleware
 from pointsman.server.api.health import health_router
 from pointsman.server.api.models import models_router
 from pointsman.server.api.openapi import describe
@@ -46,6 +46,7 @@ def create_app(client: EngineClient, config: ServerConfig) -> FastAPI:
     client.inbox.on_end = metrics.observations.end
     gate = Gate(client, config.drain_timeout)
     service = Service(client, config, metrics.observations, gate)
+    operators = OperatorRules(config)
     answer = ErrorAnswers(metrics.observations.refusal)
     app = FastAPI(title="Pointsman", version=pointsman.__version__, description=DESCRIPTION)
     app.state.gate = gate
@@ -53,14 +54,15 @@ def create_app(client: EngineClient, config: ServerConfig) -> FastAPI:
     app.include_router(chat_router(service))
     app.include_router(embeddings_router(service))
     app.include_router(models_router(service))
-    app.include_router(requests_router(service))
-    app.include_router(operation_router(service))
+    app.include_router(requests_router(service, operators))
+    app.include_router(operation_router(service, operators))
     app.include_router(tokenization_router(service))
     app.include_router(health_router(client, gate, metrics))
     answer.install(app)
     budget = BodyBudget(config.body_budget)
     app.add_middleware(BodyLimitMiddleware, max_bytes=config.max_request_bytes, budget=budget, answer=answer)
     if config.api_keys:
-        app.add_middleware(ApiKeyMiddleware, keys=config.api_keys, answer=answer)  # the outermost: it checks first
-    describe(app, has_keys=bool(config.api_keys))
+        # The outermost: it checks first.
+        app.add_middleware(ApiKeyMiddleware, keys=config.api_keys, operator_keys=config.operator_keys, answer=answer)
+    describe(app, config)
     return app

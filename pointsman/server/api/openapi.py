@@ -7,7 +7,8 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Header
 from fastapi.openapi.utils import get_openapi
 
-from pointsman.server.api.guards import OPEN_PATHS
+from pointsman.server.api.access import OPEN_PATHS, OWN_PATHS
+from pointsman.server.config import ServerConfig
 from pointsman.server.wire.protocol import REQUEST_ID
 from pointsman.server.wire.responses import ErrorResponse
 
@@ -30,8 +31,8 @@ DeadlineHeader = Annotated[
 
 _MEANINGS = {
     400: "The request is malformed, or asks for what cannot be had.",
-    401: "No valid API key.",
-    403: "A page of another site may not do this.",
+    401: "No valid key.",
+    403: "The caller may not do this; the message says why, and who may.",
     404: "There is no such model or request.",
     408: "The deadline passed before the first token.",
     409: "Another call has overtaken it.",
@@ -62,29 +63,29 @@ def events() -> dict[str, Any]:
     }
 
 
-def describe(app: FastAPI, *, has_keys: bool) -> None:
+def describe(app: FastAPI, config: ServerConfig) -> None:
     """Make the app describe its own errors: FastAPI describes a wrong body as 422, which this server never sends.
 
     Args:
         app: with all its routes.
-        has_keys: whether clients need an API key.
+        config: the keys, of which it says nothing but which operation needs one.
     """
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = _description(app, has_keys)
+            app.openapi_schema = _description(app, config)
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]  # how FastAPI is extended
 
 
-def _description(app: FastAPI, has_keys: bool) -> dict[str, Any]:
+def _description(app: FastAPI, config: ServerConfig) -> dict[str, Any]:
     schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     for path, operations in schema["paths"].items():
         for operation in operations.values():
             operation["responses"].pop("422", None)
-            if has_keys and path not in OPEN_PATHS:
-                operation["security"] = [{"apiKey": []}]
+            if kinds := _keys_for(path, operation, config):
+                operation["security"] = [{kind: []} for kind in kinds]
                 operation["responses"]["401"] = {
                     "description": _MEANINGS[401],
                     "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}},
@@ -92,6 +93,22 @@ def _description(app: FastAPI, has_keys: bool) -> dict[str, Any]:
     components = schema.get("components", {})
     for name in ("HTTPValidationError", "ValidationError"):
         components.get("schemas", {}).pop(name, None)
-    if has_keys:
-        components["securitySchemes"] = {"apiKey": {"type": "http", "scheme": "bearer"}}
+    has_keys = {"apiKey": config.api_keys, "operatorKey": config.operator_keys}
+    if schemes := {kind: {"type": "http", "scheme": "bearer"} for kind, keys in has_keys.items() if keys}:
+        components["securitySchemes"] = schemes
     return schema
+
+
+def _keys_for(path: str, operation: dict[str, Any], config: ServerConfig) -> list[str]:
+    """Which kinds of keys an operation asks for."""
+    if path in OPEN_PATHS:
+        return []
+    is_for_operators = "operation" in operation.get("tags", ())
+    is_for_clients = not is_for_operators or path in OWN_PATHS
+    kinds = []
+    # Where operators have no keys, a request without a client's gets 401 before 403.
+    if config.api_keys and (is_for_clients or not config.operator_keys):
+        kinds.append("apiKey")
+    if config.operator_keys and (config.api_keys or is_for_operators):
+        kinds.append("operatorKey")
+    return kinds

@@ -6,8 +6,7 @@
     POST /reset_prefix_cache?reset_running_requests=false
     POST /max_num_active_seqs?limit=4                     Pointsman's own
 
-vLLM has the others in its development mode only; here they need the API key, as all routes about requests do, and no
-page of another site may send them.
+vLLM has the others in its development mode only; here they are for operators alone (`access`).
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from starlette.responses import JSONResponse, Response
 
 from pointsman.core import ConfigError
 from pointsman.engine.pausing import PauseChoice, ResumedError
-from pointsman.server.api.guards import refuse_foreign_pages
+from pointsman.server.api.access import OperatorRules
 from pointsman.server.api.openapi import errors
 from pointsman.server.service.service import Service
 from pointsman.server.wire.errors import ApiError
 from pointsman.server.wire.responses import ActiveSeqsResponse, PausedResponse, ResetResponse, StatusResponse
 
 
-def operation_router(service: Service) -> APIRouter:
+def operation_router(service: Service, operators: OperatorRules) -> APIRouter:
     """The routes."""
-    router = APIRouter(tags=["operation"], dependencies=[Depends(refuse_foreign_pages)])
+    router = APIRouter(tags=["operation"], dependencies=[Depends(operators.require)])
     client = service.client
 
     @router.post("/pause", response_model=StatusResponse, responses=errors(400, 403, 409, 500, 503))

@@ -1,8 +1,15 @@
-"""GET /v1/requests: the state of every request, why it waits, for which requests and for how long."""
+"""GET /v1/requests: the state of every request, why it waits, for which requests and for how long.
+
+A client with a key sees its own requests, an operator all. What a client's request waits for is the same in both; other
+clients' requests have no name in it.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
+from itertools import compress
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path, Query
@@ -10,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 
 from pointsman.core import Explanation
 from pointsman.core.errors import UnknownRequest
-from pointsman.server.api.guards import refuse_foreign_pages
+from pointsman.server.api.access import OperatorRules
 from pointsman.server.api.openapi import MAX_PATH, errors
 from pointsman.server.service.service import Service
 from pointsman.server.wire.errors import ApiError, not_found, shown
@@ -18,59 +25,74 @@ from pointsman.server.wire.messages import RequestExplanation
 from pointsman.server.wire.responses import RequestList, RequestState
 
 
-def requests_router(service: Service) -> APIRouter:
+def requests_router(service: Service, operators: OperatorRules) -> APIRouter:
     """The two routes."""
-    router = APIRouter(tags=["operation"], dependencies=[Depends(refuse_foreign_pages)])
+    router = APIRouter(tags=["operation"])
+    names = service.names
 
     @router.get("/v1/requests", response_model=RequestList, responses=errors(400, 403, 500, 503))
     async def list_requests(
         answer_id: Annotated[
             str | None, Query(alias="id", max_length=MAX_PATH, description="Only those of an answer with this id.")
         ] = None,
+        viewer: int | None = Depends(operators.viewer),
     ) -> Response:
-        """Every unfinished request of the engine. Each of n samples is one."""
-        found = None if answer_id is None else set(service.names.find(answer_id))
+        """Every unfinished request of the engine, or of the client whose key was sent. Each of n samples is one."""
+        found = None if answer_id is None else set(names.find(answer_id, viewer))
         explanations = await service.ask(service.client.explain_all())
-        data = [describe(one, service) for one in explanations if found is None or one.explanation.request_id in found]
-        return JSONResponse({"object": "list", "data": data})
+        ids = (one.explanation.request_id for one in explanations)
+        chosen = [names.belongs(one, viewer) and (found is None or one in found) for one in ids]
+        shown_to = partial(names.shown, viewer=viewer)
+        return JSONResponse(
+            {"object": "list", "data": [describe(one, shown_to) for one in compress(explanations, chosen)]}
+        )
 
     @router.get(
         "/v1/requests/{request_id:path}", response_model=RequestState, responses=errors(400, 403, 404, 500, 503)
     )
-    async def show_request(request_id: Annotated[str, Path(max_length=MAX_PATH)]) -> Response:
+    async def show_request(
+        request_id: Annotated[str, Path(max_length=MAX_PATH)], viewer: int | None = Depends(operators.viewer)
+    ) -> Response:
         """One of them: by the id of an answer, with "-0", "-1", ... behind it where that has several choices."""
-        found = service.names.find(request_id)
+        found = names.find(request_id, viewer)
         if len(found) > 1:
             raise ApiError(
                 400, f"{len(found)} requests are called {shown(request_id)}; GET /v1/requests?id=... has all"
             )
+        unknown = not_found(f"no request {shown(request_id)} is waiting, parked or running; it may have ended")
+        if not found and viewer is not None:  # the engine knows every client's
+            raise unknown
         try:
             explanation = await service.ask(service.client.explain(found[0] if found else request_id))
         except UnknownRequest as error:
-            what = f"no request {shown(request_id)} is waiting, parked or running; it may have ended"
-            raise not_found(what) from error
-        return JSONResponse(describe(explanation, service))
+            raise unknown from error
+        return JSONResponse(describe(explanation, partial(names.shown, viewer=viewer)))
 
     return router
 
 
-def describe(known: RequestExplanation, service: Service) -> dict[str, Any]:
-    """The JSON of a request, under the names that clients know, with times in Unix time."""
+def describe(known: RequestExplanation, name_of: Callable[[str], str]) -> dict[str, Any]:
+    """The JSON of a request, with times in Unix time.
+
+    Args:
+        known: what the engine says.
+        name_of: the name that the reader knows, from the engine's id.
+    """
     explanation = known.explanation
     waiting_for = known.waiting_for
     began = time.time() - known.arrival_time - known.age  # the origin of the engine's clock, in Unix time
     return {
-        "id": service.names.shown(explanation.request_id),
+        "id": name_of(explanation.request_id),
         "engine_id": explanation.request_id,
         "state": explanation.status.value,
         "phase": explanation.phase,
         "reason": None if explanation.reason is None else explanation.reason.value,
-        "blocker": None if explanation.blocker is None else service.names.shown(explanation.blocker),
+        "blocker": None if explanation.blocker is None else name_of(explanation.blocker),
         "missing": explanation.missing,
         "resource": explanation.resource,
         "holders": [
             {
-                "id": service.names.shown(holder.request_id),
+                "id": name_of(holder.request_id),
                 "amount": holder.amount,
                 "what": holder.what,
                 "transfer": holder.transfer,
@@ -78,7 +100,7 @@ def describe(known: RequestExplanation, service: Service) -> dict[str, Any]:
             for holder in explanation.holders
         ],
         "num_holders": explanation.num_holders,
-        "explanation": _in_words(explanation, service),
+        "explanation": _in_words(explanation, name_of),
         "since": None if waiting_for is None else round(time.time() - waiting_for, 3),
         "waiting_for": waiting_for,
         "transfer": explanation.transfer,
@@ -101,9 +123,9 @@ def describe(known: RequestExplanation, service: Service) -> dict[str, Any]:
     }
 
 
-def _in_words(explanation: Explanation, service: Service) -> str:
-    """The sentence of an explanation, under the names that clients know."""
+def _in_words(explanation: Explanation, name_of: Callable[[str], str]) -> str:
+    """The sentence of an explanation, under the names that the reader knows."""
     sentence = explanation.sentence
     for engine_id in {explanation.request_id, *(holder.request_id for holder in explanation.holders)}:
-        sentence = sentence.replace(engine_id, service.names.shown(engine_id))
+        sentence = sentence.replace(engine_id, name_of(engine_id))
     return sentence

@@ -4,6 +4,8 @@
     its samples cmpl-7f3a-0            cmpl-7f3a-1              what /v1/requests shows
     the engine  cmpl-7f3a-0-5c81e09d   cmpl-7f3a-1-b20d6f4e     its log and recordings
 
+Where clients have keys, a request belongs to the key it came with: a client sees its own requests, an operator all.
+
 A client that retries with the same X-Request-Id, while the first attempt still runs, has two requests of one name.
 """
 
@@ -13,6 +15,11 @@ import secrets
 from collections.abc import Iterable
 from typing import NamedTuple
 
+OWNER = "pointsman.owner"
+"""In a request's ASGI scope: the index of the client's key, where clients have keys. It is all that is kept of it."""
+HIDDEN = "another client's request"
+"""The name of a request for a client that is not its owner."""
+
 
 class Name(NamedTuple):
     """Of one sample."""
@@ -21,6 +28,12 @@ class Name(NamedTuple):
     """The answer's id."""
     sample: str
     """The same where the answer has one choice; otherwise with the choice's index behind it."""
+    owner: int | None = None
+    """The client that asked for it: the index of its key."""
+
+    def is_for(self, viewer: int | None) -> bool:
+        """Whether the viewer may see it: its owner, or an operator (None)."""
+        return viewer is None or viewer == self.owner
 
 
 class RequestNames:
@@ -29,12 +42,12 @@ class RequestNames:
     def __init__(self) -> None:
         self._names: dict[str, Name] = {}  # by the engine's id, in the order of arrival
 
-    def add(self, answer: str, sample: str) -> str:
+    def add(self, answer: str, sample: str, owner: int | None = None) -> str:
         """Name one more request; returns its unique id in the engine."""
         engine_id = f"{sample}-{secrets.token_hex(4)}"
         while engine_id in self._names:
             engine_id = f"{sample}-{secrets.token_hex(4)}"
-        self._names[engine_id] = Name(answer, sample)
+        self._names[engine_id] = Name(answer, sample, owner)
         return engine_id
 
     def remove(self, engine_ids: Iterable[str]) -> None:
@@ -42,13 +55,26 @@ class RequestNames:
         for engine_id in engine_ids:
             self._names.pop(engine_id, None)
 
-    def shown(self, engine_id: str) -> str:
-        """The name that clients know; the engine's own id for a request that has just finished."""
+    def belongs(self, engine_id: str, viewer: int | None) -> bool:
+        """Whether the viewer may see a request: an operator (None) every one, a client its own until they finish."""
+        name = self._names.get(engine_id)
+        return viewer is None if name is None else name.is_for(viewer)
+
+    def shown(self, engine_id: str, viewer: int | None = None) -> str:
+        """The name that clients know; the engine's own id for a request that has just finished. `HIDDEN` where it is
+        not the viewer's.
+        """
+        if not self.belongs(engine_id, viewer):
+            return HIDDEN
         name = self._names.get(engine_id)
         return engine_id if name is None else name.sample
 
-    def find(self, asked: str) -> list[str]:
-        """The engine's ids of the requests with this name: an answer's id, a sample's, or the engine's own."""
+    def find(self, asked: str, viewer: int | None = None) -> list[str]:
+        """The engine's ids of the viewer's requests with this name: an answer's id, a sample's, or the engine's own."""
         if asked in self._names:
-            return [asked]
-        return [engine_id for engine_id, name in self._names.items() if asked in name]
+            return [asked] if self.belongs(asked, viewer) else []
+        return [
+            engine_id
+            for engine_id, name in self._names.items()
+            if asked in (name.answer, name.sample) and name.is_for(viewer)
+        ]

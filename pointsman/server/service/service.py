@@ -24,7 +24,7 @@ from pointsman.server.service.backlog import Backlog, Ticket
 from pointsman.server.service.delivery import Delivery
 from pointsman.server.service.engine_client import EngineStalledError
 from pointsman.server.service.gate import too_late
-from pointsman.server.service.names import RequestNames
+from pointsman.server.service.names import OWNER, RequestNames
 from pointsman.server.service.prompts import PromptReader
 from pointsman.server.service.sampling import SamplingPlan
 from pointsman.server.wire.answers import TextWriter
@@ -108,9 +108,9 @@ class Service:
 
     def respond(self, job: Job) -> WatchedResponse:
         """The response to a job. The job runs when the response is sent, while the client is connected."""
-        return WatchedResponse(lambda send: self._run(job, send))
+        return WatchedResponse(lambda scope, send: self._run(job, scope.get(OWNER), send))
 
-    async def _run(self, job: Job, send: Send) -> None:
+    async def _run(self, job: Job, owner: int | None, send: Send) -> None:
         with self.gate.inside():
             self.check_model(job.body.model)
             check_priority(job.body.priority, self.client.info)
@@ -120,21 +120,21 @@ class Service:
             with self.backlog.enter(num_samples) as ticket:
                 async with Delivery(self.gate, self._observations, ticket, job.deadline(self.config)) as delivery:
                     try:
-                        await self._queue_in_time(job, delivery, ticket)
+                        await self._queue_in_time(job, owner, delivery, ticket)
                         await self._deliver(job, delivery, send)
                     finally:
                         self.names.remove(stream.request.request_id for stream in delivery.streams)
 
-    async def _queue_in_time(self, job: Job, delivery: Delivery, ticket: Ticket) -> None:
+    async def _queue_in_time(self, job: Job, owner: int | None, delivery: Delivery, ticket: Ticket) -> None:
         try:
             async with asyncio.timeout(delivery.seconds_left):
-                await self._queue(job, delivery, ticket)
+                await self._queue(job, owner, delivery, ticket)
         except TimeoutError:
             raise too_late() from None
         except (EngineDeadError, EngineStalledError, ValueError) as error:
             raise self.gate.from_engine(error) from error
 
-    async def _queue(self, job: Job, delivery: Delivery, ticket: Ticket) -> None:
+    async def _queue(self, job: Job, owner: int | None, delivery: Delivery, ticket: Ticket) -> None:
         """Queue a request of the engine for each sample.
 
         Raises:
@@ -153,7 +153,7 @@ class Service:
             for own in samples:
                 name = answer_id if is_only else f"{answer_id}-{len(delivery.samples)}"
                 request = EngineRequest(
-                    request_id=self.names.add(answer_id, name),
+                    request_id=self.names.add(answer_id, name, owner),
                     prompt_token_ids=prompt.token_ids,
                     params=own,
                     priority=body.priority,
@@ -254,16 +254,16 @@ class WatchedResponse(Response):
     two tasks per request and nothing per token.
 
     Args:
-        work: writes the whole response with the `send` it is given; an exception before its first message becomes the
-            response of that error.
+        work: writes the whole response to the request of a `scope` with the `send` it is given; an exception before its
+            first message becomes the response of that error.
     """
 
-    def __init__(self, work: Callable[[Send], Coroutine[Any, Any, None]]) -> None:
+    def __init__(self, work: Callable[[Scope, Send], Coroutine[Any, Any, None]]) -> None:
         super().__init__()
         self._work = work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await unless_disconnected(receive, self._work(send))
+        await unless_disconnected(receive, self._work(scope, send))
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

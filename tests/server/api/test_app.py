@@ -216,7 +216,7 @@ def with_app(test: Callable[[EngineClient, Any, httpx.AsyncClient], Awaitable[No
     async def run(client: EngineClient) -> None:
         app = create_app(client, ServerConfig())
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
             await test(client, app, http)
 
     engine_pool().run(run, **{"model": "demo", "num_blocks": 512, "num_threads": 1, **options})

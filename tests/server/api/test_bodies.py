@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import pytest
-from starlette.types import Message
+from starlette.types import Message, Receive, Scope, Send
 
 from pointsman.server.api import bodies
 from pointsman.server.api.bodies import (
@@ -21,8 +22,41 @@ from pointsman.server.api.bodies import (
     StrictRequest,
     check_numbers,
 )
-from pointsman.server.wire.errors import ApiError
-from tests.server.api.test_guards import ANSWER, App, call, reads_all
+from pointsman.server.wire.errors import ApiError, ErrorAnswers
+
+ANSWER = ErrorAnswers(lambda _: None)
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+async def reads_all(scope: Scope, receive: Receive, send: Send) -> None:
+    size = 0
+    while True:
+        message = await receive()
+        size += len(message.get("body", b""))
+        if not message.get("more_body", False):
+            break
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": str(size).encode()})
+
+
+def call(
+    app: App, *, path: str = "/v1/models", headers: Sequence[tuple[bytes, bytes]] = (), body: Sequence[bytes] = (b"",)
+) -> list[Message]:
+    """The messages that an app sends in answer to a request whose body comes in these pieces."""
+    sent: list[Message] = []
+    pieces = list(body)
+
+    async def receive() -> Message:
+        piece = pieces.pop(0)
+        return {"type": "http.request", "body": piece, "more_body": bool(pieces)}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": path, "headers": list(headers)}
+    asyncio.run(app(scope, receive, send))  # type: ignore[arg-type]  # a coroutine
+    return sent
+
 
 # ------------------------------------------------------------------------------------------------- size
 

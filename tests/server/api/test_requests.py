@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
@@ -12,8 +10,6 @@ from pointsman.server.api.requests import describe
 from pointsman.server.wire.messages import RequestExplanation
 from pointsman.server.wire.responses import RequestState
 from tests.core.helpers import Host
-
-SERVICE = cast(Any, SimpleNamespace(names=SimpleNamespace(shown=lambda name: name)))
 
 
 def explained(host: Host, request_id: str, age: float) -> RequestExplanation:
@@ -37,7 +33,7 @@ def test_its_log_is_told_in_unix_time() -> None:
     host = Host(log_request_events=True)
     host.add("a")  # at 1 of the engine's clock
     host.step()  # at 2 and 3
-    state = RequestState.model_validate(describe(explained(host, "a", age=9.0), SERVICE))
+    state = RequestState.model_validate(describe(explained(host, "a", age=9.0), str))
     assert [event.event for event in state.events] == ["queued", "scheduled", "first_token"]
     assert [time.time() - event.at for event in state.events] == pytest.approx([9.0, 8.0, 7.0], abs=0.5)
 
@@ -46,7 +42,7 @@ def test_without_a_log_there_is_none() -> None:
     host = Host()
     host.add("a")
     host.step()
-    assert describe(explained(host, "a", age=1.0), SERVICE)["events"] == []
+    assert describe(explained(host, "a", age=1.0), str)["events"] == []
 
 
 def test_who_holds_what_it_lacks_is_told_by_the_names_that_clients_know() -> None:
@@ -54,8 +50,8 @@ def test_who_holds_what_it_lacks_is_told_by_the_names_that_clients_know() -> Non
     host.add("internal-1")
     host.add("internal-2")
     host.step()
-    service = cast(Any, SimpleNamespace(names=SimpleNamespace(shown=lambda name: name.replace("internal", "mine"))))
-    state = RequestState.model_validate(describe(explained(host, "internal-2", age=1.0), service))
+    known = explained(host, "internal-2", age=1.0)
+    state = RequestState.model_validate(describe(known, lambda name: name.replace("internal", "mine")))
     assert (state.id, state.blocker, state.resource, state.missing) == ("mine-2", "mine-1", "sequence slots", 1)
     assert [(holder.id, holder.amount) for holder in state.holders] == [("mine-1", 1)] and state.num_holders == 1
     assert (

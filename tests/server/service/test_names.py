@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pointsman.server.service.names import RequestNames
+from pointsman.server.service.names import HIDDEN, RequestNames
 
 
 def test_a_name_may_be_taken_twice() -> None:
@@ -28,3 +28,13 @@ def test_what_has_ended_is_forgotten() -> None:
     names.remove([one, "never"])
     assert names.find("x") == [] and names.find(one) == []
     assert names.shown(one) == one
+
+
+def test_a_client_finds_its_own_requests_and_an_operator_all() -> None:
+    names = RequestNames()
+    of_a, of_b, of_operator = names.add("x", "x", 0), names.add("x", "x", 1), names.add("x", "x")
+    assert names.find("x") == [of_a, of_b, of_operator]
+    assert names.find("x", 0) == [of_a] and names.find("x", 1) == [of_b] and names.find("x", 2) == []
+    assert names.find(of_b, 1) == [of_b] and names.find(of_b, 0) == [] and names.find(of_operator, 0) == []
+    assert [names.shown(one, 0) for one in (of_a, of_b, of_operator, "gone")] == ["x", HIDDEN, HIDDEN, HIDDEN]
+    assert names.shown(of_b) == "x" and names.shown("gone") == "gone"
