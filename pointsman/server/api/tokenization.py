@@ -70,14 +70,13 @@ def tokenization_router(service: Service) -> APIRouter:
         service.check_model(body.model)
         async with queue.turn():
             token_ids = await _token_ids(service, body)
+            names = await service.prompts.names(token_ids) if body.return_token_strs else None
         answer: dict[str, Any] = {
             "count": len(token_ids),
             "max_model_len": service.client.info.max_model_len,
             "tokens": token_ids,
-            "token_strs": None,
+            "token_strs": names,
         }
-        if body.return_token_strs and service.prompts.tokenizer is not None:
-            answer["token_strs"] = service.prompts.tokenizer.convert_ids_to_tokens(token_ids)
         return JSONResponse(answer)
 
     @router.post("/detokenize", response_model=DetokenizeResponse, responses=errors(*TOKEN_ERRORS))

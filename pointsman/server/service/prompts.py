@@ -210,6 +210,13 @@ class PromptReader:
                 raise ValueError(f"token id {token_id} is outside the model's vocabulary of {self._info.vocab_size}")
         return await self._in_thread(lambda: str(tokenizer.decode(list(token_ids))))
 
+    async def names(self, token_ids: list[int]) -> list[str] | None:
+        """The tokens as the vocabulary names them; None without a tokenizer."""
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            return None
+        return await self._in_thread(lambda: list(tokenizer.convert_ids_to_tokens(token_ids)))
+
     def _required(self) -> Any:
         if self.tokenizer is None:
             raise ValueError(f"the model in {self._info.model} has no tokenizer; give the prompt as token ids")
