@@ -1,7 +1,6 @@
 """Work in pieces: what takes long in the event loop yields between its pieces, so that others are served meanwhile.
 
-def whole(...) -> Pieces[bytes]:        a generator: `yield` ends a piece, `return` gives the result
-data = await in_pieces(writer.whole(choices, outputs))
+Such work is a generator of type `Pieces`: `yield` ends a piece, `return` gives the result, and `in_pieces` runs it.
 """
 
 from __future__ import annotations
