@@ -23,7 +23,7 @@ import numpy as np
 from pointsman.core import FinishReason, Scheduler, SchedulerConfig
 from pointsman.engine.counters import EngineCounters
 from pointsman.engine.drafts.prompt_lookup import PromptLookup
-from pointsman.engine.errors import first_line
+from pointsman.engine.errors import EngineStepError, first_line
 from pointsman.engine.kv.pool import KVPool, blocks_for
 from pointsman.engine.machine import give_back_freed_pages
 from pointsman.engine.model.pooling import check_can_pool
@@ -66,16 +66,20 @@ def warm_up(engine: Engine, server: GrammarServer | None = None) -> None:
     started = time.monotonic()
     grammar = engine.grammars.warm_up(server)  # in the background
     if engine.max_model_len > SHORT_PROMPT + NUM_TOKENS_ALONE:
-        rehearsal = _Rehearsal(engine)
-        rehearsal.add_plain()
-        rehearsal.run(drafts=bool(engine.scheduler.config.num_draft_tokens))
+        is_plain = True
         try:
+            rehearsal = _Rehearsal(engine)
+            rehearsal.add_plain()
+            rehearsal.run(drafts=bool(engine.scheduler.config.num_draft_tokens))
+            is_plain = False
             rehearsal.add_others()
             rehearsal.run()
             rehearsal.add_structured(grammar)
             rehearsal.run()
         except Exception as error:
-            logger.warning("warm-up: requests beyond plain ones may fail, or be slow at first: %s", first_line(error))
+            if is_plain and isinstance(error, EngineStepError):
+                raise
+            logger.warning("warm-up: some requests may fail, or be slow at first: %s", first_line(error))
         give_back_freed_pages()
     grammar.result()
     logger.info("warmed up in %.1f s", time.monotonic() - started)

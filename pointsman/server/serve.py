@@ -205,7 +205,11 @@ class _Serving:
             await asyncio.to_thread(check_chat_template, template, self._options.get("model"))
         client = await start()
         if warm_up and client.tokenizer is not None:
-            await asyncio.to_thread(warm_tokenizer, client.tokenizer, template)
+            try:
+                await asyncio.to_thread(warm_tokenizer, client.tokenizer, template)
+            except BaseException:  # a signal
+                await client.shutdown()
+                raise
         return client
 
     async def _serve(self, client: EngineClient, app: FastAPI) -> int:

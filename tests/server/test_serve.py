@@ -20,9 +20,9 @@ import pytest
 from _server_process import ServerFailed, ServerProcess, processor_seconds, wait_until
 from _server_process import start_server as start_separate_server
 
-from pointsman.engine.text.tokenizer import PLAIN_CHAT_TEMPLATE
+from pointsman.engine.text.tokenizer import PLAIN_CHAT_TEMPLATE, model_directory, read_tokenizer
 from pointsman.server.config import ServerConfig
-from pointsman.server.serve import AddressError, check_chat_template, listening, url_of
+from pointsman.server.serve import AddressError, check_chat_template, listening, url_of, warm_tokenizer
 from tests.forked_engines import start_server
 
 pytestmark = pytest.mark.e2e
@@ -134,6 +134,16 @@ def test_a_server_starts_warm_answers_and_ends() -> None:
         assert server.stop() == 0
         assert not Path(f"/proc/{engine_pid}").exists()
     assert SECRET not in server.log()  # no prompt in the log
+
+
+def test_a_template_that_fails_when_it_is_warmed_up_is_left_to_the_requests(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = read_tokenizer(model_directory("demo"))
+    with caplog.at_level("INFO", "pointsman.server.serve"):
+        warm_tokenizer(tokenizer, None)
+        assert not caplog.records
+        warm_tokenizer(tokenizer, "{{ raise_exception('only from Mondays on') }}")
+    (record,) = caplog.records
+    assert "only from Mondays on" in record.getMessage()
 
 
 @pytest.mark.soak
