@@ -131,7 +131,9 @@ class ForkedServer(ServerProcess):
 def start_server(
     *arguments: str, environment: Mapping[str, str | None] | None = None, timeout: float = 120
 ) -> ServerProcess:
-    """As `_server_process.start_server`, and forked."""
+    """As `_server_process.start_server`, and forked; it does not warm up, unless an argument says so."""
+    if "--warm-up" not in arguments:  # processor time, for nothing that most tests look at
+        arguments = ("--no-warm-up", *arguments)
     merged: dict[str, Any] = {**os.environ, **(environment or {}), **ONE_THREAD}
     log, theirs = os.pipe()
     with open(os.devnull) as nothing, open(theirs, "wb") as stderr:

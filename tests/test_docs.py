@@ -217,7 +217,7 @@ def test_server_sessions_run(session: Session, tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("POINTSMAN_API_KEY", raising=False)
     start = start_separate_server if session.where.startswith("README") else start_server
-    with start(*session.options, "--port", "0") as server:
+    with start(*session.options, "--port", "0", "--no-warm-up") as server:
         for where, language, text in session.talk:
             printed = talk(server, language, text, tmp_path)
             assert '{"error"' not in printed, f"{where}: {text}\n{printed}"

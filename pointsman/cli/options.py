@@ -374,6 +374,13 @@ SERVER: dict[str, Any] = {
     "max_step_retries": Annotated[
         int | None, typer.Option(help="Maximum consecutive retries of a failed step [default: 0].")
     ],
+    "warm_up": Annotated[
+        bool | None,
+        typer.Option(
+            "--warm-up/--no-warm-up",
+            help="Whether requests of every kind are rehearsed before the first is accepted [default: warm up].",
+        ),
+    ],
     "record": RecordFile,
     "seed": Annotated[int | None, typer.Option(help="Seed of requests without one [default: 0].")],
 }
@@ -511,6 +518,7 @@ SERVE_HELP: Panels = {
         "response_role",
         "drain_timeout",
         "max_step_retries",
+        "warm_up",
     ),
     **_ENGINE_PANELS,
 }

@@ -22,7 +22,7 @@ API_KEY_VARIABLE = "POINTSMAN_API_KEY"
 OPERATOR_KEY_VARIABLE = "POINTSMAN_OPERATOR_KEY"
 FILE_OPTIONS = {"preset": options.Preset, **options.SERVER, **options.KNOBS}
 """Options that a configuration file may set, beside secrets."""
-RUN_OPTIONS = ("log_stats_interval", "max_step_retries", "record")
+RUN_OPTIONS = ("log_stats_interval", "max_step_retries", "record", "warm_up")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ def _check_run_options(values: dict[str, Any]) -> None:
     Raises:
         CommandError, ValueError: one is out of range, or the recording cannot be written.
     """
-    interval, retries, record = (values.get(name) for name in RUN_OPTIONS)
+    interval, retries, record = (values.get(name) for name in ("log_stats_interval", "max_step_retries", "record"))
     if interval is not None:
         if not 0 <= interval < float("inf"):
             raise ValueError(f"--log-stats-interval is {interval:g}; it must be 0 (no lines) or more seconds")

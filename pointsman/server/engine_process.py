@@ -20,6 +20,7 @@ import time
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +31,12 @@ from pointsman.engine.aio.engine_thread import Add as ThreadAdd
 from pointsman.engine.aio.engine_thread import Call, EngineThread
 from pointsman.engine.aio.engine_thread import Stop as ThreadStop
 from pointsman.engine.engine import Engine
-from pointsman.engine.errors import EngineDeadError, first_line
+from pointsman.engine.errors import EngineDeadError, GrammarError, first_line
+from pointsman.engine.grammar.process import GrammarServer
 from pointsman.engine.machine import keep_freed_pages
 from pointsman.engine.pausing import PauseChoice
 from pointsman.engine.stats import read_stats
+from pointsman.engine.warming import warm_up
 from pointsman.server.outbox import RemoteMailbox, RemotePort
 from pointsman.server.wire.messages import (
     Abandon,
@@ -287,8 +290,11 @@ def main(descriptor: int) -> int:
             if start.record is not None:
                 recorder = Recorder(files.enter_context(Path(start.record).open("w", encoding="utf-8")))
             keep_freed_pages(one_heap=True)
+            grammars = start_compiler(files) if start.warm_up else None
             engine = Engine(recorder=recorder, clock=time.monotonic, **start.options)
             engine.kv_pool.take_memory()
+            if start.warm_up:
+                warm_up(engine, grammars)
         except (ValueError, OSError) as error:  # the model, a knob, or the recording's file
             sock.sendall(pack(Failed(str(error), is_usage_error=True)))
             return 2
@@ -297,6 +303,22 @@ def main(descriptor: int) -> int:
             sock.sendall(pack(Failed(f"{type(error).__name__}: {first_line(error)}", is_usage_error=False)))
             return 1
         return EngineProcess(engine, sock, start).run(unpacker)
+
+
+def start_compiler(closing: ExitStack) -> GrammarServer | None:
+    """The process that compiles grammars, which imports while the model is loaded; None where there can be none.
+
+    Args:
+        closing: ends it when this process does, at the latest.
+    """
+    if find_spec("xgrammar") is None:
+        return None
+    try:
+        server = GrammarServer()
+    except GrammarError:  # it is reported when a request needs it
+        return None
+    closing.callback(server.close)
+    return server
 
 
 def _first_message(sock: socket.socket, unpacker: Unpacker) -> Start | None:

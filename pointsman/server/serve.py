@@ -1,6 +1,7 @@
 """The API process from start to exit.
 
-start      listen on the port, try the chat template, start the engine process, load the tokenizer, say what is served
+start      take the port, try the chat template, start the engine process, load the tokenizer, warm up both processes,
+           listen, say what is served
 serving    until a signal comes or the engine dies
 drain      SIGTERM or SIGINT: new requests get 503, running ones finish, up to `drain_timeout`; then the remaining
            ones finish with finish_reason "abort". Exit code 0. A second signal ends the server at once.
@@ -17,15 +18,16 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pointsman.engine.errors import first_line
 from pointsman.engine.machine import wait_briefly
 from pointsman.engine.stats import DEFAULT_INTERVAL
-from pointsman.engine.text.tokenizer import model_directory, read_tokenizer, render_chat
+from pointsman.engine.text.tokenizer import PLAIN_CHAT_TEMPLATE, encode, model_directory, read_tokenizer, render_chat
 from pointsman.server.config import ServerConfig
 from pointsman.server.service.engine_client import EngineClient, EngineStartError
 from pointsman.server.startup import startup_lines
@@ -42,6 +44,8 @@ SECONDS_TO_REPORT = 3.0
 KEEP_ALIVE = 30
 """Seconds that an idle connection is kept."""
 LISTEN_BACKLOG = 2048
+EXAMPLE_CHAT = ({"role": "user", "content": "Hello"},)
+"""A conversation that every chat template should render."""
 
 
 class AddressError(ValueError):
@@ -55,6 +59,7 @@ def run(
     record: str | None = None,
     log_stats_interval: float | None = DEFAULT_INTERVAL,
     max_step_retries: int = 0,
+    warm_up: bool = True,
 ) -> int:
     """Serve until a signal or the engine's death; the exit code.
 
@@ -64,6 +69,7 @@ def run(
         record: a file for the scheduler's recording.
         log_stats_interval: seconds between lines of statistics; None: none.
         max_step_retries: how often in a row a failed step is tried again.
+        warm_up: whether requests of every kind are rehearsed before the first one is accepted.
 
     Raises:
         ValueError: the model cannot be run, a knob is out of range, the chat template cannot be used, or the server
@@ -76,8 +82,16 @@ def run(
     wait_briefly()  # for the engine process, which inherits it: this process needs the processor too
     with listening(config) as sock, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         server = _Serving(options, config, sock, create_app)
+        start = partial(
+            EngineClient.start,
+            options,
+            record=record,
+            log_stats_interval=log_stats_interval,
+            max_step_retries=max_step_retries,
+            warm_up=warm_up,
+        )
         try:
-            return runner.run(server.serve(record, log_stats_interval, max_step_retries))
+            return runner.run(server.serve(start, warm_up=warm_up))
         except EngineStartError as error:
             logger.critical("%s", error)
             return EXIT_FAILED
@@ -118,9 +132,8 @@ def check_chat_template(template: str, model: str | Path | None) -> None:
     tokenizer = read_tokenizer(model_directory(model))
     if tokenizer is None:
         return
-    messages = [{"role": "user", "content": "Hello"}]
     try:
-        render_chat(tokenizer, messages, {"chat_template": template, "add_generation_prompt": True})
+        render_chat(tokenizer, EXAMPLE_CHAT, {"chat_template": template, "add_generation_prompt": True})
     except ValueError as error:
         cause = error.__cause__ or error  # an error of Jinja's syntax has a line number
         line = getattr(cause, "lineno", None)
@@ -128,6 +141,22 @@ def check_chat_template(template: str, model: str | Path | None) -> None:
         raise ValueError(
             f"chat_template cannot be used: {first_line(cause)}{where}; correct it, or leave it out for the model's own"
         ) from error
+
+
+def warm_tokenizer(tokenizer: Any, template: str | None) -> None:
+    """Render a conversation, and encode and decode its text: what templates and tokenizers prepare when they are first
+    used is there for the first request. What fails here is reported to the requests that need it.
+
+    Args:
+        tokenizer: that of the API process.
+        template: in place of the tokenizer's own.
+    """
+    options = {"chat_template": template or tokenizer.chat_template or PLAIN_CHAT_TEMPLATE}
+    try:
+        text = render_chat(tokenizer, EXAMPLE_CHAT, {**options, "add_generation_prompt": True})
+        tokenizer.decode(encode(tokenizer, text))
+    except Exception as error:
+        logger.info("the tokenizer could not be tried at the start: %s", first_line(error))
 
 
 def url_of(sock: socket.socket, host: str) -> str:
@@ -154,11 +183,11 @@ class _Serving:
         self._stop = asyncio.Event()
         self._force = asyncio.Event()
 
-    async def serve(self, record: str | None, log_stats_interval: float | None, max_step_retries: int) -> int:
+    async def serve(self, start: Callable[[], Awaitable[EngineClient]], *, warm_up: bool) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
-        starting = loop.create_task(self._start(record, log_stats_interval, max_step_retries))
+        starting = loop.create_task(self._start(start, warm_up))
         await self._first_of(starting, self._stop.wait())
         if not starting.done():
             starting.cancel()
@@ -170,16 +199,18 @@ class _Serving:
         finally:
             await client.shutdown()
 
-    async def _start(self, record: str | None, log_stats_interval: float | None, max_step_retries: int) -> EngineClient:
+    async def _start(self, start: Callable[[], Awaitable[EngineClient]], warm_up: bool) -> EngineClient:
         template = self._config.chat_template
         if template is not None:  # a broken one is reported before the model is loaded, which takes long
             await asyncio.to_thread(check_chat_template, template, self._options.get("model"))
-        return await EngineClient.start(
-            self._options,
-            record=record,
-            log_stats_interval=log_stats_interval,
-            max_step_retries=max_step_retries,
-        )
+        client = await start()
+        if warm_up and client.tokenizer is not None:
+            try:
+                await asyncio.to_thread(warm_tokenizer, client.tokenizer, template)
+            except BaseException:  # a signal
+                await client.shutdown()
+                raise
+        return client
 
     async def _serve(self, client: EngineClient, app: FastAPI) -> int:
         import uvicorn

@@ -150,6 +150,7 @@ def test_a_file_may_set_every_option_but_secrets(tmp_path: Path) -> None:
         "log_requests": "yes",
         "log_stats_interval": "0",
         "max_step_retries": "3",
+        "warm_up": "no",
         "record": tmp_path / "run.jsonl",
         "seed": "7",
         "dtype": "bfloat16",
@@ -218,7 +219,8 @@ def test_a_file_may_set_every_option_but_secrets(tmp_path: Path) -> None:
         response_role="helper",
         log_requests=True,
     )
-    assert found.options == {"log_stats_interval": None, "max_step_retries": 3, "record": str(tmp_path / "run.jsonl")}
+    run = {"log_stats_interval": None, "max_step_retries": 3, "record": str(tmp_path / "run.jsonl"), "warm_up": False}
+    assert found.options == run
     expected = {"model": "/models/a", "seed": 7, "num_threads": 2, "kv_cache_bytes": 64 * 2**20, "fuse": False}
     assert expected.items() <= found.engine.items()
     assert found.engine.keys() == {"model", "seed", "num_threads"} | (KNOBS.keys() & lines.keys()) - {"threads"}

@@ -135,9 +135,9 @@ def test_grammars_say_what_they_lack() -> None:
     program = """
 LIBRARIES.clear()  # this one may have what is installed
 import numpy
-from pointsman.engine.grammar.process import _Server, GrammarError
+from pointsman.engine.grammar.process import GrammarServer, GrammarError
 try:
-    _Server()
+    GrammarServer()
 except GrammarError as error:
     print(error)
 """

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import pytest
-from _server_process import ServerFailed, ServerProcess, wait_until
+from _server_process import ServerFailed, ServerProcess, processor_seconds, wait_until
 from _server_process import start_server as start_separate_server
 
-from pointsman.engine.text.tokenizer import PLAIN_CHAT_TEMPLATE
+from pointsman.engine.text.tokenizer import PLAIN_CHAT_TEMPLATE, model_directory, read_tokenizer
 from pointsman.server.config import ServerConfig
-from pointsman.server.serve import AddressError, check_chat_template, listening, url_of
+from pointsman.server.serve import AddressError, check_chat_template, listening, url_of, warm_tokenizer
 from tests.forked_engines import start_server
 
 pytestmark = pytest.mark.e2e
@@ -60,14 +62,71 @@ class Client(threading.Thread):
         return reason
 
 
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "greedy": ("completions", {"temperature": 0}),
+    "sampled": (
+        "completions",
+        {"top_p": 0.9, "top_k": 20, "min_p": 0.01, "logprobs": 2, "presence_penalty": 0.5, "repetition_penalty": 1.1},
+    ),
+    "streamed": ("completions", {"stream": True}),
+    "echoed": ("completions", {"echo": True, "prompt_logprobs": 1, "logit_bias": {"5": 1}, "stop": ["zzz"]}),
+    "json_object": ("chat/completions", {"response_format": {"type": "json_object"}}),
+    "json_schema": (
+        "chat/completions",
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "a", "schema": {"type": "object", "properties": {"b": {"type": "integer"}}}},
+            }
+        },
+    ),
+    "chat": ("chat/completions", {"logprobs": True}),
+    "embedding": ("embeddings", {}),
+}
+TIME_OF_LOADING = "pointsman:engine_process_cpu_seconds_total"
+WARM = 0.3
+"""Seconds that the first request of a kind may take beyond a later one."""
+
+
+def check_warm(server: ServerProcess, clock: Callable[[ServerProcess], float]) -> None:
+    """The first request of each kind takes no longer than later ones."""
+    late = {}
+    for kind, (route, fields) in KINDS.items():
+        body: dict[str, Any] = {"model": "demo", **fields}
+        if route == "embeddings":
+            body["input"] = SECRET
+        elif route == "completions":
+            body |= {"prompt": SECRET, "max_tokens": 4}
+        else:
+            body |= {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 8}
+        seconds = []
+        for _ in range(4):
+            started = clock(server)
+            answer = httpx.post(f"{server.url}/v1/{route}", json=body, timeout=60)
+            assert answer.status_code == 200, f"{kind}: {answer.text}"
+            seconds.append(clock(server) - started)
+        if seconds[0] > min(seconds[1:]) + WARM:
+            late[kind] = seconds
+    assert not late
+
+
+def processor_time(server: ServerProcess) -> float:
+    """Seconds of all processes of a server. On an idle machine a request takes as long; a busy one adds nothing."""
+    pids = [server.pid, server.engine_pid]
+    for task in Path(f"/proc/{server.engine_pid}/task").iterdir():
+        pids += map(int, (task / "children").read_text().split())  # the process that compiles grammars
+    return sum(map(processor_seconds, pids))
+
+
 def num_running(server: ServerProcess) -> int:
     return len(httpx.get(f"{server.url}/v1/requests", timeout=20).json()["data"])
 
 
-def test_a_server_starts_answers_and_ends() -> None:
+def test_a_server_starts_warm_answers_and_ends() -> None:
     with start_separate_server(*SMALL) as server:
         assert httpx.get(f"{server.url}/health").status_code == 200
         assert httpx.get(f"{server.url}/ready").status_code == 200
+        check_warm(server, processor_time)
         answer = completion(server, 8)
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 8
         assert server.engine_pid != server.pid
@@ -75,6 +134,34 @@ def test_a_server_starts_answers_and_ends() -> None:
         assert server.stop() == 0
         assert not Path(f"/proc/{engine_pid}").exists()
     assert SECRET not in server.log()  # no prompt in the log
+
+
+def test_a_template_that_fails_when_it_is_warmed_up_is_left_to_the_requests(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = read_tokenizer(model_directory("demo"))
+    with caplog.at_level("INFO", "pointsman.server.serve"):
+        warm_tokenizer(tokenizer, None)
+        assert not caplog.records
+        warm_tokenizer(tokenizer, "{{ raise_exception('only from Mondays on') }}")
+    (record,) = caplog.records
+    assert "only from Mondays on" in record.getMessage()
+
+
+@pytest.mark.soak
+def test_a_server_is_warm_where_no_kernel_was_ever_compiled(tmp_path: Path) -> None:
+    with start_separate_server(*SMALL, environment={"NUMBA_CACHE_DIR": str(tmp_path)}, timeout=300) as server:
+        check_warm(server, lambda _: time.perf_counter())
+        log = server.log()
+        assert log.index("warmed up in") < log.index("listening")
+
+
+def test_warming_up_counts_nowhere() -> None:
+    with start_server(*SMALL, "--warm-up", "--log-requests", "--log-request-events") as server:
+        assert "warmed up in" in server.log() and "warm-up" not in server.log()
+        metrics = httpx.get(f"{server.url}/metrics").text
+        counts = re.findall(r"^((?:vllm|pointsman):\w+_(?:total|count|sum)(?:{.*})?) (\S+)$", metrics, re.MULTILINE)
+        assert len(counts) > 20 and {name for name, value in counts if float(value)} <= {TIME_OF_LOADING}
+        assert num_running(server) == 0
+        assert completion(server, 4).json()["usage"]["prompt_tokens_details"] in (None, {"cached_tokens": 0})
 
 
 def test_sigterm_finishes_what_was_accepted_and_refuses_what_comes() -> None:

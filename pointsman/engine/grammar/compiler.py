@@ -30,6 +30,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from importlib.util import find_spec
 from queue import Empty, SimpleQueue
@@ -41,9 +42,11 @@ from pointsman.engine.grammar.process import (
     CompiledGrammar,
     GrammarLimits,
     GrammarProcess,
+    GrammarServer,
     Job,
     OutOfTime,
 )
+from pointsman.engine.params.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from pointsman.core import Request
@@ -263,12 +266,30 @@ class GrammarCompiler:
             except Empty:
                 return
 
-    def warm_up(self) -> None:
-        """Start the process now, in the background, so that the first request does not wait for it."""
-        if self._has_tokenizer and self._stop_token_ids:
+    def warm_up(self, server: GrammarServer | None = None) -> Future[CompiledGrammar | None]:
+        """Start the process now, in the background, and have it compile a grammar, so that the first request waits for
+        neither.
+
+        Args:
+            server: a process that was started before the model was loaded, for this compiler alone; None: a new one.
+
+        Returns:
+            The grammar of a JSON object, which is not kept here; None if there is none: no request of this model can
+            have one, or the log says why.
+        """
+        grammar: Future[CompiledGrammar | None] = Future()
+        if self._has_tokenizer and self._stop_token_ids and find_spec("xgrammar") is not None:
             threading.Thread(
-                target=_start_process, args=(self._worker.process,), name="pointsman-grammar-start", daemon=True
+                target=_compile_first,
+                args=(self._worker.process, server, self._worker.timeout, grammar),
+                name="pointsman-grammar-start",
+                daemon=True,
             ).start()
+        else:
+            if server is not None:
+                server.close()
+            grammar.set_result(None)
+        return grammar
 
     def close(self) -> None:
         """End the process and the threads; nothing more will be compiled. Dropping the compiler does so too."""
@@ -344,13 +365,19 @@ def _read_vocabulary(tokenizer: Any, vocab_size: int, eos_token_ids: tuple[int, 
     return read_vocabulary(tokenizer, vocab_size, eos_token_ids)
 
 
-def _start_process(process: GrammarProcess) -> None:
+def _compile_first(
+    process: GrammarProcess, server: GrammarServer | None, timeout: float, grammar: Future[CompiledGrammar | None]
+) -> None:
+    compiled = None
     try:
-        process.start()
+        process.start(server)
+        compiled = process.compile(Job(StructuredOutputsParams(json_object=True).spec), timeout)
     except Cancelled:
         return
-    except GrammarError as error:  # it is reported to the requests
-        logger.warning("%s", error)
+    except Exception as error:  # whatever it is, it is reported again to the requests that meet it
+        logger.warning("no grammar could be compiled at the start: %s", first_line(error))
+    finally:
+        grammar.set_result(compiled)
 
 
 def _stop(worker: _Worker) -> None:

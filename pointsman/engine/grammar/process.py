@@ -126,7 +126,8 @@ class GrammarProcess:
         self._lock = threading.Lock()
         self._vocabulary: GrammarVocabulary | None = None
         self._tokenizer_info: xgrammar.TokenizerInfo | None = None
-        self._server: _Server | None = None
+        self._server: GrammarServer | None = None
+        self._spare: GrammarServer | None = None
         self._is_closed = False
 
     @property
@@ -135,15 +136,24 @@ class GrammarProcess:
         server = self._server
         return None if server is None else server.pid
 
-    def start(self) -> None:
+    def start(self, server: GrammarServer | None = None) -> None:
         """Start the process if it does not run, and wait until it can compile.
+
+        Args:
+            server: one that was started before the vocabulary was known, to be used by no other; None: a new one.
 
         Raises:
             GrammarError: it cannot be started, or the model's tokenizer cannot be read.
             Cancelled: `close` was called.
         """
         with self._lock:
-            self._start()
+            self._spare = server
+            try:
+                self._start()
+            finally:
+                self._spare = None
+                if server is not None and server is not self._server:
+                    server.close()
 
     def compile(self, job: Job, timeout: float) -> CompiledGrammar:
         """Compile a grammar, and wait for it, `timeout` seconds at most.
@@ -225,7 +235,7 @@ class GrammarProcess:
             return b""
         return b"".join(pieces)
 
-    def _hand_over(self, theirs: socket.socket) -> _Server:
+    def _hand_over(self, theirs: socket.socket) -> GrammarServer:
         """Give a job's socket to the process; to a new one, if it has ended since."""
         with self._lock:
             for attempt in range(2):
@@ -243,11 +253,11 @@ class GrammarProcess:
 
     # ------------------------------------------------------------------ the process
 
-    def _start(self) -> _Server:
+    def _start(self) -> GrammarServer:
         self._check_open()
         if self._server is None or not self._server.is_running:
             started = time.monotonic()
-            server = _Server()  # which imports while the vocabulary is read here
+            server = self._spare or GrammarServer()  # which imports while the vocabulary is read here
             try:
                 if self._vocabulary is None:
                     vocabulary = self._read_vocabulary()
@@ -272,8 +282,14 @@ class GrammarProcess:
             raise Cancelled
 
 
-class _Server:
-    """The process, and the socket that it reads jobs from. Closing the socket, or the engine's end, ends it."""
+class GrammarServer:
+    """The process, and the socket that it reads jobs from. Closing the socket, or the engine's end, ends it.
+
+    It begins to import at once, and can compile once it was given a vocabulary.
+
+    Raises:
+        GrammarError: this system cannot limit such a process.
+    """
 
     def __init__(self) -> None:
         if not (hasattr(socket, "AF_UNIX") and hasattr(os, "memfd_create")):

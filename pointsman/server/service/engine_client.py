@@ -99,14 +99,16 @@ class EngineClient:
         record: str | None = None,
         log_stats_interval: float | None = DEFAULT_INTERVAL,
         max_step_retries: int = 0,
+        warm_up: bool = False,
     ) -> EngineClient:
-        """Start an engine process and wait until its model is loaded.
+        """Start an engine process and wait until its model is loaded, and warm where that is asked for.
 
         Args:
             options: keyword arguments of `Engine`.
             record: a file for the scheduler's recording.
             log_stats_interval: seconds between lines of statistics; None: none.
             max_step_retries: how often in a row a failed step is tried again.
+            warm_up: whether requests of every kind are rehearsed first, so that none of the real ones is slow.
 
         Raises:
             ValueError: the model cannot be run, or a knob is out of range; the message says which.
@@ -124,7 +126,7 @@ class EngineClient:
             ours.setblocking(False)
             loop = asyncio.get_running_loop()
             client._transport, _ = await loop.create_unix_connection(lambda: client.inbox, sock=ours)
-            client._send(Start(dict(options), record, log_stats_interval, max_step_retries))
+            client._send(Start(dict(options), record, log_stats_interval, max_step_retries, warm_up))
             client.tokenizer = await tokenizer_read
             await client._ready.wait()
             if client._failed is not None:

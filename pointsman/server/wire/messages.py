@@ -106,6 +106,8 @@ class Start:
     """A file for the scheduler's recording."""
     log_stats_interval: float | None
     max_step_retries: int
+    warm_up: bool
+    """Whether requests are rehearsed before the engine takes any."""
 
 
 # ------------------------------------------------------------------------------------------------- what comes back

@@ -1,0 +1,220 @@
+"""Warming up: what the first requests would wait for is done before there are any.
+
+Most of what a request needs is made when it is first needed: kernels of the types at hand and the sampler's race are
+compiled (seconds, where no earlier process has kept them on disk), xgrammar is imported, the process that compiles
+grammars is started. `warm_up` runs requests of every kind through the model:
+
+    plain        chunks of a prompt, decodes, both in one step; drafts where the engine has them
+    the others   each way to sample, edits of logits, log probabilities, embeddings, structured output
+
+They run on the engine's model, and on a scheduler, a KV pool and counters of their own. So the engine is afterwards as
+it was: no request, step, cached block, event or recorded call of theirs is in it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pointsman.core import FinishReason, Scheduler, SchedulerConfig
+from pointsman.engine.counters import EngineCounters
+from pointsman.engine.drafts.prompt_lookup import PromptLookup
+from pointsman.engine.errors import EngineStepError, first_line
+from pointsman.engine.kv.pool import KVPool, blocks_for
+from pointsman.engine.machine import give_back_freed_pages
+from pointsman.engine.model.pooling import check_can_pool
+from pointsman.engine.model.runner import ModelRunner
+from pointsman.engine.outputs.processor import OutputProcessor
+from pointsman.engine.params.engine_args import DEFAULT_MAX_NGRAM, DEFAULT_MIN_NGRAM
+from pointsman.engine.params.pooling import PoolingParams
+from pointsman.engine.params.requests import to_request
+from pointsman.engine.params.sampling import SamplingParams
+from pointsman.engine.params.structured_outputs import StructuredOutputsParams
+from pointsman.engine.pausing import Pausing
+from pointsman.engine.step_loop import StepLoop
+
+if TYPE_CHECKING:
+    from pointsman.engine.engine import Engine
+    from pointsman.engine.grammar.process import CompiledGrammar, GrammarServer
+
+logger = logging.getLogger(__name__)
+
+BUDGET, MAX_NUM_SEQS, MAX_DRAFTS = 32, 10, 2
+"""Of a step here. Small: what is made once does not depend on sizes, and a large model takes long for many tokens."""
+LONG_PROMPT, SHORT_PROMPT = 40, 6
+"""Tokens. The long one takes two steps."""
+NUM_TOKENS, NUM_TOKENS_ALONE = 3, 5
+"""Output tokens; those of the request that is alone in the last steps."""
+
+
+def warm_up(engine: Engine, server: GrammarServer | None = None) -> None:
+    """Run requests of every kind on the engine's model. Call it in the thread that owns the engine.
+
+    What goes wrong with a kind of request beyond plain ones is a line of the log: the others can be served.
+
+    Args:
+        engine: is not changed, but for the process of its grammars, which is started.
+        server: a process for grammars that was started before, for this engine alone; None: one is started.
+
+    Raises:
+        EngineStepError: the model fails, so that no request could be served.
+    """
+    started = time.monotonic()
+    grammar = engine.grammars.warm_up(server)  # in the background
+    if engine.max_model_len > SHORT_PROMPT + NUM_TOKENS_ALONE:
+        is_plain = True
+        try:
+            rehearsal = _Rehearsal(engine)
+            rehearsal.add_plain()
+            rehearsal.run(drafts=bool(engine.scheduler.config.num_draft_tokens))
+            is_plain = False
+            rehearsal.add_others()
+            rehearsal.run()
+            rehearsal.add_structured(grammar)
+            rehearsal.run()
+        except Exception as error:
+            if is_plain and isinstance(error, EngineStepError):
+                raise
+            logger.warning("warm-up: some requests may fail, or be slow at first: %s", first_line(error))
+        give_back_freed_pages()
+    grammar.result()
+    logger.info("warmed up in %.1f s", time.monotonic() - started)
+
+
+class _Rehearsal:
+    """A scheduler, a KV pool and all that a step needs, over the model of an engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        knobs = engine.scheduler.config
+        tokens_each = LONG_PROMPT + NUM_TOKENS_ALONE + MAX_DRAFTS
+        config = SchedulerConfig(
+            num_blocks=MAX_NUM_SEQS * blocks_for(tokens_each, knobs.block_size),
+            max_model_len=engine.max_model_len,
+            block_size=knobs.block_size,
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=BUDGET,
+            max_steps_in_flight=knobs.max_steps_in_flight,
+            num_draft_tokens=min(knobs.num_draft_tokens, MAX_DRAFTS),
+        )
+        loaded, counters = engine.loaded, EngineCounters()
+        self._engine = engine
+        self._scheduler = Scheduler(config)
+        pool = KVPool(
+            loaded.layers,
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            dtype=engine.kv_pool.dtype,
+            device=loaded.model.device,
+        )
+        self._runner = ModelRunner(loaded, pool, self._scheduler, backend=engine.attention)
+        self._outputs = OutputProcessor(loaded.tokenizer, counters)
+        proposer = (
+            PromptLookup(
+                self._scheduler, DEFAULT_MIN_NGRAM, DEFAULT_MAX_NGRAM, counters, self._runner.num_computed_rows
+            )
+            if config.num_draft_tokens
+            else None
+        )
+        self._steps = StepLoop(
+            self._scheduler,
+            self._runner,
+            self._outputs,
+            proposer=proposer,
+            kv_events=None,
+            pausing=Pausing(self._scheduler, time.monotonic, lambda: None),
+            before_schedule=lambda: None,
+            clock=time.monotonic,
+            counters=counters,
+        )
+        self._num_requests = 0
+
+    def add_plain(self) -> None:
+        """Greedy requests: a prompt in chunks, and a short one beside it."""
+        length = min(LONG_PROMPT, self._engine.max_model_len - NUM_TOKENS)
+        self._add(SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True), length)
+        self._add(SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True))
+
+    def add_others(self) -> None:
+        """Requests that use what a plain one does not."""
+        has_text = self._engine.tokenizer is not None
+        words = ("warm",) if has_text else ()
+        for params in (
+            SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True),
+            SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, top_k=20, min_p=0.01, logprobs=0),
+            SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=0.0, logprobs=2, prompt_logprobs=2),
+            SamplingParams(max_tokens=NUM_TOKENS, top_p=0.9, logit_bias={0: 1.0}, bad_words=words, stop=words),
+            SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, allowed_token_ids=(0, 1), min_tokens=1),
+            SamplingParams(
+                max_tokens=NUM_TOKENS_ALONE,
+                ignore_eos=True,
+                top_p=0.9,
+                repetition_penalty=1.1,
+                presence_penalty=0.5,
+                frequency_penalty=0.5,
+                seed=0,
+            ),
+        ):
+            self._add(params)
+        try:
+            check_can_pool(self._engine.loaded.model)
+        except ValueError:  # there are no requests for embeddings then
+            return
+        self._add(PoolingParams("last"))
+        self._add(PoolingParams("mean"))
+
+    def add_structured(self, grammar: Future[CompiledGrammar | None]) -> None:
+        """A request with a grammar, once that is compiled; none if there are no grammars."""
+        compiled = grammar.result()
+        if compiled is not None:
+            self._add(
+                SamplingParams(max_tokens=NUM_TOKENS, structured_outputs=StructuredOutputsParams(json_object=True)),
+                grammar=compiled,
+            )
+
+    def _add(
+        self,
+        params: SamplingParams | PoolingParams,
+        num_tokens: int = SHORT_PROMPT,
+        grammar: CompiledGrammar | None = None,
+    ) -> None:
+        """Add a request; no two prompts begin alike. Each repeats itself, so that prompt lookup finds something."""
+        self._num_requests += 1
+        vocab_size = self._engine.loaded.vocab_size
+        token_ids = [(self._num_requests + index % 3) % vocab_size for index in range(num_tokens)]
+        now = time.monotonic()
+        request = to_request(
+            f"warm-up-{self._num_requests}",
+            token_ids,
+            params,
+            arrival_time=now,
+            eos_token_ids=self._engine.eos_token_ids,
+            max_model_len=self._engine.max_model_len,
+        )
+        self._scheduler.add(request, now)
+        if isinstance(params, PoolingParams):
+            self._runner.pooler.add(request, params)
+        if grammar is not None:
+            self._runner.sampler.use_grammar(request, grammar)
+        self._outputs.add(request, None, request.metadata, eager_text=True)
+
+    def run(self, *, drafts: bool = False) -> None:
+        """Step until every request has finished; one that fails by itself is a line of the log.
+
+        Args:
+            drafts: whether each row has a draft to verify, whatever prompt lookup expects.
+
+        Raises:
+            EngineStepError: a step failed.
+        """
+        while len(self._steps) or self._scheduler.has_unfinished_requests():
+            step = self._steps.run()
+            if drafts:
+                one_each = np.ones(step.num_rows, dtype=np.int64)
+                self._scheduler.propose(step, np.zeros_like(one_each), one_each, time.monotonic())
+            for output in self._outputs.take_kept():
+                if output.finished and output.outputs[0].finish_reason == FinishReason.ERROR.value:
+                    logger.warning("warm-up: a request failed: %s", output.outputs[0].finish_detail)

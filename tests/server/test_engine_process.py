@@ -1,0 +1,65 @@
+"""The engine process as the API process sees it at its start: what comes of a warm-up that fails."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+
+from pointsman.engine.grammar.process import GrammarServer
+from pointsman.server import engine_process
+from pointsman.server.wire.messages import EngineInfo, Failed, Start, Unpacker, pack
+
+OPTIONS = {"model": "demo", "num_blocks": 16, "max_model_len": 64, "num_threads": 1}
+
+
+@pytest.fixture(autouse=True)
+def as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is this process here, which keeps its signals, its memory and its log."""
+    monkeypatch.setattr(engine_process.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(engine_process, "keep_freed_pages", lambda **_: None)
+    monkeypatch.setattr(engine_process.logging, "basicConfig", lambda **_: None)
+
+
+def start(*, warm_up: bool) -> tuple[int, Any]:
+    """The exit code, and the first message, of an engine process that ends once it has started."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        ours.sendall(pack(Start(dict(OPTIONS), None, None, 0, warm_up)))
+        ours.shutdown(socket.SHUT_WR)
+        code = engine_process.main(theirs.detach())
+        (message, *_) = Unpacker().feed(ours.recv(1 << 18))
+    return code, message
+
+
+@pytest.mark.parametrize("warm_up", [True, False])
+def test_a_model_that_fails_when_it_is_warmed_up_is_reported(warm_up: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    servers = []
+
+    def begin() -> GrammarServer:
+        servers.append(GrammarServer())
+        return servers[-1]
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("no such operation")
+
+    monkeypatch.setattr(engine_process, "GrammarServer", begin)
+    monkeypatch.setattr("pointsman.engine.model.runner.run_model", fail)
+    code, message = start(warm_up=warm_up)
+    if warm_up:
+        assert code == 1 and isinstance(message, Failed) and not message.is_usage_error
+        assert "EngineStepError" in message.message and "no such operation" in message.message
+    else:  # it is the requests that meet it
+        assert code == 0 and isinstance(message, EngineInfo)
+    assert len(servers) == warm_up
+    assert not any(server.is_running for server in servers), "no process outlives its engine"
+
+
+def test_what_fails_for_some_requests_is_served_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("no such operation")
+
+    monkeypatch.setattr("pointsman.engine.sampling.sampler.token_logprobs", fail)
+    code, message = start(warm_up=True)
+    assert code == 0 and isinstance(message, EngineInfo)
