@@ -20,6 +20,7 @@ MAX_BYTES = 4 * 1024 * 1024
 MANY = 1_000_000
 LONG_PROMPT = 10_000
 """Tokens."""
+NUM_WORDS = 20_000
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 _CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
@@ -78,11 +79,10 @@ def _raw(base: dict[str, Any], name: str, value: str) -> bytes:
 
 
 def _words(num_characters: int = MAX_BYTES - 1000, seed: int = 0) -> str:
-    """Different words, joined with spaces."""
+    """Words, joined with spaces; so many different ones that a tokenizer's cache of words helps little."""
     rng = random.Random(seed)
-    letters = "etaoinshrdlucmfwyp"
-    words = ("".join(rng.choices(letters, k=rng.randint(2, 9))) for _ in range(num_characters // 3))
-    return " ".join(words)[:num_characters]
+    vocabulary = ["".join(rng.choices("etaoinshrdlucmfwyp", k=rng.randint(3, 9))) for _ in range(NUM_WORDS)]
+    return " ".join(rng.choices(vocabulary, k=num_characters // 4))[:num_characters]
 
 
 def _schema() -> dict[str, Any]:
@@ -111,7 +111,10 @@ ATTACKS = (
     ),
     Attack("biases that are no numbers", CHAT, lambda: _json(_CHAT, logit_bias={str(i): "x" for i in range(250_000)})),
     Attack(
-        "template arguments", CHAT, lambda: _json(_CHAT, chat_template_kwargs={f"{i:x}": 1 for i in range(380_000)})
+        "template arguments",
+        CHAT,
+        lambda: _json(_CHAT, chat_template_kwargs={f"{i:x}": 1 for i in range(380_000)}),
+        is_quick=True,
     ),
     Attack(
         "a schema of 4 MB",
@@ -124,7 +127,7 @@ ATTACKS = (
     # prompts that are too many or too long
     Attack("prompts of one token", COMPLETIONS, lambda: _json({"prompt": [[1]] * 800_000}), is_quick=True),
     Attack("a prompt of 800,000 ids", COMPLETIONS, lambda: _json({"prompt": [1234] * 800_000})),
-    Attack("a text of 4 MB", COMPLETIONS, lambda: _json({}, prompt=_words()), is_quick=True),
+    Attack("a text of 4 MB", COMPLETIONS, lambda: _json({}, prompt=_words())),
     Attack(
         "16 texts of 250,000 characters",  # 16,383 tokens may have twice as many, so they are tokenized
         COMPLETIONS,
@@ -133,7 +136,7 @@ ATTACKS = (
     Attack(
         "1,000 texts of 4,000, too many max_tokens",
         COMPLETIONS,
-        lambda: _json({"prompt": [_words(4_000, i) for i in range(1000)], "max_tokens": 16_000}),
+        lambda: _json({"prompt": [_words(4_000)] * 1000, "max_tokens": 16_000}),
     ),
     Attack("a word of 4 MB", COMPLETIONS, lambda: _json({"prompt": "a" * (MAX_BYTES - 1000)})),
     Attack("a string of escapes", COMPLETIONS, lambda: _raw({}, "prompt", '"' + r"\u00e9" * 660_000 + '"')),
@@ -144,7 +147,6 @@ ATTACKS = (
         "15 samples of 500, logprobs 20",
         COMPLETIONS,
         lambda: _json(_COMPLETION, n=15, max_tokens=500, logprobs=20, ignore_eos=True),
-        is_quick=True,
     ),
     Attack(
         "prompt_logprobs 20 of 10,000",
@@ -155,6 +157,7 @@ ATTACKS = (
         "echo, logprobs 20 of 4,000",
         COMPLETIONS,
         lambda: _json({"prompt": _token_ids(4000), "max_tokens": 16, "echo": True, "logprobs": 20, "ignore_eos": True}),
+        is_quick=True,
     ),
     Attack(
         "4,096 messages", CHAT, lambda: _json({"messages": [{"role": "user", "content": "Hi"}] * 4096, "max_tokens": 4})
