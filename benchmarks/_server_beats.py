@@ -7,8 +7,9 @@ span can be asked for afterwards.
     python _server_beats.py read FILE PORT       sends the request on stdin, writes a time when tokens come
 
 A beat of the event loop that is late is a time during which the loop was held: by a callback, by another thread that
-kept Python's lock, or because the machine ran something else. The product is not changed: the launcher only wraps the
-function that makes the loop. Readers of streams start often, so this module imports the standard library alone.
+kept Python's lock, or because the machine ran something else, which the processor time of the process tells apart. The
+product is not changed: the launcher only wraps the function that makes the loop. Readers of streams start often, so
+this module imports the standard library alone.
 """
 
 from __future__ import annotations
@@ -18,23 +19,31 @@ import socket
 import sys
 from itertools import pairwise
 from pathlib import Path
-from time import monotonic
-from typing import Any
+from time import monotonic, process_time
+from typing import Any, NamedTuple
 
 SECONDS_BETWEEN_BEATS = 0.005
 CAPACITY = 1 << 17
 """Times that are kept: of an event loop, those of the last 11 minutes."""
 
 
+class Gap(NamedTuple):
+    """The time between two beats."""
+
+    seconds: float
+    cpu_seconds: float
+    """Processor time of the process meanwhile, all threads."""
+
+
 class Beats:
-    """The newest times of one process, in a file. Eight bytes each; the first eight are their number so far.
+    """The newest times of one process, in a file: their number so far, then the time and the processor time of each.
 
     Args:
         path: the file; made, with no times, if it is not there.
     """
 
     def __init__(self, path: Path) -> None:
-        size = 8 * (CAPACITY + 1)
+        size = 8 * (2 * CAPACITY + 1)
         if not path.exists():
             path.write_bytes(bytes(size))
         with path.open("r+b") as file:
@@ -48,10 +57,11 @@ class Beats:
     def add(self) -> None:
         """Note the current time; the count follows it, so a reader sees no cell that is not written."""
         count = self.count
-        self._cells[1 + count % CAPACITY] = monotonic()
+        cell = 1 + 2 * (count % CAPACITY)
+        self._cells[cell], self._cells[cell + 1] = monotonic(), process_time()
         self._cells[0] = count + 1
 
-    def longest_gap(self, begin: float, end: float) -> float:
+    def longest_gap(self, begin: float, end: float) -> Gap:
         """The longest time between two beats that follow each other, or from the last one to now, of those that overlap
         a span.
 
@@ -59,9 +69,16 @@ class Beats:
             begin: of the span, `time.monotonic()`.
             end: of it, not in the future.
         """
-        now = monotonic()
-        times = sorted([*self._cells[1 : 1 + min(self.count, CAPACITY)], now])
-        return max((b - a for a, b in pairwise(times) if b > begin and a < end), default=0.0)
+        now, num_kept = monotonic(), min(self.count, CAPACITY)
+        cells = self._cells[1 : 1 + 2 * num_kept].tolist()
+        beats = sorted(zip(cells[::2], cells[1::2], strict=True))
+        cpu = beats[-1][1] if beats else 0.0
+        gaps = [
+            Gap(later - earlier, cpu_later - cpu_earlier)
+            for (earlier, cpu_earlier), (later, cpu_later) in pairwise([*beats, (now, cpu)])
+            if later > begin and earlier < end
+        ]
+        return max(gaps, default=Gap(0.0, 0.0))
 
 
 def keep_beating(loop: Any, beats: Beats) -> None:

@@ -58,6 +58,8 @@ class Disturbance:
 
     held: float
     """The longest time that the event loop was late."""
+    held_cpu: float
+    """Processor time of the API process meanwhile: much less where the machine had other work."""
     gap: float
     """The longest between two tokens of the stream."""
 
@@ -87,11 +89,12 @@ class WatchedServer:
             await asyncio.sleep(max(SECONDS_TO_SETTLE, begin + LEAST_SPAN - monotonic()))
             end = monotonic()
             gap = stream.longest_gap(begin, end)
-        held = max(0.0, self._loop.longest_gap(begin, end) - SECONDS_BETWEEN_BEATS)
+        held = self._loop.longest_gap(begin, end)
         if not self._loop.count:
             raise RuntimeError("the server's event loop writes no times: is it made by another function now?")
         await wait_until_idle(self.address, SECONDS_TO_CALM)
-        return result, Disturbance(held, gap)
+        late = max(0.0, held.seconds - SECONDS_BETWEEN_BEATS)
+        return result, Disturbance(late, held.cpu_seconds, gap.seconds)
 
     @asynccontextmanager
     async def _reading(self) -> AsyncIterator[Beats]:
@@ -180,6 +183,7 @@ async def _attack(server: WatchedServer, attack: Attack, num_rounds: int) -> dic
         "status": " ".join(map(str, sorted(statuses))),
         "seconds": round(median(seconds), 3),
         "held": round(median(each.held for each in attacked), 3),
+        "held cpu": round(median(each.held_cpu for each in attacked), 3),
         "gap": round(median(each.gap for each in attacked), 3),
         "plain held": round(median(each.held for each in beside_plain), 3),
         "plain gap": round(median(each.gap for each in beside_plain), 3),
@@ -252,6 +256,7 @@ async def _crowd(
     return {
         "answers": found[-1][0],
         "held": round(median(each.held for _, each in found), 3),
+        "held cpu": round(median(each.held_cpu for _, each in found), 3),
         "gap": round(median(each.gap for _, each in found), 3),
     }
 
