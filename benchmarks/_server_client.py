@@ -69,6 +69,7 @@ class Exchange(asyncio.Protocol):
         self.times: list[float] = []
         """When each piece arrived."""
         self.first_event_at: float | None = None
+        self._tail = b""
         self.sent_at = monotonic()
         """When the caller began to connect."""
         self.ended_at: float | None = None
@@ -84,10 +85,13 @@ class Exchange(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         now = monotonic()
+        if self.first_event_at is None:
+            self._tail += data  # the mark may be cut between pieces; an answer in one piece may have megabytes
+            if _DATA in self._tail:
+                self.first_event_at = now
+            self._tail = self._tail[1 - len(_DATA) :]
         self.pieces.append(data)
         self.times.append(now)
-        if self.first_event_at is None and (_DATA in data or _DATA in b"".join(self.pieces)):
-            self.first_event_at = now
         if self._hang_up_after is not None and len(self.pieces) >= self._hang_up_after:
             self.hang_up()
 

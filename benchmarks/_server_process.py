@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,10 @@ class ServerProcess:
 
 
 def start_server(
-    *arguments: str, environment: Mapping[str, str | None] | None = None, timeout: float = 120
+    *arguments: str,
+    environment: Mapping[str, str | None] | None = None,
+    timeout: float = 120,
+    program: Sequence[str] = ("-m", "pointsman", "serve"),
 ) -> ServerProcess:
     """Start a server on a free port of 127.0.0.1, and wait until it serves.
 
@@ -123,13 +126,14 @@ def start_server(
         arguments: options of `pointsman serve`.
         environment: variables beside or in place of this process's; None removes one.
         timeout: seconds to come up.
+        program: what Python runs; another one than `pointsman serve` must do the same in the same process.
 
     Raises:
         ServerFailed: it did not.
     """
     merged: dict[str, Any] = {**os.environ, **(environment or {})}
     process = subprocess.Popen(
-        [sys.executable, "-m", "pointsman", "serve", "--port", "0", *arguments],
+        [sys.executable, *program, "--port", "0", *arguments],
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

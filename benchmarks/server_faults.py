@@ -1,4 +1,4 @@
-"""What happens to requests when processes are killed, the server is stopped, or clients stop reading.
+"""What happens to requests when processes are killed, the server is stopped, clients stop reading or send too much.
 
 Each scenario has a server of its own, on the demo model:
 
@@ -10,7 +10,13 @@ Each scenario has a server of its own, on the demo model:
   code 0;
 - **API killed** (SIGKILL): the engine process notices and ends by itself;
 - **slow readers**: clients that ask for long streams and read nothing cost neither memory nor others' speed, and get
-  everything when they read on. The same load from clients that do read is measured beside it.
+  everything when they read on. The same load from clients that do read is measured beside it;
+- **attacks**: single requests that are made to hold the server up (`_server_attacks.py`), beside a steady stream. The
+  event loop of the API process is never held for long, and the stream waits hardly longer than beside a plain request
+  of as many tokens;
+- **crowds**: thousands of requests or of idle connections at once, and readers that stop: the stream goes on;
+- **large bodies**: connections that send most of a body and stop cost bounded memory, which comes back; a body that is
+  too large ends its connection.
 
     python benchmarks/server_faults.py --check
 """
@@ -29,6 +35,7 @@ from time import monotonic
 from typing import Any
 
 from _common import Targets, argument_parser, finish, note, print_table, run
+from _server_beside import attacks, crowds, large_bodies
 from _server_client import HOST, Address, BrokenAnswer, Exchange, Stream, get, post, send, start
 from _server_probe import MIB, is_running, open_requests, run_async, wait_until_idle
 from _server_process import ServerProcess, resident_bytes, start_server
@@ -67,6 +74,12 @@ class Sizes:
     slow_readers: int
     slow_tokens: int
     slow_rounds: int
+    attack_rounds: int
+    """Of each attack and each crowd."""
+    crowd: int
+    """Requests, or connections, at once."""
+    stopped_readers: int
+    unfinished_bodies: int
 
     @property
     def long_name(self) -> str:
@@ -74,7 +87,8 @@ class Sizes:
         return "x" * (SLOW_BYTES // self.slow_tokens)
 
 
-FULL, QUICK = Sizes(96, 200, 32, 1000, 2), Sizes(40, 60, 8, 300, 1)
+FULL = Sizes(96, 200, 32, 1000, 2, attack_rounds=3, crowd=2000, stopped_readers=48, unfinished_bodies=120)
+QUICK = Sizes(40, 60, 8, 300, 1, attack_rounds=1, crowd=300, stopped_readers=16, unfinished_bodies=40)
 
 
 def completion(tokens: int, number: int, *, stream: bool = True, model: str = MODEL) -> bytes:
@@ -396,7 +410,21 @@ SCENARIOS: dict[str, Scenario] = {
     "short-drain": short_drain,
     "api-killed": api_killed,
     "slow-readers": slow_readers,
+    "attacks": lambda sizes, targets: attacks(sizes.attack_rounds, targets, is_quick=sizes is QUICK),
+    "crowds": lambda sizes, targets: crowds(sizes.attack_rounds, sizes.crowd, sizes.stopped_readers, targets),
+    "large-bodies": lambda sizes, targets: large_bodies(sizes.unfinished_bodies, targets),
 }
+QUICK_SCENARIOS = [name for name in SCENARIOS if name not in ("crowds", "large-bodies")]
+
+
+def print_figures(scenario: str, figures: dict[str, Any]) -> None:
+    """One row a figure, or one a measurement where there are several of the same kind."""
+    title = scenario.replace("-", " ")
+    if all(isinstance(value, dict) for value in figures.values()):
+        names = list(next(iter(figures.values())))
+        print_table(title, ["", *names], [[what, *found.values()] for what, found in figures.items()])
+    else:
+        print_table(title, ["", ""], [[what, value] for what, value in figures.items()])
 
 
 def scenario_names(text: str) -> list[str]:
@@ -411,18 +439,17 @@ def scenario_names(text: str) -> list[str]:
 
 def main() -> int:
     parser = argument_parser(__doc__ or "")
-    names = ",".join(SCENARIOS)
-    parser.add_argument("--scenarios", type=scenario_names, default=list(SCENARIOS), help=f"some of {names}")
+    parser.add_argument("--scenarios", type=scenario_names, help=f"some of {','.join(SCENARIOS)}")
     arguments = parser.parse_args()
+    scenarios = arguments.scenarios or (QUICK_SCENARIOS if arguments.quick else list(SCENARIOS))
     sizes = QUICK if arguments.quick else FULL
     targets, figures = Targets(), {}
-    for name in arguments.scenarios:
+    for name in scenarios:
         figures[name] = SCENARIOS[name](sizes, targets)
-        rows = [[what, value] for what, value in figures[name].items()]
-        print_table(name.replace("-", " "), ["", ""], rows)
+        print_figures(name, figures[name])
     note("")
-    for name in [name for name in SCENARIOS if name not in arguments.scenarios]:
-        targets.skip(f"the scenario {name}", "not among --scenarios")
+    for name in [name for name in SCENARIOS if name not in scenarios]:
+        targets.skip(f"the scenario {name}", "not among --scenarios" if arguments.scenarios else "--quick")
     return finish("server_faults", {"quick": arguments.quick, **figures}, targets, arguments.check)
 
 

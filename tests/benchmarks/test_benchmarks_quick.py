@@ -227,12 +227,29 @@ def test_server_load() -> None:
 def test_server_faults() -> None:
     """`--check`: clients are told, exit codes are right, nothing that was accepted is lost.
 
-    The other three scenarios are in the long form; tests/server/test_serve.py has a test of each.
+    Drains and a killed API process are in the long form; tests/server/test_serve.py has a test of each.
     """
     pytest.importorskip("uvicorn")
     figures = run_quick("server_faults.py", "--check", "--scenarios", "engine-killed,slow-readers")
     assert figures["engine-killed"]["with_error"] == figures["engine-killed"]["requests"]
     assert figures["slow-readers"]["complete"] == figures["slow-readers"]["readers"]
+
+
+@pytest.mark.soak
+@pytest.mark.e2e
+def test_server_attacks() -> None:
+    """Beside other tests, on the same cores, times say little; what came back does not depend on them."""
+    pytest.importorskip("uvicorn")
+    figures = run_quick("server_faults.py", "--scenarios", "attacks,crowds,large-bodies")
+    assert len(figures["attacks"]) >= 4
+    for name, each in figures["attacks"].items():
+        assert each["status"] in ("200", "400"), name
+        assert 0 <= each["held"] < 30 and 0 < each["plain gap"] < 30, name
+    assert figures["crowds"]["idle connections"]["gap"] > 0
+    bodies = figures["large-bodies"]
+    assert bodies["left_mib"] <= 64
+    assert bodies["announced_status"] == bodies["chunked_status"] == 413
+    assert bodies["announced_closed"] and bodies["chunked_closed"]
 
 
 @pytest.mark.soak
