@@ -128,6 +128,8 @@ def _update(output: SchedulerOutput, result: StepResult, update: StepUpdate) -> 
     line: dict[str, Any] = {"step": output.step_id, "token_ids": np.asarray(result.token_ids).tolist()}
     line["counts"] = None if result.counts is None else np.asarray(result.counts).tolist()
     line["errors"] = {str(index): message for index, message in result.errors.items()}
+    if result.unsampled:
+        line["unsampled"] = sorted(int(index) for index in result.unsampled)
     return {**line, "step_time": result.step_time, "decision": update_decision(update)}
 
 

@@ -168,7 +168,7 @@ class _Replay:
 
     def _update(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
         errors = {int(index): message for index, message in call["errors"].items()}
-        result = StepResult(call["token_ids"], call["counts"], errors, call["step_time"])
+        result = StepResult(call["token_ids"], call["counts"], errors, call["step_time"], call.get("unsampled", ()))
         self._updated = output = self._output(call)
         update = scheduler.update(output, result, call["now"])
         del self._outputs[call["step"]]

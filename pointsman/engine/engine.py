@@ -297,15 +297,19 @@ class Engine:
         grammar = self.grammars.find(request.metadata)
         needs_grammar = grammar is None and request.metadata.structured_outputs is not None
         self.scheduler.add(request, now, park=ParkReason.GRAMMAR if needs_grammar else None)
-        if isinstance(params, PoolingParams):
-            self.runner.pooler.add(request, params)
-        if grammar is not None:
-            self.runner.sampler.use_grammar(request, grammar)
-        elif needs_grammar:
-            self.grammars.add(request)
-        if prompt_text is None and isinstance(prompt, str):
-            prompt_text = prompt
-        self.outputs.add(request, prompt_text, request.metadata, eager_text=eager_text)
+        try:
+            if isinstance(params, PoolingParams):
+                self.runner.pooler.add(request, params)
+            if grammar is not None:
+                self.runner.sampler.use_grammar(request, grammar)
+            elif needs_grammar:
+                self.grammars.add(request)
+            if prompt_text is None and isinstance(prompt, str):
+                prompt_text = prompt
+            self.outputs.add(request, prompt_text, request.metadata, eager_text=eager_text)
+        except BaseException:  # a request that only the scheduler knows would break the steps of all
+            self._end(request_id, FinishReason.ERROR, now)
+            raise
         if deadline is not None:
             self.deadlines.add(request, deadline)
         return request
@@ -398,12 +402,17 @@ class Engine:
         now = self.clock()
         finished = []
         for request, grammar in self.grammars.take():
-            if isinstance(grammar, GrammarError):
-                output = self._end(request.request_id, FinishReason.ERROR, now, str(grammar), grammar)
+            error = grammar if isinstance(grammar, GrammarError) else None
+            if not isinstance(grammar, GrammarError) and request.status.is_parked:
+                try:
+                    self.runner.sampler.use_grammar(request, grammar)
+                except GrammarError as raised:
+                    error = raised
+            if error is not None:
+                output = self._end(request.request_id, FinishReason.ERROR, now, str(error), error)
                 if output is not None:
                     finished.append(output)
             elif request.status.is_parked:
-                self.runner.sampler.use_grammar(request, grammar)
                 self.scheduler.ready(request.request_id, now)
                 if self.on_ready is not None:
                     self.on_ready(request)

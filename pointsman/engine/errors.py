@@ -40,6 +40,13 @@ class GrammarQueueFullError(GrammarError):
     """Nothing is wrong with the grammar, but too many others wait: an overload, which passes."""
 
 
+def row_failure(error: BaseException) -> str:
+    """Why a request finishes with an error whose sampling raised this: the engine's own words, or the exception's."""
+    if isinstance(error, ValueError) and str(error):
+        return str(error)
+    return f"its sampling failed: {type(error).__name__}: {first_line(error)}"
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, at most 200 characters."""
     lines = str(error).strip().splitlines()

@@ -68,6 +68,10 @@ def recorded() -> list[str]:
     tokens = [next_token(r.all_token_ids) for r, s in zip(output.requests, output.samples, strict=True) if s][1:]
     host.scheduler.update(output, StepResult(tokens, errors=errors, step_time=0.01), host.now)
     host.add("e", 7, max_tokens=4)
+    output = host.schedule()
+    last = int(output.samples.nonzero()[0][-1])
+    result = host.result(output)
+    host.scheduler.update(output, StepResult(list(result.token_ids)[:-1], unsampled={last}), host.now)
     host.run_to_end()
     assert host.stats().num_preemptions > 1
     return file.getvalue().splitlines(keepends=True)

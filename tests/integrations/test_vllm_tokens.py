@@ -19,7 +19,7 @@ SHORT = {"pressure"}
 pytestmark = NEEDS_VLLM
 
 
-def run_vllm(folder: Path, way: Way, *, ours: bool, requests: Any, aborts: Any) -> dict[str, Any]:
+def run_vllm(folder: Path, way: Way, *, ours: bool, requests: Any, aborts: Any, lossy: float = 0.0) -> dict[str, Any]:
     """What came of the requests in a vLLM of its own."""
     settings = folder / f"{'ours' if ours else 'theirs'}.json"
     settings.write_text(
@@ -27,6 +27,7 @@ def run_vllm(folder: Path, way: Way, *, ours: bool, requests: Any, aborts: Any) 
             {
                 "ours": ours,
                 "record": str(folder / "recording"),
+                "lossy": lossy,
                 "async": way.asynchronous,
                 "model": str(DEMO),
                 "engine": {**ENGINE, **way.engine},
@@ -73,3 +74,14 @@ def test_the_answers_are_those_of_vllms_own_scheduler(tmp_path: Path, name: str)
     assert (ours["displaced"] > 0) == (name == "priority"), "which vLLM's metrics do not count"
     if way.engine.get("speculative_config"):
         assert ours["metrics"]["vllm:spec_decode_num_accepted_tokens"] > 0
+
+
+@pytest.mark.parametrize("name", short_of(["plain", "ngram", "async"], {"async"}))
+def test_tokens_that_the_model_runner_does_not_return_are_sampled_again(tmp_path: Path, name: str) -> None:
+    way = WAYS[name]
+    requests, _ = make_requests(NUM_REQUESTS // 2, seed=2, most_tokens=40)
+    found = [run_vllm(tmp_path, way, ours=True, requests=requests, aborts={}, lossy=share) for share in (0.0, 0.05)]
+    assert found[0]["answers"] == found[1]["answers"]
+    assert (found[0]["unsampled"], found[1]["usage"], found[1]["counts"]) == (0, 0, [0, 0])
+    assert found[1]["unsampled"] > 10
+    replay((tmp_path / "recording").read_text().splitlines())

@@ -26,7 +26,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, RSWA
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.request import Request, RequestStatus
 
-from pointsman.core import StepResultError
 from pointsman.integrations.vllm import Scheduler
 from pointsman.integrations.vllm.support import UnsupportedVLLM, check_supported
 from tests.integrations.vllm_configs import vllm_config
@@ -243,15 +242,182 @@ def models_whose_kv_vllm_manages_in_its_own_ways_are_refused() -> None:
             raise AssertionError(f"{type(spec).__name__} is accepted")
 
 
-def a_token_that_is_none_is_named_as_it_came() -> None:
+def step_with(scheduler: Scheduler, runs: dict[str, Any], *missing: str) -> tuple[Any, dict[int, Any]]:
+    """A step in which every row that may samples 9; rows in `runs` return that, `missing` ones nothing."""
+    output = scheduler.schedule(False)
+    rows = zip(output.num_scheduled_tokens, scheduler._steps[-1].output.samples.tolist(), strict=True)
+    sampled = {name: runs.get(name, [9] if may else []) for name, may in rows if name not in missing}
+    places = {name: at for at, name in enumerate(sampled)}
+    runner = ModelRunnerOutput(req_ids=list(sampled), req_id_to_index=places, sampled_token_ids=list(sampled.values()))
+    return output, scheduler.update_from_output(output, runner)
+
+
+def filled() -> Scheduler:
+    """Two requests that decode, around one that computes its prompt in several steps."""
+    scheduler = one(scheduler_config__long_prefill_token_threshold=10)
+    for name, length in (("a", 3), ("long", 55), ("b", 3)):
+        scheduler.add_request(request(name, list(range(length)), max_tokens=4))
+    step(scheduler)
+    return scheduler
+
+
+def check_the_others(scheduler: Scheduler, outputs: dict[int, Any], *others: str) -> None:
+    """These got their token, nothing of the scheduler is broken, and they end as if nothing had been."""
+    scheduler.core.check_invariants()
+    found: dict[str, list[int]] = {name: list(told(outputs, name).new_token_ids) for name in others}
+    for _ in range(30):
+        _, outputs = step(scheduler)
+        scheduler.core.check_invariants()
+        for each in (each for client in outputs.values() for each in client.outputs):
+            if each.request_id in found:
+                found[each.request_id] += each.new_token_ids
+    assert all(tokens == [9] * 3 for tokens in found.values()), found
+    assert not scheduler.has_requests() and scheduler.get_kv_cache_usage() == 0
+
+
+def a_contradiction_ends_its_request_and_no_other() -> None:
+    bad: list[Any] = [[2**31], [-1], [2**40], [9, 9], ["x"], [None], [2**70]]
+    for run in bad:
+        scheduler = filled()
+        _, outputs = step_with(scheduler, {"b": run})
+        last = told(outputs, "b")
+        assert (last.finish_reason, last.new_token_ids) == (FinishReason.ERROR, []), run
+        assert outputs[0].finished_requests == {"b"}
+        assert [each.request_id for each in outputs[0].outputs] == ["a", "b"]
+        output, _ = step(scheduler)
+        assert "b" in output.finished_req_ids, "its workers are told"
+        scheduler = filled()
+        check_the_others(scheduler, step_with(scheduler, {"b": run})[1], "a")
+
+
+def a_token_of_a_row_that_samples_nothing_ends_its_request() -> None:
+    for others in ({}, {"a": []}):  # in the second case the numbers of rows and tokens agree
+        scheduler = one()
+        for name, length in (("a", 3), ("long", 55)):
+            scheduler.add_request(request(name, list(range(length)), max_tokens=3))
+        _, outputs = step_with(scheduler, {"long": [7], **others})
+        assert told(outputs, "long").finish_reason is FinishReason.ERROR
+        assert [each.request_id for each in outputs[0].outputs if each.new_token_ids] == ([] if others else ["a"])
+        scheduler.core.check_invariants()
+        tokens = [9] * (not others)
+        while scheduler.has_requests():
+            _, outputs = step(scheduler)
+            tokens += [
+                token for each in outputs.get(0, SimpleNamespace(outputs=[])).outputs for token in each.new_token_ids
+            ]
+        assert tokens == [9] * 3
+
+
+def no_token_for_a_row_that_samples_is_accepted() -> None:
+    for runs in ({"b": []}, {"a": [], "b": []}):
+        scheduler = filled()
+        _, outputs = step_with(scheduler, runs)
+        assert not {each.request_id for client in outputs.values() for each in client.outputs} & set(runs)
+        output, outputs = step(scheduler)
+        assert output.preempted_req_ids == output.scheduled_cached_reqs.resumed_req_ids == set(runs)
+        assert all(told(outputs, name).new_token_ids == [9] for name in runs)
+        scheduler = filled()
+        check_the_others(scheduler, step_with(scheduler, runs)[1], *{"a"} - set(runs))
+
+
+def no_token_for_ever_is_an_error() -> None:
+    scheduler = filled()
+    for attempt in range(4):
+        _, outputs = step_with(scheduler, {"b": []})
+        scheduler.core.check_invariants()
+        ends = [each.finish_reason for each in outputs[0].outputs if each.request_id == "b"]
+        assert ends == ([FinishReason.ERROR] if attempt == 3 else [])
+
+
+def no_token_of_a_request_that_was_aborted_or_preempted_is_accepted() -> None:
+    for asynchronous in (False, True):
+        for lacks in (False, True):
+            scheduler = make_scheduler(v2=False, asynchronous=asynchronous, pipeline=1, policy="fcfs")
+            for name in ("a", "b", "c"):
+                scheduler.add_request(request(name, [ord(name), 2, 3], max_tokens=4))
+            output = scheduler.schedule(False)
+            scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
+            scheduler.reset_prefix_cache(reset_running_requests=True)
+            names = ["a"] if lacks else ["c", "b", "a"]
+            places = {name: at for at, name in enumerate(names)}
+            sampled = [[9] if name == "a" else [] for name in names]
+            outputs = scheduler.update_from_output(output, ModelRunnerOutput(names, places, sampled))
+            assert told(outputs, "a").new_token_ids == [9]
+            scheduler.core.check_invariants()
+            found = {"a": 1, "c": 0}
+            while scheduler.has_requests():
+                _, outputs = step(scheduler)
+                for each in outputs[0].outputs:
+                    found[each.request_id] += len(each.new_token_ids)
+            assert found == {"a": 4, "c": 4}
+
+
+def a_request_that_runs_and_is_not_in_the_result_ends() -> None:
+    for name in ("b", "long"):
+        scheduler = filled()
+        _, outputs = step_with(scheduler, {}, name)
+        assert told(outputs, name).finish_reason is FinishReason.ERROR
+        check_the_others(scheduler, outputs, "a", *{"b"} - {name})
+    scheduler = filled()
+    output = scheduler.schedule(False)
+    outputs = scheduler.update_from_output(output, ModelRunnerOutput(req_ids=[], req_id_to_index={}))
+    assert {each.finish_reason for each in outputs[0].outputs} == {FinishReason.ERROR} and not scheduler.requests
+    step(scheduler)
+    assert not scheduler.has_requests()
+
+
+def drafts_of_a_row_without_a_token_or_with_too_many() -> None:
+    for run, reason in (([], None), ([5, 6, 7, 8], FinishReason.ERROR)):
+        scheduler = one(
+            speculative_config=SimpleNamespace(method="ngram", num_speculative_tokens_per_batch_size=None),
+            num_speculative_tokens=3,
+        )
+        for name in ("d", "e"):
+            scheduler.add_request(request(name, [ord(name), 2, 3], max_tokens=9))
+        step(scheduler)
+        scheduler.update_draft_token_ids(DraftTokenIds(["d", "e"], [[5, 6], [5, 6]]))
+        _, outputs = step_with(scheduler, {"d": run, "e": [5, 9]})
+        assert told(outputs, "e").new_token_ids == [5, 9]
+        stats = outputs[0].scheduler_stats.spec_decoding_stats
+        assert (stats.num_draft_tokens, stats.num_accepted_tokens) == (2, 1), "those of the other request"
+        assert [each.finish_reason for each in outputs[0].outputs if each.request_id == "d"] == (
+            [reason] if reason else []
+        )
+        scheduler.update_draft_token_ids(DraftTokenIds(["d", "e"], [[5, 6], [5, 6]]))
+        _, outputs = step(scheduler)
+        assert len(told(outputs, "e").new_token_ids) == 3
+        if not reason:
+            assert told(outputs, "d").new_token_ids == [9], "drafts of a request that was preempted are stale"
+        scheduler.core.check_invariants()
+
+
+def a_prompt_without_its_pooled_output_ends() -> None:
+    for pooled in (None, [None, torch.ones(2)]):
+        scheduler = one()
+        for name in ("p", "q"):
+            scheduler.add_request(Request(name, [ord(name), 2, 3], None, PoolingParams(task="embed")))
+        output = scheduler.schedule(False)
+        result = ModelRunnerOutput(["p", "q"], {"p": 0, "q": 1}, pooler_output=pooled)
+        outputs = scheduler.update_from_output(output, result)
+        assert told(outputs, "p").finish_reason is FinishReason.ERROR
+        assert told(outputs, "q").finish_reason is (FinishReason.STOP if pooled else FinishReason.ERROR)
+        scheduler.core.check_invariants()
+        step(scheduler)
+        assert not scheduler.has_requests() and scheduler.get_kv_cache_usage() == 0
+
+
+def a_grammar_that_breaks_ends_its_request_and_no_other() -> None:
+    class Broken(Grammars):
+        def accept_tokens(self, request: Any, token_ids: list[int]) -> bool:
+            raise RuntimeError("the grammar broke")
+
     scheduler = one()
-    scheduler.add_request(request("t", [1, 2, 3]))
-    try:
-        step(scheduler, token=2**31)
-    except StepResultError as error:
-        assert f"token id {2**31} was sampled" in str(error)
-    else:
-        raise AssertionError("a token that fits nothing is taken")
+    scheduler._grammars = Broken(0)
+    scheduler.add_request(request("a", [1, 2, 3]))
+    scheduler.add_request(request("g", [4, 5, 6], structured=True))
+    _, outputs = step(scheduler)
+    assert told(outputs, "g").finish_reason is FinishReason.ERROR
+    assert told(outputs, "a").finish_reason is None and told(outputs, "a").new_token_ids == [9]
 
 
 def preemptions_are_reported_for_the_causes_that_vllm_has() -> None:
@@ -291,7 +457,15 @@ CASES = [
     a_prompt_that_is_pooled_may_fill_the_model,
     what_reads_no_cache_leaves_none_and_says_so,
     models_whose_kv_vllm_manages_in_its_own_ways_are_refused,
-    a_token_that_is_none_is_named_as_it_came,
+    a_contradiction_ends_its_request_and_no_other,
+    a_token_of_a_row_that_samples_nothing_ends_its_request,
+    no_token_for_a_row_that_samples_is_accepted,
+    no_token_for_ever_is_an_error,
+    no_token_of_a_request_that_was_aborted_or_preempted_is_accepted,
+    a_request_that_runs_and_is_not_in_the_result_ends,
+    drafts_of_a_row_without_a_token_or_with_too_many,
+    a_prompt_without_its_pooled_output_ends,
+    a_grammar_that_breaks_ends_its_request_and_no_other,
     preemptions_are_reported_for_the_causes_that_vllm_has,
 ]
 

@@ -54,6 +54,10 @@ class Runner:
     v2: bool
     runs_ahead: bool
     sends_tokens: bool
+    loss: float = 0.0
+    """Probability that it returns no token for a row that samples."""
+    lost: set[str] = field(default_factory=set)
+    """Requests whose newest tokens the scheduler does not know."""
     states: dict[str, State] = field(default_factory=dict)
     scheduled_before: set[str] = field(default_factory=set)
     seen: Counter[str] = field(default_factory=Counter)
@@ -61,10 +65,12 @@ class Runner:
     def execute(self, output: Any) -> ModelRunnerOutput:
         for name in output.finished_req_ids:
             self.states.pop(name, None)
+            self.lost.discard(name)
         if self.v2:
-            for name in output.preempted_req_ids:
+            for name in output.preempted_req_ids - output.finished_req_ids:
                 self.seen["preempted"] += 1
                 del self.states[name]
+                self.lost.discard(name)
         self._new(output)
         self._cached(output)
         names = list(output.num_scheduled_tokens)
@@ -76,7 +82,8 @@ class Runner:
         starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         written: set[int] = set()
         sampled = []
-        random.Random(output.total_num_scheduled_tokens).shuffle(names)  # a runner has an order of its own
+        rng = random.Random(f"{output.total_num_scheduled_tokens} {self.seen['steps']}")
+        rng.shuffle(names)  # a runner has an order of its own
         for name in names:
             state, start, count = self.states[name], starts[name], output.num_scheduled_tokens[name]
             assert count > 0
@@ -89,6 +96,10 @@ class Runner:
             samples = end == len(state.tokens)
             sampled.append([next_token(state.tokens)] if samples else [])
             state.tokens += sampled[-1]
+            if samples and self.loss and rng.random() < self.loss:
+                self.lost.add(name)
+                self.seen["lost"] += 1
+                sampled[-1] = []
         self.scheduled_before = set(names)
         index = {name: at for at, name in enumerate(names)}
         return ModelRunnerOutput(req_ids=names, req_id_to_index=index, sampled_token_ids=sampled)
@@ -112,6 +123,10 @@ class Runner:
         assert not (self.v2 and cached.resumed_req_ids)
         for at, name in enumerate(cached.req_ids):
             state, new_blocks = self.states[name], cached.new_block_ids[at]
+            if name in self.lost and name in cached.resumed_req_ids:  # cut as the first runner cuts them
+                self.lost.remove(name)
+                self.scheduled_before.discard(name)
+                del state.tokens[state.prompt_len + cached.num_output_tokens[at] :]
             assert cached.num_output_tokens[at] == len(state.tokens) - state.prompt_len
             if name in cached.resumed_req_ids:
                 self.seen["resumed"] += 1
@@ -165,12 +180,12 @@ def make_request(rng: random.Random, name: str) -> Request:
     return Request(name, prompt, params, None, priority=rng.randrange(3), client_index=rng.randrange(2))
 
 
-def run(seed: int, **kind: Any) -> Counter[str]:
+def run(seed: int, loss: float = 0.0, **kind: Any) -> Counter[str]:
     """Random requests, some aborted, some of a name that was just aborted."""
     rng = random.Random(seed)
     scheduler = make_scheduler(**kind)
     depth = scheduler.core.config.max_steps_in_flight
-    runner = Runner(kind["v2"], depth > 1, kind["pipeline"] > 1 and not kind["asynchronous"])
+    runner = Runner(kind["v2"], depth > 1, kind["pipeline"] > 1 and not kind["asynchronous"], loss)
     answers: dict[str, list[int]] = {}
     wanted: dict[str, Request] = {}
     open_steps: deque[tuple[Any, Any]] = deque()
@@ -216,7 +231,7 @@ def main() -> None:
             for policy in ("fcfs", "priority"):
                 for seed in range(5):
                     kind = {"v2": v2, "asynchronous": asynchronous, "pipeline": pipeline, "policy": policy}
-                    seen += run(seed, **kind)
+                    seen += run(seed, loss=0.1 * (seed % 2), **kind)
     print(json.dumps({"version": vllm.__version__, **seen}))
 
 

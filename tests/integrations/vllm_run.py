@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,19 @@ def run(engine: LLMEngine, requests: list[dict[str, Any]], aborts: dict[str, int
     return {"answers": found, "steps": step}
 
 
+def lose_tokens(scheduler: Any, share: float) -> None:
+    """Some rows that sample get an empty list, as if the model runner had discarded what it sampled."""
+    update, rng = scheduler.update_from_output, random.Random(1)
+
+    def lossy(output: Any, result: Any) -> Any:
+        for run in result.sampled_token_ids:
+            if rng.random() < share:
+                run.clear()
+        return update(output, result)
+
+    scheduler.update_from_output = lossy
+
+
 def main() -> None:
     settings = json.loads(Path(sys.argv[1]).read_text())
     if settings["async"]:
@@ -98,12 +112,15 @@ def main() -> None:
         )
     )
     scheduler = engine.engine_core.engine_core.scheduler
+    if settings["lossy"]:
+        lose_tokens(scheduler, settings["lossy"])
     found = run(engine, settings["requests"], settings["aborts"])
     found["usage"] = scheduler.get_kv_cache_usage()
     found["counts"] = scheduler.get_request_counts()
     found["scheduler"] = type(scheduler).__module__
     if settings["ours"]:
-        found["displaced"] = scheduler.core.stats().num_displaced
+        stats = scheduler.core.stats()
+        found["displaced"], found["unsampled"] = stats.num_displaced, stats.num_preempted_unsampled
     metrics = {metric.name: getattr(metric, "value", None) for metric in engine.get_metrics()}
     found["metrics"] = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
     print(json.dumps(found))

@@ -435,6 +435,7 @@ def malformed_results(step: ExecutedStep) -> list[StepResult]:
         StepResult([*tokens, 0], counts),
         StepResult(tokens, errors={n: "no such row"}),
         StepResult(tokens, errors={-1: "no such row"}),
+        StepResult(tokens, unsampled=[n]),
     ]
     if tokens:
         row = next(index for index, count in enumerate(counts) if count)
@@ -444,6 +445,8 @@ def malformed_results(step: ExecutedStep) -> list[StepResult]:
             StepResult([-1, *tokens[1:]], needed),
             StepResult([2**31, *tokens[1:]], needed),
             StepResult(tokens, errors={row: "it has a token nevertheless"}),
+            StepResult(tokens, unsampled=[row]),
+            StepResult(tokens[counts[row] :], needed and [*counts[:row], 0, *counts[row + 1 :]], unsampled=[row, row]),
             StepResult(tokens, counts, errors={row: "it has a token nevertheless"}),
             StepResult([0] * most + tokens, [*counts[:row], counts[row] + most, *counts[row + 1 :]]),
             StepResult(tokens[counts[row] :], [*counts[:row], 0, *counts[row + 1 :]]),
@@ -452,5 +455,6 @@ def malformed_results(step: ExecutedStep) -> list[StepResult]:
     if 0 in counts:
         row = counts.index(0)
         at = sum(counts[:row])
+        results.append(StepResult(tokens, needed, unsampled=[row]))
         results.append(StepResult([*tokens[:at], 1, *tokens[at:]], [*counts[:row], 1, *counts[row + 1 :]]))
     return results

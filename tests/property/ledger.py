@@ -134,6 +134,7 @@ class Tally:
     num_preemptions: int = 0
     num_preempted_by_parking: int = 0
     num_preempted_by_reset: int = 0
+    num_preempted_unsampled: int = 0
     num_proposed_tokens: int = 0
     num_draft_tokens: int = 0
     num_drafts: int = 0
@@ -174,6 +175,7 @@ class Tally:
         by_reason = sum(stats.num_waiting_by_reason.values())
         require(by_reason == stats.num_waiting, f"{stats.num_waiting} wait, {by_reason} of them for some reason")
         others = stats.num_displaced + stats.num_preempted_by_parking + stats.num_preempted_by_reset
+        others += stats.num_preempted_unsampled
         require(others <= stats.num_preemptions, f"{others} preemptions have a cause, of {stats.num_preemptions}")
         if blocks_in_use is not None:
             used = stats.num_blocks - stats.num_free_blocks

@@ -69,8 +69,9 @@ def _step(world: World, choose: Chooser) -> None:
 
 
 def _update(world: World, choose: Chooser) -> None:
-    errors = [choose.integer(0, 4) for _ in range(choose.integer(1, 3))] if choose.chance(7) else []
-    world.update(errors, explicit_counts=choose.chance(30))
+    rows = [choose.integer(0, 9) for _ in range(choose.integer(1, 3))] if choose.chance(10) else []
+    errors, unsampled = [row for row in rows if row < 5], [row - 5 for row in rows if row >= 5]
+    world.update(errors, unsampled, explicit_counts=choose.chance(30))
 
 
 def _propose(world: World, choose: Chooser) -> None:

@@ -209,6 +209,17 @@ class ShadowHost:
         sequence = self.sequences[request]
         sequence.stale_until = self.in_flight[-1].output.step_id if self.in_flight else -1
 
+    def drop_samples(self, request: Request, step: ExecutedStep) -> bool:
+        """What the request sampled in a step that was delivered, and since, is of no use. Returns whether a later step
+        in flight samples for it."""
+        sequence = self.sequences[request]
+        del sequence.tokens[step.lengths[request] :]
+        del sequence.contents[len(sequence.tokens) :]
+        is_in_flight = self.num_pending(request) > 0
+        if is_in_flight:
+            self.complete_part(request)
+        return is_in_flight
+
     def extend(self, request: Request, tokens: list[int]) -> None:
         """A request without a row has another prompt."""
         self.complete_part(request)

@@ -24,7 +24,7 @@ LEAST_RULES = short_or_long(4_000, 40_000)
 """Rules that the state machine must have executed; a run cut short by Hypothesis may not pass for a full one."""
 NUM_SEEDS = short_or_long(16, 250)
 RULES_PER_SEED = 60
-NUM_LIMIT_SEEDS = 24
+NUM_LIMIT_SEEDS = 48
 LEAST_OF_A_LIMIT = 4
 CACHING = {"enable_prefix_caching": True, "share_within_step": True}
 FOCUS: dict[str, dict[str, Any]] = {

@@ -555,32 +555,38 @@ class World:
         queried = entry.num_tokens if looks_up else 0
         self.tally.admit(resumed=resumed, queried=queried, hit=hit, recomputed=max(0, entry.num_lost - known))
 
-    def update(self, errors: Iterable[int] = (), *, explicit_counts: bool = False) -> StepUpdate | None:
-        """Hand back the oldest step's samples; rows in `errors` (taken modulo the rows) failed on the host."""
+    def update(
+        self, errors: Iterable[int] = (), unsampled: Iterable[int] = (), *, explicit_counts: bool = False
+    ) -> StepUpdate | None:
+        """Hand back the oldest step's samples; rows in `errors` (taken modulo the rows) failed on the host, those in
+        `unsampled` have no token although they sample."""
         self._tick("update")
         if not self.host.in_flight:
             return None
         step = self.host.deliver()
         failed = {index % step.output.num_rows for index in errors} if step.output.num_rows else set()
-        result = self._result(step, failed, explicit_counts)
+        missing = {index % step.output.num_rows for index in unsampled} if step.output.num_rows else set()
+        missing = {index for index in missing - failed if step.sampled[index]}
+        result = self._result(step, failed, missing, explicit_counts)
         done = self.scheduler.update(step.output, result, self.now)
         self.older_update, self.last_update, self.last_done = self.last_update, step.output, step.output
-        self._check_update(step, failed, done)
+        self._check_update(step, failed, missing, done)
         self.check()
         return done
 
-    def _result(self, step: ExecutedStep, failed: set[int], explicit_counts: bool) -> StepResult:
-        runs = [[] if index in failed else run for index, run in enumerate(step.sampled)]
+    def _result(self, step: ExecutedStep, failed: set[int], missing: set[int], explicit_counts: bool) -> StepResult:
+        runs = [[] if index in failed | missing else run for index, run in enumerate(step.sampled)]
         counts, tokens = [len(run) for run in runs], [token for run in runs for token in run]
         explicit_counts |= len(tokens) > sum(count > 0 for count in counts)
         messages = {index: f"row {index} broke" for index in sorted(failed)}
-        return StepResult(tokens, counts if explicit_counts else None, messages, step_time=0.01)
+        return StepResult(tokens, counts if explicit_counts else None, messages, 0.01, frozenset(missing))
 
-    def _check_update(self, step: ExecutedStep, failed: set[int], done: StepUpdate) -> None:
+    def _check_update(self, step: ExecutedStep, failed: set[int], missing: set[int], done: StepUpdate) -> None:
         tokens: list[int] = []
         counts: list[int] = []
         finished: list[Request] = []
         over: list[Entry] = []
+        again: list[Entry] = []
         for index, request in enumerate(step.output.requests):
             entry = self.entries[request]
             counts.append(0)
@@ -593,6 +599,8 @@ class World:
                 self.num_withdrawals += 1
                 self._end(entry, RequestStatus.FINISHED_ERROR)
                 require(f"row {index} broke" in request.finish_detail, f"detail {request.finish_detail!r}")
+            elif index in missing:
+                again.append(entry)
             elif step.sampled[index]:
                 counts[-1] = self._check_run(entry, step, index)
                 tokens += step.sampled[index][: counts[-1]]
@@ -603,6 +611,7 @@ class World:
             elif index in step.completed:
                 over.append(entry)
                 self.num_completions += 1
+        self._sample_again(again, step)
         parts = [entry for entry in over if entry.is_part_over()]
         for entry in over:
             if entry not in parts:
@@ -618,6 +627,21 @@ class World:
         require(done.counts.tolist() == counts, f"update kept {done.counts.tolist()} tokens, expected {counts}")
         require(done.token_ids.tolist() == tokens, f"update kept {done.token_ids.tolist()}, expected {tokens}")
         require(list(done.finished) == finished, f"update ended {done.finished}, expected {finished}")
+
+    def _sample_again(self, entries: list[Entry], step: ExecutedStep) -> None:
+        """The step has no token for these requests, which were still to get one."""
+        for entry in reversed([entry for entry in entries if entry.place is Place.RUNNING]):
+            self.host.lose_row(entry.request)
+            self.unreported_losses.append(entry.request)
+            self._lose_row(entry, self.scheduler.stats().num_evictions)
+            self.tally.num_preempted_unsampled += 1
+            entry.events.append(("PREEMPTED", self.now, ""))
+            entry.place = Place.QUEUED
+        for entry in entries:
+            if self.host.drop_samples(entry.request, step):  # then it is behind those that lost their rows before
+                entry.stale_until = self.host.in_flight[-1].output.step_id
+                self.num_admissions += 1
+                entry.last_admission = self.num_admissions
 
     def _check_run(self, entry: Entry, step: ExecutedStep, index: int) -> int:
         """How many tokens of a row's run must have been kept: those up to the one that ends the request."""

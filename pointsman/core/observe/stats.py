@@ -52,6 +52,7 @@ class SchedulerStats:
     num_displaced: int
     num_preempted_by_parking: int
     num_preempted_by_reset: int
+    num_preempted_unsampled: int
     num_recomputed_tokens: int
     num_evictions: int
     """Cached blocks whose content was evicted for new content."""
@@ -212,6 +213,7 @@ class Statistics(Listener):
             num_displaced=self.preemptions[PreemptionCause.DISPLACED],
             num_preempted_by_parking=self.preemptions[PreemptionCause.PARKED],
             num_preempted_by_reset=self.preemptions[PreemptionCause.RESET],
+            num_preempted_unsampled=self.preemptions[PreemptionCause.UNSAMPLED],
             num_recomputed_tokens=self.num_recomputed_tokens,
             num_evictions=kv.num_evictions,
             num_failed_steps=self.num_failed_steps,

@@ -8,7 +8,7 @@ host may keep all of it; the scheduler never changes it afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, TypeAlias
 
@@ -207,6 +207,10 @@ class StepResult:
     """Row index (0 to n - 1) -> message: that request finishes with FINISHED_ERROR; it has no token here."""
     step_time: float | None = None
     """Seconds that the step took on the host, if known."""
+    unsampled: Collection[int] = ()
+    """Row indices (0 to n - 1) with `samples` for which the host computed the KV and has no token. Such a request keeps
+    its tokens, is preempted if it still runs, and samples again once it is admitted again; what later steps in flight
+    sample for it is dropped."""
 
 
 @dataclass(slots=True, eq=False)

@@ -65,6 +65,8 @@ class PreemptionCause(enum.Enum):
     """The host parked it."""
     RESET = "reset"
     """A reset of the prefix cache that also recomputes what runs."""
+    UNSAMPLED = "unsampled"
+    """No token came for it from a step that samples, see `StepResult.unsampled`."""
 
     @property
     def exists_in_vllm(self) -> bool:

@@ -218,6 +218,26 @@ class RequestTable:
         for request in reversed(requests):
             self._queue_again(request)
 
+    def sample_again(self, requests: list[Request]) -> None:
+        """The oldest step in flight has no token for these requests: they begin again at the tokens that they have.
+
+        A later step in flight computes a token after the one that is missing, so what it samples is dropped, and a
+        running request leaves its row: then every host and every KV block knows where it stands.
+        """
+        running = [request for request in requests if request.row is not None]
+        self._lose_rows(running, PreemptionCause.UNSAMPLED)
+        for request in requests:
+            is_queued = request in self.queue
+            if is_queued:
+                self.leave_queue(request)
+            request._state.settle_pending(1)
+            if request.num_pending:
+                self.disown_steps_in_flight(request)
+            if is_queued:
+                self.queue.push(request)
+        for request in reversed(running):
+            self._queue_again(request)
+
     def roll_back(self, admitted: AdmittedRequest) -> None:
         """Undo an admission of a failed step, if it is still valid: the request returns to its place in the queue."""
         request = admitted.request

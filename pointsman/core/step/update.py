@@ -82,7 +82,13 @@ class Update:
         if len(output.draft_token_ids):
             return self._append_drafted(step, output, result)
         members = step.members
-        if members is None or members is not self._batch.members or result.counts is not None or result.errors:
+        if (
+            members is None
+            or members is not self._batch.members
+            or result.counts is not None
+            or result.errors
+            or result.unsampled
+        ):
             return self._append_some(step, output, result)
         token_ids = checked_tokens(result, len(members.requests))
         step.is_over = True
@@ -134,7 +140,7 @@ class Update:
         return ends
 
     def _append_some(self, step: StepRecord, output: SchedulerOutput, result: StepResult) -> tuple[UpdateFields, Ends]:
-        """As `append`, if not every row samples, a request has lost its row since, or rows failed on their own."""
+        """As `append`, if not every row samples, a request has lost its row since, or rows failed or have no token."""
         sampled, token_ids = checked_samples(output, result)
         step.is_over = True
         batch = self._batch
@@ -160,6 +166,8 @@ class Update:
                 end = self._deliver(request, int(token_ids[index]))
                 if end is not None:
                     ends.append((row_index, end))
+        if result.unsampled:
+            self._sample_again(output, result)
         kept = token_ids[counts[sampled] > 0]
         set_writeable(counts, False)
         return UpdateFields(kept, counts), ends
@@ -171,7 +179,7 @@ class Update:
     ) -> tuple[UpdateFields, Ends]:
         """The step verified drafts: each row that samples has a run of tokens, which is cut at a stop."""
         members = step.members
-        if members is None or members is not self._batch.members or result.errors:
+        if members is None or members is not self._batch.members or result.errors or result.unsampled:
             return self._append_some_drafted(step, output, result)
         runs = checked_run_per_row(output, result)
         step.is_over = True
@@ -201,6 +209,8 @@ class Update:
                 run, num_drafts = runs.run(index), int(output.num_draft_tokens[row_index])
                 kept[row_index], end = self._deliver_run(request, num_drafts, run)
                 ends += [(row_index, end)] if end is not None else []
+        if result.unsampled:
+            self._sample_again(output, result)
         token_ids = runs.cut(kept[at]).token_ids
         set_writeable(kept, False)
         return UpdateFields(token_ids, kept), ends
@@ -265,6 +275,11 @@ class Update:
         request._state.append_output([token_id])
         request._state.settle_pending(1)
         return stop_condition(request, request.num_tokens, token_id)
+
+    def _sample_again(self, output: SchedulerOutput, result: StepResult) -> None:
+        """Rows without a token, see `RequestTable.sample_again`."""
+        requests = [(output.requests[index], output.serials[index]) for index in sorted(result.unsampled)]
+        self._table.sample_again([r for r, serial in requests if not r.is_finished and r.serial == serial])
 
     def _completions(self, output: SchedulerOutput, result: StepResult) -> Ends:
         """Requests that sample nothing, and whose prompts are now computed."""
@@ -378,11 +393,21 @@ def checked_run_per_row(output: SchedulerOutput, result: StepResult) -> Runs:
 
 def _expected(output: SchedulerOutput, result: StepResult) -> npt.NDArray[np.bool_]:
     """[n] whether a row must have tokens in the result."""
-    if not result.errors:
+    if not (result.errors or result.unsampled):
         return np.asarray(output.samples)
     expected = output.samples.copy()
     for index in result.errors:
-        if not isinstance(index, (int, np.integer)) or not 0 <= index < output.num_rows:
-            raise StepResultError(f"errors names row {index} and the output has rows 0 to {output.num_rows - 1}")
+        _check_row("errors", index, output)
+        expected[index] = False
+    for index in result.unsampled:
+        _check_row("unsampled", index, output)
+        if not expected[index]:
+            why = "has an error" if index in result.errors else "is named twice or samples nothing in this step"
+            raise StepResultError(f"unsampled names row {index}, which {why}; name rows that miss a token once")
         expected[index] = False
     return expected
+
+
+def _check_row(name: str, index: object, output: SchedulerOutput) -> None:
+    if not isinstance(index, (int, np.integer)) or not 0 <= index < output.num_rows:
+        raise StepResultError(f"{name} names row {index} and the output has rows 0 to {output.num_rows - 1}")

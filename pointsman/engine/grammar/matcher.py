@@ -51,6 +51,13 @@ class TokenMasks:
         """The row's words are set."""
         self._rows.append(row)
 
+    def of_row(self, row: int) -> TokenMasks:
+        """Those of one row of logits alone."""
+        one = TokenMasks(1, self._vocab_size)
+        one.words = self.words[row : row + 1]
+        one._rows = [0] if row in self._rows else []
+        return one
+
     def apply(self, logits: Tensor) -> None:
         """Make logits [num_rows, vocab_size] of tokens that are not allowed minus infinity, in place."""
         from xgrammar import apply_token_bitmask_inplace

@@ -254,7 +254,7 @@ class ModelRunner:
         if len(links.unsampled):
             prepared.token_ids.numpy()[links.unsampled] = self._sampled_tokens.get(links.sources)
         if prepared.sampling_batch.edits is not None:
-            prepared.sampling_batch.edits.finish(self._sampled_tokens.get)
+            prepared.sampling_batch.errors.update(prepared.sampling_batch.edits.finish(self._sampled_tokens.get))
 
     def _forward_and_pool(self, prepared: PreparedStep) -> tuple[Tensor, dict[int, Float32Array]]:
         """Logits [num_logits or more, vocab_size], and the vectors of the rows that completed."""

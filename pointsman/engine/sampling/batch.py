@@ -21,6 +21,7 @@ import numpy as np
 from pointsman.core.state.output import SchedulerOutput
 from pointsman.core.state.request import Request
 from pointsman.engine.arrays import Float32Array, Float64Array, Int64Array, UInt64Array
+from pointsman.engine.errors import row_failure
 from pointsman.engine.params.sampling import SamplingParams
 from pointsman.engine.sampling.race import derive_seed, mix_seed, row_keys
 
@@ -51,6 +52,21 @@ class SamplingBatch:
     prompt_logprobs: list[tuple[int, int]] = field(default_factory=list)
     """(row index of the output, how many) for each row that wants those of its prompt; also rows that do not sample."""
 
+    def of_row(self, row: int) -> SamplingBatch:
+        """One row of the logits alone."""
+        own = self.random == row
+        return SamplingBatch(
+            num_rows=1,
+            random=np.zeros(np.count_nonzero(own), dtype=np.int64),
+            temperature=self.temperature[own],
+            top_k=self.top_k[own],
+            top_p=self.top_p[own],
+            min_p=self.min_p[own],
+            keys=self.keys[own],
+            edits=None if self.edits is None else self.edits.of_row(row),
+            logprobs=[(0, index, k) for at, index, k in self.logprobs if at == row],
+        )
+
 
 _HOTTEST = float(np.finfo(np.float32).max)  # above it, float32 has only infinity, by which a masked logit becomes NaN
 _NO_INTS = np.zeros(0, dtype=np.int64)
@@ -77,6 +93,8 @@ class SamplingColumns:
         self.mixed_seed = np.zeros(0, dtype=np.uint64)
         self.logprobs = np.zeros(0, dtype=np.int64)
         self.prompt_logprobs = np.zeros(0, dtype=np.int64)
+        self.failures: dict[Request, str] = {}
+        """Requests whose parameters could not be written, and why; they count as edited."""
 
     def admit(self, output: SchedulerOutput) -> list[int]:
         """Write the columns of requests that are new in their row; which (row indices of the output)."""
@@ -88,7 +106,14 @@ class SamplingColumns:
         stale[output.num_continued :] = True
         admitted: list[int] = stale.nonzero()[0].tolist()
         for index in admitted:
-            self._write(int(rows[index]), int(output.serials[index]), output.requests[index])
+            row, request = int(rows[index]), output.requests[index]
+            try:
+                self.flags[row] = self._write(row, request)
+                self.failures.pop(request, None)
+            except Exception as error:  # of this request's parameters, and no other's
+                self.flags[row] = EDITED
+                self.failures[request] = row_failure(error)
+            self.serial[row] = output.serials[index]
         return admitted
 
     def _grow(self, least: int) -> None:
@@ -98,7 +123,8 @@ class SamplingColumns:
             if isinstance(column, np.ndarray):
                 setattr(self, name, np.concatenate([column, np.zeros(more, dtype=column.dtype)]))
 
-    def _write(self, row: int, serial: int, request: Request) -> None:
+    def _write(self, row: int, request: Request) -> int:
+        """Write the columns of a row; returns its flags."""
         params: SamplingParams = request.metadata
         flags = 0
         if not params.is_greedy:
@@ -117,8 +143,7 @@ class SamplingColumns:
         if params.prompt_logprobs is not None:
             flags |= PROMPT_LOGPROBS
             self.prompt_logprobs[row] = params.prompt_logprobs
-        self.flags[row] = flags
-        self.serial[row] = serial
+        return flags
 
     def gather(self, output: SchedulerOutput, sampling: Int64Array, positions: Int64Array) -> SamplingBatch:
         """The batch of a step, without edits: see `Sampler.prepare` for the arguments."""

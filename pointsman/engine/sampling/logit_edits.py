@@ -29,6 +29,7 @@ from torch import Tensor
 
 from pointsman.core.state.request import Request
 from pointsman.engine.arrays import Float32Array, Int64Array
+from pointsman.engine.errors import row_failure
 from pointsman.engine.grammar.matcher import RequestGrammar, TokenMasks
 from pointsman.engine.params.sampling import SamplingParams
 
@@ -249,11 +250,26 @@ class LogitEdits:
         else:
             finish(self, [])
 
-    def finish(self, get_tokens: Callable[[Int64Array], Int64Array]) -> None:
-        """Add the unfinished edits; their tokens are known now."""
+    def finish(self, get_tokens: Callable[[Int64Array], Int64Array]) -> dict[int, str]:
+        """Add the unfinished edits; their tokens are known now. Returns the rows whose edits raise, with the reason."""
+        errors: dict[int, str] = {}
         for edit in self.unfinished:
-            edit.finish(self, get_tokens(edit.sources).tolist())
+            token_ids = get_tokens(edit.sources).tolist()
+            try:
+                edit.finish(self, token_ids)
+            except Exception as error:
+                errors[edit.row] = row_failure(error)
         self.unfinished.clear()
+        return errors
+
+    def of_row(self, row: int) -> LogitEdits:
+        """Those of one row of the logits alone; none is unfinished any more."""
+        one = LogitEdits()
+        one._allowed = [(0, token_ids) for at, token_ids in self._allowed if at == row]
+        one._masks, one._biases = self._masks.of_row(row), self._biases.of_row(row)
+        one._penalties = self._penalties.of_row(row)
+        one._token_masks = None if self._token_masks is None else self._token_masks.of_row(row)
+        return one
 
     def token_masks(self, vocab_size: int) -> TokenMasks:
         """Where grammars put the tokens that they allow."""
@@ -316,6 +332,14 @@ class _Places:
             self._rows.append(row)
             self._token_ids.append(token_ids)
             self._values.append(values)
+
+    def of_row(self, row: int) -> _Places:
+        """Those of one row of the logits alone."""
+        one = _Places()
+        for at, token_ids, values in zip(self._rows, self._token_ids, self._values, strict=True):
+            if at == row:
+                one.add(0, token_ids, *values)
+        return one
 
     def tensors(self, device: torch.device) -> tuple[tuple[Tensor, Tensor], list[Tensor]]:
         """What indexes the logits, and the values in its order."""

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from pointsman.core.state.request import Request
 from pointsman.engine.arrays import Float32Array, Int64Array
-from pointsman.engine.errors import GrammarError
+from pointsman.engine.errors import GrammarError, first_line, row_failure
 from pointsman.engine.grammar.matcher import RequestGrammar
 from pointsman.engine.params.sampling import SamplingParams
 from pointsman.engine.sampling.batch import SamplingBatch, SamplingColumns
@@ -89,8 +89,15 @@ class Sampler:
             bad_word_sequences(self._tokenizer, params.bad_words)
 
     def use_grammar(self, request: Request, grammar: CompiledGrammar) -> None:
-        """What the request's text must look like. Call it before the request is scheduled."""
-        self._grammars[request] = RequestGrammar(request, grammar)
+        """What the request's text must look like. Call it before the request is scheduled.
+
+        Raises:
+            GrammarError: the grammar cannot be used.
+        """
+        try:
+            self._grammars[request] = RequestGrammar(request, grammar)
+        except Exception as error:
+            raise GrammarError(f"the grammar cannot be used: {type(error).__name__}: {first_line(error)}") from error
 
     def sample(self, logits: Tensor, output: SchedulerOutput, sampling: Int64Array, positions: Int64Array) -> Sampled:
         """`prepare` and `run` in one."""
@@ -107,7 +114,7 @@ class Sampler:
                 its positions.
             positions: [n] place in its sequence of each token to be drawn.
         """
-        if self._edited or self._grammars:
+        if self._edited or self._grammars or self._columns.failures:
             self._forget(output)
         for index in self._columns.admit(output):
             self._edited.pop(output.requests[index].request_id, None)
@@ -118,16 +125,16 @@ class Sampler:
             for at in edited:
                 try:
                     self._edited_row(output, int(sampling[at])).edit(at, int(positions[at]), edits)
-                except (
-                    ValueError
-                ) as error:  # of `check`, or a grammar's; a step that failed would fail each time it is repeated
-                    batch.errors[at] = str(error)
+                except Exception as error:  # of this row; a step that failed would fail each time it is repeated
+                    batch.errors[at] = row_failure(error)
             batch.edits = edits if edits else None
         return batch
 
     def _edited_row(self, output: SchedulerOutput, index: int) -> EditedRow:
         """The edits of a request in this admission, made when they are first needed; errors as of `check`."""
         request, serial = output.requests[index], int(output.serials[index])
+        if request in self._columns.failures:
+            raise ValueError(self._columns.failures[request])
         row = self._edited.get(request.request_id)
         if row is None or row.serial != serial:
             bad_words = bad_word_sequences(self._tokenizer, request.metadata.bad_words)
@@ -142,26 +149,56 @@ class Sampler:
             self._edited.pop(request.request_id, None)
         for request in output.finished:
             self._grammars.pop(request, None)
+            self._columns.failures.pop(request, None)
 
     # -------------------------------------------------------------------------------------- after the model has run
 
     def run(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
-        """Draw.
+        """Draw. If that raises, every row is drawn alone, and those that raise then have an error in `batch`.
 
         Args:
             logits: [n, vocab_size], any floating dtype; not changed.
             batch: of the same n rows.
+
+        Raises:
+            Exception: whatever was raised, if each of several rows raises alone too: then it is no row's own fault.
         """
         with torch.inference_mode():
-            edited = logits.float() if batch.edits is None else batch.edits.apply(logits)
-            if self._draw_rows is not None:
-                sampled = Sampled(*choose_on_cpu(edited, batch, self._draw_rows))
-            else:
-                sampled = Sampled(*choose_anywhere(edited, batch))
-            if batch.errors:
-                sampled.ok[list(batch.errors)] = False
-            if batch.logprobs:
-                sampled.logprobs = self._logprobs(logits, batch, sampled)
+            try:
+                return self._draw(logits, batch)
+            except Exception as error:
+                return self._draw_one_by_one(logits, batch, error)
+
+    def _draw(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
+        edited = logits.float() if batch.edits is None else batch.edits.apply(logits)
+        if self._draw_rows is not None:
+            sampled = Sampled(*choose_on_cpu(edited, batch, self._draw_rows))
+        else:
+            sampled = Sampled(*choose_anywhere(edited, batch))
+        if batch.errors:
+            sampled.ok[list(batch.errors)] = False
+        if batch.logprobs:
+            sampled.logprobs = self._logprobs(logits, batch, sampled)
+        return sampled
+
+    def _draw_one_by_one(self, logits: Tensor, batch: SamplingBatch, error: Exception) -> Sampled:
+        """What is drawn in a row does not depend on the others, so the sound ones get the same tokens."""
+        sampled = Sampled(np.zeros(len(logits), dtype=np.int64), np.zeros(len(logits), dtype=np.bool_))
+        rows = [at for at in range(len(logits)) if at not in batch.errors]
+        errors: dict[int, str] = {}
+        for at in rows:
+            try:
+                one = self._draw(logits[at : at + 1], batch.of_row(at))
+            except Exception as alone:
+                errors[at] = row_failure(alone)
+                continue
+            sampled.token_ids[at], sampled.ok[at] = one.token_ids[0], one.ok[0]
+            for index, entries in one.logprobs.items():
+                sampled.logprobs.setdefault(index, []).extend(entries)
+        if len(errors) == len(rows) > 1:
+            raise error
+        logger.error("sampling of %d of %d row(s) failed: %s", len(errors), len(rows), error, exc_info=error)
+        batch.errors.update(errors)
         return sampled
 
     @staticmethod

@@ -2,13 +2,15 @@
 
 In a step where every row has a token and no output says more than tokens, the outputs are made by one `map`. Outputs
 that say more (events, log probabilities, a finish reason) are completed afterwards.
+
+What a model runner returns is judged row by row only if it does not fit the step as a whole (`Judge`).
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -18,7 +20,7 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.request import RequestStatus
 
 from pointsman.core import FinishReason as Reason
-from pointsman.core import Request, StepResult, StepUpdate
+from pointsman.core import Request, StepResult, StepResultError, StepUpdate
 from pointsman.core import SchedulerOutput as Output
 
 FINISH_REASONS: Mapping[Reason, FinishReason] = {
@@ -42,15 +44,18 @@ REASONS = {status: reason for reason, status in STATUSES.items()} | {
     RequestStatus.FINISHED_IGNORED: Reason.ERROR,
 }
 
+MAX_TOKEN_ID = 2**31 - 1
+"""Token ids are int32."""
+
 
 @dataclass(slots=True)
 class Sampled:
     """Sampled tokens, in the order of the core's output rows."""
 
-    lists: list[list[int]]
-    """[n] the tokens of each row."""
+    lists: list[Any]
+    """[n] the tokens of each row; None: the runner returned nothing for it."""
     places: list[int] | None
-    """[n] index of each row in the runner's arrays; None: its own index."""
+    """[n] index of each row in the runner's arrays; None: its own index. -1: it is not there."""
 
     def place(self, index: int) -> int:
         return index if self.places is None else self.places[index]
@@ -61,27 +66,118 @@ def read_sampled(result: Any, ids: list[str]) -> Sampled:
     if not ids:
         return Sampled([], None)
     lists = result.sampled_token_ids
-    if result.req_ids == ids:
+    if result.req_ids == ids and len(lists or ids) == len(ids):
         return Sampled(lists or [[] for _ in ids], None)
     index_of = result.req_id_to_index
-    places = [index_of[name] for name in ids]
-    return Sampled([lists[place] for place in places] if lists else [[] for _ in ids], places)
+    try:
+        places = [index_of[name] for name in ids]
+        return Sampled([lists[place] for place in places] if lists else [[] for _ in ids], places)
+    except (KeyError, IndexError):  # it lacks some of them
+        places = [index_of.get(name, -1) for name in ids]
+        ends = len(lists) if lists else len(result.req_ids)
+        places = [place if place < ends else -1 for place in places]
+        return Sampled([None if place < 0 else lists[place] if lists else [] for place in places], places)
 
 
 def to_result(output: Output, sampled: Sampled) -> StepResult:
-    """The argument of the core's `update`."""
-    if not len(output.draft_token_ids):
-        return StepResult(_flat(sampled.lists))
-    counts = np.fromiter(map(len, sampled.lists), dtype=np.int64, count=output.num_rows)
-    return StepResult(_flat(sampled.lists), counts=counts)
+    """The argument of the core's `update`.
 
-
-def _flat(lists: list[list[int]]) -> npt.NDArray[np.integer]:
-    """[n] all tokens. Usually each row has exactly one, which is read in a third of the time."""
+    Raises:
+        StepResultError: a row has something else than a list of tokens.
+    """
+    lists = sampled.lists
+    has_drafts = len(output.draft_token_ids)
     try:
-        return np.frombuffer(array("I", [token for (token,) in lists]), dtype=np.uint32)
-    except (ValueError, OverflowError):  # no token or several; or one is out of range, which `update` refuses
+        tokens: npt.NDArray[np.integer] = np.frombuffer(array("I", [token for (token,) in lists]), dtype=np.uint32)
+        if not has_drafts:  # a third of the time
+            return StepResult(tokens)
+    except (ValueError, OverflowError):  # no token, or several, or one that is out of range
+        tokens = _flat(lists)
+    except TypeError as error:
+        raise StepResultError(f"the model runner returned something else than lists of integers: {error}") from None
+    return StepResult(tokens, counts=np.fromiter(map(len, lists), dtype=np.int64, count=output.num_rows))
+
+
+def _flat(lists: list[Any]) -> npt.NDArray[np.integer]:
+    """[n] all tokens."""
+    try:
         return np.fromiter(chain.from_iterable(lists), dtype=np.int64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise StepResultError(f"the model runner returned something else than lists of integers: {error}") from None
+
+
+class Judge:
+    """Says what is wrong with a result that does not fit its step, row by row.
+
+    No token for a row that samples happens where requests are aborted or preempted in flight, and vLLM's own scheduler
+    accepts it: the row samples again. What contradicts the step is an error of its request alone.
+    """
+
+    MAX_ATTEMPTS = 4
+    """Steps in a row that may have no token for a request, before that is an error."""
+
+    def __init__(self) -> None:
+        self._attempts: dict[Request, tuple[int, int]] = {}  # (tokens of the request, steps without a further one)
+
+    def judged(self, output: Output, sampled: Sampled) -> StepResult:
+        """The result, with an error for every row that contradicts the step. The lists of `sampled` are those kept."""
+        self._attempts = {request: value for request, value in self._attempts.items() if not request.is_finished}
+        errors: dict[int, str] = {}
+        unsampled: list[int] = []
+        for index, request in enumerate(output.requests):
+            run = sampled.lists[index]
+            is_live = request.row is not None and request.serial == output.serials[index]
+            why = _contradiction(run, bool(output.samples[index]), int(output.num_draft_tokens[index]), is_live)
+            if why is None and output.samples[index] and not _length(run):
+                why = self._again(request) if is_live else None
+                if why is None:
+                    unsampled.append(index)
+            if why is not None:
+                errors[index] = why
+            if why is not None or not _length(run):
+                sampled.lists[index] = []
+        counts = [len(run) for run in sampled.lists]
+        return StepResult(list(chain.from_iterable(sampled.lists)), counts, errors, unsampled=unsampled)
+
+    def _again(self, request: Request) -> str | None:
+        """The request samples again; or why not."""
+        num_tokens, attempts = self._attempts.get(request, (0, 0))
+        attempts = attempts + 1 if num_tokens == request.num_tokens else 1
+        self._attempts[request] = request.num_tokens, attempts
+        if attempts < self.MAX_ATTEMPTS:
+            return None
+        return f"{attempts} steps in a row had no token for it"
+
+
+def _length(run: Any) -> int:
+    return 0 if run is None else len(run)
+
+
+def _contradiction(run: Any, samples: bool, num_drafts: int, is_live: bool) -> str | None:
+    """Why the tokens of a row cannot be those of this step; None: they can. `is_live`: it runs as it did then."""
+    if run is None:
+        return "the model runner returned nothing for it" if is_live else None
+    most = 1 + num_drafts if samples else 0
+    if len(run) > most:
+        return f"{len(run)} tokens came from a step that yields at most {most}"
+    for token in run:
+        if not isinstance(token, (int, np.integer)) or not 0 <= token <= MAX_TOKEN_ID:
+            return f"token id {token} was sampled; ids must be between 0 and {MAX_TOKEN_ID}"
+    return None
+
+
+def add_missing_vectors(output: Output, sampled: Sampled, pooled: Any, result: StepResult) -> StepResult:
+    """The result, with an error for every prompt that a pooling model completed without returning its output."""
+    rows = [index for index in output.completes.tolist() if index not in result.errors]
+    missing = [index for index in rows if pooled is None or _vector(pooled, sampled.place(index)) is None]
+    if not missing:
+        return result
+    errors = {**result.errors, **dict.fromkeys(missing, "the model runner returned no output for its prompt")}
+    return replace(result, errors=errors)
+
+
+def _vector(pooled: Any, place: int) -> Any:
+    return pooled[place] if 0 <= place < len(pooled) else None
 
 
 def plain_outputs(

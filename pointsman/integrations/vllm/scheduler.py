@@ -27,7 +27,17 @@ from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutp
 from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output.utils import strip_speculative_padding
 
-from pointsman.core import FinishReason, ParkReason, PauseMode, Recorder, Request, RequestRefused
+from pointsman.core import (
+    FinishReason,
+    ParkReason,
+    PauseMode,
+    Recorder,
+    Request,
+    RequestRefused,
+    StepResult,
+    StepResultError,
+    StepUpdate,
+)
 from pointsman.core import Scheduler as Core
 from pointsman.core import SchedulerOutput as Output
 from pointsman.integrations.vllm.kv_events import KVEvents
@@ -37,7 +47,9 @@ from pointsman.integrations.vllm.results import (
     REASONS,
     STATUSES,
     Details,
+    Judge,
     Sampled,
+    add_missing_vectors,
     finish_reason,
     plain_outputs,
     read_sampled,
@@ -106,6 +118,7 @@ class Scheduler:
         self._structured: set[str] = set()
         self._details = Details(self.requests, self.of_id, block_size if config.enable_prefix_caching else None)
         self._sessions = Sessions()
+        self._judge = Judge()
         self._unsent: list[Any] = []  # finished outside `update_from_output`, whose outputs alone reach clients
         self._steps: deque[Step] = deque()
         self._last_step: Step | None = None  # the step that new drafts are for
@@ -349,16 +362,18 @@ class Scheduler:
             raise ValueError("this SchedulerOutput is not that of the oldest step in flight; update them in order")
         output, ids = step.output, step.ids
         sampled = read_sampled(model_runner_output, ids)
-        result = to_result(output, sampled)
-        update = self.core.update(output, result, now)
+        result, update = self._take(output, sampled, model_runner_output, now)
         if self._speculates:
             self._last_step = step
         outputs, indices = plain_outputs(output, update, ids, sampled)
         if len(output.draft_token_ids):
             self._drafts.verified(output, result, update)
         if len(output.completes):
-            indices = [*indices, *self._add_pooled(step, sampled, model_runner_output.pooler_output, outputs)]
+            rows = [index for index in output.completes.tolist() if index not in result.errors]
+            indices = [*indices, *self._add_pooled(step, rows, sampled, model_runner_output.pooler_output, outputs)]
         self._details.add_to(outputs, indices, sampled, model_runner_output)
+        if result.errors:
+            indices = [*indices, *self._add_failed(step, result, update, outputs)]
         if self._structured:
             self._accept(outputs)
         if update.finished:
@@ -367,9 +382,35 @@ class Scheduler:
             self._kv_events.publish(self.core.take_kv_events())
         return self._by_client(step, outputs, indices, model_runner_output)
 
-    def _add_pooled(self, step: Step, sampled: Sampled, pooled: Any, outputs: list[Any]) -> list[int]:
+    def _take(self, output: Output, sampled: Sampled, of_vllm: Any, now: float) -> tuple[StepResult, StepUpdate]:
+        """Give the core what the model runner returned. What contradicts the step fails the requests concerned."""
+        try:
+            result = to_result(output, sampled)
+            if len(output.completes):
+                result = add_missing_vectors(output, sampled, of_vllm.pooler_output, result)
+            return result, self.core.update(output, result, now)
+        except StepResultError:
+            result = self._judge.judged(output, sampled)
+        if len(output.completes):
+            result = add_missing_vectors(output, sampled, of_vllm.pooler_output, result)
+        for index in result.unsampled:
+            name = output.requests[index].metadata.request_id
+            logger.warning("step %d has no token for request %s; it samples again", output.step_id, name)
+        return result, self.core.update(output, result, now)
+
+    def _add_failed(self, step: Step, result: StepResult, update: StepUpdate, outputs: list[Any]) -> list[int]:
+        """Add outputs of requests that this step fails, and return the indices of their rows."""
+        indices = [index for index in result.errors if step.output.requests[index] in update.finished]
+        for index in indices:
+            request = self.requests[step.ids[index]]
+            logger.error("request %s fails: %s", request.request_id, result.errors[index])
+            events, headers = request.take_events(), request.trace_headers
+            outputs.append(EngineCoreOutput(request.request_id, [], events=events, trace_headers=headers))
+        return indices
+
+    def _add_pooled(self, step: Step, rows: list[int], sampled: Sampled, pooled: Any, outputs: list[Any]) -> list[int]:
         """Add a pooling model's outputs for prompts that are complete now, and return the indices of their rows."""
-        indices = [index for index in step.output.completes.tolist() if step.ids[index] in self.requests]
+        indices = [index for index in rows if step.ids[index] in self.requests]
         outputs += [
             EngineCoreOutput(step.ids[index], [], pooling_output=pooled[sampled.place(index)]) for index in indices
         ]
@@ -384,18 +425,26 @@ class Scheduler:
             request = self.requests[name]
             request._output_token_ids.extend(output.new_token_ids)  # where a reasoning parser reads them
             request._all_token_ids.extend(output.new_token_ids)
-            if not self._grammars.accept_tokens(request, output.new_token_ids):
-                logger.error(
-                    "the grammar of request %s does not allow %s; the request fails", name, output.new_token_ids
-                )
+            if not self._allows(request, output.new_token_ids):
                 self.core.finish(self.of_id[name].request_id, FinishReason.ERROR, time.monotonic())
                 self._end(request, FinishReason.ERROR)
                 output.finish_reason = request.get_finished_reason()
                 self._drafts.report(request, output)
 
+    def _allows(self, request: Any, token_ids: list[int]) -> bool:
+        """Advance the grammar of a request; whether it could."""
+        try:
+            if self._grammars.accept_tokens(request, token_ids):
+                return True
+        except Exception:  # of the grammar's library, for this request alone
+            logger.exception("the grammar of request %s failed on %s; the request fails", request.request_id, token_ids)
+            return False
+        logger.error("the grammar of request %s does not allow %s; the request fails", request.request_id, token_ids)
+        return False
+
     def _finish(self, finished: Iterable[Request], ids: list[str], outputs: list[Any], indices: Sequence[int]) -> None:
         """Requests that this update finishes."""
-        at_row = None if len(indices) == len(ids) else {index: at for at, index in enumerate(indices)}
+        at_row = None if isinstance(indices, range) else {index: at for at, index in enumerate(indices)}
         for ours in finished:
             request = ours.metadata
             name = request.request_id

@@ -33,6 +33,7 @@ def _preemptions(stats: EngineStats) -> dict[str, int]:
         PreemptionCause.DISPLACED.value: scheduler.num_displaced,
         PreemptionCause.PARKED.value: scheduler.num_preempted_by_parking,
         PreemptionCause.RESET.value: scheduler.num_preempted_by_reset,
+        PreemptionCause.UNSAMPLED.value: scheduler.num_preempted_unsampled,
     }
     return {PreemptionCause.MEMORY.value: scheduler.num_preemptions - sum(others.values()), **others}
 
@@ -176,8 +177,9 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
             "pointsman:preemptions_total",
             "counter",
             "preemptions",
-            "All preemptions by cause: memory, displaced (by a more urgent waiting request), parked, or reset (of the "
-            "prefix cache). A rising rate of cause memory means that more was admitted than the KV cache holds.",
+            "All preemptions by cause: memory, displaced (by a more urgent waiting request), parked, reset (of the "
+            "prefix cache), or unsampled (a step had no token for it). A rising rate of cause memory means that more "
+            "was admitted than the KV cache holds.",
             "cause",
         ),
         _preemptions,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from pointsman.core import (
     FinishReason,
+    PreemptionCause,
     Reason,
     Request,
     RequestStatus,
@@ -16,6 +18,7 @@ from pointsman.core import (
     StepOrderError,
     StepResult,
     StepResultError,
+    StepUpdate,
 )
 from tests.core.helpers import EOS, Host, cached_of, names, reference_output, tokens_of
 
@@ -218,6 +221,111 @@ def test_what_others_published_below_it_is_not_found_either_and_they_publish_no_
     assert host.step().num_cached_tokens.tolist() == [0]
 
 
+# ---------------------------------------------------------------------- rows without a token
+
+
+def update_without(host: Host, output: SchedulerOutput, *missing: str) -> StepUpdate:
+    """What the model samples, but nothing for the requests named."""
+    rows = [index for index, name in enumerate(names(output.requests)) if name in missing]
+    result, runs = host.result(output), []
+    at = 0
+    counts = output.samples.astype(int).tolist() if result.counts is None else result.counts
+    for index, count in enumerate(counts):
+        runs.append([] if index in rows else list(result.token_ids[at : at + count]))
+        at += count
+    lengths = None if result.counts is None else [len(run) for run in runs]
+    flat = [token for run in runs for token in run]
+    update = host.scheduler.update(output, StepResult(flat, lengths, unsampled=rows), host.now)
+    host.scheduler.check_invariants()
+    return update
+
+
+def check_outputs(requests: Iterable[Request]) -> None:
+    for request in requests:
+        assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, request.max_tokens)
+
+
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2, 3])
+def test_a_row_without_a_token_samples_again(max_steps_in_flight: int) -> None:
+    host = Host(max_num_batched_tokens=32, max_steps_in_flight=max_steps_in_flight)
+    requests = [host.add(request_id, 4, max_tokens=6) for request_id in "abc"]
+    host.step()
+    in_flight = [host.schedule() for _ in range(max_steps_in_flight)]
+    update = update_without(host, in_flight.pop(0), "b")
+    assert (update.counts.tolist(), update.finished) == ([1, 0, 1], ())
+    b = requests[1]
+    assert (b.status, b.num_output_tokens, b.num_pending) == (RequestStatus.PREEMPTED, 1, 0)
+    assert b.preemption_causes == (PreemptionCause.UNSAMPLED,)
+    for output in in_flight:
+        assert host.update(output).counts.tolist() == [1, 0, 1], "what came after the missing token is dropped"
+    output = host.step()
+    assert (names(output.preempted), names(output.resumed)) == (["b"], ["b"])
+    assert cached_of(output) == {"b": 4}, "what it computed is still cached"
+    host.run_to_end()
+    check_outputs(requests)
+    assert host.stats().num_preempted_unsampled == host.stats().num_preemptions == 1
+
+
+def test_several_rows_without_a_token_resume_in_order_before_new_requests() -> None:
+    host = Host(max_num_batched_tokens=32, max_num_seqs=3)
+    requests = [host.add(request_id, 4, max_tokens=6) for request_id in "abcd"]
+    host.step()
+    update_without(host, host.schedule(), "a", "b", "c")
+    assert names(host.step().requests) == ["a", "b", "c"]
+    host.run_to_end()
+    check_outputs(requests)
+
+
+def test_a_row_whose_prompt_ends_in_the_step_may_have_no_token() -> None:
+    host = Host(max_num_batched_tokens=8)
+    requests = [host.add("a", 12, max_tokens=3), host.add("b", 12, max_tokens=3)]
+    host.step()
+    output = host.schedule()
+    assert output.samples.tolist() == [True, False]
+    update_without(host, output, "a")
+    host.run_to_end()
+    check_outputs(requests)
+
+
+def test_a_row_that_verified_drafts_may_have_no_token() -> None:
+    host = Host(max_num_batched_tokens=32, num_draft_tokens=3)
+    requests = [host.add(request_id, 4, max_tokens=8) for request_id in "ab"]
+    output = host.step()
+    host.propose(output, {"a": [1, 2, 3], "b": reference_output(requests[1].all_token_ids, 3)})
+    output = host.schedule()
+    assert output.num_draft_tokens.tolist() == [3, 3]
+    assert update_without(host, output, "b").counts.tolist() == [1, 0]
+    assert requests[1].num_draft_tokens == 0, "drafts without an answer are not counted as verified"
+    host.run_to_end()
+    check_outputs(requests)
+
+
+@pytest.mark.parametrize("later_step", [True, False])
+def test_a_preempted_request_without_a_token_does_not_wait_for_it(later_step: bool) -> None:
+    host = Host(max_num_batched_tokens=32, max_steps_in_flight=3)
+    requests = [host.add(request_id, 4, max_tokens=6) for request_id in "ab"]
+    host.step()
+    in_flight = [host.schedule() for _ in range(1 + later_step)]
+    host.park("b")
+    host.ready("b")
+    update_without(host, in_flight[0], "b")
+    assert requests[1].num_pending == 0
+    for output in in_flight[1:]:
+        assert host.update(output).counts.tolist() == [1, 0]
+    assert names(host.step().resumed) == ["b"]
+    host.run_to_end()
+    check_outputs(requests)
+
+
+def test_a_missing_token_of_a_request_that_has_finished_changes_nothing() -> None:
+    host = Host(max_steps_in_flight=2)
+    host.add("a", 4)
+    first = host.schedule()
+    host.abort("a")
+    assert update_without(host, first, "a").finished == ()
+    assert not host.scheduler.has_unfinished_requests()
+
+
 # ---------------------------------------------------------------------- results that do not fit
 
 BAD_TOKENS: list[tuple[dict[str, Any], str]] = [
@@ -242,6 +350,11 @@ BAD_RESULTS = [
     ({"token_ids": [1, 2], "counts": [1, 1]}, r"counts is \[1, 1\]; this step yields \[1, 1, 0\]"),
     ({"token_ids": [1, 2], "counts": [1, 0, 1]}, r"counts is \[1, 0, 1\]; this step yields \[1, 1, 0\]"),
     ({"token_ids": [1, 2, 3], "counts": [2, 1, 0]}, r"counts is \[2, 1, 0\]; this step yields \[1, 1, 0\]"),
+    ({"token_ids": [1, 2], "unsampled": [0]}, r"token_ids has shape \(2,\) and 1 row\(s\)"),
+    ({"token_ids": [1, 2], "unsampled": [3]}, "unsampled names row 3 and the output has rows 0 to 2"),
+    ({"token_ids": [1, 2], "unsampled": [2]}, "unsampled names row 2, which is named twice or samples nothing"),
+    ({"token_ids": [1], "unsampled": [0, 0]}, "unsampled names row 0, which is named twice or samples nothing"),
+    ({"token_ids": [1], "errors": {0: "x"}, "unsampled": [0]}, "unsampled names row 0, which has an error"),
     ({"token_ids": [1, 2], "errors": {3: "x"}}, "errors names row 3 and the output has rows 0 to 2"),
     ({"token_ids": [1, 2], "errors": {-1: "x"}}, "errors names row -1 and the output has rows 0 to 2"),
 ]
