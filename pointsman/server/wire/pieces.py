@@ -22,13 +22,3 @@ async def in_pieces(work: Pieces[ResultT]) -> ResultT:
             result: ResultT = done.value
             return result
         await asyncio.sleep(0)
-
-
-def at_once(work: Pieces[ResultT]) -> ResultT:
-    """The result of the work, without a break."""
-    while True:
-        try:
-            next(work)
-        except StopIteration as done:
-            result: ResultT = done.value
-            return result

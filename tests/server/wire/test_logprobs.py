@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from pointsman.engine.outputs.request_output import Logprob
 from pointsman.server.wire.logprobs import PIECE, Logprobs, LogprobWriter, prompt_logprobs
-from pointsman.server.wire.pieces import at_once
+from pointsman.server.wire.pieces import Pieces, in_pieces
 
 # As the engine gives them: the sampled token first, then the most likely ones.
 SAMPLED_IS_LIKELY = {7: Logprob(-0.1, 1, " a"), 8: Logprob(-2.5, 2, "b")}
@@ -19,7 +20,12 @@ SAMPLED_IS_UNLIKELY = {9: Logprob(-7.0, 40, "é"), 7: Logprob(-0.2, 1, " a"), 8:
 IMPOSSIBLE = {9: Logprob(-math.inf, 40, "x"), 7: Logprob(math.nan, 1, " a")}
 
 
+ResultT = TypeVar("ResultT")
 Entries = Sequence[Mapping[int, Logprob] | None]
+
+
+def at_once(work: Pieces[ResultT]) -> ResultT:
+    return asyncio.run(in_pieces(work))
 
 
 def completion(writer: LogprobWriter, token_ids: list[int], entries: Entries, **more: Any) -> Any:
