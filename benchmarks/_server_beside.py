@@ -46,8 +46,8 @@ SECONDS_IN_CROWD = 3.0
 UNFINISHED_BYTES = 3_990_000
 """Sent, of the body of `UNFINISHED_LENGTH`."""
 UNFINISHED_LENGTH = 4_000_000
-MOST_BODIES = 256 * MIB
-"""What unfinished bodies may take of the API process, however many there are."""
+MOST_BODIES = 128 * MIB
+"""What unfinished bodies may take of the API process, however many there are: twice the 16 largest bodies."""
 MOST_LEFT = 64 * MIB
 SECONDS_TO_FREE = 10.0
 
