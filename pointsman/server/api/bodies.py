@@ -33,6 +33,9 @@ MAX_TEXTS = 100_000
 """Of a body, names of fields among them."""
 MAX_CONTAINERS = 100_000
 """Lists and objects of a body."""
+FREE_BYTES = 64 * 1024
+"""Of each body, which no budget counts: whoever fills it with large bodies that never end does not keep others from
+sending requests of usual size."""
 TRIM_BYTES = 16 * 1024 * 1024
 """Bytes of bodies after which memory that they took is given back to the system."""
 
@@ -81,7 +84,7 @@ class BodyBudget:
 
 
 class HeldBody:
-    """What one request holds of the budget.
+    """What one request holds of the budget, beyond its first `FREE_BYTES`.
 
     Args:
         budget: of all bodies.
@@ -97,14 +100,15 @@ class HeldBody:
         Raises:
             ApiError: 503.
         """
-        self._budget.take(num_bytes)
+        taken = max(0, self.num_bytes - FREE_BYTES)
+        self._budget.take(max(0, self.num_bytes + num_bytes - FREE_BYTES) - taken)
         self.num_bytes += num_bytes
 
     def release(self) -> None:
         """The bytes are no longer needed; a second call does nothing."""
-        if self.num_bytes:
-            self._budget.give_back(self.num_bytes)
-            self.num_bytes = 0
+        if self.num_bytes > FREE_BYTES:
+            self._budget.give_back(self.num_bytes - FREE_BYTES)
+        self.num_bytes = 0
 
 
 def _trim() -> None:

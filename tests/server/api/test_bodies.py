@@ -14,6 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from pointsman.server.api import bodies
 from pointsman.server.api.bodies import (
+    FREE_BYTES,
     MAX_CONTAINERS,
     MAX_TEXTS,
     BodyBudget,
@@ -87,6 +88,12 @@ def test_a_wrong_length_does_not_help() -> None:
         call(limited(6), headers=[(b"content-length", b"3")], body=[b"abc", b"defg"])
 
 
+@pytest.fixture
+def no_free_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "FREE_BYTES", 0)
+
+
+@pytest.mark.usefixtures("no_free_bytes")
 def test_bodies_share_a_budget() -> None:
     budget = BodyBudget(10)
     open_ones: list[int] = []
@@ -109,12 +116,25 @@ def test_bodies_share_a_budget() -> None:
     assert budget.num_bytes == 0
 
 
-def test_what_is_read_is_given_back_before_the_response_is_sent() -> None:
-    budget = BodyBudget(100)
-    held = HeldBody(budget)
-    held.add(60)
-    held.release()
-    held.release()
+def test_a_full_budget_refuses_no_small_body() -> None:
+    """Or one client with a few large bodies that never end would keep all others out."""
+    budget = BodyBudget(100_000)
+    large = [HeldBody(budget) for _ in range(5)]
+    with pytest.raises(ApiError):
+        for held in large:
+            held.add(FREE_BYTES)
+            held.add(40_000)
+    assert budget.num_bytes == 80_000
+    small = HeldBody(budget)
+    small.add(1)
+    small.add(FREE_BYTES - 1)
+    with pytest.raises(ApiError):
+        small.add(20_001)
+    small.add(20_000)
+    assert budget.num_bytes == 100_000
+    for held in (*large, small):
+        held.release()
+        held.release()
     assert budget.num_bytes == 0
 
 
