@@ -34,8 +34,7 @@ MAX_TEXTS = 100_000
 MAX_CONTAINERS = 100_000
 """Lists and objects of a body."""
 FREE_BYTES = 64 * 1024
-"""Of each body, which no budget counts: whoever fills it with large bodies that never end does not keep others from
-sending requests of usual size."""
+"""Of each body, which the budget does not count: large bodies that never end do not keep requests of usual size out."""
 TRIM_BYTES = 16 * 1024 * 1024
 """Bytes of bodies after which memory that they took is given back to the system."""
 

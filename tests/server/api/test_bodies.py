@@ -117,7 +117,7 @@ def test_bodies_share_a_budget() -> None:
 
 
 def test_a_full_budget_refuses_no_small_body() -> None:
-    """Or one client with a few large bodies that never end would keep all others out."""
+    """Or one client with a few large bodies that never end would keep the requests of all clients out."""
     budget = BodyBudget(100_000)
     large = [HeldBody(budget) for _ in range(5)]
     with pytest.raises(ApiError):
