@@ -171,4 +171,57 @@ ATTACKS = (
     Attack("/detokenize of 4 MB", "/detokenize", lambda: _json({"tokens": [1234] * 800_000})),
     Attack("/detokenize of 131,072", "/detokenize", lambda: _json({"tokens": _token_ids(131_072)})),
     Attack("embeddings of 1,000 inputs", "/v1/embeddings", lambda: _json({"input": [[1, 2, 3, 4]] * 1000})),
+    # at the limits of what is read of a body, and around them
+    Attack(
+        "99,000 template arguments",
+        CHAT,
+        lambda: _json(_CHAT, chat_template_kwargs={f"{i:x}": 1 for i in range(99_000)}),
+    ),
+    Attack("99,000 empty lists", COMPLETIONS, lambda: _json(_COMPLETION, extra=[[] for _ in range(99_000)])),
+    Attack(
+        "99,000 lists, 99,000 texts and a million numbers",
+        COMPLETIONS,
+        lambda: _json(_COMPLETION, extra=[["ab"] for _ in range(98_000)], more=[1] * MANY),
+    ),
+    Attack(
+        "names that end with a backslash",
+        CHAT,
+        lambda: _json(_CHAT, chat_template_kwargs={f"{i:x}\\": 1 for i in range(350_000)}),
+    ),
+    Attack("one name 600,000 times", COMPLETIONS, lambda: _raw({}, "prompt", "1" + ',"a":1' * 600_000)),
+    Attack("a text of quotation marks", COMPLETIONS, lambda: _json({"prompt": '"' * 2_000_000})),
+    Attack(
+        "a text of brackets beside 99,000 texts",
+        COMPLETIONS,
+        lambda: _json({"prompt": "[{" * MANY, "extra": ["ab"] * 99_000}),
+    ),
+    Attack(
+        "a schema of 30,000 properties",
+        COMPLETIONS,
+        lambda: _json(
+            _COMPLETION,
+            structured_outputs={
+                "json": {"type": "object", "properties": {f"p{i:x}": {"type": "string"} for i in range(30_000)}}
+            },
+        ),
+    ),
+    Attack(
+        "128 tools of 700 names",
+        CHAT,
+        lambda: _json(
+            _CHAT,
+            tools=[{"type": "function", "function": {f"{i:x}": 1 for i in range(700)}} for _ in range(128)],
+            tool_choice="none",
+        ),
+    ),
+    Attack(
+        "15 samples of 300, top_logprobs 20, chat",
+        CHAT,
+        lambda: _json(_CHAT, n=15, max_tokens=300, logprobs=True, top_logprobs=20, ignore_eos=True),
+    ),
+    Attack(
+        "15 samples of 300, top_logprobs 20, streamed",
+        CHAT,
+        lambda: _json(_CHAT, n=15, max_tokens=300, logprobs=True, top_logprobs=20, ignore_eos=True, stream=True),
+    ),
 )
