@@ -10,6 +10,8 @@ each draft would need edits of its own.
 
 from __future__ import annotations
 
+from math import ceil
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 LONGEST_PAUSE = 8
 """Steps from one search to the next, at most. A search that brings nothing doubles them, an accepted draft makes them
 one again: in a small model's steps that saves most of the search where text does not repeat itself."""
+SEARCH_SHARE = 1 / 256
+"""Of a step's time, that may go into the search: where it takes less, every step is searched."""
 
 
 def takes_drafts(params: SamplingParams) -> bool:
@@ -64,6 +68,8 @@ class PromptLookup:
         """Steps from one search to the next."""
         self._wait = 1
         """Steps until the next search."""
+        self._step_seconds = self._search_seconds = 0.0
+        """What the last step took, and the last search."""
 
     def propose(self, output: SchedulerOutput, update: StepUpdate, now: float) -> None:
         """Propose drafts behind the newest tokens of the output's rows; the output was updated last.
@@ -78,8 +84,15 @@ class PromptLookup:
             self._pause = self._wait = 1
         self._wait -= 1
         if not self._wait:
-            self._wait, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
+            start = perf_counter()
             self._search(output, update, now)
+            self._search_seconds = perf_counter() - start
+            self._wait, self._pause = self._pause, min(2 * self._pause, self._longest_pause())
+
+    def _longest_pause(self) -> int:
+        """Steps from one search to the next with which searching takes `SEARCH_SHARE` of the time, or less."""
+        steps = self._search_seconds / max(SEARCH_SHARE * self._step_seconds, 1e-9)
+        return min(LONGEST_PAUSE, max(1, ceil(steps)))
 
     def _search(self, output: SchedulerOutput, update: StepUpdate, now: float) -> None:
         """Propose the drafts that are worth it."""
@@ -105,9 +118,10 @@ class PromptLookup:
     def _observe_cost(self, output: SchedulerOutput) -> None:
         """Measure the step: the time since the last output was spent on it. Steps with prompts are left out."""
         before, self._work = self._work, self._counters.work_time
+        self._step_seconds = seconds = self._work - before
         num_tokens, num_rows = output.total_num_scheduled_tokens, len(output.requests)
         if num_rows and num_tokens == num_rows + len(output.draft_token_ids):
-            self._cost.observe(num_tokens, self._work - before)
+            self._cost.observe(num_tokens, seconds)
 
     def _follow(self, output: SchedulerOutput, update: StepUpdate) -> tuple[list[tuple[int, Trail]], int]:
         """Append the newest tokens. Returns row indices and trails where a continuation is expected, and the number of

@@ -241,6 +241,7 @@ def test_searches_that_bring_nothing_become_seldom(loaded: LoadedModel, monkeypa
         return follow(self, output, update)
 
     monkeypatch.setattr(PromptLookup, "_follow", watched)
+    monkeypatch.setattr(prompt_lookup, "SEARCH_SHARE", 0.0)  # as if steps took no time
     engine = make(loaded, 4)
     engine.add_request("a", list(range(3, 40)), SamplingParams(temperature=1.0, seed=1, max_tokens=60, ignore_eos=True))
     monkeypatch.setattr(trail, "look_up", lambda *_: (0, 0))
@@ -258,6 +259,23 @@ def test_searches_that_bring_nothing_become_seldom(loaded: LoadedModel, monkeypa
         engine.step()
     assert engine.scheduler.stats().num_accepted_tokens > 20
     assert searched[-1] - searched[-8] == 7
+
+
+def test_where_steps_take_long_every_step_is_searched(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[int] = []
+    follow = PromptLookup._follow
+
+    def watched(self: PromptLookup, output: Any, update: Any) -> Any:
+        searched.append(output.step_id)
+        return follow(self, output, update)
+
+    monkeypatch.setattr(PromptLookup, "_follow", watched)
+    monkeypatch.setattr(prompt_lookup, "SEARCH_SHARE", 1e9)
+    engine = make(loaded, 4)
+    engine.add_request("a", list(range(3, 40)), SamplingParams(temperature=1.0, seed=1, max_tokens=30, ignore_eos=True))
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert len(searched) == searched[-1] - searched[0] + 1
 
 
 def test_a_trail_follows_a_request_that_loses_its_row(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
