@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from pointsman.engine.outputs.request_output import RequestOutput
 
 
+PART_BYTES = 4 * 1024 * 1024
+"""That the writer's thread sends in one call. After each it waits for Python's lock, which the engine's thread has."""
+
+
 class Outbox:
     """Frames on their way out of a socket.
 
@@ -76,7 +80,7 @@ class Outbox:
         while True:
             with self._lock:
                 self._unsent_changed.wait_for(lambda: bool(self._unsent))
-                part = bytes(memoryview(self._unsent)[: 1 << 16])
+                part = bytes(memoryview(self._unsent)[:PART_BYTES])
             try:
                 sent = self._sock.send(part)  # the only place that waits
             except OSError:
