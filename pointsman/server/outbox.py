@@ -190,10 +190,10 @@ def _delta(latest: RequestOutput, reported: RequestOutput | None) -> Delta:
     new = latest.since(reported)
     sample = new.outputs[0]
     delta = Delta(sample.text, sample.token_ids, num_cached_tokens=latest.num_cached_tokens)
-    if sample.logprobs is not None:
-        delta.logprobs = Logprobs.of(sample.logprobs)
-    if reported is None and new.prompt_logprobs is not None:
-        delta.prompt_logprobs = Logprobs.of(new.prompt_logprobs)
+    if (entries := sample.token_logprobs) is not None:
+        delta.logprobs = Logprobs.of(entries, new.token_text)
+    if reported is None and (of_prompt := new.prompt_token_logprobs) is not None:
+        delta.prompt_logprobs = Logprobs.of(of_prompt, new.token_text)
     if latest.finished:
         delta.finish_reason, delta.stop_reason = sample.finish_reason, sample.stop_reason
         delta.finish_detail, delta.metrics = sample.finish_detail, latest.metrics

@@ -229,6 +229,12 @@ class CompletionOutput:
         return self._logprobs
 
     @property
+    def token_logprobs(self) -> list[TokenLogprobs] | None:
+        """As `logprobs`, in the arrays that they come in: thousands of small objects take a caller long."""
+        entries = self._transcript.logprobs
+        return None if entries is None else entries[self._start : self._end]
+
+    @property
     def cumulative_logprob(self) -> float | None:
         """The log probability of everything generated so far; None if log probabilities were not asked for."""
         if self._transcript.logprobs is None:
@@ -310,6 +316,17 @@ class RequestOutput:
         if entries is None or self._start:
             return None
         return [None, *(self._transcript.describe(entry) for entry in entries)]
+
+    @property
+    def prompt_token_logprobs(self) -> list[TokenLogprobs | None] | None:
+        """As `prompt_logprobs`, see `CompletionOutput.token_logprobs`."""
+        entries = self._transcript.prompt_logprobs
+        return None if entries is None or self._start else [None, *entries]
+
+    def token_text(self, token_id: int) -> str | None:
+        """A token's text behind other text; None if the request makes no text."""
+        decoder = self._transcript.decoder
+        return None if decoder is None else decoder.token_text(token_id)
 
     @property
     def embedding(self) -> npt.NDArray[np.float32] | None:

@@ -1,9 +1,9 @@
 """Log probabilities: as columns between the processes, and as JSON of the two APIs.
 
-The engine gives one dictionary per position: token id -> `Logprob`, the token itself first, then the most likely ones
-in their order (which may have the token itself among them; then it is there once). A request may have hundreds of
-thousands of them. As columns they cross in a tenth of the time that so many objects take, and their JSON is written in
-pieces (`wire/pieces.py`).
+The engine gives arrays for each position (`TokenLogprobs`): the token itself first, then the most likely ones in their
+order (which may have the token itself among them; here it is once). A request may have hundreds of thousands of them.
+As columns they cross in a tenth of the time that so many objects take, and their JSON is written in pieces
+(`wire/pieces.py`).
 
 JSON has no infinities, so an impossible token has -9999.0, as vLLM writes it.
 """
@@ -11,14 +11,14 @@ JSON has no infinities, so an impossible token has -9999.0, as vLLM writes it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pointsman.server.wire.pieces import Pieces
 
 if TYPE_CHECKING:
-    from pointsman.engine.outputs.request_output import Logprob
+    from pointsman.engine.sampling.logprobs import TokenLogprobs
 
 LEAST_LOGPROB = -9999.0
 PIECE = 256
@@ -44,17 +44,25 @@ class Logprobs:
     texts: list[str | None] = field(default_factory=list)
 
     @classmethod
-    def of(cls, entries: Iterable[Mapping[int, Logprob] | None]) -> Logprobs:
-        """Those that the engine gives, one per position."""
-        given = [entry or {} for entry in entries]
-        flat = [one for entry in given for one in entry.values()]
-        return cls(
-            [len(entry) for entry in given],
-            [token_id for entry in given for token_id in entry],
-            [one.logprob for one in flat],
-            [one.rank for one in flat],
-            [one.decoded_token for one in flat],
-        )
+    def of(cls, entries: Iterable[TokenLogprobs | None], text_of: Callable[[int], str | None]) -> Logprobs:
+        """Those that the engine gives, one per position, and the texts of their tokens."""
+        made = cls()
+        for entry in entries:
+            if entry is None:
+                made.counts.append(0)
+                continue
+            token_ids, values = entry.token_ids.tolist(), entry.logprobs.tolist()
+            ranks: list[int | None] = [entry.rank, *range(1, len(token_ids))]
+            if token_ids.count(token_ids[0]) > 1:  # it is among the most likely ones
+                again = token_ids.index(token_ids[0], 1)
+                ranks[0] = again
+                del token_ids[again], values[again], ranks[again]
+            made.counts.append(len(token_ids))
+            made.token_ids += token_ids
+            made.values += values
+            made.ranks += ranks
+        made.texts = list(map(text_of, made.token_ids))
+        return made
 
     def __len__(self) -> int:
         return len(self.counts)

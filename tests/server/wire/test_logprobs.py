@@ -8,9 +8,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 
 from pointsman.engine.outputs.request_output import Logprob
+from pointsman.engine.sampling.logprobs import TokenLogprobs
 from pointsman.server.wire.logprobs import PIECE, Logprobs, LogprobWriter, prompt_logprobs
 from pointsman.server.wire.pieces import Pieces, in_pieces
 
@@ -24,20 +26,31 @@ ResultT = TypeVar("ResultT")
 Entries = Sequence[Mapping[int, Logprob] | None]
 
 
+def columns_of(entries: Entries) -> Logprobs:
+    """As the engine gives them."""
+    texts = {token_id: one.decoded_token for entry in entries for token_id, one in (entry or {}).items()}
+    return Logprobs.of([None if entry is None else _arrays(entry) for entry in entries], texts.__getitem__)
+
+
+def _arrays(entry: Mapping[int, Logprob]) -> TokenLogprobs:
+    values: Any = np.array([one.logprob for one in entry.values()])
+    return TokenLogprobs(np.array(list(entry)), values, next(iter(entry.values())).rank or 0)
+
+
 def at_once(work: Pieces[ResultT]) -> ResultT:
     return asyncio.run(in_pieces(work))
 
 
 def completion(writer: LogprobWriter, token_ids: list[int], entries: Entries, **more: Any) -> Any:
-    return json.loads(at_once(writer.completion(token_ids, Logprobs.of(entries), **more))[0])
+    return json.loads(at_once(writer.completion(token_ids, columns_of(entries), **more))[0])
 
 
 def chat(writer: LogprobWriter, entries: Entries) -> Any:
-    return json.loads(at_once(writer.chat(Logprobs.of(entries))))
+    return json.loads(at_once(writer.chat(columns_of(entries))))
 
 
 def prompt(entries: Entries | None) -> Any:
-    return json.loads(at_once(prompt_logprobs(None if entries is None else Logprobs.of(entries))))
+    return json.loads(at_once(prompt_logprobs(None if entries is None else columns_of(entries))))
 
 
 def test_completions_have_four_lists() -> None:
@@ -89,10 +102,17 @@ def test_those_of_a_prompt_are_by_token_id() -> None:
     ]
 
 
+def test_a_token_that_is_among_the_most_likely_ones_is_there_once() -> None:
+    values = np.array([-0.5, -0.25, -0.5, -3.0], dtype=np.float32)
+    entry = TokenLogprobs(np.array([7, 8, 7, 9]), values, 1)
+    found = Logprobs.of([entry, None], str)
+    assert found == Logprobs([3, 0], [7, 8, 9], [-0.5, -0.25, -3.0], [2, 1, 3], ["7", "8", "9"])
+
+
 def test_columns_are_appended() -> None:
-    both = Logprobs.of([None, SAMPLED_IS_LIKELY])
-    both.extend(Logprobs.of([SAMPLED_IS_UNLIKELY]))
-    assert both == Logprobs.of([None, SAMPLED_IS_LIKELY, SAMPLED_IS_UNLIKELY])
+    both = columns_of([None, SAMPLED_IS_LIKELY])
+    both.extend(columns_of([SAMPLED_IS_UNLIKELY]))
+    assert both == columns_of([None, SAMPLED_IS_LIKELY, SAMPLED_IS_UNLIKELY])
     assert len(both) == 3
     assert [list(place) for place in both.positions()] == [[], [0, 1], [2, 3, 4]]
 
@@ -102,7 +122,7 @@ def test_many_are_written_in_short_pieces(form: str) -> None:
     """And in pieces they are what they are at once."""
     entries = [SAMPLED_IS_LIKELY if place % 3 else SAMPLED_IS_UNLIKELY for place in range(5000)]
     ids = [next(iter(entry)) for entry in entries]
-    columns = Logprobs.of(entries)
+    columns = columns_of(entries)
     make: dict[str, Callable[[], Any]] = {
         "completion": lambda: LogprobWriter(2).completion(ids, columns),
         "chat": lambda: LogprobWriter(2).chat(columns),

@@ -9,7 +9,6 @@ import pytest
 
 from pointsman.core.errors import RequestRefused, UnknownRequest
 from pointsman.engine import SamplingParams
-from pointsman.engine.outputs.request_output import Logprob
 from pointsman.engine.params.structured_outputs import StructuredOutputsParams
 from pointsman.server.service.sampling import for_sample
 from pointsman.server.wire.logprobs import Logprobs
@@ -23,7 +22,7 @@ def test_messages_arrive_in_any_pieces() -> None:
         Add([(1, EngineRequest("a", list(range(1000)), SamplingParams(temperature=0, stop=["x"]), deadline=5.0))]),
         EngineOutputs(
             accepted=[1],
-            deltas=[(1, Delta("hé", [5], Logprobs.of([{5: Logprob(-0.5, 1, "hé")}])))],
+            deltas=[(1, Delta("hé", [5], Logprobs([1], [5], [-0.5], [1], ["hé"])))],
             steps=[StepNote(3, 1, 1e-5)],
         ),
         EngineOutputs(errors=[(2, RequestRefused("too long"))]),
@@ -70,11 +69,9 @@ def test_errors_cross_as_themselves_where_they_can() -> None:
 
 
 def test_merged_deltas_are_what_one_would_have_said() -> None:
-    one = Delta(
-        "a", [1], Logprobs.of([{1: Logprob(-1.0, 1, "a")}]), num_cached_tokens=7, prompt_logprobs=Logprobs.of([None])
-    )
-    one.merge(Delta("", [2], Logprobs.of([{2: Logprob(-2.0, 1, "")}]), num_cached_tokens=7))
-    one.merge(Delta("bc", [3], Logprobs.of([{3: Logprob(-3.0, 2, "bc")}]), "stop", "", 3, num_cached_tokens=7))
+    one = Delta("a", [1], Logprobs([1], [1], [-1.0], [1], ["a"]), num_cached_tokens=7, prompt_logprobs=Logprobs([0]))
+    one.merge(Delta("", [2], Logprobs([1], [2], [-2.0], [1], [""]), num_cached_tokens=7))
+    one.merge(Delta("bc", [3], Logprobs([1], [3], [-3.0], [2], ["bc"]), "stop", "", 3, num_cached_tokens=7))
     assert (one.text, one.token_ids, one.finish_reason, one.stop_reason) == ("abc", [1, 2, 3], "stop", 3)
     assert one.logprobs is not None and one.logprobs.token_ids == [1, 2, 3] and one.logprobs.counts == [1, 1, 1]
     assert one.prompt_logprobs == Logprobs([0]) and one.num_cached_tokens == 7
