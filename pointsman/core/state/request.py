@@ -256,7 +256,7 @@ class RequestState:
         self.status = status
 
     def append_output(self, token_ids: IntArray | Sequence[int]) -> None:
-        """Append tokens to the request's own array (the recent ones of a row come through here)."""
+        """Append tokens to the request's own array."""
         self._output.extend(token_ids)
 
     def take_recent(self, tokens: Int32Array, offset: int, end: int) -> None:

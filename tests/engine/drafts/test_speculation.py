@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -231,16 +232,25 @@ def test_drafts_that_are_wrong_cease(loaded: LoadedModel, monkeypatch: pytest.Mo
     assert last < 215
 
 
-def test_searches_that_bring_nothing_become_seldom(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And an accepted draft makes every step one with a search."""
-    searched: list[int] = []
+@pytest.fixture
+def searched() -> Iterator[list[int]]:
+    """The steps that are searched for drafts."""
+    steps: list[int] = []
     follow = PromptLookup._follow
 
     def watched(self: PromptLookup, output: Any, update: Any) -> Any:
-        searched.append(output.step_id)
+        steps.append(output.step_id)
         return follow(self, output, update)
 
-    monkeypatch.setattr(PromptLookup, "_follow", watched)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PromptLookup, "_follow", watched)
+        yield steps
+
+
+def test_searches_that_bring_nothing_become_seldom(
+    loaded: LoadedModel, searched: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And an accepted draft makes every step one with a search."""
     monkeypatch.setattr(prompt_lookup, "SEARCH_SHARE", 0.0)  # as if steps took no time
     engine = make(loaded, 4)
     engine.add_request("a", list(range(3, 40)), SamplingParams(temperature=1.0, seed=1, max_tokens=60, ignore_eos=True))
@@ -249,7 +259,6 @@ def test_searches_that_bring_nothing_become_seldom(loaded: LoadedModel, monkeypa
         engine.step()
     assert np.diff(searched).tolist() == [1, 2, 4, *[8] * (len(searched) - 4)]
     monkeypatch.undo()
-    monkeypatch.setattr(PromptLookup, "_follow", watched)
     monkeypatch.setattr(Trail, "expected", lambda self, count: always[-count:])
     always = [77] * 4
     likely = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True, logit_bias={77: 100.0})
@@ -261,15 +270,9 @@ def test_searches_that_bring_nothing_become_seldom(loaded: LoadedModel, monkeypa
     assert searched[-1] - searched[-8] == 7
 
 
-def test_where_steps_take_long_every_step_is_searched(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    searched: list[int] = []
-    follow = PromptLookup._follow
-
-    def watched(self: PromptLookup, output: Any, update: Any) -> Any:
-        searched.append(output.step_id)
-        return follow(self, output, update)
-
-    monkeypatch.setattr(PromptLookup, "_follow", watched)
+def test_where_steps_take_long_every_step_is_searched(
+    loaded: LoadedModel, searched: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prompt_lookup, "SEARCH_SHARE", 1e9)
     engine = make(loaded, 4)
     engine.add_request("a", list(range(3, 40)), SamplingParams(temperature=1.0, seed=1, max_tokens=30, ignore_eos=True))
