@@ -1,9 +1,9 @@
 """Who may call what.
 
-    open        /health, /ready, /version, /metrics      everybody
+    open        /health, /ready, /version, /metrics      every caller
     clients     /v1/completions, /tokenize, /docs, ...   where clients have keys: a client's key, or an operator's
     operators   /pause, /resume, /is_paused, ...         where operators have keys: one of them;
-                                                         where only clients have keys: nobody;
+                                                         where only clients have keys: no caller;
                                                          otherwise: a program on this machine, not through a proxy
     own         /v1/requests, /v1/requests/ID            with a client's key: the client's requests;
                                                          otherwise as for operators: all requests
