@@ -213,8 +213,11 @@ class ShadowHost:
         """What the request sampled in a step that was delivered, and since, is of no use. Returns whether a later step
         in flight samples for it."""
         sequence = self.sequences[request]
-        del sequence.tokens[step.lengths[request] :]
-        del sequence.contents[len(sequence.tokens) :]
+        known = step.lengths[request]
+        del sequence.tokens[known:]
+        del sequence.contents[known:]
+        for later in self.in_flight:  # they were executed after tokens that are gone
+            later.lengths[request] = min(later.lengths.get(request, known), known)
         is_in_flight = self.num_pending(request) > 0
         if is_in_flight:
             self.complete_part(request)
