@@ -30,7 +30,7 @@ from pointsman.core.observe.stats import SchedulerStats
 from pointsman.core.recording import Recorder, RecordingError
 from pointsman.core.replay import ReplayDifference, ReplayReport, replay
 from pointsman.core.scheduler import Scheduler
-from pointsman.core.state.events import Listener, StepDecision
+from pointsman.core.state.events import Listener, StepDecision, StepRun
 from pointsman.core.state.inputs import Adapter, EncoderEntry, EncoderInput
 from pointsman.core.state.output import Load, Save, SchedulerOutput, StepResult, StepUpdate
 from pointsman.core.state.reason import Holder, Reason
@@ -85,6 +85,7 @@ __all__ = [
     "StepOrderError",
     "StepResult",
     "StepResultError",
+    "StepRun",
     "StepUpdate",
     "UnknownRequest",
     "UnknownTransfer",

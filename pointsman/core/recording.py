@@ -17,7 +17,7 @@ import numpy as np
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import PointsmanError
 from pointsman.core.kv.connector import AnswerLog
-from pointsman.core.state.events import Call, Listener
+from pointsman.core.state.events import Call, Listener, StepRun
 from pointsman.core.state.inputs import Part
 from pointsman.core.state.output import Integers, SchedulerOutput, StepResult, StepUpdate
 from pointsman.core.state.request import Request
@@ -138,6 +138,13 @@ def _propose(output: SchedulerOutput, token_ids: Integers, counts: Integers, kep
     return {**line, "token_ids": np.asarray(token_ids).tolist(), "counts": np.asarray(counts).tolist()}
 
 
+def _advance(first_step_id: int, times: Any, token_ids: Any, last_token_ids: Any, run: StepRun) -> dict[str, Any]:
+    line: dict[str, Any] = {"step": first_step_id, "times": np.asarray(times, dtype=np.float64).tolist()}
+    line["token_ids"] = np.asarray(token_ids).tolist()
+    line["last_token_ids"] = None if last_token_ids is None else np.asarray(last_token_ids).tolist()
+    return {**line, "decision": run_decision(run)}
+
+
 _FIELDS: dict[str, Callable[..., dict[str, Any]]] = {
     "add": _add,
     "finish": _finish,
@@ -155,6 +162,7 @@ _FIELDS: dict[str, Callable[..., dict[str, Any]]] = {
     "update": _update,
     "propose": _propose,
     "fail": lambda output: {"step": output.step_id},
+    "advance": _advance,
 }
 
 
@@ -186,6 +194,20 @@ def output_decision(output: SchedulerOutput) -> dict[str, Any]:
     decision["saves"] = [[save.block_id, save.key.hex()] for save in output.saves]
     decision.update((name, getattr(output, name).tolist()) for name in _OUTPUT_ARRAYS)
     return decision
+
+
+def run_decision(run: StepRun) -> dict[str, Any]:
+    """All that steps at once decide, as JSON-ready values."""
+    arrays = ("rows", "serials", "num_computed_tokens", "block_ids", "block_rows", "block_steps")
+    return {
+        "num_steps": run.num_steps,
+        "requests": [request.request_id for request in run.requests],
+        **{name: getattr(run, name).tolist() for name in arrays},
+        "preempted": [request.request_id for request in run.preempted],
+        "reported": [[r.request_id, r.finish_reason.value if r.finish_reason else None] for r in run.finished],
+        "blocked_by": None if run.blocked_by is None else run.blocked_by.value,
+        **update_decision(run.update),
+    }
 
 
 def update_decision(update: StepUpdate) -> dict[str, Any]:

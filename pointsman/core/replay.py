@@ -15,8 +15,16 @@ from pointsman.core.errors import ConfigError, PointsmanError
 from pointsman.core.kv.connector import RecordedConnector
 from pointsman.core.policy.order import ORDERS
 from pointsman.core.policy.victim import VICTIMS
-from pointsman.core.recording import FORMAT, FORMAT_VERSION, RecordingError, output_decision, update_decision
+from pointsman.core.recording import (
+    FORMAT,
+    FORMAT_VERSION,
+    RecordingError,
+    output_decision,
+    run_decision,
+    update_decision,
+)
 from pointsman.core.scheduler import Scheduler
+from pointsman.core.state.events import Listener, StepRun
 from pointsman.core.state.output import SchedulerOutput, StepResult
 from pointsman.core.state.request import Request
 from pointsman.core.state.status import FinishReason, ParkReason, PauseMode
@@ -82,6 +90,7 @@ class _Replay:
             "update": self._update,
             "propose": self._propose,
             "fail": self._fail,
+            "advance": self._advance,
         }
 
     def run(self, file: Iterable[str]) -> ReplayReport:
@@ -183,6 +192,25 @@ class _Replay:
     def _fail(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
         scheduler.fail(self._output(call), call["now"])
         self._outputs = {step: output for step, output in self._outputs.items() if step < call["step"]}
+
+    def _advance(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
+        runs = _Runs()
+        scheduler.add_listener(runs)
+        scheduler.advance(call["times"], call["token_ids"], call["last_token_ids"])
+        scheduler.remove_listener(runs)
+        run = runs.newest
+        assert run is not None
+        if run.first_step_id != call["step"]:
+            raise ReplayDifference(number, call["step"], "step_id", call["step"], run.first_step_id)
+        _compare(number, call["step"], call["decision"], run_decision(run))
+        self._num_steps += run.num_steps
+
+
+class _Runs(Listener):
+    newest: StepRun | None = None
+
+    def on_steps(self, run: StepRun) -> None:
+        self.newest = run
 
 
 def _compare(line: int, step: int, recorded: dict[str, Any], replayed: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ from pointsman.core.observe.watchdog import Stall, Watchdog
 from pointsman.core.recording import Recorder
 from pointsman.core.state.events import Call, Events, Listener, send
 from pointsman.core.state.inputs import EncoderInput
-from pointsman.core.state.numbers import checked_priority
+from pointsman.core.state.numbers import MAX_INT, checked_priority
 from pointsman.core.state.output import Integers, SchedulerOutput, StepResult, StepUpdate
 from pointsman.core.state.request import Request
 from pointsman.core.state.status import FinishReason, ParkReason, Pause, PauseMode, PreemptionCause, RequestStatus
@@ -76,6 +76,7 @@ class Scheduler:
         "_emission",
         "_encoder",
         "_events",
+        "_fast_forward",
         "_kv",
         "_listeners",
         "_load_followers",
@@ -125,6 +126,7 @@ class Scheduler:
         self._running, self._drafts, self._emission = parts.running, parts.drafts, parts.emission
         self._admission, self._displacement, self._loading = parts.admission, parts.displacement, parts.loading
         self._update, self._encoder, self._load_followers = parts.update, parts.encoder, parts.gates.load_followers
+        self._fast_forward = parts.fast_forward
         self._max_seen_active_seqs = config.num_seats
         self._watchdog = Watchdog()
         self._next_step_id = start.step_id
@@ -263,6 +265,48 @@ class Scheduler:
             method(len(void), now)
         if self._events.called:
             send(self._events.called, Call("fail", now, {"output": output}))
+
+    # ------------------------------------------------------------------ many steps at once
+
+    def horizon(self, limit: int = MAX_INT) -> int:
+        """How many of the next `limit` steps are sure to let every running request decode one token, and to do nothing
+        else, if no call but `advance` comes before them and no token stops a request. 0: the next one must be
+        scheduled; also while a step is in flight, or a listener wants every step.
+        """
+        return self._fast_forward.horizon(limit)
+
+    def advance(
+        self,
+        times: Sequence[float] | npt.NDArray[np.float64],
+        token_ids: Integers,
+        last_token_ids: Integers | None = None,
+    ) -> StepUpdate:
+        """Decide, and apply, as many steps at once as `times` has ends. The state is then that of so many calls of
+        `schedule` and `update`; their outputs are not made, and what they would have reported counts as reported.
+
+        Args:
+            times: [steps + 1] seconds: when the first step is scheduled, and the end of each step, when it is updated
+                and the next one scheduled.
+            token_ids: what the model samples: [rows], the same in each step, or [steps, rows]; rows are the running
+                requests in admission order. Only the last step's tokens may stop requests.
+            last_token_ids: [rows] those of the last step, if they are others.
+
+        Returns:
+            The update of the last step.
+
+        Raises:
+            StepOrderError: it is not sure that these steps are plain decodes, see `horizon`. Nothing has changed.
+            StepResultError: the tokens do not fit, or one stops its request too early. Nothing has changed.
+        """
+        first = self._next_step_id
+        update, run = self._fast_forward.advance(first, times, token_ids, last_token_ids)
+        self._next_step_id += run.num_steps
+        for method in self._events.ran_steps:
+            method(run)
+        if self._events.called:
+            arguments = {"first_step_id": first, "times": times, "token_ids": token_ids, "run": run}
+            send(self._events.called, Call("advance", run.times[-1], {**arguments, "last_token_ids": last_token_ids}))
+        return update
 
     # ------------------------------------------------------------------ parts of the step
 

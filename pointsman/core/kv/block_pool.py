@@ -72,6 +72,11 @@ class BlockPool:
         return self._num_blank + self._num_cached
 
     @property
+    def num_blank(self) -> int:
+        """Free blocks without cached content, which are allocated before any is evicted."""
+        return self._num_blank
+
+    @property
     def usage(self) -> float:
         """Share of the usable blocks that are referenced, 0 to 1."""
         return 1.0 - self.num_free / self.num_usable

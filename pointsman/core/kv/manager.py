@@ -24,6 +24,7 @@ from pointsman.core.state.batch import Batch
 from pointsman.core.state.numbers import INT32
 from pointsman.core.state.output import Save
 from pointsman.core.state.request import Request
+from pointsman.core.state.tokens import NO_TOKENS
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -153,6 +154,37 @@ class KVCacheManager:
         batch.block_table[np.repeat(rows, counts), np.repeat(slots // self.block_size, counts) + within] = blocks
         batch.num_slots[rows] = slots + counts * self.block_size
         return blocks
+
+    def grow_for_steps(
+        self, batch: Batch, rows: Int64Array, num_computed: Int64Array, num_steps: int
+    ) -> tuple[Int32Array, Int64Array, Int64Array]:
+        """Append the blocks that each row needs to decode one token in each of `num_steps` steps, allocated in the
+        order of these steps, and of the rows within one.
+
+        Returns the blocks in that order, and for each the index of its row in `rows` and its step, from 0.
+        """
+        size = self.block_size
+        slots = batch.num_slots[rows]
+        room = slots - num_computed
+        lacking = (room < num_steps).nonzero()[0]
+        if not len(lacking):
+            return NO_TOKENS, NO_BLOCKS, NO_BLOCKS
+        room = room[lacking]
+        counts = (num_steps - room + (size - 1)) // size
+        total = int(counts.sum())
+        owners, within, steps = lacking, 0, room
+        if total > len(lacking):
+            owners = lacking.repeat(counts)
+            within = np.arange(total) - (counts.cumsum() - counts).repeat(counts)
+            steps = room.repeat(counts) + within * size
+        order = steps.argsort(kind="stable")
+        blocks = np.empty(total, dtype=np.int64)
+        taken = self._take(total)
+        blocks[order] = taken
+        at = rows[owners]
+        batch.flat_table[batch.table_starts[at] + slots[owners] // size + within] = blocks
+        batch.num_slots[rows[lacking]] = slots[lacking] + counts * size
+        return taken.astype(INT32), owners[order], steps[order]
 
     def table(self, batch: Batch, row: int) -> Int64Array:
         """A copy of a row's block table."""

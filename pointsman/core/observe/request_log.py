@@ -10,6 +10,7 @@ from pointsman.core.state.events import (
     Admitted,
     Listener,
     Preempted,
+    StepRun,
 )
 from pointsman.core.state.output import SchedulerOutput, StepUpdate
 from pointsman.core.state.request import Request
@@ -47,6 +48,9 @@ class RequestLog(Listener):
     def on_update(self, output: SchedulerOutput, update: StepUpdate, now: float) -> None:
         for request in [request for request in self._silent if request.num_output_tokens]:
             self._first_token(request, now)
+
+    def on_steps(self, run: StepRun) -> None:
+        """Every request that decodes has its first token already."""
 
     def on_finished(self, request: Request, now: float) -> None:
         """A first token that finished it is logged first."""

@@ -16,6 +16,7 @@ from pointsman.core.state.events import (
     LoadStarted,
     Preempted,
     StepDecision,
+    StepRun,
 )
 from pointsman.core.state.output import SchedulerOutput, StepUpdate
 from pointsman.core.state.reason import Reason
@@ -170,6 +171,14 @@ class Statistics(Listener):
 
     def on_update(self, output: SchedulerOutput, update: StepUpdate, now: float) -> None:
         self.num_generated_tokens += len(update.token_ids)
+
+    def on_steps(self, run: StepRun) -> None:
+        num_tokens = run.num_steps * len(run.requests)
+        self.num_steps += run.num_steps
+        self.num_scheduled_tokens += num_tokens
+        self.num_generated_tokens += num_tokens
+        if run.blocked_by is not None:
+            self.deferrals[run.blocked_by.position] += run.num_steps
 
     def on_failed(self, num_steps: int, now: float) -> None:
         self.num_failed_steps += num_steps

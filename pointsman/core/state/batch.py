@@ -333,6 +333,26 @@ class Batch:
             self._make_room(requests, rows, num_tokens)
         return num_tokens
 
+    def append_steps(
+        self, requests: Sequence[Request], rows: Int64Array, token_ids: Int32Array, num_steps: int
+    ) -> None:
+        """The tokens of `num_steps` steps, one for each row and step: [rows], the same in each, or [steps, rows], of
+        which the first `num_steps` are taken. Nothing of these rows is in flight."""
+        num_tokens = self.num_tokens[rows]
+        done = 0
+        while done < num_steps:
+            if self._least_room <= 0:
+                self._make_room(requests, rows, num_tokens)
+            piece = min(num_steps - done, self._least_room)
+            places = (self.recent_offset[rows] + num_tokens)[:, None] + np.arange(piece)
+            one_by_one = token_ids[:, None] if token_ids.ndim == 1 else token_ids[done : done + piece].T
+            self._flat_recent[places] = one_by_one
+            num_tokens += piece
+            self.num_tokens[rows] = num_tokens
+            self._least_room -= piece
+            done += piece
+        self.least_left -= num_steps
+
     def append_runs(self, requests: Sequence[Request], rows: Int64Array, runs: Runs, num_tokens: Int64Array) -> None:
         """The tokens of run i for `rows[i]` (distinct rows), which then has `num_tokens[i]`.
 

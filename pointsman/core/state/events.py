@@ -9,6 +9,7 @@ the thread that owns the scheduler. A listener reads; it must not call the sched
                 what happened to one request
     stepped     a step is decided: the columnar record of all its rows
     updated     the result of a step was applied
+    ran_steps   several steps were decided and applied at once (fast-forward)
     failed      steps were rolled back
     proposed, loading, loaded
                 drafts from the host, and KV from a connector
@@ -110,6 +111,36 @@ class StepDecision:
     """Blocks that requests released since the step before, one array for each; only if a listener wants them."""
 
 
+class StepRun(NamedTuple):
+    """Steps that were decided, executed and applied at once: in each, every running request decoded one token."""
+
+    first_step_id: int
+    num_steps: int
+    times: Sequence[float] | npt.NDArray[np.float64]
+    """[num_steps + 1] the start, and the end of each step, which is the start of the next."""
+    requests: tuple[Request, ...]
+    rows: npt.NDArray[np.integer]
+    """[n] rows of the requests, in admission order."""
+    serials: npt.NDArray[np.integer]
+    num_computed_tokens: npt.NDArray[np.integer]
+    """[n] computed tokens of each row before the first step."""
+    block_ids: npt.NDArray[np.integer]
+    """Blocks that the rows got, in the order in which they were allocated."""
+    block_rows: npt.NDArray[np.integer]
+    """For each of them the index of its request."""
+    block_steps: npt.NDArray[np.integer]
+    """For each of them its step, from 0."""
+    preempted: tuple[Request, ...]
+    """What the output of the first step would have reported."""
+    finished: tuple[Request, ...]
+    blocked_by: Reason | None
+    """Why the head of the queue was not admitted, in all of the steps; None: the queue is empty."""
+    returned_blocks: Sequence[npt.NDArray[np.int64]]
+    """Blocks that requests released since the step before, see `StepDecision`."""
+    update: StepUpdate
+    """Of the last step."""
+
+
 class Listener:
     """Follows a scheduler's decisions. Every method does nothing: override those that are wanted."""
 
@@ -148,6 +179,10 @@ class Listener:
     def on_update(self, output: SchedulerOutput, update: StepUpdate, now: float) -> None:
         """The result of a step was applied."""
 
+    def on_steps(self, run: StepRun) -> None:
+        """Several steps were decided and applied at once. Where a listener wants each step or update, and does not
+        override this, no step is skipped over."""
+
     def on_failed(self, num_steps: int, now: float) -> None:
         """The newest `num_steps` steps in flight were rolled back."""
 
@@ -178,10 +213,12 @@ class Events:
         "listeners",
         "load_finished",
         "load_started",
+        "needs_every_step",
         "parked",
         "preempted",
         "proposed",
         "queued",
+        "ran_steps",
         "refused",
         "rolled_back",
         "stepped",
@@ -213,6 +250,9 @@ class Events:
         self.rolled_back: _RequestMethods = _overridden(listeners, "on_rolled_back")
         self.finished: _RequestMethods = _overridden(listeners, "on_finished")
         self.stepped: _Methods[StepDecision] = _overridden(listeners, "on_step")
+        self.ran_steps: _Methods[StepRun] = _overridden(listeners, "on_steps")
+        follows = {*_following(listeners, "on_step"), *_following(listeners, "on_update")}
+        self.needs_every_step = not follows <= set(_following(listeners, "on_steps"))
         self.failed: tuple[Callable[[int, float], None], ...] = _overridden(listeners, "on_failed")
         self.proposed: _Methods[int] = _overridden(listeners, "on_proposed")
         self.load_started: _Methods[LoadStarted] = _overridden(listeners, "on_load_started")
@@ -230,5 +270,10 @@ def send(methods: _Methods[_Event], event: _Event) -> None:
 
 def _overridden(listeners: Iterable[Listener], name: str) -> tuple[Any, ...]:
     """The methods of that name, of the listeners whose class overrides it."""
+    return tuple([getattr(listener, name) for listener in _following(listeners, name)])
+
+
+def _following(listeners: Iterable[Listener], name: str) -> list[Listener]:
+    """The listeners whose class overrides a method."""
     base = getattr(Listener, name)
-    return tuple(getattr(listener, name) for listener in listeners if getattr(type(listener), name) is not base)
+    return [listener for listener in listeners if getattr(type(listener), name) is not base]

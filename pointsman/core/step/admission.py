@@ -16,7 +16,7 @@ find, what running requests are owed, whether anything runs, or enough free bloc
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.kv.manager import KVCacheManager, Match
@@ -50,6 +50,19 @@ class _KeptVerdict:
     shortage: Shortage | None
     """None: it did not lack blocks."""
     required_budget: int
+
+
+class Standstill(NamedTuple):
+    """Why the queue stays blocked while every running request decodes and nothing else happens."""
+
+    reason: Reason
+    deferral: Deferral | None
+    """Of its head; None: as `shortage` says."""
+    shortage: Shortage | None = None
+    least_free: int = 0
+    """With fewer free blocks the reason would be another one."""
+    outlasts_evictions: bool = True
+    """Whether it does not depend on what is cached."""
 
 
 class Gates:
@@ -98,6 +111,7 @@ class Admission:
         self._static = config.batching == "static"
         self._closes_after_preemption = not config.admit_after_preemption
         self._max_rows = config.max_num_seqs if config.batching == "prefill-first" else MAX_INT
+        self._rows_share_budget = config.batching != "prefill-first"  # with the requests that are admitted
         self._charges_whole = config.admission_charge == "whole"
         # With the full sequence reserved, what is required does not depend on the size of the first chunk.
         self._depends_on_chunk = not config.full_sequence_must_fit
@@ -267,6 +281,62 @@ class Admission:
         view = self._view
         view.budget, view.num_running, view.num_owed_blocks = budget, num_running, num_owed_blocks
         return self._judge(request, key)
+
+    # ------------------------------------------------------------------ while nothing changes
+
+    def standstill(self, num_running: int) -> Standstill | None:
+        """Why the head of the queue is sure to be blocked in a step in which all running requests decode one token, for
+        the reason that it has now; None: it may not be, or that takes a lookup to tell."""
+        head = self._table.queue.peek()
+        state = head._state
+        closed = self._closed(False)
+        if closed is Reason.PAUSED:
+            return Standstill(closed, state.deferral)
+        if state.deferral is None:
+            return None
+        budget = self._budget - (num_running if self._rows_share_budget else 0)
+        found: Standstill | None = None
+        if closed is not None:
+            found = Standstill(closed, _closed_for(closed))
+        elif num_running >= self.max_num_active_seqs:
+            missing = num_running - self.max_num_active_seqs + 1
+            found = Standstill(Reason.SEQUENCE_LIMIT, Deferral(Reason.SEQUENCE_LIMIT, missing))
+        elif budget <= 0:
+            found = Standstill(Reason.BUDGET, Deferral(Reason.BUDGET, 1))
+        elif not state.num_pending and head.adapter is None:
+            found = self._kept_standstill(head, budget, num_running)
+        return found if found is not None and found.reason is state.deferral.reason else None
+
+    def _kept_standstill(self, head: Request, budget: int, num_running: int) -> Standstill | None:
+        kept, free = self._kept, self._kv.pool.num_free
+        if kept is None or kept.request is not head or kept.key != self._key(budget, num_running, 0):
+            return None
+        outlasts_evictions = not self._depends_on_chunk
+        if budget < kept.required_budget:
+            deferral = Deferral(Reason.BUDGET, kept.required_budget - budget)
+            return Standstill(Reason.BUDGET, deferral, outlasts_evictions=outlasts_evictions)
+        shortage = kept.shortage
+        if shortage is None or free >= shortage.required:
+            return None
+        least_free, reason = next(rung for rung in shortage.rungs if rung[0] <= free)
+        return Standstill(reason, None, shortage, least_free, outlasts_evictions)
+
+    def stand_still(self, blocked: Standstill | None, now: float, num_free: int) -> None:
+        """Steps have gone by in which the queue was blocked, or empty (None); the last one at `now`, with `num_free`
+        free blocks."""
+        table = self._table
+        if table.skipped:
+            table.skipped = []
+        table.blocker = None
+        self._batch_forms = blocked is not None and blocked.reason is Reason.BUDGET
+        if blocked is None:
+            return
+        table.blocker = head = table.queue.peek()
+        for open_queue in self._openers:
+            open_queue()
+        self._view.now = now
+        shortage = blocked.shortage
+        head._state.deferral = blocked.deferral if shortage is None else shortage.deferral(num_free)
 
     def _key(self, budget: int, num_running: int, num_owed_blocks: int) -> tuple[Any, ...]:
         """What the verdict on a blocked head depends on, beside the free blocks."""

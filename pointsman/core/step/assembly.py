@@ -23,6 +23,7 @@ from pointsman.core.step.admission import Admission, Gates
 from pointsman.core.step.displacement import Displacement, displaces
 from pointsman.core.step.drafts import Drafts
 from pointsman.core.step.emit import Emission
+from pointsman.core.step.fast_forward import FastForward
 from pointsman.core.step.in_flight import StepsInFlight
 from pointsman.core.step.loading import Loading, make_loading
 from pointsman.core.step.prompt_parts import PromptParts
@@ -63,6 +64,7 @@ class Parts:
     emission: Emission
     prompt_parts: PromptParts
     update: Update
+    fast_forward: FastForward
 
 
 def assemble(
@@ -104,6 +106,9 @@ def assemble(
     emission = Emission(config, batch, kv, table, encoder)
     prompt_parts = PromptParts(config, table)
     update = Update(batch, kv, table, steps, prompt_parts, encoder, transfers)
+    fast_forward = FastForward(
+        config, batch, kv, table, steps, running, drafts, loading, admission, displacement, emission, update, events
+    )
     return Parts(
         batch,
         kv,
@@ -120,4 +125,5 @@ def assemble(
         emission,
         prompt_parts,
         update,
+        fast_forward,
     )

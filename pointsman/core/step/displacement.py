@@ -55,9 +55,7 @@ class Displacement:
         batch, members = self._batch, self._batch.members
         priority = batch.priority[members.rows]
         less_urgent = (priority > head.priority).nonzero()[0]
-        # More may run than the cap allows, if it was lowered: no request starts until fewer do.
-        is_crowded = len(members) > self._admission.max_num_active_seqs
-        if len(less_urgent) == 0 or head.num_pending or is_crowded or self._failed_before(head):
+        if self._is_futile(head, less_urgent):
             return []
         # Least urgent first, and among equals the one admitted last.
         candidates = less_urgent[np.lexsort((less_urgent, priority[less_urgent]))][::-1]
@@ -87,6 +85,16 @@ class Displacement:
             return []
         self._drafts.forget()
         return [members.requests[index] for index in candidates[:high].tolist()]
+
+    def is_idle(self, head: Request) -> bool:
+        """Whether nothing is tried for `head`, in this step and in those after it, while every running request decodes
+        and nothing else happens."""
+        return self._is_futile(head, (self._batch.priority[self._batch.members.rows] > head.priority).nonzero()[0])
+
+    def _is_futile(self, head: Request, less_urgent: Int64Array) -> bool:
+        # More may run than the cap allows, if it was lowered: no request starts until fewer do.
+        is_crowded = len(self._batch.members) > self._admission.max_num_active_seqs
+        return len(less_urgent) == 0 or bool(head.num_pending) or is_crowded or self._failed_before(head)
 
     def forget(self) -> None:
         """The priority of a request changed: what failed before may succeed."""

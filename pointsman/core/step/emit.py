@@ -63,6 +63,11 @@ class Emission:
         self._resync = False
         self._unsynced: set[int] = set()  # serials of admissions whose table the host does not have yet
 
+    @property
+    def is_resync_due(self) -> bool:
+        """Whether the next output has the full block table of its rows."""
+        return self._resync
+
     def resync(self) -> None:
         """Outputs were void: the host needs the full block table of every running request again."""
         self._resync = True

@@ -89,8 +89,10 @@ class Running:
         self._limits = limits
         self._victim = victim
         self._drafts = drafts
-        self._steady_allowed = not any(limit.limits_decode for limit in limits)
-        self._steady_rows = self._budget  # with more rows, not all of them can decode in a step
+        self.steady_allowed = not any(limit.limits_decode for limit in limits)
+        """Whether no limit must be asked where every row decodes one token."""
+        self.steady_rows = self._budget
+        """With more rows, not all of them can decode in a step."""
         self._speculates = config.num_draft_tokens > 0
         limited = any(limit.limits_drafts for limit in limits)
         self._steady_drafts_allowed = not limited and config.num_draft_tokens < config.block_size
@@ -99,7 +101,7 @@ class Running:
         """Decide, and commit, what every running row computes; `preempt` is called for each victim."""
         batch = self._batch
         preempted = False
-        while self._steady_allowed and batch.num_prefilling == 0 and len(batch.members.requests) <= self._steady_rows:
+        while self.steady_allowed and batch.num_prefilling == 0 and len(batch.members.requests) <= self.steady_rows:
             steady = self._advance_drafts() if self._drafts.waiting else self._advance_steady(in_flight)
             if steady is not None:
                 steady.preempted = preempted
@@ -372,7 +374,7 @@ class InOrder(Running):
         super().__init__(config, batch, kv, limits, victim, drafts)
         self._max_rows = config.max_num_seqs
         self._looks_ahead = config.shortage == "look-ahead"
-        self._steady_rows = min(self._steady_rows, self._max_rows)
+        self.steady_rows = min(self.steady_rows, self._max_rows)
 
     def advance_prefills(self, preempt: Preempt) -> Advance:
         """As `advance`, only for rows whose known tokens are not all computed yet."""

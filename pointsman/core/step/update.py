@@ -92,7 +92,11 @@ class Update:
             return self._append_some(step, output, result)
         token_ids = checked_tokens(result, len(members.requests))
         step.is_over = True
-        num_tokens = self._batch.append(members.requests, members.rows, token_ids, is_last=self._is_last())
+        return self.append_plain(members, token_ids, self._is_last())
+
+    def append_plain(self, members: Members, token_ids: Int32Array, is_last: bool) -> tuple[UpdateFields, Ends]:
+        """Append one token for every running row, and find requests that stop. `is_last`: nothing more is in flight."""
+        num_tokens = self._batch.append(members.requests, members.rows, token_ids, is_last=is_last)
         done = token_ids == members.eos_token_id
         if self._batch.may_end(0):
             done |= num_tokens >= members.token_limit

@@ -1,0 +1,312 @@
+"""How many next steps are sure to be plain decodes, and what is the state after them? Fast-forward.
+
+    k = scheduler.horizon(limit)                 so many steps will let every running request decode one token
+    scheduler.advance(times, token_ids)          len(times) - 1 of them at once
+
+A simulator spends most of its steps decoding: no request comes or goes, no block runs out. Such steps need not be
+decided one by one. `horizon` proves how many there are, from token limits, free blocks, and why the head of the queue
+is blocked; where a proof would take a decision (a lookup, a dry run, drafts, an encoder, a connector) it is 0, and the
+host schedules a single step. `advance` leaves what so many calls of `schedule` and `update` would: columns, block ids,
+the order of the free blocks, the prefix tree, counters.
+
+No end of sequence is guessed: the host, which knows what the model samples, advances up to the step in which a token
+stops a request, and gives that step's tokens as the last ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.config import SchedulerConfig
+from pointsman.core.errors import StepOrderError, StepResultError
+from pointsman.core.kv.block_pool import NO_BLOCKS
+from pointsman.core.kv.manager import KVCacheManager
+from pointsman.core.policy.gate import Gate
+from pointsman.core.state.batch import Batch, Members
+from pointsman.core.state.events import Events, StepRun
+from pointsman.core.state.numbers import INT32, INT64, MAX_INT
+from pointsman.core.state.output import OutputFields, SchedulerOutput, StepUpdate, UpdateFields
+from pointsman.core.state.status import PauseMode
+from pointsman.core.state.tokens import NO_TOKENS
+from pointsman.core.step.admission import Admission, Standstill
+from pointsman.core.step.displacement import Displacement
+from pointsman.core.step.drafts import Drafts
+from pointsman.core.step.emit import Emission
+from pointsman.core.step.in_flight import StepsInFlight
+from pointsman.core.step.loading import Loading
+from pointsman.core.step.request_table import RequestTable
+from pointsman.core.step.running import Running
+from pointsman.core.step.update import Ends, Update
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+
+class FastForward:
+    """Proves that steps are plain decodes, and does them at once."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        batch: Batch,
+        kv: KVCacheManager,
+        table: RequestTable,
+        steps: StepsInFlight,
+        running: Running,
+        drafts: Drafts,
+        loading: Loading | None,
+        admission: Admission,
+        displacement: Displacement | None,
+        emission: Emission,
+        update: Update,
+        events: Events,
+    ) -> None:
+        self._block_size = config.block_size
+        self._grows_first = config.batching != "prefill-first"  # before requests are admitted
+        self._batch, self._kv, self._table, self._steps = batch, kv, table, steps
+        self._running, self._drafts, self._admission = running, drafts, admission
+        self._displacement, self._emission, self._update, self._events = displacement, emission, update, events
+        self._is_allowed = loading is None and running.steady_allowed
+        gates = admission.gates
+        self._load_followers = gates.load_followers
+        self._horizons = [gate.horizon for gate in gates.all if type(gate).horizon is not Gate.horizon]
+
+    # ------------------------------------------------------------------ how many
+
+    def horizon(self, limit: int) -> int:
+        """How many of the next `limit` steps are sure to be plain decodes."""
+        return self._look_ahead(limit)[0]
+
+    def _look_ahead(self, limit: int) -> tuple[int, Standstill | None]:
+        """The horizon, and why the queue is blocked until then; None: it is empty, or the horizon is 0."""
+        batch, queue, admission = self._batch, self._table.queue, self._admission
+        num_rows = len(batch.members.requests)
+        if (
+            limit <= 0
+            or not num_rows
+            or not self._is_allowed
+            or self._steps.records
+            or batch.num_prefilling
+            or self._drafts.waiting
+            or batch.num_watched
+            or batch.num_no_sample
+            or num_rows > self._running.steady_rows
+            or self._emission.is_resync_due
+            or self._events.needs_every_step
+            or (admission.pause is not None and admission.pause.mode is PauseMode.ALL)
+        ):
+            return 0, None
+        for horizon in self._horizons:
+            limit = min(limit, horizon(limit))
+        for open_step in self._load_followers:
+            open_step(len(queue) + num_rows)
+        blocked = None
+        free = self._kv.pool.num_free
+        if len(queue):
+            if self._displacement is not None and not self._displacement.is_idle(queue.peek()):
+                return 0, None
+            blocked = admission.standstill(num_rows)
+            if blocked is None:
+                return 0, None
+            free -= blocked.least_free
+            if not blocked.outlasts_evictions:
+                free = min(free, self._kv.pool.num_blank)
+        if limit > 0 and batch.may_end(limit):
+            limit = batch.least_left
+        return self._within_blocks(max(limit, 0), num_rows, free), blocked
+
+    def _within_blocks(self, limit: int, num_rows: int, free: int) -> int:
+        """How many of `limit` steps take at most `free` blocks."""
+        size = self._block_size
+        if num_rows * (limit // size + 1) <= free:
+            return limit
+        batch, rows = self._batch, self._batch.members.rows
+        room = batch.num_slots[rows] - batch.num_computed_tokens[rows]
+
+        def needed(num_steps: int) -> int:
+            short = np.maximum(num_steps - room, 0)
+            return int(((short + (size - 1)) // size).sum())
+
+        if needed(limit) <= free:
+            return limit
+        low, high = 0, limit  # enough, too many
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if needed(middle) <= free else (low, middle)
+        return low
+
+    # ------------------------------------------------------------------ at once
+
+    def advance(
+        self, first_step_id: int, times: Sequence[float] | FloatArray, token_ids: Any, last_token_ids: Any
+    ) -> tuple[StepUpdate, StepRun]:
+        """`len(times) - 1` steps; see `Scheduler.advance`."""
+        num_steps = len(times) - 1
+        if num_steps < 1:
+            raise StepOrderError(f"times has {len(times)} value(s); give one for the start and one for each step's end")
+        certain, blocked = self._look_ahead(num_steps)
+        if certain < num_steps:
+            raise StepOrderError(
+                f"{num_steps} step(s) at once, and {certain} are sure to be plain decodes; ask horizon() first, and "
+                "schedule the others one by one"
+            )
+        batch, kv, table, members = self._batch, self._kv, self._table, self._batch.members
+        tokens, last = _checked_tokens(members, num_steps, token_ids, last_token_ids)
+        self._check_middle(members, num_steps, tokens)
+        rows, last_step_id = members.rows, first_step_id + num_steps - 1
+        table.now = float(times[-1])
+        computed = batch.num_computed_tokens[rows]
+        kv.open_step(last_step_id, [], last_step_id)
+        kv.journal = None
+        block_ids, block_rows, block_steps = kv.grow_for_steps(batch, rows, computed, num_steps)
+        batch.num_computed_tokens[rows] = computed + num_steps
+        self._admission.stand_still(blocked, float(times[-2]), self._free_at_last_admission(block_steps, num_steps))
+        preempted, finished = table.take_reports()
+        self._keep_last_output(last_step_id, members, computed + (num_steps - 1), preempted, finished)
+        returned: Sequence[Int64Array] = ()
+        if kv.returned is not None:
+            returned, kv.returned = kv.returned, []
+        self._drafts.last_updated_step = last_step_id
+        fields, ends = self._append(members, num_steps, tokens, last)
+        if ends:
+            self._update.finish(fields, ends)
+        sealed: Any = fields
+        sealed.__class__ = StepUpdate  # complete: see `state/sealed.py`
+        run = StepRun(
+            first_step_id,
+            num_steps,
+            times,
+            members.requests,
+            rows,
+            members.serials,
+            computed,
+            block_ids,
+            block_rows,
+            block_steps,
+            tuple(preempted),
+            tuple(finished),
+            None if blocked is None else blocked.reason,
+            returned,
+            sealed,
+        )
+        return sealed, run
+
+    def _free_at_last_admission(self, block_steps: Int64Array, num_steps: int) -> int:
+        """Free blocks when the last step asked the queue, after or before its own rows took theirs."""
+        free = self._kv.pool.num_free
+        return free if self._grows_first else free + int(np.count_nonzero(block_steps == num_steps - 1))
+
+    def _keep_last_output(
+        self, step_id: int, members: Members, computed: Int64Array, preempted: Sequence[Any], finished: Sequence[Any]
+    ) -> None:
+        """Explanations of waiting requests name what the newest step did; without any there is nothing to keep."""
+        if not len(self._table.queue):
+            self._emission.last_output = None
+            return
+        fields: Any = OutputFields(
+            step_id,
+            len(members),
+            len(members),
+            False,
+            members.requests,
+            members.rows,
+            members.serials,
+            computed,
+            members.ones,
+            members.trues,
+            members.zeros,
+            NO_TOKENS,
+            NO_BLOCKS,
+            NO_BLOCKS,
+            NO_BLOCKS,
+            NO_BLOCKS.astype(np.bool_),
+            NO_TOKENS,
+            NO_BLOCKS,
+            (),
+            (),
+            (),
+            (),
+            0,
+            (),
+            (),
+        )
+        fields.__class__ = SchedulerOutput
+        self._emission.last_output = fields
+
+    def _append(
+        self, members: Members, num_steps: int, tokens: Int32Array, last: Int32Array
+    ) -> tuple[UpdateFields, Ends]:
+        """Append the tokens of all steps, and find the requests that stop with the last ones."""
+        batch = self._batch
+        if num_steps > 1:
+            batch.append_steps(members.requests, members.rows, tokens, num_steps - 1)
+        last = last.copy()
+        last.setflags(False)  # type: ignore[call-arg]
+        return self._update.append_plain(members, last, True)
+
+    def _check_middle(self, members: Members, num_steps: int, tokens: Int32Array) -> None:
+        """No token before the last step's may stop its request.
+
+        Raises:
+            StepResultError: one does.
+        """
+        if num_steps == 1:
+            return
+        batch = self._batch
+        middle = tokens if tokens.ndim == 1 else tokens[: num_steps - 1]
+        stops = middle == members.eos_token_id
+        if batch.stop_filter.num_rows:
+            stops |= batch.stop_filter.may_stop(middle)
+        if not stops.any():
+            return
+        for *step, index in np.argwhere(stops).tolist():
+            request = members.requests[index]
+            token = int(middle[*step, index])
+            number = step[0] + 1 if step else num_steps - 1  # the last of the steps that have this token
+            num_output = int(batch.num_tokens[members.rows[index]]) + number - request.num_prompt_tokens
+            if token in request.stop_set and num_output >= request.min_tokens:
+                raise StepResultError(
+                    f"token {token} stops request {request.request_id!r} before the last of {num_steps} steps; advance "
+                    "up to the step that stops it, with its token in last_token_ids"
+                )
+
+
+def _checked_tokens(
+    members: Members, num_steps: int, token_ids: Any, last_token_ids: Any
+) -> tuple[Int32Array, Int32Array]:
+    """The tokens of the steps, [rows] (the same in each) or [steps, rows], and those of the last step.
+
+    Raises:
+        StepResultError: another shape, or no token ids.
+    """
+    num_rows = len(members)
+    tokens = _token_array("token_ids", token_ids)
+    if tokens.shape != (num_rows,) and tokens.shape != (num_steps, num_rows):
+        raise StepResultError(
+            f"token_ids has shape {tokens.shape}; give [{num_rows}] (rows) or [{num_steps}, {num_rows}] (steps, rows)"
+        )
+    if last_token_ids is None:
+        return tokens, tokens if tokens.ndim == 1 else tokens[-1]
+    last = _token_array("last_token_ids", last_token_ids)
+    if last.shape != (num_rows,):
+        raise StepResultError(f"last_token_ids has shape {last.shape}; give [{num_rows}] (rows)")
+    return tokens, last
+
+
+def _token_array(name: str, values: Any) -> Int32Array:
+    given: npt.NDArray[Any] = values if isinstance(values, np.ndarray) else np.asarray(values)
+    if given.dtype is not INT32:
+        if not np.issubdtype(given.dtype, np.integer):
+            raise StepResultError(f"{name} has type {given.dtype}; it must be integers")
+        wide = given.astype(INT64)
+        if wide.size and wide.max() > MAX_INT:
+            raise StepResultError(f"{name} has token id {wide.max()}; ids must be between 0 and {MAX_INT}")
+        given = np.where(wide < 0, -1, wide).astype(INT32)
+    if given.size and given.item(given.argmin()) < 0:
+        raise StepResultError(f"{name} has token id {given.min()}; ids must be between 0 and {MAX_INT}")
+    return given

@@ -1,0 +1,265 @@
+"""Fast-forward: how far it is sure to go, what it leaves, and what it refuses. That it equals single steps in any
+state is shown by two schedulers side by side (`tests/property/test_fast_forward.py`)."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pointsman.core import (
+    FinishReason,
+    Listener,
+    PauseMode,
+    Reason,
+    Recorder,
+    ReplayDifference,
+    StepOrderError,
+    StepResultError,
+    replay,
+)
+from pointsman.core.state.events import StepRun
+from tests.core.helpers import EOS, Host
+
+
+def decoding(num_requests: int = 2, **overrides: Any) -> Host:
+    """A host whose requests decode: each has 4 prompt tokens in a block, and one sampled token."""
+    host = Host(**{"enable_prefix_caching": False, **overrides})
+    for index in range(num_requests):
+        host.add(f"r{index}", 4, max_tokens=20)
+    host.step()
+    return host
+
+
+def ends(num_steps: int, start: float = 100.0) -> list[float]:
+    return [start + index for index in range(num_steps + 1)]
+
+
+# ---------------------------------------------------------------------- horizon
+
+
+def test_until_the_first_token_limit() -> None:
+    host = decoding()
+    host.add("short", 4, max_tokens=5)
+    host.step()
+    assert host.scheduler.horizon() == 4
+    assert host.scheduler.horizon(3) == 3
+    assert host.scheduler.horizon(0) == 0
+
+
+def test_until_blocks_run_out() -> None:
+    """Two rows of 1 block and 5 tokens take their second block at once; 2 + 2 x 2 blocks allow 4 steps."""
+    host = decoding(num_blocks=6)
+    assert host.scheduler.horizon() == 8
+    assert decoding(num_blocks=4).scheduler.horizon() == 4
+
+
+def test_not_while_a_prompt_is_computed() -> None:
+    host = decoding()
+    host.add("long", 30)
+    host.step()
+    assert host.scheduler.horizon() == 0
+    host.step()
+    assert host.scheduler.horizon() == 0
+    host.step()
+    assert host.scheduler.horizon() > 0
+
+
+def test_not_without_requests_or_in_flight() -> None:
+    host = Host()
+    assert host.scheduler.horizon() == 0
+    host = decoding(max_steps_in_flight=2)
+    output = host.schedule()
+    assert host.scheduler.horizon() == 0
+    host.update(output)
+    assert host.scheduler.horizon() > 0
+
+
+def test_a_new_request_ends_it_until_the_queue_was_asked() -> None:
+    host = decoding(max_num_seqs=2)
+    host.add("waits", 4)
+    assert host.scheduler.horizon() == 0
+    host.step()
+    assert host.scheduler.horizon() == 18
+
+
+def test_a_queue_that_waits_for_blocks_stays_blocked() -> None:
+    """Free blocks only become fewer; where fewer of them change the reason, that step is decided on its own."""
+    host = decoding(1, num_blocks=8, watermark=0.4, max_model_len=30, full_sequence_must_fit=False)
+    host.add("waits", 16)
+    host.step()
+    assert host.explain("waits").reason is Reason.WATERMARK
+    horizon = host.scheduler.horizon()
+    assert horizon == 11
+    host.scheduler.advance(ends(horizon), [7])
+    assert host.explain("waits").reason is Reason.WATERMARK
+    host.step()
+    assert host.explain("waits").reason is Reason.BLOCKS
+
+
+def test_a_pause_of_everything_is_no_step() -> None:
+    host = decoding()
+    host.scheduler.pause(50.0, PauseMode.ALL)
+    assert host.scheduler.horizon() == 0
+    host.scheduler.pause(51.0, PauseMode.ADMISSIONS)
+    assert host.scheduler.horizon() == 19
+
+
+class EveryStep(Listener):
+    def on_step(self, step: object) -> None: ...
+
+
+class Runs(Listener):
+    def __init__(self) -> None:
+        self.runs: list[StepRun] = []
+
+    def on_steps(self, run: StepRun) -> None:
+        self.runs.append(run)
+
+
+def test_not_where_a_listener_wants_every_step() -> None:
+    host = decoding()
+    listener = EveryStep()
+    host.scheduler.add_listener(listener)
+    assert host.scheduler.horizon() == 0
+    host.scheduler.remove_listener(listener)
+    host.scheduler.add_listener(Runs())
+    assert host.scheduler.horizon() == 19
+
+
+# ---------------------------------------------------------------------- advance
+
+
+def test_what_it_does_and_reports() -> None:
+    host, listener = decoding(max_num_seqs=2), Runs()
+    host.add("waits", 4)
+    host.step()
+    host.scheduler.add_listener(listener)
+    before = host.scheduler.stats()
+    update = host.scheduler.advance(np.array(ends(6)), np.array([7, 8], dtype=np.int32))
+    assert (update.token_ids.tolist(), update.counts.tolist(), update.finished) == ([7, 8], [1, 1], ())
+    request = host.scheduler.get_request("r0")
+    assert request is not None
+    assert request.output_token_ids[-6:].tolist() == [7] * 6
+    assert (request.num_computed_tokens, request.num_tokens) == (11, 12)
+    after = host.scheduler.stats()
+    assert after.num_steps - before.num_steps == 6
+    assert after.num_generated_tokens - before.num_generated_tokens == 12
+    assert after.deferrals["sequence_limit"] - before.deferrals["sequence_limit"] == 6
+    (run,) = listener.runs
+    assert (run.num_steps, run.blocked_by) == (6, Reason.SEQUENCE_LIMIT)
+    assert (run.block_rows.tolist(), run.block_steps.tolist()) == ([0, 1], [3, 3])
+    assert host.schedule().step_id == run.first_step_id + 6
+
+
+def test_tokens_of_each_step_and_other_last_ones() -> None:
+    host = decoding(1)
+    host.scheduler.advance(ends(3), [[1], [2], [3]])
+    host.scheduler.advance(ends(2), [4], [5])
+    request = host.scheduler.get_request("r0")
+    assert request is not None
+    assert request.output_token_ids[1:].tolist() == [1, 2, 3, 4, 5]
+
+
+def test_a_request_stops_in_the_last_step() -> None:
+    host = Host()
+    host.add("a", 4, max_tokens=20, eos_token_ids=[EOS])
+    host.add("b", 4, max_tokens=4)
+    host.step()
+    update = host.scheduler.advance(ends(3), [1, 2], [EOS, 2])
+    ends_of = [(request.request_id, request.finish_reason) for request in update.finished]
+    assert ends_of == [("a", FinishReason.STOP), ("b", FinishReason.LENGTH)]
+    assert host.schedule().finished == update.finished
+
+
+def test_what_the_outputs_would_have_reported_is_reported() -> None:
+    host = decoding()
+    host.scheduler.abort("r1", 50.0)
+    assert host.scheduler.is_id_in_use("r1")
+    host.scheduler.advance(ends(1), [1])
+    assert not host.scheduler.is_id_in_use("r1")
+    assert host.schedule().finished == ()
+
+
+def test_longer_than_the_space_for_recent_tokens() -> None:
+    host = decoding(1, num_blocks=600, max_model_len=2300, block_size=4)
+    host.add("long", 4, max_tokens=2200)
+    host.step()
+    host.scheduler.abort("r0", 50.0)
+    tokens = np.arange(2000, dtype=np.int32)[:, None]
+    host.scheduler.advance(np.arange(2001.0), tokens)
+    request = host.scheduler.get_request("long")
+    assert request is not None
+    assert request.output_token_ids[1:].tolist() == tokens[:, 0].tolist()
+    host.scheduler.check_invariants()
+
+
+@pytest.mark.parametrize(
+    ("times", "tokens", "last", "error", "message"),
+    [
+        (ends(20), [1, 1], None, StepOrderError, "20 step\\(s\\) at once, and 19 are sure"),
+        ([1.0], [1, 1], None, StepOrderError, "times has 1 value"),
+        (ends(2), [1], None, StepResultError, r"shape \(1,\); give \[2\] \(rows\) or \[2, 2\]"),
+        (ends(2), [[1, 1]], None, StepResultError, r"shape \(1, 2\)"),
+        (ends(2), [1, -1], None, StepResultError, "token id -1"),
+        (ends(2), [1, 2**31], None, StepResultError, f"token id {2**31}"),
+        (ends(2), [1.0, 1.0], None, StepResultError, "float64; it must be integers"),
+        (ends(2), [1, 1], [1], StepResultError, r"last_token_ids has shape \(1,\)"),
+        (ends(2), [1, EOS], None, StepResultError, "token 999 stops request 'b' before the last of 2 steps"),
+        (ends(3), [[1, 1], [1, 998], [1, 1]], None, StepResultError, "token 998 stops request 'b' before"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_changes_nothing(
+    times: Any, tokens: Any, last: Any, error: type[Exception], message: str
+) -> None:
+    host = Host(enable_prefix_caching=False)
+    host.add("a", 4, max_tokens=20)
+    host.add("b", 4, max_tokens=20, eos_token_ids=[EOS], stop_token_ids=[998])
+    host.step()
+    before = host.scheduler.stats()
+    with pytest.raises(error, match=message):
+        host.scheduler.advance(times, tokens, last)
+    assert host.scheduler.stats() == before
+    assert host.scheduler.horizon() == 19
+
+
+def test_a_stop_token_before_the_minimum_does_not_stop() -> None:
+    host = Host()
+    host.add("a", 4, max_tokens=20, eos_token_ids=[EOS], min_tokens=6)
+    host.step()
+    with pytest.raises(StepResultError, match="before the last of 6"):
+        host.scheduler.advance(ends(6), [EOS])
+    update = host.scheduler.advance(ends(5), [EOS])
+    assert [r.finish_reason for r in update.finished] == [FinishReason.STOP]
+
+
+# ---------------------------------------------------------------------- recordings
+
+
+def record() -> list[str]:
+    """The lines of a run that advances."""
+    file = io.StringIO()
+    host = Host(recorder=Recorder(file))
+    host.add("a", 4, max_tokens=12)
+    host.add("b", 4, max_tokens=9, eos_token_ids=[EOS])
+    host.step()
+    host.scheduler.advance(ends(4), np.array([3, 4]), [3, EOS])
+    host.step()
+    host.scheduler.advance(np.array(ends(2)), [[1], [2]])
+    return file.getvalue().splitlines()
+
+
+def test_a_recording_replays() -> None:
+    report = replay(record())
+    assert (report.num_steps, report.num_requests) == (8, 2)
+
+
+def test_an_altered_decision_is_found() -> None:
+    lines = record()
+    number = next(index for index, line in enumerate(lines) if '"advance"' in line)
+    assert '"block_steps":[0,0]' in lines[number]
+    lines[number] = lines[number].replace('"block_steps":[0,0]', '"block_steps":[0,1]')
+    with pytest.raises(ReplayDifference, match="block_steps"):
+        replay(lines)

@@ -1,0 +1,104 @@
+"""`advance` leaves the state of single steps: two schedulers with the same calls, one stepping and one advancing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, run_state_machine_as_test
+
+from pointsman.core.presets import PRESETS, SYSTEMS
+from tests.soak import short_of, short_or_long
+
+from .operations import OPERATIONS, make_world, run_operation
+from .test_state_machine import SchedulerMachine
+from .twin import Twin
+from .workload import DrawChooser, SeededChooser
+from .world import World
+
+CROWDED = 30
+NUM_SEEDS = short_or_long(4, 250)
+NUM_PRESET_SEEDS = short_or_long(2, 100)
+RULES_PER_SEED = 70
+RARE = dict.fromkeys(("abort", "finish", "park", "set_priority", "extend"), 1)
+CALM = {"step": 70, "add": 9, "ready": 2, "resume": 3, **RARE}
+"""How often what happens in most runs, so that many steps follow each other."""
+ONE_STEP = {"max_steps_in_flight": 1, "num_draft_tokens": 0, "draft_table": (), "connector": False}
+NO_ENCODER = {"encoder_budget": 0, "encoder_cache_size": 0}
+PLAIN: dict[str, Any] = {**ONE_STEP, **NO_ENCODER}
+CACHING = {"enable_prefix_caching": True, "share_within_step": True}
+FOCUS: dict[str, dict[str, Any]] = {
+    "anything": {},
+    "plain": PLAIN,
+    "long outputs": {**PLAIN, "block_size": 1, "num_blocks": 60, "max_model_len": 48},
+    "few blocks": {**PLAIN, **CACHING, "block_size": 2, "num_blocks": 9, "max_model_len": 18, "num_reserved_blocks": 0},
+    "evictions": {**PLAIN, **CACHING, "block_size": 1, "num_blocks": 20, "full_sequence_must_fit": False},
+    "watermark": {**PLAIN, "block_size": 2, "num_blocks": 12, "watermark": 0.35, "decode_reserve": 9},
+    "mean reserve": {**PLAIN, "block_size": 2, "num_blocks": 12, "decode_reserve": "mean"},
+    "few seats": {**PLAIN, "max_num_seqs": 2, "max_num_active_seqs": None, "block_size": 1, "num_blocks": 60},
+    "priority": {**PLAIN, "order": "priority", "displace": True, "batching": "mixed", "max_num_seqs": 2},
+    "static": {**PLAIN, "batching": "static"},
+    "prefill-first": {**PLAIN, "batching": "prefill-first", "shortage": "look-ahead", "block_size": 1},
+    "no chunks": {**PLAIN, "enable_chunked_prefill": False, "long_prefill_token_threshold": 0},
+    "drafts": {**NO_ENCODER, "connector": False, "max_steps_in_flight": 1, "num_draft_tokens": 2},
+    "adapters": {**PLAIN, "max_loras": 1},
+}
+BIG = {"max_num_seqs", "max_num_batched_tokens", "max_num_active_seqs"}  # of presets: here nothing is that large
+SELDOM = {"anything", "drafts"}
+SHORT_FOCUS = ("few blocks", "evictions", "watermark", "few seats", "priority")
+
+
+def drive(seed: int, overrides: dict[str, Any]) -> tuple[World, Twin]:
+    """A random run of the first scheduler, which the second follows."""
+    choose, twin = SeededChooser(seed), Twin(seed)
+    world = make_world(choose, overrides, recording=twin)
+    twin.first = world.scheduler
+    is_calm = seed % 4 > 0
+    weights = {**CALM, "add": CROWDED} if seed % 4 == 3 else CALM
+    wheel = [op for op in OPERATIONS for _ in range(weights.get(op.name, 0) if is_calm else op.weight)]
+    for _ in range(RULES_PER_SEED * (3 if is_calm else 1)):
+        run_operation(choose.choice(wheel), world, choose)
+    world.drain()
+    twin.release()
+    return world, twin
+
+
+@pytest.mark.parametrize("focus", short_of(FOCUS, SHORT_FOCUS))
+def test_seeded_runs(focus: str) -> None:
+    advanced = stepped = 0
+    for seed in range(NUM_SEEDS):
+        try:
+            _, twin = drive(seed, FOCUS[focus])
+        except AssertionError as error:
+            raise AssertionError(f"drive({seed}, {FOCUS[focus]}): {error}") from error
+        advanced, stepped = advanced + twin.num_advanced, stepped + twin.num_stepped
+    least = 0 if focus in SELDOM else 0.1
+    assert advanced > least * (advanced + stepped), f"{advanced} of {advanced + stepped} steps were done at once"
+
+
+@pytest.mark.parametrize("name", [*PRESETS, *SYSTEMS])
+def test_presets(name: str) -> None:
+    """Every preset and every imitated scheduler, with limits as small as the rest."""
+    knobs = {key: value for key, value in (PRESETS | SYSTEMS)[name].items() if key not in BIG}
+    advanced = 0
+    for seed in range(101, 101 + NUM_PRESET_SEEDS):
+        advanced += drive(seed, {**PLAIN, **CACHING, **knobs})[1].num_advanced
+    assert advanced
+
+
+class TwinMachine(SchedulerMachine):
+    """The rules of the scheduler's machine, on two schedulers."""
+
+    @initialize(data=st.data())
+    def configure(self, data: st.DataObject) -> None:
+        choose, twin = DrawChooser(data.draw), Twin()
+        overrides = PLAIN if choose.chance(80) else {}
+        self.world = make_world(choose, overrides, recording=twin)
+        twin.first = self.world.scheduler
+
+
+def test_state_machine() -> None:
+    """Every call, in any order, with shrinking."""
+    run_state_machine_as_test(TwinMachine, settings=settings(max_examples=short_or_long(12, 400)))
