@@ -169,22 +169,33 @@ class KVCacheManager:
         lacking = (room < num_steps).nonzero()[0]
         if not len(lacking):
             return NO_TOKENS, NO_BLOCKS, NO_BLOCKS
-        room = room[lacking]
-        counts = (num_steps - room + (size - 1)) // size
-        total = int(counts.sum())
-        owners, within, steps = lacking, 0, room
-        if total > len(lacking):
-            owners = lacking.repeat(counts)
-            within = np.arange(total) - (counts.cumsum() - counts).repeat(counts)
-            steps = room.repeat(counts) + within * size
-        order = steps.argsort(kind="stable")
-        blocks = np.empty(total, dtype=np.int64)
-        taken = self._take(total)
-        blocks[order] = taken
-        at = rows[owners]
-        batch.flat_table[batch.table_starts[at] + slots[owners] // size + within] = blocks
+        if len(lacking) == 1:
+            return self._grow_one_row(batch, rows, lacking, num_steps - room.item(lacking.item(0)))
+        steps = room[lacking]
+        counts = (num_steps - steps + (size - 1)) // size
+        total = int(counts.dot(batch.ones[: len(counts)]))  # in half the time of a sum
+        owners, places = lacking, slots[lacking] // self._size
         batch.num_slots[rows[lacking]] = slots[lacking] + counts * size
-        return taken.astype(INT32), owners[order], steps[order]
+        if total > len(lacking):
+            within = np.arange(total) - (counts.cumsum() - counts).repeat(counts)
+            owners, places, steps = (each.repeat(counts) for each in (owners, places, steps))
+            places, steps = places + within, steps + within * size
+        order = steps.argsort(kind="stable")
+        blocks, owners = self._take(total), owners[order]
+        batch.flat_table[batch.table_starts[rows[owners]] + places[order]] = blocks
+        return blocks.astype(INT32), owners, steps[order]
+
+    def _grow_one_row(
+        self, batch: Batch, rows: Int64Array, lacking: Int64Array, num_short: int
+    ) -> tuple[Int32Array, Int64Array, Int64Array]:
+        """As `grow_for_steps`, where only one row lacks blocks, for `num_short` of the steps."""
+        row, size = rows.item(lacking.item(0)), self.block_size
+        slots, count = batch.num_slots.item(row), -(-num_short // size)
+        blocks = self._take(count).astype(INT32)
+        batch.block_table[row, slots // size : slots // size + count] = blocks
+        batch.num_slots[row] = slots + count * size
+        room = slots - batch.num_computed_tokens.item(row)
+        return blocks, lacking.repeat(count), np.arange(count) * size + room
 
     def table(self, batch: Batch, row: int) -> Int64Array:
         """A copy of a row's block table."""

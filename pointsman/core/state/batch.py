@@ -334,15 +334,13 @@ class Batch:
         return num_tokens
 
     def append_steps(
-        self, requests: Sequence[Request], rows: Int64Array, token_ids: Int32Array, num_steps: int
-    ) -> None:
-        """The tokens of `num_steps` steps, one for each row and step: [rows], the same in each, or [steps, rows], of
-        which the first `num_steps` are taken. Nothing of these rows is in flight."""
+        self, requests: Sequence[Request], rows: Int64Array, token_ids: Int32Array, last: Int32Array, num_steps: int
+    ) -> Int64Array:
+        """The tokens of `num_steps` steps, one for each row and step: [rows], the same in each, or [steps, rows]; those
+        of the last step are `last` [rows]. Nothing of these rows is in flight. Returns the rows' new `num_tokens`."""
         num_tokens = self.num_tokens[rows]
         done = 0
         while done < num_steps:
-            if self._least_room <= 0:
-                self._make_room(requests, rows, num_tokens)
             piece = min(num_steps - done, self._least_room)
             places = (self.recent_offset[rows] + num_tokens)[:, None] + np.arange(piece)
             one_by_one = token_ids[:, None] if token_ids.ndim == 1 else token_ids[done : done + piece].T
@@ -351,7 +349,12 @@ class Batch:
             self.num_tokens[rows] = num_tokens
             self._least_room -= piece
             done += piece
+            if done == num_steps and last is not token_ids:
+                self._flat_recent[self.recent_offset[rows] + (num_tokens - ONE)] = last
+            if self._least_room <= 0:
+                self._make_room(requests, rows, num_tokens)
         self.least_left -= num_steps
+        return num_tokens
 
     def append_runs(self, requests: Sequence[Request], rows: Int64Array, runs: Runs, num_tokens: Int64Array) -> None:
         """The tokens of run i for `rows[i]` (distinct rows), which then has `num_tokens[i]`.

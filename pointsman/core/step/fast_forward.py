@@ -29,7 +29,7 @@ from pointsman.core.policy.gate import Gate
 from pointsman.core.state.batch import Batch, Members
 from pointsman.core.state.events import Events, StepRun
 from pointsman.core.state.numbers import INT32, INT64, MAX_INT
-from pointsman.core.state.output import OutputFields, SchedulerOutput, StepUpdate, UpdateFields
+from pointsman.core.state.output import OutputFields, SchedulerOutput, StepUpdate
 from pointsman.core.state.status import PauseMode
 from pointsman.core.state.tokens import NO_TOKENS
 from pointsman.core.step.admission import Admission, Standstill
@@ -40,7 +40,7 @@ from pointsman.core.step.in_flight import StepsInFlight
 from pointsman.core.step.loading import Loading
 from pointsman.core.step.request_table import RequestTable
 from pointsman.core.step.running import Running
-from pointsman.core.step.update import Ends, Update
+from pointsman.core.step.update import Update
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -172,7 +172,10 @@ class FastForward:
         if kv.returned is not None:
             returned, kv.returned = kv.returned, []
         self._drafts.last_updated_step = last_step_id
-        fields, ends = self._append(members, num_steps, tokens, last)
+        num_tokens = batch.append_steps(members.requests, rows, tokens, last, num_steps)
+        last = last.copy()
+        last.setflags(False)  # type: ignore[call-arg]
+        fields, ends = self._update.plain_ends(members, last, num_tokens)
         if ends:
             self._update.finish(fields, ends)
         sealed: Any = fields
@@ -238,17 +241,6 @@ class FastForward:
         fields.__class__ = SchedulerOutput
         self._emission.last_output = fields
 
-    def _append(
-        self, members: Members, num_steps: int, tokens: Int32Array, last: Int32Array
-    ) -> tuple[UpdateFields, Ends]:
-        """Append the tokens of all steps, and find the requests that stop with the last ones."""
-        batch = self._batch
-        if num_steps > 1:
-            batch.append_steps(members.requests, members.rows, tokens, num_steps - 1)
-        last = last.copy()
-        last.setflags(False)  # type: ignore[call-arg]
-        return self._update.append_plain(members, last, True)
-
     def _check_middle(self, members: Members, num_steps: int, tokens: Int32Array) -> None:
         """No token before the last step's may stop its request.
 
@@ -262,7 +254,7 @@ class FastForward:
         stops = middle == members.eos_token_id
         if batch.stop_filter.num_rows:
             stops |= batch.stop_filter.may_stop(middle)
-        if not stops.any():
+        if not np.count_nonzero(stops):
             return
         for *step, index in np.argwhere(stops).tolist():
             request = members.requests[index]

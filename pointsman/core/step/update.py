@@ -92,11 +92,11 @@ class Update:
             return self._append_some(step, output, result)
         token_ids = checked_tokens(result, len(members.requests))
         step.is_over = True
-        return self.append_plain(members, token_ids, self._is_last())
+        num_tokens = self._batch.append(members.requests, members.rows, token_ids, is_last=self._is_last())
+        return self.plain_ends(members, token_ids, num_tokens)
 
-    def append_plain(self, members: Members, token_ids: Int32Array, is_last: bool) -> tuple[UpdateFields, Ends]:
-        """Append one token for every running row, and find requests that stop. `is_last`: nothing more is in flight."""
-        num_tokens = self._batch.append(members.requests, members.rows, token_ids, is_last=is_last)
+    def plain_ends(self, members: Members, token_ids: Int32Array, num_tokens: Int64Array) -> tuple[UpdateFields, Ends]:
+        """Which running requests stop with their newest tokens, after an append to all of them."""
         done = token_ids == members.eos_token_id
         if self._batch.may_end(0):
             done |= num_tokens >= members.token_limit
@@ -187,7 +187,9 @@ class Update:
             return self._append_some_drafted(step, output, result)
         runs = checked_run_per_row(output, result)
         step.is_over = True
-        runs, ends = self._append_runs(members, output.num_draft_tokens, runs)
+        decodes = output.samples is members.trues  # a plain decode with drafts, see `Running.advance`
+        computed = output.num_computed_tokens if decodes else None
+        runs, ends = self._append_runs(members, output.num_draft_tokens, runs, computed)
         runs.counts.setflags(False)  # type: ignore[call-arg]
         return UpdateFields(runs.token_ids, runs.counts), ends
 
@@ -219,11 +221,20 @@ class Update:
         set_writeable(kept, False)
         return UpdateFields(token_ids, kept), ends
 
-    def _append_runs(self, live: Members, drafts: IntArray, runs: Runs) -> tuple[Runs, Ends]:
-        """Append the runs of live rows up to their stops. Returns the appended runs, and which requests stop."""
+    def _append_runs(
+        self, live: Members, drafts: IntArray, runs: Runs, computed: IntArray | None = None
+    ) -> tuple[Runs, Ends]:
+        """Append the runs of live rows up to their stops. Returns the appended runs, and which requests stop.
+
+        `computed`: computed tokens before the step, if it computed the newest token of each row, and drafts.
+        """
         batch, rows = self._batch, live.rows
-        num_tokens = batch.num_tokens[rows]
-        num_tokens += runs.counts
+        if computed is None:
+            num_tokens = batch.num_tokens[rows]
+            num_tokens += runs.counts
+        else:  # less than a gather
+            num_tokens = computed + runs.counts
+            num_tokens += ONE
         sampled = runs.counts
         ends: Ends = []
         done = self._may_be_done(live, runs, num_tokens)
