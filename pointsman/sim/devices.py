@@ -77,6 +77,7 @@ def measure_cpu(seconds: float = 0.8, memory: int | None = None) -> Device:
     Raises:
         SimulationError: the operating system does not report its memory.
     """
+    memory = _machine_memory() if memory is None else memory
     size = 1024
     left = np.random.default_rng(0).random((size, size), dtype=np.float32)
     product = np.empty_like(left)
@@ -86,7 +87,7 @@ def measure_cpu(seconds: float = 0.8, memory: int | None = None) -> Device:
     multiply = _best_seconds(lambda: np.matmul(left, left, out=product), seconds / 2)
     return Device(
         name="cpu",
-        memory=_machine_memory() if memory is None else memory,
+        memory=memory,
         bandwidth=2 * source.nbytes / copy,  # a copy reads and writes
         peak_flops=MappingProxyType({"fp32": 2 * size**3 / multiply}),
         link_bandwidth=0.0,

@@ -71,6 +71,8 @@ class StepTime(Protocol):
 # Step numbers 0, 1, ... of `of_decodes`: a slice costs less than an arange. Read-only, as all models share it.
 _NUMBERS: FloatArray = np.arange(4096, dtype=np.float64)
 _NUMBERS.flags.writeable = False
+_FEW = 4
+"""Steps up to which floats are faster than arrays."""
 
 
 def _step_numbers(num_steps: int) -> FloatArray:
@@ -289,6 +291,18 @@ class RooflineStepTime:
                 compute_step += line.compute_per_windowed * num_rows
             else:
                 mixed = True
+        r = self.efficiencies.r
+        if num_steps <= _FEW and not mixed:
+            power, root = math.pow, 1 / r
+            return np.array(
+                [
+                    power(
+                        power(memory_base + step * memory_step, r) + power(compute_base + step * compute_step, r), root
+                    )
+                    + line.rest
+                    for step in range(num_steps)
+                ]
+            )
         numbers = _step_numbers(num_steps)
         memory, compute = numbers * memory_step, numbers * compute_step
         memory += memory_base
@@ -297,7 +311,6 @@ class RooflineStepTime:
             windowed = np.minimum(numbers * num_rows + num_context_tokens, line.cap)
             memory += windowed * line.memory_per_windowed
             compute += windowed * line.compute_per_windowed
-        r = self.efficiencies.r
         memory **= r
         compute **= r
         memory += compute
