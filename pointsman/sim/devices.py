@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from types import MappingProxyType
@@ -35,7 +35,7 @@ class Device:
     """Bytes that a process can allocate, all libraries included."""
     bandwidth: float
     """Peak memory bandwidth, bytes/s."""
-    peak_flops: Mapping[Dtype, float]
+    peak_flops: Mapping[Dtype, float] = field(hash=False)
     """Peak FLOP/s of dense matrix products by dtype, without sparsity; bf16 stands for fp16, too. A dtype that the
     device has no arithmetic for is absent."""
     link_bandwidth: float
@@ -89,7 +89,7 @@ def measure_cpu(seconds: float = 0.8, memory: int | None = None) -> Device:
         name="cpu",
         memory=memory,
         bandwidth=2 * source.nbytes / copy,  # a copy reads and writes
-        peak_flops=MappingProxyType({"fp32": 2 * size**3 / multiply}),
+        peak_flops={"fp32": 2 * size**3 / multiply},
         link_bandwidth=0.0,
         source="measured on this machine: NumPy copies of 64 MiB, float32 products of 1024 x 1024",
     )
@@ -125,7 +125,7 @@ def _gpu(name: str, gib: float, tb_per_s: float, gb_per_s: float, tflops: Mappin
         name=name,
         memory=int(gib * GIB),
         bandwidth=tb_per_s * 1e12,
-        peak_flops=MappingProxyType({dtype: value * 1e12 for dtype, value in tflops.items()}),
+        peak_flops={dtype: value * 1e12 for dtype, value in tflops.items()},
         link_bandwidth=gb_per_s * 1e9,
         source=f"{source}; {_SEEN}",
     )

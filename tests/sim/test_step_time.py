@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -87,6 +88,14 @@ def test_more_of_anything_takes_no_less_time(name: str, load: str, part: str) ->
 @pytest.mark.parametrize("load", LOADS)
 def test_a_longer_step_takes_more_time(name: str, load: str) -> None:
     assert MODELS[name].of_step(StepLoad(*(4 * value for value in LOADS[load]))) > MODELS[name].of_step(LOADS[load])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_travel_to_other_processes(name: str) -> None:
+    model = pickle.loads(pickle.dumps(MODELS[name]))
+    assert model == MODELS[name]
+    assert hash(model) == hash(MODELS[name])
+    assert model.of_step(LOADS["mixed"]) == MODELS[name].of_step(LOADS["mixed"])
 
 
 def test_the_load_of_rows() -> None:
