@@ -1,0 +1,192 @@
+"""Which devices are known, how fast is each, and how fast is this CPU?
+
+`device("h100")` looks one up; `device("cpu")` measures the machine that asks. Figures are the vendor's for dense
+arithmetic (datasheets often print those with 2:4 sparsity, twice as high). Memory is what a process sees, a few percent
+below the datasheet: that is what an engine divides into weights and KV blocks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from types import MappingProxyType
+from typing import Literal
+
+import numpy as np
+
+from pointsman.sim.errors import SimulationError, UnknownName
+
+Dtype = Literal["fp32", "bf16", "fp8", "int8"]
+
+GIB = 2**30
+_WIDER: Mapping[Dtype, Dtype] = {"int8": "bf16", "fp8": "bf16", "bf16": "fp32"}
+_SEEN = "memory: total capacity as PyTorch reports it"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One accelerator, or one CPU machine."""
+
+    name: str
+    memory: int
+    """Bytes that a process can allocate, all libraries included."""
+    bandwidth: float
+    """Peak memory bandwidth, bytes/s."""
+    peak_flops: Mapping[Dtype, float] = field(hash=False)
+    """Peak FLOP/s of dense matrix products by dtype, without sparsity; bf16 stands for fp16, too. A dtype that the
+    device has no arithmetic for is absent."""
+    link_bandwidth: float
+    """Bytes/s that the device can send to its peers; 0: it has none."""
+    source: str
+    """Where the figures come from."""
+
+    def flops(self, dtype: Dtype) -> float:
+        """Peak FLOP/s for operands of `dtype`; of the next wider one where the device lacks it, as kernels convert."""
+        while dtype not in self.peak_flops:
+            dtype = _WIDER[dtype]
+        return self.peak_flops[dtype]
+
+
+def device(name: str) -> Device:
+    """The device called `name`: a name or alias of the table, in any case, or "cpu" (measured now, about a second).
+
+    Raises:
+        UnknownName: no device has that name.
+    """
+    key = _key(name)
+    if key == "cpu":
+        return measure_cpu()
+    if key not in _BY_KEY:
+        raise UnknownName.nearest_to(name, "device", [*DEVICES, *_ALIASES, "cpu"])
+    return _BY_KEY[key]
+
+
+def measure_cpu(seconds: float = 0.8, memory: int | None = None) -> Device:
+    """This machine as a device: bandwidth from copying arrays, FLOP/s from float32 matrix products, both by NumPy.
+
+    Each is the best of several repetitions, so that other load on the machine matters little. NumPy uses as many
+    threads for products as its BLAS does, and one for copies: a program that reads memory with several may be faster.
+
+    Args:
+        seconds: how long to measure, about.
+        memory: bytes of memory; None: what the operating system or the container's limit reports.
+
+    Raises:
+        SimulationError: the operating system does not report its memory.
+    """
+    memory = _machine_memory() if memory is None else memory
+    size = 1024
+    left = np.random.default_rng(0).random((size, size), dtype=np.float32)
+    product = np.empty_like(left)
+    source = np.ones(16 * 2**20, dtype=np.float32)  # 64 MiB: beyond the caches of common CPUs
+    target = np.zeros_like(source)
+    copy = _best_seconds(lambda: np.copyto(target, source), seconds / 2)
+    multiply = _best_seconds(lambda: np.matmul(left, left, out=product), seconds / 2)
+    return Device(
+        name="cpu",
+        memory=memory,
+        bandwidth=2 * source.nbytes / copy,  # a copy reads and writes
+        peak_flops={"fp32": 2 * size**3 / multiply},
+        link_bandwidth=0.0,
+        source="measured on this machine: NumPy copies of 64 MiB, float32 products of 1024 x 1024",
+    )
+
+
+def _best_seconds(work: Callable[[], object], seconds: float) -> float:
+    best, end = float("inf"), perf_counter() + seconds
+    work()  # the first call touches the pages and starts the threads
+    while perf_counter() < end or best == float("inf"):
+        start = perf_counter()
+        work()
+        best = min(best, perf_counter() - start)
+    return best
+
+
+def _machine_memory() -> int:
+    try:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # AttributeError: Windows
+        raise SimulationError("this system does not report its memory; give it as measure_cpu(memory=bytes)") from None
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()  # a container's, where there is one
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdecimal() else total
+
+
+# ---------------------------------------------------------------------- the table
+
+
+def _gpu(name: str, gib: float, tb_per_s: float, gb_per_s: float, tflops: Mapping[Dtype, float], source: str) -> Device:
+    return Device(
+        name=name,
+        memory=int(gib * GIB),
+        bandwidth=tb_per_s * 1e12,
+        peak_flops={dtype: value * 1e12 for dtype, value in tflops.items()},
+        link_bandwidth=gb_per_s * 1e9,
+        source=f"{source}; {_SEEN}",
+    )
+
+
+# Link bandwidth is one direction: half of what datasheets give for NVLink, PCIe and Infinity Fabric.
+_HOPPER: Mapping[Dtype, float] = {"fp32": 67, "bf16": 989.4, "fp8": 1978.9, "int8": 1978.9}
+_AMPERE: Mapping[Dtype, float] = {"fp32": 19.5, "bf16": 312, "int8": 624}
+_TABLE = (
+    _gpu("A100-40GB-SXM", 39.49, 1.555, 300, _AMPERE, "NVIDIA A100 Tensor Core GPU datasheet"),
+    _gpu("A100-80GB-SXM", 79.15, 2.039, 300, _AMPERE, "NVIDIA A100 Tensor Core GPU datasheet"),
+    _gpu("H100-SXM", 79.19, 3.35, 450, _HOPPER, "NVIDIA H100 Tensor Core GPU datasheet and Hopper whitepaper (SXM5)"),
+    _gpu("H200-SXM", 139.81, 4.8, 450, _HOPPER, "NVIDIA H200 Tensor Core GPU datasheet (SXM)"),
+    _gpu(
+        "B200", 178.35, 8.0, 900, {"fp32": 75, "bf16": 2250, "fp8": 4500, "int8": 4500},
+        "NVIDIA HGX B200 and DGX B200 datasheets, an eighth of eight GPUs",
+    ),
+    _gpu(
+        "L40S", 44.40, 0.864, 32, {"fp32": 91.6, "bf16": 362.05, "fp8": 733, "int8": 733},
+        "NVIDIA L40S datasheet (PCIe 4.0 x16)",
+    ),
+    _gpu(
+        "RTX-4090", 23.52, 1.008, 32, {"fp32": 82.6, "bf16": 165.2, "fp8": 330.3, "int8": 660.6},
+        "NVIDIA Ada GPU architecture whitepaper, with FP32 accumulation (PCIe 4.0 x16)",
+    ),
+    _gpu(
+        "RTX-PRO-6000-Blackwell", 94.97, 1.792, 64, {"fp32": 126, "bf16": 503.8, "fp8": 1007.6, "int8": 1007.6},
+        "NVIDIA RTX PRO Blackwell architecture whitepaper, workstation edition, FP32 accumulation (PCIe 5.0 x16)",
+    ),
+    _gpu(
+        "MI300X", 191.98, 5.3, 448, {"fp32": 163.4, "bf16": 1307.4, "fp8": 2614.9, "int8": 2614.9},
+        "AMD Instinct MI300X accelerator data sheet (seven Infinity Fabric links of 64 GB/s)",
+    ),
+)  # fmt: skip
+
+DEVICES: Mapping[str, Device] = MappingProxyType({entry.name: entry for entry in _TABLE})
+"""The table by name, without "cpu"."""
+
+_ALIASES: Mapping[str, str] = {
+    "a100-40gb": "A100-40GB-SXM",
+    "a100-80gb": "A100-80GB-SXM",
+    "a100": "A100-80GB-SXM",
+    "h100": "H100-SXM",
+    "h100-80gb": "H100-SXM",
+    "h200": "H200-SXM",
+    "4090": "RTX-4090",
+    "rtx-pro-6000": "RTX-PRO-6000-Blackwell",
+    "pro-6000": "RTX-PRO-6000-Blackwell",
+    "mi300": "MI300X",
+}
+
+
+def _key(name: str) -> str:
+    """`name` without what people write in different ways: case, spaces, hyphens, the vendor."""
+    key = "".join(char for char in name.lower() if char.isalnum())
+    for vendor in ("nvidia", "amd", "geforce", "instinct"):
+        key = key.removeprefix(vendor)
+    return key
+
+
+_BY_KEY: Mapping[str, Device] = {
+    **{_key(entry.name): entry for entry in _TABLE},
+    **{_key(alias): DEVICES[name] for alias, name in _ALIASES.items()},
+}

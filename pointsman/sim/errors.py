@@ -1,0 +1,38 @@
+"""What the simulator raises. Each message names the value, the limit and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+from pointsman.core.errors import PointsmanError
+
+
+class SimulationError(PointsmanError):
+    """Base of every error that the simulator raises on purpose."""
+
+
+class UnknownName(SimulationError, ValueError):
+    """A model or device that no table, folder or cache has."""
+
+    @classmethod
+    def nearest_to(cls, name: str, kind: str, known: Iterable[str]) -> UnknownName:
+        """The error for `name`, with the names of `known` that are nearest to it, or all if none is near.
+
+        Args:
+            name: what was asked for.
+            kind: what `name` should be: "model" or "device".
+            known: the names that there are.
+        """
+        by_key = {other.lower(): other for other in known}
+        near = [by_key[key] for key in get_close_matches(name.lower(), by_key, n=3, cutoff=0.5)]
+        choice = f"nearest: {', '.join(near)}" if near else f"known: {', '.join(by_key.values())}"
+        return cls(f"no {kind} is called {name!r}; {choice}. `pointsman simulate --list` shows all")
+
+
+class UnsupportedModel(SimulationError, ValueError):
+    """A model whose configuration lacks a field, or has a feature that the step-time model does not know."""
+
+
+class ModelTooLarge(SimulationError, ValueError):
+    """A model whose weights leave no memory for KV blocks on the device."""

@@ -1,0 +1,139 @@
+"""How many KV blocks does a device have left beside a model's weights?
+
+An engine measures it when it starts; where its log says the number, use that. This is the estimate without an engine:
+
+    usable = memory * gpu_memory_utilization
+    KV     = usable - weights - activations of the largest step - context and libraries
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pointsman.sim.devices import GIB, Device
+from pointsman.sim.errors import ModelTooLarge, SimulationError
+from pointsman.sim.model import ModelShape
+from pointsman.sim.step_time import check_parallel
+
+CONTEXT_BYTES = int(0.6 * GIB)
+"""What a process has on a GPU before it allocates anything: context, kernels, buffers of libraries. A round figure."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvMemory:
+    """Where the memory of one device goes, in bytes."""
+
+    memory: int
+    usable: int
+    weights: int
+    activations: int
+    context: int
+    kv: int
+    """Left for KV blocks."""
+    block_bytes: int
+    """Of one block in all layers."""
+    block_size: int
+    """Tokens of one block."""
+    num_blocks: int
+    note: str
+    """What was assumed."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose KV the blocks hold."""
+        return self.num_blocks * self.block_size
+
+    def __str__(self) -> str:
+        parts = (
+            f"{name} {value / GIB:.2f} GiB"
+            for name, value in (
+                ("weights", self.weights),
+                ("activations", self.activations),
+                ("context", self.context),
+                ("KV", self.kv),
+            )
+        )
+        return (
+            f"{self.num_blocks:,} KV blocks of {self.block_size} tokens ({self.num_tokens:,} tokens): of "
+            f"{self.memory / GIB:.2f} GiB {self.usable / GIB:.2f} usable: {', '.join(parts)}. {self.note}"
+        )
+
+
+def num_kv_blocks(
+    shape: ModelShape,
+    device: Device,
+    block_size: int = 16,
+    gpu_memory_utilization: float = 0.9,
+    tensor_parallel: int = 1,
+    *,
+    kv_dtype_bytes: float = 2,
+    max_num_batched_tokens: int = 8192,
+    max_num_seqs: int = 256,
+    sequence_tokens: int | None = None,
+) -> KvMemory:
+    """The KV blocks of one device, with the breakdown that leads there.
+
+    Activations are those of a step of `max_num_batched_tokens`: hidden states four times, the MLP's two inner ones, of
+    experts once for each that a token uses, and float32 logits of `max_num_seqs` rows twice.
+
+    Args:
+        shape: the model.
+        device: one of `tensor_parallel` equal devices.
+        block_size: tokens of a block.
+        gpu_memory_utilization: share of the memory that the engine may use, vLLM's option of that name.
+        tensor_parallel: devices that share the model.
+        kv_dtype_bytes: bytes of a KV element: 2, or 1 for an fp8 cache.
+        max_num_batched_tokens: tokens of the largest step.
+        max_num_seqs: rows of the largest step.
+        sequence_tokens: expected tokens of a sequence. A windowed layer then keeps at most its window of them, as
+            engines with a separate pool for such layers do. None: every layer keeps all, as engines without do.
+
+    Raises:
+        ModelTooLarge: not one block is left.
+        SimulationError: an argument is out of range.
+    """
+    check_parallel(shape, device, tensor_parallel)
+    if not 0 < gpu_memory_utilization <= 1:
+        raise SimulationError(f"gpu_memory_utilization is {gpu_memory_utilization}; it must be above 0 and at most 1")
+    if block_size < 1 or (sequence_tokens is not None and sequence_tokens < 1):
+        raise SimulationError(f"block_size is {block_size}, sequence_tokens {sequence_tokens}; both are at least 1")
+    full, windowed = shape.kv_bytes_per_token(kv_dtype_bytes, tensor_parallel)
+    kept, note = 1.0, ""
+    if windowed and sequence_tokens is None:
+        note = f"All layers keep all positions, the {shape.num_windowed_layers} with a window, too."
+    elif windowed and sequence_tokens is not None:
+        kept = min(1.0, shape.sliding_window / sequence_tokens)
+        note = f"Layers with a window keep {kept:.0%} of the positions, at {sequence_tokens} tokens a sequence."
+    block_bytes = round(block_size * (full + windowed * kept))
+    usable = int(device.memory * gpu_memory_utilization)
+    weights = shape.weight_bytes // tensor_parallel
+    activations = _activation_bytes(shape, max_num_batched_tokens, max_num_seqs, tensor_parallel)
+    context = CONTEXT_BYTES if device.name != "cpu" else 0
+    kv = usable - weights - activations - context
+    if kv < block_bytes:
+        needed = weights + activations + context + block_bytes
+        raise ModelTooLarge(
+            f"{shape.name} needs {needed:,} bytes of each of {tensor_parallel} {device.name} ({weights:,} of weights); "
+            f"{usable:,} of its {device.memory:,} are usable; use more tensor parallelism, quantised weights, a "
+            f"device with more memory, or smaller steps (max_num_batched_tokens {max_num_batched_tokens})"
+        )
+    return KvMemory(
+        memory=device.memory,
+        usable=usable,
+        weights=weights,
+        activations=activations,
+        context=context,
+        kv=kv,
+        block_bytes=block_bytes,
+        block_size=block_size,
+        num_blocks=kv // block_bytes,
+        note=note,
+    )
+
+
+def _activation_bytes(shape: ModelShape, num_tokens: int, num_rows: int, tensor_parallel: int) -> int:
+    dense = shape.intermediate_size
+    experts = (shape.experts_per_token + shape.num_shared_experts) * shape.expert_intermediate_size
+    inner = 2 * max(dense, experts) // tensor_parallel
+    logits = 2 * 4 * num_rows * shape.vocab_size // tensor_parallel
+    return num_tokens * (4 * shape.hidden_size + inner) * shape.dtype_bytes + logits

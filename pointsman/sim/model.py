@@ -1,0 +1,208 @@
+"""What is a model to the simulator? Its dimensions, and what follows from them: bytes to read, FLOPs to compute.
+
+Counted are decoders of the Llama family and what grew from it: gated MLPs (three matrices), mixtures of experts with
+shared experts and leading dense layers, grouped-query or multi-head latent attention, sliding windows in some layers,
+quantised weights. Biases and norms are left out; they are under 0.1 % of any built-in shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantization:
+    """How some of a model's weights are stored."""
+
+    method: str
+    """As in the config's `quant_method`: "awq", "fp8", ..."""
+    bits: float
+    """Bits per quantised weight, scales and zero points included."""
+    covers: Literal["linear", "experts"] = "linear"
+    """"linear": all matrices of the layers. "experts": only those of routed experts. Never embeddings and output
+    head."""
+    computes_in: Literal["bf16", "fp8", "int8"] = "bf16"
+    """Dtype of the products. "bf16": weights are converted as they are read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """Dimensions of a decoder. Counts are for the whole model, without parallelism."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    """Of the dense layers' MLP; 0 if every layer has experts."""
+    vocab_size: int
+    max_model_len: int
+    """Tokens that the model can hold at most, prompt and output together."""
+    source: str
+    """Where the figures come from."""
+    tied_embeddings: bool = False
+    """Whether the output head is the embedding matrix."""
+    dtype_bytes: int = 2
+    """Bytes of a weight that is not quantised, and of an activation."""
+    quantization: Quantization | None = None
+    num_other_params: int = 0
+    """Parameters that occupy memory and that a text step does not read, such as a vision encoder's."""
+
+    num_experts: int = 0
+    """Routed experts of a layer; 0: dense."""
+    experts_per_token: int = 0
+    expert_intermediate_size: int = 0
+    """Of a routed expert, and of a shared one."""
+    num_shared_experts: int = 0
+    """Experts of a layer that every token uses."""
+    num_dense_layers: int = 0
+    """Of a mixture of experts: layers with a dense MLP instead."""
+
+    kv_lora_rank: int = 0
+    """Multi-head latent attention: size of the latent that the KV cache holds; 0: grouped-query attention. The three
+    sizes below apply with it only, and `num_kv_heads` does not."""
+    q_lora_rank: int = 0
+    """0: queries have no low-rank projection."""
+    qk_rope_head_dim: int = 0
+    qk_nope_head_dim: int = 0
+    v_head_dim: int = 0
+
+    sliding_window: int = 0
+    """Positions that a windowed layer attends to, the token's own included; 0: no layer has a window."""
+    num_windowed_layers: int = 0
+
+    # ------------------------------------------------------------------ parameters
+
+    @property
+    def attention_params(self) -> int:
+        """Weights of one layer's attention."""
+        hidden, heads = self.hidden_size, self.num_heads
+        if not self.kv_lora_rank:
+            return hidden * self.head_dim * 2 * (heads + self.num_kv_heads)
+        query = heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
+        rank = self.q_lora_rank
+        return (
+            (hidden * rank + rank * query if rank else hidden * query)
+            + hidden * (self.kv_lora_rank + self.qk_rope_head_dim)
+            + self.kv_lora_rank * heads * (self.qk_nope_head_dim + self.v_head_dim)
+            + heads * self.v_head_dim * hidden
+        )
+
+    @property
+    def num_expert_layers(self) -> int:
+        return self.num_layers - self.num_dense_layers if self.num_experts else 0
+
+    @property
+    def expert_params(self) -> int:
+        """Weights of one routed expert of one layer."""
+        return 3 * self.hidden_size * self.expert_intermediate_size
+
+    @property
+    def common_params(self) -> int:
+        """Weights of all layers that every token uses: all but the routed experts, embeddings and output head."""
+        dense = (self.num_layers - self.num_expert_layers) * 3 * self.hidden_size * self.intermediate_size
+        router = self.hidden_size * self.num_experts
+        shared = self.num_shared_experts * self.expert_params
+        return self.num_layers * self.attention_params + dense + self.num_expert_layers * (router + shared)
+
+    @property
+    def routed_params(self) -> int:
+        """Weights of all routed experts of all layers."""
+        return self.num_expert_layers * self.num_experts * self.expert_params
+
+    @property
+    def head_params(self) -> int:
+        """Weights of the output head; the embedding matrix has as many."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def num_params(self) -> int:
+        """All parameters, embeddings and `num_other_params` included."""
+        embeddings = self.head_params * (1 if self.tied_embeddings else 2)
+        return self.common_params + self.routed_params + embeddings + self.num_other_params
+
+    @property
+    def num_active_params(self) -> int:
+        """Parameters that one token's forward pass multiplies with, output head included: a token looks one row of the
+        embedding matrix up."""
+        routed = self.num_expert_layers * self.experts_per_token * self.expert_params
+        return self.common_params + routed + self.head_params
+
+    # ------------------------------------------------------------------ bytes
+
+    @property
+    def common_bytes(self) -> float:
+        """Bytes of `common_params`."""
+        all_linear = self.quantization is not None and self.quantization.covers == "linear"
+        return self.common_params * (self._quantised_bytes if all_linear else self.dtype_bytes)
+
+    @property
+    def expert_bytes(self) -> float:
+        """Bytes of `expert_params`: one routed expert of one layer."""
+        return self.expert_params * self._quantised_bytes
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of `head_params`."""
+        return self.head_params * self.dtype_bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights in memory."""
+        routed = self.num_expert_layers * self.num_experts * self.expert_bytes
+        embeddings = self.head_bytes * (1 if self.tied_embeddings else 2)
+        return round(self.common_bytes + routed + embeddings + self.num_other_params * self.dtype_bytes)
+
+    @property
+    def _quantised_bytes(self) -> float:
+        """Bytes of a weight of a routed expert, or of any layer's matrix if "linear" is what is quantised."""
+        return self.dtype_bytes if self.quantization is None else self.quantization.bits / 8
+
+    @property
+    def num_full_layers(self) -> int:
+        """Layers that attend to every earlier position."""
+        return self.num_layers - self.num_windowed_layers
+
+    def kv_bytes_per_layer(self, kv_dtype_bytes: float = 2, tensor_parallel: int = 1) -> float:
+        """Bytes of KV of one token in one layer on one device.
+
+        KV heads are divided among the devices, at least one for each; a latent is on every one of them in full.
+        """
+        if self.kv_lora_rank:
+            return (self.kv_lora_rank + self.qk_rope_head_dim) * kv_dtype_bytes
+        return 2 * max(1.0, self.num_kv_heads / tensor_parallel) * self.head_dim * kv_dtype_bytes
+
+    def kv_bytes_per_token(self, kv_dtype_bytes: float = 2, tensor_parallel: int = 1) -> tuple[float, float]:
+        """Bytes of KV of one token on one device: in the layers that keep all positions, and in the windowed ones."""
+        layer = self.kv_bytes_per_layer(kv_dtype_bytes, tensor_parallel)
+        return self.num_full_layers * layer, self.num_windowed_layers * layer
+
+    # ------------------------------------------------------------------ FLOPs
+
+    @property
+    def linear_flops(self) -> int:
+        """FLOPs of all layers' matrix products for one token: two for each weight that it uses."""
+        routed = self.num_expert_layers * self.experts_per_token * self.expert_params
+        return 2 * (self.common_params + routed)
+
+    @property
+    def head_flops(self) -> int:
+        """FLOPs of the output head for one token that samples."""
+        return 2 * self.head_params
+
+    @property
+    def attention_flops(self) -> int:
+        """FLOPs of one layer for one position that a token attends to: scores and weighted sum of values, two each."""
+        if self.kv_lora_rank:
+            return 2 * self.num_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim + self.v_head_dim)
+        return 4 * self.num_heads * self.head_dim
+
+    @property
+    def decode_attention_flops(self) -> int:
+        """`attention_flops` of a decode. Latent attention then works on the latents themselves, to read less."""
+        if self.kv_lora_rank:
+            return 2 * self.num_heads * (2 * self.kv_lora_rank + self.qk_rope_head_dim)
+        return self.attention_flops

@@ -1,0 +1,402 @@
+"""How long does a step take? The protocol that the simulator calls, and two models of it.
+
+A model sees a step as five sums over its rows (`StepLoad`), because that is what a scheduler knows at no cost:
+
+    LinearStepTime     seconds are a weighted sum of the five; the weights are fitted to a log.
+    RooflineStepTime   seconds from the dimensions of a model and the figures of a device, without any measurement.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.sim.devices import Device, Dtype
+from pointsman.sim.errors import SimulationError
+from pointsman.sim.model import ModelShape
+
+FloatArray = npt.NDArray[np.float64]
+
+
+class StepLoad(NamedTuple):
+    """What a step computes, summed over its rows."""
+
+    num_tokens: int
+    """Tokens computed in the step."""
+    num_rows: int
+    """Requests in it."""
+    num_context_tokens: int
+    """Positions whose KV is read: of each row those computed before and in the step."""
+    num_attended: int
+    """Over the computed tokens: positions that each attends to, its own included."""
+    num_samples: int
+    """Rows that sample a token."""
+
+    @classmethod
+    def of_rows(cls, rows: list[tuple[int, int]], num_samples: int | None = None) -> StepLoad:
+        """The load of rows given as (tokens computed before, tokens computed in the step); all sample if None."""
+        return cls(
+            num_tokens=sum(new for _, new in rows),
+            num_rows=len(rows),
+            num_context_tokens=sum(before + new for before, new in rows),
+            num_attended=sum(before * new + new * (new + 1) // 2 for before, new in rows),
+            num_samples=len(rows) if num_samples is None else num_samples,
+        )
+
+
+class StepTime(Protocol):
+    """A model of how long steps take. Pure: equal loads, equal seconds."""
+
+    def of_step(self, load: StepLoad) -> float:
+        """Seconds of one step."""
+        ...
+
+    def of_decodes(self, num_rows: int, num_context_tokens: int, num_steps: int) -> FloatArray:
+        """Seconds of each of `num_steps` consecutive steps in which every row decodes one token.
+
+        The first step reads `num_context_tokens` positions (each row's computed tokens and the new one, summed), every
+        next one `num_rows` more. Equals `of_step` on the same loads to 1e-12 relative.
+
+        Returns:
+            [num_steps] float64, the caller's own.
+        """
+        ...
+
+
+# Step numbers 0, 1, ... of `of_decodes`: a slice costs less than an arange. Read-only, as all models share it.
+_NUMBERS: FloatArray = np.arange(4096, dtype=np.float64)
+_NUMBERS.flags.writeable = False
+_FEW = 4
+"""Steps up to which floats are faster than arrays."""
+
+
+def _step_numbers(num_steps: int) -> FloatArray:
+    return _NUMBERS[:num_steps] if num_steps <= len(_NUMBERS) else np.arange(num_steps, dtype=np.float64)
+
+
+# ---------------------------------------------------------------------- fitted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearStepTime:
+    """Seconds as a weighted sum of a step's load; what `calibrate` fits to a log.
+
+    Raises:
+        SimulationError: a coefficient is negative, or no finite number.
+    """
+
+    per_step: float = 0.0
+    """Seconds of any step."""
+    per_row: float = 0.0
+    per_token: float = 0.0
+    per_context_token: float = 0.0
+    per_attended: float = 0.0
+    per_sample: float = 0.0
+    host_overhead: float = 0.0
+    """Seconds of the host's own work in a step: scheduling, inputs, outputs."""
+    asynchronous: bool = False
+    """Whether the host works on the next step while the device runs one. A step then takes the longer of the two;
+    otherwise their sum."""
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if name != "asynchronous" and not (math.isfinite(value) and value >= 0):
+                raise SimulationError(f"{name} is {value}; it must be a finite number of seconds, at least 0")
+
+    def of_step(self, load: StepLoad) -> float:
+        device = (
+            self.per_step
+            + self.per_row * load.num_rows
+            + self.per_token * load.num_tokens
+            + self.per_context_token * load.num_context_tokens
+            + self.per_attended * load.num_attended
+            + self.per_sample * load.num_samples
+        )
+        return max(device, self.host_overhead) if self.asynchronous else device + self.host_overhead
+
+    def of_decodes(self, num_rows: int, num_context_tokens: int, num_steps: int) -> FloatArray:
+        # One token a row attends to the row's whole context: attended and context are the same sum.
+        per_position = self.per_context_token + self.per_attended
+        first = (
+            self.per_step
+            + (self.per_row + self.per_token + self.per_sample) * num_rows
+            + per_position * num_context_tokens
+        )
+        if not self.asynchronous:
+            first += self.host_overhead
+        seconds = _step_numbers(num_steps) * (per_position * num_rows)
+        seconds += first
+        if self.asynchronous and first < self.host_overhead:  # seconds only grow
+            np.maximum(seconds, self.host_overhead, out=seconds)
+        return seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Values for JSON; `from_dict` reads them."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> LinearStepTime:
+        """The model that `to_dict` described.
+
+        Raises:
+            SimulationError: a field is unknown, or a value has the wrong type or is out of range.
+        """
+        known = {entry.name for entry in fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise SimulationError(f"no coefficient is called {unknown[0]!r}; known are {', '.join(sorted(known))}")
+        for name, value in values.items():
+            wanted = bool if name == "asynchronous" else (int, float)
+            if not isinstance(value, wanted) or (name != "asynchronous" and isinstance(value, bool)):
+                raise SimulationError(
+                    f"coefficient {name} is {value!r}; it must be a number, and asynchronous a boolean"
+                )
+        return cls(**values)
+
+
+# ---------------------------------------------------------------------- from first principles
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiencies:
+    """What a device reaches of its peaks, and what a step costs beside them.
+
+    The defaults are round figures for a tuned engine on a data-centre GPU, not fitted to any one: streams reach 80 to
+    90 % of HBM bandwidth, large bf16 products 60 to 75 % of the dense peak, fused attention kernels somewhat less. An
+    engine with CUDA graphs and asynchronous scheduling leaves part of a millisecond a step. Calibrate where it matters.
+    """
+
+    memory: float = 0.85
+    """Share of the memory bandwidth, for weights and KV."""
+    linear: float = 0.65
+    """Share of the peak FLOP/s, in products with weights."""
+    attention: float = 0.45
+    """Share of the peak FLOP/s, in attention."""
+    link: float = 0.7
+    """Share of the link bandwidth, in all-reduces."""
+    all_reduce_latency: float = 10e-6
+    """Seconds of an all-reduce of nothing."""
+    per_step: float = 0.4e-3
+    """Seconds of any step: launch, sampling, what the host does meanwhile and does not hide."""
+    per_row: float = 5e-6
+    """Seconds of a row of a step: inputs, outputs, sampling."""
+    r: float = 4.0
+    """Memory and compute time m and c overlap to (m**r + c**r)**(1/r): 1 is their sum, infinity the longer one."""
+
+    def __post_init__(self) -> None:
+        for name in ("memory", "linear", "attention", "link"):
+            if not 0 < getattr(self, name) <= 1:
+                raise SimulationError(f"efficiency {name} is {getattr(self, name)}; it must be above 0 and at most 1")
+        for name in ("all_reduce_latency", "per_step", "per_row"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise SimulationError(f"{name} is {getattr(self, name)}; it must be seconds, at least 0")
+        if not 1 <= self.r < math.inf:
+            raise SimulationError(f"r is {self.r}; it must be finite and at least 1")
+
+
+class _Decodes(NamedTuple):
+    """A decode step of a number of rows as a function of its context c, all in seconds.
+
+    memory m = m0 + m1 * c + m2 * min(c, cap), compute k likewise; the step takes norm(m, k) + rest.
+    """
+
+    memory: float
+    memory_per_position: float
+    memory_per_windowed: float
+    compute: float
+    compute_per_position: float
+    compute_per_windowed: float
+    cap: float
+    rest: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RooflineStepTime:
+    """Seconds from what a step reads and computes, on `tensor_parallel` equal devices.
+
+    Memory time: the weights of the layers once, of the routed experts those that are expected to be touched if each
+    token draws its experts evenly, the output head if a row samples, the KV of the context read and that of the tokens
+    written. Compute time: products with weights and attention. Both overlap by an r-norm. Two all-reduces a layer, and
+    overhead by step and by row, come on top.
+
+    Approximations, as only sums over rows are known:
+
+    - A windowed layer reads at most (window - 1) positions for each row and one for each token, and a token attends to
+      at most `sliding_window`. The caps are applied to the sums: exact if all rows are within the window or all beyond
+      it, too long for a mix.
+    - Latent attention computes on latents for one token of each row, and on full heads for the others.
+
+    Left out: traffic of activations, the tiles of matrix products (steps of a few tokens more cost nothing), kernels
+    that are slower for particular shapes, skewed routing of experts, pipeline and expert parallelism.
+
+    Raises:
+        SimulationError: the devices cannot be connected, or the heads not divided among them.
+    """
+
+    shape: ModelShape
+    device: Device
+    tensor_parallel: int = 1
+    kv_dtype_bytes: float = 2
+    efficiencies: Efficiencies = field(default_factory=Efficiencies)
+    _decodes: dict[int, _Decodes] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """By number of rows; filled as they come."""
+
+    def __post_init__(self) -> None:
+        check_parallel(self.shape, self.device, self.tensor_parallel)
+
+    def of_step(self, load: StepLoad) -> float:
+        shape, window = self.shape, self.shape.sliding_window
+        windowed_context = min(load.num_context_tokens, load.num_rows * (window - 1) + load.num_tokens) if window else 0
+        windowed_attended = min(load.num_attended, load.num_tokens * window)
+        # Attention of one token for each row is that of a decode; it attends to the row's context, all the others of
+        # the row to the remaining positions. A prefill's are so many more that the first makes no difference.
+        decode, other = shape.decode_attention_flops, shape.attention_flops
+        attention = shape.num_full_layers * (
+            other * load.num_attended + (decode - other) * load.num_context_tokens
+        ) + shape.num_windowed_layers * (other * windowed_attended + (decode - other) * windowed_context)
+        full_kv, windowed_kv = shape.kv_bytes_per_token(self.kv_dtype_bytes, self.tensor_parallel)
+        memory = (
+            self._memory_seconds(load.num_tokens, load.num_samples)
+            + (full_kv * load.num_context_tokens + windowed_kv * windowed_context) * self._seconds_per_byte
+        )
+        compute = self._linear_seconds(load.num_tokens, load.num_samples) + attention * self._seconds_per_attention_flop
+        r = self.efficiencies.r
+        return math.pow(math.pow(memory, r) + math.pow(compute, r), 1 / r) + self._rest_seconds(
+            load.num_tokens, load.num_rows
+        )
+
+    def of_decodes(self, num_rows: int, num_context_tokens: int, num_steps: int) -> FloatArray:
+        line = self._decodes.get(num_rows)
+        if line is None:
+            line = self._decodes[num_rows] = self._decode_line(num_rows)
+        # Scalars first: this is the hot path, and a call of NumPy costs as much as ten operations on floats.
+        memory_step, memory_base = line.memory_per_position * num_rows, line.memory
+        compute_step, compute_base = line.compute_per_position * num_rows, line.compute
+        memory_base += line.memory_per_position * num_context_tokens
+        compute_base += line.compute_per_position * num_context_tokens
+        mixed = False
+        if line.cap:
+            last = num_context_tokens + (num_steps - 1) * num_rows
+            if num_context_tokens >= line.cap:
+                memory_base += line.memory_per_windowed * line.cap
+                compute_base += line.compute_per_windowed * line.cap
+            elif last <= line.cap:
+                memory_base += line.memory_per_windowed * num_context_tokens
+                compute_base += line.compute_per_windowed * num_context_tokens
+                memory_step += line.memory_per_windowed * num_rows
+                compute_step += line.compute_per_windowed * num_rows
+            else:
+                mixed = True
+        r = self.efficiencies.r
+        if num_steps <= _FEW and not mixed:
+            power, root = math.pow, 1 / r
+            return np.array(
+                [
+                    power(
+                        power(memory_base + step * memory_step, r) + power(compute_base + step * compute_step, r), root
+                    )
+                    + line.rest
+                    for step in range(num_steps)
+                ]
+            )
+        numbers = _step_numbers(num_steps)
+        memory, compute = numbers * memory_step, numbers * compute_step
+        memory += memory_base
+        compute += compute_base
+        if mixed:
+            windowed = np.minimum(numbers * num_rows + num_context_tokens, line.cap)
+            memory += windowed * line.memory_per_windowed
+            compute += windowed * line.compute_per_windowed
+        memory **= r
+        compute **= r
+        memory += compute
+        memory **= 1 / r
+        memory += line.rest
+        return memory
+
+    def caveat(self) -> str:
+        """One sentence for whoever reads a result of this model."""
+        return (
+            "Step times come from datasheets and assumed efficiencies, not from a measurement of "
+            f"{self.shape.name} on {self.device.name}: calibrate with a log before you rely on them."
+        )
+
+    # ------------------------------------------------------------------ parts
+
+    def _decode_line(self, num_rows: int) -> _Decodes:
+        shape = self.shape
+        full_kv, windowed_kv = shape.kv_bytes_per_token(self.kv_dtype_bytes, self.tensor_parallel)
+        flops = shape.decode_attention_flops * self._seconds_per_attention_flop
+        return _Decodes(
+            memory=self._memory_seconds(num_rows, num_rows),
+            memory_per_position=full_kv * self._seconds_per_byte,
+            memory_per_windowed=windowed_kv * self._seconds_per_byte,
+            compute=self._linear_seconds(num_rows, num_rows),
+            compute_per_position=shape.num_full_layers * flops,
+            compute_per_windowed=shape.num_windowed_layers * flops,
+            cap=float(num_rows * shape.sliding_window),
+            rest=self._rest_seconds(num_rows, num_rows),
+        )
+
+    @property
+    def _seconds_per_byte(self) -> float:
+        return 1 / (self.device.bandwidth * self.efficiencies.memory)
+
+    @property
+    def _seconds_per_attention_flop(self) -> float:
+        """Of FLOPs of the whole model; each device has a share of the heads."""
+        return 1 / (self.device.flops(self._plain_dtype) * self.efficiencies.attention * self.tensor_parallel)
+
+    @property
+    def _plain_dtype(self) -> Dtype:
+        """Of activations, and of weights that are not quantised."""
+        return "fp32" if self.shape.dtype_bytes == 4 else "bf16"
+
+    def _memory_seconds(self, num_tokens: int, num_samples: int) -> float:
+        """Weights read and KV written."""
+        shape = self.shape
+        weights = shape.common_bytes
+        if shape.num_experts:
+            # A token misses an expert with probability 1 - k/E, all tokens with that to their number.
+            missed = (1 - shape.experts_per_token / shape.num_experts) ** num_tokens
+            weights += shape.num_expert_layers * shape.num_experts * (1 - missed) * shape.expert_bytes
+        if num_samples:
+            weights += shape.head_bytes
+        written = num_tokens * sum(shape.kv_bytes_per_token(self.kv_dtype_bytes, self.tensor_parallel))
+        return (weights / self.tensor_parallel + written) * self._seconds_per_byte
+
+    def _linear_seconds(self, num_tokens: int, num_samples: int) -> float:
+        """Products with weights, the output head's in the plain dtype."""
+        shape = self.shape
+        plain = self.device.flops(self._plain_dtype)
+        layers = plain if shape.quantization is None else self.device.flops(shape.quantization.computes_in)
+        seconds = num_tokens * shape.linear_flops / layers + num_samples * shape.head_flops / plain
+        return seconds / (self.efficiencies.linear * self.tensor_parallel)
+
+    def _rest_seconds(self, num_tokens: int, num_rows: int) -> float:
+        """Overhead and communication, which overlap with nothing."""
+        seconds = self.efficiencies.per_step + num_rows * self.efficiencies.per_row
+        if self.tensor_parallel > 1:
+            # A ring sends each byte 2(p - 1)/p times over every link.
+            sent = 2 * (1 - 1 / self.tensor_parallel) * num_tokens * self.shape.hidden_size * self.shape.dtype_bytes
+            transfer = sent / (self.device.link_bandwidth * self.efficiencies.link)
+            seconds += 2 * self.shape.num_layers * (self.efficiencies.all_reduce_latency + transfer)
+        return seconds
+
+
+def check_parallel(shape: ModelShape, device: Device, tensor_parallel: int) -> None:
+    """Whether `tensor_parallel` devices can share the model.
+
+    Raises:
+        SimulationError: the number is below 1, the heads are not divided by it, or the device has no peers.
+    """
+    if tensor_parallel < 1 or shape.num_heads % tensor_parallel:
+        raise SimulationError(
+            f"tensor_parallel is {tensor_parallel}; it must divide the {shape.num_heads} heads of {shape.name}"
+        )
+    if tensor_parallel > 1 and not device.link_bandwidth:
+        raise SimulationError(f"tensor_parallel is {tensor_parallel}, and {device.name} has no link to peers; use 1")

@@ -1,0 +1,249 @@
+"""Step times and KV blocks: equal in both calls, growing with every part of a load, plausible against datasheets."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pointsman.sim.devices import device
+from pointsman.sim.errors import ModelTooLarge, SimulationError
+from pointsman.sim.memory import num_kv_blocks
+from pointsman.sim.shapes import SHAPES
+from pointsman.sim.step_time import Efficiencies, LinearStepTime, RooflineStepTime, StepLoad, StepTime
+
+H100 = device("h100")
+LLAMA = SHAPES["meta-llama/Llama-3.1-8B"]
+LLAMA_70B = SHAPES["meta-llama/Llama-3.1-70B"]
+QWEN_MOE = SHAPES["Qwen/Qwen3-30B-A3B"]
+GPT_OSS = SHAPES["openai/gpt-oss-20b"]
+GEMMA = SHAPES["google/gemma-3-27b-it"]
+DEEPSEEK = SHAPES["deepseek-ai/DeepSeek-V3"]
+
+LINEAR = LinearStepTime(
+    per_step=1e-3, per_row=1e-5, per_token=2e-5, per_context_token=3e-9, per_attended=1e-10, per_sample=1e-6
+)
+MODELS: dict[str, StepTime] = {
+    "linear": LINEAR,
+    "host": replace(LINEAR, host_overhead=2e-3),
+    "asynchronous": replace(LINEAR, host_overhead=2.6e-3, asynchronous=True),
+    "llama": RooflineStepTime(shape=LLAMA, device=H100),
+    "llama-70b": RooflineStepTime(shape=LLAMA_70B, device=H100, tensor_parallel=4),
+    "experts": RooflineStepTime(shape=QWEN_MOE, device=H100),
+    "windows": RooflineStepTime(shape=GPT_OSS, device=H100, efficiencies=Efficiencies(r=3.7)),
+    "gemma": RooflineStepTime(shape=GEMMA, device=H100),
+    "latent": RooflineStepTime(shape=DEEPSEEK, device=device("h200"), tensor_parallel=8),
+}
+LOADS = {
+    "decodes": StepLoad.of_rows([(999, 1)] * 8),
+    "prefill": StepLoad.of_rows([(0, 2048)]),
+    "mixed": StepLoad.of_rows([(500, 1)] * 20 + [(1000, 700)], num_samples=20),
+}
+
+
+def decode_load(rows: int, context: int) -> StepLoad:
+    return StepLoad(rows, rows, context, context, rows)
+
+
+# ---------------------------------------------------------------------- both calls, every model
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("num_steps", [0, 1, 3, 50, 5000])
+def test_decodes_equal_single_steps(name: str, num_steps: int) -> None:
+    model = MODELS[name]
+    for rows, before in itertools.product((1, 7, 128), (1, 90, 1000, 3000)):  # before, across and beyond the windows
+        first = rows * before
+        seconds = model.of_decodes(rows, first, num_steps)
+        assert (seconds.shape, seconds.dtype) == ((num_steps,), np.float64)
+        some = np.unique(np.linspace(0, num_steps - 1, 12).astype(int)) if num_steps else []
+        alone = [model.of_step(decode_load(rows, first + step * rows)) for step in some]
+        np.testing.assert_allclose(seconds[some], alone, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_seconds_of_decodes_are_the_callers_own(name: str) -> None:
+    model = MODELS[name]
+    first = model.of_decodes(4, 4000, 10)
+    kept = first.copy()
+    first += 1
+    np.testing.assert_array_equal(model.of_decodes(4, 4000, 10), kept)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("part", StepLoad._fields)
+def test_more_of_anything_takes_no_less_time(name: str, load: str, part: str) -> None:
+    model, before = MODELS[name], LOADS[load]
+    more = before._replace(**{part: 2 * getattr(before, part) + 1})
+    assert model.of_step(more) >= model.of_step(before) > 0
+
+
+@pytest.mark.parametrize("name", sorted(set(MODELS) - {"asynchronous"}))  # whose host may hide the device's work
+@pytest.mark.parametrize("load", LOADS)
+def test_a_longer_step_takes_more_time(name: str, load: str) -> None:
+    assert MODELS[name].of_step(StepLoad(*(4 * value for value in LOADS[load]))) > MODELS[name].of_step(LOADS[load])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_travel_to_other_processes(name: str) -> None:
+    model = pickle.loads(pickle.dumps(MODELS[name]))
+    assert model == MODELS[name]
+    assert hash(model) == hash(MODELS[name])
+    assert model.of_step(LOADS["mixed"]) == MODELS[name].of_step(LOADS["mixed"])
+
+
+def test_the_load_of_rows() -> None:
+    assert StepLoad.of_rows([(10, 1), (5, 3)]) == (4, 2, 19, 11 + 6 + 7 + 8, 2)
+    assert StepLoad.of_rows([(10, 1)] * 3) == decode_load(3, 33)
+
+
+# ---------------------------------------------------------------------- linear
+
+
+def test_linear_is_the_weighted_sum() -> None:
+    load = StepLoad(30, 3, 2000, 50_000, 2)
+    expected = 1e-3 + 30 * 2e-5 + 3 * 1e-5 + 2000 * 3e-9 + 50_000 * 1e-10 + 2 * 1e-6
+    assert LINEAR.of_step(load) == pytest.approx(expected, rel=1e-12)
+    assert replace(LINEAR, host_overhead=0.5).of_step(load) == pytest.approx(expected + 0.5)
+
+
+def test_an_asynchronous_host_hides_behind_the_device() -> None:
+    load = LOADS["prefill"]
+    hidden = replace(LINEAR, host_overhead=1e-3, asynchronous=True)
+    assert hidden.of_step(load) == LINEAR.of_step(load)
+    assert replace(hidden, host_overhead=9.0).of_step(load) == 9.0
+
+
+def test_linear_survives_json() -> None:
+    model = replace(LINEAR, host_overhead=1e-4, asynchronous=True)
+    assert LinearStepTime.from_dict(json.loads(json.dumps(model.to_dict()))) == model
+
+
+@pytest.mark.parametrize(
+    ("values", "match"),
+    [
+        ({"per_step": -1.0}, "per_step is -1"),
+        ({"per_token": float("nan")}, "per_token is nan"),
+        ({"per_galaxy": 1.0}, "per_galaxy"),
+        ({"per_token": "1"}, "per_token is '1'"),
+        ({"per_token": True}, "per_token is True"),
+        ({"asynchronous": 1}, "asynchronous is 1"),
+    ],
+)
+def test_wrong_coefficients_are_named(values: dict[str, Any], match: str) -> None:
+    with pytest.raises(SimulationError, match=match):
+        LinearStepTime.from_dict(values)
+
+
+# ---------------------------------------------------------------------- roofline
+
+
+def test_a_decode_of_llama_8b_on_an_h100_is_bound_by_its_weights() -> None:
+    model = RooflineStepTime(shape=LLAMA, device=H100)
+    (alone,) = model.of_decodes(1, 500, 1)
+    fastest = LLAMA.num_active_params * 2 / H100.bandwidth
+    assert fastest < alone < 2 * fastest  # 4.5 to 9 ms; engines are reported between 6 and 8
+    (batch,) = model.of_decodes(64, 64 * 500, 1)
+    assert alone < batch < 2 * alone  # 64 times the tokens
+
+
+def test_a_prefill_is_bound_by_compute() -> None:
+    model = RooflineStepTime(shape=LLAMA, device=H100)
+    fastest = 8192 * LLAMA.linear_flops / H100.flops("bf16")
+    assert fastest < model.of_step(StepLoad.of_rows([(0, 8192)])) < 2.5 * fastest
+
+
+def test_few_tokens_touch_few_experts_and_many_all() -> None:
+    model = RooflineStepTime(shape=QWEN_MOE, device=H100)
+    one, eight, many = (model.of_decodes(rows, rows * 100, 1)[0] for rows in (1, 8, 512))
+    assert one < QWEN_MOE.weight_bytes * 0.3 / H100.bandwidth
+    assert eight > 2 * one
+    assert many > (QWEN_MOE.weight_bytes - QWEN_MOE.head_bytes) / H100.bandwidth
+
+
+def test_windowed_layers_stop_growing() -> None:
+    model = RooflineStepTime(shape=GEMMA, device=H100)
+    full = RooflineStepTime(shape=replace(GEMMA, sliding_window=0, num_windowed_layers=0), device=H100)
+
+    def growth(model: RooflineStepTime, context: int) -> float:
+        return model.of_decodes(8, 16 * context, 1)[0] - model.of_decodes(8, 8 * context, 1)[0]
+
+    assert growth(model, 400) == pytest.approx(growth(full, 400), rel=1e-9)
+    assert growth(model, 4000) == pytest.approx(growth(full, 4000) * 10 / 62, rel=0.1)
+
+
+def test_quantised_weights_are_read_faster() -> None:
+    plain = replace(GPT_OSS, quantization=None)
+    fast, slow = (RooflineStepTime(shape=shape, device=H100).of_decodes(64, 6400, 1)[0] for shape in (GPT_OSS, plain))
+    assert slow > 2 * fast
+
+
+def test_tensor_parallelism_divides_work_and_adds_communication() -> None:
+    load = LOADS["prefill"]
+    alone, two = (RooflineStepTime(shape=LLAMA, device=H100, tensor_parallel=n) for n in (1, 2))
+    assert alone.of_step(load) / 2 < two.of_step(load) < alone.of_step(load)
+    slow_link = RooflineStepTime(shape=LLAMA, device=replace(H100, link_bandwidth=32e9), tensor_parallel=2)
+    assert slow_link.of_step(load) > two.of_step(load)
+
+
+def test_devices_that_cannot_share_the_model_are_refused() -> None:
+    with pytest.raises(SimulationError, match="tensor_parallel is 3"):
+        RooflineStepTime(shape=LLAMA, device=H100, tensor_parallel=3)
+    with pytest.raises(SimulationError, match="H100-SXM has no link"):
+        RooflineStepTime(shape=LLAMA, device=replace(H100, link_bandwidth=0), tensor_parallel=2)
+
+
+@pytest.mark.parametrize("values", [{"memory": 0.0}, {"linear": 1.5}, {"per_step": -1.0}, {"r": 0.5}])
+def test_efficiencies_out_of_range_are_named(values: dict[str, float]) -> None:
+    with pytest.raises(SimulationError, match=next(iter(values))):
+        Efficiencies(**values)
+
+
+def test_the_caveat_names_model_and_device() -> None:
+    caveat = RooflineStepTime(shape=LLAMA, device=H100).caveat()
+    assert LLAMA.name in caveat
+    assert H100.name in caveat
+
+
+# ---------------------------------------------------------------------- KV blocks
+
+
+def test_kv_blocks_of_llama_8b() -> None:
+    memory = num_kv_blocks(LLAMA, H100)
+    assert memory.num_tokens == pytest.approx(447_000, rel=0.03)
+    assert memory.weights + memory.activations + memory.context + memory.kv == memory.usable
+    assert memory.block_bytes == 16 * 131072
+    assert f"{memory.num_blocks:,} KV blocks" in str(memory)
+    assert num_kv_blocks(LLAMA, device("rtx4090")).num_tokens < 50_000
+    assert num_kv_blocks(LLAMA, H100, kv_dtype_bytes=1).num_blocks == pytest.approx(2 * memory.num_blocks, abs=1)
+    assert num_kv_blocks(LLAMA, H100, gpu_memory_utilization=0.5).num_blocks < memory.num_blocks
+
+
+def test_a_model_too_large_names_bytes_and_remedies() -> None:
+    with pytest.raises(
+        ModelTooLarge, match=r"Llama-3.1-70B needs 14\d,\d{3},\d{3},\d{3} bytes .*more tensor parallelism"
+    ):
+        num_kv_blocks(LLAMA_70B, H100)
+    assert num_kv_blocks(LLAMA_70B, H100, tensor_parallel=4).num_blocks > 10_000
+
+
+def test_windowed_layers_keep_less_if_the_engine_lets_them() -> None:
+    all_kept = num_kv_blocks(GEMMA, H100)
+    assert "with a window" in all_kept.note
+    short, long = (num_kv_blocks(GEMMA, H100, sequence_tokens=tokens) for tokens in (1000, 8192))
+    assert short.num_blocks == all_kept.num_blocks
+    assert long.num_blocks > 2.5 * all_kept.num_blocks
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"gpu_memory_utilization": 1.5}, {"block_size": 0}, {"sequence_tokens": 0}, {"tensor_parallel": 0}]
+)
+def test_arguments_out_of_range_are_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SimulationError, match=next(iter(wrong))):
+        num_kv_blocks(LLAMA, H100, **wrong)
