@@ -139,7 +139,7 @@ def test_a_recording(tmp_path: Path) -> None:
         (measured(queued_ts=None), "line 1: queued_ts is None; it must be a finite number"),
         (measured(output_toks=-1), "line 1: output_toks is -1; it must be between 0"),
         (bench(ttfts=[-0.5, 0, 0]), "request 0 (ttfts[0], itls[0]): the first token came at 999.5, before its request"),
-        (bench(ttfts=[-0.5, 0, 0]), "request 0 (ttfts[0], itls[0]): the first token came at 999.5, before its"),
+        (bench(itls=[[-0.5], [], []]), "request 0 (ttfts[0], itls[0]): the last token came at 1000.0, before the"),
         (bench(input_lens=[100, -50, 70]), "line 1: input_lens[1] is -50; it must be between 1"),
         (bench(itls=[[0.1], [], 0.1]), "line 1: itls[2] is 0.1; it must be a list of seconds"),
         (bench(ttfts=[0.5, 0.0]), "lists of different lengths"),
