@@ -21,6 +21,7 @@ MAX_VALUE = 2**26
 _SPACE = re.compile(r"[ \t\r\n]*")
 _STRUCTURE = re.compile(r'["{}\[\]]')
 _STRING_END = re.compile(r'["\\]')
+_GOES_ON = ("", ".", "e", "E")  # what follows a number of which only the beginning is there
 _DECODER = json.JSONDecoder()
 
 
@@ -80,7 +81,7 @@ class JsonStream:
                     reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
                     raise self._unexpected(reason) from None
             else:
-                if end < len(self._text) or self._ended:  # else a number may go on
+                if self._ended or self._text[end : end + 1] not in _GOES_ON:
                     self._at = end
                     return value
             if len(self._text) - self._at > MAX_VALUE:

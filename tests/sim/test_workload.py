@@ -107,15 +107,15 @@ def test_distributions(text: str, expected: Distribution, mean: float) -> None:
     distribution = parse_distribution(text)
     assert distribution == expected
     assert distribution.mean() == pytest.approx(mean)
-    drawn = distribution.sample(np.random.default_rng(1), 200_000)
-    assert drawn.shape == (200_000,) and drawn.dtype == np.float64 and drawn.min() >= 0
-    assert drawn.mean() == pytest.approx(mean, rel=0.02)
+    drawn = distribution.sample(np.random.default_rng(1), 50_000)
+    assert drawn.shape == (50_000,) and drawn.dtype == np.float64 and drawn.min() >= 0
+    assert drawn.mean() == pytest.approx(mean, rel=0.03)
 
 
 def test_the_quantiles_of_a_lognormal_and_the_shares_of_a_mixture() -> None:
-    drawn = LogNormal(150, 0.8).sample(np.random.default_rng(2), 200_000)
-    assert np.median(drawn) == pytest.approx(150, rel=0.01)
-    assert np.log(drawn).std() == pytest.approx(0.8, rel=0.01)
+    drawn = LogNormal(150, 0.8).sample(np.random.default_rng(2), 50_000)
+    assert np.median(drawn) == pytest.approx(150, rel=0.02)
+    assert np.log(drawn).std() == pytest.approx(0.8, rel=0.02)
     mixed = parse_distribution("mix:0.25*1+0.75*constant:2").sample(np.random.default_rng(3), 100_000)
     assert np.mean(mixed == 1) == pytest.approx(0.25, abs=0.01)
     assert set(mixed) == {1.0, 2.0}
@@ -133,12 +133,12 @@ def test_the_quantiles_of_a_lognormal_and_the_shares_of_a_mixture() -> None:
 )
 def test_arrivals(text: str, expected: Arrivals, cv: float) -> None:
     assert parse_arrivals(text) == expected
-    generated = Generated(expected, Lengths(Constant(1), Constant(1)), num_requests=40_000, seed=5)
+    generated = Generated(expected, Lengths(Constant(1), Constant(1)), num_requests=10_000, seed=5)
     times = np.array([time for time, _ in OpenLoop(generated).first_arrivals()])
     gaps = np.diff(times)
     assert times[0] == 0.0 and gaps.min() >= 0
-    assert gaps.mean() == pytest.approx(0.25, rel=0.05)
-    assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.05, abs=1e-6)
+    assert gaps.mean() == pytest.approx(0.25, rel=0.1)
+    assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.1, abs=1e-6)
 
 
 def test_bursts_arrive_together() -> None:
@@ -382,8 +382,8 @@ def test_filler_tokens_are_distinct_and_no_text() -> None:
 @pytest.mark.parametrize(
     ("name", "limit"),
     [
-        ("azure_llm_2023_conversation.csv", 3000),
-        ("mooncake_synthetic.jsonl", 600),
+        ("azure_llm_2023_conversation.csv", 1000),
+        ("mooncake_synthetic.jsonl", 300),
         ("vllm_0.19_rtxpro6000_llama31_8b.jsonl", None),
     ],
 )
@@ -406,7 +406,7 @@ def test_prompts_of_the_mooncake_trace_share_what_their_ids_share() -> None:
     seen: set[bytes] = set()
     ids: set[int] = set()
     num_blocks = found = 0
-    for _, request in OpenLoop(read_trace(path, limit=200)).first_arrivals():
+    for _, request in OpenLoop(read_trace(path, limit=60)).first_arrivals():
         tokens = prompt_tokens(request, request.index, 128_256)
         for at in range(0, len(tokens), 512):
             content = tokens[: at + 512].tobytes()
