@@ -128,6 +128,32 @@ def test_a_recording(tmp_path: Path) -> None:
     assert [each.request for each in times] == [a, b, c]
 
 
+def test_a_recording_of_steps_at_once(tmp_path: Path) -> None:
+    file = io.StringIO()
+    host = Host(recorder=Recorder(file), num_blocks=40, max_model_len=64, block_size=4)
+    host.add("a", 5, max_tokens=7)
+    host.step()
+    times = [host.now + 10 * index for index in range(1, 5)]
+    assert host.scheduler.horizon() >= 3
+    host.scheduler.advance(times, [7])
+    host.now = times[-1]
+    (each,) = read_measurements(write(tmp_path, file.getvalue()))
+    assert (each.request.num_output_tokens, each.last_token + 1.0) == (4, times[-1]), "queued at 1 second"
+    host.run_to_end()
+    (each,) = read_measurements(write(tmp_path, file.getvalue()))
+    assert each.request.num_output_tokens == 7 and each.ttft < 5
+
+
+def test_a_recording_of_a_prompt_in_parts(tmp_path: Path) -> None:
+    file = io.StringIO()
+    host = Host(recorder=Recorder(file), num_blocks=40, max_model_len=64, block_size=4)
+    host.add("a", [1, 2, 3], max_tokens=0, more_input=True)
+    host.extend("a", [4, 5, 6, 7, 8], max_tokens=2)
+    host.run_to_end()
+    (request,) = read_trace(write(tmp_path, file.getvalue()))
+    assert (request.num_prompt_tokens, request.num_output_tokens, len(request.block_hash_ids)) == (8, 2, 2)
+
+
 # ---------------------------------------------------------------------- what is wrong
 
 
