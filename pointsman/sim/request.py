@@ -117,7 +117,8 @@ def _token(token: int) -> bytes:
 
 def _own_text(index: int, length: int, vocab_size: int, seed: int) -> bytes:
     """Text of one request: the digits of an odd number, and one of them repeated."""
-    key, digits = 2 * index + 1, []
+    key = 2 * index + 1
+    digits: list[bytes] = []
     for _ in range(min(_num_digits(vocab_size), length)):
         digits.append(_token((key + seed) % vocab_size))
         key //= vocab_size

@@ -40,7 +40,7 @@ def read_trace(path: str | PathLike[str], *, limit: int | None = None) -> list[T
     if limit is not None and limit < 1:
         raise ValueError(f"limit is {limit}; it must be at least 1, or None for the whole trace")
     requests: list[TraceRequest] = []
-    with Path(path).open("rb", buffering=HEAD) as file:
+    with _open(path) as file:
         for each in _read(file, str(path), timed=False):
             requests.append(each.request if isinstance(each, MeasuredRequest) else each)
             if len(requests) == limit:
@@ -65,7 +65,7 @@ def read_measurements(path: str | PathLike[str]) -> list[MeasuredRequest]:
         OSError: the file cannot be read.
     """
     found: list[MeasuredRequest] = []
-    with Path(path).open("rb", buffering=HEAD) as file:
+    with _open(path) as file:
         found.extend(each for each in _read(file, str(path), timed=True) if isinstance(each, MeasuredRequest))
     if not found:
         raise TraceError(
@@ -74,6 +74,11 @@ def read_measurements(path: str | PathLike[str]) -> list[MeasuredRequest]:
         )
     found.sort(key=lambda each: each.queued)
     return [_shifted(each, found[0].queued) for each in found]
+
+
+def _open(path: str | PathLike[str]) -> io.BufferedReader:
+    """A file whose head can be seen before it is read, a pipe included."""
+    return io.BufferedReader(Path(path).open("rb", buffering=0), HEAD)
 
 
 def _shifted(each: MeasuredRequest, start: float) -> MeasuredRequest:
