@@ -21,7 +21,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 # The long forms, in parts that run alone: the tests of each part, and its benchmarks.
 SOAKS := core engine server vllm
-TESTS_core := tests/core tests/property tests/test_traces.py
+TESTS_core := tests/core tests/property tests/sim tests/traces
 TESTS_engine := tests/engine
 TESTS_server := tests/server tests/cli tests/benchmarks tests/release tests/test_docs.py tests/test_forking.py
 TESTS_vllm := tests/integrations

@@ -90,7 +90,9 @@ def test_no_module_lacks_more_than_a_library() -> None:
     assert needy == {}
 
 
-@pytest.mark.parametrize("package", ["pointsman.core", "pointsman.cli", "pointsman.version", "pointsman.traces"])
+@pytest.mark.parametrize(
+    "package", ["pointsman.core", "pointsman.cli", "pointsman.version", "pointsman.traces", "pointsman.sim"]
+)
 def test_nothing_is_missing_in_what_needs_no_model_and_no_server(package: str) -> None:
     lacks, _ = what_each_module_lacks()
     inside = {module: what for module, what in lacks.items() if f"{module}.".startswith(f"{package}.")}

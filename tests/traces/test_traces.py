@@ -11,7 +11,7 @@ import pytest
 from pointsman.traces import TraceError, TraceRequest, prompt_token_ids, read_trace
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"
-REAL_TRACES = Path(__file__).parents[2] / "shared" / "traces"
+REAL_TRACES = Path(__file__).parents[3] / "shared" / "traces"
 
 
 def write(tmp_path: Path, text: str | bytes) -> Path:

@@ -1,0 +1,306 @@
+"""How long, how many, how far apart? Distributions of lengths and times, arrival processes, and their short names.
+
+constant:512               always 512; a plain number says the same
+uniform:100,200            evenly between the two
+exponential:5              mean 5
+lognormal:150,0.8          median 150; the logarithm's standard deviation is 0.8
+values:10,20,500           one of these, each as likely
+mix:0.7*lognormal:150,0.6+0.3*constant:3000
+
+constant:4                 4 arrivals a second, evenly spaced
+poisson:4                  4 a second on average, independent of each other
+gamma:4,2                  as many, with gaps whose coefficient of variation is 2 (1 is poisson:4)
+bursts:4,10                as many, ten at a time
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Protocol, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.errors import PointsmanError
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+T = TypeVar("T")
+
+
+class WorkloadError(PointsmanError, ValueError):
+    """A workload that cannot be made. The message names the value and what it must be."""
+
+
+class Distribution(Protocol):
+    """Numbers at random, at least 0."""
+
+    def sample(self, rng: np.random.Generator, n: int) -> Floats:
+        """[n] independent draws."""
+
+    def mean(self) -> float: ...
+
+
+class Arrivals(Protocol):
+    """When does the next request come?"""
+
+    @property
+    def rate(self) -> float:
+        """Mean arrivals a second."""
+
+    def gaps(self, rng: np.random.Generator, n: int) -> Floats:
+        """[n] seconds between an arrival and the one before it; n is a multiple of the size of bursts."""
+
+
+# ---------------------------------------------------------------------- distributions
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    value: float
+
+    def __post_init__(self) -> None:
+        _check(self, "value", least=0)
+
+    def sample(self, rng: np.random.Generator, n: int) -> Floats:
+        return np.full(n, float(self.value))
+
+    def mean(self) -> float:
+        return float(self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Uniform:
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        _check(self, "low", least=0)
+        _check(self, "high", least=self.low)
+
+    def sample(self, rng: np.random.Generator, n: int) -> Floats:
+        return rng.uniform(self.low, self.high, n)
+
+    def mean(self) -> float:
+        return (self.low + self.high) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Exponential:
+    average: float
+
+    def __post_init__(self) -> None:
+        _check(self, "average", least=0)
+
+    def sample(self, rng: np.random.Generator, n: int) -> Floats:
+        return rng.exponential(self.average, n)
+
+    def mean(self) -> float:
+        return float(self.average)
+
+
+@dataclass(frozen=True, slots=True)
+class LogNormal:
+    median: float
+    sigma: float
+    """Standard deviation of the logarithm."""
+
+    def __post_init__(self) -> None:
+        _check(self, "median", above=0)
+        _check(self, "sigma", least=0)
+
+    def sample(self, rng: np.random.Generator, n: int) -> Floats:
+        return rng.lognormal(math.log(self.median), self.sigma, n)
+
+    def mean(self) -> float:
+        return self.median * math.exp(self.sigma**2 / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Empirical:
+    values: tuple[float, ...]
+    """Each as likely."""
+
+    def __post_init__(self) -> None:
+        if not self.values or not all(math.isfinite(value) and value >= 0 for value in self.values):
+            raise WorkloadError(f"values are {self.values}; there must be one or more, each finite and at least 0")
+
+    def sample(self, rng: np.random.Generator, n: int) -> Floats:
+        return np.array(self.values, dtype=np.float64)[rng.integers(0, len(self.values), n)]
+
+    def mean(self) -> float:
+        return math.fsum(self.values) / len(self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    parts: tuple[tuple[float, Distribution], ...]
+    """(probability, distribution); the probabilities add up to 1."""
+
+    def __post_init__(self) -> None:
+        weights = [weight for weight, _ in self.parts]
+        if not all(weight >= 0 for weight in weights) or not math.isclose(math.fsum(weights), 1, abs_tol=1e-6):
+            raise WorkloadError(f"the probabilities of a mixture are {weights}; they must be positive and add up to 1")
+
+    def sample(self, rng: np.random.Generator, n: int) -> Floats:
+        edges = np.cumsum([weight for weight, _ in self.parts])[:-1]
+        which = np.searchsorted(edges, rng.random(n), side="right")
+        drawn = np.empty(n)
+        for index, (_, part) in enumerate(self.parts):
+            chosen = which == index
+            drawn[chosen] = part.sample(rng, int(chosen.sum()))
+        return drawn
+
+    def mean(self) -> float:
+        return math.fsum(weight * part.mean() for weight, part in self.parts)
+
+
+def sample_lengths(distribution: Distribution, rng: np.random.Generator, n: int) -> npt.NDArray[np.int64]:
+    """[n] draws as numbers of tokens: rounded, at least 1."""
+    drawn = np.rint(np.clip(distribution.sample(rng, n), 1, 2**31 - 1))
+    return drawn.astype(np.int64)
+
+
+# ---------------------------------------------------------------------- arrivals
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantArrivals:
+    rate: float
+
+    def __post_init__(self) -> None:
+        _check(self, "rate", above=0)
+
+    def gaps(self, rng: np.random.Generator, n: int) -> Floats:
+        return np.full(n, 1 / self.rate)
+
+
+@dataclass(frozen=True, slots=True)
+class PoissonArrivals:
+    rate: float
+
+    def __post_init__(self) -> None:
+        _check(self, "rate", above=0)
+
+    def gaps(self, rng: np.random.Generator, n: int) -> Floats:
+        return rng.exponential(1 / self.rate, n)
+
+
+@dataclass(frozen=True, slots=True)
+class GammaArrivals:
+    rate: float
+    cv: float
+    """Coefficient of variation of the gaps: 1 as Poisson, more is more uneven."""
+
+    def __post_init__(self) -> None:
+        _check(self, "rate", above=0)
+        _check(self, "cv", above=0)
+
+    def gaps(self, rng: np.random.Generator, n: int) -> Floats:
+        shape = self.cv**-2
+        return rng.gamma(shape, 1 / (self.rate * shape), n)
+
+
+@dataclass(frozen=True, slots=True)
+class BurstArrivals:
+    rate: float
+    size: int
+    """Requests that arrive at one moment; bursts are independent of each other."""
+
+    def __post_init__(self) -> None:
+        _check(self, "rate", above=0)
+        _check(self, "size", least=1)
+        if self.size != int(self.size):
+            raise WorkloadError(f"size is {self.size}; it must be a whole number of requests")
+
+    def gaps(self, rng: np.random.Generator, n: int) -> Floats:
+        gaps = np.zeros(n)
+        gaps[:: int(self.size)] = rng.exponential(self.size / self.rate, -(-n // int(self.size)))
+        return gaps
+
+
+# ---------------------------------------------------------------------- short names
+
+
+_DISTRIBUTIONS: dict[str, Callable[..., Distribution]] = {
+    "constant": Constant,
+    "uniform": Uniform,
+    "exponential": Exponential,
+    "lognormal": LogNormal,
+}
+_ARRIVALS: dict[str, Callable[..., Arrivals]] = {
+    "constant": ConstantArrivals,
+    "poisson": PoissonArrivals,
+    "gamma": GammaArrivals,
+    "bursts": BurstArrivals,
+}
+_MIX_EXAMPLE = "mix:0.7*lognormal:150,0.6+0.3*constant:3000"
+
+
+def parse_distribution(text: str) -> Distribution:
+    """The distribution that a short name stands for: see the top of this file.
+
+    Raises:
+        WorkloadError: it stands for none.
+    """
+    name, colon, rest = text.strip().partition(":")
+    name = name.strip().lower()
+    if not colon:
+        return Constant(_number(name, text))
+    if name == "mix":
+        return Mixture(tuple(_part(part, text) for part in re.split(r"\+(?=[^+*:]+\*)", rest)))
+    if name == "values":
+        return Empirical(tuple(_number(value, text) for value in rest.split(",")))
+    return _named(_DISTRIBUTIONS, name, rest, text, ", values, mix")
+
+
+def parse_arrivals(text: str) -> Arrivals:
+    """The arrival process that a short name stands for: see the top of this file.
+
+    Raises:
+        WorkloadError: it stands for none.
+    """
+    name, _, rest = text.strip().partition(":")
+    return _named(_ARRIVALS, name.strip().lower(), rest, text, "")
+
+
+def _part(part: str, text: str) -> tuple[float, Distribution]:
+    weight, star, distribution = part.partition("*")
+    if not star or distribution.lstrip().lower().startswith("mix:"):
+        raise WorkloadError(f"{text!r}: {part!r} is no part of a mixture; write them like {_MIX_EXAMPLE}")
+    return _number(weight, text), parse_distribution(distribution)
+
+
+def _named(known: dict[str, Callable[..., T]], name: str, rest: str, text: str, others: str) -> T:
+    if name not in known:
+        raise WorkloadError(f"{text!r}: unknown {name!r}; known are {', '.join(known)}{others}")
+    make = known[name]
+    names = [each.name for each in fields(make)]  # type: ignore[arg-type]
+    values = [_number(value, text) for value in rest.split(",")]
+    if len(values) != len(names):
+        raise WorkloadError(f"{text!r}: {len(values)} values; write {name}:{','.join(names)}")
+    try:
+        return make(*values)
+    except WorkloadError as error:
+        raise WorkloadError(f"{text!r}: {error}") from None
+
+
+def _number(value: str, text: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        raise WorkloadError(
+            f"{text!r}: {value.strip()!r} is no number; write a number or a form like lognormal:150,0.8"
+        ) from None
+    if not math.isfinite(number):
+        raise WorkloadError(f"{text!r}: {value.strip()} must be finite")
+    return number
+
+
+def _check(owner: object, name: str, *, least: float | None = None, above: float | None = None) -> None:
+    value = getattr(owner, name)
+    if not math.isfinite(value) or (least is not None and value < least) or (above is not None and value <= above):
+        limit = f"at least {least:g}" if least is not None else f"above {above:g}"
+        raise WorkloadError(f"{name} is {value:g}; it must be finite and {limit}")

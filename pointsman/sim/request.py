@@ -1,0 +1,151 @@
+"""What does the simulator send to a scheduler? A request, and tokens for its prompt.
+
+No model reads the tokens: they say which prompts share a prefix, and cost as little as that allows.
+
+    first n tokens of `content`   digits of a number that names the content, so that different content differs there
+    the others                    one token, repeated
+
+Content is a shared block (its hash id) or the text of one request (its index). What a request generates is
+`filler_token(index)`, repeated; the next prompt of its session contains it, so that the prefix cache finds it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.traces import MAX_TOKENS, TraceRequest, prompt_token_ids
+
+EOS_TOKEN = 2**31 - 1
+"""The end-of-sequence token of simulated models; no other token is equal to it."""
+MAX_INDEX = 2**30
+"""Filler tokens are between 2**30 and 2**31 - 2, above the vocabulary of any model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What an earlier request of a session adds to the later prompts."""
+
+    index: int
+    num_new_tokens: int
+    """Tokens of its prompt that were new."""
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SimRequest:
+    """A request that the simulator sends. Lengths are tokens."""
+
+    request_id: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    """Known to the simulator alone, never to a policy."""
+    block_hash_ids: tuple[int, ...] = ()
+    """As `TraceRequest.block_hash_ids`: what the prompt begins with."""
+    hash_block_size: int = 512
+    max_tokens: int | None = None
+    """What the client asked for; None: no limit but the model's."""
+    priority: int = 0
+    tenant: str = ""
+    session: str | None = None
+    index: int = 0
+    """Distinct in a workload: the order in which it made its requests, from 0. Names the tokens of this request."""
+    turns: tuple[Turn, ...] = ()
+    """The session so far, oldest first; its tokens follow those of `block_hash_ids`."""
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """The output tokens that it gets, which `max_tokens` may cut."""
+        return self.num_output_tokens if self.max_tokens is None else min(self.num_output_tokens, self.max_tokens)
+
+
+def filler_token(index: int) -> int:
+    """The token that request `index` generates, again and again: its own, and never `EOS_TOKEN`.
+
+    Raises:
+        ValueError: the index is not between 0 and `MAX_INDEX` - 2.
+    """
+    if not 0 <= index < MAX_INDEX - 1:
+        raise ValueError(f"index is {index}; it must be between 0 and {MAX_INDEX - 2}")
+    return EOS_TOKEN - 1 - index
+
+
+def prompt_tokens(request: SimRequest, index: int, vocab_size: int, seed: int = 0) -> npt.NDArray[np.int32]:
+    """The prompt of a request: equal tokens where hash ids or sessions are equal, others elsewhere.
+
+    Args:
+        request: the request.
+        index: names the text that is new with this request, and its output: `request.index`, or in a workload without
+            sessions any other number that is distinct.
+        vocab_size: tokens of text are drawn from 0 to vocab_size - 1.
+        seed: another seed gives other tokens to all text.
+
+    Returns:
+        [num_prompt_tokens] int32, read-only, over a bytes object: a `Request` takes it without a copy.
+
+    Raises:
+        ValueError: `vocab_size` is below 2 or above `MAX_INDEX`.
+    """
+    if not 2 <= vocab_size <= MAX_INDEX:
+        raise ValueError(f"vocab_size is {vocab_size}; it must be between 2 and {MAX_INDEX}")
+    length = request.num_prompt_tokens
+    if not request.block_hash_ids and not request.turns:
+        return np.frombuffer(_own_text(index, length, vocab_size, seed), dtype=np.int32)
+    pieces = [_shared_text(request, vocab_size, seed)]
+    for turn in request.turns:
+        pieces.append(_own_text(turn.index, turn.num_new_tokens, vocab_size, seed))
+        pieces.append(_token(filler_token(turn.index)) * turn.num_output_tokens)
+    missing = length - sum(map(len, pieces)) // 4
+    pieces.append(_own_text(index, max(missing, 0), vocab_size, seed))
+    return np.frombuffer(b"".join(pieces)[: 4 * length], dtype=np.int32)
+
+
+@lru_cache(maxsize=256)
+def blank_prompt(length: int) -> npt.NDArray[np.int32]:
+    """A prompt of zeros, for schedulers without a prefix cache: [length] int32, read-only, shared among its callers."""
+    return np.frombuffer(bytes(4 * length), dtype=np.int32)
+
+
+def _token(token: int) -> bytes:
+    return token.to_bytes(4, sys.byteorder)
+
+
+def _own_text(index: int, length: int, vocab_size: int, seed: int) -> bytes:
+    """Text of one request: the digits of an odd number, and one of them repeated."""
+    key = 2 * index + 1
+    digits: list[bytes] = []
+    for _ in range(min(_num_digits(vocab_size), length)):
+        digits.append(_token((key + seed) % vocab_size))
+        key //= vocab_size
+    return b"".join(digits) + digits[0] * (length - len(digits)) if digits else b""
+
+
+def _shared_text(request: SimRequest, vocab_size: int, seed: int) -> bytes:
+    """Text of shared blocks: the digits of an even number at the start of each, and one of them repeated."""
+    ids, size = request.block_hash_ids, request.hash_block_size
+    length = min(len(ids) * size, request.num_prompt_tokens)
+    if not length:
+        return b""
+    num_digits = _num_digits(vocab_size)
+    if size < num_digits:  # too small a block for its id
+        shared = TraceRequest(0.0, length, 0, ids, size)
+        return prompt_token_ids(shared, min(vocab_size, MAX_TOKENS), seed, 0).tobytes()
+    keys = np.array(ids, dtype=np.uint64) * np.uint64(2)
+    base, shift = np.uint64(vocab_size), np.uint64(seed % vocab_size)
+    blocks = np.empty((len(ids), size), dtype=np.int32)
+    blocks[:] = ((keys + shift) % base)[:, None]
+    for at in range(num_digits):
+        blocks[:, at] = (keys + shift) % base
+        keys //= base
+    return blocks.tobytes()[: 4 * length]
+
+
+@lru_cache(maxsize=16)
+def _num_digits(vocab_size: int) -> int:
+    """Digits that tell 2**64 numbers apart."""
+    return math.ceil(64 / math.log2(vocab_size))

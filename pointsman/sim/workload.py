@@ -1,0 +1,412 @@
+"""What does the simulator take requests from? A trace, generated arrivals, users that wait, or conversations.
+
+    OpenLoop     requests arrive when they arrive, from a trace or by an arrival process, whatever the server does
+    ClosedLoop   N users, each with at most one request: the next one comes after the last one finished and a think time
+    Sessions     conversations: the next prompt is the last prompt, its output and new text
+
+Requests are made lazily. `first_arrivals` begins the workload again, and the same seed gives the same requests. Each
+purpose draws from a generator of its own, made of (seed, purpose, user or session): a draw added for one purpose
+changes no other, and what a user asks does not depend on when the server answers others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count, islice
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from pointsman.sim.distributions import (
+    Arrivals,
+    BurstArrivals,
+    Constant,
+    ConstantArrivals,
+    Distribution,
+    Empirical,
+    Exponential,
+    GammaArrivals,
+    LogNormal,
+    Mixture,
+    PoissonArrivals,
+    Uniform,
+    WorkloadError,
+    parse_arrivals,
+    parse_distribution,
+    sample_lengths,
+)
+from pointsman.sim.request import EOS_TOKEN, SimRequest, Turn, blank_prompt, filler_token, prompt_tokens
+from pointsman.traces import TraceRequest
+
+__all__ = [
+    "EOS_TOKEN",
+    "Arrivals",
+    "BurstArrivals",
+    "ClosedLoop",
+    "Constant",
+    "ConstantArrivals",
+    "Distribution",
+    "Empirical",
+    "Exponential",
+    "GammaArrivals",
+    "Generated",
+    "Lengths",
+    "LogNormal",
+    "Mixture",
+    "OpenLoop",
+    "PoissonArrivals",
+    "Sessions",
+    "SimRequest",
+    "Turn",
+    "Uniform",
+    "Workload",
+    "WorkloadError",
+    "blank_prompt",
+    "filler_token",
+    "parse_arrivals",
+    "parse_distribution",
+    "prompt_tokens",
+]
+
+Arrival: TypeAlias = tuple[float, SimRequest]
+"""Seconds on the virtual clock, and the request that arrives then."""
+
+CHUNK = 1024
+"""Numbers drawn at a time. Part of what a seed means: another size gives other workloads."""
+
+_ARRIVALS, _PROMPTS, _OUTPUTS, _THINKING, _TURNS = range(5)
+"""Purposes of generators. A new one gets a new number, so that it changes no other."""
+
+
+class Workload(Protocol):
+    """Requests, and when they arrive."""
+
+    @property
+    def num_requests(self) -> int | None:
+        """How many there will be, if that is known."""
+
+    def first_arrivals(self) -> Iterator[Arrival]:
+        """The workload from its beginning: arrivals that depend on nothing, in order of time."""
+
+    def on_finished(self, request: SimRequest, now: float) -> Arrival | None:
+        """What arrives because a request finished, at `now` or later; None: nothing. Called once for each request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Distributions of prompt and output tokens, and what else requests have in common."""
+
+    prompt: Distribution
+    output: Distribution
+    max_tokens: int | None = None
+    """What clients ask for; outputs that are drawn longer are cut there."""
+    priority: int = 0
+    tenant: str = ""
+
+    def requests(self, seed: int) -> Iterator[SimRequest]:
+        """Requests without end, numbered from 0."""
+        prompts, outputs = _generator(seed, _PROMPTS), _generator(seed, _OUTPUTS)
+        index = 0
+        while True:
+            prompt_lens = sample_lengths(self.prompt, prompts, CHUNK).tolist()
+            output_lens = sample_lengths(self.output, outputs, CHUNK).tolist()
+            for prompt_len, output_len in zip(prompt_lens, output_lens, strict=True):
+                yield SimRequest(
+                    request_id=f"request-{index}",
+                    num_prompt_tokens=prompt_len,
+                    num_output_tokens=output_len,
+                    max_tokens=self.max_tokens,
+                    priority=self.priority,
+                    tenant=self.tenant,
+                    index=index,
+                )
+                index += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """Requests of drawn lengths that arrive by a process; the first one at 0 seconds."""
+
+    arrivals: Arrivals
+    lengths: Lengths
+    num_requests: int | None = None
+    """None: without end; the simulation says when to stop."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_count("num_requests", self.num_requests)
+
+
+class OpenLoop:
+    """Arrivals that do not depend on the server."""
+
+    def __init__(self, source: Sequence[TraceRequest] | Generated, *, rate: float = 1.0) -> None:
+        """
+        Args:
+            source: a trace, of which requests without output are left out (they failed), or generated requests.
+            rate: how many times as fast as in the source requests arrive.
+
+        Raises:
+            WorkloadError: `rate` is not above 0.
+        """
+        if not 0 < rate < float("inf"):
+            raise WorkloadError(f"rate is {rate}; it must be above 0: 2 is twice as fast as the source")
+        self._source = source
+        self._rate = rate
+        self.num_skipped = 0
+        """Requests of the trace without output."""
+        if not isinstance(source, Generated):
+            self.num_skipped = sum(not request.num_output_tokens for request in source)
+
+    @property
+    def num_requests(self) -> int | None:
+        if isinstance(self._source, Generated):
+            return self._source.num_requests
+        return len(self._source) - self.num_skipped
+
+    def first_arrivals(self) -> Iterator[Arrival]:
+        if isinstance(self._source, Generated):
+            times = _arrival_times(self._source.arrivals, self._source.seed)
+            requests = self._source.lengths.requests(self._source.seed)
+            pairs = zip(times, requests, strict=False)  # both are endless
+            for time, request in islice(pairs, self._source.num_requests):
+                yield time / self._rate, request
+            return
+        for index, traced in _traced(self._source):
+            yield traced.arrival_time / self._rate, _from_trace(traced, index)
+
+    def on_finished(self, request: SimRequest, now: float) -> None:
+        return None
+
+
+class ClosedLoop:
+    """Users with at most one request each. All begin at 0 seconds.
+
+    The requests are the same, in the same order, whichever user sends them; thinking times are each user's own.
+    """
+
+    def __init__(
+        self,
+        users: int,
+        source: Sequence[TraceRequest] | Lengths,
+        *,
+        think: Distribution = Constant(0.0),  # noqa: B008  it is frozen
+        num_requests: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        """
+        Args:
+            users: the maximum of requests at a time.
+            source: lengths to draw, or a trace, whose arrival times and requests without output are left out.
+            think: seconds between the end of a request and the next one of its user.
+            num_requests: stop after that many; None: at the end of the trace, or never.
+            seed: of lengths and thinking times.
+
+        Raises:
+            WorkloadError: there are no users or no requests.
+        """
+        _check_count("users", users)
+        _check_count("num_requests", num_requests)
+        self._num_users = users
+        self._source = source
+        self._think = think
+        self._seed = seed
+        self.num_requests = num_requests
+        if not isinstance(source, Lengths):
+            available = sum(request.num_output_tokens > 0 for request in source)
+            self.num_requests = available if num_requests is None else min(num_requests, available)
+        self._begin()
+
+    def first_arrivals(self) -> Iterator[Arrival]:
+        self._begin()
+        for user in range(self._num_users):
+            request = next(self._requests, None)
+            if request is None:
+                return
+            self._users[request.index] = user
+            yield 0.0, request
+
+    def on_finished(self, request: SimRequest, now: float) -> Arrival | None:
+        user = self._users.pop(request.index)
+        following = next(self._requests, None)
+        if following is None:
+            return None
+        self._users[following.index] = user
+        if user not in self._thinking:
+            self._thinking[user] = _draws(self._think, _generator(self._seed, _THINKING, user))
+        return now + next(self._thinking[user]), following
+
+    def _begin(self) -> None:
+        self._requests = islice(self._all_requests(), self.num_requests)
+        self._users: dict[int, int] = {}  # of the requests that have not finished
+        self._thinking: dict[int, Iterator[float]] = {}
+
+    def _all_requests(self) -> Iterator[SimRequest]:
+        if isinstance(self._source, Lengths):
+            yield from self._source.requests(self._seed)
+        else:
+            for index, traced in _traced(self._source):
+                yield _from_trace(traced, index)
+
+
+@dataclass(slots=True)
+class _Session:
+    """A conversation under way: what its turns will be, and how far it is."""
+
+    name: str
+    new_lens: list[int]
+    """New prompt tokens of each turn."""
+    output_lens: list[int]
+    think_times: list[float]
+    """Seconds before each turn but the first."""
+    turns: tuple[Turn, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class Sessions:
+    """Conversations. A prompt is the session's last prompt, the output that it got, and new text."""
+
+    arrivals: Arrivals
+    """Of sessions; the first one begins at 0 seconds."""
+    num_turns: Distribution
+    """Requests of a session: rounded, at least 1."""
+    first_prompt: Distribution
+    """Tokens of the first prompt after the system prompt."""
+    new_text: Distribution
+    """Tokens that each later prompt adds."""
+    output: Distribution
+    think: Distribution = field(default_factory=lambda: Constant(0.0))
+    """Seconds from the end of an output to the next request."""
+    system_prompt: int = 0
+    """Tokens that all prompts begin with."""
+    num_sessions: int | None = None
+    """None: without end; the simulation says when to stop."""
+    max_tokens: int | None = None
+    max_total_tokens: int | None = None
+    """A session ends before a request whose prompt and output would be longer; None: no limit."""
+    priority: int = 0
+    tenant: str = ""
+    seed: int = 0
+    _sessions: dict[int, _Session] = field(default_factory=dict, init=False, repr=False)
+    """By the index of their last request."""
+    _indices: Iterator[int] = field(default_factory=count, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _check_count("num_sessions", self.num_sessions)
+        if self.system_prompt < 0:
+            raise WorkloadError(f"system_prompt is {self.system_prompt}; it must be at least 0 tokens")
+
+    @property
+    def num_requests(self) -> int | None:
+        """None without `num_sessions`, and with a `max_total_tokens` that may end a session early."""
+        if self.num_sessions is None or self.max_total_tokens is not None:
+            return None
+        return sum(self._turns_of(number) for number in range(self.num_sessions))
+
+    def first_arrivals(self) -> Iterator[Arrival]:
+        self._sessions, self._indices = {}, count()
+        times = _arrival_times(self.arrivals, self.seed)
+        for number, time in enumerate(islice(times, self.num_sessions)):
+            request = self._next_request(self._session(number))
+            if request is not None:
+                yield time, request
+
+    def on_finished(self, request: SimRequest, now: float) -> Arrival | None:
+        session = self._sessions.pop(request.index)
+        known = sum(turn.num_new_tokens + turn.num_output_tokens for turn in session.turns)
+        new_tokens = request.num_prompt_tokens - self.system_prompt - known
+        session.turns = (*session.turns, Turn(request.index, new_tokens, request.num_generated_tokens))
+        following = self._next_request(session)
+        return None if following is None else (now + session.think_times[len(session.turns) - 1], following)
+
+    def _next_request(self, session: _Session) -> SimRequest | None:
+        turn = len(session.turns)
+        if turn == len(session.new_lens):
+            return None
+        known = sum(each.num_new_tokens + each.num_output_tokens for each in session.turns)
+        prompt_len, output_len = self.system_prompt + known + session.new_lens[turn], session.output_lens[turn]
+        if self.max_total_tokens is not None and prompt_len + output_len > self.max_total_tokens:
+            return None
+        index = next(self._indices)
+        self._sessions[index] = session
+        return SimRequest(
+            request_id=f"{session.name}-turn-{turn}",
+            num_prompt_tokens=prompt_len,
+            num_output_tokens=output_len,
+            block_hash_ids=(0,) if self.system_prompt else (),
+            hash_block_size=self.system_prompt or 512,
+            max_tokens=self.max_tokens,
+            priority=self.priority,
+            tenant=self.tenant,
+            session=session.name,
+            index=index,
+            turns=session.turns,
+        )
+
+    def _turns_of(self, number: int) -> int:
+        return int(sample_lengths(self.num_turns, _generator(self.seed, _TURNS, number), 1)[0])
+
+    def _session(self, number: int) -> _Session:
+        turns = self._turns_of(number)
+        prompts = _generator(self.seed, _PROMPTS, number)
+        first = sample_lengths(self.first_prompt, prompts, 1).tolist()
+        return _Session(
+            name=f"session-{number}",
+            new_lens=first + sample_lengths(self.new_text, prompts, turns - 1).tolist(),
+            output_lens=sample_lengths(self.output, _generator(self.seed, _OUTPUTS, number), turns).tolist(),
+            think_times=self.think.sample(_generator(self.seed, _THINKING, number), turns - 1).tolist(),
+        )
+
+
+# ---------------------------------------------------------------------- draws
+
+
+def _generator(seed: int, *purpose: int) -> np.random.Generator:
+    """The generator of one purpose, independent of all others."""
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=purpose)))
+
+
+def _draws(distribution: Distribution, rng: np.random.Generator) -> Iterator[float]:
+    while True:
+        yield from distribution.sample(rng, 64).tolist()
+
+
+def _arrival_times(arrivals: Arrivals, seed: int) -> Iterator[float]:
+    """Seconds, without end; the first one is 0."""
+    rng = _generator(seed, _ARRIVALS)
+    size = CHUNK
+    if isinstance(arrivals, BurstArrivals):  # a chunk holds whole bursts
+        size = -(-CHUNK // int(arrivals.size)) * int(arrivals.size)
+    start = 0.0
+    is_first = True
+    while True:
+        gaps = arrivals.gaps(rng, size)
+        if is_first:
+            gaps[0], is_first = 0.0, False
+        times = start + np.cumsum(gaps)
+        start = float(times[-1])
+        yield from times.tolist()
+
+
+def _traced(trace: Sequence[TraceRequest]) -> Iterator[tuple[int, TraceRequest]]:
+    """(index, request) of the requests that have output."""
+    return enumerate(request for request in trace if request.num_output_tokens)
+
+
+def _from_trace(traced: TraceRequest, index: int) -> SimRequest:
+    return SimRequest(
+        request_id=f"request-{index}",
+        num_prompt_tokens=traced.num_prompt_tokens,
+        num_output_tokens=traced.num_output_tokens,
+        block_hash_ids=traced.block_hash_ids,
+        hash_block_size=traced.hash_block_size,
+        max_tokens=traced.max_tokens,
+        priority=traced.priority,
+        index=index,
+    )
+
+
+def _check_count(name: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise WorkloadError(f"{name} is {value}; it must be at least 1")

@@ -1,0 +1,47 @@
+"""Readers of request traces: arrival times, prompt lengths and output lengths; and of what a server measured.
+
+A published trace has no text, but enough to load a scheduler as the traced service was loaded: arrival times, prompt
+and output lengths, and in some formats which prompts share a prefix. `read_trace` recognises the format by the
+beginning of the file:
+
+    format               begins with                                  arrival        prompts that share a prefix
+    Azure CSV            TIMESTAMP,ContextTokens,GeneratedTokens      date and time  unknown
+    BurstGPT CSV         Timestamp,Model,Request tokens,...           seconds        unknown
+    Mooncake JSON        {"timestamp": ..., "input_length": ...,      milliseconds   one hash id per 512 tokens
+                          "output_length": ..., "hash_ids": [...]}
+    measured JSON        {"request_id": ..., "input_toks": ...,       seconds        unknown
+                          "output_toks": ..., "arrival_time": ...}
+    vLLM bench result    {..., "endpoint_type": ..., "ttfts": [...],  seconds        unknown
+                          "start_times": [...], ...}
+    guidellm report      {"metadata": {"version": ..., ...}, ...}     seconds        unknown
+    Pointsman recording  {"format": "pointsman-recording", ...}       seconds        one hash id per block
+
+`read_measurements` reads the last four with the times that were measured. Begin with `read.py`; `requests.py` says what
+comes out, and each format family has its file. May import `pointsman.core`; needs NumPy and the standard library.
+
+A hash id stands for the content of its block and of everything before it. `prompt_token_ids` turns ids into tokens:
+equal ids at the same place become equal tokens, so a prefix cache has the same hits.
+"""
+
+from pointsman.traces.read import read_measurements, read_trace
+from pointsman.traces.requests import (
+    MAX_HASH_ID,
+    MAX_TOKENS,
+    MOONCAKE_BLOCK_SIZE,
+    MeasuredRequest,
+    TraceError,
+    TraceRequest,
+)
+from pointsman.traces.tokens import prompt_token_ids
+
+__all__ = [
+    "MAX_HASH_ID",
+    "MAX_TOKENS",
+    "MOONCAKE_BLOCK_SIZE",
+    "MeasuredRequest",
+    "TraceError",
+    "TraceRequest",
+    "prompt_token_ids",
+    "read_measurements",
+    "read_trace",
+]

@@ -1,0 +1,113 @@
+"""Reports of guidellm in JSON (`benchmarks.json`): benchmarks, each with the requests that it made.
+
+Schema versions 1 (guidellm 0.5 and 0.6) and 2 (0.7 and 0.8) are read; `metadata.version` names it. Of a request:
+`prompt_tokens`, `output_tokens`, and in `info.timings` the Unix times `request_start`, `first_token_iteration` and
+`last_token_iteration`. Several benchmarks, as a sweep makes them, are one trace: they ran one after the other. Requests
+that failed, or that the end of a benchmark cut, are part of the load and have no times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+from pointsman.traces.json_stream import JsonStream
+from pointsman.traces.requests import MeasuredRequest, TraceRequest
+from pointsman.traces.values import Broken, field, measured, number, shorten, tokens
+
+VERSIONS = (1, 2)
+
+
+def read_guidellm(file: BinaryIO) -> Iterator[TraceRequest | MeasuredRequest]:
+    """The requests of a report, by benchmark and status.
+
+    Raises:
+        Broken: the schema's version is another one, the report holds a sample of its requests, or a value is missing.
+    """
+    stream = JsonStream(file)
+    known = False
+    for key in stream.members():
+        if key == "metadata":
+            _check_version(stream, stream.value())
+            known = True
+        elif key == "benchmarks":
+            if not known:
+                raise stream.broken('no "metadata" before "benchmarks": reports of guidellm 0.5 and later have it')
+            for index in stream.items():
+                yield from _benchmark(stream, f"benchmarks[{index}]")
+        else:
+            stream.skip()
+
+
+def _check_version(stream: JsonStream, metadata: Any) -> None:
+    version = metadata.get("version") if isinstance(metadata, dict) else None
+    if version not in VERSIONS:
+        raise stream.broken(
+            f"metadata.version is {shorten(repr(version))}; read are versions 1 and 2 of the report, "
+            "which guidellm 0.5 to 0.8 write"
+        )
+
+
+def _benchmark(stream: JsonStream, place: str) -> Iterator[TraceRequest | MeasuredRequest]:
+    counted = found = 0
+    for key in stream.members():
+        if key == "metrics":
+            counted = _num_successful(stream)
+        elif key == "requests":
+            for status in stream.members():
+                if stream.peek() != "[":
+                    stream.skip()  # "total": null
+                    continue
+                for index in stream.items():
+                    found += status == "successful"
+                    request = _request(stream, f"{place}.requests.{status}[{index}]", status == "successful")
+                    if request is not None:
+                        yield request
+        else:
+            stream.skip()
+    if found < counted:
+        raise stream.broken(
+            f"{place} holds {found} of {counted} successful requests, a sample; run guidellm without a sample size"
+        )
+
+
+def _num_successful(stream: JsonStream) -> int:
+    """The successful requests of the measured period, by the benchmark's own count; 0 where it has none."""
+    totals: Any = None
+    for key in stream.members():
+        if key == "request_totals":
+            totals = stream.value()
+        else:
+            stream.skip()
+    count = totals.get("successful") if isinstance(totals, dict) else None
+    return count if isinstance(count, int) else 0
+
+
+def _request(stream: JsonStream, place: str, successful: bool) -> TraceRequest | MeasuredRequest | None:
+    """The request at the position; None for one that was never sent, or whose length is unknown because it failed."""
+    fields = stream.value()
+    try:
+        if not isinstance(fields, dict):
+            raise Broken("not a JSON object")
+        info = fields.get("info")
+        timings = info.get("timings") if isinstance(info, dict) else None
+        if not isinstance(timings, dict):
+            raise Broken('no object "info.timings" in it')
+        if not successful:
+            if timings.get("request_start") is None or fields.get("prompt_tokens") is None:
+                return None
+            fields = {**fields, "output_tokens": fields.get("output_tokens") or 0}
+        request = TraceRequest(
+            arrival_time=number("request_start", field(timings, "request_start")),
+            num_prompt_tokens=tokens("prompt_tokens", field(fields, "prompt_tokens"), 1),
+            num_output_tokens=tokens("output_tokens", field(fields, "output_tokens"), int(successful)),
+        )
+        if not successful:
+            return request
+        names = ("first_token_iteration", "last_token_iteration")
+        if any(timings.get(name) is None for name in names):
+            return request  # it was not streamed, so no token has a time
+        first, last = (number(name, timings[name]) for name in names)
+        return measured(request, str(fields.get("request_id", "")), first, last)
+    except Broken as error:
+        raise stream.broken(f"{place}: {error}") from None

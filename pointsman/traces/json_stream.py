@@ -1,0 +1,173 @@
+"""A JSON document read piece by piece, so that one of gigabytes costs no memory.
+
+The caller walks: `members()` of an object and `items()` of a list, and at each takes the `value()` or `skip()`s it.
+What is skipped, such as the texts of a benchmark result, is not kept.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+from pointsman.traces.values import Broken, shorten
+
+CHUNK = 2**18
+MAX_VALUE = 2**26
+"""Characters of one value that is taken whole."""
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+_STRUCTURE = re.compile(r'["{}\[\]]')
+_STRING_END = re.compile(r'["\\]')
+_GOES_ON = ("", ".", "e", "E")  # what follows a number of which only the beginning is there
+_DECODER = json.JSONDecoder()
+
+
+class JsonStream:
+    """A position in a JSON document. Errors are `Broken`, with the line."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        self._text = ""
+        self._at = 0
+        self._num_lines = 0  # before `_text`
+        self._ended = False
+
+    @property
+    def line(self) -> int:
+        """The number of the line at the position, from 1."""
+        return self._num_lines + self._text.count("\n", 0, self._at) + 1
+
+    def broken(self, what: str) -> Broken:
+        return Broken(f"line {self.line}: {what}")
+
+    def peek(self) -> str:
+        """The next character that is no space, "" at the end of the file."""
+        while True:
+            self._at = _SPACE.match(self._text, self._at).end()  # type: ignore[union-attr]  # it matches nothing, too
+            if self._at < len(self._text):
+                return self._text[self._at]
+            if not self._more(CHUNK):
+                return ""
+
+    def members(self) -> Iterator[str]:
+        """The keys of an object; at each, the caller takes or skips its value before it goes on."""
+        for _ in self._elements("{", "}"):
+            if self.peek() != '"':
+                raise self._unexpected("a key")
+            key = self.value()
+            self._take(":")
+            yield key
+
+    def items(self) -> Iterator[int]:
+        """The indices of a list; at each, the caller takes or skips the element before it goes on."""
+        yield from self._elements("[", "]")
+
+    def value(self) -> Any:
+        """The value at the position, whole.
+
+        Raises:
+            Broken: it is no JSON, or longer than `MAX_VALUE`.
+        """
+        self.peek()
+        while True:
+            try:
+                value, end = _DECODER.raw_decode(self._text, self._at)
+            except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
+                if self._ended:
+                    reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+                    raise self._unexpected(reason) from None
+            else:
+                if self._ended or self._text[end : end + 1] not in _GOES_ON:
+                    self._at = end
+                    return value
+            if len(self._text) - self._at > MAX_VALUE:
+                raise self._unexpected(f"no value within {MAX_VALUE} characters")
+            self._more(max(CHUNK, len(self._text) - self._at))
+
+    def skip(self) -> None:
+        """Passes the value at the position."""
+        depth = 0
+        first = self.peek()
+        if first not in ("{", "[", '"'):
+            self.value()
+            return
+        while True:
+            found = _STRUCTURE.search(self._text, self._at)
+            if found is None:
+                self._at = len(self._text)
+                self._need()
+                continue
+            self._at = found.end()
+            mark = found[0]
+            if mark == '"':
+                self._pass_string()
+            else:
+                depth += 1 if mark in "{[" else -1
+            if depth == 0:
+                return
+
+    # ------------------------------------------------------------------ parts
+
+    def _elements(self, opening: str, closing: str) -> Iterator[int]:
+        self._take(opening)
+        index = 0
+        if self.peek() == closing:
+            self._at += 1
+            return
+        while True:
+            yield index
+            index += 1
+            if self.peek() == closing:
+                self._at += 1
+                return
+            self._take(",")
+
+    def _take(self, mark: str) -> None:
+        if self.peek() != mark:
+            raise self._unexpected(repr(mark))
+        self._at += 1
+
+    def _pass_string(self) -> None:
+        """Passes the remainder of a string whose first quote was passed."""
+        while True:
+            found = _STRING_END.search(self._text, self._at)
+            if found is None:
+                self._at = len(self._text)
+                self._need()
+                continue
+            self._at = found.end()
+            if found[0] == '"':
+                return
+            if self._at == len(self._text):
+                self._need()
+            self._at += 1  # what the backslash escapes
+
+    def _need(self) -> None:
+        if not self._more(CHUNK):
+            raise self._unexpected("the end of the value")
+
+    def _more(self, size: int) -> bool:
+        """Reads about `size` more characters and forgets those before the position; False: there are none."""
+        while not self._ended:
+            data = self._file.read(size)
+            self._ended = not data
+            try:
+                new = self._decoder.decode(data, final=self._ended)
+            except UnicodeDecodeError as error:
+                raise self.broken(str(error)) from None
+            self._num_lines += self._text.count("\n", 0, self._at)
+            self._text = self._text[self._at :] + new
+            self._at = 0
+            if new:
+                return True
+        return False
+
+    def _unexpected(self, expected: str) -> Broken:
+        found = self._text[self._at : self._at + 80]
+        if not found:
+            return self.broken(f"not JSON ({expected} expected): the file ends here; is it cut short?")
+        return self.broken(f"not JSON ({expected} expected): {shorten(found)!r}")

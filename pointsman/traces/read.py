@@ -1,0 +1,125 @@
+"""Which format is a file in, and which requests does it hold?"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import BinaryIO, TypeAlias
+
+from pointsman.core.recording import FORMAT
+from pointsman.traces.guidellm import read_guidellm
+from pointsman.traces.json_stream import JsonStream
+from pointsman.traces.lines import read_csv, read_lines, read_measured, read_measured_times, read_mooncake
+from pointsman.traces.recordings import read_recording
+from pointsman.traces.requests import MeasuredRequest, TraceError, TraceRequest
+from pointsman.traces.values import Broken, shorten
+from pointsman.traces.vllm_bench import read_vllm_bench
+
+HEAD = 2**20
+"""Bytes at the start of a file within which its format shows."""
+
+Reader: TypeAlias = Callable[[BinaryIO], Iterator[TraceRequest | MeasuredRequest]]
+
+
+def read_trace(path: str | PathLike[str], *, limit: int | None = None) -> list[TraceRequest]:
+    """The requests of a trace file, by arrival, the first one at 0 seconds.
+
+    Args:
+        path: an Azure or BurstGPT CSV, Mooncake or measured JSON lines, a result of `vllm bench serve`, a guidellm
+            report or a Pointsman recording.
+        limit: read only that many requests from the start of the file; None: all of them.
+
+    Raises:
+        TraceError: a line is broken, the format is unknown or there is no request in the file.
+        OSError: the file cannot be read.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit is {limit}; it must be at least 1, or None for the whole trace")
+    requests: list[TraceRequest] = []
+    with _open(path) as file:
+        for each in _read(file, str(path), timed=False):
+            requests.append(each.request if isinstance(each, MeasuredRequest) else each)
+            if len(requests) == limit:
+                break
+    if not requests:
+        raise TraceError(f"{path}: no request in it; expected an Azure or BurstGPT CSV, or Mooncake JSON lines")
+    requests.sort(key=lambda request: request.arrival_time)  # stable: those of one moment keep the file's order
+    start = requests[0].arrival_time
+    return [replace(request, arrival_time=request.arrival_time - start) for request in requests]
+
+
+def read_measurements(path: str | PathLike[str]) -> list[MeasuredRequest]:
+    """The requests of a file with their measured times, by arrival, the first one queued at 0 seconds.
+
+    Requests without output (those that failed) and without times (those that were not streamed) are left out.
+
+    Args:
+        path: measured JSON lines, a result of `vllm bench serve`, a guidellm report or a Pointsman recording.
+
+    Raises:
+        TraceError: a line is broken, its times are out of order, or the file has no measured times.
+        OSError: the file cannot be read.
+    """
+    found: list[MeasuredRequest] = []
+    with _open(path) as file:
+        found.extend(each for each in _read(file, str(path), timed=True) if isinstance(each, MeasuredRequest))
+    if not found:
+        raise TraceError(
+            f"{path}: no measured times in it; expected JSON lines with queued_ts, first_token_ts and last_token_ts, "
+            "or a result of vllm bench serve --save-result --save-detailed"
+        )
+    found.sort(key=lambda each: each.queued)
+    return [_shifted(each, found[0].queued) for each in found]
+
+
+def _open(path: str | PathLike[str]) -> io.BufferedReader:
+    """A file whose head can be seen before it is read, a pipe included."""
+    return io.BufferedReader(Path(path).open("rb", buffering=0), HEAD)
+
+
+def _shifted(each: MeasuredRequest, start: float) -> MeasuredRequest:
+    """The same request on a clock that was 0 at `start`."""
+    queued = each.queued - start
+    request = replace(each.request, arrival_time=queued)
+    return MeasuredRequest(request, each.request_id, queued, each.first_token - start, each.last_token - start)
+
+
+def _read(file: io.BufferedReader, name: str, timed: bool) -> Iterator[TraceRequest | MeasuredRequest]:
+    """The requests in the file's order; times are on the file's own clock, in seconds.
+
+    Args:
+        timed: whether measured JSON lines must have their times.
+    """
+    try:
+        yield from _recognise(file.peek(), timed)(file)
+    except Broken as error:
+        raise TraceError(f"{name}, {error}") from None
+
+
+def _recognise(head: bytes, timed: bool) -> Reader:
+    """The reader for a file that begins with `head`."""
+    begin = head.decode("utf-8-sig", errors="replace").lstrip()
+    if not begin.startswith("{"):
+        return read_csv
+    stream = JsonStream(io.BytesIO(head))
+    for key in stream.members():
+        if key == "input_length":
+            return partial(read_lines, read_line=read_mooncake)
+        if key == "input_toks":
+            return partial(read_lines, read_line=read_measured_times if timed else read_measured)
+        if key in ("endpoint_type", "ttfts"):
+            return read_vllm_bench
+        if key in ("metadata", "benchmarks"):
+            return read_guidellm
+        if key != "format":
+            stream.skip()
+        elif stream.value() == FORMAT:
+            return read_recording
+    raise stream.broken(
+        'neither "input_length" nor "input_toks" among its fields, nor is it a recording, a result of vllm bench serve '
+        f"or a guidellm report: {shorten(begin.splitlines()[0])!r}"
+    )

@@ -1,0 +1,154 @@
+"""Recordings of a Pointsman scheduler (`core/recording.py`) as traces.
+
+A request arrives when it was added. Its prompt is what was given, parts included, and its output what was generated,
+until the recording ends. Full blocks of the prompt become hash ids, chained from the start of the prompt, its salt and
+its adapter. A time of a token is that of the update which reported it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+from pointsman.core.recording import FORMAT, FORMAT_VERSION
+from pointsman.traces.lines import numbered_lines
+from pointsman.traces.requests import MAX_HASH_ID, MeasuredRequest, TraceRequest
+from pointsman.traces.values import Broken, json_object, measured, number, shorten, tokens
+
+
+@dataclass(slots=True)
+class _Recorded:
+    """A request so far. Its prompt's tokens are kept no longer than a block."""
+
+    request_id: str
+    queued: float
+    max_tokens: int | None
+    priority: int
+    chain: bytes
+    tail: array[int] = field(default_factory=lambda: array("i"))
+    hash_ids: list[int] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    first_token: float = 0.0
+    last_token: float = 0.0
+
+    def extend(self, token_ids: Any, block_size: int) -> None:
+        try:
+            self.tail.extend(token_ids)
+        except (TypeError, OverflowError):
+            raise Broken(f"token ids must be a list of integers, not {shorten(repr(token_ids))}") from None
+        self.num_prompt_tokens += len(token_ids)
+        full = len(self.tail) // block_size * block_size
+        for start in range(0, full, block_size):
+            block = self.tail[start : start + block_size].tobytes()
+            self.chain = hashlib.blake2b(self.chain + block, digest_size=8).digest()
+            self.hash_ids.append(int.from_bytes(self.chain, "little") % MAX_HASH_ID)
+        del self.tail[:full]
+
+    def append(self, count: int, first_time: float, last_time: float) -> None:
+        if count <= 0:
+            return
+        if not self.num_output_tokens:
+            self.first_token = first_time
+        self.num_output_tokens += count
+        self.last_token = last_time
+
+    def request(self, block_size: int) -> TraceRequest | MeasuredRequest:
+        request = TraceRequest(
+            arrival_time=self.queued,
+            num_prompt_tokens=tokens("the prompt's length", self.num_prompt_tokens, 1),
+            num_output_tokens=self.num_output_tokens,
+            block_hash_ids=tuple(self.hash_ids),
+            hash_block_size=block_size,
+            max_tokens=self.max_tokens,
+            priority=self.priority,
+        )
+        if not self.num_output_tokens:
+            return request
+        return measured(request, self.request_id, self.first_token, self.last_token)
+
+
+def read_recording(file: BinaryIO) -> Iterator[TraceRequest | MeasuredRequest]:
+    """The requests of a recording, in the order in which they were added.
+
+    Raises:
+        Broken: a line is no part of a recording, or of another version of the format.
+    """
+    reader = _Reader()
+    for line_number, line in numbered_lines(file):
+        try:
+            reader.take(json_object(line))
+        except Broken as error:
+            raise Broken(f"line {line_number}: {error}") from None
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise Broken(f"line {line_number}: no call of a recording ({what}): {shorten(line)!r}") from None
+    for recorded in reader.recorded:
+        try:
+            yield recorded.request(reader.block_size)
+        except Broken as error:
+            raise Broken(f"request {recorded.request_id!r}: {error}") from None
+
+
+class _Reader:
+    """Follows the calls: which requests are there, and which step appended how much to them."""
+
+    def __init__(self) -> None:
+        self.block_size = 0
+        self.recorded: list[_Recorded] = []
+        self._by_id: dict[str, _Recorded] = {}
+        self._steps: dict[int, list[str]] = {}  # in flight: the requests of each row
+
+    def take(self, call: dict[str, Any]) -> None:
+        if not self.block_size:
+            self._header(call)
+            return
+        name = call["call"]
+        now = number("now", call["now"])
+        if name == "add":
+            self._add(call["request"], now)
+        elif name == "extend" and call["id"] in self._by_id:
+            self._by_id[call["id"]].extend(call["token_ids"], self.block_size)
+        elif name == "schedule":
+            self._steps[call["step"]] = call["decision"]["requests"]
+        elif name == "fail":
+            self._steps.pop(call["step"], None)
+        elif name == "update":
+            counts = call["decision"]["kept_counts"]
+            for request_id, count in zip(self._steps.pop(call["step"]), counts, strict=True):
+                if count:
+                    self._by_id[request_id].append(count, now, now)
+        elif name == "advance":
+            self._advance(call)
+
+    def _header(self, header: dict[str, Any]) -> None:
+        version = header.get("format_version")
+        if header.get("format") != FORMAT or version != FORMAT_VERSION:
+            raise Broken(f"format_version is {version!r}; this library reads version {FORMAT_VERSION} of {FORMAT}")
+        self.block_size = tokens("block_size", header["config"]["block_size"], 1)
+
+    def _add(self, fields: dict[str, Any], now: float) -> None:
+        origin = repr((fields["cache_salt"], fields["adapter"])).encode()
+        recorded = _Recorded(
+            request_id=fields["request_id"],
+            queued=now,
+            max_tokens=fields["max_tokens"],
+            priority=fields["priority"],
+            chain=hashlib.blake2b(origin, digest_size=8).digest(),
+        )
+        recorded.extend(fields["prompt_token_ids"], self.block_size)
+        self._by_id[recorded.request_id] = recorded  # an id may be used again after its request finished
+        self.recorded.append(recorded)
+
+    def _advance(self, call: dict[str, Any]) -> None:
+        """Each step appended one token to every row; of the last one, the update says which were kept."""
+        decision, times = call["decision"], call["times"]
+        steps = decision["num_steps"]
+        if len(times) != steps + 1:
+            raise Broken(f"{len(times)} times for {steps} steps; there must be one more than steps")
+        for request_id, kept in zip(decision["requests"], decision["kept_counts"], strict=True):
+            last = number("times", times[steps if kept else steps - 1])
+            self._by_id[request_id].append(steps - 1 + kept, number("times", times[1]), last)

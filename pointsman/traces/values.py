@@ -1,0 +1,89 @@
+"""Values of trace files, checked: what is wrong with one is raised as `Broken`, and `read.py` adds the file."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from datetime import UTC, datetime
+from typing import Any
+
+from pointsman.traces.requests import MAX_TOKENS, MeasuredRequest, TraceRequest
+
+
+class Broken(Exception):
+    """What is wrong with a value or a line; its readers add the place, and `read.py` the file."""
+
+
+def measured(request: TraceRequest, request_id: str, first_token: float, last_token: float) -> MeasuredRequest:
+    """A measured request whose times are in order; it is queued at its arrival time.
+
+    Raises:
+        Broken: a token came before the request or before an earlier token.
+    """
+    queued = request.arrival_time
+    if first_token < queued:
+        raise Broken(
+            f"the first token came at {first_token!r}, before its request at {queued!r}; use times of one clock"
+        )
+    if last_token < first_token:
+        raise Broken(f"the last token came at {last_token!r}, before the first at {first_token!r}; swap or remove them")
+    return MeasuredRequest(request, request_id, queued, first_token, last_token)
+
+
+def json_object(line: str) -> dict[str, Any]:
+    """The object that a line of JSON is."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
+        raise Broken(f"not JSON ({error}): {shorten(line)!r}") from None
+    if not isinstance(value, dict):
+        raise Broken(f"not a JSON object: {shorten(line)!r}")
+    return value
+
+
+def field(fields: dict[str, Any], name: str) -> Any:
+    if name not in fields:
+        raise Broken(f'no field "{name}" in it')
+    return fields[name]
+
+
+def tokens(name: str, value: object, least: int) -> int:
+    """A number of tokens, at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise Broken(f"{name} is {shorten(repr(value))}; it must be a whole number")
+    if not least <= value <= MAX_TOKENS:
+        raise Broken(f"{name} is {value}; it must be between {least} and {MAX_TOKENS}")
+    return value
+
+
+def integer(text: str) -> int | str:
+    """The number that `text` spells, or `text` itself for the error message."""
+    return int(text) if re.fullmatch(r"-?[0-9]{1,18}", text) else text
+
+
+def number(name: str, value: object) -> float:
+    """A finite number."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
+        return float(value)
+    raise Broken(f"{name} is {shorten(repr(value))}; it must be a finite number")
+
+
+def seconds(text: str) -> float:
+    try:
+        return number("timestamp", float(text))
+    except ValueError:
+        raise Broken(f"timestamp is {text!r}; it must be a number of seconds") from None
+
+
+def date_time(text: str) -> float:
+    """Seconds since 1970, to the microsecond. Without an offset the time is taken as UTC: only differences count."""
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise Broken(f"timestamp is {text!r}; expected a form like 2023-11-16 18:15:46.6805900") from None
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def shorten(text: str, length: int = 80) -> str:
+    return text if len(text) <= length else text[: length - 3] + "..."

@@ -1,0 +1,82 @@
+"""Results of `vllm bench serve --save-result --save-detailed`: one JSON object whose lists have an item a request.
+
+Read are `input_lens`, `output_lens` (tokens; 0 for a request that failed), `start_times` (seconds, the client's
+monotonic clock), `ttfts` (seconds), `itls` (a list of seconds a request; their sum is the time from the first token to
+the last) and `errors` (texts, "" for none); the formats of vLLM 0.32 and 0.33. Generated texts are passed over. Times
+are the client's: they contain its own overhead and the network's.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from pointsman.traces.json_stream import JsonStream
+from pointsman.traces.requests import MeasuredRequest, TraceRequest
+from pointsman.traces.values import Broken, measured, number, tokens
+
+COLUMNS = ("input_lens", "output_lens", "start_times", "ttfts", "itls")
+_DETAIL = "run vllm bench serve with --save-result --save-detailed"
+
+
+def read_vllm_bench(file: BinaryIO) -> Iterator[TraceRequest | MeasuredRequest]:
+    """The requests of a result, in its order; those that failed have no output and no times.
+
+    Raises:
+        Broken: a list is missing or has another length than the others, or a value is out of range.
+    """
+    columns = _columns(JsonStream(file))
+    input_lens, output_lens, start_times, ttfts, decode_times = (columns[name] for name in COLUMNS)
+    for index, start in enumerate(start_times):
+        output_len = int(output_lens[index])
+        if not output_len and not start:
+            continue  # it failed before it was sent
+        request = TraceRequest(start, int(input_lens[index]), output_len)
+        if not output_len:
+            yield request
+            continue
+        first = start + ttfts[index]
+        try:
+            yield measured(request, f"request-{index}", first, first + decode_times[index])
+        except Broken as error:
+            raise Broken(f"request {index} (ttfts[{index}], itls[{index}]): {error}") from None
+
+
+def _columns(stream: JsonStream) -> dict[str, array[float]]:
+    """The lists by name, checked; `itls` as the sum of each request's."""
+    columns: dict[str, array[float]] = {}
+    for key in stream.members():
+        if key in COLUMNS:
+            columns[key] = _column(stream, key)
+        else:
+            stream.skip()
+    if stream.peek():
+        raise stream.broken("a second result begins here; --append-result put several into one file: split it by lines")
+    if missing := [name for name in COLUMNS if name not in columns]:
+        raise Broken(f'line {stream.line}: no list "{missing[0]}" in the result of vLLM\'s benchmark; {_DETAIL}')
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise Broken(f"line {stream.line}: lists of different lengths ({lengths}); each needs one item a request")
+    return columns
+
+
+def _column(stream: JsonStream, name: str) -> array[float]:
+    column = array("d")
+    if stream.peek() != "[":
+        raise stream.broken(f"{name} must be a list with one item a request; {_DETAIL}")
+    for index in stream.items():
+        place, value = f"{name}[{index}]", stream.value()
+        try:
+            if name.endswith("_lens"):
+                column.append(tokens(place, value, int(name == "input_lens")))
+            elif name == "itls":
+                if not isinstance(value, list):
+                    raise Broken(f"{place} is {value!r}; it must be a list of seconds")
+                column.append(math.fsum(number(place, gap) for gap in value))
+            else:
+                column.append(number(place, value))
+        except Broken as error:
+            raise stream.broken(str(error)) from None
+    return column
