@@ -85,6 +85,12 @@ class KVCacheManager:
         `num_publications` does."""
         return self.prefix.num_publications - self._num_left if self.prefix is not None else 0
 
+    @property
+    def has_duplicates(self) -> bool:
+        """Whether several blocks have the same cached content: once one of them is evicted, a lookup may find another,
+        and `num_publications` changes."""
+        return self.prefix is not None and self.prefix.num_duplicates > 0
+
     def open_step(self, step_id: int, journal: Journal, oldest: int) -> None:
         """Step `step_id` is being scheduled; `oldest` is the first one that is not over: what was published before it
         is final."""

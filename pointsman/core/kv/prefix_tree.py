@@ -129,7 +129,8 @@ class PrefixCache:
         self.listener: RunListener | None = None
         self._evicted: list[tuple[Int64Array, Int64Array]] = []  # blocks, and their runs, not shortened yet
         self._num_evicted = 0
-        self._num_duplicates = 0
+        self.num_duplicates = 0
+        """Cached blocks beyond the first with the same content."""
 
     def __len__(self) -> int:
         """Nodes in the tree."""
@@ -240,7 +241,7 @@ class PrefixCache:
         run, first, count = span
         for index, block in enumerate(blocks.tolist(), start=first):
             run.duplicates.setdefault(index, []).append(block)
-        self._num_duplicates += count
+        self.num_duplicates += count
         self._run_of[blocks] = run.run_id
         self._index_of[blocks] = self._counting[first : first + count]
 
@@ -252,7 +253,7 @@ class PrefixCache:
         self._run_of[blocks] = ZERO
         self._num_evicted += len(blocks)
         # A listener is called at once; and a lookup may find another block in place of a duplicate.
-        if self._num_duplicates or self.listener is not None or self._num_evicted > _MAX_EVICTED:
+        if self.num_duplicates or self.listener is not None or self._num_evicted > _MAX_EVICTED:
             self._settle()
 
     def _settle(self) -> None:
@@ -308,7 +309,7 @@ class PrefixCache:
     def clear(self) -> None:
         """Remove everything, and increment the epoch."""
         self._clear_evicted()
-        self._num_duplicates = 0
+        self.num_duplicates = 0
         for run in self._runs.values():
             run.length = 0
         self._runs.clear()
@@ -322,7 +323,7 @@ class PrefixCache:
     def _drop_one(self, run: Run, index: int, block: int) -> None:
         """Remove one of several blocks of a node. A lookup may then find one that is referenced."""
         others = run.duplicates[index]
-        self._num_duplicates -= 1
+        self.num_duplicates -= 1
         if run.blocks[index] == block:
             run.blocks = run.blocks.copy()
             run.blocks[index] = others.pop(0)
@@ -353,7 +354,7 @@ class PrefixCache:
         yield from run.blocks[index : run.length].tolist()
         for at in [at for at in run.duplicates if at >= index]:
             others = run.duplicates.pop(at)
-            self._num_duplicates -= len(others)
+            self.num_duplicates -= len(others)
             yield from others
         for key in [key for key in run.children if key[0] >= index]:
             child = run.children.pop(key)

@@ -311,7 +311,7 @@ class Admission:
         kept, free = self._kept, self._kv.pool.num_free
         if kept is None or kept.request is not head or kept.key != self._key(budget, num_running, 0):
             return None
-        outlasts_evictions = not self._depends_on_chunk
+        outlasts_evictions = not self._depends_on_chunk and not self._kv.has_duplicates
         if budget < kept.required_budget:
             deferral = Deferral(Reason.BUDGET, kept.required_budget - budget)
             return Standstill(Reason.BUDGET, deferral, outlasts_evictions=outlasts_evictions)
