@@ -18,7 +18,6 @@ import json
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -83,3 +82,170 @@ class Unit:
                 self._scheduler.update(self._scheduler.schedule(0.0), self._result, 0.0)
             samples.append(4 * (process_time() - start))
         return median(samples)
+
+
+def azure_trace(limit: int | None) -> list[TraceRequest] | None:
+    """The requests that generated something."""
+    return _read(AZURE_TRACE, limit)
+
+
+def _read(path: Path, limit: int | None) -> list[TraceRequest] | None:
+    if not path.exists():
+        note(f"skipped: no trace at {path}")
+        return None
+    return [request for request in read_trace(path, limit=limit) if request.num_output_tokens]
+
+
+def timed(trace: list[TraceRequest], config: SchedulerConfig, *, is_stepping: bool = False) -> tuple[Outcome, float]:
+    """A simulation, and its CPU seconds."""
+    start = process_time()
+    outcome = simulate(OpenLoop(trace), config, STEP_TIME, is_stepping=is_stepping)
+    return outcome, process_time() - start
+
+
+def in_units(trace: list[TraceRequest], config: SchedulerConfig, unit: Unit, rounds: int) -> dict[str, Any]:
+    """A simulation, and what it costs; medians."""
+    units, seconds = [], []
+    for _ in range(rounds):
+        before = unit.seconds()
+        outcome, cpu = timed(trace, config)
+        units.append(cpu / ((before + unit.seconds()) / 2))
+        seconds.append(cpu)
+    timeline = outcome.timelines[0]
+    return {
+        "requests": len(trace),
+        "steps": timeline.num_steps,
+        "events": len(timeline.events),
+        "virtual_seconds": round(outcome.seconds, 1),
+        "cpu_seconds": round(median(seconds), 3),
+        "units": round(median(units), 1),
+        "preemptions": outcome.stats[0].num_preemptions,
+    }
+
+
+def difference(fast: Outcome, slow: Outcome) -> float:
+    """The largest relative difference of a time; infinite if a decision differs."""
+    if fast.stats != slow.stats or fast.timelines[0].num_steps != slow.timelines[0].num_steps:
+        return float("inf")
+    found = 0.0
+    for name in ("scheduled", "first_token", "last_token"):
+        one, other = getattr(fast.timings, name), getattr(slow.timings, name)
+        found = max(found, float(np.max(np.abs(one - other) / np.maximum(np.abs(other), 1e-9))))
+    for name in ("num_output_tokens", "num_preemptions", "reason", "num_cached_tokens"):
+        if not np.array_equal(getattr(fast.timings, name), getattr(slow.timings, name)):
+            return float("inf")
+    return found
+
+
+def exactness(trace: list[TraceRequest], config: SchedulerConfig) -> dict[str, Any]:
+    """Decodes at once beside single steps."""
+    fast, fast_seconds = timed(trace, config)
+    slow, slow_seconds = timed(trace, config, is_stepping=True)
+    return {
+        "requests": len(trace),
+        "steps": slow.timelines[0].num_steps,
+        "difference": difference(fast, slow),
+        "speedup": round(slow_seconds / fast_seconds, 2),
+    }
+
+
+def growth(trace: list[TraceRequest], rounds: int) -> float:
+    """CPU time with outputs and gaps between arrivals ten times as long, relative to the plain ones."""
+    longer = [
+        replace(each, arrival_time=10 * each.arrival_time, num_output_tokens=10 * each.num_output_tokens)
+        for each in trace
+    ]
+    config = azure_config(False, num_blocks=400_000)
+    ratios = []
+    for _ in range(rounds):
+        _, plain = timed(trace, config)
+        outcome, long = timed(longer, config)
+        if outcome.stats[0].num_preemptions:
+            raise RuntimeError("the pool was short; growth with events cannot be measured")
+        ratios.append(long / plain)
+    return median(ratios)
+
+
+def memory_mib(what: str) -> float:
+    """Peak memory of a process that runs a whole trace, in MiB."""
+    done = subprocess.run(
+        [sys.executable, __file__, "--only", what], capture_output=True, text=True, check=True, cwd=REPOSITORY
+    )
+    return float(json.loads(done.stdout.splitlines()[-1])["mib"])
+
+
+def run_only(what: str) -> int:
+    """What `memory_mib` starts."""
+    path, config = (MOONCAKE_TRACE, mooncake_config()) if what == "mooncake" else (AZURE_TRACE, azure_config(True))
+    trace = _read(path, None)
+    assert trace is not None
+    timed(trace, config)
+    print(json.dumps({"mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}))
+    return 0
+
+
+def measure_azure(quick: bool, unit: Unit, targets: Targets) -> dict[str, Any]:
+    """The Azure trace, in units."""
+    trace = azure_trace(NUM_QUICK if quick else None)
+    names = {False: "Azure, no prefix cache, units", True: "Azure, prefix cache, units"}
+    if trace is None:
+        targets.holds("the Azure trace is needed and not there", False)
+        return {}
+    figures: dict[str, Any] = {}
+    share = len(trace) / 19_366
+    for caching, name in names.items():
+        found = in_units(trace, azure_config(caching), unit, 1 if quick else 3)
+        figures["cached" if caching else "plain"] = found
+        targets.at_most(f"{name} for {len(trace)} requests", found["units"], round(share * AZURE_UNITS[caching], 1))
+    return figures
+
+
+def main() -> int:
+    parser = argument_parser(__doc__ or "")
+    parser.add_argument("--only", choices=["azure", "mooncake"], help="run one whole trace and print its peak memory")
+    arguments = parser.parse_args()
+    if arguments.only:
+        return run_only(arguments.only)
+    quick, targets, unit = arguments.quick, Targets(), Unit()
+    figures: dict[str, Any] = {"quick": quick, "azure": measure_azure(quick, unit, targets)}
+    rows = [
+        [f"Azure, {name}", *(found[key] for key in ("requests", "steps", "events", "cpu_seconds", "units"))]
+        for name, found in figures["azure"].items()
+    ]
+    mooncake = _read(MOONCAKE_TRACE, 400 if quick else None)
+    if mooncake is not None:
+        found = figures["mooncake"] = in_units(mooncake, mooncake_config(), unit, 1)
+        rows.append(["Mooncake", *(found[key] for key in ("requests", "steps", "events", "cpu_seconds", "units"))])
+        if not quick:
+            targets.at_most("CPU seconds of the Mooncake trace", found["cpu_seconds"], MOONCAKE_SECONDS)
+    header = ["", "requests", "steps", "events", "CPU s", "units"]
+    print_table("A simulation, in units of 1,000 plain steps with 16 requests", header, rows)
+
+    figures["exact"] = {}
+    num_exact = NUM_QUICK if quick else None
+    for name, trace, config in (
+        ("azure", azure_trace(num_exact), azure_config(False)),
+        ("azure, cached", azure_trace(num_exact), azure_config(True)),
+        ("mooncake", mooncake, mooncake_config()),
+    ):
+        if trace is None:
+            targets.holds(f"{name}: the trace is needed and not there", False)
+            continue
+        compared = figures["exact"][name] = exactness(trace, config)
+        note(f"  {name}: {compared['steps']} steps, {compared['speedup']} times faster than one by one")
+        targets.at_most(f"difference from single steps, {name}", compared["difference"], TOLERANCE)
+    small = azure_trace(NUM_GROWTH)
+    if small is not None:
+        figures["growth"] = round(growth(small[: NUM_GROWTH // 4] if quick else small, 1 if quick else 3), 3)
+        targets.at_most("outputs and gaps ten times as long, CPU time", figures["growth"], GROWTH)
+    if quick:
+        targets.skip("peak memory", "--quick")
+    elif mooncake is not None and small is not None:
+        figures["memory_mib"] = {what: round(memory_mib(what)) for what in ("azure", "mooncake")}
+        for what, mib in figures["memory_mib"].items():
+            targets.at_most(f"peak memory in MiB, {what}", mib, MEMORY_MIB)
+    return finish("simulator", figures, targets, arguments.check)
+
+
+if __name__ == "__main__":
+    run(main)

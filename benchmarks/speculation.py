@@ -180,7 +180,7 @@ def main() -> int:
     arguments = parser.parse_args()
     quick = arguments.quick
     shape = QUICK if quick else FULL
-    num_rounds, num_tokens, num_large_tokens = (1, 120, 60) if quick else (6, 400, 100)
+    num_rounds, num_tokens, num_large_tokens = (1, 120, 60) if quick else (4, 400, 100)
     targets = Targets()
     models = {"demo": report("demo", measure("demo", WORKLOADS, num_rounds, num_tokens), targets)}
     note("")

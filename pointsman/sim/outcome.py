@@ -1,7 +1,8 @@
 """What happened in a simulation: when each request got its tokens, and what each replica did over time.
 
 `Timings` has a row for each request, in the order of arrival; `Timeline` an entry for each event of a replica, which is
-one step, or a run of equal ones.
+one step, or a run of plain decodes. While time passes, an event only notes which requests got tokens, and when; what
+follows from that is computed once, at the end, for all of them together (`Timings.close`).
 """
 
 from __future__ import annotations
@@ -19,25 +20,29 @@ Int64Array = npt.NDArray[np.int64]
 REASONS = tuple(FinishReason)
 UNFINISHED = -1
 _CODES = {reason: code for code, reason in enumerate(REASONS)}
+_NO_TIMES: FloatArray = np.zeros(0)
+_NO_NUMBERS: Int64Array = np.zeros(0, dtype=np.int64)
 
 
 class Timings:
     """The times of all requests, in seconds of the virtual clock; NaN: it has not happened.
 
     arrival        when the request arrived
-    scheduled      when it was admitted first
-    first_token    when its first token was sampled
+    scheduled      when the step that admitted it first was scheduled
+    first_token    when its first token was sampled (after `close`, as the next two)
     last_token     when its newest token was sampled
     max_gap        the longest time between two of its tokens
     num_prompt_tokens, num_output_tokens   its lengths; of the output, what was generated
     num_cached_tokens                      prompt tokens that its first admission found in the prefix cache
     num_preemptions
+    replica        which one it was routed to
     reason         index into `REASONS`; UNFINISHED: it has not finished
     """
 
     _FLOATS = ("arrival", "scheduled", "first_token", "last_token")
 
     def __init__(self, capacity: int = 1024) -> None:
+        capacity = max(capacity, 1)
         self.count = 0
         self.arrival = np.full(capacity, np.nan)
         self.scheduled = np.full(capacity, np.nan)
@@ -48,21 +53,26 @@ class Timings:
         self.num_output_tokens = np.zeros(capacity, dtype=np.int64)
         self.num_cached_tokens = np.zeros(capacity, dtype=np.int64)
         self.num_preemptions = np.zeros(capacity, dtype=np.int64)
+        self.replica = np.zeros(capacity, dtype=np.int64)
         self.reason = np.full(capacity, UNFINISHED, dtype=np.int64)
-        self._gaps: list[FloatArray] = []
-        self._runs: list[tuple[FloatArray, int]] = []
+        self._steps: list[tuple[Int64Array, float]] = []
+        self._runs: list[tuple[Int64Array, FloatArray]] = []
+        self._gaps: tuple[FloatArray, Int64Array] = (_NO_TIMES, _NO_NUMBERS)
 
-    def add(self, arrival: float, num_prompt_tokens: int) -> int:
+    # ------------------------------------------------------------------ while time passes
+
+    def add(self, arrival: float, num_prompt_tokens: int, replica: int) -> int:
         """A request arrives; returns its number."""
         number = self.count
         if number == len(self.arrival):
             self._grow()
         self.arrival[number] = arrival
         self.num_prompt_tokens[number] = num_prompt_tokens
+        self.replica[number] = replica
         self.count = number + 1
         return number
 
-    def scheduled_at(self, number: int, now: float, num_cached_tokens: int) -> None:
+    def admitted(self, number: int, now: float, num_cached_tokens: int) -> None:
         """The request was admitted; only its first admission counts."""
         if self.scheduled[number] != self.scheduled[number]:  # NaN
             self.scheduled[number] = now
@@ -70,27 +80,11 @@ class Timings:
 
     def token(self, numbers: Int64Array, now: float) -> None:
         """Each of these requests got a token at `now`."""
-        gaps = now - self.last_token[numbers]
-        is_first = gaps != gaps  # NaN: there was none before
-        if is_first.item(is_first.argmax()):
-            self.first_token[numbers[is_first]] = now
-            self.last_token[numbers[is_first]] = now
-            numbers, gaps = numbers[~is_first], gaps[~is_first]
-        self._note(numbers, gaps, now)
+        self._steps.append((numbers, now))
 
     def tokens(self, numbers: Int64Array, times: FloatArray) -> None:
         """Each of these requests, which had tokens before, got one at the end of each of some steps, `times[1:]`."""
-        self._note(numbers, times[1] - self.last_token[numbers], times[-1])
-        if len(times) > 2:
-            self._runs.append((times, len(numbers)))
-            later = times[2:] - times[1:-1]
-            longest = later.item(later.argmax())
-            self.max_gap[numbers] = np.maximum(self.max_gap[numbers], longest)
-
-    def _note(self, numbers: Int64Array, gaps: FloatArray, last: float) -> None:
-        self.last_token[numbers] = last
-        self._gaps.append(gaps)
-        self.max_gap[numbers] = np.maximum(self.max_gap[numbers], gaps)
+        self._runs.append((numbers, times))
 
     def finished(self, number: int, request: Request) -> None:
         """The request finished."""
@@ -104,21 +98,48 @@ class Timings:
         """The request can never run."""
         self.reason[number] = _CODES[FinishReason.REFUSED]
 
+    # ------------------------------------------------------------------ at the end
+
     def close(self) -> None:
-        """No more requests come: drop the unused rows."""
+        """Nothing more happens: compute what the events say of each request, and drop unused rows."""
         for name, column in vars(self).items():
             if isinstance(column, np.ndarray):
                 setattr(self, name, column[: self.count])
+        self._read_events()
 
     def gaps(self) -> tuple[FloatArray, Int64Array]:
         """All times between two tokens of a request, and how often each was there (inter-token latency per gap)."""
-        values, counts = [*self._gaps], [np.ones(len(gaps), dtype=np.int64) for gaps in self._gaps]
-        for times, num_rows in self._runs:
-            values.append(times[2:] - times[1:-1])
-            counts.append(np.full(len(times) - 2, num_rows))
-        if not values:
-            return np.zeros(0), np.zeros(0, dtype=np.int64)
-        return np.concatenate(values), np.concatenate(counts)
+        return self._gaps
+
+    def _read_events(self) -> None:
+        """Each event of a request follows another one of it, so sorted by request they give its times in order."""
+        steps, runs = self._steps, self._runs
+        self._steps, self._runs = [], []
+        parts = [numbers for numbers, _ in steps] + [numbers for numbers, _ in runs]
+        if not parts:
+            return
+        sizes = np.array([len(numbers) for numbers in parts])
+        first = np.array([now for _, now in steps] + [times[1] for _, times in runs])
+        last = np.array([now for _, now in steps] + [times[-1] for _, times in runs])
+        within = [times[2:] - times[1:-1] for _, times in runs]  # between the tokens of a run
+        longest = np.zeros(len(parts))
+        longest[len(steps) :] = [gaps.max(initial=0.0) for gaps in within]
+        numbers = np.concatenate(parts)
+        first, last, longest = (each.repeat(sizes) for each in (first, last, longest))
+        order = np.lexsort((first, numbers))
+        numbers, first, last, longest = numbers[order], first[order], last[order], longest[order]
+        begins = np.append(True, numbers[1:] != numbers[:-1])
+        between = np.append(0.0, first[1:] - last[:-1])
+        between[begins] = 0.0
+        starts = begins.nonzero()[0]
+        owners = numbers[starts]
+        self.first_token[owners] = first[starts]
+        self.last_token[owners] = last[np.append(starts[1:], len(numbers)) - 1]
+        self.max_gap[owners] = np.maximum.reduceat(np.maximum(between, longest), starts)
+        values = [between[~begins], *within]
+        counts = [np.ones(len(values[0]), dtype=np.int64)]
+        counts += [np.full(len(gaps), len(names)) for gaps, (names, _) in zip(within, runs, strict=True)]
+        self._gaps = np.concatenate(values), np.concatenate(counts)
 
     def _grow(self) -> None:
         for name, column in vars(self).items():
@@ -139,6 +160,7 @@ class Event(NamedTuple):
     num_waiting: int
     """Requests in the queue afterwards."""
     kv_cache_usage: float
+    """Share of the blocks that requests hold afterwards, 0 to 1."""
 
 
 class Timeline:
@@ -146,11 +168,6 @@ class Timeline:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-
-    def add(
-        self, end: float, num_steps: int, num_rows: int, num_tokens: int, num_waiting: int, kv_cache_usage: float
-    ) -> None:
-        self.events.append(Event(end, num_steps, num_rows, num_tokens, num_waiting, kv_cache_usage))
 
     @property
     def num_steps(self) -> int:

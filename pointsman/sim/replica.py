@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core import Listener, Request, RequestRefused, Scheduler, SchedulerConfig, SchedulerOutput, StepResult
-from pointsman.sim.outcome import Timeline, Timings
+from pointsman.sim.outcome import Event, Timeline, Timings
 from pointsman.sim.request import EOS_TOKEN, SimRequest, blank_prompt, filler_token, prompt_tokens
 from pointsman.sim.step_time import StepLoad, StepTime
 
@@ -33,25 +33,38 @@ Int32Array = npt.NDArray[np.int32]
 MAX_STEPS_AT_ONCE = 4096
 """Bounds the arrays of one run of decodes."""
 _ROWS = 64
+_ONE: Int64Array = np.array(1)
+_NONE: list[int] = []
 
 
-class _Planned(NamedTuple):
-    """The next event: decodes that are sure (`times`), or a step that is scheduled (`output`)."""
+class _Decodes(NamedTuple):
+    """Planned: steps that are sure to be plain decodes."""
 
     end: float
-    times: FloatArray | None
+    times: FloatArray
     """[steps + 1] seconds: the start, and the end of each step."""
-    num_left: Int64Array | None
-    """[rows] tokens that each running request will still generate."""
-    output: SchedulerOutput | None
+    rows: Int64Array
+    """[rows] the running requests."""
+    known: Int64Array
+    """[rows] their tokens."""
+    num_left: Int64Array
+    """[rows] tokens that each will still generate."""
+    first_end: int
+    """The least of them."""
 
-    def cut(self, time: float) -> _Planned:
-        """Only the decodes that begin before `time`, and at least one."""
-        times = self.times
-        if times is None or self.end <= time:
+    def cut(self, time: float) -> _Decodes:
+        """Only the steps that begin before `time`, and at least one."""
+        if self.end <= time:
             return self
-        num_steps = max(1, int(times[1:].searchsorted(time)) + 1)
-        return self._replace(times=times[: num_steps + 1], end=times.item(num_steps))
+        num_steps = self.times[1:].searchsorted(time) + 1
+        return self._replace(times=self.times[: num_steps + 1], end=self.times.item(num_steps))
+
+
+class _Step(NamedTuple):
+    """Planned: a step that is scheduled."""
+
+    end: float
+    output: SchedulerOutput
 
 
 class Replica:
@@ -85,10 +98,13 @@ class Replica:
         self._config = config
         self._step_time = step_time
         self._timings = timings
+        self._max_in_flight = config.max_steps_in_flight
+        self._events = self.timeline.events
+        self._ones = np.ones(_ROWS, dtype=np.int64)
         self._is_stepping = is_stepping or config.max_steps_in_flight > 1
         self._seed, self._vocab_size = seed, vocab_size
         self._has_content = config.enable_prefix_caching
-        self._planned: _Planned | None = None
+        self._planned: _Decodes | _Step | None = None
         self._arrived: list[tuple[Request, float]] = []  # during planned decodes
         self.refused: list[tuple[int, str]] = []
         """Requests that can never run, by number, and why; the simulation takes them."""
@@ -132,9 +148,8 @@ class Replica:
         planned = self._planned
         if planned is None:
             self.now = max(self.now, now)
-        if planned is not None and planned.times is not None:
-            planned = planned.cut(now)
-            self._planned = planned
+        if isinstance(planned, _Decodes):
+            self._planned = planned.cut(now)
             self._arrived.append((made, now))  # the scheduler gets it once it has done these steps
         else:
             self._submit(made, now)
@@ -161,20 +176,18 @@ class Replica:
         assert planned is not None
         self._planned = None
         self.now = planned.end
-        if planned.output is not None:
+        if isinstance(planned, _Step):
             return self._finish_step(planned.output)
-        assert planned.times is not None
-        assert planned.num_left is not None
-        finished = self._finish_decodes(planned.times, planned.num_left)
+        finished = self._finish_decodes(planned)
         if self._arrived:
             for request, time in self._arrived:
                 self._submit(request, time)
             self._arrived.clear()
         return finished
 
-    def _plan_next(self) -> _Planned | None:
+    def _plan_next(self) -> _Decodes | _Step | None:
         scheduler = self.scheduler
-        if self._config.max_steps_in_flight > 1:
+        if self._max_in_flight > 1:
             return self._plan_ahead()
         if not scheduler.has_unfinished_requests():
             return None
@@ -183,27 +196,28 @@ class Replica:
             if len(rows):
                 known = self._num_tokens[rows]
                 num_left = self._last_token[rows] - known
-                num_steps = scheduler.horizon(min(num_left.item(num_left.argmin()), MAX_STEPS_AT_ONCE))
+                first_end = num_left.item(num_left.argmin())
+                num_steps = scheduler.horizon(min(first_end, MAX_STEPS_AT_ONCE))
                 if num_steps:
                     times = np.empty(num_steps + 1)
                     times[0] = self.now
-                    times[1:] = self._step_time.of_decodes(len(rows), int(known.sum()), num_steps)
+                    times[1:] = self._step_time.of_decodes(len(rows), int(np.add.reduce(known)), num_steps)
                     np.add.accumulate(times, out=times)
-                    return _Planned(times.item(num_steps), times, num_left, None)
+                    return _Decodes(times.item(num_steps), times, rows, known, num_left, first_end)
         output, seconds = self._schedule()
-        return _Planned(self.now + seconds, None, None, output)
+        return _Step(self.now + seconds, output)
 
-    def _plan_ahead(self) -> _Planned | None:
+    def _plan_ahead(self) -> _Decodes | _Step | None:
         """The oldest step in flight ends next; the one after it is scheduled as soon as the oldest begins."""
         steps = self._in_flight
-        while len(steps) < self._config.max_steps_in_flight and self.scheduler.can_advance():
+        while len(steps) < self._max_in_flight and self.scheduler.can_advance():
             output, seconds = self._schedule()
             begins = steps[-1][1] if steps else self.now
             steps.append((output, begins + seconds))
         if not steps:
             return None
         output, end = steps.popleft()
-        return _Planned(end, None, None, output)
+        return _Step(end, output)
 
     # ------------------------------------------------------------------ what a step does
 
@@ -215,48 +229,48 @@ class Replica:
             self._place(output)
         if not num_rows:
             return output, 0.0
+        # Sums as products, which take a fraction of the time.
         computed, tokens = output.num_computed_tokens, output.num_scheduled_tokens
-        context = int(computed.sum()) + total
-        attended = (int((tokens * (2 * computed + tokens)).sum()) + total) // 2
+        if num_rows > len(self._ones):
+            self._ones = np.ones(2 * num_rows, dtype=np.int64)
+        context = int(computed.dot(self._ones[:num_rows])) + total
+        attended = int(tokens.dot(computed)) + (int(tokens.dot(tokens)) + total) // 2
         samples = int(np.count_nonzero(output.samples))
         return output, self._step_time.of_step(StepLoad(total, num_rows, context, attended, samples))
 
     def _finish_step(self, output: SchedulerOutput) -> list[int]:
-        now, rows = self.now, output.rows
-        known = output.num_computed_tokens + output.num_scheduled_tokens
-        samples = output.samples
-        has_token = rows[samples]
-        self._num_tokens[rows] = known + samples
-        tokens = self._filler[has_token]
-        tokens[self._num_tokens[has_token] >= self._last_token[has_token]] = EOS_TOKEN
-        scheduler = self.scheduler
-        update = scheduler.update(output, StepResult(tokens), now)
-        if self._config.max_steps_in_flight > 1:  # requests may have finished since it was scheduled
-            has_token = rows[update.counts > 0]
-        if len(has_token):
-            self._timings.token(self._number[has_token], now)
-        if len(rows):
-            self.timeline.add(
-                now, 1, len(rows), output.total_num_scheduled_tokens, scheduler.num_queued, scheduler.kv_cache_usage
-            )
-        return self._finished(update.finished)
-
-    def _finish_decodes(self, times: FloatArray, num_left: Int64Array) -> list[int]:
-        scheduler, num_steps = self.scheduler, len(times) - 1
-        rows = scheduler.running_rows
+        scheduler, now, rows = self.scheduler, self.now, output.rows
+        known, samples = output.num_computed_tokens + output.num_scheduled_tokens, output.samples
+        if np.count_nonzero(samples) < len(rows):
+            self._num_tokens[rows] = known
+            rows, known = rows[samples], known[samples]
+        known += _ONE
+        self._num_tokens[rows] = known
         tokens = self._filler[rows]
-        last = tokens
-        ends = num_left == num_steps
-        if ends.item(ends.argmax()):
+        tokens[known >= self._last_token[rows]] = EOS_TOKEN
+        update = scheduler.update(output, StepResult(tokens), now)
+        if self._max_in_flight > 1:  # requests may have finished since it was scheduled
+            rows = output.rows[update.counts > 0]
+        if len(rows):
+            self._timings.token(self._number[rows], now)
+        if output.num_rows:
+            waiting, usage = scheduler.num_queued, scheduler.kv_cache_usage
+            self._events.append(Event(now, 1, output.num_rows, output.total_num_scheduled_tokens, waiting, usage))
+        return self._finished(update.finished) if update.finished else _NONE
+
+    def _finish_decodes(self, planned: _Decodes) -> list[int]:
+        scheduler, times, rows = self.scheduler, planned.times, planned.rows
+        num_steps, num_rows = len(times) - 1, len(rows)
+        tokens = last = self._filler[rows]
+        if num_steps == planned.first_end:
             last = tokens.copy()
-            last[ends] = EOS_TOKEN
-        self._num_tokens[rows] += num_steps
+            last[planned.num_left == num_steps] = EOS_TOKEN
+        self._num_tokens[rows] = planned.known + num_steps
         update = scheduler.advance(times, tokens, last)
         self._timings.tokens(self._number[rows], times)
-        self.timeline.add(
-            self.now, num_steps, len(rows), num_steps * len(rows), scheduler.num_queued, scheduler.kv_cache_usage
-        )
-        return self._finished(update.finished) if update.finished else []
+        waiting, usage = scheduler.num_queued, scheduler.kv_cache_usage
+        self._events.append(Event(self.now, num_steps, num_rows, num_steps * num_rows, waiting, usage))
+        return self._finished(update.finished) if update.finished else _NONE
 
     def _place(self, output: SchedulerOutput) -> None:
         """Note what is known of the requests that got a row."""
@@ -268,7 +282,7 @@ class Replica:
             self._last_token[row] = self._ends[request]
             self._number[row] = number
             self._filler[row] = self._fillers[request]
-            self._timings.scheduled_at(number, self.now, int(output.num_cached_tokens[index - output.num_continued]))
+            self._timings.admitted(number, self.now, int(output.num_cached_tokens[index - output.num_continued]))
 
     def _grow(self) -> None:
         for name in ("_num_tokens", "_last_token", "_filler", "_number"):

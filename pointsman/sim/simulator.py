@@ -170,11 +170,10 @@ class Simulation:
             self._next_first = next(self._first, None)
         else:
             request = heapq.heappop(self._followers)[2]
-        number = self.timings.add(time, request.num_prompt_tokens)
+        chosen = self._routing.choose(request, self.replicas) if len(self.replicas) > 1 else 0
+        replica = self.replicas[chosen]
+        number = self.timings.add(time, request.num_prompt_tokens, chosen)
         self._requests.append(request)
-        replica = self.replicas[0]
-        if len(self.replicas) > 1:
-            replica = self.replicas[self._routing.choose(request, self.replicas)]
         replica.add(number, request, time)
         if replica.refused:
             self._note_refused(replica)

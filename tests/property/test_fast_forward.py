@@ -19,8 +19,8 @@ from .workload import DrawChooser, SeededChooser
 from .world import World
 
 CROWDED = 30
-NUM_SEEDS = short_or_long(4, 250)
-NUM_PRESET_SEEDS = short_or_long(2, 100)
+NUM_SEEDS = short_or_long(3, 40)
+NUM_PRESET_SEEDS = short_or_long(1, 20)
 RULES_PER_SEED = 70
 RARE = dict.fromkeys(("abort", "finish", "park", "set_priority", "extend"), 1)
 CALM = {"step": 70, "add": 9, "ready": 2, "resume": 3, **RARE}
@@ -101,4 +101,4 @@ class TwinMachine(SchedulerMachine):
 
 def test_state_machine() -> None:
     """Every call, in any order, with shrinking."""
-    run_state_machine_as_test(TwinMachine, settings=settings(max_examples=short_or_long(12, 400)))
+    run_state_machine_as_test(TwinMachine, settings=settings(max_examples=short_or_long(10, 150)))
