@@ -87,7 +87,7 @@ class Sizes:
         return "x" * (SLOW_BYTES // self.slow_tokens)
 
 
-FULL = Sizes(96, 200, 32, 1000, 2, attack_rounds=2, crowd=2000, stopped_readers=48, unfinished_bodies=120)
+FULL = Sizes(96, 200, 32, 1000, 2, attack_rounds=3, crowd=2000, stopped_readers=48, unfinished_bodies=120)
 QUICK = Sizes(40, 60, 8, 300, 1, attack_rounds=1, crowd=300, stopped_readers=16, unfinished_bodies=40)
 
 
