@@ -39,7 +39,7 @@ WARM_UP_STEPS = 8
 STEPS = 6
 """Of a turn: short, because both of a pair of turns should have found the machine in the same state."""
 TURNS = 18
-ROUNDS, ROUNDS_LARGE, ROUNDS_QUICK = 8, 2, 1
+ROUNDS, ROUNDS_LARGE, ROUNDS_QUICK = 5, 2, 1
 LEAST_THROUGHPUT = 0.97
 MOST_PAUSE = 0.5
 

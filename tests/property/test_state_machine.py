@@ -22,7 +22,7 @@ from .world import World
 
 LEAST_RULES = short_or_long(4_000, 40_000)
 """Rules that the state machine must have executed; a run cut short by Hypothesis may not pass for a full one."""
-NUM_SEEDS = short_or_long(16, 250)
+NUM_SEEDS = short_or_long(16, 160)
 RULES_PER_SEED = 60
 NUM_LIMIT_SEEDS = 48
 LEAST_OF_A_LIMIT = 4
