@@ -11,6 +11,7 @@ Numbers cost little (4 MiB of them 0.05 s), texts, lists and objects ten times a
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import gc
 import logging
@@ -36,6 +37,8 @@ FREE_BYTES = 64 * 1024
 """Of each body, which the budget does not count: large bodies that never end do not keep requests of usual size out."""
 TRIM_BYTES = 16 * 1024 * 1024
 """Bytes of bodies after which memory that they took is given back to the system."""
+TRIM_SECONDS = 0.5
+"""Time until what refers to them is gone."""
 
 
 # ------------------------------------------------------------------------------------------------- size
@@ -53,6 +56,7 @@ class BodyBudget:
         self.num_bytes = 0
         """Held now."""
         self._since_trim = 0
+        self._timer: asyncio.TimerHandle | None = None
 
     def take(self, num_bytes: int) -> None:
         """Hold more bytes.
@@ -74,7 +78,13 @@ class BodyBudget:
         """Bytes are no longer held."""
         self.num_bytes -= num_bytes
         self._since_trim += num_bytes
-        if self._since_trim >= TRIM_BYTES and self.num_bytes < TRIM_BYTES:
+        if self._since_trim >= TRIM_BYTES and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(TRIM_SECONDS, self._trim)
+
+    def _trim(self) -> None:
+        """The bytes that were given back are free by now; while as many are held, the next ones given back count."""
+        self._timer = None
+        if self.num_bytes < TRIM_BYTES:
             self._since_trim = 0
             _trim()
 

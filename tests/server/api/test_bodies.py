@@ -139,19 +139,29 @@ def test_a_full_budget_refuses_no_small_body() -> None:
 
 
 def test_memory_is_given_back_after_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A moment later: whoever gives bytes back may still refer to them."""
     trimmed: list[bool] = []
     monkeypatch.setattr(bodies, "TRIM_BYTES", 100)
+    monkeypatch.setattr(bodies, "TRIM_SECONDS", 0.01)
     monkeypatch.setattr(bodies, "_trim", lambda: trimmed.append(True))
-    budget = BodyBudget(1000)
-    for _ in range(5):
+
+    async def give_back(*sizes: int) -> int:
+        for size in sizes:
+            budget.give_back(size)
+        await asyncio.sleep(0.05)
+        return len(trimmed)
+
+    async def run() -> None:
+        budget.take(90)
+        assert await give_back(90) == 0, "few bytes"
         budget.take(50)
-        budget.give_back(50)
-    assert len(trimmed) == 2
-    budget.take(500)
-    budget.give_back(300)
-    assert len(trimmed) == 2, "as much is still held"
-    budget.give_back(200)
-    assert len(trimmed) == 3
+        assert await give_back(20, 30) == 1, "once for both"
+        budget.take(500)
+        assert await give_back(300) == 1, "as much is still held"
+        assert await give_back(200) == 2
+
+    budget = BodyBudget(1000)
+    asyncio.run(run())
 
 
 # ------------------------------------------------------------------------------------------------- JSON
