@@ -650,6 +650,16 @@ class Scheduler:
         return len(self._batch.members.requests)
 
     @property
+    def running(self) -> tuple[Request, ...]:
+        """The running requests, in admission order."""
+        return self._batch.members.requests
+
+    @property
+    def running_rows(self) -> npt.NDArray[np.int64]:
+        """[num_running] int64, read-only: the rows of the running requests, in admission order."""
+        return self._batch.members.rows
+
+    @property
     def num_queued(self) -> int:
         """Requests that wait for capacity."""
         return len(self._table.queue)

@@ -1,0 +1,284 @@
+"""One scheduler under a virtual clock: the same object as in every other host, with a step-time model as its device.
+
+    replica.plan()                       the next event: one step, or as many plain decodes as are sure; when it ends
+    replica.add(number, request, now)    a request arrives: of planned decodes only those remain that have begun
+    replica.commit()                     the event has happened; which requests it finished
+
+A step that decides anything is scheduled when it begins and updated when it ends. Between such steps every running
+request decodes, and `Scheduler.advance` does all of them at once. The end of an output is known here alone: a request
+ends with an end-of-sequence token that the scheduler cannot foresee.
+
+With asynchronous scheduling (`max_steps_in_flight=2`) a step is scheduled when the one before it begins, as vLLM does:
+what arrives meanwhile, or is known only at its end, counts one step later. Such steps are simulated one by one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core import Listener, Request, RequestRefused, Scheduler, SchedulerConfig, SchedulerOutput, StepResult
+from pointsman.sim.outcome import Timeline, Timings
+from pointsman.sim.step_time import StepLoad, StepTime
+from pointsman.sim.workload import SimRequest, blank_prompt, filler_token, prompt_tokens
+
+FloatArray = npt.NDArray[np.float64]
+Int64Array = npt.NDArray[np.int64]
+Int32Array = npt.NDArray[np.int32]
+
+END_OF_SEQUENCE = 2**31 - 1
+MAX_STEPS_AT_ONCE = 4096
+"""Bounds the arrays of one run of decodes."""
+_ROWS = 64
+
+
+class _Planned(NamedTuple):
+    """The next event: decodes that are sure (`times`), or a step that is scheduled (`output`)."""
+
+    end: float
+    times: FloatArray | None
+    """[steps + 1] seconds: the start, and the end of each step."""
+    num_left: Int64Array | None
+    """[rows] tokens that each running request will still generate."""
+    output: SchedulerOutput | None
+
+    def cut(self, time: float) -> _Planned:
+        """Only the decodes that begin before `time`, and at least one."""
+        times = self.times
+        if times is None or self.end <= time:
+            return self
+        num_steps = max(1, int(times[1:].searchsorted(time)) + 1)
+        return self._replace(times=times[: num_steps + 1], end=times.item(num_steps))
+
+
+class Replica:
+    """A scheduler, its device, and the virtual time that it has reached.
+
+    Args:
+        config: of the scheduler.
+        step_time: how long a step takes.
+        timings: where the times of requests are written.
+        is_stepping: decide every step on its own; for comparisons.
+        seed: of the prompts' tokens, where prefixes may be cached.
+        vocab_size: number of token ids that prompts have.
+        listeners: of the scheduler's events.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        step_time: StepTime,
+        timings: Timings,
+        *,
+        is_stepping: bool = False,
+        seed: int = 0,
+        vocab_size: int = 100_000,
+        listeners: Iterable[Listener] = (),
+    ) -> None:
+        self.scheduler = Scheduler(config, listeners=listeners)
+        self.timeline = Timeline()
+        self.now = 0.0
+        """The end of its last event, in seconds."""
+        self._config = config
+        self._step_time = step_time
+        self._timings = timings
+        self._is_stepping = is_stepping or config.max_steps_in_flight > 1
+        self._seed, self._vocab_size = seed, vocab_size
+        self._has_content = config.enable_prefix_caching
+        self._planned: _Planned | None = None
+        self._arrived: list[tuple[Request, float]] = []  # during planned decodes
+        self.refused: list[tuple[int, str]] = []
+        """Requests that can never run, by number, and why; the simulation takes them."""
+        self._in_flight: deque[tuple[SchedulerOutput, float]] = deque()  # with the end of each
+        # By row of the scheduler's batch.
+        self._num_tokens = np.zeros(_ROWS, dtype=np.int64)  # known tokens
+        self._last_token = np.zeros(_ROWS, dtype=np.int64)  # the number of tokens with which it ends
+        self._filler = np.zeros(_ROWS, dtype=np.int32)  # the token id of its output
+        self._number = np.zeros(_ROWS, dtype=np.int64)  # of the request, in `timings`
+        self._ends: dict[Request, int] = {}  # the number of tokens with which each request ends
+        self._numbers: dict[Request, int] = {}
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that it has and has not finished."""
+        return len(self._numbers)
+
+    # ------------------------------------------------------------------ requests
+
+    def add(self, number: int, request: SimRequest, now: float) -> None:
+        """A request arrives at `now`, during the planned event if there is one."""
+        length = request.num_prompt_tokens
+        if self._has_content:
+            prompt = prompt_tokens(request, number, self._vocab_size, self._seed)
+        else:
+            prompt = blank_prompt(length)
+        room = max(1, self._config.max_model_len - length)
+        max_tokens = room if request.max_tokens is None else request.max_tokens
+        made = Request(
+            request.request_id,
+            prompt,
+            arrival_time=now,
+            max_tokens=max_tokens,
+            priority=request.priority,
+            eos_token_ids=(END_OF_SEQUENCE,),
+        )
+        self._ends[made] = length + max(1, request.num_output_tokens)
+        self._numbers[made] = number
+        planned = self._planned
+        if planned is None:
+            self.now = max(self.now, now)
+        if planned is not None and planned.times is not None:
+            planned = planned.cut(now)
+            self._planned = planned
+            self._arrived.append((made, now))  # the scheduler gets it once it has done these steps
+        else:
+            self._submit(made, now)
+
+    def _submit(self, request: Request, now: float) -> None:
+        try:
+            self.scheduler.add(request, now)
+        except RequestRefused as error:
+            self.refused.append((self._numbers.pop(request), str(error)))
+            del self._ends[request]
+
+    # ------------------------------------------------------------------ events
+
+    def plan(self) -> float | None:
+        """When the next event ends; None: nothing is to be done until a request arrives."""
+        planned = self._planned
+        if planned is None:
+            planned = self._planned = self._plan_next()
+        return None if planned is None else planned.end
+
+    def commit(self) -> list[int]:
+        """The planned event has happened. Returns the numbers of the requests that it finished."""
+        planned = self._planned
+        assert planned is not None
+        self._planned = None
+        self.now = planned.end
+        if planned.output is not None:
+            return self._finish_step(planned.output)
+        assert planned.times is not None
+        assert planned.num_left is not None
+        finished = self._finish_decodes(planned.times, planned.num_left)
+        if self._arrived:
+            for request, time in self._arrived:
+                self._submit(request, time)
+            self._arrived.clear()
+        return finished
+
+    def _plan_next(self) -> _Planned | None:
+        scheduler = self.scheduler
+        if self._config.max_steps_in_flight > 1:
+            return self._plan_ahead()
+        if not scheduler.has_unfinished_requests():
+            return None
+        if not self._is_stepping:
+            rows = scheduler.running_rows
+            if len(rows):
+                known = self._num_tokens[rows]
+                num_left = self._last_token[rows] - known
+                num_steps = scheduler.horizon(min(num_left.item(num_left.argmin()), MAX_STEPS_AT_ONCE))
+                if num_steps:
+                    times = np.empty(num_steps + 1)
+                    times[0] = self.now
+                    times[1:] = self._step_time.of_decodes(len(rows), int(known.sum()), num_steps)
+                    np.add.accumulate(times, out=times)
+                    return _Planned(times.item(num_steps), times, num_left, None)
+        output, seconds = self._schedule()
+        return _Planned(self.now + seconds, None, None, output)
+
+    def _plan_ahead(self) -> _Planned | None:
+        """The oldest step in flight ends next; the one after it is scheduled as soon as the oldest begins."""
+        steps = self._in_flight
+        while len(steps) < self._config.max_steps_in_flight and self.scheduler.can_advance():
+            output, seconds = self._schedule()
+            begins = steps[-1][1] if steps else self.now
+            steps.append((output, begins + seconds))
+        if not steps:
+            return None
+        output, end = steps.popleft()
+        return _Planned(end, None, None, output)
+
+    # ------------------------------------------------------------------ what a step does
+
+    def _schedule(self) -> tuple[SchedulerOutput, float]:
+        """The next step, and how long it takes, in seconds; 0 for one that runs nothing."""
+        output = self.scheduler.schedule(self.now)
+        num_rows, total = output.num_rows, output.total_num_scheduled_tokens
+        if output.num_continued < num_rows:
+            self._place(output)
+        if not num_rows:
+            return output, 0.0
+        computed, tokens = output.num_computed_tokens, output.num_scheduled_tokens
+        context = int(computed.sum()) + total
+        attended = (int((tokens * (2 * computed + tokens)).sum()) + total) // 2
+        samples = int(np.count_nonzero(output.samples))
+        return output, self._step_time.of_step(StepLoad(total, num_rows, context, attended, samples))
+
+    def _finish_step(self, output: SchedulerOutput) -> list[int]:
+        now, rows = self.now, output.rows
+        known = output.num_computed_tokens + output.num_scheduled_tokens
+        samples = output.samples
+        has_token = rows[samples]
+        self._num_tokens[rows] = known + samples
+        tokens = self._filler[has_token]
+        tokens[self._num_tokens[has_token] >= self._last_token[has_token]] = END_OF_SEQUENCE
+        scheduler = self.scheduler
+        update = scheduler.update(output, StepResult(tokens), now)
+        if self._config.max_steps_in_flight > 1:  # requests may have finished since it was scheduled
+            has_token = rows[update.counts > 0]
+        if len(has_token):
+            self._timings.token(self._number[has_token], now)
+        if len(rows):
+            self.timeline.add(
+                now, 1, len(rows), output.total_num_scheduled_tokens, scheduler.num_queued, scheduler.kv_cache_usage
+            )
+        return self._finished(update.finished)
+
+    def _finish_decodes(self, times: FloatArray, num_left: Int64Array) -> list[int]:
+        scheduler, num_steps = self.scheduler, len(times) - 1
+        rows = scheduler.running_rows
+        tokens = self._filler[rows]
+        last = tokens
+        ends = num_left == num_steps
+        if ends.item(ends.argmax()):
+            last = tokens.copy()
+            last[ends] = END_OF_SEQUENCE
+        self._num_tokens[rows] += num_steps
+        update = scheduler.advance(times, tokens, last)
+        self._timings.tokens(self._number[rows], times)
+        self.timeline.add(
+            self.now, num_steps, len(rows), num_steps * len(rows), scheduler.num_queued, scheduler.kv_cache_usage
+        )
+        return self._finished(update.finished) if update.finished else []
+
+    def _place(self, output: SchedulerOutput) -> None:
+        """Note what is known of the requests that got a row."""
+        for index in range(output.num_continued, output.num_rows):
+            request, row = output.requests[index], int(output.rows[index])
+            while row >= len(self._number):
+                self._grow()
+            number = self._numbers[request]
+            self._last_token[row] = self._ends[request]
+            self._number[row] = number
+            self._filler[row] = filler_token(number)
+            self._timings.scheduled_at(number, self.now, int(output.num_cached_tokens[index - output.num_continued]))
+
+    def _grow(self) -> None:
+        for name in ("_num_tokens", "_last_token", "_filler", "_number"):
+            column = getattr(self, name)
+            setattr(self, name, np.concatenate([column, np.zeros_like(column)]))
+
+    def _finished(self, requests: Iterable[Request]) -> list[int]:
+        numbers = []
+        for request in requests:
+            number = self._numbers.pop(request)
+            del self._ends[request]
+            self._timings.finished(number, request)
+            numbers.append(number)
+        return numbers

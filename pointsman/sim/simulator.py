@@ -1,0 +1,193 @@
+"""A simulation: requests of a workload arrive at one or several replicas, and time passes.
+
+The event that ends first happens first: an arrival, a step of a replica, or a run of its plain decodes. An arrival is
+routed when it comes, with what is known then; it cuts the run that its replica was in, and no other.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from pointsman.core import SchedulerConfig, SchedulerStats
+from pointsman.sim.fleet import Routing, RoundRobin
+from pointsman.sim.outcome import Timeline, Timings
+from pointsman.sim.replica import Replica
+from pointsman.sim.step_time import StepTime
+from pointsman.sim.workload import SimRequest, Workload
+
+Progress = Callable[[int, float], None]
+"""Called now and then with the number of finished requests, and the virtual time."""
+_PROGRESS_EVERY = 256  # events
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a simulation found."""
+
+    timings: Timings
+    timelines: list[Timeline]
+    stats: list[SchedulerStats]
+    """Of each replica's scheduler, at the end."""
+    seconds: float
+    """Virtual time from the first arrival to the last event."""
+    refused: list[tuple[str, str]] = field(default_factory=list)
+    """Requests that could never run, and why."""
+    is_complete: bool = True
+    """False: it was interrupted."""
+
+
+def simulate(
+    workload: Workload,
+    config: SchedulerConfig,
+    step_time: StepTime,
+    *,
+    num_replicas: int = 1,
+    routing: Routing | None = None,
+    is_stepping: bool = False,
+    seed: int = 0,
+    until: float = math.inf,
+    progress: Progress | None = None,
+) -> Outcome:
+    """Run a workload to its end, or to the virtual time `until`.
+
+    Args:
+        config: of each replica's scheduler.
+        step_time: of each replica's device.
+        routing: which replica gets a request; None: in turns.
+        is_stepping: decide every step on its own, which gives the same and takes longer.
+        progress: see `Progress`.
+
+    Ctrl-C ends it with what was found so far.
+    """
+    return Simulation(
+        workload,
+        config,
+        step_time,
+        num_replicas=num_replicas,
+        routing=routing or RoundRobin(),
+        is_stepping=is_stepping,
+        seed=seed,
+    ).run(until, progress)
+
+
+class Simulation:
+    """A workload, the replicas that serve it, and what has happened."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        config: SchedulerConfig,
+        step_time: StepTime,
+        *,
+        num_replicas: int,
+        routing: Routing,
+        is_stepping: bool,
+        seed: int,
+    ) -> None:
+        if num_replicas < 1:
+            raise ValueError(f"num_replicas is {num_replicas}; it must be at least 1")
+        self.timings = Timings(workload.num_requests or 1024)
+        self.replicas = [
+            Replica(config, step_time, self.timings, is_stepping=is_stepping, seed=seed) for _ in range(num_replicas)
+        ]
+        self._workload = workload
+        self._routing = routing
+        self._first: Iterator[tuple[float, SimRequest]] = iter(workload.first_arrivals())
+        self._next_first = next(self._first, None)
+        self._followers: list[tuple[float, int, SimRequest]] = []  # a heap: what arrives because of what finished
+        self._requests: list[SimRequest] = []  # by number
+        self._refused: list[tuple[str, str]] = []
+        self._num_finished = 0
+
+    def run(self, until: float, progress: Progress | None) -> Outcome:
+        """See `simulate`."""
+        is_complete = True
+        try:
+            self._run(until, progress)
+        except KeyboardInterrupt:
+            is_complete = False
+        self.timings.close()
+        ends = [replica.now for replica in self.replicas]
+        return Outcome(
+            self.timings,
+            [replica.timeline for replica in self.replicas],
+            [replica.scheduler.stats() for replica in self.replicas],
+            max(ends) - (float(self.timings.arrival[0]) if self.timings.count else 0.0),
+            self._refused,
+            is_complete,
+        )
+
+    def _run(self, until: float, progress: Progress | None) -> None:
+        replicas, num_events = self.replicas, 0
+        only = replicas[0] if len(replicas) == 1 else None
+        while True:
+            arrival = self._next_arrival()
+            first: Replica | None
+            if only is not None:
+                end = only.plan()
+                first = None if end is None else only
+            else:
+                first, end = self._first_to_end()
+            if end is None or arrival <= end:
+                if arrival > until or arrival == math.inf:
+                    return
+                self._arrive(arrival)
+                continue
+            if end > until:
+                return
+            assert first is not None
+            for number in first.commit():
+                self._num_finished += 1
+                self._follow(number, first.now)
+            if first.refused:
+                self._note_refused(first)
+            num_events += 1
+            if progress is not None and num_events % _PROGRESS_EVERY == 0:
+                progress(self._num_finished, first.now)
+
+    def _first_to_end(self) -> tuple[Replica | None, float | None]:
+        """The replica whose event ends first; of several, the first."""
+        found: Replica | None = None
+        first = math.inf
+        for replica in self.replicas:
+            end = replica.plan()
+            if end is not None and end < first:
+                found, first = replica, end
+        return found, None if found is None else first
+
+    def _next_arrival(self) -> float:
+        first = math.inf if self._next_first is None else self._next_first[0]
+        return min(first, self._followers[0][0]) if self._followers else first
+
+    def _arrive(self, time: float) -> None:
+        """The next request arrives, and is routed."""
+        if self._next_first is not None and self._next_first[0] <= time:
+            request = self._next_first[1]
+            self._next_first = next(self._first, None)
+        else:
+            request = heapq.heappop(self._followers)[2]
+        number = self.timings.add(time, request.num_prompt_tokens)
+        self._requests.append(request)
+        replica = self.replicas[0]
+        if len(self.replicas) > 1:
+            replica = self.replicas[self._routing.choose(request, self.replicas)]
+        replica.add(number, request, time)
+        if replica.refused:
+            self._note_refused(replica)
+
+    def _note_refused(self, replica: Replica) -> None:
+        refused, replica.refused = replica.refused, []
+        for number, why in refused:
+            self._refused.append((self._requests[number].request_id, why))
+            self.timings.refused(number)
+            self._follow(number, replica.now)
+
+    def _follow(self, number: int, now: float) -> None:
+        """A request is over: what the workload sends because of it."""
+        follower = self._workload.on_finished(self._requests[number], now)
+        if follower is not None:
+            time, request = follower
+            heapq.heappush(self._followers, (max(time, now), number, request))

@@ -1,0 +1,207 @@
+"""The simulator: time passes as the step times say, and decodes that are done at once change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pointsman.core import FinishReason, SchedulerConfig
+from pointsman.core.presets import SYSTEMS
+from pointsman.sim.fleet import ROUTINGS, LeastLoaded
+from pointsman.sim.outcome import REASONS, UNFINISHED
+from pointsman.sim.simulator import Outcome, simulate
+from pointsman.sim.step_time import LinearStepTime
+from pointsman.sim.workload import SimRequest
+from pointsman.traces import read_trace
+from tests.soak import short_or_long
+
+AZURE_TRACE = Path(__file__).parents[3] / "shared" / "traces" / "azure_llm_2023_conversation.csv"
+STEP_TIME = LinearStepTime(seconds=6e-3, per_row=2e-5, per_token=8e-5, per_context_token=4e-8, per_attended=1e-9)
+
+
+class Listed:
+    """A workload given as (time, request); each request may have one that follows it after a while."""
+
+    def __init__(
+        self, arrivals: list[tuple[float, SimRequest]], followers: dict[str, tuple[float, SimRequest]]
+    ) -> None:
+        self._arrivals, self._followers = arrivals, followers
+        self.num_requests = len(arrivals) + len(followers)
+
+    def first_arrivals(self) -> Iterator[tuple[float, SimRequest]]:
+        return iter(self._arrivals)
+
+    def on_finished(self, request: SimRequest, now: float) -> tuple[float, SimRequest] | None:
+        follower = self._followers.get(request.request_id)
+        return None if follower is None else (now + follower[0], follower[1])
+
+
+def workload(seed: int, count: int = 60, *, with_followers: bool = True) -> Listed:
+    """Requests of all sizes, in bursts, some with shared prefixes, some that another one follows."""
+    rng = np.random.default_rng(seed)
+    arrivals, followers, now = [], {}, 0.0
+    for index in range(count):
+        now += float(rng.choice([0.0, 0.004, 0.1])) * rng.random()
+        arrivals.append((now, _request(rng, f"r{index}")))
+        if with_followers and rng.random() < 0.3:
+            followers[f"r{index}"] = (float(rng.random() * 0.2), _request(rng, f"f{index}"))
+    return Listed(arrivals, followers)
+
+
+def _request(rng: np.random.Generator, name: str) -> SimRequest:
+    length = int(rng.integers(1, 120))
+    ids = tuple(int(i) for i in [rng.integers(3), 10 + rng.integers(3)]) if rng.random() < 0.5 else ()
+    most = int(rng.integers(1, 60)) if rng.random() < 0.2 else None
+    return SimRequest(name, length, int(rng.integers(1, 80)), ids, 16, most, int(rng.integers(3)))
+
+
+def config(**overrides: Any) -> SchedulerConfig:
+    values = {
+        "num_blocks": 64,
+        "max_model_len": 256,
+        "block_size": 8,
+        "max_num_seqs": 12,
+        "max_num_batched_tokens": 64,
+    }
+    return SchedulerConfig(**{**values, **overrides})
+
+
+def same(one: Outcome, other: Outcome) -> None:
+    assert one.stats == other.stats
+    assert one.refused == other.refused
+    assert one.seconds == pytest.approx(other.seconds, rel=1e-9)
+    for name in ("arrival", "scheduled", "first_token", "last_token", "max_gap"):
+        np.testing.assert_allclose(getattr(one.timings, name), getattr(other.timings, name), rtol=1e-12, err_msg=name)
+    for name in ("num_output_tokens", "num_cached_tokens", "num_preemptions", "reason"):
+        np.testing.assert_array_equal(getattr(one.timings, name), getattr(other.timings, name), err_msg=name)
+    assert _pooled(one) == pytest.approx(_pooled(other), rel=1e-9)
+
+
+def _pooled(outcome: Outcome) -> list[float]:
+    """Every gap between two tokens, sorted."""
+    values, counts = outcome.timings.gaps()
+    return sorted(values.repeat(counts).tolist())
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "no caching": {"enable_prefix_caching": False},
+    "priority": {"order": "priority"},
+    "few blocks": {"num_blocks": 33, "full_sequence_must_fit": False},
+    "watermark": {"num_blocks": 40, "watermark": 0.2, "decode_reserve": "mean"},
+    "few seats": {"max_num_seqs": 3},
+    "static": {"batching": "static"},
+    **{name: {**SYSTEMS[name], "max_num_seqs": 12, "max_num_batched_tokens": 300} for name in SYSTEMS},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_decodes_at_once_change_nothing(name: str) -> None:
+    settings = config(**CONFIGS[name])
+    for seed in range(short_or_long(2, 60)):
+        fast = simulate(workload(seed), settings, STEP_TIME)
+        slow = simulate(workload(seed), settings, STEP_TIME, is_stepping=True)
+        same(fast, slow)
+        assert fast.timelines[0].num_steps == slow.timelines[0].num_steps
+        assert len(fast.timelines[0].events) < len(slow.timelines[0].events)
+
+
+@pytest.mark.parametrize("rule", ROUTINGS)
+def test_in_a_fleet_too(rule: str) -> None:
+    for seed in range(short_or_long(2, 40)):
+        fast = simulate(workload(seed), config(), STEP_TIME, num_replicas=3, routing=ROUTINGS[rule]())
+        slow = simulate(workload(seed), config(), STEP_TIME, num_replicas=3, routing=ROUTINGS[rule](), is_stepping=True)
+        same(fast, slow)
+
+
+def test_every_request_finishes_once_with_its_tokens() -> None:
+    load = workload(7)
+    outcome = simulate(load, config(num_blocks=40), STEP_TIME)
+    timings = outcome.timings
+    assert timings.count == load.num_requests
+    assert (timings.reason != UNFINISHED).all()
+    assert {REASONS[code] for code in timings.reason} <= {FinishReason.STOP, FinishReason.LENGTH}
+    assert (timings.first_token > timings.arrival).all()
+    assert (timings.last_token >= timings.first_token).all()
+    _, counts = timings.gaps()
+    assert counts.sum() == timings.num_output_tokens.sum() - timings.count
+    assert outcome.stats[0].num_free_blocks == 40
+
+
+def test_one_request_takes_the_time_of_its_steps() -> None:
+    """A prompt of 100 tokens in two steps, then two steps of one token."""
+    alone = Listed([(5.0, SimRequest("a", 100, 3))], {})
+    outcome = simulate(alone, config(), LinearStepTime(seconds=1.0, per_token=0.01))
+    timings = outcome.timings
+    assert timings.scheduled[0] == 5.0
+    assert timings.first_token[0] == pytest.approx(5.0 + 1.64 + 1.36)
+    assert timings.last_token[0] == pytest.approx(8.0 + 2 * 1.01)
+    assert timings.max_gap[0] == pytest.approx(1.01)
+
+
+def test_asynchronous_scheduling_knows_of_arrivals_a_step_later() -> None:
+    """The step that begins at 1.0 was scheduled at 0.0, so a request of 0.5 runs from 2.0 on."""
+    two = Listed([(0.0, SimRequest("a", 4, 9)), (0.5, SimRequest("b", 4, 2))], {})
+    second = LinearStepTime(seconds=1.0)
+    assert simulate(two, config(), second).timings.first_token.tolist() == [1.0, 2.0]
+    late = simulate(two, config(max_steps_in_flight=2), second)
+    assert late.timings.first_token.tolist() == [1.0, 3.0]
+    assert (late.timings.reason != UNFINISHED).all()
+
+
+def test_what_can_never_run_is_refused_and_reported() -> None:
+    load = Listed(
+        [(0.0, SimRequest("long", 300, 3)), (1.0, SimRequest("a", 10, 3))], {"long": (0.5, SimRequest("b", 5, 2))}
+    )
+    outcome = simulate(load, config(), STEP_TIME)
+    ((name, why),) = outcome.refused
+    assert name == "long"
+    assert "300" in why
+    assert [REASONS[code] for code in outcome.timings.reason] == [FinishReason.REFUSED, *[FinishReason.STOP] * 2]
+
+
+def test_until_a_time() -> None:
+    outcome = simulate(workload(3), config(), STEP_TIME, until=0.2)
+    assert (outcome.timings.arrival <= 0.2).all()
+    assert (outcome.timings.reason == UNFINISHED).any()
+    assert outcome.timelines[0].events[-1].end <= 0.2
+
+
+def test_ctrl_c_gives_what_was_found() -> None:
+    def interrupt(num_finished: int, now: float) -> None:
+        raise KeyboardInterrupt
+
+    outcome = simulate(workload(3, 200), config(), STEP_TIME, progress=interrupt, is_stepping=True)
+    assert not outcome.is_complete
+    assert outcome.seconds > 0
+    assert (outcome.timings.reason == UNFINISHED).any()
+
+
+def test_no_replica_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_replicas is 0"):
+        simulate(workload(1), config(), STEP_TIME, num_replicas=0)
+
+
+def test_a_fleet_shares_the_load() -> None:
+    burst = Listed([(0.0, SimRequest(f"r{index}", 20, 20)) for index in range(12)], {})
+    outcome = simulate(burst, config(), STEP_TIME, num_replicas=3, routing=LeastLoaded())
+    assert [stats.num_added for stats in outcome.stats] == [4, 4, 4]
+    alone = simulate(burst, config(), STEP_TIME)
+    assert outcome.seconds < alone.seconds
+
+
+@pytest.mark.skipif(not AZURE_TRACE.exists(), reason=f"{AZURE_TRACE} is not there")
+def test_a_real_trace() -> None:
+    trace = read_trace(AZURE_TRACE, limit=short_or_long(150, 2000))
+    arrivals = [
+        (each.arrival_time, SimRequest(f"r{index}", each.num_prompt_tokens, max(1, each.num_output_tokens)))
+        for index, each in enumerate(trace)
+    ]
+    settings = config(num_blocks=3000, max_model_len=8192, block_size=16, max_num_batched_tokens=512)
+    fast = simulate(Listed(arrivals, {}), settings, STEP_TIME)
+    same(fast, simulate(Listed(arrivals, {}), settings, STEP_TIME, is_stepping=True))
+    assert len(fast.timelines[0].events) < fast.timelines[0].num_steps / 3
