@@ -29,7 +29,6 @@ CELLS = 4096
 MAX_BLOCKS = 40
 MIN_BLOCKS = 10
 """With fewer there is no interval."""
-MIN_PER_BLOCK = 5
 MIN_BEYOND = 5
 """Values that lie beyond a percentile, at least, if it is to have an interval: fewer say little of their own spread."""
 _Z = 1.959964  # 97.5 % of a normal distribution lie below
@@ -88,8 +87,8 @@ class Draws:
 
 
 def choose_num_blocks(num_values: int) -> int:
-    """How many blocks so many requests make."""
-    return min(MAX_BLOCKS, num_values // MIN_PER_BLOCK)
+    """The number of blocks for so many requests: blocks get longer with them, and more, up to a limit."""
+    return min(MAX_BLOCKS, math.isqrt(num_values))
 
 
 def consecutive_blocks(num_values: int, num_blocks: int) -> Int64Array:
@@ -144,7 +143,10 @@ def share(flags: npt.NDArray[np.bool_], blocks: Int64Array, draws: Draws) -> Est
 
 
 def over_seeds(estimates: Sequence[Estimate]) -> Estimate:
-    """The mean of a figure over independent runs, with Student's interval; none if a run lacks the figure."""
+    """The mean of a figure over independent runs, with Student's interval; none if a run lacks the figure.
+
+    No figure is negative.
+    """
     values = [estimate.value for estimate in estimates if estimate.value is not None]
     if len(values) < len(estimates):
         return NONE
@@ -152,7 +154,7 @@ def over_seeds(estimates: Sequence[Estimate]) -> Estimate:
     if len(values) < 2:
         return Estimate(mean)
     half = student(len(values) - 1) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
-    return Estimate(mean, mean - half, mean + half)
+    return Estimate(mean, max(0.0, mean - half), mean + half)
 
 
 def student(degrees: int) -> float:

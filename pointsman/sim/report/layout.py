@@ -8,7 +8,7 @@ from pointsman.sim.report.intervals import Distribution, Estimate
 from pointsman.sim.report.summary import Report
 
 COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
-NOTHING = "–"
+NOTHING = "-"
 _IN_SECONDS_FROM = 10.0
 
 
@@ -67,7 +67,7 @@ def facts(report: Report) -> list[Fact]:
         Fact("KV use", f"{_percent(report.kv_cache_usage.mean)} mean, {_percent(report.kv_cache_usage.max)} max"),
         Fact("running", f"{_text(report.running.mean)} mean, {_text(report.running.max)} max"),
         Fact("waiting", f"{_text(report.waiting.mean)} mean, {_text(report.waiting.max)} max"),
-        Fact("steps", f"{counts.num_steps:,}, {_percent(report.busy)} of the time"),
+        Fact("steps", f"{counts.num_steps:,}, running {_percent(report.busy)} of the time"),
         Fact(
             "rows per step",
             f"{_text(report.rows_per_step.mean)} mean, {_text(report.rows_per_step.max)} max; "
@@ -118,7 +118,7 @@ def _cell(estimate: Estimate, factor: float) -> Cell:
 def _interval(estimate: Estimate, factor: float = 1.0) -> str:
     if estimate.low is None or estimate.high is None:
         return ""
-    return f"{number(estimate.low * factor)} to {number(estimate.high * factor)}"
+    return f"{number(estimate.low * factor)}-{number(estimate.high * factor)}"
 
 
 def _text(estimate: Estimate) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,6 @@ from pointsman.sim.report.course import Course, courses, levels, scaled, span, t
 from pointsman.sim.report.intervals import (
     MIN_BEYOND,
     MIN_BLOCKS,
-    MIN_PER_BLOCK,
     NONE,
     Distribution,
     Draws,
@@ -92,19 +91,18 @@ class Goodput:
 
 
 @dataclass(frozen=True, slots=True)
-class OverTime:
-    """A level, weighted by time."""
+class Level:
+    """Of something that changes from step to step."""
 
     mean: Estimate
     max: Estimate
 
 
-@dataclass(frozen=True, slots=True)
-class PerStep:
-    """A property of steps; each step counts once."""
-
-    mean: Estimate
-    max: Estimate
+class _Load(NamedTuple):
+    running: Level
+    waiting: Level
+    kv_cache_usage: Level
+    busy: Estimate
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,16 +128,17 @@ class Report:
     targets: Targets
     goodput: Goodput | None
     """None: no target was given."""
-    kv_cache_usage: OverTime
-    """Share of the blocks that requests hold: the mean over the replicas, the maximum of any."""
-    running: OverTime
-    """Requests in the steps of all replicas."""
-    waiting: OverTime
-    """Requests in the queues of all replicas."""
+    kv_cache_usage: Level
+    """Share of the blocks that requests hold, over time: the mean over the replicas, the maximum of any."""
+    running: Level
+    """Requests in the steps of all replicas, over time."""
+    waiting: Level
+    """Requests in the queues of all replicas, over time."""
     busy: Estimate
     """Share of the time in which a replica ran a step, mean over the replicas."""
-    rows_per_step: PerStep
-    tokens_per_step: PerStep
+    rows_per_step: Level
+    """Each step counts once."""
+    tokens_per_step: Level
     budget_used: Estimate
     """Share of the token budget that steps used."""
     slots_used: Estimate
@@ -195,6 +194,7 @@ def figures(
     later = np.maximum(num_output - 1, 1)
     gaps, gap_counts = timings.gaps()
     runs = courses(outcome)
+    load = _over_time(outcome, runs)
 
     def of_requests(values: FloatArray) -> Distribution:
         return distribution(values, None, blocks, draws)
@@ -224,9 +224,12 @@ def figures(
         queue=of_requests(scheduled - arrival),
         targets=targets,
         goodput=_goodput(timings, targets, is_finished, blocks, draws, seconds) if targets else None,
-        **_over_time(outcome, runs),
-        rows_per_step=PerStep(_ratio(int(rows @ steps), num_steps), _max(rows)),
-        tokens_per_step=PerStep(_ratio(num_tokens, num_steps), _max(tokens / np.maximum(steps, 1))),
+        kv_cache_usage=load.kv_cache_usage,
+        running=load.running,
+        waiting=load.waiting,
+        busy=load.busy,
+        rows_per_step=Level(_ratio(int(rows @ steps), num_steps), _max(rows)),
+        tokens_per_step=Level(_ratio(num_tokens, num_steps), _max(tokens / np.maximum(steps, 1))),
         budget_used=_ratio(num_tokens, num_steps * config.max_num_batched_tokens),
         slots_used=_ratio(int(rows @ steps), num_steps * config.num_seats),
         recomputed_share=_ratio(counts.recomputed_tokens, num_tokens),
@@ -340,19 +343,19 @@ def _gap_blocks(runs: Sequence[Course], num_values: int, num_blocks: int) -> Int
     return np.concatenate([single, blocks.repeat(np.maximum(steps - 1, 0))])
 
 
-def _over_time(outcome: Outcome, runs: Sequence[Course]) -> dict[str, Any]:
+def _over_time(outcome: Outcome, runs: Sequence[Course]) -> _Load:
     begin, end = span(outcome)
     running = total([levels(run, run.num_rows, begin, end) for run in runs])
     waiting = total([levels(run, run.num_waiting, begin, end) for run in runs])
     usage = [levels(run, run.kv_cache_usage, begin, end) for run in runs]
     mean = scaled(total(usage), 1 / len(runs))
     busy = sum(float((run.end - run.start).sum()) for run in runs)
-    return {
-        "running": OverTime(Estimate(running.mean), Estimate(running.max)),
-        "waiting": OverTime(Estimate(waiting.mean), Estimate(waiting.max)),
-        "kv_cache_usage": OverTime(Estimate(mean.mean), Estimate(max(each.max or 0.0 for each in usage))),
-        "busy": _ratio(busy, (end - begin) * len(runs)),
-    }
+    return _Load(
+        Level(Estimate(running.mean), Estimate(running.max)),
+        Level(Estimate(waiting.mean), Estimate(waiting.max)),
+        Level(Estimate(mean.mean), Estimate(max(each.max or 0.0 for each in usage))),
+        _ratio(busy, (end - begin) * len(runs)),
+    )
 
 
 def _method(draws: Draws, count: int, num_bootstrap: int) -> str:
@@ -360,15 +363,15 @@ def _method(draws: Draws, count: int, num_bootstrap: int) -> str:
         return "No intervals were asked for."
     if not draws.num_resamples:
         return (
-            f"No intervals: {count} requests are fewer than the {MIN_BLOCKS * MIN_PER_BLOCK} that a bootstrap in at "
+            f"No intervals: {count} requests are fewer than the {MIN_BLOCKS**2} that a bootstrap in at "
             f"least {MIN_BLOCKS} blocks needs."
         )
     return (
         f"95 % intervals: bootstrap over requests in blocks of time, {draws.num_resamples} resamples of "
         f"{draws.num_blocks} blocks of about {count / draws.num_blocks:.0f} requests that arrived one after the other "
-        "(for ITL, of consecutive gaps), widened for the number of blocks as Student's t is. They hold for this workload "
-        "over a longer time, if a queue is forgotten within a block. A maximum has none, nor a percentile with fewer "
-        f"than {MIN_BEYOND} values beyond it."
+        "(for ITL, of consecutive gaps), widened for the number of blocks as Student's t is. They hold for a longer "
+        "time of this workload, if a queue is forgotten within a block. A maximum has none, nor a percentile with "
+        f"fewer than {MIN_BEYOND} values beyond it."
     )
 
 

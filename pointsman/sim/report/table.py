@@ -30,7 +30,7 @@ def print_report(report: Report, console: Console) -> None:
     latencies = Table(box=None, pad_edge=False, header_style="bold")
     latencies.add_column("latency", style="bold")
     for column in COLUMNS:
-        latencies.add_column(column, justify="right")
+        latencies.add_column(column, justify="right", no_wrap=True)
     for row in latency_rows(report):
         cells = [
             Text.assemble(cell.value, ("\n" + cell.interval if cell.interval else "", "dim")) for cell in row.cells
