@@ -66,35 +66,37 @@ def span(outcome: Outcome) -> tuple[float, float]:
 
 
 def replicas_of(outcome: Outcome) -> Int64Array:
-    """The replica of each request; `UNKNOWN` in a fleet, if it had no token.
-
-    Timings do not say which it was: it is the one with an event that ended with the request's first token.
-    """
-    first_token = outcome.timings.first_token[: outcome.timings.count]
-    found = np.full(len(first_token), UNKNOWN, dtype=np.int64)
-    if len(outcome.timelines) == 1:
-        found[:] = 0
-        return found
-    for index, timeline in enumerate(outcome.timelines):
-        ends = np.array([event.end for event in timeline.events])
-        found[(found == UNKNOWN) & np.isin(first_token, ends)] = index
+    """The replica of each request; `UNKNOWN` in a fleet, if it had no token; of several possible ones, the first."""
+    found = np.full(outcome.timings.count, UNKNOWN, dtype=np.int64)
+    for index in reversed(range(len(outcome.timelines))):
+        found[_requests_of(outcome, index)] = index
     return found
 
 
 def courses(outcome: Outcome) -> list[Course]:
     """The course of each replica."""
-    replicas = replicas_of(outcome)
     return [
-        _course(timeline, outcome.timings, np.flatnonzero(replicas == index))
+        _course(timeline, outcome.timings, _requests_of(outcome, index))
         for index, timeline in enumerate(outcome.timelines)
     ]
 
 
-def _course(timeline: Timeline, timings: Timings, numbers: Int64Array) -> Course:
+def _requests_of(outcome: Outcome, index: int) -> npt.NDArray[np.bool_]:
+    """Which requests a replica can have had.
+
+    Timings do not say it: one of its events ended with their first token. Where two replicas run in step, both can.
+    """
+    first_token = outcome.timings.first_token[: outcome.timings.count]
+    if len(outcome.timelines) == 1:
+        return np.ones(len(first_token), dtype=np.bool_)
+    return np.isin(first_token, np.array([event.end for event in outcome.timelines[index].events]))
+
+
+def _course(timeline: Timeline, timings: Timings, is_own: npt.NDArray[np.bool_]) -> Course:
     events = timeline.events
     columns = np.fromiter(chain.from_iterable(events), np.float64, 6 * len(events)).reshape(-1, 6)
     end, num_steps, num_rows, num_tokens, num_waiting, usage = np.ascontiguousarray(columns.T)
-    scheduled = np.sort(timings.scheduled[numbers])  # NaN comes last
+    scheduled = np.sort(timings.scheduled[: timings.count][is_own])  # NaN comes last
     scheduled = scheduled[: len(scheduled) - np.count_nonzero(np.isnan(scheduled))]
     first = min(scheduled[0], end[0]) if len(scheduled) and len(end) else 0.0
     start = np.concatenate([[first], end[:-1]])[: len(end)]

@@ -32,7 +32,7 @@ MIN_BLOCKS = 10
 MIN_BEYOND = 5
 """Values that lie beyond a percentile, at least, if it is to have an interval: fewer say little of their own spread."""
 _Z = 1.959964  # 97.5 % of a normal distribution lie below
-_STUDENT = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764}  # the same of Student's t, by degrees of freedom
+_STUDENT = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706}  # the same of Student's t, by degrees of freedom
 
 
 @dataclass(frozen=True, slots=True)

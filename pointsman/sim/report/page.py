@@ -179,10 +179,12 @@ class _Axis:
         """At most about six round values."""
         if self.is_log:
             first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
-            digits: tuple[int, ...] = (1, 2, 5) if last - first <= 2 else (1,)
-            found = [digit * 10.0**power for power in range(first, last + 1) for digit in digits]
-            found = [tick for tick in found if self.low <= tick <= self.high * (1 + 1e-9)]
-            return found[:: 1 + len(found) // 7]
+            for digits in ((1, 2, 5), (1,)):
+                ticks = [digit * 10.0**power for power in range(first, last + 1) for digit in digits]
+                ticks = [tick for tick in ticks if self.low <= tick <= self.high]
+                if len(ticks) <= 7:
+                    break
+            return ticks
         step = 10.0 ** math.floor(math.log10((self.high - self.low) / 4))
         step *= next(digit for digit in (1, 2, 5, 10) if (self.high - self.low) / (digit * step) <= 5)
         first = math.ceil(self.low / step - 1e-9)
