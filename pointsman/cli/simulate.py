@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Mapping
@@ -17,7 +18,6 @@ from rich.text import Text
 
 from pointsman.cli.errors import EXIT_INTERRUPTED, EXIT_OK, CommandError
 from pointsman.cli.simulation import Arriving, Service, seconds, what_arrives, what_serves
-from pointsman.core.errors import PointsmanError
 from pointsman.sim.report import Report, figures
 from pointsman.sim.report.page import write_html
 from pointsman.sim.report.perfetto import write_trace
@@ -60,18 +60,17 @@ def run_simulation(
         raise CommandError(f"--replicas is {replicas}; it must be at least 1")
     if replicas == 1 and "routing" in options:
         raise CommandError("--routing has no effect with one replica; give --replicas 2 or more")
-    if price_per_hour is not None and not 0 <= price_per_hour < float("inf"):
+    if price_per_hour is not None and not 0 <= price_per_hour < math.inf:
         raise CommandError(f"--price-per-hour is {price_per_hour}; it must be 0 or more")
     for path in (html, perfetto):
         check_writable(path)
     service = what_serves(options, preset)
     arriving = what_arrives(options)
+    if not 0 < speed < math.inf:
+        raise CommandError(f"--rate is {speed}; it must be above 0: 2 is twice as fast as the source")
+    workload = arriving.at_speed(speed)
     if not as_json:
         print_setting(service, arriving, replicas, speed)
-    try:
-        workload = arriving.at_speed(speed)
-    except PointsmanError as error:
-        raise CommandError(str(error).replace("rate is", "--rate is")) from None
     with ProgressBar("simulated", workload.num_requests) as bar:
         outcome = simulate(
             workload,
@@ -90,8 +89,7 @@ def run_simulation(
         price_per_hour=price_per_hour,
     )
     if report.counts.refused == report.counts.arrived > 0 and outcome.is_complete:
-        name, why = outcome.refused[0]
-        raise CommandError(f"all {report.counts.refused} requests were refused; {name}: {why}")
+        raise CommandError(f"all {report.counts.refused:,} requests are refused. {outcome.refused[0][1]}")
     notes = (*_notes(service, arriving, outcome), *report.notes)
     report = replace(report, notes=notes)
     setting = (service.title, f"KV: {service.kv_text}", f"Workload: {arriving.title}{_at_speed(speed)}")
@@ -140,12 +138,12 @@ def _at_speed(speed: float) -> str:
 def _notes(service: Service, arriving: Arriving, outcome: Outcome) -> tuple[str, ...]:
     notes = [service.caveat] if service.caveat else []
     if arriving.num_skipped:
-        notes.append(f"{arriving.num_skipped:,} requests of the trace have no output and are left out.")
+        notes.append(f"Requests of the trace without output, which are left out: {arriving.num_skipped:,}.")
     if outcome.refused:
-        named = "; ".join(f"{name}: {why}" for name, why in outcome.refused[:MAX_NAMED])
+        named = "; ".join(why for _, why in outcome.refused[:MAX_NAMED])
         more = len(outcome.refused) - MAX_NAMED
         notes.append(
-            f"{len(outcome.refused):,} of {outcome.timings.count:,} requests can never run and are refused. {named}"
+            f"Requests that can never run: {len(outcome.refused):,} of {outcome.timings.count:,}. {named}"
             + (f"; and {more:,} more" if more > 0 else "")
         )
     return tuple(notes)
@@ -193,12 +191,16 @@ class ProgressBar(AbstractContextManager["ProgressBar"]):
     Args:
         verb: what is done with requests.
         expected: how many there are; None: not known.
+        console: where it is shown; None: on stderr.
+        quiet: seconds before it is shown.
     """
 
-    def __init__(self, verb: str, expected: int | None) -> None:
+    def __init__(
+        self, verb: str, expected: int | None, console: Console | None = None, quiet: float = QUIET_SECONDS
+    ) -> None:
         self._verb, self._expected = verb, expected
-        self._shown = Console(stderr=True)
-        self._next = time.monotonic() + QUIET_SECONDS if self._shown.is_terminal else float("inf")
+        self._shown = Console(stderr=True) if console is None else console
+        self._next = time.monotonic() + quiet if self._shown.is_terminal else math.inf
         self._bar: Progress | None = None
         self._task = TaskID(0)
 

@@ -70,7 +70,7 @@ def what_arrives(options: Mapping[str, Any], num_requests: int | None = None) ->
     Raises:
         CommandError: options contradict each other, or a value or a file is wrong.
     """
-    _check_combinations(options)
+    _check_options(options)
     try:
         if "trace" in options:
             return _traced(options, num_requests)
@@ -114,7 +114,10 @@ _NEEDS: dict[str, tuple[str, ...]] = {
 }
 
 
-def _check_combinations(options: Mapping[str, Any]) -> None:
+def _check_options(options: Mapping[str, Any]) -> None:
+    for name, least in {"limit": 1, "requests": 1, "sessions": 1, "users": 1, "seed": 0}.items():
+        if options.get(name, least) < least:
+            raise CommandError(f"{_option(name)} is {options[name]}; it must be at least {least}")
     for name, others in _NOT_WITH.items():
         for other in others:
             if name in options and other in options:
@@ -219,6 +222,8 @@ def _service(options: Mapping[str, Any], preset: str | None) -> Service:
         knobs[knob] = number_or_word(knobs[knob])
     # A profile has the step times already; model and device then only say how many blocks there are.
     is_profiled = "profile" in options
+    if "num_blocks" in knobs and "gpu_memory_utilization" in options:
+        raise CommandError("--gpu-memory-utilization has no effect beside --num-blocks; give one of them")
     has_model = not is_profiled or "model" in options or "device" in options
     shape = model_shape(options.get("model", MODEL)) if has_model else None
     longest = UNBOUNDED_MODEL_LEN if shape is None else shape.max_model_len
