@@ -16,7 +16,6 @@ from pointsman.cli.errors import EXIT_INTERRUPTED, EXIT_OK, CommandError
 from pointsman.cli.simulate import ProgressBar, print_setting, setting_as_json, stdout_console
 from pointsman.cli.simulation import Arriving, Service, seconds, what_arrives, what_serves
 from pointsman.sim.capacity import DENSE_GAP, SPARSE_GAP, Capacity, Probe, Question, fewest_replicas, highest_rate
-from pointsman.sim.errors import SimulationError
 from pointsman.sim.report.summary import Targets
 
 DEFAULT_TARGETS = Targets(ttft=2.0)
@@ -54,6 +53,12 @@ def run_capacity(
         )
     if high == 1 and "routing" in options:
         raise CommandError("--routing has no effect with one replica; give --replicas 2 or more")
+    if rate is not None and not 0 < rate < math.inf:
+        raise CommandError(f"--requests-per-second is {rate}; it must be above 0")
+    if not 0 < tolerance < math.inf:
+        raise CommandError(f"--tolerance is {tolerance}; it must be above 0: 0.02 is a bracket of 2 %")
+    if not 0 < share <= 1:
+        raise CommandError(f"--share is {share}; it must be above 0 and at most 1")
     if num_requests is not None and num_requests < 2:
         raise CommandError(f"--requests is {num_requests}; it must be at least 2, and thousands tell more")
     service = what_serves(options, preset)
@@ -71,8 +76,6 @@ def run_capacity(
                 found = fewest_replicas(question, rate or arriving.rate, low, high)
             else:
                 found = highest_rate(question, high, tolerance=tolerance)
-    except SimulationError as error:
-        raise CommandError(str(error)) from None
     except KeyboardInterrupt:
         found, is_complete = search.found, False
     answer = _answer(found, search, low, high, is_complete)
