@@ -19,7 +19,7 @@ from rich.console import Console
 from pointsman.core import SchedulerConfig
 from pointsman.sim.outcome import UNFINISHED
 from pointsman.sim.report import Report, combine, figures
-from pointsman.sim.report.course import Levels, courses, downsampled
+from pointsman.sim.report.course import Levels, averaged, courses, downsampled
 from pointsman.sim.report.intervals import (
     CELLS,
     Distribution,
@@ -424,7 +424,9 @@ def test_slices_of_the_trace_nest(name: str, request: pytest.FixtureRequest, tmp
         by_track.setdefault((event["pid"], event["tid"]), []).append(event)
     for events in by_track.values():
         open_until: list[int] = []
-        for event in sorted(events, key=lambda event: (event["ts"], -event["dur"], event["name"] != "request")):
+        for event in sorted(
+            events, key=lambda event: (event["ts"], -event["dur"], not event["name"].startswith("request"))
+        ):
             while open_until and open_until[-1] <= event["ts"]:
                 open_until.pop()
             assert not open_until or event["ts"] + event["dur"] <= open_until[-1]
@@ -456,6 +458,12 @@ def test_downsampling_keeps_the_extremes() -> None:
     assert kept.values.max() == course.values.max()
     assert kept.values.min() == course.values.min()
     assert downsampled(kept, 200) is kept
+
+
+def test_averages_keep_the_mean() -> None:
+    course = Levels(np.array([0.0, 1.0, 4.0]), np.array([2.0, 0.0, 6.0]), 6.0)
+    assert averaged(course, 3).values.tolist() == pytest.approx([1.0, 0.0, 6.0])
+    assert averaged(course, 7).mean == pytest.approx(course.mean)
 
 
 def test_an_interrupted_run_is_marked() -> None:
