@@ -7,6 +7,7 @@ import hashlib
 import io
 import itertools
 import json
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -19,7 +20,7 @@ from rich.console import Console
 from pointsman.core import SchedulerConfig
 from pointsman.sim.outcome import UNFINISHED
 from pointsman.sim.report import Report, combine, figures
-from pointsman.sim.report.course import Levels, courses, downsampled
+from pointsman.sim.report.course import Levels, averaged, courses, downsampled
 from pointsman.sim.report.intervals import (
     CELLS,
     Distribution,
@@ -144,7 +145,7 @@ def test_what_says_too_little_has_no_interval(outcome: Outcome) -> None:
     assert report.ttft.p99.low is None  # fewer than five values lie beyond
     assert report.itl.p99.low is not None
     assert report.ttft.max.low is None
-    assert "500 resamples of 12 blocks" in report.method
+    assert f"500 resamples of {math.isqrt(outcome.timings.count)} blocks" in report.method
     assert figures(outcome, config(), num_bootstrap=0).ttft.p50.low is None
     assert "fewer than the 100" in figures(single(), config()).method
 
@@ -424,7 +425,9 @@ def test_slices_of_the_trace_nest(name: str, request: pytest.FixtureRequest, tmp
         by_track.setdefault((event["pid"], event["tid"]), []).append(event)
     for events in by_track.values():
         open_until: list[int] = []
-        for event in sorted(events, key=lambda event: (event["ts"], -event["dur"], event["name"] != "request")):
+        for event in sorted(
+            events, key=lambda event: (event["ts"], -event["dur"], not event["name"].startswith("request"))
+        ):
             while open_until and open_until[-1] <= event["ts"]:
                 open_until.pop()
             assert not open_until or event["ts"] + event["dur"] <= open_until[-1]
@@ -456,6 +459,12 @@ def test_downsampling_keeps_the_extremes() -> None:
     assert kept.values.max() == course.values.max()
     assert kept.values.min() == course.values.min()
     assert downsampled(kept, 200) is kept
+
+
+def test_averages_keep_the_mean() -> None:
+    course = Levels(np.array([0.0, 1.0, 4.0]), np.array([2.0, 0.0, 6.0]), 6.0)
+    assert averaged(course, 3).values.tolist() == pytest.approx([1.0, 0.0, 6.0])
+    assert averaged(course, 7).mean == pytest.approx(course.mean)
 
 
 def test_an_interrupted_run_is_marked() -> None:

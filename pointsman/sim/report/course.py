@@ -155,6 +155,14 @@ def downsampled(part: Levels, max_points: int) -> Levels:
     return Levels(times[kept], values[kept], part.end)
 
 
+def averaged(part: Levels, num_stretches: int) -> Levels:
+    """The mean over each of some equal stretches of time."""
+    times, values = np.append(part.times, part.end), part.values
+    area = np.concatenate([[0.0], (values * np.diff(times)).cumsum()])
+    edges = np.linspace(times[0], times[-1], num_stretches + 1)
+    return Levels(edges[:-1], np.diff(np.interp(edges, times, area)) / np.diff(edges), part.end)
+
+
 def _settled(times: FloatArray, values: FloatArray, end: float) -> Levels:
     """Only what holds for some time: of several entries at one time, the last."""
     is_last = np.append(times[1:] > times[:-1], True)[: len(times)]

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.sim.report.course import Levels, courses, downsampled, levels, scaled, span, total
+from pointsman.sim.report.course import Levels, averaged, courses, downsampled, levels, scaled, span, total
 from pointsman.sim.report.layout import COLUMNS, duration, facts, latency_rows, number
 from pointsman.sim.report.summary import DEFINITIONS, Report
 from pointsman.sim.simulator import Outcome
@@ -29,6 +29,8 @@ MAX_POINTS = 2000
 MAX_REFUSED = 20
 """Refused requests that are listed."""
 _CDF_POINTS = 800
+_STRETCHES = 150
+"""A line with more than twice as many points is drawn as the mean over each of these, above its extremes."""
 _WIDTH, _HEIGHT = 340, 210
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 332, 10, 180  # of the plot, within the picture
 _LOG_FROM = 30.0  # ratio of the largest to the smallest value from which an axis is logarithmic
@@ -59,6 +61,7 @@ svg { display: block; width: 100%; height: auto; font: 11px system-ui, sans-seri
 text { fill: var(--dim); } .grid { stroke: var(--rule); stroke-width: 1; }
 .line { fill: none; stroke-width: 1.5; stroke-linejoin: round; }
 .one { stroke: var(--one); } .two { stroke: var(--two); }
+.faint { opacity: .3; stroke-width: 1; }
 .target { stroke: var(--ink); stroke-width: 1; stroke-dasharray: 4 3; }
 .key-one { color: var(--one); font-weight: 600; } .key-two { color: var(--two); font-weight: 600; }
 """
@@ -220,7 +223,6 @@ def _cdf(name: str, values: FloatArray, counts: Int64Array, target: float | None
 
 
 def _over_time(caption: str, lines: list[tuple[str, Levels]], begin: float, *, highest: float = 0.0) -> str:
-    lines = [(name, downsampled(line, MAX_POINTS)) for name, line in lines]
     end = lines[0][1].end
     if end <= begin:
         return _figure(caption, "", "nothing to show")
@@ -230,11 +232,18 @@ def _over_time(caption: str, lines: list[tuple[str, Levels]], begin: float, *, h
     up = _Axis(0, top, _BOTTOM, _TOP)
     parts, keys = [_grid(across, up, unit, "")], []
     for (name, line), style in zip(lines, ("one", "two"), strict=False):
-        x = across.place((np.append(line.times, end) - begin) / divisor)
-        y = up.place(np.append(line.values, line.values[-1]))
-        parts.append(f'<path class="line {style}" d="{_steps(x, y, from_y=y[0])}"/>')
+        shown = [(f"line {style}", line)]
+        if len(line.times) > 2 * _STRETCHES:
+            shown = [(f"line faint {style}", downsampled(line, MAX_POINTS))]
+            shown.append((f"line {style}", averaged(line, _STRETCHES)))
+        for classes, course in shown:
+            x = across.place((np.append(course.times, end) - begin) / divisor)
+            y = up.place(np.append(course.values, course.values[-1]))
+            parts.append(f'<path class="{classes}" d="{_steps(x, y, from_y=y[0])}"/>')
         if name:
             keys.append(f'<span class="key-{style}">{name}</span>')
+    if any(len(line.times) > 2 * _STRETCHES for _, line in lines):
+        keys.append(f"faint: every value; line: mean over each {duration((end - begin) / _STRETCHES)}")
     return _figure(caption, "".join(parts), ", ".join(keys))
 
 
