@@ -19,6 +19,7 @@ import typer
 import pointsman
 from pointsman.cli import options, vllm
 from pointsman.cli import simulator_options as sim
+from pointsman.cli.calibrate import calibrate
 from pointsman.cli.display import choose_display, one_line
 from pointsman.cli.errors import EXIT_FAILED, EXIT_OK, CommandError
 from pointsman.cli.generate import run_workload
@@ -48,6 +49,7 @@ app = typer.Typer(
 )
 
 app.add_typer(vllm.app, name="vllm")
+app.command()(calibrate)
 
 # The built-in prompts run with few sequence slots in a small pool, so that requests wait and are preempted.
 DEMO_STEP = {"max_num_seqs": 8, "max_num_batched_tokens": 128}
