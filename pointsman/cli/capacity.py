@@ -137,8 +137,7 @@ class _Search:
         )
         if self._is_shown:
             print_setting(self.service, arriving, 1)
-            if self.service.caveat:
-                self.console.print(Text(self.service.caveat, style="yellow"))
+            self.console.print(Text(self.service.about_times, style="yellow"))
             self.console.print(f"Targets: {self.target_text()}; for at least {self.share:.6g} of the requests.")
             self.console.print("Each probe sends all of these requests, faster or slower.\n")
             self._print(_COLUMNS, "bold")
@@ -177,7 +176,7 @@ class _Search:
             "meets": None if found.meets is None else asdict(found.meets),
             "misses": None if found.misses is None else asdict(found.misses),
             "probes": [asdict(probe) for probe in found.probes],
-            "notes": [self.service.caveat] if self.service.caveat else [],
+            "notes": [self.service.about_times],
         }
 
 

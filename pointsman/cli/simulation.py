@@ -6,8 +6,6 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from pointsman.cli.errors import CommandError
@@ -22,6 +20,7 @@ from pointsman.sim.errors import UnknownName
 from pointsman.sim.fleet import ROUTINGS, Routing
 from pointsman.sim.memory import KvMemory, num_kv_blocks
 from pointsman.sim.model import ModelShape
+from pointsman.sim.profile import EngineSettings, Profile, load_profile
 from pointsman.sim.shapes import SHAPES, model_shape
 from pointsman.sim.step_time import RooflineStepTime, StepTime
 from pointsman.sim.workload import (
@@ -195,8 +194,9 @@ class Service:
     kv: KvMemory | None
     """How the number of blocks comes about; None: it was given, or the pool is never short."""
     kv_text: str
-    caveat: str
-    """What a reader must know of the step times; empty: they are calibrated."""
+    about_times: str
+    """Where the step times come from, and how far they may be off."""
+    profile: Profile | None = None
 
 
 def what_serves(options: Mapping[str, Any], preset: str | None) -> Service:
@@ -221,24 +221,31 @@ def _service(options: Mapping[str, Any], preset: str | None) -> Service:
     for knob in NUMBERS_OR_WORDS & knobs.keys():
         knobs[knob] = number_or_word(knobs[knob])
     # A profile has the step times already; model and device then only say how many blocks there are.
-    is_profiled = "profile" in options
+    profile = load_profile(options["profile"]) if "profile" in options else None
     if "num_blocks" in knobs and "gpu_memory_utilization" in options:
         raise CommandError("--gpu-memory-utilization has no effect beside --num-blocks; give one of them")
-    has_model = not is_profiled or "model" in options or "device" in options
+    has_model = profile is None or "model" in options or "device" in options
     shape = model_shape(options.get("model", MODEL)) if has_model else None
     longest = UNBOUNDED_MODEL_LEN if shape is None else shape.max_model_len
     if shape is not None and knobs.get("max_model_len", 0) > longest:
         raise CommandError(f"--max-model-len is {knobs['max_model_len']}; {shape.name} holds at most {longest} tokens")
-    config = SchedulerConfig.preset(preset or "default", **{"num_blocks": 1, "max_model_len": longest, **knobs})
+    if profile is not None:
+        knobs = {**_as_calibrated(profile.settings, longest), **knobs}
+        if has_model and "num_blocks" not in options:
+            knobs.pop("num_blocks", None)
+    base = preset or ("default" if profile is None else "vllm")
+    config = SchedulerConfig.preset(base, **{"num_blocks": 1, "max_model_len": longest, **knobs})
     parallel = options.get("tensor_parallel", 1)
     kv: KvMemory | None = None
+    step_time: StepTime
     if shape is None:
-        step_time, caveat, title = _profiled(options["profile"]), "", f"the profile {options['profile']}"
+        assert profile is not None
+        step_time, about_times, title = profile.step_time, _of_profile(profile), f"the profile {options['profile']}"
     else:
         on = device(options.get("device", DEVICE))
         estimated = RooflineStepTime(shape=shape, device=on, tensor_parallel=parallel)
-        caveat = "" if is_profiled else estimated.caveat()
-        step_time = _profiled(options["profile"]) if is_profiled else estimated
+        about_times = estimated.caveat() if profile is None else _of_profile(profile)
+        step_time = estimated if profile is None else profile.step_time
         title = f"{shape.name} on {f'{parallel} x ' if parallel > 1 else ''}{on.name}"
         if "num_blocks" not in knobs:
             kv = num_kv_blocks(
@@ -250,7 +257,8 @@ def _service(options: Mapping[str, Any], preset: str | None) -> Service:
                 **_largest_step(config),
             )
     if "num_blocks" in knobs:
-        kv_text = f"{config.num_blocks:,} KV blocks of {config.block_size} tokens, as given"
+        given = "given" if "num_blocks" in options else "the engine of the profile had"
+        kv_text = f"{config.num_blocks:,} KV blocks of {config.block_size} tokens, as {given}"
     elif kv is not None:
         config, kv_text = config.replace(num_blocks=kv.num_blocks), f"{kv}".rstrip()
     else:
@@ -260,7 +268,7 @@ def _service(options: Mapping[str, Any], preset: str | None) -> Service:
             "KV blocks are never short, as nothing says how many there are: give --num-blocks as the engine's log "
             "reports them, or --model and --device"
         )
-    return Service(title, config, step_time, ROUTINGS[name], kv, kv_text, caveat)
+    return Service(title, config, step_time, ROUTINGS[name], kv, kv_text, about_times, profile)
 
 
 def _largest_step(config: SchedulerConfig) -> dict[str, int]:
@@ -269,15 +277,26 @@ def _largest_step(config: SchedulerConfig) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if size < NO_LIMIT}
 
 
-def _profiled(path: str) -> StepTime:
-    """The step times of a profile of `pointsman calibrate`."""
-    try:
-        calibrate = import_module("pointsman.sim.calibrate")
-    except ModuleNotFoundError as error:
-        raise CommandError(f"--profile needs {error.name}, which is not installed") from None
-    profile = calibrate.load_profile(Path(path))
-    step_time: StepTime = getattr(profile, "step_time", profile)
-    return step_time
+def _as_calibrated(settings: EngineSettings, longest: int) -> dict[str, Any]:
+    """Knobs of the scheduler as the engine of a profile had them: its step times hold for those."""
+    knobs: dict[str, Any] = {
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "block_size": settings.block_size,
+        "max_steps_in_flight": 2 if settings.async_scheduling else 1,
+    }
+    if settings.num_blocks is not None:
+        knobs["num_blocks"] = settings.num_blocks
+    if settings.max_model_len is not None:
+        knobs["max_model_len"] = min(settings.max_model_len, longest)
+    return knobs
+
+
+def _of_profile(profile: Profile) -> str:
+    error = profile.held_out_errors.get("e2e_mape", profile.held_out_errors.get("step_mape"))
+    what = "end-to-end times" if "e2e_mape" in profile.held_out_errors else "steps"
+    off = f"; they predict its other {what} to {error:.1%} on average" if error is not None else ""
+    return f"Step times are fitted to {profile.source}{off}."
 
 
 # ---------------------------------------------------------------------- values, names
