@@ -265,7 +265,7 @@ def _service(options: Mapping[str, Any], preset: str | None) -> Service:
         enough = config.num_seats * -(-config.max_model_len // config.block_size)
         config = config.replace(num_blocks=enough)
         kv_text = (
-            "KV blocks are never short, as nothing says how many there are: give --num-blocks as the engine's log "
+            "never short, as nothing says how many blocks there are: give --num-blocks as the engine's log "
             "reports them, or --model and --device"
         )
     return Service(title, config, step_time, ROUTINGS[name], kv, kv_text, about_times, profile)
