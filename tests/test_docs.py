@@ -203,7 +203,7 @@ def bench_result(count: int) -> dict[str, Any]:
 PROFILE = Profile(
     step_time=LinearStepTime(per_step=8e-3, per_row=2e-5, per_token=6e-5, per_context_token=3e-8),
     settings=EngineSettings(num_blocks=3000),
-    hull=Hull({name: (0, 10**6) for name in StepLoad._fields}),
+    hull=Hull(dict.fromkeys(StepLoad._fields, (0, 10**6))),
     source="bench.json",
     kind="requests",
     num_requests=40,

@@ -62,12 +62,22 @@ def run_capacity(
     if num_requests is not None and num_requests < 2:
         raise CommandError(f"--requests is {num_requests}; it must be at least 2, and thousands tell more")
     service = what_serves(options, preset)
-    arriving = what_arrives(options, num_requests or min(PER_REPLICA * high, AT_MOST))
+    num_requests = num_requests or min(PER_REPLICA * high, AT_MOST)
+    arriving = what_arrives(options, num_requests)
     if arriving.rate == math.inf:
         raise CommandError(
             f"{options['trace']}: its requests all arrive at once, so that they have no rate; give --arrivals instead"
         )
-    search = _Search(service, arriving, targets, share, options.get("seed", 0), stdout_console(), not as_json)
+    search = _Search(
+        service,
+        arriving,
+        targets,
+        share,
+        wanted=num_requests if "trace" in options else 0,
+        seed=options.get("seed", 0),
+        console=stdout_console(),
+        is_shown=not as_json,
+    )
     is_complete = True
     try:
         with ProgressBar("probed", None) as bar:
@@ -110,6 +120,8 @@ class _Search:
         arriving: Arriving,
         targets: Targets,
         share: float,
+        *,
+        wanted: int,
         seed: int,
         console: Console,
         is_shown: bool,
@@ -119,6 +131,7 @@ class _Search:
         """All probes so far, also of a search that was interrupted."""
         self.console = console
         self._seed = seed
+        self._wanted = wanted  # requests of a probe; a trace may have fewer
         self._is_shown = is_shown
 
     def question(self, bar: ProgressBar) -> Question:
@@ -146,6 +159,10 @@ class _Search:
     def target_text(self) -> str:
         limits = {"TTFT": self.targets.ttft, "every gap between two tokens": self.targets.itl}
         return ", ".join(f"{name} at most {_time(limit)}" for name, limit in limits.items() if limit is not None)
+
+    def how_to_lengthen(self, probe: Probe) -> str:
+        """What makes a probe longer than this one."""
+        return "raise --requests" if probe.num_requests >= self._wanted else "take a longer trace"
 
     def _row(self, probe: Probe) -> None:
         self.found.add(probe)
@@ -197,8 +214,8 @@ def _answer(found: Capacity, search: _Search, low: int, high: int, is_complete: 
         )
     elif misses is None:
         lines.append(
-            f"Every rate meets the targets: all {last.num_requests:,} requests at once, {_figures(last)}; raise "
-            "--requests, or set a shorter target."
+            f"Every rate meets the targets: all {last.num_requests:,} requests at once, {_figures(last)}; "
+            f"{search.how_to_lengthen(last)}, or set a shorter target."
         )
     elif misses.rate >= 1 / DENSE_GAP:
         lines.append(f"At least {meets.rate:.3g} requests/s meet the targets; all at once do not.")
@@ -222,8 +239,8 @@ def _answer(found: Capacity, search: _Search, low: int, high: int, is_complete: 
     if meets is not None and misses is not None and found.is_short(search.targets):
         span = (meets.num_requests - 1) / meets.rate
         lines.append(
-            f"The requests of that probe arrive within {span:.0f} s, too short to show a slowly growing queue: raise "
-            "--requests before you rely on it."
+            f"The requests of that probe arrive within {span:.0f} s, too short to show a slowly growing queue: "
+            f"{search.how_to_lengthen(meets)} before you rely on it."
         )
     return lines
 
@@ -244,7 +261,8 @@ def _replica_answer(meets: Probe | None, misses: Probe | None, last: Probe, low:
             f"{count} are enough for {meets.rate:.4g} requests/s, the fewest of {low} to {high}: {_figures(meets)}."
         ]
     return [
-        f"{count} serve {meets.rate:.4g} requests/s within the targets; {misses.num_replicas} do not.",
+        f"{count} serve {meets.rate:.4g} requests/s within the targets; {misses.num_replicas} "
+        f"{'does' if misses.num_replicas == 1 else 'do'} not.",
         f"On {count}, {_figures(meets)}; on {misses.num_replicas}, {100 * misses.share:.2f} % meet them.",
     ]
 
