@@ -64,6 +64,7 @@ def test_the_last_line_is_json(pointsman: Callable[..., Any], log: Path, known: 
     assert known[0].config.max_steps_in_flight == 1 and known[0].config.num_blocks == 5000
 
 
+@pytest.mark.soak
 def test_a_plot(pointsman: Callable[..., Any], log: Path, known: list[fit.Problem], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert pointsman("calibrate", log, *OPTIONS, "--plot", tmp_path / "errors.svg").code == 0
@@ -85,6 +86,7 @@ def test_errors_are_one_line(pointsman: Callable[..., Any], log: Path, tmp_path:
         assert line.startswith("pointsman: error: ") and wrong in line
 
 
+@pytest.mark.soak
 def test_the_search_uses_processes_and_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes find what one does."""
     monkeypatch.setattr(fit, "STARTS", dict(list(fit.STARTS.items())[:2]))

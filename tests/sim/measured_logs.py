@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +35,7 @@ class NoisyStepTime:
         return self._step_time.of_decodes(num_rows, num_context_tokens, num_steps) * factors
 
 
+@lru_cache
 def measured_log(
     num_requests: int = 60,
     rate: float = 8.0,
@@ -44,7 +47,7 @@ def measured_log(
     output: float = 40,
     single: float = 0.1,
     seed: int = 1,
-) -> list[MeasuredRequest]:
+) -> tuple[MeasuredRequest, ...]:
     """What an engine with these step times would have measured.
 
     Args:
@@ -67,13 +70,13 @@ def measured_log(
     ]
     config = settings.config(int((prompts + outputs).max()), num_requests)
     timings = run_log(sent, config, NoisyStepTime(step_time, noise, seed))
-    return [
+    return tuple(
         replace(each, first_token=first, last_token=last)
         for each, first, last in zip(sent, timings.first_token.tolist(), timings.last_token.tolist(), strict=True)
-    ]
+    )
 
 
-def write_log(path: Path, measured: list[MeasuredRequest], start: float = 1000.0) -> Path:
+def write_log(path: Path, measured: Sequence[MeasuredRequest], start: float = 1000.0) -> Path:
     """The log as JSON lines."""
     lines = [
         json.dumps(
