@@ -11,6 +11,7 @@ The log is divided in time: a fit to the requests that finish first is judged by
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -88,7 +89,7 @@ def calibrate(
 
 
 def from_requests(
-    measured: list[MeasuredRequest],
+    measured: Sequence[MeasuredRequest],
     settings: EngineSettings,
     *,
     source: str = "log",
@@ -175,7 +176,7 @@ def _num_train(train: int | None, count: int, what: str, least: int, most: int) 
     return train
 
 
-def _check_times(measured: list[MeasuredRequest], source: str) -> None:
+def _check_times(measured: Sequence[MeasuredRequest], source: str) -> None:
     """Times that no engine can have measured."""
     for each in measured:
         name = each.request_id or f"queued at {each.queued:g} s"
@@ -197,7 +198,7 @@ def _check_times(measured: list[MeasuredRequest], source: str) -> None:
         )
 
 
-def _config(measured: list[MeasuredRequest], settings: EngineSettings, source: str) -> Any:
+def _config(measured: Sequence[MeasuredRequest], settings: EngineSettings, source: str) -> Any:
     lengths = [each.request.num_prompt_tokens + each.request.num_output_tokens for each in measured]
     longest = max(lengths)
     if settings.max_model_len is not None and longest > settings.max_model_len:

@@ -41,17 +41,19 @@ Indices = npt.NDArray[np.intp]
 Progress = Callable[[int, int], None]
 """Called now and then with the number of simulations that are done, and the most that there may be."""
 
-COEFFICIENTS = ("per_step", "per_row", "per_token", "per_context_token", "per_attended")
-"""What is fitted. Every row but an unfinished prefill samples, so a log cannot tell `per_sample` from `per_row`."""
+COEFFICIENTS = ("per_step", "per_row", "per_token", "per_context_token", "per_attended", "host_overhead")
+"""What is fitted. `host_overhead` is a floor that asynchronous steps do not fall below, whatever it comes from: the
+host, or weights that are read for few tokens as for many. Every row but an unfinished prefill samples, so a log cannot
+tell `per_sample` from `per_row`."""
 
 STARTS: dict[str, tuple[float, ...]] = {
-    "overhead": (0.70, 0.05, 0.15, 0.08, 0.02),
-    "memory": (0.40, 0.05, 0.15, 0.35, 0.05),
-    "compute": (0.25, 0.05, 0.55, 0.10, 0.05),
-    "rows": (0.25, 0.40, 0.20, 0.10, 0.05),
-    "even": (0.20, 0.20, 0.20, 0.20, 0.20),
+    "overhead": (0.70, 0.05, 0.15, 0.08, 0.02, 0.0),
+    "memory": (0.40, 0.05, 0.15, 0.35, 0.05, 0.0),
+    "compute": (0.25, 0.05, 0.55, 0.10, 0.05, 0.0),
+    "rows": (0.25, 0.40, 0.20, 0.10, 0.05, 0.0),
+    "floor": (0.10, 0.05, 0.70, 0.10, 0.05, 0.9),
 }
-"""Shares of a typical step, in the order of `COEFFICIENTS`."""
+"""Shares of a typical step, in the order of `COEFFICIENTS`. A share of 0 stays so: that coefficient is not fitted."""
 
 SLACK = 1.5
 """A simulation ends at the latest at this multiple of the time at which the last training request finished."""
@@ -212,7 +214,8 @@ class Objective:
 
     def step_time(self, shares: FloatArray) -> LinearStepTime:
         """The step times that these shares mean."""
-        return LinearStepTime(**dict(zip(COEFFICIENTS, (shares * self.scale).tolist(), strict=True)))
+        values = dict(zip(COEFFICIENTS, (shares * self.scale).tolist(), strict=True))
+        return LinearStepTime(**values, asynchronous=values["host_overhead"] > 0)
 
     def simulated(self, shares: FloatArray) -> Times:
         """What happens to the training requests with these shares."""
@@ -277,7 +280,7 @@ def _typical_step(problem: Problem) -> tuple[float, FloatArray]:
     prompt = prompts / len(arrived)
     computed = min(prompts * seconds / max(end, seconds), float(problem.config.max_num_batched_tokens))
     context = rows * (prompt + outputs / 2)
-    loads = np.array([1.0, rows, rows + computed, context, context + computed * prompt / 2])
+    loads = np.array([1.0, rows, rows + computed, context, context + computed * prompt / 2, 1.0])
     return seconds, seconds / loads
 
 
@@ -326,23 +329,32 @@ def improve(objective: Objective, start: Start, num_evaluations: int, width: flo
 
     shares = objective.scaled(start.shares) if start.cost == UNSCALED else start.shares
     objective.start = shares
+    fitted = np.flatnonzero(start.shares)
     known: dict[bytes, FloatArray] = {}
 
-    def errors(at: FloatArray) -> FloatArray:
-        key = at.tobytes()
+    def whole(values: FloatArray) -> FloatArray:
+        every = np.zeros(len(shares))
+        every[fitted] = values
+        return every
+
+    def errors(values: FloatArray) -> FloatArray:
+        key = values.tobytes()
         if key not in known:
             known.clear()
-            known[key] = objective.errors(at)
+            known[key] = objective.errors(whole(values))
         return known[key]
 
-    def slopes(at: FloatArray) -> FloatArray:
-        base, widths = errors(at), width * (1 + at)
-        columns = [(objective.errors(at + np.eye(len(at))[i] * width) - base) / width for i, width in enumerate(widths)]
+    def slopes(values: FloatArray) -> FloatArray:
+        base, columns = errors(values), []
+        for index, value in enumerate(values.tolist()):
+            beside = values.copy()
+            beside[index] += width * (1 + value)
+            columns.append((objective.errors(whole(beside)) - base) / (width * (1 + value)))
         return np.stack(columns, axis=1)
 
     found: Any = least_squares(
         errors,
-        np.maximum(shares, 1e-3),
+        np.maximum(shares[fitted], 1e-3),
         jac=slopes,
         bounds=(0, np.inf),
         loss="soft_l1",
@@ -352,7 +364,7 @@ def improve(objective: Objective, start: Start, num_evaluations: int, width: flo
         max_nfev=num_evaluations,
     )
     cost = objective.cost(found.fun)
-    return Start(start.name, found.x, cost) if cost < start.cost else start
+    return Start(start.name, whole(found.x), cost) if cost < start.cost else start
 
 
 _in_worker: tuple[Problem, Callable[[], None]] | None = None

@@ -60,11 +60,11 @@ class EngineSettings:
             num_requests: how many there are.
 
         Raises:
-            ValueError: a setting is out of range.
+            ConfigError: a setting is out of range.
         """
         # Prompts of a log are distinct, so a prefix cache would find nothing. Full blocks of all that can run at a
         # time, and as much again, are more than any watermark or reserve asks for.
-        blocks = 2 * min(num_requests, self.max_num_seqs) * (-(-longest // self.block_size) + 1)
+        blocks = 2 * min(num_requests, max(self.max_num_seqs, 1)) * (-(-longest // max(self.block_size, 1)) + 1)
         return SchedulerConfig.preset(
             "vllm",
             num_blocks=blocks if self.num_blocks is None else self.num_blocks,
