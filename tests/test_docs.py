@@ -7,6 +7,7 @@ SIGTERM ends it. Files that a document shows, whose first line is a comment with
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -17,12 +18,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from _server_process import ServerProcess
 from _server_process import start_server as start_separate_server
 
 from pointsman.cli.options import KNOBS, SERVER
+from pointsman.sim.profile import EngineSettings, Hull, Profile
+from pointsman.sim.step_time import LinearStepTime, StepLoad
 from tests.forked_engines import start_server
 from tests.forking import ForkingParent
 
@@ -182,9 +186,38 @@ def test_python_example_runs(where: str, text: str, tmp_path: Path) -> None:
     assert run.stdout
 
 
+def bench_result(count: int) -> dict[str, Any]:
+    """What `vllm bench serve --save-result --save-detailed` writes of so many requests, as far as it is read."""
+    numbers = range(count)
+    return {
+        "endpoint_type": "openai",
+        "start_times": [1000 + 0.3 * number for number in numbers],
+        "input_lens": [100 + 370 * number % 900 for number in numbers],
+        "output_lens": [5 + number % 20 for number in numbers],
+        "ttfts": [0.03] * count,
+        "itls": [[0.01] * (4 + number % 20) for number in numbers],
+        "errors": [""] * count,
+    }
+
+
+PROFILE = Profile(
+    step_time=LinearStepTime(per_step=8e-3, per_row=2e-5, per_token=6e-5, per_context_token=3e-8),
+    settings=EngineSettings(num_blocks=3000),
+    hull=Hull(dict.fromkeys(StepLoad._fields, (0, 10**6))),
+    source="bench.json",
+    kind="requests",
+    num_requests=40,
+    num_train=20,
+    held_out_errors={"e2e_mape": 0.01},
+)
+"""What `pointsman calibrate` could have written; it takes a minute or two."""
+
+
 @pytest.mark.e2e
 def test_commands_run_in_the_order_of_the_documents(tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("The import statement\nA list is\n")
+    (tmp_path / "bench.json").write_text(json.dumps(bench_result(40)))
+    PROFILE.save(tmp_path / "profile.json")
     for where, line in COMMANDS:
         run = parent().run("-m", *shlex.split(line, comments=True), cwd=tmp_path, timeout=300)
         assert run.returncode == 0, f"{where}: {line}\n{run.stderr}"

@@ -18,6 +18,8 @@ import typer
 
 import pointsman
 from pointsman.cli import options, vllm
+from pointsman.cli import simulator_options as sim
+from pointsman.cli.calibrate import calibrate
 from pointsman.cli.display import choose_display, one_line
 from pointsman.cli.errors import EXIT_FAILED, EXIT_OK, CommandError
 from pointsman.cli.generate import run_workload
@@ -47,6 +49,7 @@ app = typer.Typer(
 )
 
 app.add_typer(vllm.app, name="vllm")
+app.command()(calibrate)
 
 # The built-in prompts run with few sequence slots in a small pool, so that requests wait and are preempted.
 DEMO_STEP = {"max_num_seqs": 8, "max_num_batched_tokens": 128}
@@ -155,6 +158,75 @@ def chat(
         raise _not_installed("chat", error, "server") from None
     key = api_key or os.environ.get(API_KEY_VARIABLE, "").strip() or None
     return run_chat(url, model=model, api_key=key, system=system, temperature=temperature, max_tokens=max_tokens)
+
+
+@app.command(cls=options.grouped(sim.SIMULATE_HELP))
+@options.takes(sim.ARRIVING, sim.SIMULATED, sim.SERVED_BY, sim.SCHEDULER, sim.TARGETS)
+def simulate(
+    preset: sim.SimulatedPreset = None,
+    replicas: sim.Replicas = 1,
+    price_per_hour: sim.PricePerHour = None,
+    as_json: sim.AsJsonObject = False,
+    html: sim.HtmlFile = None,
+    perfetto: sim.PerfettoFile = None,
+    list_names: sim.ListNames = False,
+    **values: Any,
+) -> int:
+    """Simulate requests on a model and a device: latencies, throughput and load, in seconds.
+
+    The scheduler is the real one, under a virtual clock. Without options a built-in example runs. Ctrl-C prints the
+    report so far.
+    """
+    from pointsman.cli.simulate import run_simulation
+    from pointsman.cli.simulation import names
+
+    if list_names:
+        print(names())
+        return EXIT_OK
+    return run_simulation(
+        options.given(values),
+        preset=preset,
+        replicas=replicas,
+        price_per_hour=price_per_hour,
+        as_json=as_json,
+        html=html,
+        perfetto=perfetto,
+    )
+
+
+@app.command(cls=options.grouped(sim.CAPACITY_HELP))
+@options.takes(sim.ARRIVING, sim.SERVED_BY, sim.SCHEDULER, sim.TARGETS)
+def capacity(
+    replicas: sim.ReplicaRange = "1",
+    share: sim.Share = 0.99,
+    requests_per_second: sim.WantedRate = None,
+    requests: sim.ProbeRequests = None,
+    tolerance: sim.Tolerance = 0.02,
+    preset: sim.SimulatedPreset = None,
+    as_json: sim.AsJsonObject = False,
+    list_names: sim.ListNames = False,
+    **values: Any,
+) -> int:
+    """Find how many requests a second a service handles within its targets, or on how many replicas.
+
+    Each probe simulates the same requests, faster or slower. Without targets: TTFT within 2 s.
+    """
+    from pointsman.cli.capacity import run_capacity
+    from pointsman.cli.simulation import names
+
+    if list_names:
+        print(names())
+        return EXIT_OK
+    return run_capacity(
+        options.given(values),
+        replicas=replicas,
+        share=share,
+        rate=requests_per_second,
+        num_requests=requests,
+        tolerance=tolerance,
+        preset=preset,
+        as_json=as_json,
+    )
 
 
 @app.command()

@@ -36,3 +36,7 @@ class UnsupportedModel(SimulationError, ValueError):
 
 class ModelTooLarge(SimulationError, ValueError):
     """A model whose weights leave no memory for KV blocks on the device."""
+
+
+class CalibrationError(SimulationError, ValueError):
+    """A log that step times cannot be fitted to, or a profile that cannot be read."""

@@ -7,7 +7,7 @@ prefix affinity  where a request with the same first blocks went before, unless 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from pointsman.sim.request import SimRequest
@@ -71,5 +71,9 @@ class PrefixAffinity:
         return chosen
 
 
-ROUTINGS = {"round-robin": RoundRobin, "least-loaded": LeastLoaded, "prefix-affinity": PrefixAffinity}
+ROUTINGS: Mapping[str, Callable[[], Routing]] = {
+    "round-robin": RoundRobin,
+    "least-loaded": LeastLoaded,
+    "prefix-affinity": PrefixAffinity,
+}
 """The rules by name."""

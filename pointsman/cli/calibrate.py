@@ -1,0 +1,267 @@
+"""`pointsman calibrate LOG`: what the fit found, as a table, a plot, a profile or a line of JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from pointsman.cli.errors import EXIT_OK, CommandError
+from pointsman.sim.errors import SimulationError
+from pointsman.traces import TraceError
+
+if TYPE_CHECKING:
+    from pointsman.sim.calibrate import Calibration
+    from pointsman.sim.fit import Progress as FitProgress
+
+ERRORS = {
+    "e2e_mape": "end to end, mean of absolute errors",
+    "e2e_bias": "end to end, mean of signed errors",
+    "ttft_mean_error": "TTFT, mean",
+    "ttft_p50_error": "TTFT, p50",
+    "ttft_p99_error": "TTFT, p99",
+    "tpot_mean_error": "TPOT, mean",
+    "step_mape": "step, mean of absolute errors",
+    "step_bias": "step, mean of signed errors",
+    "total_error": "all steps together",
+}
+UNITS = {
+    "per_step": ("ms", 1e3),
+    "per_row": ("us a request", 1e6),
+    "per_token": ("us a token", 1e6),
+    "per_context_token": ("ns a position read", 1e9),
+    "per_attended": ("ns a position attended to", 1e9),
+    "per_sample": ("us a sampled token", 1e6),
+    "host_overhead": ("ms at least", 1e3),
+}
+
+Log = Annotated[
+    str,
+    typer.Argument(
+        metavar="LOG",
+        help="Result of vllm bench serve --save-result --save-detailed, JSON lines with queued_ts, first_token_ts and "
+        "last_token_ts, a guidellm report, or a recording with step times.",
+    ),
+]
+Train = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Fit to the N requests that finish first and predict the others [default: half of them, at most 300].",
+    ),
+]
+MaxNumSeqs = Annotated[int, typer.Option(metavar="N", help="As the engine of the log had it.")]
+MaxNumBatchedTokens = Annotated[int, typer.Option(metavar="N", help="As the engine of the log had it.")]
+NumBlocks = Annotated[
+    int | None, typer.Option(metavar="N", help="KV blocks, as the engine reported them [default: never short].")
+]
+BlockSize = Annotated[int, typer.Option(metavar="N", help="Tokens of a KV block.")]
+MaxModelLen = Annotated[
+    int | None, typer.Option(metavar="N", help="Maximum tokens of a request [default: the longest of the log].")
+]
+AsyncScheduling = Annotated[
+    bool, typer.Option(help="Whether the engine scheduled a step while the one before it ran; vLLM does.")
+]
+ProfileFile = Annotated[str | None, typer.Option("--output", "-o", metavar="FILE", help="Write the profile, as JSON.")]
+PlotFile = Annotated[
+    str | None, typer.Option("--plot", metavar="FILE", help="Draw the errors of all requests; needs matplotlib.")
+]
+AsJson = Annotated[
+    bool,
+    typer.Option(
+        "--json",
+        help="Print one JSON object instead of tables: errors of the held-out requests as fractions (0.01 is 1 %), "
+        "e2e_mape of absolute errors, ttft_mean_error, ttft_p99_error and tpot_mean_error signed "
+        "(predicted / measured - 1).",
+    ),
+]
+
+
+def calibrate(
+    log: Log,
+    train: Train = None,
+    max_num_seqs: MaxNumSeqs = 256,
+    max_num_batched_tokens: MaxNumBatchedTokens = 2048,
+    num_blocks: NumBlocks = None,
+    block_size: BlockSize = 16,
+    max_model_len: MaxModelLen = None,
+    async_scheduling: AsyncScheduling = True,
+    output: ProfileFile = None,
+    plot: PlotFile = None,
+    as_json: AsJson = False,
+) -> int:
+    """Fit step times to a log of a running engine, and say how well they predict.
+
+    Settings are those of the engine that wrote the log; defaults are vLLM's, with chunked prefill, full-sequence
+    admission and first come, first served. Prompts are taken as distinct, so that nothing is found in a prefix cache.
+    TTFT is first token - queued, E2E last token - queued, TPOT (E2E - TTFT) / (output tokens - 1).
+
+    Exit code 0: fitted; 2: the log or an option is wrong.
+    """
+    try:
+        import scipy  # noqa: F401  before the log is read
+    except ModuleNotFoundError:
+        raise CommandError("calibrate needs scipy; install it with: pip install 'pointsman[sim]'") from None
+    from pointsman.sim.calibrate import calibrate as fit
+    from pointsman.sim.profile import EngineSettings
+
+    if plot is not None:
+        _check_plot(plot)
+    settings = EngineSettings(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        async_scheduling=async_scheduling,
+    )
+    begin = time.perf_counter()
+    try:
+        with _progress() as progress:
+            found = fit(log, settings, train=train, progress=progress)
+    except OSError as error:
+        raise CommandError(f"cannot read the log {log}: {error.strerror}") from None
+    except (SimulationError, TraceError) as error:
+        raise CommandError(str(error)) from None
+    seconds = time.perf_counter() - begin
+    if output is not None:
+        try:
+            found.profile.save(output)
+        except OSError as error:
+            raise CommandError(f"cannot write the profile {output}: {error.strerror}") from None
+    if plot is not None:
+        _draw(found, plot)
+    if as_json:
+        sys.stderr.flush()
+        print(json.dumps(_line(found, seconds)), flush=True)
+    else:
+        _show(found, seconds, output)
+    return EXIT_OK
+
+
+@contextmanager
+def _progress() -> Iterator[FitProgress | None]:
+    """A line with the time that remains, where stderr is a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    columns = (TextColumn("fitting"), BarColumn(), TextColumn("at most"), TimeRemainingColumn(), TextColumn("remain"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("fit")
+
+        def update(done: int, most: int) -> None:
+            bar.update(task, completed=done, total=most)
+
+        yield update
+
+
+# ---------------------------------------------------------------------- what is printed
+
+
+def _line(found: Calibration, seconds: float) -> dict[str, Any]:
+    """The JSON object: errors of what was held out, then where they come from."""
+    profile = found.profile
+    names = ("e2e_mape", "e2e_bias", "ttft_mean_error", "ttft_p50_error", "ttft_p99_error", "tpot_mean_error")
+    errors = dict.fromkeys(names) | {
+        name: value for name, value in profile.held_out_errors.items() if not name.startswith("num_")
+    }
+    return {
+        **errors,
+        "num_requests": profile.num_requests,
+        "num_train": profile.num_train,
+        "kind": profile.kind,
+        "training": profile.training_errors,
+        "step_time": profile.step_time.to_dict(),
+        "seconds": round(seconds, 1),
+        "notes": profile.notes,
+    }
+
+
+def _show(found: Calibration, seconds: float, output: str | None) -> None:
+    profile = found.profile
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    what = profile.kind
+    count = len(found.measured)
+    console.print(
+        f"fitted to {profile.num_train} of {count} {what} of {profile.source} in {seconds:.0f} s; "
+        f"the other {count - profile.num_train} were held out",
+        markup=False,
+    )
+    errors = Table(box=None, pad_edge=False, header_style="bold")
+    errors.add_column("predicted / measured - 1")
+    errors.add_column("training", justify="right")
+    errors.add_column("held out", justify="right")
+    for name, meaning in ERRORS.items():
+        if name in profile.held_out_errors:
+            is_signed = not name.endswith("mape")
+            errors.add_row(
+                meaning,
+                _percent(profile.training_errors[name], is_signed),
+                _percent(profile.held_out_errors[name], is_signed),
+            )
+    console.print(errors)
+    console.print()
+    coefficients = Table(box=None, pad_edge=False, header_style="bold")
+    coefficients.add_column("a step takes")
+    coefficients.add_column("", justify="right")
+    coefficients.add_column("")
+    values = profile.step_time.to_dict()
+    for name, (unit, factor) in UNITS.items():
+        coefficients.add_row(name, f"{values[name] * factor:.4g}", unit)
+    console.print(coefficients)
+    console.print()
+    for note in profile.notes:
+        console.print(f"note: {note}", markup=False)
+    if output is not None:
+        console.print(f"profile: {output}", markup=False)
+
+
+def _percent(value: float | int | None, is_signed: bool) -> str:
+    if value is None:
+        return "-"
+    return f"{100 * value:+.2f} %" if is_signed else f"{100 * value:.2f} %"
+
+
+# ---------------------------------------------------------------------- the plot
+
+
+def _check_plot(path: str) -> None:
+    """Whether it can be drawn, before the fit takes its time."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+    except ModuleNotFoundError:
+        raise CommandError("--plot needs matplotlib; install it with: pip install matplotlib") from None
+    known = FigureCanvasAgg.get_supported_filetypes()
+    if (kind := Path(path).suffix[1:].lower()) not in known:
+        raise CommandError(f"--plot is {path}; its name must end with one of {', '.join(sorted(known))}, not {kind!r}")
+
+
+def _draw(found: Calibration, path: str) -> None:
+    from matplotlib.figure import Figure
+
+    profile = found.profile
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    axes = figure.subplots()
+    errors = 100 * (found.predicted / found.measured - 1)
+    for which, label in ((found.is_training, "training"), (~found.is_training, "held out")):
+        axes.plot(found.when[which], errors[which], ".", label=f"{label} ({np.count_nonzero(which)})")
+    axes.axhline(0, color="gray", linewidth=0.8)
+    by_request = profile.kind == "requests"
+    axes.set_xlabel("queued at, seconds" if by_request else "step")
+    axes.set_ylabel("error of end-to-end time, %" if by_request else "error of step time, %")
+    axes.set_title(profile.source)
+    axes.legend()
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise CommandError(f"cannot write the plot {path}: {error.strerror}") from None

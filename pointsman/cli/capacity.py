@@ -1,0 +1,280 @@
+"""`pointsman capacity`: how many requests a second within the targets, or on how many replicas."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from pointsman.cli.errors import EXIT_INTERRUPTED, EXIT_OK, CommandError
+from pointsman.cli.simulate import ProgressBar, print_setting, setting_as_json, stdout_console
+from pointsman.cli.simulation import Arriving, Service, seconds, what_arrives, what_serves
+from pointsman.sim.capacity import DENSE_GAP, SPARSE_GAP, Capacity, Probe, Question, fewest_replicas, highest_rate
+from pointsman.sim.report.summary import Targets
+
+DEFAULT_TARGETS = Targets(ttft=2.0)
+PER_REPLICA, AT_MOST = 2000, 10_000
+"""Requests of a probe."""
+_COLUMNS = ("requests/s", "replicas", "within targets", "TTFT p99", "longest gap p99", "")
+_WIDTHS = tuple(max(10, len(column)) for column in _COLUMNS)
+
+
+def run_capacity(
+    options: Mapping[str, Any],
+    *,
+    replicas: str,
+    share: float,
+    rate: float | None,
+    num_requests: int | None,
+    tolerance: float,
+    preset: str | None,
+    as_json: bool,
+) -> int:
+    """Search, and print each probe and the answer.
+
+    Returns:
+        The exit code: 0, or 130 after Ctrl-C, with the bracket so far.
+
+    Raises:
+        CommandError: an option, a file or the model is wrong.
+    """
+    low, high = replica_range(replicas)
+    targets = Targets(*(seconds(name, options.get(name)) for name in ("ttft_target", "itl_target"))) or DEFAULT_TARGETS
+    if rate is not None and low == high:
+        raise CommandError(
+            "--requests-per-second has no effect with a fixed number of replicas, for which the rate is found; give a "
+            "range like --replicas 1-16"
+        )
+    if high == 1 and "routing" in options:
+        raise CommandError("--routing has no effect with one replica; give --replicas 2 or more")
+    if rate is not None and not 0 < rate < math.inf:
+        raise CommandError(f"--requests-per-second is {rate}; it must be above 0")
+    if not 0 < tolerance < math.inf:
+        raise CommandError(f"--tolerance is {tolerance}; it must be above 0: 0.02 is a bracket of 2 %")
+    if not 0 < share <= 1:
+        raise CommandError(f"--share is {share}; it must be above 0 and at most 1")
+    if num_requests is not None and num_requests < 2:
+        raise CommandError(f"--requests is {num_requests}; it must be at least 2, and thousands tell more")
+    service = what_serves(options, preset)
+    num_requests = num_requests or min(PER_REPLICA * high, AT_MOST)
+    arriving = what_arrives(options, num_requests)
+    if arriving.rate == math.inf:
+        raise CommandError(
+            f"{options['trace']}: its requests all arrive at once, so that they have no rate; give --arrivals instead"
+        )
+    search = _Search(
+        service,
+        arriving,
+        targets,
+        share,
+        wanted=num_requests if "trace" in options else 0,
+        seed=options.get("seed", 0),
+        console=stdout_console(),
+        is_shown=not as_json,
+    )
+    is_complete = True
+    try:
+        with ProgressBar("probed", None) as bar:
+            question = search.question(bar)
+            if low < high:
+                found = fewest_replicas(question, rate or arriving.rate, low, high)
+            else:
+                found = highest_rate(question, high, tolerance=tolerance)
+    except KeyboardInterrupt:
+        found, is_complete = search.found, False
+    answer = _answer(found, search, low, high, is_complete)
+    if as_json:
+        print(json.dumps(search.as_json(found, answer, is_complete), allow_nan=False))
+    else:
+        print()
+        for line in answer:
+            search.console.print(Text(line, style="bold" if line == answer[0] else ""))
+    return EXIT_OK if is_complete else EXIT_INTERRUPTED
+
+
+def replica_range(text: str) -> tuple[int, int]:
+    """The fewest and the most replicas of "4" or "1-16".
+
+    Raises:
+        CommandError: it is neither a number nor a range.
+    """
+    found = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", text)
+    low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= low <= high:
+        raise CommandError(f"--replicas is {text!r}; give a number of at least 1, like 4, or a range, like 1-16")
+    return low, high
+
+
+class _Search:
+    """A search: what it asks, and what it has found."""
+
+    def __init__(
+        self,
+        service: Service,
+        arriving: Arriving,
+        targets: Targets,
+        share: float,
+        *,
+        wanted: int,
+        seed: int,
+        console: Console,
+        is_shown: bool,
+    ) -> None:
+        self.service, self.arriving, self.targets, self.share = service, arriving, targets, share
+        self.found = Capacity()
+        """All probes so far, also of a search that was interrupted."""
+        self.console = console
+        self._seed = seed
+        self._wanted = wanted  # requests of a probe; a trace may have fewer
+        self._is_shown = is_shown
+
+    def question(self, bar: ProgressBar) -> Question:
+        """The question; each probe prints a row under the heading that is printed here."""
+        arriving = self.arriving
+        question = Question(
+            workload=lambda rate: arriving.at_speed(rate / arriving.rate),
+            config=self.service.config,
+            step_time=self.service.step_time,
+            targets=self.targets,
+            share=self.share,
+            routing=self.service.routing,
+            seed=self._seed,
+            on_probe=self._row,
+            progress=bar.update,
+        )
+        if self._is_shown:
+            print_setting(self.service, arriving, 1)
+            self.console.print(Text(self.service.about_times, style="yellow"))
+            self.console.print(f"Targets: {self.target_text()}; for at least {self.share:.6g} of the requests.")
+            self.console.print("Each probe sends all of these requests, faster or slower.\n")
+            self._print(_COLUMNS, "bold")
+        return question
+
+    def target_text(self) -> str:
+        limits = {"TTFT": self.targets.ttft, "every gap between two tokens": self.targets.itl}
+        return ", ".join(f"{name} at most {_time(limit)}" for name, limit in limits.items() if limit is not None)
+
+    def how_to_lengthen(self, probe: Probe) -> str:
+        """What makes a probe longer than this one."""
+        return "raise --requests" if probe.num_requests >= self._wanted else "take a longer trace"
+
+    def _row(self, probe: Probe) -> None:
+        self.found.add(probe)
+        if not self._is_shown:
+            return
+        is_dense = probe.rate >= 1 / DENSE_GAP
+        cells = (
+            "all at once" if is_dense else f"{probe.rate:,.3g}" if probe.rate < 100 else f"{probe.rate:,.0f}",
+            str(probe.num_replicas),
+            f"{100 * probe.share:.2f} %",
+            _time(probe.ttft_p99),
+            _time(probe.longest_gap_p99),
+            "yes" if probe.meets else "no",
+        )
+        self._print(cells, "green" if probe.meets else "")
+
+    def _print(self, cells: tuple[str, ...], style: str) -> None:
+        line = "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, _WIDTHS, strict=True))
+        self.console.print(Text(line.rstrip(), style=style))
+
+    def as_json(self, found: Capacity, answer: list[str], is_complete: bool) -> dict[str, Any]:
+        """The search as one JSON object."""
+        return {
+            **setting_as_json(self.service, self.arriving),
+            "targets": {"ttft": self.targets.ttft, "itl": self.targets.itl, "share": self.share},
+            "is_complete": is_complete,
+            "answer": " ".join(answer),
+            "meets": None if found.meets is None else asdict(found.meets),
+            "misses": None if found.misses is None else asdict(found.misses),
+            "probes": [asdict(probe) for probe in found.probes],
+            "notes": [self.service.about_times],
+        }
+
+
+# ---------------------------------------------------------------------- the answer in words
+
+
+def _answer(found: Capacity, search: _Search, low: int, high: int, is_complete: bool) -> list[str]:
+    if not found.probes:
+        return ["Interrupted before the first probe."]
+    lines = [] if is_complete else ["Interrupted: this is the bracket so far."]
+    meets, misses = found.meets, found.misses
+    last = found.probes[-1]
+    if low < high:
+        lines += _replica_answer(meets, misses, last, low, high)
+    elif meets is None:
+        lines.append(
+            f"Nothing meets the targets: even with one request each {SPARSE_GAP:,.0f} s, {_figures(found.probes[0])}."
+        )
+    elif misses is None:
+        lines.append(
+            f"Every rate meets the targets: all {last.num_requests:,} requests at once, {_figures(last)}; "
+            f"{search.how_to_lengthen(last)}, or set a shorter target."
+        )
+    elif misses.rate >= 1 / DENSE_GAP:
+        lines.append(f"At least {meets.rate:.3g} requests/s meet the targets; all at once do not.")
+    else:
+        on = f"{high} replica{'s' * (high > 1)}"
+        lines.append(
+            f"Capacity: {meets.rate:.4g} requests/s on {on} ({meets.rate:.4g} meet the targets, {misses.rate:.4g} do "
+            "not)."
+        )
+        lines.append(f"At {meets.rate:.4g} requests/s, {_figures(meets)}.")
+    if _gaps_decide(misses, search.targets):
+        lines.append(
+            "It is the gaps that miss: a long prompt in a step delays the next token of all others; a smaller "
+            "--max-num-batched-tokens makes them shorter."
+        )
+    if last.num_refused:
+        lines.append(
+            f"{last.num_refused:,} of {last.num_requests:,} requests can never run and count as misses; pointsman "
+            "simulate names them."
+        )
+    if meets is not None and misses is not None and found.is_short(search.targets):
+        span = (meets.num_requests - 1) / meets.rate
+        lines.append(
+            f"The requests of that probe arrive within {span:.0f} s, too short to show a slowly growing queue: "
+            f"{search.how_to_lengthen(meets)} before you rely on it."
+        )
+    return lines
+
+
+def _gaps_decide(misses: Probe | None, targets: Targets) -> bool:
+    """Whether the nearest probe that misses the targets does so by its gaps between tokens alone."""
+    if misses is None or targets.itl is None or misses.longest_gap_p99 is None or misses.ttft_p99 is None:
+        return False
+    return misses.longest_gap_p99 > targets.itl and misses.ttft_p99 <= (targets.ttft or math.inf)
+
+
+def _replica_answer(meets: Probe | None, misses: Probe | None, last: Probe, low: int, high: int) -> list[str]:
+    if meets is None:
+        return [f"Even {high} replicas miss the targets at {last.rate:.4g} requests/s: {_figures(last)}."]
+    count = f"{meets.num_replicas} replica{'s' * (meets.num_replicas > 1)}"
+    if misses is None:
+        return [
+            f"{count} are enough for {meets.rate:.4g} requests/s, the fewest of {low} to {high}: {_figures(meets)}."
+        ]
+    return [
+        f"{count} serve {meets.rate:.4g} requests/s within the targets; {misses.num_replicas} "
+        f"{'does' if misses.num_replicas == 1 else 'do'} not.",
+        f"On {count}, {_figures(meets)}; on {misses.num_replicas}, {100 * misses.share:.2f} % meet them.",
+    ]
+
+
+def _figures(probe: Probe) -> str:
+    return (
+        f"{100 * probe.share:.2f} % of the requests meet them, TTFT p99 is {_time(probe.ttft_p99)}, and 99 % have no "
+        f"gap longer than {_time(probe.longest_gap_p99)}"
+    )
+
+
+def _time(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"

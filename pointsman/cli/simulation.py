@@ -1,0 +1,342 @@
+"""From options to a simulation: what arrives, and what serves it. Shared by `pointsman simulate` and `capacity`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pointsman.cli.errors import CommandError
+from pointsman.cli.knobs import number_or_word
+from pointsman.cli.options import NUMBERS_OR_WORDS
+from pointsman.cli.simulator_options import SCHEDULER
+from pointsman.core import SchedulerConfig
+from pointsman.core.errors import PointsmanError
+from pointsman.core.presets import NO_LIMIT, PRESETS, SYSTEMS
+from pointsman.sim.devices import DEVICES, device
+from pointsman.sim.errors import UnknownName
+from pointsman.sim.fleet import ROUTINGS, Routing
+from pointsman.sim.memory import KvMemory, num_kv_blocks
+from pointsman.sim.model import ModelShape
+from pointsman.sim.profile import EngineSettings, Profile, load_profile
+from pointsman.sim.shapes import SHAPES, model_shape
+from pointsman.sim.step_time import RooflineStepTime, StepTime
+from pointsman.sim.workload import (
+    ClosedLoop,
+    Generated,
+    Lengths,
+    OpenLoop,
+    Sessions,
+    Workload,
+    parse_arrivals,
+    parse_distribution,
+)
+from pointsman.traces import TraceRequest, read_trace
+
+DEFAULTS = {"arrivals": "poisson:4", "prompt_tokens": "lognormal:1000,0.8", "output_tokens": "lognormal:130,0.8"}
+"""The built-in example, about the lengths of a chat service; also what is generated where an option is left out."""
+SESSION_DEFAULTS = {"turns": "uniform:2,8", "new_tokens": "lognormal:60,1"}
+NUM_REQUESTS = 1000
+MODEL, DEVICE = "Llama-3.1-8B", "h100"
+UNBOUNDED_MODEL_LEN = 131_072
+"""Where neither a model nor --max-model-len says what a sequence may have."""
+
+# ---------------------------------------------------------------------- what arrives
+
+
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """Requests, which may come faster or slower than they say."""
+
+    title: str
+    at_speed: Callable[[float], Workload]
+    """The workload, this many times as fast."""
+    rate: float
+    """Requests a second at speed 1; infinity: all at once, or not known before they are served."""
+    num_skipped: int = 0
+    """Requests of a trace that had no output."""
+
+
+def what_arrives(options: Mapping[str, Any], num_requests: int | None = None) -> Arriving:
+    """The workload that the options describe.
+
+    Args:
+        options: those that were given, by name.
+        num_requests: at most so many from the start, whatever the options say; None: as they say.
+
+    Raises:
+        CommandError: options contradict each other, or a value or a file is wrong.
+    """
+    _check_options(options)
+    try:
+        if "trace" in options:
+            return _traced(options, num_requests)
+        lengths = Lengths(
+            prompt=parse_distribution(options.get("prompt_tokens", DEFAULTS["prompt_tokens"])),
+            output=parse_distribution(options.get("output_tokens", DEFAULTS["output_tokens"])),
+        )
+        seed = options.get("seed", 0)
+        think = parse_distribution(options.get("think", "0"))
+        if "sessions" in options:
+            return _sessions(options, num_requests, seed)
+        count = num_requests or options.get("requests", NUM_REQUESTS)
+        of_lengths = ", ".join(f"{name.partition('_')[0]}s {options.get(name, DEFAULTS[name])}" for name in _LENGTHS)
+        if "users" in options:
+            loop = ClosedLoop(options["users"], lengths, think=think, num_requests=count, seed=seed)
+            return Arriving(f"{options['users']} users, {count:,} requests, {of_lengths}", lambda _: loop, math.inf)
+        text = options.get("arrivals", DEFAULTS["arrivals"])
+        arrivals = parse_arrivals(text)
+        generated = Generated(arrivals, lengths, count, seed)
+    except (PointsmanError, ValueError) as error:
+        raise CommandError(str(error)) from None
+    return Arriving(
+        f"{count:,} requests, arrivals {text}, {of_lengths}",
+        lambda speed: OpenLoop(generated, rate=speed),
+        arrivals.rate,
+    )
+
+
+_LENGTHS = ("prompt_tokens", "output_tokens")
+_NOT_WITH: dict[str, tuple[str, ...]] = {
+    "trace": ("arrivals", "prompt_tokens", "output_tokens", "requests", "sessions", "turns", "new_tokens"),
+    "sessions": ("users", "requests", "limit"),
+    "users": ("arrivals", "rate"),
+}
+"""What says the same thing, or has no effect beside the other."""
+_NEEDS: dict[str, tuple[str, ...]] = {
+    "limit": ("trace",),
+    "think": ("users", "sessions"),
+    "turns": ("sessions",),
+    "new_tokens": ("sessions",),
+}
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    for name, least in {"limit": 1, "requests": 1, "sessions": 1, "users": 1, "seed": 0}.items():
+        if options.get(name, least) < least:
+            raise CommandError(f"{_option(name)} is {options[name]}; it must be at least {least}")
+    for name, others in _NOT_WITH.items():
+        for other in others:
+            if name in options and other in options:
+                hint = "; --limit shortens a trace" if (name, other) == ("trace", "requests") else ""
+                raise CommandError(f"{_option(other)} has no effect beside {_option(name)}; give one of them{hint}")
+    for name, wanted in _NEEDS.items():
+        if name in options and not any(each in options for each in wanted):
+            raise CommandError(f"{_option(name)} has no effect alone; give {' or '.join(map(_option, wanted))} too")
+
+
+def _traced(options: Mapping[str, Any], num_requests: int | None) -> Arriving:
+    path = options["trace"]
+    try:
+        trace = read_trace(path, limit=num_requests or options.get("limit"))
+    except OSError as error:
+        raise CommandError(f"cannot read the trace {path}: {error.strerror}") from None
+    served = [request for request in trace if request.num_output_tokens]
+    if not served:
+        raise CommandError(f"{path}: none of its {len(trace)} requests has output, so there is nothing to serve")
+    skipped = len(trace) - len(served)
+    title = f"{len(served):,} requests of {path}"
+    if "users" in options:
+        think = parse_distribution(options.get("think", "0"))
+        loop = ClosedLoop(options["users"], served, think=think, seed=options.get("seed", 0))
+        return Arriving(f"{title} from {options['users']} users", lambda _: loop, math.inf, skipped)
+    return Arriving(title, lambda speed: OpenLoop(served, rate=speed), _rate(served), skipped)
+
+
+def _rate(trace: Sequence[TraceRequest]) -> float:
+    seconds = trace[-1].arrival_time - trace[0].arrival_time
+    return (len(trace) - 1) / seconds if seconds > 0 else math.inf
+
+
+def _sessions(options: Mapping[str, Any], num_requests: int | None, seed: int) -> Arriving:
+    values = {name: options.get(name, default) for name, default in {**DEFAULTS, **SESSION_DEFAULTS}.items()}
+    arrivals, turns = parse_arrivals(values["arrivals"]), parse_distribution(values["turns"])
+    per_session = max(1.0, turns.mean())
+    count = options["sessions"]
+    if num_requests is not None:
+        count = max(1, min(count, round(num_requests / per_session)))
+    sessions = Sessions(
+        arrivals=arrivals,
+        num_turns=turns,
+        first_prompt=parse_distribution(values["prompt_tokens"]),
+        new_text=parse_distribution(values["new_tokens"]),
+        output=parse_distribution(values["output_tokens"]),
+        think=parse_distribution(options.get("think", "0")),
+        num_sessions=count,
+        seed=seed,
+    )
+    return Arriving(
+        f"{count:,} sessions, arrivals {values['arrivals']}, turns {values['turns']}, first prompts "
+        f"{values['prompt_tokens']}, later ones {values['new_tokens']} more, outputs {values['output_tokens']}",
+        lambda speed: replace(sessions, arrivals=_faster(values["arrivals"], speed)),
+        arrivals.rate * per_session,
+    )
+
+
+def _faster(text: str, speed: float) -> Any:
+    arrivals = parse_arrivals(text)
+    return replace(arrivals, rate=arrivals.rate * speed)  # type: ignore[type-var]
+
+
+# ---------------------------------------------------------------------- what serves it
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """Replicas of a model on a device, and what is known of their memory and speed."""
+
+    title: str
+    config: SchedulerConfig
+    step_time: StepTime
+    routing: Callable[[], Routing]
+    kv: KvMemory | None
+    """How the number of blocks comes about; None: it was given, or the pool is never short."""
+    kv_text: str
+    about_times: str
+    """Where the step times come from, and how far they may be off."""
+    profile: Profile | None = None
+
+
+def what_serves(options: Mapping[str, Any], preset: str | None) -> Service:
+    """The service that the options describe.
+
+    Raises:
+        CommandError: a name or a value is wrong, or the model does not fit the device.
+    """
+    try:
+        return _service(options, preset)
+    except (PointsmanError, ValueError) as error:
+        raise CommandError(str(error)) from None
+    except OSError as error:
+        raise CommandError(f"cannot read {error.filename}: {error.strerror}") from None
+
+
+def _service(options: Mapping[str, Any], preset: str | None) -> Service:
+    name = options.get("routing", "round-robin")
+    if name not in ROUTINGS:
+        raise UnknownName(f"no routing rule is called {name!r}; choose one of {', '.join(ROUTINGS)}")
+    knobs = {knob: options[knob] for knob in SCHEDULER if knob in options}
+    for knob in NUMBERS_OR_WORDS & knobs.keys():
+        knobs[knob] = number_or_word(knobs[knob])
+    # A profile has the step times already; model and device then only say how many blocks there are.
+    profile = load_profile(options["profile"]) if "profile" in options else None
+    if "num_blocks" in knobs and "gpu_memory_utilization" in options:
+        raise CommandError("--gpu-memory-utilization has no effect beside --num-blocks; give one of them")
+    has_model = profile is None or "model" in options or "device" in options
+    shape = model_shape(options.get("model", MODEL)) if has_model else None
+    longest = UNBOUNDED_MODEL_LEN if shape is None else shape.max_model_len
+    if shape is not None and knobs.get("max_model_len", 0) > longest:
+        raise CommandError(f"--max-model-len is {knobs['max_model_len']}; {shape.name} holds at most {longest} tokens")
+    if profile is not None:
+        knobs = {**_as_calibrated(profile.settings, longest), **knobs}
+        if has_model and "num_blocks" not in options:
+            knobs.pop("num_blocks", None)
+    base = preset or ("default" if profile is None else "vllm")
+    config = SchedulerConfig.preset(base, **{"num_blocks": 1, "max_model_len": longest, **knobs})
+    parallel = options.get("tensor_parallel", 1)
+    kv: KvMemory | None = None
+    step_time: StepTime
+    if shape is None:
+        assert profile is not None
+        step_time, about_times, title = profile.step_time, _of_profile(profile), f"the profile {options['profile']}"
+    else:
+        on = device(options.get("device", DEVICE))
+        estimated = RooflineStepTime(shape=shape, device=on, tensor_parallel=parallel)
+        about_times = estimated.caveat() if profile is None else _of_profile(profile)
+        step_time = estimated if profile is None else profile.step_time
+        title = f"{shape.name} on {f'{parallel} x ' if parallel > 1 else ''}{on.name}"
+        if "num_blocks" not in knobs:
+            kv = num_kv_blocks(
+                shape,
+                on,
+                config.block_size,
+                options.get("gpu_memory_utilization", 0.9),
+                parallel,
+                **_largest_step(config),
+            )
+    if "num_blocks" in knobs:
+        given = "given" if "num_blocks" in options else "the engine of the profile had"
+        kv_text = f"{config.num_blocks:,} KV blocks of {config.block_size} tokens, as {given}"
+    elif kv is not None:
+        config, kv_text = config.replace(num_blocks=kv.num_blocks), f"{kv}".rstrip()
+    else:
+        enough = config.num_seats * -(-config.max_model_len // config.block_size)
+        config = config.replace(num_blocks=enough)
+        kv_text = (
+            "never short, as nothing says how many blocks there are: give --num-blocks as the engine's log "
+            "reports them, or --model and --device"
+        )
+    return Service(title, config, step_time, ROUTINGS[name], kv, kv_text, about_times, profile)
+
+
+def _largest_step(config: SchedulerConfig) -> dict[str, int]:
+    """The sizes of a step that the estimate of memory needs; presets without a limit get its defaults."""
+    sizes = {"max_num_batched_tokens": config.max_num_batched_tokens, "max_num_seqs": config.max_num_seqs}
+    return {name: size for name, size in sizes.items() if size < NO_LIMIT}
+
+
+def _as_calibrated(settings: EngineSettings, longest: int) -> dict[str, Any]:
+    """Knobs of the scheduler as the engine of a profile had them: its step times hold for those."""
+    knobs: dict[str, Any] = {
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "block_size": settings.block_size,
+        "max_steps_in_flight": 2 if settings.async_scheduling else 1,
+    }
+    if settings.num_blocks is not None:
+        knobs["num_blocks"] = settings.num_blocks
+    if settings.max_model_len is not None:
+        knobs["max_model_len"] = min(settings.max_model_len, longest)
+    return knobs
+
+
+def _of_profile(profile: Profile) -> str:
+    error = profile.held_out_errors.get("e2e_mape", profile.held_out_errors.get("step_mape"))
+    what = "end-to-end times" if "e2e_mape" in profile.held_out_errors else "steps"
+    off = f"; they predict its other {what} to {error:.1%} on average" if error is not None else ""
+    return f"Step times are fitted to {profile.source}{off}."
+
+
+# ---------------------------------------------------------------------- values, names
+
+
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+
+
+def seconds(option: str, text: str | None) -> float | None:
+    """Seconds of "500ms", "2s", "1.5" (seconds) or "1m"; None stays None.
+
+    Raises:
+        CommandError: it is no duration above 0.
+    """
+    if text is None:
+        return None
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", text.lower())
+    if found is None or found[2] not in _UNITS or float(found[1]) == 0:
+        raise CommandError(f"{_option(option)} is {text!r}; give a time above 0, like 500ms, 2s or 1m")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def names() -> str:
+    """The models, devices, routing rules and presets that there are, as text."""
+    lines = ["Models (name, parameters, maximum tokens of a sequence, source):"]
+    lines += [f"  {_of_shape(shape)}" for shape in SHAPES.values()]
+    lines += ["", "Devices (name, memory, bandwidth, source); cpu measures this machine:"]
+    lines += [
+        f"  {each.name:24} {each.memory / 2**30:6.1f} GiB {each.bandwidth / 1e12:6.3f} TB/s  {each.source}"
+        for each in DEVICES.values()
+    ]
+    lines += ["", "Routing rules:", f"  {', '.join(ROUTINGS)}"]
+    lines += ["", "Presets, settings to start from:", f"  {', '.join(PRESETS)}"]
+    lines += ["Presets, other schedulers of the field:", f"  {', '.join(SYSTEMS)}"]
+    return "\n".join(lines)
+
+
+def _of_shape(shape: ModelShape) -> str:
+    return f"{shape.name:36} {shape.num_params / 1e9:6.1f} B {shape.max_model_len:9,}  {shape.source}"

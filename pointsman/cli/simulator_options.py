@@ -1,0 +1,237 @@
+"""The options of `pointsman simulate` and `pointsman capacity`: what arrives, on what it runs, and their help pages.
+
+The scheduler's knobs have the names that `pointsman serve` has, and the defaults of `SchedulerConfig`, which are for
+GPUs. None means that an option was not given.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from pointsman.cli.options import KNOBS, Panels
+
+ARRIVING: dict[str, Any] = {
+    "trace": Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Requests of a file: an Azure or BurstGPT CSV, Mooncake JSON lines, a result of vllm bench serve, a "
+            "guidellm report or a recording.",
+        ),
+    ],
+    "arrivals": Annotated[
+        str | None,
+        typer.Option(
+            metavar="PROCESS",
+            help="Generated arrivals, a second: poisson:4, constant:4, gamma:4,2 or bursts:4,10 [default: poisson:4].",
+        ),
+    ],
+    "prompt_tokens": Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIST",
+            help="Length of generated prompts, like 512, uniform:100,200 or lognormal:1000,0.8 (median, sigma) "
+            "[default: lognormal:1000,0.8].",
+        ),
+    ],
+    "output_tokens": Annotated[
+        str | None,
+        typer.Option(metavar="DIST", help="Length of generated outputs [default: lognormal:130,0.8]."),
+    ],
+    "sessions": Annotated[
+        int | None,
+        typer.Option(
+            help="Conversations instead of single requests: that many arrive, each prompt extends the last one."
+        ),
+    ],
+    "turns": Annotated[str | None, typer.Option(metavar="DIST", help="Requests of a session [default: uniform:2,8].")],
+    "new_tokens": Annotated[
+        str | None,
+        typer.Option(metavar="DIST", help="Tokens that each later prompt of a session adds [default: lognormal:60,1]."),
+    ],
+    "think": Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIST", help="Seconds from an output to the next request of the same user or session [default: 0]."
+        ),
+    ],
+    "seed": Annotated[int | None, typer.Option(help="Seed of generated requests [default: 0].")],
+}
+
+SIMULATED: dict[str, Any] = {
+    "rate": Annotated[
+        float | None,
+        typer.Option(help="Factor by which arrivals are sped up: 2 is twice as fast as the trace [default: 1]."),
+    ],
+    "limit": Annotated[int | None, typer.Option(help="Number of requests from the start of the trace.")],
+    "requests": Annotated[int | None, typer.Option(help="Number of generated requests [default: 1000].")],
+    "users": Annotated[
+        int | None,
+        typer.Option(help="A closed loop: that many users, each with at most one request at a time."),
+    ],
+}
+"""What arrives in one simulation, beside `ARRIVING`."""
+
+SERVED_BY: dict[str, Any] = {
+    "model": Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="A built-in shape, a directory or config.json, or a name in the Hugging Face cache; --list "
+            "[default: Llama-3.1-8B].",
+        ),
+    ],
+    "device": Annotated[
+        str | None, typer.Option(metavar="NAME", help="A built-in device, or cpu: this one; --list [default: h100].")
+    ],
+    "profile": Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Calibrated step times, as pointsman calibrate writes them."),
+    ],
+    "tensor_parallel": Annotated[int | None, typer.Option(help="Devices that share the model [default: 1].")],
+    "gpu_memory_utilization": Annotated[
+        float | None, typer.Option(help="Share of the device's memory for the engine [default: 0.9].")
+    ],
+    "routing": Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Which replica gets a request: round-robin, least-loaded or prefix-affinity [default: round-robin].",
+        ),
+    ],
+}
+
+_OWN_DEFAULTS = {
+    "num_blocks": "KV blocks of each replica, as the engine's log reports them [default: estimated from memory].",
+    "block_size": "Tokens per KV block [default: 16].",
+    "max_model_len": "Maximum tokens of a sequence, prompt and output [default: the model's].",
+    "max_num_seqs": "Maximum number of requests that run at once [default: 256].",
+    "max_num_batched_tokens": "Token budget of a step [default: 8192].",
+}
+_AS_SERVED = (
+    "max_num_active_seqs",
+    "max_steps_in_flight",
+    "order",
+    "victim",
+    "displace",
+    "watermark",
+    "decode_reserve",
+    "batching",
+    "enable_prefix_caching",
+    "enable_chunked_prefill",
+    "long_prefill_token_threshold",
+    "long_prefill_token_threshold_adaptive",
+    "max_num_partial_prefills",
+    "max_long_partial_prefills",
+    "full_sequence_must_fit",
+)
+SCHEDULER: dict[str, Any] = {
+    **{name: Annotated[int | None, typer.Option(help=text)] for name, text in _OWN_DEFAULTS.items()},
+    **{name: KNOBS[name] for name in _AS_SERVED},
+}
+"""Fields of `SchedulerConfig`; the other knobs of `pointsman serve` have no meaning without a model that runs."""
+
+TARGETS: dict[str, Any] = {
+    "ttft_target": Annotated[
+        str | None, typer.Option(metavar="TIME", help="Longest time to a first token, like 500ms or 2s.")
+    ],
+    "itl_target": Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Longest time between two tokens of a request; holds for every gap."),
+    ],
+}
+
+SimulatedPreset = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="Scheduler settings to start from; --list. Options that are given override them."
+    ),
+]
+Replicas = Annotated[int, typer.Option(help="Replicas of the model, each with its own scheduler.")]
+ReplicaRange = Annotated[
+    str,
+    typer.Option(
+        metavar="N|LOW-HIGH",
+        help="Replicas, for which the highest rate is found; a range like 1-16: the fewest that serve the rate.",
+    ),
+]
+WantedRate = Annotated[
+    float | None,
+    typer.Option(help="With a range of replicas: requests a second to serve [default: those of the workload]."),
+]
+Share = Annotated[float, typer.Option(help="Share of the requests that must meet all targets.")]
+ProbeRequests = Annotated[
+    int | None,
+    typer.Option(help="Requests of each probe, from the start of the workload [default: 2000 a replica, max 10000]."),
+]
+Tolerance = Annotated[float, typer.Option(help="Relative width of the answer's bracket.")]
+PricePerHour = Annotated[float | None, typer.Option(help="Price of one replica for an hour, for the price of tokens.")]
+AsJsonObject = Annotated[bool, typer.Option("--json", help="Print one line with one JSON object.")]
+HtmlFile = Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write a page with charts.")]
+PerfettoFile = Annotated[
+    str | None, typer.Option("--perfetto", metavar="FILE", help="Write a trace for ui.perfetto.dev.")
+]
+ListNames = Annotated[bool, typer.Option("--list", help="Show models, devices, routing rules and presets.")]
+
+_SERVICE_PANELS: Panels = {
+    "Model, device and fleet": ("profile", "tensor_parallel", "gpu_memory_utilization", "routing"),
+    "KV pool and prefix cache": ("num_blocks", "block_size", "max_model_len", "enable_prefix_caching"),
+    "Steps": (
+        "max_num_seqs",
+        "max_num_active_seqs",
+        "max_num_batched_tokens",
+        "enable_chunked_prefill",
+        "long_prefill_token_threshold",
+        "long_prefill_token_threshold_adaptive",
+        "max_num_partial_prefills",
+        "max_long_partial_prefills",
+        "max_steps_in_flight",
+        "batching",
+    ),
+    "Admission and preemption": (
+        "preset",
+        "order",
+        "victim",
+        "displace",
+        "full_sequence_must_fit",
+        "watermark",
+        "decode_reserve",
+    ),
+}
+SIMULATE_HELP: Panels = {
+    "Main options": (
+        "trace",
+        "rate",
+        "arrivals",
+        "prompt_tokens",
+        "output_tokens",
+        "model",
+        "device",
+        "replicas",
+        "ttft_target",
+        "itl_target",
+    ),
+    "What arrives": ("limit", "requests", "users", "sessions", "turns", "new_tokens", "think", "seed"),
+    "Output": ("as_json", "html", "perfetto", "price_per_hour", "list_names"),
+    **_SERVICE_PANELS,
+}
+CAPACITY_HELP: Panels = {
+    "Main options": (
+        "ttft_target",
+        "itl_target",
+        "share",
+        "trace",
+        "arrivals",
+        "prompt_tokens",
+        "output_tokens",
+        "model",
+        "device",
+        "replicas",
+    ),
+    "The search": ("requests_per_second", "requests", "tolerance"),
+    "What arrives": ("sessions", "turns", "new_tokens", "think", "seed"),
+    "Output": ("as_json", "list_names"),
+    **_SERVICE_PANELS,
+}

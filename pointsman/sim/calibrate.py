@@ -1,0 +1,253 @@
+"""Calibration: from a log of what an engine did to a profile that predicts what it will do.
+
+    calibrate(path, settings, train)       reads the log and finds out which kind it is
+        timings of requests                `fit.py`: the simulator in the loop of a search
+        a recording with step times        `step_log.py`: a linear fit
+    Calibration                            the profile (`profile.py`), and the predictions behind its errors
+
+The log is divided in time: a fit to the requests that finish first is judged by its prediction of the others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.errors import ConfigError
+from pointsman.core.recording import FORMAT as RECORDING
+from pointsman.sim.accuracy import RequestErrors, StepErrors, Times
+from pointsman.sim.errors import CalibrationError
+from pointsman.sim.fit import Problem, Progress, run_log, search, times_of
+from pointsman.sim.profile import EngineSettings, Hull, Profile, WatchedStepTime
+from pointsman.sim.step_log import MIN_STEPS, fit_steps, predict_steps, read_steps
+from pointsman.traces import MeasuredRequest, read_measurements
+
+MIN_TRAIN = 10
+"""Requests. Fewer do not determine five coefficients."""
+MIN_HELD_OUT = 1
+MAX_DEFAULT_TRAIN = 300
+"""Requests that are enough where the caller names no number; the time of a fit grows with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A profile, and how it did on each request or step of its log."""
+
+    profile: Profile
+    training: RequestErrors | StepErrors
+    held_out: RequestErrors | StepErrors
+    is_training: npt.NDArray[np.bool_]
+    """Of each request, by arrival, or of each step."""
+    measured: npt.NDArray[np.float64]
+    """Seconds end to end of each request, or of each step."""
+    predicted: npt.NDArray[np.float64]
+    when: npt.NDArray[np.float64]
+    """Seconds: when each request was queued; of steps their numbers."""
+
+
+def calibrate(
+    path: str | PathLike[str],
+    settings: EngineSettings | None = None,
+    *,
+    train: int | None = None,
+    num_processes: int | None = None,
+    progress: Progress | None = None,
+) -> Calibration:
+    """Fit step times to a log.
+
+    Args:
+        path: measured JSON lines, a result of `vllm bench serve`, a guidellm report, or a recording with step times.
+        settings: those that the engine of the log had; None: vLLM's defaults. A recording has its own.
+        train: fit to this number of requests, those that finish first (of steps: the first ones), and predict the
+            others; None: half of them, at most `MAX_DEFAULT_TRAIN` requests.
+        num_processes: for the fit to requests; None: one for each CPU.
+        progress: see `fit.Progress`.
+
+    Raises:
+        CalibrationError: the log is too short, does not agree with the settings, or has times that cannot be.
+        TraceError: a line of the log is broken.
+        OSError: it cannot be read.
+    """
+    if _is_recording(path):
+        return _from_steps(path, train)
+    measured = read_measurements(path)
+    return from_requests(
+        measured,
+        settings or EngineSettings(),
+        source=Path(path).name,
+        train=train,
+        num_processes=num_processes,
+        progress=progress,
+    )
+
+
+def from_requests(
+    measured: Sequence[MeasuredRequest],
+    settings: EngineSettings,
+    *,
+    source: str = "log",
+    train: int | None = None,
+    num_processes: int | None = None,
+    progress: Progress | None = None,
+) -> Calibration:
+    """As `calibrate`, with the timings of requests as `read_measurements` returns them."""
+    num_train = _num_train(train, len(measured), "requests", MIN_TRAIN, MAX_DEFAULT_TRAIN)
+    _check_times(measured, source)
+    config = _config(measured, settings, source)
+    times = Times.of(measured)
+    order = np.argsort(times.last_token, kind="stable")
+    trained, others = order[:num_train], order[num_train:]
+    problem = Problem(measured, trained, config)
+    step_time = search(problem, num_processes=num_processes, progress=progress)
+
+    watched = WatchedStepTime(step_time)
+    run_log(measured, config, watched, awaited=trained)  # what the fit has seen
+    everything = np.arange(len(measured))
+    timings = run_log(measured, config, step_time)
+    predicted = times_of(timings, everything, times.num_output_tokens, float(np.nanmax(timings.last_token)))
+    training = RequestErrors.between(predicted[trained], times[trained])
+    held_out = RequestErrors.between(predicted[others], times[others])
+    profile = Profile(
+        step_time=step_time,
+        settings=settings,
+        hull=watched.hull,
+        source=source,
+        kind="requests",
+        num_requests=len(measured),
+        num_train=num_train,
+        training_errors=training.to_dict(),
+        held_out_errors=held_out.to_dict(),
+        notes=_notes(settings),
+    )
+    is_training = np.zeros(len(measured), dtype=bool)
+    is_training[trained] = True
+    return Calibration(profile, training, held_out, is_training, times.e2e, predicted.e2e, times.queued)
+
+
+def _from_steps(path: str | PathLike[str], train: int | None) -> Calibration:
+    log = read_steps(path)
+    num_steps = len(log.seconds)
+    num_train = _num_train(train, num_steps, "steps with a time", MIN_STEPS, num_steps)
+    step_time = fit_steps(log.loads[:num_train], log.seconds[:num_train])
+    predicted = predict_steps(step_time, log.loads)
+    training = StepErrors.between(predicted[:num_train], log.seconds[:num_train])
+    held_out = StepErrors.between(predicted[num_train:], log.seconds[num_train:])
+    profile = Profile(
+        step_time=step_time,
+        settings=_recorded_settings(log.config, path),
+        hull=Hull.of_loads(log.loads[:num_train]),
+        source=Path(path).name,
+        kind="steps",
+        num_requests=max(log.num_requests, 1),
+        num_train=num_train,
+        training_errors=training.to_dict(),
+        held_out_errors=held_out.to_dict(),
+        notes=["settings are those of the recording", "times between steps are not in step times"],
+    )
+    numbers = np.arange(num_steps)
+    return Calibration(
+        profile, training, held_out, numbers < num_train, log.seconds, predicted, numbers.astype(np.float64)
+    )
+
+
+# ---------------------------------------------------------------------- checks
+
+
+def _num_train(train: int | None, count: int, what: str, least: int, most: int) -> int:
+    if train is None:
+        train = min(count // 2, most)
+        if train < least:
+            raise CalibrationError(f"the log has {count} {what}; a fit needs at least {2 * least}, half to judge it by")
+        return train
+    if train >= count:
+        raise CalibrationError(
+            f"train is {train} and the log has {count} {what}; some must be left to judge the fit by: "
+            f"use at most {count - MIN_HELD_OUT}"
+        )
+    if train < least:
+        raise CalibrationError(f"train is {train}; a fit needs at least {least} {what}")
+    return train
+
+
+def _check_times(measured: Sequence[MeasuredRequest], source: str) -> None:
+    """Times that no engine can have measured."""
+    for each in measured:
+        name = each.request_id or f"queued at {each.queued:g} s"
+        if not each.ttft > 0:
+            raise CalibrationError(
+                f"{source}, request {name}: its first token came {each.ttft:g} s after it was queued; it must be "
+                "more than 0 s: leave the request out"
+            )
+        if each.request.num_output_tokens == 1 and each.last_token > each.first_token:
+            raise CalibrationError(
+                f"{source}, request {name}: it has 1 output token, and its last one came "
+                f"{each.last_token - each.first_token:g} s after its first; correct the number of tokens"
+            )
+    with_gaps = [each for each in measured if each.request.num_output_tokens > 1]
+    if with_gaps and all(each.last_token == each.first_token for each in with_gaps):
+        raise CalibrationError(
+            f"{source}: every request got its last token with its first one, so outputs were not streamed; measure "
+            "with streaming"
+        )
+
+
+def _config(measured: Sequence[MeasuredRequest], settings: EngineSettings, source: str) -> Any:
+    lengths = [each.request.num_prompt_tokens + each.request.num_output_tokens for each in measured]
+    longest = max(lengths)
+    if settings.max_model_len is not None and longest > settings.max_model_len:
+        name = measured[lengths.index(longest)].request_id
+        raise CalibrationError(
+            f"{source}, request {name}: it has {longest} tokens and max_model_len is {settings.max_model_len}; give "
+            "the engine's own"
+        )
+    if settings.num_blocks is not None and longest > settings.num_blocks * settings.block_size:
+        raise CalibrationError(
+            f"{source}: a request has {longest} tokens, and num_blocks {settings.num_blocks} of block_size "
+            f"{settings.block_size} hold {settings.num_blocks * settings.block_size}; give the engine's own numbers"
+        )
+    try:
+        config = settings.config(longest, len(measured))
+    except ConfigError as error:
+        raise CalibrationError(str(error)) from None
+    return config
+
+
+def _notes(settings: EngineSettings) -> list[str]:
+    notes = []
+    if settings.num_blocks is None:
+        notes.append("num_blocks was not given: KV blocks are never short in this fit")
+    if settings.max_model_len is None:
+        notes.append("max_model_len was not given: it is the longest request of the log")
+    notes.append("prompts are taken as distinct: nothing is found in a prefix cache")
+    return notes
+
+
+def _is_recording(path: str | PathLike[str]) -> bool:
+    with Path(path).open("rb") as file:
+        head = file.readline(2**20)
+    try:
+        header = json.loads(head)
+    except ValueError:
+        return False
+    return isinstance(header, dict) and header.get("format") == RECORDING
+
+
+def _recorded_settings(config: dict[str, Any], path: str | PathLike[str]) -> EngineSettings:
+    try:
+        return EngineSettings(
+            max_num_seqs=config["max_num_seqs"],
+            max_num_batched_tokens=config["max_num_batched_tokens"],
+            num_blocks=config["num_blocks"],
+            block_size=config["block_size"],
+            max_model_len=config["max_model_len"],
+            async_scheduling=config.get("max_steps_in_flight", 1) > 1,
+        )
+    except (KeyError, TypeError) as error:
+        raise CalibrationError(f"{path}, line 1: the recording's config has no {error}; record it again") from None

@@ -1,0 +1,216 @@
+"""How many requests a second does a service handle within its targets, and on how many replicas?
+
+A probe simulates the same requests at another speed. The service meets its targets at a rate if at least `share` of the
+requests do: the goodput of `report/summary.py`. Two questions are answered by bisection:
+
+    highest_rate      of a number of replicas; between a rate that meets the targets and one that misses them
+    fewest_replicas   for a rate; between a number that misses the targets and one that meets them
+
+Both assume that a higher rate, or fewer replicas, never serve more requests in time. Near the limit that is true within
+the noise of a workload of some thousand requests, so the bracket is as exact as `tolerance`, and the answer as exact as
+the workload is long: a queue that grows slowly needs time to show.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pointsman.core import SchedulerConfig
+from pointsman.sim.errors import SimulationError
+from pointsman.sim.fleet import RoundRobin, Routing
+from pointsman.sim.report.summary import Targets, figures
+from pointsman.sim.simulator import Progress, simulate
+from pointsman.sim.step_time import StepTime
+from pointsman.sim.workload import Workload
+
+SPARSE_GAP = 1000.0
+"""Mean seconds between requests of the lowest rate that is probed: requests then run one after the other."""
+DENSE_GAP = 1e-6
+"""Of the highest: all requests are there at once."""
+_STEP_DOWN, _STEP_UP, _FARTHEST_DOWN = 0.7, 1.4, 0.1
+_SHORT_SPANS = 20
+"""A probe whose arrivals last less than so many times the target of the TTFT is too short to show a growing queue."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """One simulation."""
+
+    rate: float
+    """Requests a second."""
+    num_replicas: int
+    share: float
+    """Of the requests that met all targets."""
+    ttft_p99: float | None
+    """In seconds; None: no request got a token."""
+    longest_gap_p99: float | None
+    """99 % of the requests had no longer time between two of their tokens, in seconds."""
+    requests_per_second: float
+    """That finished."""
+    num_requests: int
+    num_refused: int
+    meets: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is asked of a service: everything but the rate and the number of replicas."""
+
+    workload: Callable[[float], Workload]
+    """The requests, arriving at a mean rate, in requests a second. Each call gives the same requests."""
+    config: SchedulerConfig
+    """Of each replica's scheduler."""
+    step_time: StepTime
+    targets: Targets
+    share: float = 0.99
+    """Of the requests, that must meet all targets."""
+    routing: Callable[[], Routing] = RoundRobin
+    seed: int = 0
+    on_probe: Callable[[Probe], None] | None = None
+    """Called with each probe when it is done."""
+    progress: Progress | None = None
+    """Of the simulation that runs, see `simulate`."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise SimulationError(f"share is {self.share}; it must be above 0 and at most 1")
+        if not self.targets:
+            raise SimulationError("there is no target; give one on TTFT or ITL")
+
+    def probe(self, rate: float, num_replicas: int) -> Probe:
+        """Simulate the service at a rate.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C ended the simulation; half a probe says nothing.
+        """
+        outcome = simulate(
+            self.workload(rate),
+            self.config,
+            self.step_time,
+            num_replicas=num_replicas,
+            routing=self.routing(),
+            seed=self.seed,
+            progress=self.progress,
+        )
+        if not outcome.is_complete:
+            raise KeyboardInterrupt
+        targets = self.targets
+        report = figures(
+            outcome,
+            self.config,
+            ttft_target=targets.ttft,
+            itl_target=targets.itl,
+            e2e_target=targets.e2e,
+            num_bootstrap=0,
+        )
+        assert report.goodput is not None
+        share, gaps = report.goodput.share.value or 0.0, outcome.timings.max_gap
+        probe = Probe(
+            rate=rate,
+            num_replicas=num_replicas,
+            share=share,
+            ttft_p99=report.ttft.p99.value,
+            longest_gap_p99=float(np.percentile(gaps, 99)) if len(gaps) else None,
+            requests_per_second=report.requests_per_second.value or 0.0,
+            num_requests=report.counts.arrived,
+            num_refused=report.counts.refused,
+            meets=share >= self.share,
+        )
+        if self.on_probe is not None:
+            self.on_probe(probe)
+        return probe
+
+
+@dataclass(slots=True)
+class Capacity:
+    """The answer: between the best probe that meets the targets and the nearest one that misses them."""
+
+    meets: Probe | None = None
+    """With the highest rate, or the fewest replicas; None: none of the probes meets the targets."""
+    misses: Probe | None = None
+    """The nearest to it; None: none of the probes misses them."""
+    probes: list[Probe] = field(default_factory=list)
+    """All of them, in the order in which they were made."""
+
+    def add(self, probe: Probe) -> Probe:
+        self.probes.append(probe)
+        if probe.meets:
+            self.meets = probe
+        else:
+            self.misses = probe
+        return probe
+
+    def is_short(self, targets: Targets) -> bool:
+        """Whether the requests of the best probe arrive in too short a time to show a queue that grows."""
+        best = self.meets
+        if best is None or targets.ttft is None:
+            return False
+        return (best.num_requests - 1) / best.rate < _SHORT_SPANS * targets.ttft
+
+
+def highest_rate(question: Question, num_replicas: int = 1, *, tolerance: float = 0.02) -> Capacity:
+    """The highest rate that `num_replicas` serve within the targets.
+
+    Three outcomes: both sides of the bracket are there; `meets` is None, as not even requests that arrive far apart
+    meet the targets; `misses` is None, as all requests at once do.
+
+    Args:
+        tolerance: the bracket is at most this wide, relative to its lower end.
+
+    Raises:
+        SimulationError: an argument is out of range.
+    """
+    if not 0 < tolerance < math.inf:
+        raise SimulationError(f"tolerance is {tolerance}; it must be above 0: 0.02 is a bracket of 2 %")
+    found = Capacity()
+    if not found.add(question.probe(1 / SPARSE_GAP, num_replicas)).meets:
+        return found
+    at_once = found.add(question.probe(1 / DENSE_GAP, num_replicas))
+    if at_once.meets:
+        return found
+    # What it serves under overload is near what it serves in time.
+    rate = max(at_once.requests_per_second, 2 / SPARSE_GAP)
+    step = _STEP_UP if found.add(question.probe(rate, num_replicas)).meets else _STEP_DOWN
+    while (step > 1) == found.probes[-1].meets:
+        rate *= step
+        step = min(max(step * step, _FARTHEST_DOWN), 1 / _FARTHEST_DOWN)
+        found.add(question.probe(rate, num_replicas))
+    while (bracket := _bracket(found))[1] > bracket[0] * (1 + tolerance):
+        found.add(question.probe(math.sqrt(bracket[0] * bracket[1]), num_replicas))
+    return found
+
+
+def fewest_replicas(question: Question, rate: float, low: int, high: int) -> Capacity:
+    """The fewest replicas, from `low` to `high`, that serve `rate` within the targets.
+
+    `meets` is None if `high` are too few, `misses` is None if `low` are enough.
+
+    Raises:
+        SimulationError: an argument is out of range.
+    """
+    if not 1 <= low <= high:
+        raise SimulationError(f"replicas are from {low} to {high}; the range must begin at 1 or more, and not descend")
+    if not 0 < rate < math.inf:
+        raise SimulationError(f"the rate is {rate} requests a second; it must be finite and above 0")
+    found = Capacity()
+    if not found.add(question.probe(rate, high)).meets or low == high:
+        return found
+    if found.add(question.probe(rate, low)).meets:
+        return found
+    misses, meets = low, high
+    while meets - misses > 1:
+        middle = (misses + meets) // 2
+        if found.add(question.probe(rate, middle)).meets:
+            meets = middle
+        else:
+            misses = middle
+    return found
+
+
+def _bracket(found: Capacity) -> tuple[float, float]:
+    assert found.meets is not None and found.misses is not None
+    return found.meets.rate, found.misses.rate

@@ -1,0 +1,290 @@
+"""A profile: step times that were fitted to a log, what they were fitted to, and how well they predict. A JSON file.
+
+The hull of a profile is the range of each part of a step's load in the log. Step times outside it are extrapolated;
+`warn_outside` says where a simulation leaves it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core import SchedulerConfig
+from pointsman.sim.errors import CalibrationError, SimulationError
+from pointsman.sim.simulator import Outcome
+from pointsman.sim.step_time import LinearStepTime, StepLoad, StepTime
+from pointsman.version import __version__
+
+FORMAT = "pointsman-profile"
+FORMAT_VERSION = 1
+
+PARTS = {
+    "num_tokens": "tokens in a step",
+    "num_rows": "requests in a step",
+    "num_context_tokens": "positions read in a step",
+    "num_attended": "positions attended to in a step",
+    "num_samples": "sampled tokens in a step",
+}
+"""The parts of a step's load, as a reader calls them."""
+
+
+# ---------------------------------------------------------------------- settings of the engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """The settings that the log's engine had. The defaults are vLLM's."""
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    num_blocks: int | None = None
+    """None: the pool is never short."""
+    block_size: int = 16
+    max_model_len: int | None = None
+    """None: the longest request of the log."""
+    async_scheduling: bool = True
+
+    def config(self, longest: int, num_requests: int) -> SchedulerConfig:
+        """vLLM's scheduler with these settings.
+
+        Args:
+            longest: the most tokens that a request of the workload has, output included.
+            num_requests: how many there are.
+
+        Raises:
+            ConfigError: a setting is out of range.
+        """
+        # Prompts of a log are distinct, so a prefix cache would find nothing. Full blocks of all that can run at a
+        # time, and as much again, are more than any watermark or reserve asks for.
+        blocks = 2 * min(num_requests, max(self.max_num_seqs, 1)) * (-(-longest // max(self.block_size, 1)) + 1)
+        return SchedulerConfig.preset(
+            "vllm",
+            num_blocks=blocks if self.num_blocks is None else self.num_blocks,
+            block_size=self.block_size,
+            max_model_len=longest if self.max_model_len is None else self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_steps_in_flight=2 if self.async_scheduling else 1,
+            enable_prefix_caching=False,
+        )
+
+
+# ---------------------------------------------------------------------- the hull
+
+
+class Hull:
+    """The range of each part of a step's load; empty at first."""
+
+    __slots__ = ("ranges",)
+
+    def __init__(self, ranges: Mapping[str, tuple[int, int]] | None = None) -> None:
+        self.ranges: dict[str, tuple[int, int]] = dict(ranges or {})
+        """(least, most) by the fields of `StepLoad`."""
+
+    def add(self, load: StepLoad) -> None:
+        """Make it contain a load."""
+        for part, value in zip(StepLoad._fields, load, strict=True):
+            least, most = self.ranges.get(part, (value, value))
+            self.ranges[part] = (min(least, value), max(most, value))
+
+    @classmethod
+    def of_loads(cls, loads: npt.NDArray[np.float64]) -> Hull:
+        """Of [steps, 5] loads."""
+        hull = cls()
+        hull.add(StepLoad(*map(int, loads.min(axis=0))))
+        hull.add(StepLoad(*map(int, loads.max(axis=0))))
+        return hull
+
+
+class WatchedStepTime:
+    """Step times that note the hull of the loads they are asked about."""
+
+    def __init__(self, step_time: StepTime) -> None:
+        self._step_time = step_time
+        self.hull = Hull()
+
+    def of_step(self, load: StepLoad) -> float:
+        self.hull.add(load)
+        return self._step_time.of_step(load)
+
+    def of_decodes(self, num_rows: int, num_context_tokens: int, num_steps: int) -> npt.NDArray[np.float64]:
+        if num_steps:
+            last = num_context_tokens + (num_steps - 1) * num_rows
+            self.hull.add(StepLoad(num_rows, num_rows, num_context_tokens, num_context_tokens, num_rows))
+            self.hull.add(StepLoad(num_rows, num_rows, last, last, num_rows))
+        return self._step_time.of_decodes(num_rows, num_context_tokens, num_steps)
+
+
+# ---------------------------------------------------------------------- the profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Step times of a model on a device, fitted to a log."""
+
+    step_time: LinearStepTime
+    settings: EngineSettings
+    hull: Hull
+    source: str
+    """Name of the log."""
+    kind: str
+    """What it was fitted to: "requests" or "steps"."""
+    num_requests: int
+    """In the log."""
+    num_train: int
+    """Requests or steps of the log that it was fitted to."""
+    training_errors: dict[str, float | int | None] = field(default_factory=dict)
+    """Fields of `RequestErrors` or of `StepErrors`; fractions."""
+    held_out_errors: dict[str, float | int | None] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    """What was assumed."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Values for JSON; `from_dict` reads them."""
+        return {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "library_version": __version__,
+            "source": self.source,
+            "kind": self.kind,
+            "num_requests": self.num_requests,
+            "num_train": self.num_train,
+            "step_time": self.step_time.to_dict(),
+            "settings": asdict(self.settings),
+            "hull": {part: list(ends) for part, ends in self.hull.ranges.items()},
+            "training_errors": self.training_errors,
+            "held_out_errors": self.held_out_errors,
+            "notes": self.notes,
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Profile:
+        """The profile that `to_dict` described.
+
+        Raises:
+            CalibrationError: a field is missing, or a value is out of range.
+        """
+        if values.get("format") != FORMAT:
+            raise CalibrationError(f"format is {values.get('format')!r}, not {FORMAT!r}; pointsman calibrate writes it")
+        if values.get("format_version") != FORMAT_VERSION:
+            raise CalibrationError(
+                f"format_version is {values.get('format_version')!r}; this library reads version {FORMAT_VERSION}: "
+                "calibrate again"
+            )
+        try:
+            return cls(
+                step_time=LinearStepTime.from_dict(values["step_time"]),
+                settings=_settings(values["settings"]),
+                hull=Hull({part: _range(part, values["hull"][part]) for part in StepLoad._fields}),
+                source=str(values["source"]),
+                kind=str(values["kind"]),
+                num_requests=_count("num_requests", values["num_requests"]),
+                num_train=_count("num_train", values["num_train"]),
+                training_errors=dict(values["training_errors"]),
+                held_out_errors=dict(values["held_out_errors"]),
+                notes=[str(note) for note in values["notes"]],
+            )
+        except KeyError as error:
+            raise CalibrationError(f"no field {error.args[0]!r} in it; calibrate again") from None
+        except CalibrationError:
+            raise
+        except (SimulationError, TypeError, ValueError, AttributeError) as error:
+            raise CalibrationError(f"{error}; calibrate again") from None
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write it as JSON."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+
+def load_profile(path: str | PathLike[str]) -> Profile:
+    """The profile in a file.
+
+    Raises:
+        CalibrationError: it is no profile; the message names the file and the field.
+        OSError: the file cannot be read.
+    """
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # ValueError: no JSON, or no UTF-8
+        raise CalibrationError(f"{path}: not JSON ({error}); pointsman calibrate writes profiles") from None
+    if not isinstance(values, dict):
+        raise CalibrationError(f"{path}: not a JSON object; pointsman calibrate writes profiles")
+    try:
+        return Profile.from_dict(values)
+    except CalibrationError as error:
+        raise CalibrationError(f"{path}: {error}") from None
+
+
+def warn_outside(profile: Profile, found: StepLoad | Hull | Outcome) -> list[str]:
+    """Where loads leave the hull of a profile's log, one sentence each; empty: nowhere.
+
+    Args:
+        profile: whose step times were used.
+        found: a load, the hull of a simulation (`WatchedStepTime`), or its outcome, which knows requests and tokens
+            of its steps alone.
+    """
+    if isinstance(found, Outcome):
+        ranges = _ranges_of(found)
+    elif isinstance(found, Hull):
+        ranges = found.ranges
+    else:
+        ranges = {part: (value, value) for part, value in zip(StepLoad._fields, found, strict=True)}
+    warnings = []
+    for part, (least, most) in ranges.items():
+        known_least, known_most = profile.hull.ranges[part]
+        # A log with large steps and an empty engine before and after has small steps too, or nearly.
+        if most > known_most:
+            warnings.append(_outside(PARTS[part], "up to", most, "at most", known_most, profile.source))
+        if least < known_least:
+            warnings.append(_outside(PARTS[part], "down to", least, "at least", known_least, profile.source))
+    return warnings
+
+
+def _outside(part: str, to: str, value: int, bound: str, known: int, source: str) -> str:
+    return (
+        f"{part} go {to} {value:,}, and the log {source} has {bound} {known:,}: step times there are extrapolated, "
+        "calibrate with a log of such a load"
+    )
+
+
+def _ranges_of(outcome: Outcome) -> dict[str, tuple[int, int]]:
+    events = [event for timeline in outcome.timelines for event in timeline.events if event.num_rows]
+    if not events:
+        return {}
+    rows = [event.num_rows for event in events]
+    tokens = [event.num_tokens // event.num_steps for event in events]
+    return {"num_tokens": (min(tokens), max(tokens)), "num_rows": (min(rows), max(rows))}
+
+
+def _settings(values: Mapping[str, Any]) -> EngineSettings:
+    known = {entry.name for entry in fields(EngineSettings)}
+    if unknown := sorted(set(values) - known):
+        raise CalibrationError(f"no setting is called {unknown[0]!r}; known are {', '.join(sorted(known))}")
+    for name, value in values.items():
+        if name == "async_scheduling":
+            if not isinstance(value, bool):
+                raise CalibrationError(f"setting {name} is {value!r}; it must be true or false")
+        elif not (value is None and name in ("num_blocks", "max_model_len")):
+            _count(name, value)
+    return EngineSettings(**values)
+
+
+def _count(name: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CalibrationError(f"{name} is {value!r}; it must be a whole number, at least 1")
+    return value
+
+
+def _range(part: str, value: Any) -> tuple[int, int]:
+    least, most = value
+    if not all(isinstance(end, int) and math.isfinite(end) for end in (least, most)) or not 0 <= least <= most:
+        raise CalibrationError(f"hull of {part} is {value!r}; it must be two whole numbers, the smaller one first")
+    return least, most

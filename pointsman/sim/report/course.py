@@ -1,0 +1,169 @@
+"""How did a replica's load run over time? Events become levels that hold until the next one.
+
+A timeline has the end of each event. An event begins where the one before it ended, unless the replica was idle, which
+it is once no request holds blocks or waits: then it begins when the first request after that is scheduled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.sim.outcome import Timeline, Timings
+from pointsman.sim.simulator import Outcome
+
+FloatArray = npt.NDArray[np.float64]
+Int64Array = npt.NDArray[np.int64]
+
+UNKNOWN = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """The events of one replica as columns, with what held during each."""
+
+    start: FloatArray
+    end: FloatArray
+    num_steps: Int64Array
+    num_rows: Int64Array
+    """Requests in each step of the event."""
+    num_tokens: Int64Array
+    """Computed in all of its steps."""
+    num_waiting: Int64Array
+    kv_cache_usage: FloatArray
+    """The larger of before and after: what finishes frees its blocks at the end of an event."""
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """`values[i]` holds from `times[i]` to `times[i + 1]`, the last one until `end`. Seconds of the virtual clock."""
+
+    times: FloatArray
+    values: FloatArray
+    end: float
+
+    @property
+    def mean(self) -> float | None:
+        """Weighted by time, from the first entry on."""
+        if not len(self.times) or self.end <= self.times[0]:
+            return None
+        return float(np.diff(self.times, append=self.end) @ self.values / (self.end - self.times[0]))
+
+    @property
+    def max(self) -> float | None:
+        return float(self.values.max()) if len(self.values) else None
+
+
+def span(outcome: Outcome) -> tuple[float, float]:
+    """The first arrival, and the end of the run."""
+    timings = outcome.timings
+    begin = float(timings.arrival[0]) if timings.count else 0.0
+    return begin, begin + outcome.seconds
+
+
+def replicas_of(outcome: Outcome) -> Int64Array:
+    """The replica of each request; `UNKNOWN` in a fleet, if it had no token; of several possible ones, the first."""
+    found = np.full(outcome.timings.count, UNKNOWN, dtype=np.int64)
+    for index in reversed(range(len(outcome.timelines))):
+        found[_requests_of(outcome, index)] = index
+    return found
+
+
+def courses(outcome: Outcome) -> list[Course]:
+    """The course of each replica."""
+    return [
+        _course(timeline, outcome.timings, _requests_of(outcome, index))
+        for index, timeline in enumerate(outcome.timelines)
+    ]
+
+
+def _requests_of(outcome: Outcome, index: int) -> npt.NDArray[np.bool_]:
+    """Which requests a replica can have had.
+
+    Timings do not say it: one of its events ended with their first token. Where two replicas run in step, both can.
+    """
+    first_token = outcome.timings.first_token[: outcome.timings.count]
+    if len(outcome.timelines) == 1:
+        return np.ones(len(first_token), dtype=np.bool_)
+    return np.isin(first_token, np.array([event.end for event in outcome.timelines[index].events]))
+
+
+def _course(timeline: Timeline, timings: Timings, is_own: npt.NDArray[np.bool_]) -> Course:
+    events = timeline.events
+    columns = np.fromiter(chain.from_iterable(events), np.float64, 6 * len(events)).reshape(-1, 6)
+    end, num_steps, num_rows, num_tokens, num_waiting, usage = np.ascontiguousarray(columns.T)
+    scheduled = np.sort(timings.scheduled[: timings.count][is_own])  # NaN comes last
+    scheduled = scheduled[: len(scheduled) - np.count_nonzero(np.isnan(scheduled))]
+    first = min(scheduled[0], end[0]) if len(scheduled) and len(end) else 0.0
+    start = np.concatenate([[first], end[:-1]])[: len(end)]
+    is_idle = np.flatnonzero((usage[:-1] == 0) & (num_waiting[:-1] == 0))
+    if len(is_idle) and len(scheduled):
+        place = np.minimum(scheduled.searchsorted(end[is_idle]), len(scheduled) - 1)
+        start[is_idle + 1] = np.clip(scheduled[place], end[is_idle], end[is_idle + 1])
+    before = np.concatenate([[0.0], usage[:-1]])[: len(usage)]
+    return Course(
+        start,
+        end,
+        num_steps.astype(np.int64),
+        num_rows.astype(np.int64),
+        num_tokens.astype(np.int64),
+        num_waiting.astype(np.int64),
+        np.maximum(before, usage),
+    )
+
+
+def levels(course: Course, values: FloatArray | Int64Array, begin: float, end: float) -> Levels:
+    """What held during each event, and 0 where the replica was idle."""
+    stops = np.append(course.start[1:] > course.end[:-1], True)[: len(course.end)]
+    times = np.concatenate([[begin], course.start, course.end[stops]])
+    held = np.concatenate([[0.0], values, np.zeros(np.count_nonzero(stops))])
+    order = times.argsort(kind="stable")
+    return _settled(times[order], held[order], end)
+
+
+def total(parts: Sequence[Levels]) -> Levels:
+    """The sum of several replicas' levels."""
+    if len(parts) == 1:
+        return parts[0]
+    times = np.concatenate([part.times for part in parts])
+    changes = np.concatenate([np.diff(part.values, prepend=0.0) for part in parts])
+    order = times.argsort(kind="stable")
+    return _settled(times[order], changes[order].cumsum(), parts[0].end)
+
+
+def scaled(part: Levels, factor: float) -> Levels:
+    """The same course, multiplied."""
+    return Levels(part.times, part.values * factor, part.end)
+
+
+def downsampled(part: Levels, max_points: int) -> Levels:
+    """At most `max_points` of the entries; the lowest and the highest of each stretch of time are kept."""
+    times, values = part.times, part.values
+    num_stretches = max(1, max_points // 2)
+    if len(times) <= max_points:
+        return part
+    width = max(float(times[-1] - times[0]), 1e-12)
+    stretch = np.minimum((times - times[0]) / width * num_stretches, num_stretches - 1).astype(np.int64)
+    order = np.lexsort((values, stretch))  # within a stretch from the lowest to the highest
+    edges = np.flatnonzero(np.diff(stretch[order], prepend=-1))
+    lowest, highest = order[edges], order[np.append(edges[1:], len(order)) - 1]
+    kept = np.unique(np.concatenate([lowest, highest]))
+    return Levels(times[kept], values[kept], part.end)
+
+
+def averaged(part: Levels, num_stretches: int) -> Levels:
+    """The mean over each of some equal stretches of time."""
+    times, values = np.append(part.times, part.end), part.values
+    area = np.concatenate([[0.0], (values * np.diff(times)).cumsum()])
+    edges = np.linspace(times[0], times[-1], num_stretches + 1)
+    return Levels(edges[:-1], np.diff(np.interp(edges, times, area)) / np.diff(edges), part.end)
+
+
+def _settled(times: FloatArray, values: FloatArray, end: float) -> Levels:
+    """Only what holds for some time: of several entries at one time, the last."""
+    is_last = np.append(times[1:] > times[:-1], True)[: len(times)]
+    return Levels(times[is_last], values[is_last], end)

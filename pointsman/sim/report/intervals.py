@@ -1,0 +1,209 @@
+"""Percentiles of weighted values, and how sure they are.
+
+Requests that arrive one after the other share a queue, so their latencies are alike: a bootstrap that drew single
+requests would give intervals that are too narrow. Here whole blocks are drawn, each of consecutive requests (or
+consecutive gaps between tokens), with replacement.
+
+    values, sorted        v0 <= v1 <= ... in at most `CELLS` cells of about equal weight
+    histogram             [blocks, cells]: the weight of each block in each cell
+    draws                 [resamples, blocks]: how often a resample has each block
+    draws @ histogram     [resamples, cells]: each resample's own histogram, of which percentiles are read
+
+So a resample costs a row of a matrix product, whatever the number of values. Up to `CELLS` values the cells are exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+Int64Array = npt.NDArray[np.int64]
+
+SHARES = (0.5, 0.9, 0.95, 0.99)
+CELLS = 4096
+MAX_BLOCKS = 40
+MIN_BLOCKS = 10
+"""With fewer there is no interval."""
+MIN_BEYOND = 5
+"""Values that lie beyond a percentile, at least, if it is to have an interval: fewer say little of their own spread."""
+_Z = 1.959964  # 97.5 % of a normal distribution lie below
+_STUDENT = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706}  # the same of Student's t, by degrees of freedom
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A figure with its 95 % interval; None: there is none."""
+
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Values of one kind: `count` of them."""
+
+    count: int
+    mean: Estimate
+    p50: Estimate
+    p90: Estimate
+    p95: Estimate
+    p99: Estimate
+    max: Estimate
+
+
+NONE = Estimate()
+EMPTY = Distribution(0, NONE, NONE, NONE, NONE, NONE, NONE)
+
+
+class Draws:
+    """Which blocks each resample has, and how wide that makes an interval."""
+
+    def __init__(self, num_blocks: int, num_resamples: int, seed: int) -> None:
+        if num_blocks < MIN_BLOCKS:
+            num_resamples = 0
+        self.num_blocks = num_blocks
+        self.num_resamples = num_resamples
+        rng = np.random.default_rng(seed)
+        blocks = max(1, num_blocks)
+        self.times = rng.multinomial(blocks, np.full(blocks, 1 / blocks), size=num_resamples).astype(np.float64)
+        """[resamples, blocks]"""
+        # A resample of n blocks spreads like n - 1 of them, and a few blocks less surely than many.
+        self._widening = student(blocks - 1) / _Z * math.sqrt(blocks / (blocks - 1)) if blocks > 1 else 1.0
+
+    def interval(self, value: float, resampled: FloatArray, lowest: float, highest: float) -> Estimate:
+        """`value` with the middle 95 % of the resamples', within what is possible at all."""
+        resampled = resampled[~np.isnan(resampled)]
+        if not len(resampled):
+            return Estimate(value)
+        low, high = np.quantile(resampled, [0.025, 0.975])
+        low, high = value - self._widening * (value - low), value + self._widening * (high - value)
+        return Estimate(value, float(min(value, max(low, lowest))), float(max(value, min(high, highest))))
+
+
+def choose_num_blocks(num_values: int) -> int:
+    """The number of blocks for so many requests: blocks get longer with them, and more, up to a limit."""
+    return min(MAX_BLOCKS, math.isqrt(num_values))
+
+
+def consecutive_blocks(num_values: int, num_blocks: int) -> Int64Array:
+    """The block of each of some values in order: equally many in each."""
+    return np.arange(num_values, dtype=np.int64) * max(1, num_blocks) // max(1, num_values)
+
+
+def weighted_percentiles(values: FloatArray, counts: Int64Array, shares: Sequence[float]) -> FloatArray:
+    """`np.quantile` of sorted values that are there `counts` times each, without repeating them."""
+    return _percentiles(values, counts.cumsum(), shares)
+
+
+def distribution(values: FloatArray, counts: Int64Array | None, blocks: Int64Array, draws: Draws) -> Distribution:
+    """The figures of values that are there `counts` times each (None: once), of which NaN are left out.
+
+    Args:
+        blocks: the block of each value.
+    """
+    is_there = ~np.isnan(values)
+    if not is_there.all():
+        values, blocks = values[is_there], blocks[is_there]
+        counts = None if counts is None else counts[is_there]
+    if not len(values):
+        return EMPTY
+    order = values.argsort()
+    values, blocks = values[order], blocks[order]
+    counts = np.ones(len(values), dtype=np.int64) if counts is None else counts[order]
+    below = counts.cumsum()
+    total = int(below[-1])
+    points = [float(values @ counts) / total, *_percentiles(values, below, SHARES).tolist()]
+    lowest, highest = float(values[0]), float(values[-1])
+    estimates = [Estimate(point) for point in points]
+    if draws.num_resamples:
+        resampled = _resampled(values, counts, below, blocks, draws)
+        for index, point in enumerate(points):
+            if index == 0 or total * (1 - SHARES[index - 1]) >= MIN_BEYOND:
+                estimates[index] = draws.interval(point, resampled[index], lowest, highest)
+    mean, p50, p90, p95, p99 = estimates
+    return Distribution(total, mean, p50, p90, p95, p99, Estimate(highest))
+
+
+def share(flags: npt.NDArray[np.bool_], blocks: Int64Array, draws: Draws) -> Estimate:
+    """The share of requests with this flag."""
+    if not len(flags):
+        return NONE
+    value = float(flags.mean())
+    if not draws.num_resamples:
+        return Estimate(value)
+    good = draws.times @ np.bincount(blocks, flags, draws.num_blocks)
+    every = draws.times @ np.bincount(blocks, minlength=draws.num_blocks)
+    return draws.interval(value, good / every, 0.0, 1.0)
+
+
+def over_seeds(estimates: Sequence[Estimate]) -> Estimate:
+    """The mean of a figure over independent runs, with Student's interval; none if a run lacks the figure.
+
+    No figure is negative.
+    """
+    values = [estimate.value for estimate in estimates if estimate.value is not None]
+    if len(values) < len(estimates):
+        return NONE
+    mean = math.fsum(values) / len(values)
+    if len(values) < 2:
+        return Estimate(mean)
+    half = student(len(values) - 1) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    return Estimate(mean, max(0.0, mean - half), mean + half)
+
+
+def student(degrees: int) -> float:
+    """97.5 % of Student's t distribution lie below (Cornish-Fisher; within 0.1 %)."""
+    if degrees in _STUDENT:
+        return _STUDENT[degrees]
+    z, z3, z5, z7 = _Z, _Z**3, _Z**5, _Z**7
+    return (
+        z
+        + (z3 + z) / (4 * degrees)
+        + (5 * z5 + 16 * z3 + 3 * z) / (96 * degrees**2)
+        + (3 * z7 + 19 * z5 + 17 * z3 - 15 * z) / (384 * degrees**3)
+    )
+
+
+def _percentiles(values: FloatArray, below: Int64Array, shares: Sequence[float]) -> FloatArray:
+    """As `weighted_percentiles`; `below`: the counts, accumulated."""
+    place = (below[-1] - 1) * np.asarray(shares)
+    first = np.floor(place)
+    low = values[below.searchsorted(first, side="right")]
+    high = values[below.searchsorted(np.minimum(first + 1, below[-1] - 1), side="right")]
+    found: FloatArray = low + (place - first) * (high - low)
+    return found
+
+
+def _resampled(
+    values: FloatArray, counts: Int64Array, below: Int64Array, blocks: Int64Array, draws: Draws
+) -> list[FloatArray]:
+    """The mean and the percentiles of each resample of sorted values; NaN where a resample has none."""
+    num_blocks, weights = draws.num_blocks, counts.astype(np.float64)
+    if len(values) <= CELLS:
+        cells, num_cells, levels = np.arange(len(values)), len(values), values
+    else:
+        num_cells = CELLS
+        cells = (below - counts) * CELLS // below[-1]
+        inside = np.bincount(cells, weights, CELLS)
+        levels = np.bincount(cells, weights * values, CELLS) / np.maximum(inside, 1)
+    histogram = np.bincount(blocks * num_cells + cells, weights, num_blocks * num_cells).reshape(num_blocks, num_cells)
+    drawn = draws.times @ histogram
+    np.cumsum(drawn, axis=1, out=drawn)
+    total = drawn[:, -1]
+    is_there = total > 0
+    found = [_divided(draws.times @ np.bincount(blocks, weights * values, num_blocks), total)]
+    for quantile in SHARES:
+        place = np.floor((total - 1) * quantile)
+        cell = np.minimum((drawn <= place[:, None]).sum(axis=1), num_cells - 1)
+        found.append(np.where(is_there, levels[cell], np.nan))
+    return found
+
+
+def _divided(sums: FloatArray, totals: FloatArray) -> FloatArray:
+    return np.divide(sums, totals, out=np.full(len(sums), np.nan), where=totals > 0)

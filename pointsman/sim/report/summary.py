@@ -1,0 +1,440 @@
+"""The figures of a simulation: latencies, throughput, goodput, load and cost, and what each of them means.
+
+    TTFT   time to first token: from the arrival of a request to its first token
+    TPOT   time per output token, one value per request: (end-to-end - TTFT) / (output tokens - 1)
+    ITL    inter-token latency, one value per gap: each time between two tokens of a request, all requests pooled
+
+A request with many tokens counts once in TPOT, and many times in ITL: a stall of one step shows in ITL alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core import FinishReason, PreemptionCause, SchedulerConfig, SchedulerStats
+from pointsman.sim.outcome import REASONS, UNFINISHED, Timings
+from pointsman.sim.report.course import Course, courses, levels, scaled, span, total
+from pointsman.sim.report.intervals import (
+    MIN_BEYOND,
+    MIN_BLOCKS,
+    NONE,
+    Distribution,
+    Draws,
+    Estimate,
+    choose_num_blocks,
+    consecutive_blocks,
+    distribution,
+    over_seeds,
+    share,
+)
+from pointsman.sim.simulator import Outcome
+
+FloatArray = npt.NDArray[np.float64]
+Int64Array = npt.NDArray[np.int64]
+
+NUM_BOOTSTRAP = 500
+DEFINITIONS = {
+    "TTFT": "time to first token: from the arrival of a request to its first token",
+    "TPOT": "time per output token, one value per request: (end-to-end - TTFT) / (output tokens - 1)",
+    "ITL": "inter-token latency, one value per gap: each time between two tokens of a request, all requests pooled",
+    "end-to-end": "from the arrival of a finished request to its last token",
+    "queue time": "from the arrival of a request to its first admission",
+    "goodput": "requests that finished and met every target, as a share of all that arrived; a target on ITL holds for "
+    "every gap of the request",
+    "output tokens": "generated, of unfinished requests too; tokens recomputed after a preemption count once",
+    "all tokens": "generated, and the prompts of requests that have a first token, cached prompt tokens included",
+    "over time": "weighted by time, from the first arrival to the last event, idle time included",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How often. Of several seeds, totals."""
+
+    arrived: int
+    finished: int
+    """For any reason; see `finish_reasons`."""
+    refused: int
+    unfinished: int
+    finish_reasons: Mapping[str, int]
+    num_steps: int
+    generated_tokens: int
+    preemptions: Mapping[str, int]
+    """By cause."""
+    recomputed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """In seconds; None: no target."""
+
+    ttft: float | None = None
+    itl: float | None = None
+    e2e: float | None = None
+
+    def __bool__(self) -> bool:
+        return (self.ttft, self.itl, self.e2e) != (None, None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """Requests that met all targets."""
+
+    share: Estimate
+    requests_per_second: Estimate
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Of something that changes from step to step."""
+
+    mean: Estimate
+    max: Estimate
+
+
+class _Load(NamedTuple):
+    running: Level
+    waiting: Level
+    kv_cache_usage: Level
+    busy: Estimate
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a simulation, or several that differ in their seed, found. Times are in seconds."""
+
+    counts: Counts
+    seconds: Estimate
+    """From the first arrival to the last event."""
+    num_replicas: int
+    num_seeds: int
+    is_complete: bool
+    """False: it was interrupted."""
+    requests_per_second: Estimate
+    """Finished ones."""
+    output_tokens_per_second: Estimate
+    total_tokens_per_second: Estimate
+    ttft: Distribution
+    tpot: Distribution
+    itl: Distribution
+    e2e: Distribution
+    queue: Distribution
+    targets: Targets
+    goodput: Goodput | None
+    """None: no target was given."""
+    kv_cache_usage: Level
+    """Share of the blocks that requests hold, over time: the mean over the replicas, the maximum of any."""
+    running: Level
+    """Requests in the steps of all replicas, over time."""
+    waiting: Level
+    """Requests in the queues of all replicas, over time."""
+    busy: Estimate
+    """Share of the time in which a replica ran a step, mean over the replicas."""
+    rows_per_step: Level
+    """Each step counts once."""
+    tokens_per_step: Level
+    budget_used: Estimate
+    """Share of the token budget that steps used."""
+    slots_used: Estimate
+    """Share of the sequence slots that steps used."""
+    recomputed_share: Estimate
+    """Recomputed tokens, as a share of all that steps computed."""
+    prefix_hit_rate: Estimate
+    """Share of the prompt tokens of fresh requests that the prefix cache had; no value: nothing was looked up."""
+    price_per_million_output_tokens: Estimate
+    """In the currency of the price; no value: no price was given, or nothing was generated."""
+    method: str
+    """Where the intervals come from."""
+    notes: tuple[str, ...]
+    """What a reader must know before the figures."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: None where there is no figure, never NaN."""
+        return {**_jsonable(asdict(self)), "definitions": dict(DEFINITIONS)}
+
+
+def figures(
+    outcome: Outcome,
+    config: SchedulerConfig,
+    *,
+    ttft_target: float | None = None,
+    itl_target: float | None = None,
+    e2e_target: float | None = None,
+    price_per_hour: float | None = None,
+    num_bootstrap: int = NUM_BOOTSTRAP,
+    seed: int = 0,
+) -> Report:
+    """The figures of one simulation.
+
+    Args:
+        config: of each replica's scheduler.
+        ttft_target, itl_target, e2e_target: in seconds, for the goodput; the one on ITL holds for every gap.
+        price_per_hour: of one replica.
+        num_bootstrap: number of resamples for the intervals; 0: no intervals.
+        seed: of the resamples.
+
+    TPOT is per request, (end-to-end - TTFT) / (output tokens - 1); ITL is per gap, all requests pooled.
+    """
+    timings, stats = outcome.timings, outcome.stats
+    count = timings.count
+    arrival, first, last = timings.arrival[:count], timings.first_token[:count], timings.last_token[:count]
+    scheduled, reason = timings.scheduled[:count], timings.reason[:count]
+    num_output = timings.num_output_tokens[:count]
+    is_refused = reason == REASONS.index(FinishReason.REFUSED)
+    is_finished = (reason != UNFINISHED) & ~is_refused
+
+    draws = Draws(choose_num_blocks(count), num_bootstrap, seed)
+    blocks = consecutive_blocks(count, draws.num_blocks)
+    later = np.maximum(num_output - 1, 1)
+    gaps, gap_counts = timings.gaps()
+    runs = courses(outcome)
+    load = _over_time(outcome, runs)
+
+    def of_requests(values: FloatArray) -> Distribution:
+        return distribution(values, None, blocks, draws)
+
+    counts = _counts(timings, stats, is_finished, is_refused)
+    seconds = outcome.seconds
+    prompts = int(timings.num_prompt_tokens[:count][~np.isnan(first)].sum())
+    targets = Targets(ttft_target, itl_target, e2e_target)
+    steps = _together([run.num_steps for run in runs])
+    rows, tokens = _together([run.num_rows for run in runs]), _together([run.num_tokens for run in runs])
+    num_steps, num_tokens = int(steps.sum()), int(tokens.sum())
+    looked_up, hits = sum(each.prefix_queries for each in stats), sum(each.prefix_hits for each in stats)
+    price = None if price_per_hour is None else price_per_hour * len(runs) * seconds / 3600
+    return Report(
+        counts=counts,
+        seconds=Estimate(seconds),
+        num_replicas=len(runs),
+        num_seeds=1,
+        is_complete=outcome.is_complete,
+        requests_per_second=_ratio(counts.finished, seconds),
+        output_tokens_per_second=_ratio(counts.generated_tokens, seconds),
+        total_tokens_per_second=_ratio(counts.generated_tokens + prompts, seconds),
+        ttft=of_requests(first - arrival),
+        tpot=of_requests(np.where(is_finished & (num_output > 1), (last - first) / later, np.nan)),
+        itl=distribution(gaps, gap_counts, _gap_blocks(runs, len(gaps), draws.num_blocks), draws),
+        e2e=of_requests(np.where(is_finished, last - arrival, np.nan)),
+        queue=of_requests(scheduled - arrival),
+        targets=targets,
+        goodput=_goodput(timings, targets, is_finished, blocks, draws, seconds) if targets else None,
+        kv_cache_usage=load.kv_cache_usage,
+        running=load.running,
+        waiting=load.waiting,
+        busy=load.busy,
+        rows_per_step=Level(_ratio(int(rows @ steps), num_steps), _max(rows)),
+        tokens_per_step=Level(_ratio(num_tokens, num_steps), _max(tokens / np.maximum(steps, 1))),
+        budget_used=_ratio(num_tokens, num_steps * config.max_num_batched_tokens),
+        slots_used=_ratio(int(rows @ steps), num_steps * config.num_seats),
+        recomputed_share=_ratio(counts.recomputed_tokens, num_tokens),
+        prefix_hit_rate=_ratio(hits, looked_up),
+        price_per_million_output_tokens=NONE if price is None else _ratio(price * 1e6, counts.generated_tokens),
+        method=_method(draws, count, num_bootstrap),
+        notes=_notes(outcome, counts, targets),
+    )
+
+
+def combine(reports: Sequence[Report]) -> Report:
+    """Several reports of workloads that differ in their seed alone: the mean of each figure, with Student's interval.
+
+    Counts are totals. A figure that a run lacks is left out.
+    """
+    if not reports:
+        raise ValueError("no reports to combine; give at least one")
+    first = reports[0]
+    for report in reports:
+        if (report.num_replicas, report.targets) != (first.num_replicas, first.targets):
+            raise ValueError(
+                f"reports of {first.num_replicas} replicas and {first.targets}, and of {report.num_replicas} and "
+                f"{report.targets}: only runs that differ in their seed can be combined"
+            )
+    if len(reports) == 1:
+        return first
+    count = sum(report.num_seeds for report in reports)
+    merged: Report = _merge(list(reports))
+    return replace(
+        merged,
+        num_replicas=first.num_replicas,
+        num_seeds=count,
+        is_complete=all(report.is_complete for report in reports),
+        targets=first.targets,
+        method=f"Each figure is the mean over {len(reports)} runs that differ in their seed. 95 % intervals: Student's "
+        "t over these runs. Counts are totals.",
+        notes=tuple(dict.fromkeys(note for report in reports for note in report.notes)),
+    )
+
+
+def _counts(
+    timings: Timings,
+    stats: Sequence[SchedulerStats],
+    is_finished: npt.NDArray[np.bool_],
+    is_refused: npt.NDArray[np.bool_],
+) -> Counts:
+    reasons = np.bincount(timings.reason[: timings.count][is_finished], minlength=len(REASONS))
+    finished, refused = int(np.count_nonzero(is_finished)), int(np.count_nonzero(is_refused))
+    preemptions = {
+        PreemptionCause.DISPLACED.value: sum(each.num_displaced for each in stats),
+        PreemptionCause.PARKED.value: sum(each.num_preempted_by_parking for each in stats),
+        PreemptionCause.RESET.value: sum(each.num_preempted_by_reset for each in stats),
+        PreemptionCause.UNSAMPLED.value: sum(each.num_preempted_unsampled for each in stats),
+    }
+    in_all = sum(each.num_preemptions for each in stats)
+    return Counts(
+        arrived=timings.count,
+        finished=finished,
+        refused=refused,
+        unfinished=timings.count - finished - refused,
+        finish_reasons={reason.value: int(found) for reason, found in zip(REASONS, reasons, strict=True) if found},
+        num_steps=sum(each.num_steps for each in stats),
+        generated_tokens=sum(each.num_generated_tokens for each in stats),
+        preemptions={PreemptionCause.MEMORY.value: in_all - sum(preemptions.values()), **preemptions},
+        recomputed_tokens=sum(each.num_recomputed_tokens for each in stats),
+    )
+
+
+def _goodput(
+    timings: Timings,
+    targets: Targets,
+    is_finished: npt.NDArray[np.bool_],
+    blocks: Int64Array,
+    draws: Draws,
+    seconds: float,
+) -> Goodput:
+    count = timings.count
+    arrival, is_good = timings.arrival[:count], is_finished.copy()
+    with np.errstate(invalid="ignore"):  # NaN, of what has not happened, meets no target
+        if targets.ttft is not None:
+            is_good &= timings.first_token[:count] - arrival <= targets.ttft
+        if targets.itl is not None:
+            is_good &= timings.max_gap[:count] <= targets.itl
+        if targets.e2e is not None:
+            is_good &= timings.last_token[:count] - arrival <= targets.e2e
+    found = share(is_good, blocks, draws)
+    rate = count / seconds if seconds else math.nan
+    return Goodput(found, Estimate(_times(found.value, rate), _times(found.low, rate), _times(found.high, rate)))
+
+
+def _gap_blocks(runs: Sequence[Course], num_values: int, num_blocks: int) -> Int64Array:
+    """The block of each value of `Timings.gaps`, so that each block has about equally many gaps, one after the other.
+
+    `gaps` has first those of single steps and of the first step of each run of decodes, then those of the later steps
+    of each run; both in the order in which events ended. A run of k steps gives k - 1 of the second kind. Of the first
+    kind an event has one for each of its rows that got a token before, which is nearly all of them, so there the place
+    of an event among the values is found from its share of all rows.
+    """
+    order = _together([run.end for run in runs]).argsort(kind="stable")
+    steps = _together([run.num_steps for run in runs])[order]
+    rows = _together([run.num_rows for run in runs])[order]
+    num_single = num_values - int(np.maximum(steps - 1, 0).sum())
+    num_blocks = max(1, num_blocks)
+    if not len(order) or num_single < 0:  # timings without their timelines
+        return consecutive_blocks(num_values, num_blocks)
+    weights = rows * steps
+    blocks = (weights.cumsum() - weights) * num_blocks // weights.sum()
+    below = rows.cumsum()
+    place = (np.arange(num_single) + 0.5) * (below[-1] / max(1, num_single))
+    single = blocks[np.minimum(below.searchsorted(place), len(blocks) - 1)]
+    return np.concatenate([single, blocks.repeat(np.maximum(steps - 1, 0))])
+
+
+def _over_time(outcome: Outcome, runs: Sequence[Course]) -> _Load:
+    begin, end = span(outcome)
+    running = total([levels(run, run.num_rows, begin, end) for run in runs])
+    waiting = total([levels(run, run.num_waiting, begin, end) for run in runs])
+    usage = [levels(run, run.kv_cache_usage, begin, end) for run in runs]
+    mean = scaled(total(usage), 1 / len(runs))
+    busy = sum(float((run.end - run.start).sum()) for run in runs)
+    return _Load(
+        Level(Estimate(running.mean), Estimate(running.max)),
+        Level(Estimate(waiting.mean), Estimate(waiting.max)),
+        Level(Estimate(mean.mean), Estimate(max(each.max or 0.0 for each in usage))),
+        _ratio(busy, (end - begin) * len(runs)),
+    )
+
+
+def _method(draws: Draws, count: int, num_bootstrap: int) -> str:
+    if not num_bootstrap:
+        return "No intervals were asked for."
+    if not draws.num_resamples:
+        return (
+            f"No intervals: {count} requests are fewer than the {MIN_BLOCKS**2} that a bootstrap in at "
+            f"least {MIN_BLOCKS} blocks needs."
+        )
+    return (
+        f"95 % intervals: bootstrap over requests in blocks of time, {draws.num_resamples} resamples of "
+        f"{draws.num_blocks} blocks of about {count / draws.num_blocks:.0f} requests that arrived one after the other "
+        "(for ITL, of consecutive gaps), widened for the number of blocks as Student's t is. They hold for a longer "
+        "time of this workload, if a queue is forgotten within a block. A maximum has none, nor a percentile with "
+        f"fewer than {MIN_BEYOND} values beyond it."
+    )
+
+
+def _notes(outcome: Outcome, counts: Counts, targets: Targets) -> tuple[str, ...]:
+    notes = []
+    if not outcome.is_complete:
+        notes.append("The simulation was interrupted: these are the figures so far.")
+    if not counts.arrived:
+        notes.append("No request arrived.")
+    elif not counts.finished:
+        notes.append(f"No request finished: {counts.refused} were refused, {counts.unfinished} are unfinished.")
+    if counts.unfinished and counts.finished:
+        missed = "; they count as misses of the targets" if targets else ""
+        notes.append(
+            f"{counts.unfinished} requests are unfinished: latencies are those of what has happened, so the longest "
+            f"are missing{missed}."
+        )
+    return tuple(notes)
+
+
+def _together(columns: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    return np.concatenate(columns) if columns else np.zeros(0)
+
+
+def _max(values: npt.NDArray[Any]) -> Estimate:
+    return Estimate(float(values.max())) if len(values) else NONE
+
+
+def _ratio(part: float, whole: float) -> Estimate:
+    return Estimate(part / whole) if whole else NONE
+
+
+def _times(value: float | None, factor: float) -> float | None:
+    return None if value is None or math.isnan(factor) else value * factor
+
+
+def _merge(values: list[Any]) -> Any:
+    """One value of several: estimates over the seeds, counts as totals, and so on within what holds them."""
+    first = values[0]
+    if any(value is None for value in values):
+        return None
+    if isinstance(first, Estimate):
+        return over_seeds(values)
+    if isinstance(first, int):
+        return sum(values)
+    if isinstance(first, Mapping):
+        return {name: sum(value.get(name, 0) for value in values) for name in {**first, **_keys(values)}}
+    if is_dataclass(first):
+        parts = {f.name: _merge([getattr(value, f.name) for value in values]) for f in fields(first)}
+        return replace(first, **parts)  # type: ignore[type-var]
+    return first
+
+
+def _keys(values: list[Any]) -> dict[str, None]:
+    return {name: None for value in values for name in value}
+
+
+def _jsonable(value: Any) -> Any:
+    """Without NaN, infinity and tuples."""
+    if isinstance(value, Mapping):
+        return {name: _jsonable(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,103 @@
+"""`pointsman calibrate`: tables, one line of JSON, a profile, a plot, and errors in one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pointsman.sim import calibrate as calibration
+from pointsman.sim import fit
+from pointsman.sim.profile import load_profile
+from pointsman.sim.step_time import LinearStepTime
+from tests.sim.measured_logs import SMALL, measured_log, write_log
+
+pytest.importorskip("scipy")
+OPTIONS = ("--train", 15, "--max-num-seqs", 24, "--max-num-batched-tokens", 512)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return write_log(tmp_path / "log.jsonl", measured_log(30, output=20))
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> list[fit.Problem]:
+    """The search finds the truth at once; what it was given."""
+    given: list[fit.Problem] = []
+
+    def found(problem: fit.Problem, **_: Any) -> LinearStepTime:
+        given.append(problem)
+        return SMALL
+
+    monkeypatch.setattr(calibration, "search", found)
+    return given
+
+
+def test_tables(pointsman: Callable[..., Any], log: Path, known: list[fit.Problem], tmp_path: Path) -> None:
+    ended = pointsman("calibrate", log, *OPTIONS, "--output", tmp_path / "profile.json")
+    assert (ended.code, ended.err) == (0, "")
+    lines = [line.rstrip() for line in ended.out.splitlines()]
+    assert lines[0].startswith("fitted to 15 of 30 requests of log.jsonl in ")
+    assert lines[0].endswith("the other 15 were held out")
+    assert any(line.startswith("end to end, mean of absolute errors") and line.endswith(" %") for line in lines)
+    assert ["per_step", "8", "ms"] in [line.split() for line in lines]
+    assert "note: num_blocks was not given: KV blocks are never short in this fit" in lines
+    profile = load_profile(tmp_path / "profile.json")
+    assert (profile.step_time, profile.source, profile.num_train) == (SMALL, "log.jsonl", 15)
+    assert len(known[0].train) == 15
+    assert known[0].config.max_num_seqs == 24 and known[0].config.max_steps_in_flight == 2
+
+
+def test_the_last_line_is_json(pointsman: Callable[..., Any], log: Path, known: list[fit.Problem]) -> None:
+    ended = pointsman("calibrate", log, *OPTIONS, "--json", "--no-async-scheduling", "--num-blocks", 5000)
+    assert (ended.code, ended.err) == (0, "")
+    found = json.loads(ended.out.splitlines()[-1])
+    for name in ("e2e_mape", "ttft_mean_error", "ttft_p99_error", "tpot_mean_error"):
+        assert isinstance(found[name], float)
+    assert found["num_train"] == 15 and found["step_time"]["per_step"] == 8e-3
+    assert not any("num_blocks" in note for note in found["notes"])
+    assert known[0].config.max_steps_in_flight == 1 and known[0].config.num_blocks == 5000
+
+
+@pytest.mark.soak
+def test_a_plot(pointsman: Callable[..., Any], log: Path, known: list[fit.Problem], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert pointsman("calibrate", log, *OPTIONS, "--plot", tmp_path / "errors.svg").code == 0
+    assert "<svg" in (tmp_path / "errors.svg").read_text()
+    ended = pointsman("calibrate", log, *OPTIONS, "--plot", tmp_path / "errors.xyz")
+    assert ended.code == 2 and "its name must end with one of" in ended.err
+
+
+def test_errors_are_one_line(pointsman: Callable[..., Any], log: Path, tmp_path: Path) -> None:
+    for words, wrong in (
+        (["calibrate", tmp_path / "none"], "cannot read the log"),
+        (["calibrate", log, "--train", 30], "train is 30 and the log has 30 requests; some must be left"),
+        (["calibrate", log, "--max-model-len", 10], "max_model_len is 10; give the engine's own"),
+        (["calibrate", log, "--block-size", 0], "block_size is 0"),
+    ):
+        ended = pointsman(*words)
+        assert ended.code == 2
+        (line,) = ended.err.splitlines()
+        assert line.startswith("pointsman: error: ") and wrong in line
+
+
+@pytest.mark.soak
+def test_the_search_uses_processes_and_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes find what one does."""
+    monkeypatch.setattr(fit, "STARTS", dict(list(fit.STARTS.items())[:2]))
+    monkeypatch.setattr(fit, "NUM_FIRST", 1)
+    monkeypatch.setattr(fit, "NUM_MORE", 1)
+    measured = measured_log(20, 20.0, output=5)
+    order = np.argsort([each.last_token for each in measured], kind="stable")
+    problem = fit.Problem(measured, order[:10], calibration.EngineSettings().config(10_000, 20))
+    reports: list[tuple[int, int]] = []
+    one = fit.search(problem, num_processes=1)
+    two = fit.search(problem, num_processes=2, progress=lambda done, most: reports.append((done, most)))
+    assert one == two
+    done, most = reports[-1]
+    assert 0 < done <= most

@@ -1,0 +1,127 @@
+"""`pointsman capacity`: the answer, its bracket, and what has none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pointsman.cli.simulate import ProgressBar
+from tests.cli.conftest import Finished
+from tests.cli.test_bad_input import check_refused
+
+Run = Callable[..., Finished]
+SMALL = ("--requests", 80, "--tolerance", 0.2)
+
+
+def words(finished: Finished) -> str:
+    assert finished.code == 0, finished.err
+    return " ".join(finished.out.split())
+
+
+def test_the_answer_has_a_bracket_and_each_probe_a_row(pointsman: Run) -> None:
+    finished = pointsman("capacity", *SMALL, "--ttft-target", "1s")
+    printed = words(finished)
+    assert "KV blocks of 16 tokens" in finished.out.splitlines()[0]
+    assert "calibrate with a log" in printed
+    assert "TTFT at most 1 s; for at least 0.99 of the requests" in printed
+    assert "80 requests" in printed
+    rows = [line for line in finished.out.splitlines() if line.endswith((" yes", " no"))]
+    assert len(rows) >= 4
+    assert "all at once" in rows[1]
+    assert "requests/s on 1 replica (" in printed
+    assert "too short to show" in printed
+    assert max(map(len, finished.out.splitlines())) <= 100
+
+
+def test_json_has_the_bracket_and_the_probes(pointsman: Run) -> None:
+    given = (*SMALL, "--ttft-target", "1s", "--itl-target", "2s", "--share", 0.9)
+    first, second = (pointsman("capacity", *given, "--json") for _ in range(2))
+    assert first.code == 0, first.err
+    assert first.out == second.out
+    (found,) = first.json_lines
+    assert found["targets"] == {"ttft": 1.0, "itl": 2.0, "share": 0.9}
+    assert found["meets"]["share"] >= 0.9 > found["misses"]["share"]
+    assert found["meets"]["rate"] < found["misses"]["rate"] <= found["meets"]["rate"] * 1.2
+    assert found["meets"] in found["probes"] and found["misses"] in found["probes"]
+    assert found["answer"].startswith("Capacity: ")
+    assert found["is_complete"] is True
+
+
+def test_the_fewest_replicas_for_a_rate(pointsman: Run) -> None:
+    given = ("--replicas", "1-4", "--requests-per-second", 60, "--requests", 400, "--ttft-target", "1s", "--json")
+    finished = pointsman("capacity", *given)
+    assert finished.code == 0, finished.err
+    (found,) = finished.json_lines
+    assert found["meets"]["num_replicas"] == found["misses"]["num_replicas"] + 1
+    assert f"{found['meets']['num_replicas']} replicas serve 60 requests/s" in found["answer"]
+
+
+def test_replicas_that_are_too_few_or_more_than_enough(pointsman: Run) -> None:
+    given = ("--requests", 60, "--ttft-target", "500ms", "--replicas", "2-3", "--requests-per-second")
+    assert "Even 3 replicas miss the targets at 1e+04 requests/s" in words(pointsman("capacity", *given, 10_000))
+    assert "2 replicas are enough for 1 requests/s, the fewest of 2 to 3" in words(pointsman("capacity", *given, 1))
+
+
+def test_targets_that_nothing_meets_and_that_everything_meets(pointsman: Run) -> None:
+    given = ("--requests", 20, "--prompt-tokens", 1000, "--output-tokens", 10)
+    nothing = words(pointsman("capacity", *given, "--ttft-target", "1ms"))
+    assert "Nothing meets the targets: even with one request each 1,000 s, 0.00 %" in nothing
+    assert "TTFT p99 is" in nothing
+    everything = words(pointsman("capacity", *given, "--ttft-target", "1h"))
+    assert "Every rate meets the targets: all 20 requests at once, 100.00 %" in everything
+    assert "--requests" in everything
+
+
+def test_gaps_that_miss_have_a_remedy(pointsman: Run) -> None:
+    given = ("--requests", 30, "--prompt-tokens", 8000, "--output-tokens", 50, "--itl-target", "30ms")
+    assert "smaller --max-num-batched-tokens" in words(pointsman("capacity", *given, "--tolerance", 1))
+
+
+def test_refused_requests_are_named_as_the_reason(pointsman: Run) -> None:
+    found = words(pointsman("capacity", "--requests", 5, "--prompt-tokens", 300_000))
+    assert "Nothing meets" in found
+    assert "5 of 5 requests can never run" in found
+
+
+def test_ctrl_c_prints_the_bracket_so_far(pointsman: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+
+    def interrupt(bar: ProgressBar, num_finished: int, now: float) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(ProgressBar, "update", interrupt)
+    finished = pointsman("capacity", "--requests", 400, "--output-tokens", 5, "--ttft-target", "1s")
+    assert finished.code == 130
+    assert "Interrupted" in finished.out
+    assert finished.err == ""
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--replicas", "1-0"], ["--replicas is '1-0'", "1-16"]),
+        (["--replicas", "many"], ["--replicas is 'many'", "1-16"]),
+        (["--share", "2"], ["--share is 2", "at most 1"]),
+        (["--tolerance", "0"], ["--tolerance is 0", "above 0"]),
+        (["--requests", "1"], ["--requests is 1", "at least 2"]),
+        (["--requests-per-second", "5"], ["--requests-per-second", "--replicas 1-16"]),
+        (["--replicas", "1-3", "--requests-per-second", "-1"], ["--requests-per-second is -1", "above 0"]),
+        (["--routing", "least-loaded"], ["--routing", "--replicas 2"]),
+        (["--ttft-target", "soon"], ["--ttft-target is 'soon'", "500ms"]),
+        (["--trace", "/nowhere/at/all"], ["/nowhere/at/all", "No such file"]),
+        (["--model", "Llama-3.1-70B"], ["Llama-3.1-70B needs", "tensor parallelism"]),
+    ],
+)
+def test_bad_options(pointsman: Run, args: list[str], words: list[str]) -> None:
+    check_refused(pointsman("capacity", *args), *words)
+
+
+def test_a_trace_whose_requests_have_one_time(pointsman: Run, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"timestamp": 5, "input_length": 20, "output_length": 6}\n' * 3)
+    check_refused(pointsman("capacity", "--trace", path), str(path), "all arrive at once", "--arrivals")

@@ -1,0 +1,282 @@
+"""`pointsman simulate`: from options to a report; what is refused, and how."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from pointsman.cli.simulate import ProgressBar
+from pointsman.cli.simulation import seconds, what_arrives, what_serves
+from pointsman.sim.devices import DEVICES
+from pointsman.sim.fleet import ROUTINGS
+from pointsman.sim.shapes import SHAPES
+from tests.cli.conftest import Finished
+from tests.cli.test_bad_input import check_refused
+
+Run = Callable[..., Finished]
+ROOT = Path(__file__).parents[2]
+FEW = ("--requests", "40")
+HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Twenty requests, one a second."""
+    path = tmp_path / "trace.csv"
+    rows = (f"2023-11-16 18:00:{second:02}.0,{100 + 40 * second},{10 + second}\n" for second in range(20))
+    path.write_text(HEADER + "".join(rows))
+    return path
+
+
+def report(finished: Finished) -> dict[str, Any]:
+    assert finished.code == 0, finished.err
+    assert finished.err == ""
+    (line,) = finished.json_lines
+    return line
+
+
+# ---------------------------------------------------------------------- what is printed
+
+
+def test_a_report_begins_with_the_kv_blocks_and_says_that_it_is_not_calibrated(pointsman: Run) -> None:
+    finished = pointsman("simulate", *FEW, "--ttft-target", "500ms", "--itl-target", "1s", "--price-per-hour", 2)
+    assert finished.code == 0, finished.err
+    lines = finished.out.splitlines()
+    assert "KV blocks of 16 tokens" in lines[0]
+    assert "weights 14.96 GiB" in finished.out
+    assert "calibrate with a log" in " ".join(finished.out.split())
+    assert "40 arrived, 40 finished" in finished.out
+    for word in ("TTFT", "ITL", "goodput", "500 ms", "price"):
+        assert word in finished.out
+    assert max(map(len, lines)) <= 100
+
+
+def test_json_is_one_line(pointsman: Run, trace: Path) -> None:
+    found = report(pointsman("simulate", "--trace", trace, "--json", "--num-blocks", 500, "--ttft-target", "2s"))
+    assert next(iter(found)) == "kv_blocks"
+    assert found["kv_blocks"]["number"] == found["config"]["num_blocks"] == 500
+    assert "as given" in found["kv_blocks"]["text"]
+    assert found["counts"]["arrived"] == found["counts"]["finished"] == 20
+    assert found["counts"]["generated_tokens"] == sum(10 + second for second in range(20))
+    assert found["goodput"]["share"]["value"] == 1.0
+    assert 0 < found["ttft"]["p50"]["value"] < 0.2
+    assert 19 < found["seconds"]["value"] < 20
+
+
+def test_files_are_written(pointsman: Run, tmp_path: Path) -> None:
+    page, perfetto = tmp_path / "page.html", tmp_path / "trace.json"
+    finished = pointsman("simulate", *FEW, "--html", page, "--perfetto", perfetto)
+    assert finished.code == 0, finished.err
+    text = page.read_text()
+    HTMLParser().feed(text)
+    assert "KV blocks of 16 tokens" in text
+    assert "calibrate with a log" in text
+    assert json.loads(perfetto.read_text())["traceEvents"]
+
+
+def test_the_list_has_every_name(pointsman: Run) -> None:
+    finished = pointsman("simulate", "--list")
+    assert finished.code == 0
+    for name in (*SHAPES, *DEVICES, *ROUTINGS, "low-latency", "nano-vllm", "datasheet"):
+        assert name in finished.out
+
+
+def test_help_has_the_main_options_first(pointsman: Run) -> None:
+    out = pointsman("simulate", "--help").out
+    assert "Main options:" in out
+    assert out.index("--trace") < out.index("--ttft-target") < out.index("What arrives:") < out.index("--order")
+    assert "Other:" in out  # --help itself
+    assert out.split("Other:")[1].count("--") == 1
+
+
+# ---------------------------------------------------------------------- what arrives, and what serves it
+
+
+def test_rate_and_limit_of_a_trace(pointsman: Run, trace: Path) -> None:
+    found = report(pointsman("simulate", "--trace", trace, "--rate", 4, "--limit", 13, "--json"))
+    assert found["counts"]["arrived"] == 13
+    assert 3 < found["seconds"]["value"] < 3.5
+    assert found["speed"] == 4
+
+
+def test_the_scheduler_has_the_knobs(pointsman: Run, trace: Path) -> None:
+    given = ("--preset", "vllm", "--max-num-seqs", 3, "--decode-reserve", "mean", "--no-enable-prefix-caching")
+    config = report(pointsman("simulate", "--trace", trace, "--json", *given))["config"]
+    assert config["order"] == "fcfs-front"
+    assert (config["max_num_seqs"], config["decode_reserve"], config["enable_prefix_caching"]) == (3, "mean", False)
+
+
+def test_users_wait_for_their_answers(pointsman: Run) -> None:
+    found = report(pointsman("simulate", *FEW, "--users", 3, "--think", "exponential:0.1", "--json"))
+    assert found["counts"]["finished"] == 40
+    assert found["running"]["max"]["value"] <= 3
+
+
+def test_sessions_find_their_own_prefixes(pointsman: Run) -> None:
+    found = report(pointsman("simulate", "--sessions", 5, "--turns", 4, "--json"))
+    assert found["counts"]["finished"] == 20
+    assert found["prefix_hit_rate"]["value"] > 0.5
+
+
+def test_a_fleet(pointsman: Run, trace: Path) -> None:
+    found = report(pointsman("simulate", "--trace", trace, "--replicas", 3, "--routing", "least-loaded", "--json"))
+    assert found["num_replicas"] == 3
+    assert found["counts"]["finished"] == 20
+
+
+def test_more_devices_have_more_blocks() -> None:
+    one, two = (what_serves({"tensor_parallel": count}, None) for count in (1, 2))
+    assert one.kv is not None and two.kv is not None
+    assert one.config.num_blocks == one.kv.num_blocks < two.config.num_blocks
+    assert "2 x" in two.title
+    assert what_serves({}, "textbook").config.num_blocks == one.config.num_blocks  # a preset without limits of a step
+
+
+def test_a_workload_of_a_smaller_number_of_requests() -> None:
+    assert what_arrives({}, 7).at_speed(1).num_requests == 7
+    sessions = what_arrives({"sessions": 1000, "turns": "4"}, 80)
+    assert sessions.at_speed(1).num_requests == 80
+    assert sessions.rate == pytest.approx(16)
+    times = [time for time, _ in sessions.at_speed(2).first_arrivals()]
+    assert times == pytest.approx([time / 2 for time, _ in sessions.at_speed(1).first_arrivals()])
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("500ms", 0.5), ("2s", 2), ("1.5", 1.5), ("250us", 25e-5), (" 2 M", 120), ("1h", 3600)]
+)
+def test_times(text: str, value: float) -> None:
+    assert seconds("ttft_target", text) == pytest.approx(value)
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--model", "lama-8b"], ["'lama-8b'", "nearest: Llama-3.1-8B", "--list"]),
+        (["--model", "Llama-3.1-70B"], ["Llama-3.1-70B needs 143,", "76,526,653,537", "tensor parallelism"]),
+        (["--device", "h1000"], ["'h1000'", "nearest: h100", "--list"]),
+        (["--routing", "any", "--replicas", "2"], ["'any'", "round-robin"]),
+        (["--routing", "round-robin"], ["--routing", "--replicas 2"]),
+        (["--replicas", "0"], ["--replicas is 0", "at least 1"]),
+        (["--preset", "best"], ["'best'", "low-latency"]),
+        (["--tensor-parallel", "3"], ["tensor_parallel is 3", "32 heads"]),
+        (["--gpu-memory-utilization", "2"], ["gpu_memory_utilization is 2", "at most 1"]),
+        (["--gpu-memory-utilization", "0.5", "--num-blocks", "9"], ["--gpu-memory-utilization", "one of them"]),
+        (["--max-model-len", "200000"], ["--max-model-len is 200000", "131072"]),
+        (["--max-num-batched-tokens", "10"], ["max_num_batched_tokens is 10", "max_num_seqs 256"]),
+        (["--decode-reserve", "some"], ["decode_reserve is 'some'", "mean"]),
+        (["--arrivals", "poison:4"], ["'poison'", "poisson"]),
+        (["--prompt-tokens", "lognormal:100"], ["lognormal:median,sigma"]),
+        (["--ttft-target", "5 parsec"], ["--ttft-target is '5 parsec'", "500ms"]),
+        (["--itl-target", "0"], ["--itl-target is '0'", "above 0"]),
+        (["--rate", "0"], ["--rate is 0", "above 0"]),
+        (["--requests", "0"], ["--requests is 0", "at least 1"]),
+        (["--users", "0"], ["--users is 0"]),
+        (["--seed", "-1"], ["--seed is -1", "at least 0"]),
+        (["--limit", "5"], ["--limit", "--trace"]),
+        (["--think", "5"], ["--think", "--users or --sessions"]),
+        (["--users", "5", "--arrivals", "poisson:1"], ["--arrivals", "--users", "one of them"]),
+        (["--trace", "t", "--requests", "5"], ["--requests", "--trace", "--limit"]),
+        (["--trace", "/nowhere/at/all"], ["/nowhere/at/all", "No such file"]),
+        (["--html", "/nowhere/at/all"], ["/nowhere/at/all", "No such file"]),
+        (["--price-per-hour", "nan"], ["--price-per-hour is nan"]),
+    ],
+)
+def test_bad_options(pointsman: Run, args: list[str], words: list[str]) -> None:
+    check_refused(pointsman("simulate", *args), *words)
+
+
+def test_a_broken_line_of_a_trace(pointsman: Run, tmp_path: Path) -> None:
+    path = tmp_path / "broken.csv"
+    path.write_text(HEADER + "2023-11-16 18:00:00.0,100,10\n2023-11-16 18:00:01.0,many,10\n")
+    check_refused(pointsman("simulate", "--trace", path), str(path), "line 3", "'many'", "whole number")
+
+
+def test_a_trace_without_output(pointsman: Run, tmp_path: Path) -> None:
+    path = tmp_path / "failed.csv"
+    path.write_text(HEADER + "2023-11-16 18:00:00.0,100,0\n")
+    check_refused(pointsman("simulate", "--trace", path), str(path), "none of its 1 requests has output")
+
+
+def test_prompts_that_are_too_long_are_counted_and_named(pointsman: Run, tmp_path: Path) -> None:
+    path = tmp_path / "long.csv"
+    rows = [(0, 200_000, 10), (1, 100, 10), (2, 100, 0), (3, 300_000, 1)]
+    path.write_text(HEADER + "".join(f"2023-11-16 18:00:0{at}.0,{prompt},{out}\n" for at, prompt, out in rows))
+    finished = pointsman("simulate", "--trace", path)
+    assert finished.code == 0
+    printed = " ".join(finished.out.split())
+    assert "without output, which are left out: 1" in printed
+    assert "can never run: 2 of 3" in printed
+    assert "'request-0' refused: the prompt has 200000 tokens" in printed
+    assert "shorten the prompt to 131071 tokens" in printed
+    refused = report(pointsman("simulate", "--trace", path, "--json"))["refused"]
+    assert [each["request_id"] for each in refused] == ["request-0", "request-2"]
+
+
+def test_if_all_are_refused_that_is_an_error(pointsman: Run) -> None:
+    finished = pointsman("simulate", *FEW, "--prompt-tokens", 300_000)
+    assert finished.code == 2
+    (error,) = finished.errors
+    for words in ("all 40 requests are refused", "300000 tokens", "131072", "shorten the prompt"):
+        assert words in error
+
+
+# ---------------------------------------------------------------------- a process of its own
+
+
+@pytest.mark.e2e
+def test_the_built_in_example_needs_no_pytorch() -> None:
+    program = (
+        "import sys\nfrom pointsman.cli import main\n"
+        "try:\n    main(['simulate'])\nfinally:\n"
+        "    print('loaded:', [m for m in ('torch', 'transformers', 'numba', 'fastapi', 'scipy') if m in sys.modules])"
+    )
+    started = time.monotonic()
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert "1,000 arrived, 1,000 finished" in run.stdout
+    assert run.stdout.rstrip().endswith("loaded: []")
+    assert time.monotonic() - started < 30  # 2 s on a quiet machine
+
+
+@pytest.mark.e2e
+def test_ctrl_c_prints_the_report_so_far() -> None:
+    command = [sys.executable, "-m", "pointsman", "simulate", "--requests", "100000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        while not process.stdout.readline().startswith("load"):
+            assert process.poll() is None
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert err == ""
+    assert "The simulation was interrupted" in out
+    assert "TTFT" in out
+
+
+def test_what_takes_long_shows_its_progress_and_the_time_that_is_left() -> None:
+    for is_terminal, quiet in ((True, 0.0), (True, 60.0), (False, 0.0)):
+        shown = io.StringIO()
+        console = Console(file=shown, force_terminal=is_terminal, width=100)
+        with ProgressBar("simulated", 1000, console, quiet) as bar:
+            bar.update(250, 12.5)
+        text = shown.getvalue()
+        if is_terminal and not quiet:
+            assert "250 requests simulated, 12 s of virtual time" in text
+            assert "-:--:--" in text  # after one reading the remaining time is not known
+        else:
+            assert text == ""

@@ -1,0 +1,312 @@
+"""Calibration: step times that a log was made with are found again, and predict requests that the fit has not seen."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pointsman.core.recording import Recorder
+from pointsman.sim.accuracy import RequestErrors, StepErrors, Times
+from pointsman.sim.calibrate import Calibration, calibrate, from_requests
+from pointsman.sim.devices import device
+from pointsman.sim.errors import CalibrationError
+from pointsman.sim.fit import Objective, Problem
+from pointsman.sim.profile import EngineSettings, Hull, Profile, WatchedStepTime, load_profile, warn_outside
+from pointsman.sim.shapes import SHAPES
+from pointsman.sim.simulator import simulate
+from pointsman.sim.step_log import fit_steps, predict_steps
+from pointsman.sim.step_time import LinearStepTime, RooflineStepTime, StepLoad
+from pointsman.sim.workload import OpenLoop
+from pointsman.traces import TraceError, read_measurements
+from tests.core.helpers import Host
+from tests.sim.measured_logs import SETTINGS, measured_log, write_log
+
+SHARED_LOG = Path(__file__).parents[3] / "shared" / "traces" / "vllm_0.19_rtxpro6000_llama31_8b.jsonl"
+H100 = RooflineStepTime(shape=SHAPES["meta-llama/Llama-3.1-8B"], device=device("h100"))
+
+
+@pytest.fixture(scope="module")
+def small() -> Calibration:
+    """The one fit that the short form has."""
+    pytest.importorskip("scipy")
+    return from_requests(measured_log(40, 6.0, output=20), SETTINGS, train=20, num_processes=1)
+
+
+def held_out(found: Calibration) -> RequestErrors:
+    assert isinstance(found.held_out, RequestErrors)
+    return found.held_out
+
+
+# ---------------------------------------------------------------------- timings of requests
+
+
+def test_a_small_log_is_predicted(small: Calibration) -> None:
+    errors = held_out(small)
+    assert errors.num_requests == 20
+    assert errors.e2e_mape < 0.03
+    assert abs(errors.ttft_mean_error) < 0.06
+    assert errors.tpot_mean_error is not None and abs(errors.tpot_mean_error) < 0.02
+    assert small.is_training.sum() == small.profile.num_train == 20
+    assert small.profile.training_errors["num_requests"] == 20
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("rate", "step_time", "settings", "options"),
+    [
+        (0.5, LinearStepTime(per_step=6e-3, per_row=2e-5, per_token=2e-5), EngineSettings(), {}),
+        (15.0, H100, EngineSettings(), {"output": 150}),
+        (60.0, H100, EngineSettings(max_num_seqs=64), {"output": 150}),
+        (np.inf, LinearStepTime(per_step=1e-2, per_row=1e-4, per_token=5e-5, per_context_token=5e-8), SETTINGS, {}),
+        (6.0, LinearStepTime(per_step=4e-3, per_row=1e-4, per_token=3e-5, per_context_token=2e-7),
+         EngineSettings(async_scheduling=False), {"output": 150}),
+        (0.3, LinearStepTime(per_step=2e-2, per_row=1e-3, per_token=2e-3), EngineSettings(max_num_seqs=32), {}),
+    ],
+    ids=["low", "roofline", "saturated", "burst", "sync", "cpu"],
+)  # fmt: skip
+def test_logs_of_other_engines(rate: float, step_time: Any, settings: EngineSettings, options: dict[str, Any]) -> None:
+    log = measured_log(160, rate, step_time, settings, **options)
+    errors = held_out(from_requests(log, settings))
+    assert errors.e2e_mape < 0.03
+    assert abs(errors.ttft_mean_error) < 0.06
+    assert errors.tpot_mean_error is not None and abs(errors.tpot_mean_error) < 0.02
+
+
+@pytest.mark.soak
+def test_the_shared_log_of_vllm(tmp_path: Path) -> None:
+    if not SHARED_LOG.exists():
+        pytest.skip(f"{SHARED_LOG.name} is not in {SHARED_LOG.parent}")
+    settings = EngineSettings(max_num_seqs=128, max_num_batched_tokens=2048)
+    errors = held_out(calibrate(SHARED_LOG, settings, train=105))
+    assert errors.num_requests == 195
+    assert errors.e2e_mape <= 0.015
+    assert abs(errors.ttft_p99_error) <= 0.04
+    assert errors.tpot_mean_error is not None and abs(errors.tpot_mean_error) <= 0.015
+
+
+def test_no_timing_of_a_held_out_request_reaches_the_fit() -> None:
+    """Their times are spoilt, with the order of finishing kept: the objective stays the same."""
+    log = measured_log(40, 6.0, output=20)
+    order = np.argsort([each.last_token for each in log], kind="stable")
+    train = order[:20]
+    end = log[train[-1]].last_token
+    spoilt = list(log)
+    for index in order[20:].tolist():
+        late = max(end, log[index].queued) + 50.0 + index
+        spoilt[index] = replace(log[index], first_token=late, last_token=late + 1)
+    config = SETTINGS.config(max(r.request.num_prompt_tokens + r.request.num_output_tokens for r in log), 40)
+    shares = np.array([0.5, 0.1, 0.2, 0.1, 0.1, 0.0])
+    one, other = (Objective(Problem(requests, train, config), 20) for requests in (log, spoilt))
+    assert one.seconds == other.seconds
+    np.testing.assert_array_equal(one.scale, other.scale)
+    np.testing.assert_array_equal(one.errors(shares), other.errors(shares))
+
+
+def test_equal_times_have_no_error() -> None:
+    log = measured_log(30)
+    times = Times.of(log)
+    errors = RequestErrors.between(times, times)
+    assert set(errors.to_dict().values()) == {0.0, 30}
+    longer = Times(times.queued, times.queued + 2 * times.ttft, times.queued + 2 * times.e2e, times.num_output_tokens)
+    errors = RequestErrors.between(longer, times)
+    assert errors.e2e_mape == pytest.approx(1) and errors.tpot_mean_error == pytest.approx(1)
+    assert errors.ttft_p99_error == pytest.approx(1)
+
+
+def test_outputs_of_one_token_have_no_tpot() -> None:
+    log = measured_log(30, single=1.0)
+    assert RequestErrors.between(Times.of(log), Times.of(log)).tpot_mean_error is None
+    config = SETTINGS.config(10_000, 30)
+    objective = Objective(Problem(log, np.arange(20), config), 20)
+    assert np.isfinite(objective.errors(np.full(6, 0.2))).all()
+
+
+# ---------------------------------------------------------------------- what is wrong with a log
+
+
+@pytest.mark.parametrize(
+    ("count", "train", "wrong"),
+    [
+        (15, None, "the log has 15 requests; a fit needs at least 20, half to judge it by"),
+        (30, 30, "train is 30 and the log has 30 requests; some must be left to judge the fit by: use at most 29"),
+        (30, 3, "train is 3; a fit needs at least 10 requests"),
+    ],
+)
+def test_too_few_requests(count: int, train: int | None, wrong: str) -> None:
+    with pytest.raises(CalibrationError, match=wrong):
+        from_requests(measured_log(count), SETTINGS, train=train)
+
+
+def test_times_that_contradict_themselves() -> None:
+    log = measured_log(30)
+    early = [*log[:-1], replace(log[-1], first_token=log[-1].queued)]
+    with pytest.raises(CalibrationError, match=r"log, request r29: its first token came 0 s after it was queued"):
+        from_requests(early, SETTINGS)
+    single = next(each for each in log if each.request.num_output_tokens == 1)
+    late = [replace(each, last_token=each.last_token + 2) if each is single else each for each in log]
+    with pytest.raises(CalibrationError, match=rf"request {single.request_id}: it has 1 output token, and its last"):
+        from_requests(late, SETTINGS)
+    with pytest.raises(CalibrationError, match="outputs were not streamed"):
+        from_requests([replace(each, first_token=each.last_token) for each in log], SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        ({"max_model_len": 100}, r"tokens and max_model_len is 100; give the engine's own"),
+        ({"num_blocks": 4}, r"num_blocks 4 of block_size 16 hold 64; give the engine's own numbers"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+    ],
+)
+def test_settings_that_the_log_contradicts(changes: dict[str, Any], wrong: str) -> None:
+    with pytest.raises(CalibrationError, match=wrong):
+        from_requests(measured_log(30), replace(SETTINGS, **changes))
+
+
+# ---------------------------------------------------------------------- steps
+
+
+def test_steps_are_fitted_at_once() -> None:
+    pytest.importorskip("scipy")
+    rng = np.random.default_rng(3)
+    truth = LinearStepTime(per_step=5e-3, per_row=1e-4, per_token=5e-5, per_context_token=3e-8)
+    loads = []
+    for _ in range(300):
+        rows = [(int(rng.integers(2000)), 1) for _ in range(int(rng.integers(1, 30)))]
+        if rng.random() < 0.5:
+            rows.append((0, int(rng.integers(1, 1000))))
+        loads.append(StepLoad.of_rows(rows))
+    array = np.array(loads, dtype=float)
+    seconds = np.array([truth.of_step(load) for load in loads]) * np.exp(0.02 * rng.standard_normal(300))
+    found = fit_steps(array[:150], seconds[:150])
+    errors = StepErrors.between(predict_steps(found, array[150:]), seconds[150:])
+    assert errors.step_mape < 0.025 and abs(errors.total_error) < 0.01
+    assert found.per_step == pytest.approx(truth.per_step, rel=0.1)
+
+
+def recording(tmp_path: Path, *, is_timed: bool) -> Path:
+    file = io.StringIO()
+    host = Host(recorder=Recorder(file), num_blocks=40, max_model_len=64, block_size=4)
+    for index in range(4):
+        host.add(f"r{index}", list(range(10 * index, 10 * index + 9)), max_tokens=40)
+        host.step()
+    host.run_to_end()
+    lines = [json.loads(line) for line in file.getvalue().splitlines()]
+    for line in lines:
+        if line.get("call") == "update" and is_timed:
+            line["step_time"] = 1e-3 + 1e-4 * len(line["token_ids"])
+    path = tmp_path / "run.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    return path
+
+
+def test_a_recording_with_step_times(tmp_path: Path) -> None:
+    pytest.importorskip("scipy")
+    found = calibrate(recording(tmp_path, is_timed=True))
+    assert found.profile.kind == "steps" and found.profile.num_requests == 4
+    assert isinstance(found.held_out, StepErrors) and found.held_out.step_mape < 0.05
+    assert found.profile.settings.num_blocks == 40 and not found.profile.settings.async_scheduling
+    assert found.profile.hull.ranges["num_rows"][1] == 4
+
+
+def test_a_recording_without_step_times(tmp_path: Path) -> None:
+    with pytest.raises(CalibrationError, match=r"none of its \d+ steps has a step_time; record with a host that sets"):
+        calibrate(recording(tmp_path, is_timed=False))
+
+
+def test_a_broken_line_of_a_recording(tmp_path: Path) -> None:
+    path = recording(tmp_path, is_timed=True)
+    lines = path.read_text().splitlines()
+    lines[5] = lines[5][:20]
+    path.write_text("\n".join(lines))
+    with pytest.raises(CalibrationError, match=rf"{path}, line 6: no call of a recording"):
+        calibrate(path)
+
+
+# ---------------------------------------------------------------------- profiles
+
+
+def test_a_profile_is_read_as_it_was_written(small: Calibration, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    small.profile.save(path)
+    again = load_profile(path)
+    assert again.to_dict() == small.profile.to_dict()
+    assert again.step_time == small.profile.step_time and again.settings == SETTINGS
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        ({"format": "other"}, "format is 'other', not 'pointsman-profile'; pointsman calibrate writes it"),
+        ({"format_version": 9}, "format_version is 9; this library reads version 1: calibrate again"),
+        ({"step_time": {"per_step": -1}}, "per_step is -1; it must be a finite number of seconds, at least 0"),
+        ({"step_time": {"per_stop": 1}}, "no coefficient is called 'per_stop'"),
+        ({"step_time": 3}, "calibrate again"),
+        ({"settings": {"max_num_seqs": 0}}, "max_num_seqs is 0; it must be a whole number, at least 1"),
+        ({"settings": {"seats": 1}}, "no setting is called 'seats'"),
+        ({"hull": {}}, "no field 'num_tokens' in it"),
+        ({"hull": {part: [5, 2] for part in StepLoad._fields}}, "hull of num_tokens is"),
+    ],
+)
+def test_a_broken_profile_is_named(tmp_path: Path, changes: dict[str, Any], wrong: str) -> None:
+    values = profile().to_dict() | changes
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(values))
+    with pytest.raises(CalibrationError) as caught:
+        load_profile(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert wrong in str(caught.value)
+
+
+def test_what_is_no_profile_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    for text in ("[1]", "{", ""):
+        path.write_text(text)
+        with pytest.raises(CalibrationError, match="pointsman calibrate writes profiles"):
+            load_profile(path)
+
+
+def profile() -> Profile:
+    hull = Hull()
+    hull.add(StepLoad(1, 1, 10, 10, 1))
+    hull.add(StepLoad(512, 8, 4000, 9000, 8))
+    return Profile(
+        step_time=LinearStepTime(per_step=1e-3),
+        settings=SETTINGS,
+        hull=hull,
+        source="log.jsonl",
+        kind="requests",
+        num_requests=30,
+        num_train=15,
+    )
+
+
+def test_extrapolation_is_warned_of() -> None:
+    assert warn_outside(profile(), StepLoad(100, 5, 400, 800, 5)) == []
+    (warning,) = warn_outside(profile(), StepLoad(100, 9, 400, 800, 5))
+    assert warning.startswith("requests in a step go up to 9, and the log log.jsonl has at most 8")
+    log = measured_log(40, np.inf, output=20)
+    config = SETTINGS.config(10_000, 40)
+    watched = WatchedStepTime(LinearStepTime(per_step=1e-2))
+    outcome = simulate(OpenLoop([each.request for each in log]), config, watched)
+    assert any(warning.startswith("requests in a step go up to ") for warning in warn_outside(profile(), outcome))
+    assert any(warning.startswith("positions read") for warning in warn_outside(profile(), watched.hull))
+
+
+def test_a_written_log_is_read(tmp_path: Path) -> None:
+    log = measured_log(12)
+    read = read_measurements(write_log(tmp_path / "log.jsonl", log))
+    np.testing.assert_allclose(Times.of(read).e2e, Times.of(log).e2e, atol=1e-9)
+
+
+def test_a_broken_log_is_named(tmp_path: Path) -> None:
+    path = write_log(tmp_path / "log.jsonl", measured_log(12))
+    path.write_text(path.read_text() + "\nnonsense")
+    with pytest.raises(TraceError, match="line 13: not JSON"):
+        calibrate(path)

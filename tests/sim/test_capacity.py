@@ -1,0 +1,165 @@
+"""Capacity: bisection finds the rate that is known, and says so where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from pointsman.core import SchedulerConfig
+from pointsman.sim.capacity import Capacity, Probe, Question, fewest_replicas, highest_rate
+from pointsman.sim.errors import SimulationError
+from pointsman.sim.report.summary import Targets
+from pointsman.sim.step_time import LinearStepTime
+from pointsman.sim.workload import (
+    Arrivals,
+    Constant,
+    ConstantArrivals,
+    Generated,
+    Lengths,
+    OpenLoop,
+    PoissonArrivals,
+    Workload,
+)
+
+ONE_AT_A_TIME = SchedulerConfig(num_blocks=8, max_model_len=64, max_num_seqs=1, max_num_batched_tokens=32)
+SECONDS = 0.1
+"""Of a request: one step. So a replica serves ten a second, and evenly spaced requests do not wait for each other."""
+
+
+def evenly(rate: float, count: int) -> Workload:
+    return _requests(ConstantArrivals(rate), count)
+
+
+def at_random(rate: float, count: int) -> Workload:
+    return _requests(PoissonArrivals(rate), count)
+
+
+def _requests(arrivals: Arrivals, count: int) -> Workload:
+    return OpenLoop(Generated(arrivals, Lengths(Constant(16), Constant(1)), count, seed=5))
+
+
+def question(
+    ttft: float, *, arriving: Callable[[float, int], Workload] = evenly, count: int = 200, share: float = 0.99
+) -> Question:
+    return Question(
+        workload=lambda rate: arriving(rate, count),
+        config=ONE_AT_A_TIME,
+        step_time=LinearStepTime(per_step=SECONDS),
+        targets=Targets(ttft=ttft),
+        share=share,
+    )
+
+
+def nested(found: Capacity) -> tuple[Probe, Probe]:
+    """Both sides of the bracket: no probe contradicts them."""
+    assert found.meets is not None and found.misses is not None
+    assert found.meets.rate < found.misses.rate
+    for probe in found.probes:
+        assert probe.meets == (probe.share >= 0.99) == (probe.rate <= found.meets.rate)
+        assert probe.meets or probe.rate >= found.misses.rate
+    return found.meets, found.misses
+
+
+@pytest.mark.parametrize("num_replicas", [1, 3])
+def test_the_highest_rate_of_replicas_that_serve_ten_a_second_each(num_replicas: int) -> None:
+    meets, misses = nested(highest_rate(question(0.15), num_replicas, tolerance=0.01))
+    assert meets.rate <= misses.rate <= meets.rate * 1.01
+    # A queue that grows by less than half a request while 200 come does not show.
+    assert 10 * num_replicas * 0.99 <= meets.rate <= 10 * num_replicas * 1.02
+    assert meets.num_replicas == num_replicas
+    assert meets.ttft_p99 == pytest.approx(SECONDS, abs=0.05)
+
+
+def test_a_rate_far_below_the_throughput() -> None:
+    """Random arrivals, and a target that leaves no time to wait: hardly two of a hundred requests may meet."""
+    found = highest_rate(question(0.1001, arriving=at_random))
+    meets, _ = nested(found)
+    assert 0.02 < meets.rate < 0.5
+    assert len(found.probes) < 20
+
+
+def test_equal_questions_have_equal_answers() -> None:
+    first, second = (highest_rate(question(0.3, arriving=at_random, count=50)) for _ in range(2))
+    assert first.probes == second.probes
+
+
+def test_nothing_meets_and_everything_meets() -> None:
+    nothing = highest_rate(question(SECONDS / 2))
+    assert nothing.meets is None
+    assert [probe.share for probe in nothing.probes] == [0]
+    everything = highest_rate(question(1000.0))
+    assert everything.misses is None
+    assert [probe.share for probe in everything.probes] == [1, 1]
+    assert everything.probes[-1].ttft_p99 == pytest.approx(20, rel=0.02)  # 200 requests, one after the other
+
+
+def test_refused_requests_are_misses() -> None:
+    too_long = Question(
+        workload=lambda rate: OpenLoop(
+            Generated(ConstantArrivals(rate), Lengths(Constant(100), Constant(1)), 10, seed=0)
+        ),
+        config=ONE_AT_A_TIME,
+        step_time=LinearStepTime(per_step=SECONDS),
+        targets=Targets(ttft=1),
+    )
+    found = highest_rate(too_long)
+    assert found.meets is None
+    assert [(probe.num_refused, probe.share, probe.ttft_p99) for probe in found.probes] == [(10, 0, None)]
+
+
+@pytest.mark.parametrize(("rate", "wanted"), [(8, 1), (35, 4), (45, 5), (72, 8)])
+def test_the_fewest_replicas(rate: float, wanted: int) -> None:
+    found = fewest_replicas(question(0.15), rate, 1, 9)
+    assert found.meets is not None and found.meets.num_replicas == wanted
+    if wanted > 1:
+        assert found.misses is not None and found.misses.num_replicas == wanted - 1
+    assert len(found.probes) <= 6
+
+
+def test_ranges_that_are_too_low_or_too_high() -> None:
+    too_few = fewest_replicas(question(0.15), 35, 1, 3)
+    assert too_few.meets is None
+    assert [probe.num_replicas for probe in too_few.probes] == [3]
+    enough = fewest_replicas(question(0.15), 35, 6, 8)
+    assert enough.misses is None and enough.meets is not None
+    assert enough.meets.num_replicas == 6
+
+
+def test_a_short_probe_is_known_as_one() -> None:
+    targets = Targets(ttft=0.15)
+    assert not highest_rate(question(0.15)).is_short(targets)
+    assert highest_rate(question(0.15, count=20)).is_short(targets)
+
+
+def test_each_probe_is_reported_as_it_is_made() -> None:
+    seen: list[Probe] = []
+    asked = question(0.15, count=30)
+    found = highest_rate(
+        Question(
+            workload=asked.workload,
+            config=asked.config,
+            step_time=asked.step_time,
+            targets=asked.targets,
+            on_probe=seen.append,
+        )
+    )
+    assert seen == found.probes
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    with pytest.raises(SimulationError, match="share is 0"):
+        question(1, share=0)
+    with pytest.raises(SimulationError, match="no target"):
+        Question(
+            workload=lambda rate: evenly(rate, 5),
+            config=ONE_AT_A_TIME,
+            step_time=LinearStepTime(per_step=1),
+            targets=Targets(),
+        )
+    with pytest.raises(SimulationError, match="tolerance is 0"):
+        highest_rate(question(1), tolerance=0)
+    with pytest.raises(SimulationError, match="from 3 to 2"):
+        fewest_replicas(question(1), 1, 3, 2)
+    with pytest.raises(SimulationError, match="rate is -1"):
+        fewest_replicas(question(1), -1, 1, 2)
