@@ -433,7 +433,7 @@ def test_slices_of_the_trace_nest(name: str, request: pytest.FixtureRequest, tmp
             assert not open_until or event["ts"] + event["dur"] <= open_until[-1]
             assert len(open_until) <= 1
             open_until.append(event["ts"] + event["dur"])
-    assert {event["pid"] for event in requests} == set(range(1, 1 + len(outcome.timelines)))
+    assert {event["pid"] for event in requests} == set(range(len(outcome.timelines)))
     counters = [event for event in trace["traceEvents"] if event["ph"] == "C"]
     assert {event["name"] for event in counters} == {"running", "waiting", "KV use, %"}
     assert "cut" not in trace["otherData"]

@@ -19,8 +19,6 @@ from pointsman.sim.simulator import Outcome
 FloatArray = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
 
-UNKNOWN = -1
-
 
 @dataclass(frozen=True, slots=True)
 class Course:
@@ -65,31 +63,12 @@ def span(outcome: Outcome) -> tuple[float, float]:
     return begin, begin + outcome.seconds
 
 
-def replicas_of(outcome: Outcome) -> Int64Array:
-    """The replica of each request; `UNKNOWN` in a fleet, if it had no token; of several possible ones, the first."""
-    found = np.full(outcome.timings.count, UNKNOWN, dtype=np.int64)
-    for index in reversed(range(len(outcome.timelines))):
-        found[_requests_of(outcome, index)] = index
-    return found
-
-
 def courses(outcome: Outcome) -> list[Course]:
     """The course of each replica."""
     return [
-        _course(timeline, outcome.timings, _requests_of(outcome, index))
+        _course(timeline, outcome.timings, outcome.timings.replica[: outcome.timings.count] == index)
         for index, timeline in enumerate(outcome.timelines)
     ]
-
-
-def _requests_of(outcome: Outcome, index: int) -> npt.NDArray[np.bool_]:
-    """Which requests a replica can have had.
-
-    Timings do not say it: one of its events ended with their first token. Where two replicas run in step, both can.
-    """
-    first_token = outcome.timings.first_token[: outcome.timings.count]
-    if len(outcome.timelines) == 1:
-        return np.ones(len(first_token), dtype=np.bool_)
-    return np.isin(first_token, np.array([event.end for event in outcome.timelines[index].events]))
 
 
 def _course(timeline: Timeline, timings: Timings, is_own: npt.NDArray[np.bool_]) -> Course:

@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 
 from pointsman.sim.outcome import REASONS, UNFINISHED
-from pointsman.sim.report.course import courses, downsampled, levels, replicas_of, span
+from pointsman.sim.report.course import courses, downsampled, levels, span
 from pointsman.sim.simulator import Outcome
 
 MAX_REQUESTS = 2000
 MAX_POINTS = 20_000
 """Of each counter; the extremes of each stretch of time are kept."""
-_NO_REPLICA = 0  # a process of its own
 
 
 def write_trace(
@@ -29,8 +28,7 @@ def write_trace(
 ) -> None:
     """Write the trace: the first `max_requests` requests, and at most `max_points` values of each counter."""
     timings, shown = outcome.timings, min(outcome.timings.count, max_requests)
-    events = [_process(_NO_REPLICA, "requests without a token")] if len(outcome.timelines) > 1 else []
-    events += [_process(1 + index, f"replica {index}") for index in range(len(outcome.timelines))]
+    events = [_process(index, f"replica {index}") for index in range(len(outcome.timelines))]
     events += _counters(outcome, max_points)
     events += _slices(outcome, shown)
     about = {"requests": timings.count, "requests_shown": shown, "max_points_per_counter": max_points}
@@ -52,19 +50,19 @@ def _counters(outcome: Outcome, max_points: int) -> list[dict[str, Any]]:
         for name, values in counters.items():
             course = downsampled(levels(run, values, begin, end), max_points)
             events += [
-                {"ph": "C", "pid": 1 + index, "name": name, "ts": _microseconds(time, begin), "args": {"value": value}}
+                {"ph": "C", "pid": index, "name": name, "ts": _microseconds(time, begin), "args": {"value": value}}
                 for time, value in zip(course.times.tolist(), course.values.round(2).tolist(), strict=True)
             ]
     return events
 
 
 def _slices(outcome: Outcome, shown: int) -> list[dict[str, Any]]:
-    timings, replicas = outcome.timings, replicas_of(outcome)
+    timings = outcome.timings
     begin, end = span(outcome)
     tracks = _Tracks()
     events: list[dict[str, Any]] = []
     for number in range(shown):
-        process = 1 + int(replicas[number])
+        process = int(timings.replica[number])
         stops = [timings.arrival[number], timings.scheduled[number], timings.first_token[number]]
         reason = int(timings.reason[number])
         last = float(timings.last_token[number])
