@@ -12,7 +12,7 @@ from tests.cli.conftest import Finished
 from tests.cli.test_bad_input import check_refused
 
 Run = Callable[..., Finished]
-SMALL = ("--requests", 80, "--tolerance", 0.2)
+SMALL = ("--requests", 50, "--tolerance", 0.2)
 
 
 def words(finished: Finished) -> str:
@@ -26,7 +26,7 @@ def test_the_answer_has_a_bracket_and_each_probe_a_row(pointsman: Run) -> None:
     assert "KV blocks of 16 tokens" in finished.out.splitlines()[0]
     assert "calibrate with a log" in printed
     assert "TTFT at most 1 s; for at least 0.99 of the requests" in printed
-    assert "80 requests" in printed
+    assert "50 requests" in printed
     rows = [line for line in finished.out.splitlines() if line.endswith((" yes", " no"))]
     assert len(rows) >= 4
     assert "all at once" in rows[1]
@@ -50,7 +50,7 @@ def test_json_has_the_bracket_and_the_probes(pointsman: Run) -> None:
 
 
 def test_the_fewest_replicas_for_a_rate(pointsman: Run) -> None:
-    given = ("--replicas", "1-4", "--requests-per-second", 60, "--requests", 400, "--ttft-target", "1s", "--json")
+    given = ("--replicas", "1-4", "--requests-per-second", 60, "--requests", 150, "--ttft-target", "1s", "--json")
     finished = pointsman("capacity", *given)
     assert finished.code == 0, finished.err
     (found,) = finished.json_lines

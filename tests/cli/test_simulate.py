@@ -254,12 +254,12 @@ def test_the_built_in_example_needs_no_pytorch() -> None:
 
 @pytest.mark.e2e
 def test_ctrl_c_prints_the_report_so_far() -> None:
-    command = [sys.executable, "-m", "pointsman", "simulate", "--requests", "100000"]
+    command = [sys.executable, "-m", "pointsman", "simulate", "--requests", "20000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
         while not process.stdout.readline().startswith("load"):
             assert process.poll() is None
-        time.sleep(0.2)
+        time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err

@@ -40,7 +40,7 @@ def _requests(arrivals: Arrivals, count: int) -> Workload:
 
 
 def question(
-    ttft: float, *, arriving: Callable[[float, int], Workload] = evenly, count: int = 200, share: float = 0.99
+    ttft: float, *, arriving: Callable[[float, int], Workload] = evenly, count: int = 100, share: float = 0.99
 ) -> Question:
     return Question(
         workload=lambda rate: arriving(rate, count),
@@ -65,7 +65,7 @@ def nested(found: Capacity) -> tuple[Probe, Probe]:
 def test_the_highest_rate_of_replicas_that_serve_ten_a_second_each(num_replicas: int) -> None:
     meets, misses = nested(highest_rate(question(0.15), num_replicas, tolerance=0.01))
     assert meets.rate <= misses.rate <= meets.rate * 1.01
-    # A queue that grows by less than half a request while 200 come does not show.
+    # A queue that grows by less than half a request while 100 come does not show.
     assert 10 * num_replicas * 0.99 <= meets.rate <= 10 * num_replicas * 1.02
     assert meets.num_replicas == num_replicas
     assert meets.ttft_p99 == pytest.approx(SECONDS, abs=0.05)
@@ -91,7 +91,7 @@ def test_nothing_meets_and_everything_meets() -> None:
     everything = highest_rate(question(1000.0))
     assert everything.misses is None
     assert [probe.share for probe in everything.probes] == [1, 1]
-    assert everything.probes[-1].ttft_p99 == pytest.approx(20, rel=0.02)  # 200 requests, one after the other
+    assert everything.probes[-1].ttft_p99 == pytest.approx(10, rel=0.02)  # 100 requests, one after the other
 
 
 def test_refused_requests_are_misses() -> None:
@@ -110,7 +110,7 @@ def test_refused_requests_are_misses() -> None:
 
 @pytest.mark.parametrize(("rate", "wanted"), [(8, 1), (35, 4), (45, 5), (72, 8)])
 def test_the_fewest_replicas(rate: float, wanted: int) -> None:
-    found = fewest_replicas(question(0.15), rate, 1, 9)
+    found = fewest_replicas(question(0.15, count=200), rate, 1, 9)
     assert found.meets is not None and found.meets.num_replicas == wanted
     if wanted > 1:
         assert found.misses is not None and found.misses.num_replicas == wanted - 1
