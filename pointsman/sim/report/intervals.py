@@ -206,4 +206,5 @@ def _resampled(
 
 
 def _divided(sums: FloatArray, totals: FloatArray) -> FloatArray:
-    return np.divide(sums, totals, out=np.full(len(sums), np.nan), where=totals > 0)
+    shares: FloatArray = np.divide(sums, totals, out=np.full(len(sums), np.nan), where=totals > 0)
+    return shares

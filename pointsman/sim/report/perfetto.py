@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from pointsman.sim.outcome import REASONS, UNFINISHED
-from pointsman.sim.report.course import courses, downsampled, levels, span
+from pointsman.sim.report.course import FloatArray, Int64Array, courses, downsampled, levels, span
 from pointsman.sim.simulator import Outcome
 
 MAX_REQUESTS = 2000
@@ -31,7 +31,11 @@ def write_trace(
     events = [_process(index, f"replica {index}") for index in range(len(outcome.timelines))]
     events += _counters(outcome, max_points)
     events += _slices(outcome, shown)
-    about = {"requests": timings.count, "requests_shown": shown, "max_points_per_counter": max_points}
+    about: dict[str, object] = {
+        "requests": timings.count,
+        "requests_shown": shown,
+        "max_points_per_counter": max_points,
+    }
     if shown < timings.count:
         about["cut"] = f"only the first {shown} of {timings.count} requests are shown"
     trace = {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}
@@ -46,7 +50,12 @@ def _counters(outcome: Outcome, max_points: int) -> list[dict[str, Any]]:
     begin, end = span(outcome)
     events = []
     for index, run in enumerate(courses(outcome)):
-        counters = {"running": run.num_rows, "waiting": run.num_waiting, "KV use, %": 100 * run.kv_cache_usage}
+        usage: FloatArray = 100 * run.kv_cache_usage
+        counters: dict[str, FloatArray | Int64Array] = {
+            "running": run.num_rows,
+            "waiting": run.num_waiting,
+            "KV use, %": usage,
+        }
         for name, values in counters.items():
             course = downsampled(levels(run, values, begin, end), max_points)
             events += [
