@@ -102,7 +102,7 @@ class Problem:
     @property
     def end(self) -> float:
         """When the last training request finished."""
-        return self.measured[self.train[-1]].last_token
+        return self.measured[int(self.train[-1])].last_token
 
     def first(self, num_train: int) -> Problem:
         """The same with fewer training requests."""
