@@ -42,7 +42,7 @@ UNITS = {
     "per_context_token": ("ns a position read", 1e9),
     "per_attended": ("ns a position attended to", 1e9),
     "per_sample": ("us a sampled token", 1e6),
-    "host_overhead": ("ms at least", 1e3),
+    "r": ("1: the sum of all; more: step and context overlap with tokens and attended", 1),
 }
 
 Log = Annotated[

@@ -4,7 +4,7 @@ A log of requests has no step in it, so a candidate is judged by a simulation: t
 times of the training requests are compared with the measured ones. Each simulation ends when these are done.
 
     shares      the parameters of the search: how much of a typical step each coefficient explains
-    starts      guesses of different character (bound by overhead, memory, compute, rows), fixed and deterministic
+    starts      guesses of different character (bound by overhead, memory, compute, or both), fixed and deterministic
     search      every start gets a scale and a few iterations; the best go on until they converge; the lowest
                 training error wins
 
@@ -41,19 +41,19 @@ Indices = npt.NDArray[np.intp]
 Progress = Callable[[int, int], None]
 """Called now and then with the number of simulations that are done, and the most that there may be."""
 
-COEFFICIENTS = ("per_step", "per_row", "per_token", "per_context_token", "per_attended", "host_overhead")
-"""What is fitted. `host_overhead` is a floor that asynchronous steps do not fall below, whatever it comes from: the
-host, or weights that are read for few tokens as for many. Every row but an unfinished prefill samples, so a log cannot
-tell `per_sample` from `per_row`."""
+COEFFICIENTS = ("per_step", "per_row", "per_token", "per_context_token", "per_attended")
+"""What is fitted. Every row but an unfinished prefill samples, so a log cannot tell `per_sample` from `per_row`."""
 
-STARTS: dict[str, tuple[float, ...]] = {
-    "overhead": (0.70, 0.05, 0.15, 0.08, 0.02, 0.0),
-    "memory": (0.40, 0.05, 0.15, 0.35, 0.05, 0.0),
-    "compute": (0.25, 0.05, 0.55, 0.10, 0.05, 0.0),
-    "rows": (0.25, 0.40, 0.20, 0.10, 0.05, 0.0),
-    "floor": (0.10, 0.05, 0.70, 0.10, 0.05, 0.9),
+STARTS: dict[str, tuple[float, tuple[float, ...]]] = {
+    "overhead": (1.0, (0.70, 0.05, 0.15, 0.08, 0.02)),
+    "memory": (1.0, (0.40, 0.05, 0.15, 0.35, 0.05)),
+    "compute": (1.0, (0.25, 0.05, 0.55, 0.10, 0.05)),
+    "weights": (4.0, (0.80, 0.05, 0.30, 0.10, 0.05)),
+    "roofline": (4.0, (0.50, 0.05, 0.60, 0.35, 0.10)),
 }
-"""Shares of a typical step, in the order of `COEFFICIENTS`. A share of 0 stays so: that coefficient is not fitted."""
+"""`LinearStepTime.r`, and shares of a typical step in the order of `COEFFICIENTS`. Engines whose small and large steps
+are bound by different things (weights that are read for few tokens as for many) need an `r` above 1; others fit better
+as a sum."""
 
 SLACK = 1.5
 """A simulation ends at the latest at this multiple of the time at which the last training request finished."""
@@ -83,6 +83,7 @@ class Start(NamedTuple):
     """A point of the search."""
 
     name: str
+    r: float
     shares: FloatArray
     cost: float
     """Mean over training requests of the soft squared error; what the choice goes by."""
@@ -101,7 +102,7 @@ class Problem:
     @property
     def end(self) -> float:
         """When the last training request finished."""
-        return float(self.measured[self.train[-1]].last_token)
+        return self.measured[int(self.train[-1])].last_token
 
     def first(self, num_train: int) -> Problem:
         """The same with fewer training requests."""
@@ -206,6 +207,8 @@ class Objective:
         # When in a step a request arrives is chance: errors of a part of a step do not count as relative ones.
         self._ttft = times.ttft + self.seconds
         self._e2e = np.maximum(times.e2e, 1e-3 * self.seconds)  # 0 in a broken log
+        self.r = 1.0
+        """Of the step times; see `LinearStepTime`."""
         self.start: FloatArray | None = None
         """Shares that the ridge pulls to."""
 
@@ -214,8 +217,7 @@ class Objective:
 
     def step_time(self, shares: FloatArray) -> LinearStepTime:
         """The step times that these shares mean."""
-        values = dict(zip(COEFFICIENTS, (shares * self.scale).tolist(), strict=True))
-        return LinearStepTime(**values, asynchronous=values["host_overhead"] > 0)
+        return LinearStepTime(**dict(zip(COEFFICIENTS, (shares * self.scale).tolist(), strict=True)), r=self.r)
 
     def simulated(self, shares: FloatArray) -> Times:
         """What happens to the training requests with these shares."""
@@ -280,7 +282,7 @@ def _typical_step(problem: Problem) -> tuple[float, FloatArray]:
     prompt = prompts / len(arrived)
     computed = min(prompts * seconds / max(end, seconds), float(problem.config.max_num_batched_tokens))
     context = rows * (prompt + outputs / 2)
-    loads = np.array([1.0, rows, rows + computed, context, context + computed * prompt / 2, 1.0])
+    loads = np.array([1.0, rows, rows + computed, context, context + computed * prompt / 2])
     return seconds, seconds / loads
 
 
@@ -295,7 +297,7 @@ def search(problem: Problem, *, num_processes: int | None = None, progress: Prog
         num_processes: how many starts are tried at a time; None: one for each CPU.
         progress: see `Progress`.
     """
-    starts = [Start(name, np.array(shares), UNSCALED) for name, shares in STARTS.items()]
+    starts = [Start(name, r, np.array(shares), UNSCALED) for name, (r, shares) in STARTS.items()]
     num_train, num_first, num_more = _plan(problem)
     per_evaluation = 1 + len(COEFFICIENTS)
     first = len(starts) * (NUM_SCALINGS + NUM_FIRST * per_evaluation)
@@ -307,7 +309,9 @@ def search(problem: Problem, *, num_processes: int | None = None, progress: Prog
             best = [start._replace(cost=UNKNOWN) for start in best]
         refined = workers.run([(start, num_train, num_more, FINE) for start in best], workers.num_done + more)
     chosen = min(refined, key=lambda start: start.cost)
-    return Objective(problem, num_train).step_time(chosen.shares)
+    objective = Objective(problem, num_train)
+    objective.r = chosen.r
+    return objective.step_time(chosen.shares)
 
 
 def _plan(problem: Problem) -> tuple[int, int, int]:
@@ -327,34 +331,29 @@ def improve(objective: Objective, start: Start, num_evaluations: int, width: flo
     """The minimum that least squares reaches from a start, which is scaled first if nothing is known of it."""
     from scipy.optimize import least_squares
 
+    objective.r = start.r
     shares = objective.scaled(start.shares) if start.cost == UNSCALED else start.shares
     objective.start = shares
-    fitted = np.flatnonzero(start.shares)
     known: dict[bytes, FloatArray] = {}
 
-    def whole(values: FloatArray) -> FloatArray:
-        every = np.zeros(len(shares))
-        every[fitted] = values
-        return every
-
-    def errors(values: FloatArray) -> FloatArray:
-        key = values.tobytes()
+    def errors(at: FloatArray) -> FloatArray:
+        key = at.tobytes()
         if key not in known:
             known.clear()
-            known[key] = objective.errors(whole(values))
+            known[key] = objective.errors(at)
         return known[key]
 
-    def slopes(values: FloatArray) -> FloatArray:
-        base, columns = errors(values), []
-        for index, value in enumerate(values.tolist()):
-            beside = values.copy()
-            beside[index] += width * (1 + value)
-            columns.append((objective.errors(whole(beside)) - base) / (width * (1 + value)))
+    def slopes(at: FloatArray) -> FloatArray:
+        base, columns = errors(at), []
+        for index, share in enumerate(at.tolist()):
+            beside = at.copy()
+            beside[index] += width * (1 + share)
+            columns.append((objective.errors(beside) - base) / (width * (1 + share)))
         return np.stack(columns, axis=1)
 
     found: Any = least_squares(
         errors,
-        np.maximum(shares[fitted], 1e-3),
+        np.maximum(shares, 1e-3),
         jac=slopes,
         bounds=(0, np.inf),
         loss="soft_l1",
@@ -364,7 +363,7 @@ def improve(objective: Objective, start: Start, num_evaluations: int, width: flo
         max_nfev=num_evaluations,
     )
     cost = objective.cost(found.fun)
-    return Start(start.name, whole(found.x), cost) if cost < start.cost else start
+    return start._replace(shares=found.x, cost=cost) if cost < start.cost else start
 
 
 _in_worker: tuple[Problem, Callable[[], None]] | None = None

@@ -86,6 +86,9 @@ def _step_numbers(num_steps: int) -> FloatArray:
 class LinearStepTime:
     """Seconds as a weighted sum of a step's load; what `calibrate` fits to a log.
 
+    With `r` above 1 the parts that memory bounds (step, context) and those that compute bounds (tokens, attended)
+    overlap, as they do in `RooflineStepTime`; with the default they are summed like all others.
+
     Raises:
         SimulationError: a coefficient is negative, or no finite number.
     """
@@ -102,24 +105,26 @@ class LinearStepTime:
     asynchronous: bool = False
     """Whether the host works on the next step while the device runs one. A step then takes the longer of the two;
     otherwise their sum."""
+    r: float = 1.0
+    """Memory and compute time m and c overlap to (m**r + c**r)**(1/r): 1 is their sum, 4 nearly the longer one."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if name != "asynchronous" and not (math.isfinite(value) and value >= 0):
                 raise SimulationError(f"{name} is {value}; it must be a finite number of seconds, at least 0")
+        if self.r < 1:
+            raise SimulationError(f"r is {self.r}; it must be finite and at least 1")
 
     def of_step(self, load: StepLoad) -> float:
-        device = (
-            self.per_step
-            + self.per_row * load.num_rows
-            + self.per_token * load.num_tokens
-            + self.per_context_token * load.num_context_tokens
-            + self.per_attended * load.num_attended
-            + self.per_sample * load.num_samples
-        )
+        memory = self.per_step + self.per_context_token * load.num_context_tokens
+        compute = self.per_token * load.num_tokens + self.per_attended * load.num_attended
+        both = memory + compute if self.r == 1 else math.pow(memory**self.r + compute**self.r, 1 / self.r)
+        device = both + self.per_row * load.num_rows + self.per_sample * load.num_samples
         return max(device, self.host_overhead) if self.asynchronous else device + self.host_overhead
 
     def of_decodes(self, num_rows: int, num_context_tokens: int, num_steps: int) -> FloatArray:
+        if self.r != 1:
+            return self._overlapping_decodes(num_rows, num_context_tokens, num_steps)
         # One token a row attends to the row's whole context: attended and context are the same sum.
         per_position = self.per_context_token + self.per_attended
         first = (
@@ -133,6 +138,17 @@ class LinearStepTime:
         seconds += first
         if self.asynchronous and first < self.host_overhead:  # seconds only grow
             np.maximum(seconds, self.host_overhead, out=seconds)
+        return seconds
+
+    def _overlapping_decodes(self, num_rows: int, num_context_tokens: int, num_steps: int) -> FloatArray:
+        context = _step_numbers(num_steps) * num_rows + num_context_tokens
+        memory = context * self.per_context_token + self.per_step
+        compute = context * self.per_attended + self.per_token * num_rows
+        seconds: FloatArray = (memory**self.r + compute**self.r) ** (1 / self.r)
+        seconds += (self.per_row + self.per_sample) * num_rows
+        if self.asynchronous:
+            return np.maximum(seconds, self.host_overhead)
+        seconds += self.host_overhead
         return seconds
 
     def to_dict(self) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def empty() -> Outcome:
 
 def single() -> Outcome:
     """A prompt of 100 tokens in two steps, then two steps of one token; as in the simulator's tests."""
-    return simulate(Listed([(5.0, SimRequest("a", 100, 3))], {}), config(), LinearStepTime(seconds=1.0, per_token=0.01))
+    return simulate(Listed([(5.0, SimRequest("a", 100, 3))], {}), config(), LinearStepTime(per_step=1.0, per_token=0.01))
 
 
 def all_refused() -> Outcome:
@@ -207,7 +207,7 @@ def test_one_request() -> None:
 def test_idle_time_counts() -> None:
     """Two requests of two steps, four seconds apart: four seconds of six are busy."""
     two = Listed([(1.0, SimRequest("a", 4, 2)), (5.0, SimRequest("b", 4, 2))], {})
-    report = figures(simulate(two, config(), LinearStepTime(seconds=1.0)), config())
+    report = figures(simulate(two, config(), LinearStepTime(per_step=1.0)), config())
     assert report.seconds.value == 6.0
     assert report.busy.value == report.running.mean.value == pytest.approx(4 / 6)
     assert report.running.max.value == 1.0
@@ -216,7 +216,7 @@ def test_idle_time_counts() -> None:
 @pytest.mark.parametrize("num_replicas", [1, 3])
 def test_busy_time_is_the_time_of_all_steps(num_replicas: int) -> None:
     for seed in range(3):
-        outcome = simulate(workload(seed, 40), config(), LinearStepTime(seconds=0.003), num_replicas=num_replicas)
+        outcome = simulate(workload(seed, 40), config(), LinearStepTime(per_step=0.003), num_replicas=num_replicas)
         report = figures(outcome, config(), num_bootstrap=0)
         assert report.busy.value == pytest.approx(0.003 * report.counts.num_steps / outcome.seconds / num_replicas)
 
@@ -396,8 +396,8 @@ def test_little_or_nothing_gives_a_report(make: Any, tmp_path: Path) -> None:
 
 
 def test_the_table_fits_100_columns() -> None:
-    slow = LinearStepTime(seconds=3.0, per_row=0.5)
-    outcome = simulate(workload(3, 60), config(), slow)
+    slow = LinearStepTime(per_step=3.0, per_row=0.5)
+    outcome = simulate(workload(3, 120), config(), slow)
     text = _printed(figures(outcome, config(), ttft_target=0.5, itl_target=0.1, e2e_target=20, price_per_hour=98.7))
     assert max(len(line) for line in text.splitlines()) <= 100
     assert "…" not in text

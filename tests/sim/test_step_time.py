@@ -32,6 +32,8 @@ MODELS: dict[str, StepTime] = {
     "linear": LINEAR,
     "host": replace(LINEAR, host_overhead=2e-3),
     "asynchronous": replace(LINEAR, host_overhead=2.6e-3, asynchronous=True),
+    "overlapping": replace(LINEAR, r=4.0, host_overhead=1e-4),
+    "overlapping-asynchronous": replace(LINEAR, r=3.0, host_overhead=2.6e-3, asynchronous=True),
     "llama": RooflineStepTime(shape=LLAMA, device=H100),
     "llama-70b": RooflineStepTime(shape=LLAMA_70B, device=H100, tensor_parallel=4),
     "experts": RooflineStepTime(shape=QWEN_MOE, device=H100),
