@@ -166,6 +166,7 @@ def run_log(
     try:
         return simulation.run(until, None).timings
     except _Done:
+        simulation.timings.close()
         return simulation.timings
 
 

@@ -58,7 +58,9 @@ def empty() -> Outcome:
 
 def single() -> Outcome:
     """A prompt of 100 tokens in two steps, then two steps of one token; as in the simulator's tests."""
-    return simulate(Listed([(5.0, SimRequest("a", 100, 3))], {}), config(), LinearStepTime(per_step=1.0, per_token=0.01))
+    return simulate(
+        Listed([(5.0, SimRequest("a", 100, 3))], {}), config(), LinearStepTime(per_step=1.0, per_token=0.01)
+    )
 
 
 def all_refused() -> Outcome:
