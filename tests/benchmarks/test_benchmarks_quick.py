@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _common import AZURE_TRACE
 
 from benchmarks import openvino_env, vllm_env
 
@@ -46,6 +47,18 @@ def test_what_a_benchmark_imports_is_there(script: str) -> None:
             assert importlib.util.find_spec(module), module
         elif not hasattr(importlib.import_module(module), name):
             assert importlib.util.find_spec(f"{module}.{name}"), f"{module}.{name}"
+
+
+@pytest.mark.soak
+@pytest.mark.e2e
+def test_simulator() -> None:
+    if not AZURE_TRACE.exists():
+        pytest.skip(f"no trace at {AZURE_TRACE}")
+    figures = run_quick("simulator.py")
+    for name in ("azure", "azure, cached", "mooncake"):
+        assert figures["exact"][name]["difference"] <= 1e-9, name
+    assert figures["azure"]["plain"]["events"] < figures["azure"]["plain"]["steps"] / 3
+    assert 0.5 < figures["growth"] < 3
 
 
 @pytest.mark.e2e
