@@ -19,7 +19,7 @@ from .workload import DrawChooser, SeededChooser
 from .world import World
 
 CROWDED = 30
-NUM_SEEDS = short_or_long(3, 40)
+NUM_SEEDS = short_or_long(2, 40)
 NUM_PRESET_SEEDS = short_or_long(1, 20)
 RULES_PER_SEED = 70
 RARE = dict.fromkeys(("abort", "finish", "park", "set_priority", "extend"), 1)
@@ -47,7 +47,7 @@ FOCUS: dict[str, dict[str, Any]] = {
 }
 BIG = {"max_num_seqs", "max_num_batched_tokens", "max_num_active_seqs"}  # of presets: here nothing is that large
 SELDOM = {"anything", "drafts"}
-SHORT_FOCUS = ("few blocks", "evictions", "watermark", "few seats", "priority")
+SHORT_FOCUS = ("few blocks", "evictions", "priority")
 
 
 def drive(seed: int, overrides: dict[str, Any]) -> tuple[World, Twin]:
