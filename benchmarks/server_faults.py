@@ -414,7 +414,7 @@ SCENARIOS: dict[str, Scenario] = {
     "crowds": lambda sizes, targets: crowds(sizes.attack_rounds, sizes.crowd, sizes.stopped_readers, targets),
     "large-bodies": lambda sizes, targets: large_bodies(sizes.unfinished_bodies, targets),
 }
-QUICK_SCENARIOS = [name for name in SCENARIOS if name not in ("crowds", "large-bodies")]
+QUICK_SCENARIOS = ["engine-killed", "attacks"]
 
 
 def print_figures(scenario: str, figures: dict[str, Any]) -> None:
