@@ -73,6 +73,44 @@ class Emission:
         self._resync = True
         self._unsynced.update(self._batch.members.serials.tolist())
 
+    def keep(self, step_id: int, num_computed_tokens: Int64Array) -> None:
+        """The newest step, in which every running row decoded a token, has no output; explanations of waiting requests
+        need one that says what ran."""
+        self.last_output = None
+        if not len(self._table.queue):
+            return
+        members = self._batch.members
+        # By position, as in `emit`.
+        fields: Any = OutputFields(
+            step_id,
+            len(members),
+            len(members),
+            False,
+            members.requests,
+            members.rows,
+            members.serials,
+            num_computed_tokens,
+            members.ones,
+            members.trues,
+            members.zeros,
+            NO_TOKENS,
+            _NO_INTS,
+            _NO_INTS,
+            _NO_INTS,
+            _NO_BOOLS,
+            NO_TOKENS,
+            _NO_INTS,
+            (),
+            (),
+            (),
+            (),
+            0,
+            (),
+            (),
+        )
+        fields.__class__ = SchedulerOutput
+        self.last_output = fields
+
     def emit(self, record: StepRecord) -> None:
         """Build the output of a step that is decided."""
         advance = record.advance

@@ -23,15 +23,13 @@ import numpy.typing as npt
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import StepOrderError, StepResultError
-from pointsman.core.kv.block_pool import NO_BLOCKS
 from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.policy.gate import Gate
 from pointsman.core.state.batch import Batch, Members
 from pointsman.core.state.events import Events, StepRun
 from pointsman.core.state.numbers import INT32, INT64, MAX_INT
-from pointsman.core.state.output import OutputFields, SchedulerOutput, StepUpdate
+from pointsman.core.state.output import StepUpdate
 from pointsman.core.state.status import PauseMode
-from pointsman.core.state.tokens import NO_TOKENS
 from pointsman.core.step.admission import Admission, Standstill
 from pointsman.core.step.displacement import Displacement
 from pointsman.core.step.drafts import Drafts
@@ -167,7 +165,7 @@ class FastForward:
         batch.num_computed_tokens[rows] = computed + num_steps
         self._admission.stand_still(blocked, float(times[-2]), self._free_at_last_admission(block_steps, num_steps))
         preempted, finished = table.take_reports()
-        self._keep_last_output(last_step_id, members, computed + (num_steps - 1), preempted, finished)
+        self._emission.keep(last_step_id, computed + (num_steps - 1))
         returned: Sequence[Int64Array] = ()
         if kv.returned is not None:
             returned, kv.returned = kv.returned, []
@@ -203,43 +201,6 @@ class FastForward:
         """Free blocks when the last step asked the queue, after or before its own rows took theirs."""
         free = self._kv.pool.num_free
         return free if self._grows_first else free + int(np.count_nonzero(block_steps == num_steps - 1))
-
-    def _keep_last_output(
-        self, step_id: int, members: Members, computed: Int64Array, preempted: Sequence[Any], finished: Sequence[Any]
-    ) -> None:
-        """Explanations of waiting requests name what the newest step did; without any there is nothing to keep."""
-        if not len(self._table.queue):
-            self._emission.last_output = None
-            return
-        fields: Any = OutputFields(
-            step_id,
-            len(members),
-            len(members),
-            False,
-            members.requests,
-            members.rows,
-            members.serials,
-            computed,
-            members.ones,
-            members.trues,
-            members.zeros,
-            NO_TOKENS,
-            NO_BLOCKS,
-            NO_BLOCKS,
-            NO_BLOCKS,
-            NO_BLOCKS.astype(np.bool_),
-            NO_TOKENS,
-            NO_BLOCKS,
-            (),
-            (),
-            (),
-            (),
-            0,
-            (),
-            (),
-        )
-        fields.__class__ = SchedulerOutput
-        self._emission.last_output = fields
 
     def _check_middle(self, members: Members, num_steps: int, tokens: Int32Array) -> None:
         """No token before the last step's may stop its request.
