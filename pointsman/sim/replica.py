@@ -60,6 +60,17 @@ class _Decodes(NamedTuple):
         return self._replace(times=self.times[: num_steps + 1], end=self.times.item(num_steps))
 
 
+class _Known(NamedTuple):
+    """What the simulator knows of a request, and its scheduler does not."""
+
+    number: int
+    """In the timings."""
+    num_tokens: int
+    """Prompt and output, once it has ended."""
+    filler: int
+    """The token that it generates until then."""
+
+
 class _Step(NamedTuple):
     """Planned: a step that is scheduled."""
 
@@ -101,7 +112,7 @@ class Replica:
         self._max_in_flight = config.max_steps_in_flight
         self._events = self.timeline.events
         self._ones = np.ones(_ROWS, dtype=np.int64)
-        self._is_stepping = is_stepping or config.max_steps_in_flight > 1
+        self._is_stepping = is_stepping
         self._seed, self._vocab_size = seed, vocab_size
         self._has_content = config.enable_prefix_caching
         self._planned: _Decodes | _Step | None = None
@@ -114,14 +125,12 @@ class Replica:
         self._last_token = np.zeros(_ROWS, dtype=np.int64)  # the number of tokens with which it ends
         self._filler = np.zeros(_ROWS, dtype=np.int32)  # the token id of its output
         self._number = np.zeros(_ROWS, dtype=np.int64)  # of the request, in `timings`
-        self._ends: dict[Request, int] = {}  # the number of tokens with which each request ends
-        self._numbers: dict[Request, int] = {}
-        self._fillers: dict[Request, int] = {}
+        self._known: dict[Request, _Known] = {}  # of each unfinished request
 
     @property
     def num_unfinished(self) -> int:
         """Requests that it has and has not finished."""
-        return len(self._numbers)
+        return len(self._known)
 
     # ------------------------------------------------------------------ requests
 
@@ -142,9 +151,8 @@ class Replica:
             priority=request.priority,
             eos_token_ids=(EOS_TOKEN,),
         )
-        self._ends[made] = length + max(1, request.num_output_tokens)
-        self._fillers[made] = filler_token(request.index)
-        self._numbers[made] = number
+        num_tokens = length + max(1, request.num_output_tokens)
+        self._known[made] = _Known(number, num_tokens, filler_token(request.index))
         planned = self._planned
         if planned is None:
             self.now = max(self.now, now)
@@ -158,8 +166,7 @@ class Replica:
         try:
             self.scheduler.add(request, now)
         except RequestRefused as error:
-            self.refused.append((self._numbers.pop(request), str(error)))
-            del self._ends[request], self._fillers[request]
+            self.refused.append((self._known.pop(request).number, str(error)))
 
     # ------------------------------------------------------------------ events
 
@@ -278,10 +285,8 @@ class Replica:
             request, row = output.requests[index], int(output.rows[index])
             while row >= len(self._number):
                 self._grow()
-            number = self._numbers[request]
-            self._last_token[row] = self._ends[request]
-            self._number[row] = number
-            self._filler[row] = self._fillers[request]
+            number, num_tokens, filler = self._known[request]
+            self._number[row], self._last_token[row], self._filler[row] = number, num_tokens, filler
             self._timings.admitted(number, self.now, int(output.num_cached_tokens[index - output.num_continued]))
 
     def _grow(self) -> None:
@@ -292,8 +297,7 @@ class Replica:
     def _finished(self, requests: Iterable[Request]) -> list[int]:
         numbers = []
         for request in requests:
-            number = self._numbers.pop(request)
-            del self._ends[request], self._fillers[request]
+            number = self._known.pop(request).number
             self._timings.finished(number, request)
             numbers.append(number)
         return numbers
