@@ -211,14 +211,16 @@ def products_alone(contestants: dict[str, Contestant]) -> tuple[float, dict[int,
     """
     model = contestants["mixed"].engine.loaded.model
     layers = [module for module in model.modules() if isinstance(module, JoinedLinear)]
-    inputs = [[torch.randn(count, layer.in_features) for layer in layers] for count in PRODUCT_TOKENS]
+    inputs = [
+        [torch.randn(count, layer.in_features).to(layer.weight.dtype) for layer in layers] for count in PRODUCT_TOKENS
+    ]
     samples: list[list[float]] = [[] for _ in inputs]
     with torch.inference_mode():
         for _ in range(PRODUCT_ROUNDS):
             for seconds, given in zip(samples, inputs, strict=True):
                 start = perf_counter()
                 for layer, x in zip(layers, given, strict=True):
-                    layer(x.to(layer.weight.dtype))
+                    layer(x)
                 seconds.append(perf_counter() - start)
     cost = [median(seconds) for seconds in samples]
     static, continuous = (np.interp(contestants[name].tokens, PRODUCT_TOKENS, cost).sum() for name in BATCHINGS)
