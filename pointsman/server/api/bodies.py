@@ -79,9 +79,9 @@ class BodyBudget:
         self.num_bytes -= num_bytes
         self._since_trim += num_bytes
         if self._since_trim >= TRIM_BYTES and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(TRIM_SECONDS, self._trim)
+            self._timer = asyncio.get_running_loop().call_later(TRIM_SECONDS, self._trim_unless_held)
 
-    def _trim(self) -> None:
+    def _trim_unless_held(self) -> None:
         """The bytes that were given back are free by now; while as many are held, the next ones given back count."""
         self._timer = None
         if self.num_bytes < TRIM_BYTES:
