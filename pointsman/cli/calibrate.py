@@ -13,12 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from pointsman.cli.errors import EXIT_OK, CommandError
-from pointsman.sim.errors import SimulationError
-from pointsman.traces import TraceError
+from pointsman.cli.errors import EXIT_OK, CommandError, check_writable
 
 if TYPE_CHECKING:
     from pointsman.sim.calibrate import Calibration
@@ -113,8 +110,11 @@ def calibrate(
     except ModuleNotFoundError:
         raise CommandError("calibrate needs scipy; install it with: pip install 'pointsman[sim]'") from None
     from pointsman.sim.calibrate import calibrate as fit
+    from pointsman.sim.errors import SimulationError
     from pointsman.sim.profile import EngineSettings
+    from pointsman.traces import TraceError
 
+    check_writable(output)
     if plot is not None:
         _check_plot(plot)
     settings = EngineSettings(
@@ -152,6 +152,8 @@ def calibrate(
 @contextmanager
 def _progress() -> Iterator[FitProgress | None]:
     """A line with the time that remains, where stderr is a terminal."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
     if not sys.stderr.isatty():
         yield None
         return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -19,3 +21,18 @@ class CommandError(Exception):
     def __init__(self, message: str, exit_code: int = EXIT_BAD_INPUT) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+def check_writable(path: str | None) -> None:
+    """Refuse a file that cannot be written before time is spent on what it would hold.
+
+    Raises:
+        CommandError: it cannot be opened.
+    """
+    if path is None:
+        return
+    try:
+        with Path(path).open("a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error.strerror}") from None

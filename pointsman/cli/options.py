@@ -409,7 +409,7 @@ ChatMaxTokens = Annotated[int | None, typer.Option("--max-tokens", help="Maximum
 Panels = Mapping[str, tuple[str, ...]]
 """Titles of a help page, each with the names of its options, in order. An option is in the first panel that has it."""
 
-_ENGINE_PANELS: Panels = {
+ENGINE_PANELS: Panels = {
     "Model and device": ("dtype", "quantization", "device", "attention", "fuse", "threads"),
     "KV pool and prefix cache": (
         "num_blocks",
@@ -481,7 +481,7 @@ GENERATE_HELP: Panels = {
     ),
     "Traces": ("speed", "limit"),
     "Sampling": ("top_p", "top_k", "seed", "stop", "ignore_eos"),
-    **_ENGINE_PANELS,
+    **ENGINE_PANELS,
 }
 
 SERVE_HELP: Panels = {
@@ -520,7 +520,7 @@ SERVE_HELP: Panels = {
         "max_step_retries",
         "warm_up",
     ),
-    **_ENGINE_PANELS,
+    **ENGINE_PANELS,
 }
 
 

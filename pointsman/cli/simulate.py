@@ -9,14 +9,13 @@ import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from pointsman.cli.errors import EXIT_INTERRUPTED, EXIT_OK, CommandError
+from pointsman.cli.errors import EXIT_INTERRUPTED, EXIT_OK, CommandError, check_writable
 from pointsman.cli.simulation import Arriving, Service, seconds, what_arrives, what_serves
 from pointsman.sim.profile import warn_outside
 from pointsman.sim.report import Report, figures
@@ -115,21 +114,6 @@ def print_setting(service: Service, arriving: Arriving, replicas: int, speed: fl
 def stdout_console() -> Console:
     """Standard output, as wide as the terminal; 100 columns in a pipe or a file."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else 100)
-
-
-def check_writable(path: str | None) -> None:
-    """Refuse a file that cannot be written before time is spent on what it would hold.
-
-    Raises:
-        CommandError: it cannot be opened.
-    """
-    if path is None:
-        return
-    try:
-        with Path(path).open("a", encoding="utf-8"):
-            pass
-    except OSError as error:
-        raise CommandError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _at_speed(speed: float) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pointsman.cli.options import KNOBS, Panels
+from pointsman.cli.options import ENGINE_PANELS, KNOBS, Panels
 
 ARRIVING: dict[str, Any] = {
     "trace": Annotated[
@@ -178,27 +178,8 @@ ListNames = Annotated[bool, typer.Option("--list", help="Show models, devices, r
 _SERVICE_PANELS: Panels = {
     "Model, device and fleet": ("profile", "tensor_parallel", "gpu_memory_utilization", "routing"),
     "KV pool and prefix cache": ("num_blocks", "block_size", "max_model_len", "enable_prefix_caching"),
-    "Steps": (
-        "max_num_seqs",
-        "max_num_active_seqs",
-        "max_num_batched_tokens",
-        "enable_chunked_prefill",
-        "long_prefill_token_threshold",
-        "long_prefill_token_threshold_adaptive",
-        "max_num_partial_prefills",
-        "max_long_partial_prefills",
-        "max_steps_in_flight",
-        "batching",
-    ),
-    "Admission and preemption": (
-        "preset",
-        "order",
-        "victim",
-        "displace",
-        "full_sequence_must_fit",
-        "watermark",
-        "decode_reserve",
-    ),
+    "Steps": ENGINE_PANELS["Steps"],
+    "Admission and preemption": ("preset", *ENGINE_PANELS["Admission and preemption"]),
 }
 SIMULATE_HELP: Panels = {
     "Main options": (
