@@ -12,6 +12,8 @@ from _pytest.logging import LogCaptureFixture
 
 from pointsman.core.recording import Recorder
 from pointsman.engine import Engine, EngineStepError, PoolingParams, SamplingParams
+from pointsman.engine.drafts import prompt_lookup
+from pointsman.engine.drafts.worth import StepCost
 from pointsman.engine.kernels.attention import attention_kernel
 from pointsman.engine.kernels.layers import gate_kernel, heads_kernel, norm_kernel
 from pointsman.engine.model.loaded import LoadedModel
@@ -76,6 +78,15 @@ KNOBS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.fixture
+def drafts_ignore_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the search for drafts measures of steps and of itself differs from engine to engine: every step is searched,
+    and what a step costs is not observed."""
+    monkeypatch.setattr(prompt_lookup, "SEARCH_SHARE", 1e9)
+    monkeypatch.setattr(StepCost, "observe", lambda self, num_tokens, seconds: None)
+
+
+@pytest.mark.usefixtures("drafts_ignore_times")
 @pytest.mark.parametrize(
     "knobs",
     short_of(KNOBS, [KNOBS[at] for at in (1, 3, 4, 6)]),
