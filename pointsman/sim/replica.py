@@ -57,7 +57,8 @@ class _Decodes(NamedTuple):
         if self.end <= time:
             return self
         num_steps = self.times[1:].searchsorted(time) + 1
-        return self._replace(times=self.times[: num_steps + 1], end=self.times.item(num_steps))
+        _, times, rows, known, num_left, first_end = self
+        return _Decodes(times.item(num_steps), times[: num_steps + 1], rows, known, num_left, first_end)
 
 
 class _Known(NamedTuple):

@@ -151,14 +151,19 @@ class KVCacheManager:
 
     def grow(self, batch: Batch, rows: Int64Array, counts: Int64Array) -> Int32Array:
         """Append `counts[i]` (at least 1) new blocks to the table of `rows[i]`. Returns them all, in row order."""
-        total = int(counts.sum())
+        total = int(counts.dot(batch.ones[: len(counts)]))  # in half the time of a sum
         if total == len(rows):
             return self.grow_by_one(batch, rows)
         blocks = self._take(total).astype(INT32)
         slots = batch.num_slots[rows]
-        within = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
-        batch.block_table[np.repeat(rows, counts), np.repeat(slots // self.block_size, counts) + within] = blocks
-        batch.num_slots[rows] = slots + counts * self.block_size
+        if len(rows) == 1:  # a prefill's next chunk, most often
+            row, first = rows.item(0), slots.item(0) // self.block_size
+            batch.block_table[row, first : first + total] = blocks
+        else:
+            # Where the first block of each row goes, less the blocks of the rows before it.
+            places = batch.table_starts[rows] + slots // self._size + counts - counts.cumsum()
+            batch.flat_table[places.repeat(counts) + np.arange(total)] = blocks
+        batch.num_slots[rows] = slots + counts * self._size
         return blocks
 
     def grow_for_steps(
