@@ -9,11 +9,10 @@ import re
 import select
 import shlex
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import pytest
 from _server_process import wait_until
@@ -259,14 +258,17 @@ def test_a_recording_that_cannot_be_written_on(pointsman: Run, model: str) -> No
 
 @pytest.mark.e2e
 def test_a_reader_that_goes_away_is_no_error_message(model: str) -> None:
-    command = [sys.executable, "-m", "pointsman", "generate", "--model", model, "--prompt", "a", "--prompt", "b"]
+    command = ["generate", "--model", model, "--prompt", "a", "--prompt", "b"]
     command += ["--json", "--ignore-eos", "--batching", "static"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        assert process.stdout is not None and process.stderr is not None
-        process.stdout.close()
-        err = process.stderr.read()
-    assert process.returncode == 1
-    assert "Traceback" not in err and "Exception ignored" not in err
+    unread, out = os.pipe()
+    with TemporaryFile("w+") as err:
+        process = start_command(*command, descriptors=[0, out, err.fileno()])
+        os.close(out)
+        os.close(unread)
+        assert process.wait(timeout=60) == 1
+        err.seek(0)
+        said = err.read()
+    assert "Traceback" not in said and "Exception ignored" not in said
 
 
 @pytest.mark.e2e
@@ -276,16 +278,17 @@ def test_ctrl_c_aborts_and_tells_what_was_done(model: str, tmp_path: Path) -> No
     # The second request arrives after an hour, so the run would last that long.
     arrivals = [0, 3_600_000]
     trace.write_text("\n".join(json.dumps({"timestamp": t, "input_length": 9, "output_length": 9}) for t in arrivals))
-    command = [sys.executable, "-m", "pointsman", "generate", "--model", model, "--trace", str(trace)]
-    command += ["--json", "--record", str(recording)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        assert process.stdout is not None
-        first = json.loads(process.stdout.readline())  # the first request has ended, so the loop runs
+    command = ["generate", "--model", model, "--trace", str(trace), "--json", "--record", str(recording)]
+    output, theirs = os.pipe()
+    with open(output) as lines, TemporaryFile("w+") as err:
+        process = start_command(*command, descriptors=[0, theirs, err.fileno()])
+        os.close(theirs)
+        first = json.loads(lines.readline())  # the first request has ended, so the loop runs
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "Traceback" not in err
-    summary = json.loads(out.splitlines()[-1])
+        summary = json.loads(lines.read().splitlines()[-1])
+        assert process.wait(timeout=60) == 130
+        err.seek(0)
+        assert "Traceback" not in err.read()
     assert first["request_id"] == "trace-0" and first["finish_reason"] == "length"
     assert summary["interrupted"] is True
     assert summary["finished"]["length"] == 1

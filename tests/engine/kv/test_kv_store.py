@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from pointsman.core import ConfigError, RequestStatus
 from pointsman.engine import AsyncEngine, Engine, EngineStepError, RequestOutput
 from pointsman.engine.kv.connector import EngineConnector
+from pointsman.engine.kv.pool import KVPool, LayerShape
 from pointsman.engine.kv.store import ABANDONED_AFTER, BadBlock, BlockFolder, KVStore
 from pointsman.engine.model.fingerprint import model_fingerprint
 from pointsman.engine.model.loaded import LoadedModel
@@ -40,6 +42,7 @@ from tests.engine.kv_requests import (
     settle,
 )
 from tests.engine.tiny_models import FAMILIES, build
+from tests.forked_engines import fork_server
 
 KEYS = [bytes([number]) * 32 for number in range(8)]
 
@@ -196,34 +199,38 @@ def test_a_write_that_breaks_off_leaves_nothing(
     assert store.folder.write(KEYS[0], block_of(store, 1)) > 0 and store.folder.read(KEYS[0])
 
 
-WRITE_FOREVER = """
-import sys, torch
-from pathlib import Path
-from pointsman.engine.kv.pool import KVPool, LayerShape
-from pointsman.engine.kv.store import BlockFolder
-pool = KVPool([LayerShape(2, 64, 64, 2)] * 4, num_blocks=1, block_size=32, dtype=torch.float32)
-for name, part in pool.block(0).items():
-    part.fill_(3.0)
-folder = BlockFolder(Path(sys.argv[1]), "f", pool)
-print("ready", flush=True)
-for number in range(10**9):
-    folder.write(number.to_bytes(32, "big"), pool.block(0))
-"""
+def small_pool() -> KVPool:
+    return KVPool([LayerShape(2, 64, 64, 2)] * 4, num_blocks=1, block_size=32, dtype=torch.float32)
+
+
+def write_forever(folder: str) -> None:
+    """What the process that is killed does."""
+    pool = small_pool()
+    for part in pool.block(0).values():
+        part.fill_(3.0)
+    blocks = BlockFolder(Path(folder), "f", pool)
+    print("ready", flush=True)
+    for number in count():
+        blocks.write(number.to_bytes(32, "big"), pool.block(0))
 
 
 @pytest.mark.e2e
 def test_a_process_that_is_killed_while_it_writes_leaves_no_torn_block(tmp_path: Path) -> None:
-    from pointsman.engine.kv.pool import KVPool, LayerShape
-
     for number in range(4):
-        process = subprocess.Popen([sys.executable, "-c", WRITE_FOREVER, str(tmp_path)], stdout=subprocess.PIPE)
-        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-        time.sleep(0.05 + 0.03 * number)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
-    pool = KVPool([LayerShape(2, 64, 64, 2)] * 4, num_blocks=1, block_size=32, dtype=torch.float32)
-    folder = BlockFolder(tmp_path, "f", pool)
+        output, theirs = os.pipe()
+        with open(output) as said:
+            process = fork_server().start(
+                "tests.engine.kv.test_kv_store:write_forever",
+                [str(tmp_path)],
+                descriptors=[0, theirs, 2],
+                environment=os.environ,
+            )
+            os.close(theirs)
+            assert said.readline() == "ready\n"
+            time.sleep(0.05 + 0.03 * number)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+    folder = BlockFolder(tmp_path, "f", small_pool())
     files = sorted(tmp_path.glob("*/*.safetensors"))
     assert len(files) > 10
     for path in files:
