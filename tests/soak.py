@@ -1,15 +1,22 @@
 """The short form of a test, which every run has, and the long one, which `make soak` has: POINTSMAN_SOAK=1.
 
-A test that exists in the long form alone is marked `soak`, and so is a parameter that only the long form has.
+A test that exists in the long form alone is marked `soak`, and so is a parameter that only the long form has. Where
+cases are many and each finds something of its own, the short form takes a part of them, the next part with the next
+commit.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Container
-from typing import Any
+import subprocess
+from collections.abc import Collection, Container, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
+
+Case = TypeVar("Case")
 
 SOAK = os.environ.get("POINTSMAN_SOAK") == "1"
 
@@ -23,3 +30,45 @@ def short_of(cases: Collection[Any], short: Container[Any]) -> list[Any]:
     """Parameters of a test: all of `cases`, of which the short form runs those in `short`."""
     marked = [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.soak) for case in cases]
     return [case if case in short else mark for case, mark in zip(cases, marked, strict=True)]
+
+
+def part_of_commit(cases: Sequence[Case], num_parts: int) -> Sequence[Case]:
+    """The cases of this run: all in the long form, otherwise one of `num_parts` parts of them (`part_number`)."""
+    number = part_number()
+    return cases if number is None else part_of(cases, number, num_parts)
+
+
+def part_of(cases: Sequence[Case], number: int, num_parts: int) -> Sequence[Case]:
+    """Every `num_parts`th case; consecutive numbers give every case once."""
+    return cases[number % num_parts :: num_parts]
+
+
+@cache
+def part_number() -> int | None:
+    """Which part this run takes; None: all of them.
+
+    `POINTSMAN_PART` says which (a number, or "all"). Without it the long form takes all, and every other run the part
+    that follows the one of the commit before; where the history is not known, the commit's hash chooses.
+
+    Raises:
+        ValueError: `POINTSMAN_PART` is neither.
+    """
+    asked = os.environ.get("POINTSMAN_PART") or ("all" if SOAK else "")
+    if asked == "all":
+        return None
+    if asked:
+        if not asked.isdecimal():
+            raise ValueError(f"POINTSMAN_PART={asked}: it must be all, or a number")
+        return int(asked)
+    if _git("rev-parse", "--is-shallow-repository") == "false":
+        return int(_git("rev-list", "--count", "HEAD"))
+    return int(_git("rev-parse", "HEAD") or "0", 16)
+
+
+def _git(*arguments: str) -> str:
+    """What git says about this checkout; nothing where it is none, or where there is no git."""
+    try:
+        command = ["git", *arguments]
+        return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return ""

@@ -25,7 +25,7 @@ from pointsman.engine.attention.paged import AttentionBackend
 from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.model.loader import wrap_model
 from tests.engine.tiny_models import FAMILIES, THOROUGH, VOCAB_SIZE, build
-from tests.soak import short_of
+from tests.soak import part_of_commit, short_of
 
 pytestmark = pytest.mark.e2e
 
@@ -46,6 +46,7 @@ TIGHT: dict[str, Any] = {
 EVERYTHING: dict[str, Any] = {**TIGHT, "num_blocks": 18, "max_num_seqs": 6, "max_num_batched_tokens": 14}
 """The same with a budget that cuts nearly every prompt into chunks."""
 
+OF_THIS_COMMIT = part_of_commit(sorted(FAMILIES), 3)
 
 BACKENDS = {"torch": "torch", "fast": "auto"}
 """Plain PyTorch on the model's own layers, and what is the default: compiled attention and whatever layers fuse."""
@@ -176,11 +177,12 @@ class Watched:
 
 @pytest.mark.parametrize(
     ("case", "backend"),
-    short_of([*product(FAMILIES, BACKENDS)], [*product(THOROUGH, BACKENDS), *product(FAMILIES, ["fast"])]),
+    short_of([*product(FAMILIES, BACKENDS)], [*product(THOROUGH, BACKENDS), *product(OF_THIS_COMMIT, ["fast"])]),
     indirect=True,
 )
 def test_chunks_prefixes_and_preemption_at_once(case: Case, backend: str) -> None:
-    """The short form runs every family with what is the default, and the thorough ones with both backends."""
+    """The short form runs a third of the families with what is the default, the next third with the next commit, and
+    the thorough ones with both backends."""
     seen = Seen()
     watched = Watched(case.loaded[backend].attention)
     outputs = run(case.engine(backend, attention=watched, **EVERYTHING), case.prompts, greedy(case), seen)

@@ -4,16 +4,13 @@ A fault that only spoils bookkeeping may be caught by `check_invariants` or by t
 request reads wrong KV must be caught by the shadow host alone, with `check_invariants`, the ledger and the statistics
 switched off: what catches the fault is then independent of the code that has it.
 
-An eighth of the faults is planted in each run, the next eighth with the next commit: see `chosen_part`.
+An eighth of the faults is planted in each run, the next eighth with the next commit: see `part_of_commit`.
 """
 
 from __future__ import annotations
 
 import heapq
-import os
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +26,7 @@ from pointsman.core import (
     Scheduler,
 )
 from tests.by_name import find, replace
-from tests.soak import SOAK
+from tests.soak import part_of_commit
 
 from . import transfers as device
 from .operations import drive
@@ -987,41 +984,8 @@ WRONG_CONTENT: tuple[Fault, ...] = (
 )
 
 
-def chosen_part() -> int | None:
-    """Which of the `NUM_PARTS` parts of the faults is planted in this run, from 1; None: all of them.
-
-    `POINTSMAN_FAULTS` says which ("3", or "all"). Without it the long form plants all, and every other run the part
-    that follows the one of the commit before; where the history is not known, the commit's hash chooses.
-    """
-    asked = os.environ.get("POINTSMAN_FAULTS") or ("all" if SOAK else "")
-    if asked == "all":
-        return None
-    if asked:
-        part = int(asked)
-        if not 1 <= part <= NUM_PARTS:
-            raise ValueError(f"POINTSMAN_FAULTS={asked}: it must be all, or 1 to {NUM_PARTS}")
-        return part
-    if _git("rev-parse", "--is-shallow-repository") == "false":
-        return int(_git("rev-list", "--count", "HEAD")) % NUM_PARTS + 1
-    return int(_git("rev-parse", "HEAD") or "0", 16) % NUM_PARTS + 1
-
-
-def _git(*arguments: str) -> str:
-    """What git says about this checkout; nothing where it is none, or where there is no git."""
-    try:
-        command = ["git", *arguments]
-        return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
-    except OSError:
-        return ""
-
-
-def part_of(faults: tuple[Fault, ...], part: int | None) -> tuple[Fault, ...]:
-    """Every `NUM_PARTS`th fault, or all."""
-    return faults if part is None else faults[part - 1 :: NUM_PARTS]
-
-
-PART = chosen_part()
-CHOSEN_BOOKKEEPING, CHOSEN_CONTENT = part_of(BOOKKEEPING, PART), part_of(WRONG_CONTENT, PART)
+CHOSEN_BOOKKEEPING = tuple(part_of_commit(BOOKKEEPING, NUM_PARTS))
+CHOSEN_CONTENT = tuple(part_of_commit(WRONG_CONTENT, NUM_PARTS))
 
 
 def first_catch(overrides: dict[str, Any], kind: type[AssertionError]) -> AssertionError:
@@ -1071,11 +1035,7 @@ def test_wrong_content_is_caught_by_the_shadow_alone(
     assert any(sign in error for sign in signs), error
 
 
-def test_every_fault_is_in_one_part() -> None:
-    """What the runs of as many commits as there are parts plant, taken together, is everything, once."""
-    for faults in (BOOKKEEPING, WRONG_CONTENT):
-        planted = [fault for part in range(1, NUM_PARTS + 1) for fault in part_of(faults, part)]
-        assert sorted(names(tuple(planted))) == sorted(names(faults))
+def test_every_fault_has_a_name() -> None:
     assert len(set(names(BOOKKEEPING + WRONG_CONTENT))) == len(BOOKKEEPING + WRONG_CONTENT)
 
 

@@ -1,0 +1,15 @@
+"""Does the short form leave out nothing for good? Consecutive commits take every part once."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.soak import part_of
+
+
+@pytest.mark.parametrize(("num_cases", "num_parts"), [(104, 8), (71, 3), (2, 8), (0, 3)])
+@pytest.mark.parametrize("first", [0, 1, 7, 2**160 - 1])
+def test_consecutive_commits_take_every_case_once(num_cases: int, num_parts: int, first: int) -> None:
+    cases = list(range(num_cases))
+    taken = [case for number in range(first, first + num_parts) for case in part_of(cases, number, num_parts)]
+    assert sorted(taken) == cases
