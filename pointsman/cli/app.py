@@ -207,9 +207,10 @@ def capacity(
     list_names: sim.ListNames = False,
     **values: Any,
 ) -> int:
-    """Find how many requests a second a service handles within its targets, or on how many replicas.
+    """Find how many requests a second a service handles within its targets, how many users, or on how many replicas.
 
-    Each probe simulates the same requests, faster or slower. Without targets: TTFT within 2 s.
+    Each probe simulates the same requests, faster or slower. With --think they come from users, who read an answer and
+    think before they ask again, and their number is found. Without targets: TTFT within 2 s.
     """
     from pointsman.cli.capacity import run_capacity
     from pointsman.cli.simulation import names

@@ -1,4 +1,4 @@
-"""`pointsman capacity`: how many requests a second within the targets, or on how many replicas."""
+"""`pointsman capacity`: how many requests a second, or users, within the targets, or on how many replicas."""
 
 from __future__ import annotations
 
@@ -15,14 +15,23 @@ from rich.text import Text
 from pointsman.cli.errors import EXIT_INTERRUPTED, EXIT_OK, CommandError
 from pointsman.cli.simulate import ProgressBar, print_setting, setting_as_json, stdout_console
 from pointsman.cli.simulation import Arriving, Service, seconds, what_arrives, what_serves
-from pointsman.sim.capacity import DENSE_GAP, SPARSE_GAP, Capacity, Probe, Question, fewest_replicas, highest_rate
+from pointsman.sim.capacity import (
+    DENSE_GAP,
+    SPARSE_GAP,
+    Capacity,
+    Probe,
+    Question,
+    fewest_replicas,
+    highest_rate,
+    most_users,
+)
 from pointsman.sim.report.summary import Targets
 
 DEFAULT_TARGETS = Targets(ttft=2.0)
 PER_REPLICA, AT_MOST = 2000, 10_000
 """Requests of a probe."""
-_COLUMNS = ("requests/s", "replicas", "within targets", "TTFT p99", "longest gap p99", "")
-_WIDTHS = tuple(max(10, len(column)) for column in _COLUMNS)
+_COLUMNS = ("users", "requests/s", "replicas", "within targets", "TTFT p99", "longest gap p99", "")
+_WIDTHS = (7, *(max(10, len(column)) for column in _COLUMNS[1:]))
 
 
 def run_capacity(
@@ -46,11 +55,18 @@ def run_capacity(
     """
     low, high = replica_range(replicas)
     targets = Targets(*(seconds(name, options.get(name)) for name in ("ttft_target", "itl_target"))) or DEFAULT_TARGETS
-    if rate is not None and low == high:
-        raise CommandError(
-            "--requests-per-second has no effect with a fixed number of replicas, for which the rate is found; give a "
-            "range like --replicas 1-16"
-        )
+    users = options.get("users")
+    asks_users = users is not None or ("think" in options and "sessions" not in options)
+    for option, load in (("--requests-per-second", rate), ("--users", users)):
+        if load is not None and low == high:
+            raise CommandError(
+                f"{option} has no effect with a fixed number of replicas, for which it is found; give a range like "
+                "--replicas 1-16"
+            )
+    if asks_users and rate is not None:
+        raise CommandError("--requests-per-second has no effect beside --users or --think; give one of them")
+    if asks_users and users is None and low < high:
+        raise CommandError("--think with a range of replicas needs --users: for how many users is the range?")
     if high == 1 and "routing" in options:
         raise CommandError("--routing has no effect with one replica; give --replicas 2 or more")
     if rate is not None and not 0 < rate < math.inf:
@@ -63,8 +79,8 @@ def run_capacity(
         raise CommandError(f"--requests is {num_requests}; it must be at least 2, and thousands tell more")
     service = what_serves(options, preset)
     num_requests = num_requests or min(PER_REPLICA * high, AT_MOST)
-    arriving = what_arrives(options, num_requests)
-    if arriving.rate == math.inf:
+    arriving = what_arrives(options, num_requests, asks_users=asks_users)
+    if arriving.rate == math.inf and not asks_users:
         raise CommandError(
             f"{options['trace']}: its requests all arrive at once, so that they have no rate; give --arrivals instead"
         )
@@ -83,7 +99,9 @@ def run_capacity(
         with ProgressBar("probed", None) as bar:
             question = search.question(bar)
             if low < high:
-                found = fewest_replicas(question, rate or arriving.rate, low, high)
+                found = fewest_replicas(question, users or rate or arriving.rate, low, high)
+            elif asks_users:
+                found = most_users(question, high, tolerance=tolerance)
             else:
                 found = highest_rate(question, high, tolerance=tolerance)
     except KeyboardInterrupt:
@@ -136,9 +154,10 @@ class _Search:
 
     def question(self, bar: ProgressBar) -> Question:
         """The question; each probe prints a row under the heading that is printed here."""
-        arriving = self.arriving
+        arriving, of_users = self.arriving, self.arriving.of_users
         question = Question(
-            workload=lambda rate: arriving.at_speed(rate / arriving.rate),
+            workload=lambda load: of_users(int(load)) if of_users else arriving.at_speed(load / arriving.rate),
+            is_of_users=of_users is not None,
             config=self.service.config,
             step_time=self.service.step_time,
             targets=self.targets,
@@ -152,7 +171,8 @@ class _Search:
             print_setting(self.service, arriving, 1)
             self.console.print(Text(self.service.about_times, style="yellow"))
             self.console.print(f"Targets: {self.target_text()}; for at least {self.share:.6g} of the requests.")
-            self.console.print("Each probe sends all of these requests, faster or slower.\n")
+            how = "from another number of users" if of_users else "faster or slower"
+            self.console.print(f"Each probe sends these requests, {how}.\n")
             self._print(_COLUMNS, "bold")
         return question
 
@@ -170,6 +190,7 @@ class _Search:
             return
         is_dense = probe.rate >= 1 / DENSE_GAP
         cells = (
+            "" if probe.num_users is None else f"{probe.num_users:,}",
             "all at once" if is_dense else f"{probe.rate:,.3g}" if probe.rate < 100 else f"{probe.rate:,.0f}",
             str(probe.num_replicas),
             f"{100 * probe.share:.2f} %",
@@ -180,7 +201,9 @@ class _Search:
         self._print(cells, "green" if probe.meets else "")
 
     def _print(self, cells: tuple[str, ...], style: str) -> None:
-        line = "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, _WIDTHS, strict=True))
+        first = 0 if self.arriving.of_users else 1  # no column for users where there are none
+        columns = list(zip(cells, _WIDTHS, strict=True))[first:]
+        line = "  ".join(f"{cell:>{width}}" for cell, width in columns)
         self.console.print(Text(line.rstrip(), style=style))
 
     def as_json(self, found: Capacity, answer: list[str], is_complete: bool) -> dict[str, Any]:
@@ -208,6 +231,8 @@ def _answer(found: Capacity, search: _Search, low: int, high: int, is_complete: 
     last = found.probes[-1]
     if low < high:
         lines += _replica_answer(meets, misses, last, low, high)
+    elif search.arriving.of_users:
+        lines += _user_answer(meets, misses, last, search, high)
     elif meets is None:
         lines.append(
             f"Nothing meets the targets: even with one request each {SPARSE_GAP:,.0f} s, {_figures(found.probes[0])}."
@@ -220,10 +245,9 @@ def _answer(found: Capacity, search: _Search, low: int, high: int, is_complete: 
     elif misses.rate >= 1 / DENSE_GAP:
         lines.append(f"At least {meets.rate:.3g} requests/s meet the targets; all at once do not.")
     else:
-        on = f"{high} replica{'s' * (high > 1)}"
         lines.append(
-            f"Capacity: {meets.rate:.4g} requests/s on {on} ({meets.rate:.4g} meet the targets, {misses.rate:.4g} do "
-            "not)."
+            f"Capacity: {meets.rate:.4g} requests/s on {_replicas(high)} ({meets.rate:.4g} meet the targets, "
+            f"{misses.rate:.4g} do not)."
         )
         lines.append(f"At {meets.rate:.4g} requests/s, {_figures(meets)}.")
     if _gaps_decide(misses, search.targets):
@@ -252,19 +276,43 @@ def _gaps_decide(misses: Probe | None, targets: Targets) -> bool:
     return misses.longest_gap_p99 > targets.itl and misses.ttft_p99 <= (targets.ttft or math.inf)
 
 
-def _replica_answer(meets: Probe | None, misses: Probe | None, last: Probe, low: int, high: int) -> list[str]:
+def _user_answer(meets: Probe | None, misses: Probe | None, last: Probe, search: _Search, high: int) -> list[str]:
     if meets is None:
-        return [f"Even {high} replicas miss the targets at {last.rate:.4g} requests/s: {_figures(last)}."]
-    count = f"{meets.num_replicas} replica{'s' * (meets.num_replicas > 1)}"
+        return [f"Nothing meets the targets: even with one user, {_figures(last)}."]
     if misses is None:
         return [
-            f"{count} are enough for {meets.rate:.4g} requests/s, the fewest of {low} to {high}: {_figures(meets)}."
+            f"At least {meets.num_users:,} users meet the targets: {_figures(meets)}; {search.how_to_lengthen(meets)} "
+            "to ask for more of them."
         ]
     return [
-        f"{count} serve {meets.rate:.4g} requests/s within the targets; {misses.num_replicas} "
-        f"{'does' if misses.num_replicas == 1 else 'do'} not.",
-        f"On {count}, {_figures(meets)}; on {misses.num_replicas}, {100 * misses.share:.2f} % meet them.",
+        f"Capacity: {meets.num_users:,} users on {_replicas(high)} ({meets.num_users:,} meet the targets, "
+        f"{misses.num_users:,} do not).",
+        f"They send {meets.rate:.4g} requests/s; {_figures(meets)}.",
     ]
+
+
+def _replica_answer(meets: Probe | None, misses: Probe | None, last: Probe, low: int, high: int) -> list[str]:
+    if meets is None:
+        return [f"Even {high} replicas miss the targets {_load(last)}: {_figures(last)}."]
+    if misses is None:
+        return [
+            f"{_replicas(meets.num_replicas)} {'is' if meets.num_replicas == 1 else 'are'} enough {_load(meets)}, the "
+            f"fewest of {low} to {high}: {_figures(meets)}."
+        ]
+    return [
+        f"{_replicas(meets.num_replicas)} meet the targets {_load(meets)}; {misses.num_replicas} "
+        f"{'does' if misses.num_replicas == 1 else 'do'} not.",
+        f"On {_replicas(meets.num_replicas)}, {_figures(meets)}; on {misses.num_replicas}, {100 * misses.share:.2f} % "
+        "meet them.",
+    ]
+
+
+def _load(probe: Probe) -> str:
+    return f"at {probe.rate:.4g} requests/s" if probe.num_users is None else f"with {probe.num_users:,} users"
+
+
+def _replicas(count: int) -> str:
+    return f"{count} replica{'s' * (count > 1)}"
 
 
 def _figures(probe: Probe) -> str:

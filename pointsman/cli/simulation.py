@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from pointsman.cli.errors import CommandError
@@ -39,6 +40,8 @@ DEFAULTS = {"arrivals": "poisson:4", "prompt_tokens": "lognormal:1000,0.8", "out
 """The built-in example, about the lengths of a chat service; also what is generated where an option is left out."""
 SESSION_DEFAULTS = {"turns": "uniform:2,8", "new_tokens": "lognormal:60,1"}
 NUM_REQUESTS = 1000
+REQUESTS_PER_USER = 10
+"""At least so many where a number of users is asked for and requests are generated."""
 MODEL, DEVICE = "Llama-3.1-8B", "h100"
 UNBOUNDED_MODEL_LEN = 131_072
 """Where neither a model nor --max-model-len says what a sequence may have."""
@@ -57,22 +60,25 @@ class Arriving:
     """Requests a second at speed 1; infinity: all at once, or not known before they are served."""
     num_skipped: int = 0
     """Requests of a trace that had no output."""
+    of_users: Callable[[int], Workload] | None = None
+    """The same requests from that many users, who begin spread over a thinking time; None: they come by themselves."""
 
 
-def what_arrives(options: Mapping[str, Any], num_requests: int | None = None) -> Arriving:
+def what_arrives(options: Mapping[str, Any], num_requests: int | None = None, *, asks_users: bool = False) -> Arriving:
     """The workload that the options describe.
 
     Args:
         options: those that were given, by name.
         num_requests: at most so many from the start, whatever the options say; None: as they say.
+        asks_users: the requests come from users, whose number is asked for.
 
     Raises:
         CommandError: options contradict each other, or a value or a file is wrong.
     """
-    _check_options(options)
+    _check_options(options, asks_users)
     try:
         if "trace" in options:
-            return _traced(options, num_requests)
+            return _traced(options, num_requests, asks_users)
         lengths = Lengths(
             prompt=parse_distribution(options.get("prompt_tokens", DEFAULTS["prompt_tokens"])),
             output=parse_distribution(options.get("output_tokens", DEFAULTS["output_tokens"])),
@@ -83,6 +89,14 @@ def what_arrives(options: Mapping[str, Any], num_requests: int | None = None) ->
             return _sessions(options, num_requests, seed)
         count = num_requests or options.get("requests", NUM_REQUESTS)
         of_lengths = ", ".join(f"{name.partition('_')[0]}s {options.get(name, DEFAULTS[name])}" for name in _LENGTHS)
+        if asks_users:
+
+            def of_users(users: int) -> Workload:
+                enough = max(count, REQUESTS_PER_USER * users)
+                return ClosedLoop(users, lengths, think=think, num_requests=enough, seed=seed, is_spread=True)
+
+            title = f"at least {count:,} requests, {of_lengths}, from users who think for {options.get('think', '0')} s"
+            return Arriving(title, lambda _: of_users(1), math.inf, of_users=of_users)
         if "users" in options:
             loop = ClosedLoop(options["users"], lengths, think=think, num_requests=count, seed=seed)
             return Arriving(f"{options['users']} users, {count:,} requests, {of_lengths}", lambda _: loop, math.inf)
@@ -113,7 +127,7 @@ _NEEDS: dict[str, tuple[str, ...]] = {
 }
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
+def _check_options(options: Mapping[str, Any], asks_users: bool) -> None:
     for name, least in {"limit": 1, "requests": 1, "sessions": 1, "users": 1, "seed": 0}.items():
         if options.get(name, least) < least:
             raise CommandError(f"{_option(name)} is {options[name]}; it must be at least {least}")
@@ -123,11 +137,11 @@ def _check_options(options: Mapping[str, Any]) -> None:
                 hint = "; --limit shortens a trace" if (name, other) == ("trace", "requests") else ""
                 raise CommandError(f"{_option(other)} has no effect beside {_option(name)}; give one of them{hint}")
     for name, wanted in _NEEDS.items():
-        if name in options and not any(each in options for each in wanted):
+        if name in options and not any(each in options or (each == "users" and asks_users) for each in wanted):
             raise CommandError(f"{_option(name)} has no effect alone; give {' or '.join(map(_option, wanted))} too")
 
 
-def _traced(options: Mapping[str, Any], num_requests: int | None) -> Arriving:
+def _traced(options: Mapping[str, Any], num_requests: int | None, asks_users: bool) -> Arriving:
     path = options["trace"]
     try:
         trace = read_trace(path, limit=num_requests or options.get("limit"))
@@ -138,11 +152,12 @@ def _traced(options: Mapping[str, Any], num_requests: int | None) -> Arriving:
         raise CommandError(f"{path}: none of its {len(trace)} requests has output, so there is nothing to serve")
     skipped = len(trace) - len(served)
     title = f"{len(served):,} requests of {path}"
-    if "users" in options:
-        think = parse_distribution(options.get("think", "0"))
-        loop = ClosedLoop(options["users"], served, think=think, seed=options.get("seed", 0))
+    think, seed = parse_distribution(options.get("think", "0")), options.get("seed", 0)
+    of_users = partial(ClosedLoop, source=served, think=think, seed=seed, is_spread=True) if asks_users else None
+    if "users" in options and not asks_users:
+        loop = ClosedLoop(options["users"], served, think=think, seed=seed)
         return Arriving(f"{title} from {options['users']} users", lambda _: loop, math.inf, skipped)
-    return Arriving(title, lambda speed: OpenLoop(served, rate=speed), _rate(served), skipped)
+    return Arriving(title, lambda speed: OpenLoop(served, rate=speed), _rate(served), skipped, of_users)
 
 
 def _rate(trace: Sequence[TraceRequest]) -> float:

@@ -57,6 +57,10 @@ ARRIVING: dict[str, Any] = {
             metavar="DIST", help="Seconds from an output to the next request of the same user or session [default: 0]."
         ),
     ],
+    "users": Annotated[
+        int | None,
+        typer.Option(help="A closed loop: that many users, each with at most one request at a time."),
+    ],
     "seed": Annotated[int | None, typer.Option(help="Seed of generated requests [default: 0].")],
 }
 
@@ -67,10 +71,6 @@ SIMULATED: dict[str, Any] = {
     ],
     "limit": Annotated[int | None, typer.Option(help="Number of requests from the start of the trace.")],
     "requests": Annotated[int | None, typer.Option(help="Number of generated requests [default: 1000].")],
-    "users": Annotated[
-        int | None,
-        typer.Option(help="A closed loop: that many users, each with at most one request at a time."),
-    ],
 }
 """What arrives in one simulation, beside `ARRIVING`."""
 
@@ -212,7 +212,7 @@ CAPACITY_HELP: Panels = {
         "replicas",
     ),
     "The search": ("requests_per_second", "requests", "tolerance"),
-    "What arrives": ("sessions", "turns", "new_tokens", "think", "seed"),
+    "What arrives": ("users", "think", "sessions", "turns", "new_tokens", "seed"),
     "Output": ("as_json", "list_names"),
     **_SERVICE_PANELS,
 }

@@ -1,12 +1,14 @@
-"""How many requests a second does a service handle within its targets, and on how many replicas?
+"""How many requests a second, or how many users, does a service handle within its targets, and on how many replicas?
 
-A probe simulates the same requests at another speed. The service meets its targets at a rate if at least `share` of the
-requests do: the goodput of `report/summary.py`. Two questions are answered by bisection:
+A probe simulates a load: the same requests at another speed, or from another number of users, each of whom waits for
+an answer, thinks, and asks again. The service meets its targets under a load if at least `share` of the requests do:
+the goodput of `report/summary.py`. Three questions are answered by bisection:
 
     highest_rate      of a number of replicas; between a rate that meets the targets and one that misses them
-    fewest_replicas   for a rate; between a number that misses the targets and one that meets them
+    most_users        of a number of replicas, in the same way
+    fewest_replicas   for a load; between a number that misses the targets and one that meets them
 
-Both assume that a higher rate, or fewer replicas, never serve more requests in time. Near the limit that is true within
+All assume that a higher load, or fewer replicas, never serve more requests in time. Near the limit that is true within
 the noise of a workload of some thousand requests, so the bracket is as exact as `tolerance`, and the answer as exact as
 the workload is long: a queue that grows slowly needs time to show.
 """
@@ -18,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from pointsman.core import SchedulerConfig
 from pointsman.sim.errors import SimulationError
@@ -41,7 +44,7 @@ class Probe:
     """One simulation."""
 
     rate: float
-    """Requests a second."""
+    """Requests a second; of users, those that they sent once all had begun and before the first ones were done."""
     num_replicas: int
     share: float
     """Of the requests that met all targets."""
@@ -54,14 +57,19 @@ class Probe:
     num_requests: int
     num_refused: int
     meets: bool
+    num_users: int | None = None
+    """None: requests arrived at a rate, whatever the service did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is asked of a service: everything but the rate and the number of replicas."""
+    """What is asked of a service: everything but the load and the number of replicas."""
 
     workload: Callable[[float], Workload]
-    """The requests, arriving at a mean rate, in requests a second. Each call gives the same requests."""
+    """The requests of a load: those that arrive at a mean rate, in requests a second, or those of a number of users.
+    Each call gives the same requests."""
+    is_of_users: bool = False
+    """Whether a load is a number of users."""
     config: SchedulerConfig
     """Of each replica's scheduler."""
     step_time: StepTime
@@ -81,14 +89,14 @@ class Question:
         if not self.targets:
             raise SimulationError("there is no target; give one on TTFT or ITL")
 
-    def probe(self, rate: float, num_replicas: int) -> Probe:
-        """Simulate the service at a rate.
+    def probe(self, load: float, num_replicas: int) -> Probe:
+        """Simulate the service under a load.
 
         Raises:
             KeyboardInterrupt: Ctrl-C ended the simulation; half a probe says nothing.
         """
         outcome = simulate(
-            self.workload(rate),
+            self.workload(load),
             self.config,
             self.step_time,
             num_replicas=num_replicas,
@@ -109,16 +117,18 @@ class Question:
         )
         assert report.goodput is not None
         share, gaps = report.goodput.share.value or 0.0, outcome.timings.max_gap
+        throughput = report.requests_per_second.value or 0.0
         probe = Probe(
-            rate=rate,
+            rate=_steady_rate(outcome.timings.arrival, throughput) if self.is_of_users else load,
             num_replicas=num_replicas,
             share=share,
             ttft_p99=report.ttft.p99.value,
             longest_gap_p99=float(np.percentile(gaps, 99)) if len(gaps) else None,
-            requests_per_second=report.requests_per_second.value or 0.0,
+            requests_per_second=throughput,
             num_requests=report.counts.arrived,
             num_refused=report.counts.refused,
             meets=share >= self.share,
+            num_users=int(load) if self.is_of_users else None,
         )
         if self.on_probe is not None:
             self.on_probe(probe)
@@ -147,7 +157,7 @@ class Capacity:
     def is_short(self, targets: Targets) -> bool:
         """Whether the requests of the best probe arrive in too short a time to show a queue that grows."""
         best = self.meets
-        if best is None or targets.ttft is None:
+        if best is None or targets.ttft is None or not best.rate:
             return False
         return (best.num_requests - 1) / best.rate < _SHORT_SPANS * targets.ttft
 
@@ -164,8 +174,7 @@ def highest_rate(question: Question, num_replicas: int = 1, *, tolerance: float 
     Raises:
         SimulationError: an argument is out of range.
     """
-    if not 0 < tolerance < math.inf:
-        raise SimulationError(f"tolerance is {tolerance}; it must be above 0: 0.02 is a bracket of 2 %")
+    _check_tolerance(tolerance)
     found = Capacity()
     if not found.add(question.probe(1 / SPARSE_GAP, num_replicas)).meets:
         return found
@@ -184,8 +193,35 @@ def highest_rate(question: Question, num_replicas: int = 1, *, tolerance: float 
     return found
 
 
-def fewest_replicas(question: Question, rate: float, low: int, high: int) -> Capacity:
-    """The fewest replicas, from `low` to `high`, that serve `rate` within the targets.
+def most_users(question: Question, num_replicas: int = 1, *, tolerance: float = 0.02) -> Capacity:
+    """The most users that `num_replicas` serve within the targets.
+
+    As `highest_rate`: `meets` is None if not even one user is served in time, `misses` is None if as many users as
+    there are requests are.
+
+    Raises:
+        SimulationError: an argument is out of range.
+    """
+    _check_tolerance(tolerance)
+    found = Capacity()
+    users, last = 1, found.add(question.probe(1, num_replicas))
+    while last.meets and users < last.num_requests:
+        users *= 2
+        last = found.add(question.probe(users, num_replicas))
+    if found.meets is None or found.misses is None:
+        return found
+    meets, misses = users // 2, users
+    while misses - meets > max(1, tolerance * meets):
+        middle = (meets + misses) // 2
+        if found.add(question.probe(middle, num_replicas)).meets:
+            meets = middle
+        else:
+            misses = middle
+    return found
+
+
+def fewest_replicas(question: Question, load: float, low: int, high: int) -> Capacity:
+    """The fewest replicas, from `low` to `high`, that serve `load` within the targets.
 
     `meets` is None if `high` are too few, `misses` is None if `low` are enough.
 
@@ -194,17 +230,17 @@ def fewest_replicas(question: Question, rate: float, low: int, high: int) -> Cap
     """
     if not 1 <= low <= high:
         raise SimulationError(f"replicas are from {low} to {high}; the range must begin at 1 or more, and not descend")
-    if not 0 < rate < math.inf:
-        raise SimulationError(f"the rate is {rate} requests a second; it must be finite and above 0")
+    if not 0 < load < math.inf:
+        raise SimulationError(f"the load is {load} requests a second or users; it must be finite and above 0")
     found = Capacity()
-    if not found.add(question.probe(rate, high)).meets or low == high:
+    if not found.add(question.probe(load, high)).meets or low == high:
         return found
-    if found.add(question.probe(rate, low)).meets:
+    if found.add(question.probe(load, low)).meets:
         return found
     misses, meets = low, high
     while meets - misses > 1:
         middle = (misses + meets) // 2
-        if found.add(question.probe(rate, middle)).meets:
+        if found.add(question.probe(load, middle)).meets:
             meets = middle
         else:
             misses = middle
@@ -214,3 +250,16 @@ def fewest_replicas(question: Question, rate: float, low: int, high: int) -> Cap
 def _bracket(found: Capacity) -> tuple[float, float]:
     assert found.meets is not None and found.misses is not None
     return found.meets.rate, found.misses.rate
+
+
+def _steady_rate(arrivals: npt.NDArray[np.float64], throughput: float) -> float:
+    """Requests a second between the first tenth of the arrivals and the last fifth, when some users have nothing more
+    to ask; the throughput, if they came all at once."""
+    first, last = (int(share * (len(arrivals) - 1)) for share in (0.1, 0.8))
+    seconds = float(arrivals[last] - arrivals[first])
+    return (last - first) / seconds if seconds > 0 else throughput
+
+
+def _check_tolerance(tolerance: float) -> None:
+    if not 0 < tolerance < math.inf:
+        raise SimulationError(f"tolerance is {tolerance}; it must be above 0: 0.02 is a bracket of 2 %")

@@ -75,7 +75,7 @@ Arrival: TypeAlias = tuple[float, SimRequest]
 CHUNK = 1024
 """Numbers drawn at a time. Part of what a seed means: another size gives other workloads."""
 
-_ARRIVALS, _PROMPTS, _OUTPUTS, _THINKING, _TURNS = range(5)
+_ARRIVALS, _PROMPTS, _OUTPUTS, _THINKING, _TURNS, _STARTS = range(6)
 """Purposes of generators. A new one gets a new number, so that it changes no other."""
 
 
@@ -181,7 +181,7 @@ class OpenLoop:
 
 
 class ClosedLoop:
-    """Users with at most one request each. All begin at 0 seconds.
+    """Users with at most one request each. They begin at 0 seconds, or within their first thinking time.
 
     The requests are the same, in the same order, whichever user sends them; thinking times are each user's own.
     """
@@ -194,6 +194,7 @@ class ClosedLoop:
         think: Distribution = Constant(0.0),  # noqa: B008  it is frozen
         num_requests: int | None = None,
         seed: int = 0,
+        is_spread: bool = False,
     ) -> None:
         """
         Args:
@@ -202,6 +203,8 @@ class ClosedLoop:
             think: seconds between the end of a request and the next one of its user.
             num_requests: stop after that many; None: at the end of the trace, or never.
             seed: of lengths and thinking times.
+            is_spread: each user begins at a random moment of its first thinking time, as if it had been there before;
+                otherwise all begin at once.
 
         Raises:
             WorkloadError: there are no users or no requests.
@@ -212,6 +215,7 @@ class ClosedLoop:
         self._source = source
         self._think = think
         self._seed = seed
+        self._is_spread = is_spread
         self.num_requests = num_requests
         if not isinstance(source, Lengths):
             available = sum(request.num_output_tokens > 0 for request in source)
@@ -220,12 +224,23 @@ class ClosedLoop:
 
     def first_arrivals(self) -> Iterator[Arrival]:
         self._begin()
-        for user in range(self._num_users):
+        for user, time in self._starts():
             request = next(self._requests, None)
             if request is None:
                 return
             self._users[request.index] = user
-            yield 0.0, request
+            yield time, request
+
+    def _starts(self) -> list[tuple[int, float]]:
+        """The users in the order in which they begin, and when."""
+        users = range(self._num_users)
+        if not self._is_spread:
+            return [(user, 0.0) for user in users]
+        moments = _generator(self._seed, _STARTS).random(self._num_users)
+        times = [
+            moment * next(self._thinking_times(user)) for user, moment in zip(users, moments.tolist(), strict=True)
+        ]
+        return sorted(zip(users, times, strict=True), key=lambda start: start[1])
 
     def on_finished(self, request: SimRequest, now: float) -> Arrival | None:
         user = self._users.pop(request.index)
@@ -233,9 +248,12 @@ class ClosedLoop:
         if following is None:
             return None
         self._users[following.index] = user
+        return now + next(self._thinking_times(user)), following
+
+    def _thinking_times(self, user: int) -> Iterator[float]:
         if user not in self._thinking:
             self._thinking[user] = _draws(self._think, _generator(self._seed, _THINKING, user))
-        return now + next(self._thinking[user]), following
+        return self._thinking[user]
 
     def _begin(self) -> None:
         self._requests = islice(self._all_requests(), self.num_requests)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -55,13 +56,28 @@ def test_the_fewest_replicas_for_a_rate(pointsman: Run) -> None:
     assert finished.code == 0, finished.err
     (found,) = finished.json_lines
     assert found["meets"]["num_replicas"] == found["misses"]["num_replicas"] + 1
-    assert f"{found['meets']['num_replicas']} replicas serve 60 requests/s" in found["answer"]
+    assert f"{found['meets']['num_replicas']} replicas meet the targets at 60 requests/s" in found["answer"]
 
 
 def test_replicas_that_are_too_few_or_more_than_enough(pointsman: Run) -> None:
     given = ("--requests", 60, "--ttft-target", "500ms", "--replicas", "2-3", "--requests-per-second")
     assert "Even 3 replicas miss the targets at 1e+04 requests/s" in words(pointsman("capacity", *given, 10_000))
-    assert "2 replicas are enough for 1 requests/s, the fewest of 2 to 3" in words(pointsman("capacity", *given, 1))
+    assert "2 replicas are enough at 1 requests/s, the fewest of 2 to 3" in words(pointsman("capacity", *given, 1))
+
+
+def test_the_most_users_and_the_fewest_replicas_for_them(pointsman: Run) -> None:
+    lengths = ("--requests", 40, "--prompt-tokens", 4000, "--output-tokens", 20, "--ttft-target", "1s")
+    finished = pointsman("capacity", *lengths, "--think", "exponential:2", "--tolerance", 0.2)
+    printed = words(finished)
+    heading = next(line for line in finished.out.splitlines() if "TTFT p99" in line)
+    assert heading.split()[:2] == ["users", "requests/s"]
+    assert "from another number of users" in printed
+    answer = re.search(r"Capacity: (\d+) users on 1 replica \((\d+) meet the targets, (\d+) do not\)", printed)
+    assert answer is not None and 1 < int(answer[1]) == int(answer[2]) < int(answer[3]) <= 1.2 * int(answer[1]) + 1
+    (found,) = pointsman("capacity", *lengths, "--users", 60, "--replicas", "1-8", "--json").json_lines
+    assert found["meets"]["num_users"] == 60
+    assert found["meets"]["num_replicas"] == found["misses"]["num_replicas"] + 1
+    assert f"{found['meets']['num_replicas']} replicas meet the targets with 60 users" in found["answer"]
 
 
 def test_targets_that_nothing_meets_and_that_everything_meets(pointsman: Run) -> None:
@@ -110,6 +126,10 @@ def test_ctrl_c_prints_the_bracket_so_far(pointsman: Run, monkeypatch: pytest.Mo
         (["--tolerance", "0"], ["--tolerance is 0", "above 0"]),
         (["--requests", "1"], ["--requests is 1", "at least 2"]),
         (["--requests-per-second", "5"], ["--requests-per-second", "--replicas 1-16"]),
+        (["--users", "5"], ["--users has no effect", "--replicas 1-16"]),
+        (["--think", "5", "--replicas", "1-3"], ["--think", "needs --users"]),
+        (["--users", "5", "--replicas", "1-3", "--requests-per-second", "9"], ["--requests-per-second", "--users"]),
+        (["--users", "0", "--replicas", "1-3"], ["--users is 0", "at least 1"]),
         (["--replicas", "1-3", "--requests-per-second", "-1"], ["--requests-per-second is -1", "above 0"]),
         (["--routing", "least-loaded"], ["--routing", "--replicas 2"]),
         (["--ttft-target", "soon"], ["--ttft-target is 'soon'", "500ms"]),

@@ -259,7 +259,7 @@ def test_ctrl_c_prints_the_report_so_far() -> None:
         assert process.stdout is not None
         while not process.stdout.readline().startswith("load"):
             assert process.poll() is None
-        time.sleep(0.1)
+        time.sleep(0.5)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err

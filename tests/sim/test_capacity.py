@@ -7,14 +7,16 @@ from collections.abc import Callable
 import pytest
 
 from pointsman.core import SchedulerConfig
-from pointsman.sim.capacity import Capacity, Probe, Question, fewest_replicas, highest_rate
+from pointsman.sim.capacity import Capacity, Probe, Question, fewest_replicas, highest_rate, most_users
 from pointsman.sim.errors import SimulationError
 from pointsman.sim.report.summary import Targets
 from pointsman.sim.step_time import LinearStepTime
 from pointsman.sim.workload import (
     Arrivals,
+    ClosedLoop,
     Constant,
     ConstantArrivals,
+    Exponential,
     Generated,
     Lengths,
     OpenLoop,
@@ -161,5 +163,65 @@ def test_what_makes_no_sense_is_refused() -> None:
         highest_rate(question(1), tolerance=0)
     with pytest.raises(SimulationError, match="from 3 to 2"):
         fewest_replicas(question(1), 1, 3, 2)
-    with pytest.raises(SimulationError, match="rate is -1"):
+    with pytest.raises(SimulationError, match="load is -1"):
         fewest_replicas(question(1), -1, 1, 2)
+
+
+# ------------------------------------------------------------------------------------------------------------- users
+
+THINKING = 0.9
+
+
+def of_users(ttft: float, *, most_requests: int | None = None) -> Question:
+    """Users who think for 0.9 s, of servers that take 0.1 s for each request."""
+
+    def workload(users: float) -> Workload:
+        count = 20 * int(users) if most_requests is None else most_requests
+        lengths = Lengths(Constant(16), Constant(1))
+        think = Exponential(THINKING)
+        return ClosedLoop(int(users), lengths, think=think, num_requests=count, seed=3, is_spread=True)
+
+    return Question(
+        workload=workload,
+        is_of_users=True,
+        config=ONE_AT_A_TIME,
+        step_time=LinearStepTime(per_step=SECONDS),
+        targets=Targets(ttft=ttft),
+    )
+
+
+@pytest.mark.parametrize(("ttft", "num_replicas"), [(0.35, 1), (0.8, 1), (0.35, 2)])
+def test_the_most_users_are_those_that_a_count_finds(ttft: float, num_replicas: int) -> None:
+    asked = of_users(ttft)
+    found = most_users(asked, num_replicas, tolerance=0.001)
+    assert found.meets is not None and found.misses is not None
+    most, too_many = found.meets.num_users, found.misses.num_users
+    assert most is not None and too_many == most + 1
+    meets = [asked.probe(users, num_replicas).meets for users in range(1, most + 5)]
+    assert meets[most - 1] and not meets[most]
+    assert all(meets[: most - 2]) and not any(meets[most + 2 :]), "but for noise at the edge"
+
+
+def test_users_send_what_their_thinking_and_the_answers_leave_time_for() -> None:
+    probe = of_users(10.0).probe(4, 1)
+    cycle = THINKING + SECONDS + 0.03  # now and then one waits for another
+    assert probe.num_users == 4
+    assert probe.rate == pytest.approx(4 / cycle, rel=0.25)
+
+
+def test_as_many_users_as_there_are_requests_are_the_most_that_can_be_asked_for() -> None:
+    found = most_users(of_users(100.0, most_requests=40))
+    assert found.misses is None and found.meets is not None
+    assert found.meets.num_users == 64 and found.meets.num_requests == 40
+
+
+def test_one_user_may_be_too_many() -> None:
+    found = most_users(of_users(0.01))
+    assert found.meets is None and len(found.probes) == 1
+
+
+def test_the_fewest_replicas_for_users() -> None:
+    found = fewest_replicas(of_users(0.35), 16, 1, 8)
+    assert found.meets is not None and found.misses is not None
+    assert found.meets.num_replicas == found.misses.num_replicas + 1
+    assert found.meets.num_users == found.misses.num_users == 16
