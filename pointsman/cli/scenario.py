@@ -102,7 +102,7 @@ def _table(found: Finding) -> Table:
         table.add_column("workload", no_wrap=True)
     table.add_column("variant", no_wrap=True)
     for figure in found.scenario.figures:
-        table.add_column(figure.name, justify="right")
+        table.add_column(figure.name, justify="right", min_width=max(map(len, figure.name.split())))
     last = None
     for row in found.rows:
         load = row.variant.load
@@ -118,4 +118,7 @@ def _about_seeds(found: Finding) -> list[str]:
         return ["Interrupted: these are the rows so far."]
     if len(found.seeds) == 1:
         return []
-    return [f"Means over {len(found.seeds)} seeds, with 95 % intervals (Student's t); the picture is of one of them."]
+    return [
+        f"Means over {len(found.seeds)} seeds, with 95 % intervals (Student's t over them); lines over time are of "
+        "the first."
+    ]

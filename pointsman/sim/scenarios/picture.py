@@ -18,7 +18,7 @@ _HEAD = 22  # of a panel's caption
 _CHART = _HEAD + 205  # height of a panel with axes
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, _WIDTH - 12, _HEAD + 6, _HEAD + 170  # of the plot within such a panel
 _BAR, _BAR_GAP, _LOAD = 12, 6, 20  # heights: a bar, between bars, the name of a workload
-_CHARACTER = 6.1  # width, at most, of most characters
+_CHARACTER = 6.9  # width of a wide character
 _LOG_FROM = 30.0
 _MAX_POINTS, _STRETCHES = 400, 120
 _STANDALONE = "svg { background: var(--paper); }"
@@ -117,11 +117,13 @@ def _bars(finding: Finding, panel: Bars) -> tuple[str, int]:
     labels = [figure.text(row.values[place]) for row in finding.rows]
     left = math.ceil(_CHARACTER * max(len(row.variant.name) for row in finding.rows)) + 6
     room = _WIDTH - left - math.ceil(_CHARACTER * max(map(len, labels))) - 6
-    longest: dict[str, float] = {}  # each workload has its own scale: bars compare its variants
+    longest: dict[str, float] = {}
     for row, value in zip(finding.rows, values, strict=True):
         longest[row.variant.load] = max(longest.get(row.variant.load, 0.0), value or 0.0)
     caption = _head(panel.figure)
-    if len(longest) > 1:
+    if figure.unit == "%":
+        longest = dict.fromkeys(longest, max(longest.values()))
+    elif len(longest) > 1:  # bars compare the variants of a workload
         caption += f'<text x="{_WIDTH}" y="13" text-anchor="end">each workload on its own scale</text>'
     parts, y, load = [caption], _HEAD, ""
     for row, value, label in zip(finding.rows, values, labels, strict=True):

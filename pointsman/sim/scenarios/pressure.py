@@ -101,11 +101,12 @@ WATERMARK = Scenario(
 # ---------------------------------------------------------------------- full-sequence admission
 
 _ONE, _SEVERAL = "one at a time", "several at a time"
-_FULL, _OWED, _FIRST = "full sequence", "full, vLLM's count", "first chunk"
+_FULL, _OWED, _FIRST, _NO_CACHE = "full sequence", "full, vLLM's count", "first chunk", "first chunk, no cache"
 _ADMISSIONS = {
     _FULL: {},
     _OWED: {"count_owed_blocks": False},
     _FIRST: {"full_sequence_must_fit": False},
+    _NO_CACHE: {"full_sequence_must_fit": False, "enable_prefix_caching": False},
 }
 _THRASH = 0.1  # share of recomputed tokens
 
@@ -118,17 +119,18 @@ def _check_full(found: Finding) -> list[Check]:
         Check(
             "a check of the first chunk alone admits too many",
             all(found.value(_PREEMPTIONS, _FIRST, load) > found.value(_PREEMPTIONS, _FULL, load) for load in _LOADS),
-            "; ".join(f"{both(_PREEMPTIONS, load)}, {load}" for load in _LOADS) + " (preemptions)",
+            "preemptions " + "; ".join(f"{both(_PREEMPTIONS, load)}, {load}" for load in _LOADS),
         ),
         *(
             Check(
-                f"the pool then thrashes, {load}",
-                found.value(_RECOMPUTED, _FIRST, load) > _THRASH
-                and found.value(_RATE, _FIRST, load) < 0.95 * found.value(_RATE, _FULL, load),
-                f"{found.text(_RECOMPUTED, _FIRST, load)} of all tokens recomputed; {both(_RATE, load)} (output "
-                "tokens/s)",
+                f"the pool then thrashes, {load}{', without prefix cache' if name == _NO_CACHE else ''}",
+                found.value(_RECOMPUTED, name, load) > _THRASH
+                and found.value(_RATE, name, load) < 0.95 * found.value(_RATE, _FULL, load),
+                f"{found.text(_RECOMPUTED, name, load)} of all tokens recomputed; output tokens/s "
+                f"{both(_RATE, load, name)}",
             )
             for load in _LOADS
+            for name in (_FIRST, _NO_CACHE)
         ),
         Check(
             "the check prevents that",
@@ -136,9 +138,10 @@ def _check_full(found: Finding) -> list[Check]:
             f"at most {number(100 * max(found.value(_RECOMPUTED, _FULL, load) for load in _LOADS))} % recomputed",
         ),
         Check(
-            "so it does without counting what admitted prompts still need",
+            "it need not count what admitted prompts still lack",
             all(found.value(_RECOMPUTED, _OWED, load) < _THRASH / 10 for load in _LOADS),
-            "; ".join(f"{found.text(_RECOMPUTED, _OWED, load)}, {load}" for load in _LOADS),
+            "; ".join(f"{found.text(_RECOMPUTED, _OWED, load)} recomputed, {load}" for load in _LOADS)
+            + ", if it does not",
         ),
     ]
 
@@ -152,7 +155,7 @@ FULL_SEQUENCE = Scenario(
     source="a book on vLLM",
     setting="30 prompts of lognormal:16000,0.4 tokens that are all there, in a pool of 4,000 blocks. One at a time: "
     "the first prompt takes the whole budget of 8,192 tokens; several: each takes at most 1,024 of it "
-    "(long_prefill_token_threshold). vLLM's count leaves out the blocks that admitted prompts still need.",
+    "(long_prefill_token_threshold). vLLM's count leaves out the blocks that admitted prompts still lack.",
     variants=tuple(
         Variant(
             name,
@@ -178,7 +181,7 @@ FULL_SEQUENCE = Scenario(
 
 _LONG_PROMPTS, _MANY, _LONG_OUTPUTS = "long prompts", "many short", "long outputs"
 _CACHED, _UNCACHED = "prefix cache", "no prefix cache"
-_FOUND, _FOUND_EACH, _TWICE = "found in cache", "found each, tokens", "generated twice"
+_FOUND, _FOUND_EACH, _TWICE = "found", "tokens found each", "generated twice"
 _LONG_OUTPUT_PROMPT = 64
 
 

@@ -26,7 +26,7 @@ _SYSTEM_PROMPT = 2000
 _FEW_BLOCKS = 800
 _SHARED, _TALK, _SHORT_POOL, _UNRELATED = "system prompt", "conversations", "the same, short pool", "nothing shared"
 _ON, _OFF = "cache", "no cache"
-_FOUND, _COMPUTED, _TIMES = "found", "prompt tok computed", "prefix computed, times"
+_FOUND, _COMPUTED, _TIMES = "found", "prompt tokens", "prefix computed"
 _TTFT, _TTFT_P99, _RATE = "TTFT p50", "TTFT p99", "output tok/s"
 
 _system_prompt = partial(
@@ -95,7 +95,7 @@ def _check_reuse(found: Finding) -> list[Check]:
         Check(
             "a shared prefix is computed once",
             round(found.value(_TIMES, _ON, _SHARED), 1) == 1,
-            f"{found.text(_TIMES, _ON, _SHARED)} times, {found.text(_TIMES, _OFF, _SHARED)} without a cache",
+            f"{found.text(_TIMES, _ON, _SHARED)} time, {found.text(_TIMES, _OFF, _SHARED)} times without a cache",
         ),
         *(
             Check(f"it shortens TTFT several times, {load}", gain(load) > 3, f"p50 {both(_TTFT, load)}")
