@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -14,7 +15,8 @@ from pointsman.cli.errors import EXIT_INTERRUPTED, EXIT_OK, CommandError, check_
 from pointsman.cli.simulate import ProgressBar, check_seeds, stdout_console
 from pointsman.cli.simulation import what_serves
 from pointsman.sim.errors import UnknownName
-from pointsman.sim.scenarios import Finding, scenario
+from pointsman.sim.report.intervals import Estimate
+from pointsman.sim.scenarios import Figure, Finding, scenario
 from pointsman.sim.scenarios.picture import verdict, write_page
 
 TAKES = ("model", "device", "profile", "tensor_parallel", "seed")
@@ -108,9 +110,15 @@ def _table(found: Finding) -> Table:
         load = row.variant.load
         names = [load if load != last else "", row.variant.name] if loads != {""} else [row.variant.name]
         figures = zip(found.scenario.figures, row.values, strict=True)
-        table.add_row(*names, *(figure.text(each) for figure, each in figures))
+        table.add_row(*names, *(_cell(figure, each) for figure, each in figures))
         last = load
     return table
+
+
+def _cell(figure: Figure, estimate: Estimate) -> Text:
+    """A figure, and its interval on a line of its own."""
+    value, interval = figure.text(replace(estimate, low=None, high=None)), figure.interval(estimate)
+    return Text.assemble(value, (f"\n{interval}" if interval else "", "dim"))
 
 
 def _about_seeds(found: Finding) -> list[str]:

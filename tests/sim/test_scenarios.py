@@ -156,6 +156,9 @@ def test_figures_are_means_over_the_seeds() -> None:
     assert estimate.value == pytest.approx(sum(single) / 2)
     assert estimate.low is not None and estimate.high is not None
     assert estimate.low < min(single) < max(single) < estimate.high
+    rate, end_to_end, _ = TINY.figures
+    assert rate.text(replace(estimate, value=1234.0, low=1.5, high=2000.0)) == "1,234 (1.50-2,000)"
+    assert end_to_end.text(replace(estimate, value=0.5, low=0.25, high=1.5)) == "500 ms (250-1,500)"
     assert TINY.run(CONSTANT).rows[0].values[1].low is None
     assert math.isnan(found.value("none", "one slot"))
     assert found.text("none", "one slot") == "-"

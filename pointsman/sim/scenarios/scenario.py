@@ -76,12 +76,14 @@ class Run(NamedTuple):
     @property
     def ttft(self) -> FloatArray:
         """[requests] seconds; NaN for one without a token."""
-        return self.outcome.timings.first_token - self.outcome.timings.arrival
+        seconds: FloatArray = self.outcome.timings.first_token - self.outcome.timings.arrival
+        return seconds
 
     @property
     def e2e(self) -> FloatArray:
         """[requests] seconds; NaN for one without a token."""
-        return self.outcome.timings.last_token - self.outcome.timings.arrival
+        seconds: FloatArray = self.outcome.timings.last_token - self.outcome.timings.arrival
+        return seconds
 
 
 Unit: TypeAlias = Literal["s", "%", ""]
@@ -99,12 +101,18 @@ class Figure:
 
     def text(self, estimate: Estimate) -> str:
         """With its interval if it has one."""
-        if estimate.value is None:
-            return NOTHING
-        text = self.of(estimate.value)
-        if estimate.low is None or estimate.high is None:
-            return text
-        return f"{text} ({self.of(estimate.low)} to {self.of(estimate.high)})"
+        interval = self.interval(estimate)
+        value = NOTHING if estimate.value is None else self.of(estimate.value)
+        return f"{value} ({interval})" if interval else value
+
+    def interval(self, estimate: Estimate) -> str:
+        """In the unit of the value; empty: there is none."""
+        if estimate.value is None or estimate.low is None or estimate.high is None:
+            return ""
+        factor = 1.0
+        if self.unit:
+            factor = 100.0 if self.unit == "%" else 1.0 if estimate.value >= 1 else 1e3  # as in `duration`
+        return f"{number(factor * estimate.low)}-{number(factor * estimate.high)}"
 
     def of(self, value: float) -> str:
         """One value with its unit; NaN: there is none."""
@@ -196,13 +204,12 @@ class Scenario:
         for variant in self.variants:
             runs: list[Run] = []
             for seed in seeds:
-                before = num_done
                 outcome = simulate(
                     variant.workload(seed),
                     variant.config,
                     step_time,
                     num_replicas=variant.num_replicas,
-                    progress=None if progress is None else lambda n, now, before=before: progress(before + n, now),
+                    progress=None if progress is None else _after(num_done, progress),
                 )
                 if not outcome.is_complete:
                     return Finding(self, tuple(rows), tuple(seeds), is_complete=False)
@@ -211,6 +218,11 @@ class Scenario:
             values = [[Estimate(figure.read(run)) for run in runs] for figure in self.figures]
             rows.append(Row(variant, tuple(map(over_seeds, values)), runs[0].outcome))
         return Finding(self, tuple(rows), tuple(seeds))
+
+
+def _after(num_done: int, progress: Progress) -> Progress:
+    """`progress` of a simulation before which `num_done` requests were simulated."""
+    return lambda num_finished, now: progress(num_done + num_finished, now)
 
 
 @dataclass(frozen=True, slots=True)
