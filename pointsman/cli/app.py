@@ -165,6 +165,8 @@ def chat(
 def simulate(
     preset: sim.SimulatedPreset = None,
     replicas: sim.Replicas = 1,
+    scenario: sim.ScenarioName = None,
+    seeds: sim.Seeds = 1,
     price_per_hour: sim.PricePerHour = None,
     as_json: sim.AsJsonObject = False,
     html: sim.HtmlFile = None,
@@ -183,10 +185,24 @@ def simulate(
     if list_names:
         print(names())
         return EXIT_OK
+    if scenario is not None:
+        from pointsman.cli.scenario import run_scenario
+
+        others = {"preset": preset is not None, "replicas": replicas != 1, "perfetto": perfetto is not None}
+        others["price_per_hour"] = price_per_hour is not None
+        return run_scenario(
+            scenario,
+            options.given(values),
+            seeds=seeds,
+            others=[name for name, is_given in others.items() if is_given],
+            as_json=as_json,
+            html=html,
+        )
     return run_simulation(
         options.given(values),
         preset=preset,
         replicas=replicas,
+        seeds=seeds,
         price_per_hour=price_per_hour,
         as_json=as_json,
         html=html,

@@ -6,10 +6,10 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -18,9 +18,10 @@ from rich.text import Text
 from pointsman.cli.errors import EXIT_INTERRUPTED, EXIT_OK, CommandError, check_writable
 from pointsman.cli.simulation import Arriving, Service, seconds, what_arrives, what_serves
 from pointsman.sim.profile import warn_outside
-from pointsman.sim.report import Report, figures
+from pointsman.sim.report import Report, combine, figures
 from pointsman.sim.report.page import write_html
 from pointsman.sim.report.perfetto import write_trace
+from pointsman.sim.report.summary import NUM_BOOTSTRAP
 from pointsman.sim.report.table import print_report
 from pointsman.sim.simulator import Outcome, simulate
 
@@ -36,6 +37,7 @@ def run_simulation(
     *,
     preset: str | None,
     replicas: int,
+    seeds: int,
     price_per_hour: float | None,
     as_json: bool,
     html: str | None,
@@ -45,6 +47,7 @@ def run_simulation(
 
     Args:
         options: those of `simulator_options` that were given, by name.
+        seeds: number of seeds of a generated workload, from `--seed` on.
         price_per_hour: of one replica.
         html, perfetto: files to write.
 
@@ -62,43 +65,91 @@ def run_simulation(
         raise CommandError("--routing has no effect with one replica; give --replicas 2 or more")
     if price_per_hour is not None and not 0 <= price_per_hour < math.inf:
         raise CommandError(f"--price-per-hour is {price_per_hour}; it must be 0 or more")
+    check_seeds(seeds, options)
     for path in (html, perfetto):
         check_writable(path)
     service = what_serves(options, preset)
-    arriving = what_arrives(options)
+    first = options.get("seed", 0)
+    arriving = [what_arrives({**options, "seed": first + place}) for place in range(seeds)]
+    title = arriving[0].title if seeds == 1 else f"{arriving[0].title}, seeds {first} to {first + seeds - 1}"
     if not 0 < speed < math.inf:
         raise CommandError(f"--rate is {speed}; it must be above 0: 2 is twice as fast as the source")
-    workload = arriving.at_speed(speed)
     if not as_json:
-        print_setting(service, arriving, replicas, speed)
-    with ProgressBar("simulated", workload.num_requests) as bar:
-        outcome = simulate(
-            workload,
-            service.config,
-            service.step_time,
-            num_replicas=replicas,
-            routing=service.routing(),
-            seed=options.get("seed", 0),
-            progress=bar.update,
-        )
-    report = figures(
-        outcome,
-        service.config,
-        ttft_target=ttft_target,
-        itl_target=itl_target,
-        price_per_hour=price_per_hour,
-    )
-    if report.counts.refused == report.counts.arrived > 0 and outcome.is_complete:
-        raise CommandError(f"all {report.counts.refused:,} requests are refused. {outcome.refused[0][1]}")
-    notes = (*_notes(service, arriving, outcome), *report.notes)
-    report = replace(report, notes=notes)
-    setting = (service.title, f"KV: {service.kv_text}", f"Workload: {arriving.title}{_at_speed(speed)}")
-    _write(report, outcome, setting, html, perfetto)
+        print_setting(service, replace(arriving[0], title=title), replicas, speed)
+    workloads = [each.at_speed(speed) for each in arriving]
+    expected = workloads[0].num_requests
+    found: list[_Found] = []
+    with ProgressBar("simulated", None if expected is None else seeds * expected) as bar:
+        for place, workload in enumerate(workloads):
+            outcome = simulate(
+                workload,
+                service.config,
+                service.step_time,
+                num_replicas=replicas,
+                routing=service.routing(),
+                seed=first + place,
+                progress=bar.after(sum(each.report.counts.arrived for each in found)),
+            )
+            if not outcome.is_complete and found:
+                break
+            report = figures(
+                outcome,
+                service.config,
+                ttft_target=ttft_target,
+                itl_target=itl_target,
+                price_per_hour=price_per_hour,
+                num_bootstrap=NUM_BOOTSTRAP if seeds == 1 or not outcome.is_complete else 0,
+            )
+            found.append(_Found(report, outcome.refused, _warnings(service, outcome)))
+            if place == 0:
+                drawn = outcome
+            if not outcome.is_complete:
+                break
+    report = combine([each.report for each in found])
+    refused = [each for run in found for each in run.refused]
+    if report.counts.refused == report.counts.arrived > 0 and report.is_complete:
+        raise CommandError(f"all {report.counts.refused:,} requests are refused. {refused[0][1]}")
+    is_complete = report.is_complete and len(found) == seeds
+    notes = [service.about_times, *dict.fromkeys(warning for run in found for warning in run.warnings)]
+    if report.is_complete and not is_complete:
+        notes.append(f"The simulation was interrupted: these are the figures of {len(found)} of {seeds} seeds.")
+    notes += _about_requests(arriving[0], refused, report.counts.arrived)
+    report = replace(report, notes=(*notes, *report.notes), is_complete=is_complete)
+    setting = (service.title, f"KV: {service.kv_text}", f"Workload: {title}{_at_speed(speed)}")
+    _write(report, drawn, setting, html, perfetto)
     if as_json:
-        print(json.dumps(_as_json(report, outcome, service, arriving, speed), allow_nan=False))
+        values = {
+            **setting_as_json(service, replace(arriving[0], title=title)),
+            "speed": speed,
+            **report.to_dict(),
+            "refused": [{"request_id": name, "why": why} for name, why in refused],
+        }
+        print(json.dumps(values, allow_nan=False))
     else:
         print_report(report, stdout_console())
-    return EXIT_OK if outcome.is_complete else EXIT_INTERRUPTED
+    return EXIT_OK if is_complete else EXIT_INTERRUPTED
+
+
+class _Found(NamedTuple):
+    """What the simulation of one seed found."""
+
+    report: Report
+    refused: list[tuple[str, str]]
+    warnings: list[str]
+
+
+def check_seeds(seeds: int, options: Mapping[str, Any]) -> None:
+    """Whether several seeds mean anything.
+
+    Raises:
+        CommandError: they do not.
+    """
+    if seeds < 1:
+        raise CommandError(f"--seeds is {seeds}; it must be at least 1")
+    if options.get("seed", 0) < 0:
+        raise CommandError(f"--seed is {options['seed']}; it must be at least 0")
+    if seeds > 1 and "trace" in options and "think" not in options:
+        raise CommandError(f"--seeds is {seeds}, and a trace has the same requests with every seed; leave it out")
 
 
 def print_setting(service: Service, arriving: Arriving, replicas: int, speed: float = 1.0) -> None:
@@ -120,20 +171,25 @@ def _at_speed(speed: float) -> str:
     return "" if speed == 1 else f", {speed:g} times as fast"
 
 
-def _notes(service: Service, arriving: Arriving, outcome: Outcome) -> tuple[str, ...]:
-    notes = [service.about_times]
-    if service.profile is not None:
-        notes += [f"{warning[:1].upper()}{warning[1:]}." for warning in warn_outside(service.profile, outcome)]
+def _warnings(service: Service, outcome: Outcome) -> list[str]:
+    """Where a simulation leaves the loads that its step times were fitted to."""
+    if service.profile is None:
+        return []
+    return [f"{warning[:1].upper()}{warning[1:]}." for warning in warn_outside(service.profile, outcome)]
+
+
+def _about_requests(arriving: Arriving, refused: Sequence[tuple[str, str]], num_arrived: int) -> list[str]:
+    notes = []
     if arriving.num_skipped:
         notes.append(f"Requests of the trace without output, which are left out: {arriving.num_skipped:,}.")
-    if outcome.refused:
-        named = "; ".join(why for _, why in outcome.refused[:MAX_NAMED])
-        more = len(outcome.refused) - MAX_NAMED
+    if refused:
+        named = "; ".join(why for _, why in refused[:MAX_NAMED])
+        more = len(refused) - MAX_NAMED
         notes.append(
-            f"Requests that can never run: {len(outcome.refused):,} of {outcome.timings.count:,}. {named}"
+            f"Requests that can never run: {len(refused):,} of {num_arrived:,}. {named}"
             + (f"; and {more:,} more" if more > 0 else "")
         )
-    return tuple(notes)
+    return notes
 
 
 def _write(report: Report, outcome: Outcome, setting: tuple[str, ...], html: str | None, perfetto: str | None) -> None:
@@ -157,15 +213,6 @@ def setting_as_json(service: Service, arriving: Arriving) -> dict[str, Any]:
         "service": service.title,
         "workload": arriving.title,
         "config": service.config.to_dict(),
-    }
-
-
-def _as_json(report: Report, outcome: Outcome, service: Service, arriving: Arriving, speed: float) -> dict[str, Any]:
-    return {
-        **setting_as_json(service, arriving),
-        "speed": speed,
-        **report.to_dict(),
-        "refused": [{"request_id": name, "why": why} for name, why in outcome.refused],
     }
 
 
@@ -206,6 +253,10 @@ class ProgressBar(AbstractContextManager["ProgressBar"]):
             self._bar.start()
         self._bar.update(self._task, completed=num_finished, now=now, refresh=True)
         self._next = time.monotonic() + _REFRESH_SECONDS
+
+    def after(self, num_before: int) -> Callable[[int, float], None]:
+        """`update` for a simulation that follows others, of which `num_before` requests are done."""
+        return lambda num_finished, now: self.update(num_before + num_finished, now)
 
     def __enter__(self) -> Self:
         return self

@@ -22,6 +22,7 @@ from pointsman.sim.fleet import ROUTINGS, Routing
 from pointsman.sim.memory import KvMemory, num_kv_blocks
 from pointsman.sim.model import ModelShape
 from pointsman.sim.profile import EngineSettings, Profile, load_profile
+from pointsman.sim.scenarios import SCENARIOS
 from pointsman.sim.shapes import SHAPES, model_shape
 from pointsman.sim.step_time import RooflineStepTime, StepTime
 from pointsman.sim.workload import (
@@ -339,7 +340,7 @@ def _option(name: str) -> str:
 
 
 def names() -> str:
-    """The models, devices, routing rules and presets that there are, as text."""
+    """The models, devices, scenarios, routing rules and presets that there are, as text."""
     lines = ["Models (name, parameters, maximum tokens of a sequence, source):"]
     lines += [f"  {_of_shape(shape)}" for shape in SHAPES.values()]
     lines += ["", "Devices (name, memory, bandwidth, source); cpu measures this machine:"]
@@ -347,6 +348,8 @@ def names() -> str:
         f"  {each.name:24} {each.memory / 2**30:6.1f} GiB {each.bandwidth / 1e12:6.3f} TB/s  {each.source}"
         for each in DEVICES.values()
     ]
+    lines += ["", "Scenarios, claims about schedulers (--scenario NAME):"]
+    lines += [f"  {each.name:21} {each.claim}" for each in SCENARIOS.values()]
     lines += ["", "Routing rules:", f"  {', '.join(ROUTINGS)}"]
     lines += ["", "Presets, settings to start from:", f"  {', '.join(PRESETS)}"]
     lines += ["Presets, other schedulers of the field:", f"  {', '.join(SYSTEMS)}"]

@@ -170,10 +170,19 @@ Tolerance = Annotated[float, typer.Option(help="Relative width of the answer's b
 PricePerHour = Annotated[float | None, typer.Option(help="Price of one replica for an hour, for the price of tokens.")]
 AsJsonObject = Annotated[bool, typer.Option("--json", help="Print one line with one JSON object.")]
 HtmlFile = Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write a page with charts.")]
+Seeds = Annotated[
+    int, typer.Option(help="Number of seeds, from --seed on: figures are means, with intervals over the seeds.")
+]
+ScenarioName = Annotated[
+    str | None,
+    typer.Option(
+        "--scenario", metavar="NAME", help="Test a claim about schedulers instead; --list, docs/scenarios.md."
+    ),
+]
 PerfettoFile = Annotated[
     str | None, typer.Option("--perfetto", metavar="FILE", help="Write a trace for ui.perfetto.dev.")
 ]
-ListNames = Annotated[bool, typer.Option("--list", help="Show models, devices, routing rules and presets.")]
+ListNames = Annotated[bool, typer.Option("--list", help="Show models, devices, scenarios, routing rules and presets.")]
 
 _SERVICE_PANELS: Panels = {
     "Model, device and fleet": ("profile", "tensor_parallel", "gpu_memory_utilization", "routing"),
@@ -193,8 +202,9 @@ SIMULATE_HELP: Panels = {
         "replicas",
         "ttft_target",
         "itl_target",
+        "scenario",
     ),
-    "What arrives": ("limit", "requests", "users", "sessions", "turns", "new_tokens", "think", "seed"),
+    "What arrives": ("limit", "requests", "users", "sessions", "turns", "new_tokens", "think", "seed", "seeds"),
     "Output": ("as_json", "html", "perfetto", "price_per_hour", "list_names"),
     **_SERVICE_PANELS,
 }

@@ -13,7 +13,7 @@ class SimulationError(PointsmanError):
 
 
 class UnknownName(SimulationError, ValueError):
-    """A model or device that no table, folder or cache has."""
+    """A model, device or scenario that no table, folder or cache has."""
 
     @classmethod
     def nearest_to(cls, name: str, kind: str, known: Iterable[str]) -> UnknownName:
@@ -21,7 +21,7 @@ class UnknownName(SimulationError, ValueError):
 
         Args:
             name: what was asked for.
-            kind: what `name` should be: "model" or "device".
+            kind: what `name` should be: "model", "device" or "scenario".
             known: the names that there are.
         """
         by_key = {other.lower(): other for other in known}

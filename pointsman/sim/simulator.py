@@ -34,6 +34,8 @@ class Outcome:
     """Of each replica's scheduler, at the end."""
     seconds: float
     """Virtual time from the first arrival to the last event."""
+    requests: list[SimRequest] = field(default_factory=list, repr=False)
+    """In the order of arrival: request i has row i of `timings`."""
     refused: list[tuple[str, str]] = field(default_factory=list)
     """Requests that could never run, and why."""
     is_complete: bool = True
@@ -117,6 +119,7 @@ class Simulation:
             [replica.timeline for replica in self.replicas],
             [replica.scheduler.stats() for replica in self.replicas],
             max(ends) - (float(self.timings.arrival[0]) if self.timings.count else 0.0),
+            self._requests,
             self._refused,
             is_complete,
         )

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from html import escape
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from pointsman.sim.report.chart import COLOURS, MARKS, Axis, grid, steps, text
 from pointsman.sim.report.course import Levels, averaged, courses, downsampled, levels, scaled, span, total
-from pointsman.sim.report.layout import COLUMNS, duration, facts, latency_rows, number
+from pointsman.sim.report.layout import COLUMNS, duration, facts, latency_rows
 from pointsman.sim.report.summary import DEFINITIONS, Report
 from pointsman.sim.simulator import Outcome
 
@@ -35,11 +33,7 @@ _WIDTH, _HEIGHT = 340, 210
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 332, 10, 180  # of the plot, within the picture
 _LOG_FROM = 30.0  # ratio of the largest to the smallest value from which an axis is logarithmic
 
-STYLE = """
-:root { color-scheme: light dark; --ink: #1c2024; --dim: #5b636b; --paper: #ffffff; --card: #f5f6f8; --rule: #d5d9de;
-  --one: #0b63c5; --two: #b8510d; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e7eaee; --dim: #a3abb4; --paper: #14171a; --card: #1e2226;
-  --rule: #3a4047; --one: #6db1ff; --two: #ffa45c; } }
+_TEXT = """
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 76rem; padding: 1rem; background: var(--paper); color: var(--ink);
   font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
@@ -57,14 +51,9 @@ th:first-child { text-align: left; padding-left: 0; } td small { display: block;
 .charts { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 20rem), 1fr)); }
 figure { margin: 0; padding: .75rem; background: var(--card); border-radius: .4rem; }
 figcaption { font-size: .85rem; }
-svg { display: block; width: 100%; height: auto; font: 11px system-ui, sans-serif; }
-text { fill: var(--dim); } .grid { stroke: var(--rule); stroke-width: 1; }
-.line { fill: none; stroke-width: 1.5; stroke-linejoin: round; }
-.one { stroke: var(--one); } .two { stroke: var(--two); }
-.faint { opacity: .3; stroke-width: 1; }
-.target { stroke: var(--ink); stroke-width: 1; stroke-dasharray: 4 3; }
-.key-one { color: var(--one); font-weight: 600; } .key-two { color: var(--two); font-weight: 600; }
+svg { display: block; width: 100%; height: auto; }
 """
+STYLE = COLOURS + _TEXT + MARKS
 
 
 def write_html(report: Report, outcome: Outcome, path: Path | str, *, title: str = "Simulation") -> None:
@@ -72,18 +61,29 @@ def write_html(report: Report, outcome: Outcome, path: Path | str, *, title: str
     Path(path).write_text(_page(report, outcome, title), encoding="utf-8", errors="replace")
 
 
-def _page(report: Report, outcome: Outcome, title: str) -> str:
+def document(title: str, parts: Iterable[str]) -> str:
+    """A page of these parts, with the style sheet and the policy that allows nothing else."""
     digest = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-    notes = [*report.notes, "Charts are of one of the seeds."] if report.num_seeds > 1 else report.notes
     return "\n".join(
         [
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{_text(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>",
-            f"<h1>{_text(title)}</h1>",
-            *(f'<p class="note">{_text(note)}</p>' for note in notes),
+            f"<title>{text(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>",
+            f"<h1>{text(title)}</h1>",
+            *parts,
+            "</main>\n</body>\n</html>\n",
+        ]
+    )
+
+
+def _page(report: Report, outcome: Outcome, title: str) -> str:
+    notes = [*report.notes, "Charts are of one of the seeds."] if report.num_seeds > 1 else report.notes
+    return document(
+        title,
+        [
+            *(f'<p class="note">{text(note)}</p>' for note in notes),
             "<h2>Latency</h2>",
             _latency_table(report),
             "<h2>Throughput, load and cost</h2>",
@@ -95,23 +95,17 @@ def _page(report: Report, outcome: Outcome, title: str) -> str:
             _refused(outcome),
             "<h2>What the figures mean</h2>",
             "<dl>",
-            *(f"<dt>{_text(name)}</dt><dd>{_text(meaning)}</dd>" for name, meaning in DEFINITIONS.items()),
+            *(f"<dt>{text(name)}</dt><dd>{text(meaning)}</dd>" for name, meaning in DEFINITIONS.items()),
             "</dl>",
-            f'<p class="dim">{_text(report.method)}</p>',
-            "</main>\n</body>\n</html>\n",
-        ]
+            f'<p class="dim">{text(report.method)}</p>',
+        ],
     )
-
-
-def _text(text: str) -> str:
-    """Escaped, without characters that control how text is shown."""
-    return escape("".join(char if char.isprintable() else "�" for char in text))
 
 
 def _latency_table(report: Report) -> str:
     head = "".join(f'<th scope="col">{column}</th>' for column in COLUMNS)
     rows = [
-        f'<tr><th scope="row">{_text(row.name)}</th>'
+        f'<tr><th scope="row">{text(row.name)}</th>'
         + "".join(f"<td>{cell.value}<small>{cell.interval}</small></td>" for cell in row.cells)
         + "</tr>"
         for row in latency_rows(report)
@@ -121,7 +115,7 @@ def _latency_table(report: Report) -> str:
 
 
 def _facts(report: Report) -> str:
-    rows = "".join(f"<dt>{_text(fact.name)}</dt><dd>{_text(fact.text)}</dd>" for fact in facts(report))
+    rows = "".join(f"<dt>{text(fact.name)}</dt><dd>{text(fact.text)}</dd>" for fact in facts(report))
     return f"<dl>{rows}</dl>"
 
 
@@ -130,7 +124,7 @@ def _refused(outcome: Outcome) -> str:
     if not refused:
         return ""
     rows = "".join(
-        f"<dt><bdi>{_text(name)}</bdi></dt><dd><bdi>{_text(why)}</bdi></dd>" for name, why in refused[:MAX_REFUSED]
+        f"<dt><bdi>{text(name)}</bdi></dt><dd><bdi>{text(why)}</bdi></dd>" for name, why in refused[:MAX_REFUSED]
     )
     rest = len(refused) - MAX_REFUSED
     more = f'<p class="dim">and {rest} more</p>' if rest > 0 else ""
@@ -161,39 +155,6 @@ def _charts(report: Report, outcome: Outcome) -> list[str]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Axis:
-    """From values to places in the picture."""
-
-    low: float
-    high: float
-    start: int
-    stop: int
-    is_log: bool = False
-
-    def place(self, values: FloatArray | Sequence[float]) -> FloatArray:
-        values = np.asarray(values, dtype=np.float64)
-        low, high = self.low, self.high
-        if self.is_log:
-            values, low, high = np.log(values), math.log(low), math.log(high)
-        return self.start + (values - low) / (high - low) * (self.stop - self.start)
-
-    def ticks(self) -> list[float]:
-        """At most about six round values."""
-        if self.is_log:
-            first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
-            for digits in ((1, 2, 5), (1,)):
-                ticks = [digit * 10.0**power for power in range(first, last + 1) for digit in digits]
-                ticks = [tick for tick in ticks if self.low <= tick <= self.high]
-                if len(ticks) <= 7:
-                    break
-            return ticks
-        step = 10.0 ** math.floor(math.log10((self.high - self.low) / 4))
-        step *= next(digit for digit in (1, 2, 5, 10) if (self.high - self.low) / (digit * step) <= 5)
-        first = math.ceil(self.low / step - 1e-9)
-        return [index * step for index in range(first, math.floor(self.high / step + 1e-9) + 1)]
-
-
 def _cdf(name: str, values: FloatArray, counts: Int64Array, target: float | None) -> str:
     """Which share of the values is at most so large?"""
     caption = f"{name}: share of values up to a duration"
@@ -210,10 +171,10 @@ def _cdf(name: str, values: FloatArray, counts: Int64Array, target: float | None
     in_seconds = high >= 10
     factor = 1.0 if in_seconds else 1e3
     low = low if is_log else 0.0
-    across = _Axis(low * factor, max(high * factor, 1e-9), _LEFT, _RIGHT, is_log)
-    up = _Axis(0, 100, _BOTTOM, _TOP)
-    path = _steps(across.place(values * factor), up.place(shares), from_y=_BOTTOM)
-    parts = [_grid(across, up, "s" if in_seconds else "ms", "%"), f'<path class="line one" d="{path}"/>']
+    across = Axis(low * factor, max(high * factor, 1e-9), _LEFT, _RIGHT, is_log)
+    up = Axis(0, 100, _BOTTOM, _TOP)
+    path = steps(across.place(values * factor), up.place(shares), from_y=_BOTTOM)
+    parts = [grid(across, up, "s" if in_seconds else "ms", "%"), f'<path class="line one" d="{path}"/>']
     legend = ""
     if target is not None:
         x = float(across.place([target * factor])[0])
@@ -228,9 +189,9 @@ def _over_time(caption: str, lines: list[tuple[str, Levels]], begin: float, *, h
         return _figure(caption, "", "nothing to show")
     unit, divisor = ("s", 1) if end - begin < 600 else ("min", 60) if end - begin < 36_000 else ("h", 3600)
     top = max(highest, *(float(line.values.max()) for _, line in lines), 1e-9)
-    across = _Axis(0, (end - begin) / divisor, _LEFT, _RIGHT)
-    up = _Axis(0, top, _BOTTOM, _TOP)
-    parts, keys = [_grid(across, up, unit, "")], []
+    across = Axis(0, (end - begin) / divisor, _LEFT, _RIGHT)
+    up = Axis(0, top, _BOTTOM, _TOP)
+    parts, keys = [grid(across, up, unit, "")], []
     for (name, line), style in zip(lines, ("one", "two"), strict=False):
         shown = [(f"line {style}", line)]
         if len(line.times) > 2 * _STRETCHES:
@@ -239,7 +200,7 @@ def _over_time(caption: str, lines: list[tuple[str, Levels]], begin: float, *, h
         for classes, course in shown:
             x = across.place((np.append(course.times, end) - begin) / divisor)
             y = up.place(np.append(course.values, course.values[-1]))
-            parts.append(f'<path class="{classes}" d="{_steps(x, y, from_y=y[0])}"/>')
+            parts.append(f'<path class="{classes}" d="{steps(x, y, from_y=y[0])}"/>')
         if name:
             keys.append(f'<span class="key-{style}">{name}</span>')
     if any(len(line.times) > 2 * _STRETCHES for _, line in lines):
@@ -247,37 +208,10 @@ def _over_time(caption: str, lines: list[tuple[str, Levels]], begin: float, *, h
     return _figure(caption, "".join(parts), ", ".join(keys))
 
 
-def _steps(x: FloatArray, y: FloatArray, *, from_y: float) -> str:
-    """A line that keeps its height until the next point, in tenths of a unit; what changes nothing is left out."""
-    x, y = x.round(1), y.round(1)
-    path, last = [f"M{x[0]:.1f} {from_y:.1f}"], (float(x[0]), float(from_y))
-    for point in zip(x.tolist(), y.tolist(), strict=True):
-        if point[0] != last[0]:
-            path.append(f"H{point[0]:g}")
-        if point[1] != last[1]:
-            path.append(f"V{point[1]:g}")
-        last = point
-    return "".join(path)
-
-
-def _grid(across: _Axis, up: _Axis, x_unit: str, y_unit: str) -> str:
-    parts = []
-    for tick, y in zip(up.ticks(), up.place(up.ticks()), strict=True):
-        parts.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{_RIGHT}"/>')
-        parts.append(
-            f'<text x="{_LEFT - 5}" y="{y + 4:.1f}" text-anchor="end">{number(tick)}{y_unit and " " + y_unit}</text>'
-        )
-    for tick, x in zip(across.ticks(), across.place(across.ticks()), strict=True):
-        parts.append(f'<path class="grid" d="M{x:.1f} {_TOP}V{_BOTTOM}"/>')
-        parts.append(f'<text x="{x:.1f}" y="{_BOTTOM + 15}" text-anchor="middle">{number(tick)}</text>')
-    parts.append(f'<text x="{_RIGHT}" y="{_BOTTOM + 28}" text-anchor="end">{x_unit}</text>')
-    return "".join(parts)
-
-
 def _figure(caption: str, drawing: str, legend: str) -> str:
     picture = (
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{_text(caption)}">{drawing}</svg>'
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{text(caption)}">{drawing}</svg>'
         if drawing
         else ""
     )
-    return f'<figure><h3>{_text(caption)}</h3>{picture}<figcaption class="dim">{legend}</figcaption></figure>'
+    return f'<figure><h3>{text(caption)}</h3>{picture}<figcaption class="dim">{legend}</figcaption></figure>'

@@ -1,0 +1,111 @@
+"""Do recommended settings help? Those of a text on vLLM, on the workload that each is for and on the others."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+from pointsman.core.presets import PRESETS
+from pointsman.sim.report.layout import number
+from pointsman.sim.scenarios.scenario import (
+    Bars,
+    Check,
+    Figure,
+    Finding,
+    Run,
+    Scenario,
+    Variant,
+    itl_p99,
+    output_rate,
+    settings,
+)
+from pointsman.sim.scenarios.workloads import arriving, backlog
+
+_DEFAULT = "default"
+_ITL, _TTFT, _RATE, _REFUSED = "ITL p99", "mean TTFT", "output tok/s", "refused"
+_CHAT, _BACKLOG, _LONG, _SHORT = "chat", "backlog", "long prompts", "short requests"
+_LOADS = {
+    _CHAT: partial(arriving, 150, "poisson:12", "lognormal:1000,0.8", "lognormal:130,0.8"),
+    _BACKLOG: partial(backlog, 400, "lognormal:300,0.5", "lognormal:100,0.5"),
+    _LONG: partial(arriving, 24, "poisson:0.6", "lognormal:20000,0.4", "lognormal:200,0.5"),
+    _SHORT: partial(backlog, 600, "lognormal:60,0.5", "lognormal:40,0.5"),
+}
+_MEANT_FOR = {
+    "low-latency": (_CHAT, _ITL),
+    "high-throughput": (_BACKLOG, _RATE),
+    "long-context": (_LONG, _TTFT),
+    "short-requests": (_SHORT, _RATE),
+}
+"""Each preset with its workload, and the figure that it should improve."""
+
+
+_GAIN, _HARM = 0.03, 0.05
+"""Shares that count as better than the default, and as worse."""
+
+
+def _better(found: Finding, preset: str, load: str, figure: str) -> float:
+    """How much better than the default, as a share; negative: worse; -1: every request was refused."""
+    value, default = found.value(figure, preset, load), found.value(figure, _DEFAULT, load)
+    if math.isnan(value):
+        return -1.0
+    return value / default - 1 if figure == _RATE else 1 - value / default
+
+
+def _check_settings(found: Finding) -> list[Check]:
+    checks = []
+    for preset, (load, figure) in _MEANT_FOR.items():
+        gain = _better(found, preset, load, figure)
+        others = {other: _better(found, other, load, figure) for other in _MEANT_FOR if other != preset}
+        best = max(others, key=others.__getitem__)
+        checks.append(
+            Check(
+                f"{preset} is better than the default on its workload, {load}",
+                gain > _GAIN,
+                f"{figure} {found.text(figure, preset, load)}, {found.text(figure, _DEFAULT, load)} with the default; "
+                f"{best} {found.text(figure, best, load)}",
+            )
+        )
+    for preset, (load, _) in _MEANT_FOR.items():
+        losses = {
+            other: _better(found, preset, other, figure) for other, figure in _MEANT_FOR.values() if other != load
+        }
+        worst = min(losses, key=losses.__getitem__)  # all requests refused: -1
+        figure = dict(_MEANT_FOR.values())[worst]
+        refused = sum(found.value(_REFUSED, preset, each) for each in _LOADS)
+        checks.append(
+            Check(
+                f"{preset} does no harm elsewhere",
+                losses[worst] > -_HARM and not refused,
+                f"worst on {worst}: {figure} {found.text(figure, preset, worst)}, "
+                f"{found.text(figure, _DEFAULT, worst)} with the default; {number(refused)} requests are refused",
+            )
+        )
+    return checks
+
+
+def _refused(run: Run) -> float:
+    return run.report.counts.refused
+
+
+RECOMMENDED_SETTINGS = Scenario(
+    name="recommended-settings",
+    claim="Low latency wants 64 sequences and a budget of 2,048 tokens, high throughput 256 and 16,384, long contexts "
+    "128 and 8,192, short requests 512 and 4,096 without chunked prefill.",
+    source="a deep dive into vLLM V1",
+    setting="Each setting (a preset) and the default, 256 and 8,192, on all four workloads. Chat: 12 requests a "
+    "second; backlog: 400 requests at once; long prompts: lognormal:20000,0.4; short requests: 600 at once, prompts of "
+    "60 tokens, outputs of 40.",
+    variants=tuple(
+        Variant(preset, settings(**PRESETS[preset]), workload, load)
+        for load, workload in _LOADS.items()
+        for preset in (_DEFAULT, *_MEANT_FOR)
+    ),
+    figures=(
+        Figure(_ITL, "s", itl_p99),
+        Figure(_TTFT, "s", lambda run: run.report.ttft.mean.value),
+        Figure(_RATE, "", output_rate),
+        Figure(_REFUSED, "", _refused),
+    ),
+    checks=_check_settings,
+    panels=(Bars(_ITL), Bars(_TTFT), Bars(_RATE), Bars(_REFUSED)),
+)

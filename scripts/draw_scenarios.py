@@ -1,0 +1,52 @@
+"""Run the scenarios of `pointsman simulate --scenario` and put what they find into the documentation.
+
+    python scripts/draw_scenarios.py [NAME ...]
+
+Each one's picture becomes docs/scenarios/NAME.svg, and its figures the text below its command in docs/scenarios.md.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from pointsman.cli.scenario import print_figures
+from pointsman.cli.simulation import what_serves
+from pointsman.sim.scenarios import SCENARIOS, Finding, scenario
+from pointsman.sim.scenarios.picture import write_svg
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+
+
+def printed(found: Finding) -> str:
+    """The figures as the command prints them into a pipe."""
+    shown = io.StringIO()
+    print_figures(found, Console(file=shown, highlight=False, width=100))
+    return "".join(f"{line.rstrip()}\n" for line in shown.getvalue().splitlines())
+
+
+def main(names: list[str]) -> None:
+    page = DOCS / "scenarios.md"
+    step_time = what_serves({}, None).step_time
+    for name in names or SCENARIOS:
+        found = scenario(name).run(step_time)
+        if not found.is_complete:
+            sys.exit(f"interrupted at {name}")
+        write_svg(found, DOCS / "scenarios" / f"{name}.svg")
+        command = f"$ pointsman simulate --scenario {name}\n"
+        block = rf"({re.escape(command)}).*?(```\n)"
+        text, count = re.subn(
+            block, lambda parts, found=found: parts[1] + printed(found) + parts[2], page.read_text(), flags=re.S
+        )
+        if count != 1:
+            sys.exit(f"{page} shows the command of {name} {count} times, not once")
+        page.write_text(text)
+        print(f"{name}: {sum(check.holds for check in found.checks)} of {len(found.checks)} parts of the claim hold")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
