@@ -51,7 +51,7 @@ th:first-child { text-align: left; padding-left: 0; } td small { display: block;
 .charts { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 20rem), 1fr)); }
 figure { margin: 0; padding: .75rem; background: var(--card); border-radius: .4rem; }
 figcaption { font-size: .85rem; }
-svg { display: block; width: 100%; height: auto; }
+svg { display: block; width: 100%; height: auto; overflow: visible; }
 """
 STYLE = COLOURS + _TEXT + MARKS
 
