@@ -95,6 +95,12 @@ class Hull:
             least, most = self.ranges.get(part, (value, value))
             self.ranges[part] = (min(least, value), max(most, value))
 
+    def include(self, other: Hull) -> None:
+        """Make it contain another hull."""
+        for part, (least, most) in other.ranges.items():
+            known = self.ranges.get(part, (least, most))
+            self.ranges[part] = (min(least, known[0]), max(most, known[1]))
+
     @classmethod
     def of_loads(cls, loads: npt.NDArray[np.float64]) -> Hull:
         """Of [steps, 5] loads."""
