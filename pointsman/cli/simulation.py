@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from pointsman.cli.errors import CommandError
@@ -203,6 +204,8 @@ class Service:
     """A configuration with the number of blocks that the device has for it; may raise `ModelTooLarge`."""
     settings_of: str = ""
     """Where the settings that were not given come from, as a reader calls it."""
+    model: str = "MODEL"
+    """As a server is told: a path, or a name with its organisation; MODEL: not known."""
 
 
 def what_serves(options: Mapping[str, Any], preset: str | None, *, as_vllm: bool = False) -> Service:
@@ -300,7 +303,12 @@ def _service(options: Mapping[str, Any], preset: str | None, as_vllm: bool) -> S
         profile,
         sized,
         settings_of,
+        "MODEL" if shape is None else _served_model(options.get("model", MODEL), shape),
     )
+
+
+def _served_model(given: str, shape: ModelShape) -> str:
+    return given if Path(given).exists() else shape.name
 
 
 def _largest_step(config: SchedulerConfig) -> dict[str, int]:

@@ -16,7 +16,7 @@ from pointsman.cli.capacity import DEFAULT_TARGETS, replica_range
 from pointsman.cli.errors import EXIT_INTERRUPTED, EXIT_OK, CommandError
 from pointsman.cli.options import KNOBS
 from pointsman.cli.simulate import ProgressBar, print_setting, setting_as_json, stdout_console
-from pointsman.cli.simulation import MODEL, Arriving, Service, seconds, what_arrives, what_serves
+from pointsman.cli.simulation import Arriving, Service, seconds, what_arrives, what_serves
 from pointsman.core import SchedulerConfig
 from pointsman.core.errors import PointsmanError
 from pointsman.core.presets import SYSTEMS
@@ -206,8 +206,10 @@ class _Tuned:
             ]
         gain = found.gain
         assert gain is not None
-        more = "where the defaults have none" if math.isinf(gain) else f"{100 * gain:.1f} % more than {_rate(theirs)}"
-        return [f"Gain: a goodput of {_rate(mine)} on the held-out part, {more} of {defaults}."]
+        if math.isinf(gain):
+            return [f"Gain: a goodput of {_rate(mine)} on the held-out part, where {defaults} have none."]
+        more = f"{100 * gain:.1f} % more than" if gain < 1 else f"{1 + gain:.1f} times"
+        return [f"Gain: a goodput of {_rate(mine)} on the held-out part, {more} the {_rate(theirs)} of {defaults}."]
 
     def notes(self, found: Tuning) -> list[str]:
         """What a reader must know beside the answer."""
@@ -307,7 +309,7 @@ class _Tuned:
     def commands(self, trial: Trial) -> dict[str, str]:
         """The command lines that serve with the settings of a trial, by program."""
         options, config = self._options, trial.config
-        model = options.get("model", MODEL)
+        model = self._service.model
         common = {name: options[name] for name in _SERVED_AS if name in options}
         ours = ["pointsman", "serve", "--model", model, "--num-blocks", str(config.num_blocks)]
         ours += ["--block-size", str(config.block_size)]

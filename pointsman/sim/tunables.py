@@ -130,11 +130,12 @@ class Space:
         return int(self.settings(point).get(REPLICAS, self._fewest))
 
     def changed(self, point: Point) -> list[str]:
-        """The scheduler's settings that are not those of the base."""
+        """The scheduler's settings that are not those of the base, as far as the others allow these."""
+        settings, base = self.settings(point), self.settings(self.base)
         return [
             each.name
-            for each, value, base in zip(self.tunables, point, self.base, strict=True)
-            if value != base and each.name != REPLICAS
+            for each in self.tunables
+            if each.name != REPLICAS and self.point({**settings, each.name: base[each.name]}) != point
         ]
 
     def neighbours(self, point: Point, names: Sequence[str]) -> list[tuple[str, Point]]:

@@ -185,6 +185,7 @@ class _Tuner:
         self._trials: dict[Point, Trial | None] = {}  # None: it does not fit the device, or contradicts the base
         self._first: dict[Point, float] = {}  # goodput a replica on the first stretch, of those that are not hopeless
         self._names: list[str] = [each.name for each in self._space.tunables]
+        self._for_short_pool = [each.name for each in self._space.tunables if each.is_for_short_pool]
         self._num_expected = search.num_trials + 2 * len(self._names)
 
     def run(self) -> None:
@@ -218,9 +219,8 @@ class _Tuner:
             ]
         self._try(design[: max(0, self._search.num_trials - len(defaults))])
         if not any(self._may_be_short(trial) for trial in self.found.trials):
-            idle = [each.name for each in space.tunables if each.is_for_short_pool]
-            self.found.not_searched = idle
-            self._names = [name for name in self._names if name not in idle]
+            self.found.not_searched = self._for_short_pool
+            self._names = [name for name in self._names if name not in self._for_short_pool]
 
     def _explore(self) -> None:
         import optuna
@@ -271,16 +271,23 @@ class _Tuner:
         best = self._best()
         least, settings = _AS_GOOD * self._score(best), self._space.settings
         current, base = best, settings(self._space.base)
-        for name in reversed(self._space.changed(best)):
-            simpler = self._space.point({**settings(current), name: base[name]})
-            self._try([simpler])
-            if self._score(simpler) >= least:
-                current = simpler
+        changed = self._space.changed(best)
+        # Those that the pool may have no need of, together; then what is left, one after the other.
+        for names in ([name for name in changed if name in self._for_short_pool], *([name] for name in changed[::-1])):
+            values = {name: base[name] for name in names if settings(current)[name] != base[name]}
+            if values:
+                simpler = self._space.point({**settings(current), **values})
+                self._try([simpler])
+                if self._score(simpler) >= least:
+                    current = simpler
 
     def _climb(self) -> None:
         for _ in range(_MAX_CLIMBS):
             chosen = self._chosen()
-            neighbours = self._space.neighbours(chosen, self._names)
+            trial = self._trials[chosen]
+            is_short = trial is not None and self._may_be_short(trial)
+            names = [name for name in self._names if is_short or name not in self._for_short_pool]
+            neighbours = self._space.neighbours(chosen, names)
             self._try(point for _, point in neighbours)
             self.found.neighbours = [(name, trial) for name, point in neighbours if (trial := self._trials[point])]
             if self._chosen() == chosen:
@@ -329,9 +336,10 @@ class _Tuner:
             samples[point] = [sample]
             self._report(len(self._trials) + len(samples) / 2)
         first = {point: _per_replica(found, self._space.num_replicas(point)) for point, found in samples.items()}
+        others = range(1, len(self._search.parts.train))
+        is_sparing = is_sparing and len(others) > 0
         least = _HOPELESS * max([*first.values(), *self._first.values()], default=0.0) if is_sparing else 0.0
         hopeful = [point for point in fresh if first[point] >= least]
-        others = range(1, len(self._search.parts.train))
         jobs = [
             Job(configs[point], self._space.num_replicas(point), stretch) for point in hopeful for stretch in others
         ]
