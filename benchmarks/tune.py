@@ -42,8 +42,7 @@ from pointsman.sim.workload import (
 OF_THE_GRID = 0.95
 WORTHWHILE = 0.10
 """A gain of the grid over the defaults that tune must have too."""
-NUM_REQUESTS, NUM_QUICK = 400, 100
-"""Of each part."""
+NUM_QUICK = 100
 GRID: dict[str, tuple[Any, ...]] = {
     "max_num_batched_tokens": (256, 512, 1024, 2048, 4096, 8192, 16384),
     "max_num_seqs": (16, 32, 64, 128, 256, 512, 1024),
@@ -67,6 +66,8 @@ class Case:
     limits: Limits
     num_blocks: int | None = None
     """None: what the device has."""
+    num_requests: int = 400
+    """Of each part."""
 
 
 CASES = (
@@ -92,11 +93,12 @@ CASES = (
     Case(
         "short requests at a high rate",
         "Qwen3-0.6B",
-        "l40s",
+        "a100",
         rate=700,
         prompt=LogNormal(50, 0.5),
-        output=LogNormal(60, 0.5),
-        limits=Limits(ttft=0.3),
+        output=LogNormal(90, 0.5),
+        limits=Limits(ttft=0.1),
+        num_requests=900,
     ),
 )
 
@@ -145,7 +147,7 @@ def best_of_grid(search: Search, runner: Runner, grid: dict[str, tuple[Any, ...]
 
 def compare(case: Case, num_workers: int, quick: bool) -> dict[str, Any]:
     """Tune beside the grid, on one workload."""
-    search, judge = question(case, NUM_QUICK if quick else NUM_REQUESTS)
+    search, judge = question(case, NUM_QUICK if quick else case.num_requests)
     if quick:
         search = replace(search, num_trials=24)
     with workers(judge, num_workers) as runner:
@@ -186,12 +188,15 @@ def check(name: str, found: dict[str, Any], targets: Targets) -> None:
 
 def main() -> int:
     parser = argument_parser(__doc__ or "")
+    parser.add_argument("--only", help="the workloads with this in their name")
     parser.add_argument("--workers", type=at_least_one, default=1, help="processes that simulate")
     arguments = parser.parse_args()
     targets = Targets()
     figures: dict[str, Any] = {"quick": arguments.quick, "workloads": {}}
     rows = []
     for case in CASES[1:2] if arguments.quick else CASES:
+        if (arguments.only or "") not in case.name:
+            continue
         found = figures["workloads"][case.name] = compare(case, arguments.workers, arguments.quick)
         check(case.name, found, targets)
         rows.append([case.name, *(found[key] for key in ("defaults", "grid", "tuned", "num_points", "num_trials"))])

@@ -24,7 +24,7 @@ from pointsman.integrations.vllm.settings import FLAGS
 from pointsman.integrations.vllm.settings import KNOBS as ADDITIONAL
 from pointsman.sim.profile import warn_outside
 from pointsman.sim.report.summary import Targets
-from pointsman.sim.stretches import Parts, split
+from pointsman.sim.stretches import MIN_REQUESTS, Parts, split
 from pointsman.sim.trial import Judge, Score
 from pointsman.sim.tunables import REPLICAS, TUNABLES, Space
 from pointsman.sim.tune import MIN_GAIN, Judged, Search, Trial, Tuning
@@ -35,6 +35,7 @@ PRESET = "vllm"
 """Decides as vLLM's own scheduler, so that a result is a command line of vLLM wherever vLLM has the settings."""
 _SMALL = 20_000
 """Simulated requests below which processes of their own take longer to start than they save."""
+_ENOUGH = 0.99
 _MAX_ROWS = 12
 _MAIN = {"max_num_batched_tokens": "budget", "max_num_seqs": "seqs", REPLICAS: "replicas"}
 """Settings with a column of their own."""
@@ -72,9 +73,13 @@ def run_tune(
     speed = options.get("rate", 1.0)
     if not 0 < speed < math.inf:
         raise CommandError(f"--rate is {speed}; it must be above 0: 2 is twice as fast as the trace")
-    for name, value in (("--trials", num_trials), ("--requests", num_requests), ("--workers", workers)):
-        if value is not None and value < 1:
-            raise CommandError(f"{name} is {value}; it must be at least 1")
+    for name, value, least in (
+        ("--trials", num_trials, 1),
+        ("--requests", num_requests, MIN_REQUESTS),
+        ("--workers", workers, 1),
+    ):
+        if value is not None and value < least:
+            raise CommandError(f"{name} is {value}; it must be at least {least}")
     service = what_serves(options, preset or PRESET, as_vllm=True)
     arriving = what_arrives(options, None if "trace" in options else 2 * num_requests)
     report = _Tuned(service, arriving, targets or DEFAULT_TARGETS, options, preset or PRESET, speed)
@@ -223,6 +228,11 @@ class _Tuned:
         if judged is not None and judged.held_out.num_refused:
             refused = judged.held_out
             notes.append(f"{refused.num_refused:,} of {refused.num_requests:,} held-out requests can never run.")
+        if judged is not None and REPLICAS in judged.trial.settings and judged.held_out.share < _ENOUGH:
+            notes.append(
+                f"Only {100 * judged.held_out.share:.1f} % of the requests are in time there: a replica may do most "
+                "when it is overloaded. pointsman capacity --replicas finds how many serve all of them."
+            )
         if self._arriving.num_skipped:
             notes.append(f"Requests of the trace without output, which are left out: {self._arriving.num_skipped:,}.")
         return notes

@@ -89,6 +89,11 @@ class Hull:
         self.ranges: dict[str, tuple[int, int]] = dict(ranges or {})
         """(least, most) by the fields of `StepLoad`."""
 
+    def __eq__(self, other: object) -> bool:
+        return self.ranges == other.ranges if isinstance(other, Hull) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # it grows
+
     def add(self, load: StepLoad) -> None:
         """Make it contain a load."""
         for part, value in zip(StepLoad._fields, load, strict=True):

@@ -330,13 +330,13 @@ class _Tuner:
             except (ConfigError, ModelTooLarge):
                 self._trials[point] = None
         fresh = list(configs)
+        others = range(1, len(self._search.parts.train))
         jobs = [Job(configs[point], self._space.num_replicas(point), 0) for point in fresh]
         samples: dict[Point, list[Sample]] = {}
         for point, sample in zip(fresh, self._runner.run(jobs), strict=True):
             samples[point] = [sample]
-            self._report(len(self._trials) + len(samples) / 2)
+            self._report(len(self._trials) + len(samples) / (2 if others else 1))
         first = {point: _per_replica(found, self._space.num_replicas(point)) for point, found in samples.items()}
-        others = range(1, len(self._search.parts.train))
         is_sparing = is_sparing and len(others) > 0
         least = _HOPELESS * max([*first.values(), *self._first.values()], default=0.0) if is_sparing else 0.0
         hopeful = [point for point in fresh if first[point] >= least]

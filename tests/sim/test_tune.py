@@ -32,7 +32,7 @@ STEP_TIME = LinearStepTime(per_step=5e-3, per_token=5e-5)
 TARGETS = Targets(ttft=2.0, itl=0.04)
 
 
-def parts(rate: float = 10, count: int = 60, prompt: int = 800, output: int = 20, seed: int = 3) -> Parts:
+def parts(rate: float = 10, count: int = 40, prompt: int = 800, output: int = 20, seed: int = 3) -> Parts:
     lengths = Lengths(Constant(prompt), Constant(output))
     return split(list(OpenLoop(Generated(PoissonArrivals(rate), lengths, 2 * count, seed)).first_arrivals()), count)
 
@@ -43,7 +43,7 @@ def searched(
     base: SchedulerConfig = BASE,
     targets: Targets = TARGETS,
     num_workers: int = 1,
-    num_trials: int = 24,
+    num_trials: int = 18,
     ray: str | None = None,
     replicas: tuple[int, int] = (1, 1),
     fixed: frozenset[str] = frozenset(),
@@ -157,8 +157,8 @@ def test_targets_that_nothing_meets() -> None:
 
 def test_replicas_are_searched_for_the_goodput_of_one() -> None:
     """One replica is overloaded, and three are more than enough."""
-    requests = parts(rate=30, count=60, output=5)
-    tuning = searched(requests, targets=Targets(ttft=1.0), replicas=(1, 3), num_trials=12)
+    requests = parts(rate=40, count=80, output=3)
+    tuning = searched(requests, targets=Targets(ttft=0.4), replicas=(1, 3), num_trials=12)
     assert tuning.judged is not None and tuning.judged_defaults is not None
     assert tuning.judged.trial.num_replicas == 2 == tuning.judged.trial.settings[REPLICAS]
     assert tuning.judged.goodput == pytest.approx(tuning.judged.held_out.goodput / 2)
@@ -168,7 +168,7 @@ def test_replicas_are_searched_for_the_goodput_of_one() -> None:
 
 def test_a_small_pool_is_searched_for_what_relieves_it() -> None:
     small = BASE.replace(num_blocks=160, max_model_len=2048)
-    tuning = searched(parts(count=20, prompt=300, output=200), base=small, targets=Targets(ttft=8.0), num_trials=16)
+    tuning = searched(parts(count=20, prompt=300, output=100), base=small, targets=Targets(ttft=4.0), num_trials=16)
     assert not tuning.not_searched
     assert len({trial.settings["watermark"] for trial in tuning.trials}) > 1
 
@@ -201,14 +201,10 @@ def test_a_ray_cluster_finds_the_same(tuning: Tuning) -> None:
     assert searched(parts(), num_workers=2, ray="local") == tuning
 
 
-def test_the_same_question_has_the_same_answer(tuning: Tuning) -> None:
-    assert searched(parts()) == tuning
-
-
 def test_an_interruption_keeps_what_was_found() -> None:
     def interrupt(num_tried: int, expected: int, best: float) -> None:
         assert num_tried <= expected
-        if num_tried == 12:
+        if num_tried >= 12:
             raise KeyboardInterrupt
 
     tuning = searched(parts(count=20), progress=interrupt)
