@@ -29,6 +29,7 @@ from pointsman.sim.trial import Judge, Score
 from pointsman.sim.tunables import REPLICAS, TUNABLES, Space
 from pointsman.sim.tune import MIN_GAIN, Judged, Search, Trial, Tuning
 from pointsman.sim.tune import tune as search_settings
+from pointsman.sim.vllm_defaults import VLLM_VERSION
 from pointsman.sim.workers import available_cores, workers
 
 PRESET = "vllm"
@@ -193,7 +194,8 @@ class _Tuned:
                 return ["Interrupted before the first settings were tried."]
             return [f"Interrupted after {len(found.trials)} settings: this is the best so far, not judged."]
         assert found.judged is not None and found.judged_defaults is not None
-        defaults = f"the defaults of {self._service.settings_of}"
+        kind = "defaults" if VLLM_VERSION in self._service.settings_of else "settings"
+        defaults = f"the {kind} of {self._service.settings_of}"
         if found.meets_nothing:
             fastest = min((trial.train.ttft_p99 or math.inf for trial in found.trials), default=math.inf)
             gap = min((trial.train.longest_gap_p99 or math.inf for trial in found.trials), default=math.inf)

@@ -256,7 +256,8 @@ def met(timings: Timings, targets: Targets) -> npt.NDArray[np.bool_]:
 
 def _is_finished(timings: Timings) -> npt.NDArray[np.bool_]:
     reason = timings.reason[: timings.count]
-    return (reason != UNFINISHED) & (reason != REASONS.index(FinishReason.REFUSED))
+    found: npt.NDArray[np.bool_] = (reason != UNFINISHED) & (reason != REASONS.index(FinishReason.REFUSED))
+    return found
 
 
 def combine(reports: Sequence[Report]) -> Report:
