@@ -32,7 +32,7 @@ STEP_TIME = LinearStepTime(per_step=5e-3, per_token=5e-5)
 TARGETS = Targets(ttft=2.0, itl=0.04)
 
 
-def parts(rate: float = 10, count: int = 40, prompt: int = 800, output: int = 20, seed: int = 3) -> Parts:
+def parts(rate: float = 10, count: int = 30, prompt: int = 800, output: int = 20, seed: int = 3) -> Parts:
     lengths = Lengths(Constant(prompt), Constant(output))
     return split(list(OpenLoop(Generated(PoissonArrivals(rate), lengths, 2 * count, seed)).first_arrivals()), count)
 
@@ -43,7 +43,7 @@ def searched(
     base: SchedulerConfig = BASE,
     targets: Targets = TARGETS,
     num_workers: int = 1,
-    num_trials: int = 18,
+    num_trials: int = 15,
     ray: str | None = None,
     replicas: tuple[int, int] = (1, 1),
     fixed: frozenset[str] = frozenset(),
@@ -131,7 +131,7 @@ def test_no_trial_beats_one_of_the_frontier(tuning: Tuning) -> None:
 
 
 def test_defaults_that_are_best_stay() -> None:
-    tuning = searched(parts(rate=2, count=30, output=5), targets=Targets(ttft=30.0), num_trials=16)
+    tuning = searched(parts(rate=2, count=30, output=5), targets=Targets(ttft=30.0), num_trials=13)
     assert tuning.gain == 0 and not tuning.is_gain
     assert tuning.chosen is tuning.defaults
     assert tuning.recommended is tuning.judged_defaults
@@ -157,8 +157,8 @@ def test_targets_that_nothing_meets() -> None:
 
 def test_replicas_are_searched_for_the_goodput_of_one() -> None:
     """One replica is overloaded, and three are more than enough."""
-    requests = parts(rate=40, count=80, output=3)
-    tuning = searched(requests, targets=Targets(ttft=0.4), replicas=(1, 3), num_trials=12)
+    requests = parts(rate=40, count=60, output=3)
+    tuning = searched(requests, targets=Targets(ttft=0.4), replicas=(1, 3), num_trials=8)
     assert tuning.judged is not None and tuning.judged_defaults is not None
     assert tuning.judged.trial.num_replicas == 2 == tuning.judged.trial.settings[REPLICAS]
     assert tuning.judged.goodput == pytest.approx(tuning.judged.held_out.goodput / 2)
