@@ -8,8 +8,8 @@ Begin at `app.py`, which has the commands; `options.py` has their options and he
     both            `knobs.py` (from options to arguments of the engine)
     chat            `chat.py`
     calibrate       `calibrate.py`
-    simulate, capacity   `simulator_options.py` (their options), `simulation.py` (what arrives, what serves it),
-                    `simulate.py` (the report), `capacity.py` (the search)
+    simulate, capacity, tune   `simulator_options.py` (their options), `simulation.py` (what arrives, what serves it),
+                    `simulate.py` (the report), `capacity.py` and `tune.py` (the searches)
     explain, metrics, record, vllm check     `vllm.py`
 
 Exit codes: 0 success; 1 a replay differs, a step failed or the engine died; 2 bad input; 130 interrupted.

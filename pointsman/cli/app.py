@@ -246,6 +246,42 @@ def capacity(
     )
 
 
+@app.command(cls=options.grouped(sim.TUNE_HELP))
+@options.takes(sim.TUNED, sim.SERVED_BY, sim.SCHEDULER)
+def tune(
+    replicas: sim.TunedReplicas = "1",
+    trials: sim.Trials = 48,
+    requests: sim.PartRequests = 1000,
+    workers: sim.Workers = None,
+    ray: sim.RayAddress = None,
+    preset: sim.SimulatedPreset = None,
+    as_json: sim.AsJsonObject = False,
+    list_names: sim.ListNames = False,
+    **values: Any,
+) -> int:
+    """Find the scheduler's settings with the highest goodput: requests a second within the targets.
+
+    Settings are chosen on one part of the workload and judged on another, beside the defaults of vLLM. Knobs that are
+    given keep their value, the others are searched. Without targets: TTFT within 2 s.
+    """
+    from pointsman.cli.simulation import names
+    from pointsman.cli.tune import run_tune
+
+    if list_names:
+        print(names())
+        return EXIT_OK
+    return run_tune(
+        options.given(values),
+        replicas=replicas,
+        num_trials=trials,
+        num_requests=requests,
+        workers=workers,
+        ray=ray,
+        preset=preset,
+        as_json=as_json,
+    )
+
+
 @app.command()
 def replay(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A recording, as pointsman generate --record writes it.")],

@@ -1,4 +1,5 @@
-"""From options to a simulation: what arrives, and what serves it. Shared by `pointsman simulate` and `capacity`."""
+"""From options to a simulation: what arrives, and what serves it. Shared by `pointsman simulate`, `capacity` and
+`tune`."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from pointsman.cli.errors import CommandError
@@ -25,6 +27,7 @@ from pointsman.sim.profile import EngineSettings, Profile, load_profile
 from pointsman.sim.scenarios import SCENARIOS
 from pointsman.sim.shapes import SHAPES, model_shape
 from pointsman.sim.step_time import RooflineStepTime, StepTime
+from pointsman.sim.vllm_defaults import VLLM_VERSION, vllm_defaults
 from pointsman.sim.workload import (
     ClosedLoop,
     Generated,
@@ -213,23 +216,33 @@ class Service:
     about_times: str
     """Where the step times come from, and how far they may be off."""
     profile: Profile | None = None
+    sized: Callable[[SchedulerConfig], SchedulerConfig] = lambda config: config
+    """A configuration with the number of blocks that the device has for it; may raise `ModelTooLarge`."""
+    settings_of: str = ""
+    """Where the settings that were not given come from, as a reader calls it."""
+    model: str = "MODEL"
+    """As a server is told: a path, or a name with its organisation; MODEL: not known."""
 
 
-def what_serves(options: Mapping[str, Any], preset: str | None) -> Service:
+def what_serves(options: Mapping[str, Any], preset: str | None, *, as_vllm: bool = False) -> Service:
     """The service that the options describe.
+
+    Args:
+        as_vllm: token budget and sequence limit that are not given are those of vLLM on the device; if only a profile
+            is known, those of its engine.
 
     Raises:
         CommandError: a name or a value is wrong, or the model does not fit the device.
     """
     try:
-        return _service(options, preset)
+        return _service(options, preset, as_vllm)
     except (PointsmanError, ValueError) as error:
         raise CommandError(str(error)) from None
     except OSError as error:
         raise CommandError(f"cannot read {error.filename}: {error.strerror}") from None
 
 
-def _service(options: Mapping[str, Any], preset: str | None) -> Service:
+def _service(options: Mapping[str, Any], preset: str | None, as_vllm: bool) -> Service:
     name = options.get("routing", "round-robin")
     if name not in ROUTINGS:
         raise UnknownName(f"no routing rule is called {name!r}; choose one of {', '.join(ROUTINGS)}")
@@ -249,42 +262,69 @@ def _service(options: Mapping[str, Any], preset: str | None) -> Service:
         knobs = {**_as_calibrated(profile.settings, longest), **knobs}
         if has_model and "num_blocks" not in options:
             knobs.pop("num_blocks", None)
+    parallel = options.get("tensor_parallel", 1)
+    on = None if shape is None else device(options.get("device", DEVICE))
+    settings_of = "the preset" if profile is None else "the profile's engine"
+    if as_vllm and shape is not None and on is not None:
+        of_vllm = vllm_defaults(on, knobs.get("max_model_len", longest), parallel)
+        given = {knob: options[knob] for knob in of_vllm._fields if knob in options}
+        knobs = {**knobs, **of_vllm._asdict(), **given}
+        if "max_num_seqs" not in given:
+            knobs["max_num_seqs"] = min(knobs["max_num_seqs"], knobs["max_num_batched_tokens"])  # as vLLM does
+        settings_of = f"vLLM {VLLM_VERSION} on {on.name}"
     base = preset or ("default" if profile is None else "vllm")
     config = SchedulerConfig.preset(base, **{"num_blocks": 1, "max_model_len": longest, **knobs})
-    parallel = options.get("tensor_parallel", 1)
     kv: KvMemory | None = None
     step_time: StepTime
-    if shape is None:
+    if shape is None or on is None:
         assert profile is not None
         step_time, about_times, title = profile.step_time, _of_profile(profile), f"the profile {options['profile']}"
     else:
-        on = device(options.get("device", DEVICE))
         estimated = RooflineStepTime(shape=shape, device=on, tensor_parallel=parallel)
         about_times = estimated.caveat() if profile is None else _of_profile(profile)
         step_time = estimated if profile is None else profile.step_time
         title = f"{shape.name} on {f'{parallel} x ' if parallel > 1 else ''}{on.name}"
-        if "num_blocks" not in knobs:
-            kv = num_kv_blocks(
-                shape,
-                on,
-                config.block_size,
-                options.get("gpu_memory_utilization", 0.9),
-                parallel,
-                **_largest_step(config),
-            )
+
+    def memory(config: SchedulerConfig) -> KvMemory:
+        assert shape is not None and on is not None
+        usable = options.get("gpu_memory_utilization", 0.9)
+        return num_kv_blocks(shape, on, config.block_size, usable, parallel, **_largest_step(config))
+
+    def sized(config: SchedulerConfig) -> SchedulerConfig:
+        if "num_blocks" in knobs:
+            return config
+        if shape is not None:
+            return config.replace(num_blocks=memory(config).num_blocks)
+        return config.replace(num_blocks=config.num_seats * -(-config.max_model_len // config.block_size))  # enough
+
     if "num_blocks" in knobs:
-        given = "given" if "num_blocks" in options else "the engine of the profile had"
-        kv_text = f"{config.num_blocks:,} KV blocks of {config.block_size} tokens, as {given}"
-    elif kv is not None:
-        config, kv_text = config.replace(num_blocks=kv.num_blocks), f"{kv}".rstrip()
+        given_by = "given" if "num_blocks" in options else "the engine of the profile had"
+        kv_text = f"{config.num_blocks:,} KV blocks of {config.block_size} tokens, as {given_by}"
+    elif shape is not None:
+        kv = memory(config)
+        kv_text = f"{kv}".rstrip()
     else:
-        enough = config.num_seats * -(-config.max_model_len // config.block_size)
-        config = config.replace(num_blocks=enough)
         kv_text = (
             "never short, as nothing says how many blocks there are: give --num-blocks as the engine's log "
             "reports them, or --model and --device"
         )
-    return Service(title, config, step_time, ROUTINGS[name], kv, kv_text, about_times, profile)
+    return Service(
+        title,
+        sized(config),
+        step_time,
+        ROUTINGS[name],
+        kv,
+        kv_text,
+        about_times,
+        profile,
+        sized,
+        settings_of,
+        "MODEL" if shape is None else _served_model(options.get("model", MODEL), shape),
+    )
+
+
+def _served_model(given: str, shape: ModelShape) -> str:
+    return given if Path(given).exists() else shape.name
 
 
 def _largest_step(config: SchedulerConfig) -> dict[str, int]:

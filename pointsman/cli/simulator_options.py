@@ -1,4 +1,4 @@
-"""The options of `pointsman simulate` and `pointsman capacity`: what arrives, on what it runs, and their help pages.
+"""The options of `pointsman simulate`, `capacity` and `tune`: what arrives, on what it runs, and their help pages.
 
 The scheduler's knobs have the names that `pointsman serve` has, and the defaults of `SchedulerConfig`, which are for
 GPUs. None means that an option was not given.
@@ -143,6 +143,43 @@ TARGETS: dict[str, Any] = {
     ],
 }
 
+TUNED: dict[str, Any] = {
+    **{name: ARRIVING[name] for name in ("trace", "arrivals", "prompt_tokens", "output_tokens")},
+    "rate": Annotated[
+        float | None,
+        typer.Option(
+            "--rate",
+            "--rate-scale",
+            help="Factor by which arrivals are sped up: 2 is twice as fast as the trace [default: 1].",
+        ),
+    ],
+    "limit": SIMULATED["limit"],
+    "seed": Annotated[int | None, typer.Option(help="Seed of the search and of generated requests [default: 0].")],
+    "ttft_p99": Annotated[
+        str | None,
+        typer.Option(
+            "--ttft-p99",
+            "--ttft-target",
+            metavar="TIME",
+            help="Time to a first token that 99 % of the requests are to keep, like 500ms or 2s.",
+        ),
+    ],
+    "itl_p99": Annotated[
+        str | None,
+        typer.Option(
+            "--itl-p99",
+            "--itl-target",
+            metavar="TIME",
+            help="Time between two tokens that 99 % of the requests are to keep, in every gap.",
+        ),
+    ],
+    "e2e_p99": Annotated[
+        str | None,
+        typer.Option("--e2e-p99", "--e2e-target", metavar="TIME", help="Time to the last token that 99 % are to keep."),
+    ],
+}
+"""What arrives in a search of settings, and its targets."""
+
 SimulatedPreset = Annotated[
     str | None,
     typer.Option(
@@ -165,6 +202,23 @@ Share = Annotated[float, typer.Option(help="Share of the requests that must meet
 ProbeRequests = Annotated[
     int | None,
     typer.Option(help="Requests of each probe, from the start of the workload [default: 2000 a replica, max 10000]."),
+]
+TunedReplicas = Annotated[
+    str,
+    typer.Option(metavar="N|LOW-HIGH", help="Replicas; a range like 1-4 is searched, for the goodput of a replica."),
+]
+PartRequests = Annotated[
+    int,
+    typer.Option(help="Requests of the part that settings are chosen on, and of the one that they are judged on."),
+]
+Trials = Annotated[int, typer.Option(help="Settings to try, before the neighbours of the best ones.")]
+Workers = Annotated[
+    int | None,
+    typer.Option(help="Processes that simulate; the result does not depend on it [default: one a core]."),
+]
+RayAddress = Annotated[
+    str | None,
+    typer.Option("--ray", metavar="ADDRESS", help="Simulate on a Ray cluster, host:port, auto or local."),
 ]
 Tolerance = Annotated[float, typer.Option(help="Relative width of the answer's bracket.")]
 PricePerHour = Annotated[float | None, typer.Option(help="Price of one replica for an hour, for the price of tokens.")]
@@ -223,6 +277,25 @@ CAPACITY_HELP: Panels = {
     ),
     "The search": ("requests_per_second", "requests", "tolerance"),
     "What arrives": ("users", "think", "sessions", "turns", "new_tokens", "seed"),
+    "Output": ("as_json", "list_names"),
+    **_SERVICE_PANELS,
+}
+TUNE_HELP: Panels = {
+    "Main options": (
+        "ttft_p99",
+        "itl_p99",
+        "e2e_p99",
+        "trace",
+        "rate",
+        "arrivals",
+        "prompt_tokens",
+        "output_tokens",
+        "model",
+        "device",
+        "replicas",
+    ),
+    "The search": ("trials", "requests", "seed", "workers", "ray"),
+    "What arrives": ("limit",),
     "Output": ("as_json", "list_names"),
     **_SERVICE_PANELS,
 }

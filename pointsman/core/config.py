@@ -163,6 +163,8 @@ class SchedulerConfig:
         values = {**presets[name], **overrides}
         if values.get("enable_prefix_caching") is False and "share_within_step" not in overrides:
             values.pop("share_within_step", None)  # the preset sets what then has no effect
+        if values.get("full_sequence_must_fit") is False and "count_owed_blocks" not in overrides:
+            values.pop("count_owed_blocks", None)
         return cls(**values)
 
     def replace(self, **overrides: Any) -> Self:

@@ -89,11 +89,22 @@ class Hull:
         self.ranges: dict[str, tuple[int, int]] = dict(ranges or {})
         """(least, most) by the fields of `StepLoad`."""
 
+    def __eq__(self, other: object) -> bool:
+        return self.ranges == other.ranges if isinstance(other, Hull) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # it grows
+
     def add(self, load: StepLoad) -> None:
         """Make it contain a load."""
         for part, value in zip(StepLoad._fields, load, strict=True):
             least, most = self.ranges.get(part, (value, value))
             self.ranges[part] = (min(least, value), max(most, value))
+
+    def include(self, other: Hull) -> None:
+        """Make it contain another hull."""
+        for part, (least, most) in other.ranges.items():
+            known = self.ranges.get(part, (least, most))
+            self.ranges[part] = (min(least, known[0]), max(most, known[1]))
 
     @classmethod
     def of_loads(cls, loads: npt.NDArray[np.float64]) -> Hull:

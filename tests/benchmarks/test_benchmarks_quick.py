@@ -61,6 +61,15 @@ def test_simulator() -> None:
     assert 0.5 < figures["growth"] < 3
 
 
+@pytest.mark.soak
+@pytest.mark.e2e
+def test_tune() -> None:
+    figures = run_quick("tune.py")
+    (found,) = figures["workloads"].values()
+    assert found["tuned"] >= 0.9 * found["grid"] > 0
+    assert found["tuned"] >= found["defaults"]
+
+
 @pytest.mark.e2e
 def test_scheduler_step() -> None:
     figures = run_quick("scheduler_step.py", "--sizes", "1,64")

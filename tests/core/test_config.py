@@ -177,6 +177,15 @@ def test_a_preset_is_a_set_of_values_with_overrides_on_top() -> None:
         SchedulerConfig.preset("fast", num_blocks=8, max_model_len=32)
 
 
+def test_what_a_preset_sets_gives_way_where_an_override_leaves_it_no_effect() -> None:
+    config = SchedulerConfig.preset("vllm", num_blocks=8, max_model_len=32, full_sequence_must_fit=False)
+    assert config.count_owed_blocks
+    with pytest.raises(ConfigError, match="count_owed_blocks=False has no effect"):
+        SchedulerConfig.preset(
+            "vllm", num_blocks=8, max_model_len=32, full_sequence_must_fit=False, count_owed_blocks=False
+        )
+
+
 @pytest.mark.parametrize(
     ("name", "max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill"),
     [

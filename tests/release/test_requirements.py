@@ -27,7 +27,6 @@ NEVER_REQUIRED = {"vllm"}
 """A host, which has Pointsman installed beside it."""
 ON_REQUEST = {"matplotlib"}
 """Imported for an option that says what to install."""
-FOR_COMMANDS_TO_COME = {"optuna"}
 LOADED_BY_NAME = {"httptools", "tokenizers", "uvloop"}
 """Required, and imported by a library on our behalf, or by its name in a string."""
 
@@ -62,13 +61,13 @@ def required(*extras: str) -> set[str]:
 
 def test_all_that_is_imported_is_required() -> None:
     imported = distributions(imported_modules(ROOT / "pointsman")) - NEVER_REQUIRED - ON_REQUEST
-    assert imported - COME_ALONG.keys() <= required("cli", "engine", "server", "sim", "kv-events")
+    assert imported - COME_ALONG.keys() <= required("cli", "engine", "server", "sim", "ray", "kv-events")
 
 
 def test_all_that_is_required_is_used() -> None:
     imported = distributions(imported_modules(ROOT / "pointsman"))
-    unused = required("cli", "engine", "server", "sim", "kv-events") - imported
-    assert unused <= LOADED_BY_NAME | FOR_COMMANDS_TO_COME
+    unused = required("cli", "engine", "server", "sim", "ray", "kv-events") - imported
+    assert unused <= LOADED_BY_NAME
 
 
 def test_what_comes_along_does() -> None:

@@ -187,7 +187,7 @@ def figures(
     scheduled, reason = timings.scheduled[:count], timings.reason[:count]
     num_output = timings.num_output_tokens[:count]
     is_refused = reason == REASONS.index(FinishReason.REFUSED)
-    is_finished = (reason != UNFINISHED) & ~is_refused
+    is_finished = _is_finished(timings)
 
     draws = Draws(choose_num_blocks(count), num_bootstrap, seed)
     blocks = consecutive_blocks(count, draws.num_blocks)
@@ -223,7 +223,7 @@ def figures(
         e2e=of_requests(np.where(is_finished, last - arrival, np.nan)),
         queue=of_requests(scheduled - arrival),
         targets=targets,
-        goodput=_goodput(timings, targets, is_finished, blocks, draws, seconds) if targets else None,
+        goodput=_goodput(timings, targets, blocks, draws, seconds) if targets else None,
         kv_cache_usage=load.kv_cache_usage,
         running=load.running,
         waiting=load.waiting,
@@ -238,6 +238,26 @@ def figures(
         method=_method(draws, count, num_bootstrap),
         notes=_notes(outcome, counts, targets),
     )
+
+
+def met(timings: Timings, targets: Targets) -> npt.NDArray[np.bool_]:
+    """[requests] whether each finished and met every target, as goodput counts it; after `Timings.close`."""
+    count = timings.count
+    arrival, is_good = timings.arrival[:count], _is_finished(timings)
+    with np.errstate(invalid="ignore"):  # NaN, of what has not happened, meets no target
+        if targets.ttft is not None:
+            is_good &= timings.first_token[:count] - arrival <= targets.ttft
+        if targets.itl is not None:
+            is_good &= timings.max_gap[:count] <= targets.itl
+        if targets.e2e is not None:
+            is_good &= timings.last_token[:count] - arrival <= targets.e2e
+    return is_good
+
+
+def _is_finished(timings: Timings) -> npt.NDArray[np.bool_]:
+    reason = timings.reason[: timings.count]
+    found: npt.NDArray[np.bool_] = (reason != UNFINISHED) & (reason != REASONS.index(FinishReason.REFUSED))
+    return found
 
 
 def combine(reports: Sequence[Report]) -> Report:
@@ -301,20 +321,12 @@ def _counts(
 def _goodput(
     timings: Timings,
     targets: Targets,
-    is_finished: npt.NDArray[np.bool_],
     blocks: Int64Array,
     draws: Draws,
     seconds: float,
 ) -> Goodput:
     count = timings.count
-    arrival, is_good = timings.arrival[:count], is_finished.copy()
-    with np.errstate(invalid="ignore"):  # NaN, of what has not happened, meets no target
-        if targets.ttft is not None:
-            is_good &= timings.first_token[:count] - arrival <= targets.ttft
-        if targets.itl is not None:
-            is_good &= timings.max_gap[:count] <= targets.itl
-        if targets.e2e is not None:
-            is_good &= timings.last_token[:count] - arrival <= targets.e2e
+    is_good = met(timings, targets)
     found = share(is_good, blocks, draws)
     rate = count / seconds if seconds else math.nan
     return Goodput(found, Estimate(_times(found.value, rate), _times(found.low, rate), _times(found.high, rate)))

@@ -1,0 +1,462 @@
+"""`pointsman tune`: the settings with the highest goodput, beside the defaults, and the commands that use them."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from pointsman.cli.capacity import DEFAULT_TARGETS, replica_range
+from pointsman.cli.errors import EXIT_INTERRUPTED, EXIT_OK, CommandError
+from pointsman.cli.options import KNOBS
+from pointsman.cli.simulate import ProgressBar, print_setting, setting_as_json, stdout_console
+from pointsman.cli.simulation import Arriving, Service, seconds, what_arrives, what_serves
+from pointsman.core import SchedulerConfig
+from pointsman.core.errors import PointsmanError
+from pointsman.core.presets import SYSTEMS
+from pointsman.integrations.vllm.settings import FLAGS
+from pointsman.integrations.vllm.settings import KNOBS as ADDITIONAL
+from pointsman.sim.profile import warn_outside
+from pointsman.sim.report.summary import Targets
+from pointsman.sim.stretches import MIN_REQUESTS, Parts, split
+from pointsman.sim.trial import Judge, Score
+from pointsman.sim.tunables import REPLICAS, TUNABLES, Space
+from pointsman.sim.tune import MIN_GAIN, Judged, Search, Trial, Tuning
+from pointsman.sim.tune import tune as search_settings
+from pointsman.sim.vllm_defaults import VLLM_VERSION
+from pointsman.sim.workers import available_cores, workers
+
+PRESET = "vllm"
+"""Decides as vLLM's own scheduler, so that a result is a command line of vLLM wherever vLLM has the settings."""
+_SMALL = 20_000
+"""Simulated requests below which processes of their own take longer to start than they save."""
+_ENOUGH = 0.99
+_MAX_ROWS = 12
+_MAIN = {"max_num_batched_tokens": "budget", "max_num_seqs": "seqs", REPLICAS: "replicas"}
+"""Settings with a column of their own."""
+_SERVED_AS = ("gpu_memory_utilization", "max_model_len", "block_size")
+"""Options that both commands get if they were given here."""
+
+
+def run_tune(
+    options: Mapping[str, Any],
+    *,
+    replicas: str,
+    num_trials: int,
+    num_requests: int,
+    workers: int | None,
+    ray: str | None,
+    preset: str | None,
+    as_json: bool,
+) -> int:
+    """Search, and print what was found.
+
+    Returns:
+        The exit code: 0, or 130 after Ctrl-C, with the best so far.
+
+    Raises:
+        CommandError: an option, a file or the model is wrong.
+    """
+    try:
+        import optuna  # noqa: F401  before time is spent
+    except ModuleNotFoundError:
+        raise CommandError("tune needs optuna; install it with: pip install 'pointsman[sim]'") from None
+    low, high = replica_range(replicas)
+    if high == 1 and "routing" in options:
+        raise CommandError("--routing has no effect with one replica; give --replicas 2 or more")
+    targets = Targets(*(seconds(name, options.get(name)) for name in ("ttft_p99", "itl_p99", "e2e_p99")))
+    speed = options.get("rate", 1.0)
+    if not 0 < speed < math.inf:
+        raise CommandError(f"--rate is {speed}; it must be above 0: 2 is twice as fast as the trace")
+    for name, value, least in (
+        ("--trials", num_trials, 1),
+        ("--requests", num_requests, MIN_REQUESTS),
+        ("--workers", workers, 1),
+    ):
+        if value is not None and value < least:
+            raise CommandError(f"{name} is {value}; it must be at least {least}")
+    service = what_serves(options, preset or PRESET, as_vllm=True)
+    arriving = what_arrives(options, None if "trace" in options else 2 * num_requests)
+    report = _Tuned(service, arriving, targets or DEFAULT_TARGETS, options, preset or PRESET, speed)
+    try:
+        report.divide(num_requests)
+        space = Space(
+            service.config,
+            fixed=frozenset(options) & frozenset(each.name for each in TUNABLES),
+            replicas=(low, high),
+            has_priorities=report.has_priorities,
+        )
+        if workers is None and ray is None:
+            is_small = num_trials * report.parts.num_requests < _SMALL
+            workers = 1 if is_small else available_cores()
+        if not as_json:
+            report.print_question(low, high)
+        with ProgressBar("tried", num_trials, noun="settings", figure="{task.fields[now]:.3g} requests/s") as bar:
+            found = report.search(space, num_trials, workers or 0, ray, bar)
+    except (PointsmanError, ValueError) as error:
+        raise CommandError(str(error)) from None
+    if as_json:
+        print(json.dumps(report.as_json(found), allow_nan=False))
+    else:
+        report.print(found)
+    return EXIT_OK if found.is_complete else EXIT_INTERRUPTED
+
+
+class _Tuned:
+    """A search of settings as a reader sees it."""
+
+    parts: Parts
+
+    def __init__(
+        self,
+        service: Service,
+        arriving: Arriving,
+        targets: Targets,
+        options: Mapping[str, Any],
+        preset: str,
+        speed: float,
+    ) -> None:
+        self._service, self._arriving, self._targets = service, arriving, targets
+        self._options, self._preset, self._speed = options, preset, speed
+        self._console = stdout_console()
+        self.has_priorities = False
+
+    def divide(self, num_requests: int) -> None:
+        """Cut the workload into its two parts.
+
+        Raises:
+            WorkloadError: it is too short, or all at once.
+        """
+        arrivals = list(self._arriving.at_speed(self._speed).first_arrivals())
+        self.parts = split(arrivals, num_requests)
+        self.has_priorities = len({request.priority for _, request in arrivals}) > 1
+
+    def search(self, space: Space, num_trials: int, num_workers: int, ray: str | None, bar: ProgressBar) -> Tuning:
+        def progress(num_tried: int, expected: int, best: float) -> None:
+            bar.expect(expected)
+            bar.update(num_tried, best)
+
+        seed = self._options.get("seed", 0)
+        judge = Judge(
+            stretches=(*self.parts.train, *self.parts.held_out),
+            step_time=self._service.step_time,
+            targets=self._targets,
+            routing=self._service.routing,
+            seed=seed,
+        )
+        search = Search(
+            space=space,
+            parts=self.parts,
+            targets=self._targets,
+            sized=self._service.sized,
+            num_trials=num_trials,
+            seed=seed,
+            progress=progress,
+        )
+        with workers(judge, num_workers, ray) as runner:
+            return search_settings(search, runner)
+
+    # ------------------------------------------------------------------ in words
+
+    def print_question(self, low: int, high: int) -> None:
+        print_setting(self._service, self._arriving, low, self._speed)
+        self._say(self._service.about_times, "yellow")
+        limits = {"TTFT": self._targets.ttft, "every gap between two tokens": self._targets.itl}
+        limits["end-to-end time"] = self._targets.e2e
+        names = ", ".join(f"{name} at most {_time(limit)}" for name, limit in limits.items() if limit is not None)
+        self._say(f"Goodput: requests a second with {names}{', for each replica' if high > 1 else ''}.")
+        self._say(f"{self._about_parts()}\n")
+
+    def _about_parts(self) -> str:
+        train, held_out = self.parts.train, self.parts.held_out
+        count = sum(stretch.num_requests for stretch in train)
+        rates = [
+            sum(stretch.num_requests for stretch in part) / sum(stretch.seconds for stretch in part)
+            for part in (train, held_out)
+        ]
+        where = f"{len(train)} stretches" if len(train) > 1 else "the first half"
+        others = f"as many in the {len(held_out)} between them" if len(train) > 1 else "as many of the second half"
+        return (
+            f"Settings are chosen on {count:,} requests in {where} ({rates[0]:.3g} requests/s) and judged on {others} "
+            f"({rates[1]:.3g} requests/s)."
+        )
+
+    def answer(self, found: Tuning) -> list[str]:
+        """The first line says what to do."""
+        if not found.is_complete:
+            if found.chosen is None:
+                return ["Interrupted before the first settings were tried."]
+            return [f"Interrupted after {len(found.trials)} settings: this is the best so far, not judged."]
+        assert found.judged is not None and found.judged_defaults is not None
+        kind = "defaults" if VLLM_VERSION in self._service.settings_of else "settings"
+        defaults = f"the {kind} of {self._service.settings_of}"
+        if found.meets_nothing:
+            fastest = min((trial.train.ttft_p99 or math.inf for trial in found.trials), default=math.inf)
+            gap = min((trial.train.longest_gap_p99 or math.inf for trial in found.trials), default=math.inf)
+            return [
+                f"Nothing meets the targets: with none of {len(found.trials)} settings a request does. The lowest TTFT "
+                f"p99 of any is {_time(fastest)}, the shortest longest gap p99 {_time(gap)}: set longer targets, or "
+                "take a lower rate, more replicas or a faster device."
+            ]
+        mine, theirs = found.judged.goodput, found.judged_defaults.goodput
+        if not found.is_gain:
+            best = "they are the best" if found.chosen is found.defaults else f"the best found has {_rate(mine)}"
+            return [
+                f"No gain: {defaults} have a goodput of {_rate(theirs)} on the held-out part, and {best}; less than "
+                f"{100 * MIN_GAIN:.0f} % more is none."
+            ]
+        gain = found.gain
+        assert gain is not None
+        if math.isinf(gain):
+            return [f"Gain: a goodput of {_rate(mine)} on the held-out part, where {defaults} have none."]
+        more = f"{100 * gain:.1f} % more than" if gain < 1 else f"{1 + gain:.1f} times"
+        return [f"Gain: a goodput of {_rate(mine)} on the held-out part, {more} the {_rate(theirs)} of {defaults}."]
+
+    def notes(self, found: Tuning) -> list[str]:
+        """What a reader must know beside the answer."""
+        notes = [self._service.about_times]
+        if found.not_searched:
+            notes.append(f"The KV pool is never short, so these have no effect: {', '.join(found.not_searched)}.")
+        if self._service.profile is not None and found.hull is not None:
+            warnings = warn_outside(self._service.profile, found.hull)
+            notes += [f"{warning[:1].upper()}{warning[1:]}." for warning in warnings]
+        judged = found.recommended
+        if judged is not None and judged.held_out.num_refused:
+            refused = judged.held_out
+            notes.append(f"{refused.num_refused:,} of {refused.num_requests:,} held-out requests can never run.")
+        if judged is not None and REPLICAS in judged.trial.settings and judged.held_out.share < _ENOUGH:
+            notes.append(
+                f"Only {100 * judged.held_out.share:.1f} % of the requests are in time there: a replica may do most "
+                "when it is overloaded. pointsman capacity --replicas finds how many serve all of them."
+            )
+        if self._arriving.num_skipped:
+            notes.append(f"Requests of the trace without output, which are left out: {self._arriving.num_skipped:,}.")
+        return notes
+
+    def print(self, found: Tuning) -> None:
+        answer = self.answer(found)
+        if found.chosen is None:
+            self._say(answer[0], "bold")
+            return
+        self._console.print(self._comparison(found))
+        self._say("")
+        self._console.print(self._settings(found))
+        self._say("")
+        for line in answer:
+            self._say(line, "bold")
+        if not found.meets_nothing:
+            self._say("")
+            self._console.print(self._frontier(found))
+            if found.neighbours:
+                self._say("")
+                self._console.print(self._neighbours(found))
+        for note in self.notes(found)[1:]:
+            self._say(f"\n{note}", "yellow")
+        if found.recommended is not None and not found.meets_nothing:
+            for line in self.commands(found.recommended.trial).values():
+                print(f"\n{line}")
+
+    def _comparison(self, found: Tuning) -> Table:
+        table = _table("", "goodput, chosen on", "judged on", "in time", "TTFT p99", "ITL p99", "longest gap p99")
+        rows = [(self._service.settings_of, found.defaults, found.judged_defaults)]
+        if found.chosen is not found.defaults:
+            rows.append(("best found", found.chosen, found.judged))
+        for name, trial, judged in rows:
+            assert trial is not None
+            figures = trial.train if judged is None else judged.held_out
+            table.add_row(
+                name,
+                _rate(trial.goodput),
+                "-" if judged is None else _rate(judged.goodput),
+                f"{100 * figures.share:.1f} %",
+                *_times(figures),
+            )
+        return table
+
+    def _settings(self, found: Tuning) -> Table:
+        defaults, chosen = found.defaults, found.chosen
+        assert defaults is not None and chosen is not None
+        table = _table("setting", self._service.settings_of, "best found")
+        for name, value in chosen.settings.items():
+            if name in _MAIN or value != defaults.settings[name]:
+                table.add_row(name, f"{defaults.settings[name]}", f"{value}")
+        return table
+
+    def _frontier(self, found: Tuning) -> Table:
+        titles = [_MAIN[name] for name in found.trials[0].settings if name in _MAIN]
+        table = _table("Frontier", *titles, "goodput", "in time", "TTFT p99", "ITL p99")
+        for trial in found.frontier()[:_MAX_ROWS]:
+            main = [f"{value}" for name, value in trial.settings.items() if name in _MAIN]
+            share = f"{100 * trial.train.share:.1f} %"
+            table.add_row(
+                _others(trial, self._service.config), *main, _rate(trial.goodput), share, *_times(trial.train)[:2]
+            )
+        return table
+
+    def _neighbours(self, found: Tuning) -> Table:
+        table = _table("One notch from the best", "goodput", "change", "TTFT p99", "ITL p99")
+        best = found.chosen
+        assert best is not None
+        table.add_row("the best", _rate(best.goodput), "", *_times(best.train)[:2])
+        for name, trial in found.neighbours:
+            value = f"{name} {trial.settings[name]}"
+            if trial.is_hopeless:  # its figures are those of one stretch
+                table.add_row(value, "-", "far less", "-", "-")
+                continue
+            change = f"{100 * (trial.goodput / best.goodput - 1):+.1f} %" if best.goodput else ""
+            table.add_row(value, _rate(trial.goodput), change, *_times(trial.train)[:2])
+        return table
+
+    def _say(self, text: str, style: str = "") -> None:
+        self._console.print(Text(text, style=style))
+
+    # ------------------------------------------------------------------ commands
+
+    def commands(self, trial: Trial) -> dict[str, str]:
+        """The command lines that serve with the settings of a trial, by program."""
+        options, config = self._options, trial.config
+        model = self._service.model
+        common = {name: options[name] for name in _SERVED_AS if name in options}
+        ours = ["pointsman", "serve", "--model", model, "--num-blocks", str(config.num_blocks)]
+        ours += ["--block-size", str(config.block_size)]
+        ours += [*_flags({name: value for name, value in common.items() if name == "max_model_len"})]
+        ours += _flags(_ours(config))
+        native, additional = _for_vllm(config, self._preset)
+        vllm = ["vllm", "serve", model, *_flags(common)]
+        if options.get("tensor_parallel", 1) > 1:
+            vllm += ["--tensor-parallel-size", str(options["tensor_parallel"])]
+        vllm += native
+        if additional is not None:
+            vllm += ["--scheduler-cls", "pointsman.integrations.vllm.Scheduler"]
+            vllm += ["--additional-config", json.dumps({"pointsman": additional})]
+        return {"vllm": shlex.join(vllm), "pointsman": shlex.join(ours)}
+
+    # ------------------------------------------------------------------ JSON
+
+    def as_json(self, found: Tuning) -> dict[str, Any]:
+        """The search as one JSON object."""
+        gain, recommended = found.gain, found.recommended
+        return {
+            **setting_as_json(self._service, self._arriving),
+            "speed": self._speed,
+            "targets": asdict(self._targets),
+            "parts": {
+                name: [{"num_requests": each.num_requests, "seconds": each.seconds} for each in part]
+                for name, part in (("train", self.parts.train), ("held_out", self.parts.held_out))
+            },
+            "is_complete": found.is_complete,
+            "answer": " ".join(self.answer(found)),
+            "is_gain": found.is_gain,
+            "gain": gain if gain is not None and math.isfinite(gain) else None,
+            "defaults_of": self._service.settings_of,
+            "defaults": _as_json(found.defaults, found.judged_defaults),
+            "chosen": _as_json(found.chosen, found.judged),
+            "recommended": None if recommended is None else recommended.trial.settings,
+            "commands": None if recommended is None else self.commands(recommended.trial),
+            "frontier": [_as_json(trial) for trial in found.frontier()],
+            "neighbours": [{"setting": name, **(_as_json(trial) or {})} for name, trial in found.neighbours],
+            "not_searched": found.not_searched,
+            "num_trials": len(found.trials),
+            "notes": self.notes(found),
+        }
+
+
+def _as_json(trial: Trial | None, judged: Judged | None = None) -> dict[str, Any] | None:
+    if trial is None:
+        return None
+    found: dict[str, Any] = {
+        "settings": trial.settings,
+        "num_replicas": trial.num_replicas,
+        "num_blocks": trial.config.num_blocks,
+        "goodput": trial.goodput,
+        "train": asdict(trial.train),
+        "is_hopeless": trial.is_hopeless,
+    }
+    if judged is not None:
+        found["held_out"] = {**asdict(judged.held_out), "goodput_per_replica": judged.goodput}
+    return found
+
+
+# ---------------------------------------------------------------------- command lines
+
+
+def _ours(config: SchedulerConfig) -> dict[str, Any]:
+    """Knobs of `pointsman serve`: the two that depend on the device, and what differs from the defaults."""
+    plain = SchedulerConfig(num_blocks=1, max_model_len=1)
+    knobs = {"max_num_batched_tokens": config.max_num_batched_tokens, "max_num_seqs": config.max_num_seqs}
+    for name in (each.name for each in TUNABLES):
+        value = getattr(config, name)
+        if name in KNOBS and name not in knobs and value is not None and value != getattr(plain, name):
+            knobs[name] = value
+    return knobs
+
+
+def _for_vllm(config: SchedulerConfig, preset: str) -> tuple[list[str], dict[str, Any] | None]:
+    """Flags of vLLM, and the object in --additional-config for what vLLM itself does not have; None: nothing."""
+    base = preset if preset in SYSTEMS else "default"
+    of_preset = SchedulerConfig.preset(base, num_blocks=1, max_model_len=1)
+    flags = {"max_num_batched_tokens": config.max_num_batched_tokens, "max_num_seqs": config.max_num_seqs}
+    additional: dict[str, Any] = {}
+    for name in (each.name for each in TUNABLES):
+        value = getattr(config, name)
+        if name in flags or value == getattr(of_preset, name):
+            continue
+        if name in FLAGS:
+            flags[FLAGS[name].removeprefix("--").replace("-", "_")] = value
+        elif name in ADDITIONAL:
+            additional[name] = value
+    found = _flags(flags)
+    if additional.get("order") == "priority-by-arrival" and base == "vllm":
+        del additional["order"]  # as vLLM's own does
+        found += ["--scheduling-policy", "priority"]
+    if base == "vllm" and not additional:
+        return found, None
+    return found, {"preset": base, **additional}
+
+
+def _flags(values: Mapping[str, Any]) -> list[str]:
+    found: list[str] = []
+    for name, value in values.items():
+        option = name.replace("_", "-")
+        found += [f"--{'' if value else 'no-'}{option}"] if isinstance(value, bool) else [f"--{option}", f"{value}"]
+    return found
+
+
+# ---------------------------------------------------------------------- tables
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(title, ratio=1)
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _others(trial: Trial, base: SchedulerConfig) -> str:
+    """The settings without a column that are not those of `base`."""
+    return ", ".join(
+        f"{name} {value}"
+        for name, value in trial.settings.items()
+        if name not in _MAIN and value != getattr(base, name)
+    )
+
+
+def _times(figures: Score) -> Sequence[str]:
+    return tuple(_time(value) for value in (figures.ttft_p99, figures.itl_p99, figures.longest_gap_p99))
+
+
+def _rate(value: float) -> str:
+    return f"{value:.4g}/s"
+
+
+def _time(value: float | None) -> str:
+    if value is None or math.isinf(value):
+        return "-"
+    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"

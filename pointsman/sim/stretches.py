@@ -1,0 +1,96 @@
+"""Stretches of a workload: some to choose settings on, others to judge the choice on.
+
+A trace is cut into an even number of stretches of equal length. Every second one is for training, the others are held
+out, so that both parts have quiet and busy times. A stretch starts with an empty service.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from pointsman.sim.distributions import WorkloadError
+from pointsman.sim.request import SimRequest
+from pointsman.sim.workload import Arrival
+
+MIN_REQUESTS = 10
+"""Fewest requests of a stretch."""
+_WANTED = 500
+"""A part has several stretches if each gets this many requests, and at most `_MAX_STRETCHES`."""
+_MAX_STRETCHES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Requests that follow each other, as a workload: they arrive whatever the service does."""
+
+    arrivals: tuple[Arrival, ...]
+    seconds: float
+    """In which so many arrive, on average."""
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.arrivals)
+
+    @property
+    def load(self) -> float:
+        """Tokens a second, of prompts and outputs."""
+        tokens = sum(request.num_prompt_tokens + request.num_generated_tokens for _, request in self.arrivals)
+        return tokens / self.seconds
+
+    def first_arrivals(self) -> Iterator[Arrival]:
+        return iter(self.arrivals)
+
+    def on_finished(self, request: SimRequest, now: float) -> None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Both parts of a workload."""
+
+    train: tuple[Stretch, ...]
+    """The one of middling load first."""
+    held_out: tuple[Stretch, ...]
+
+    @property
+    def num_requests(self) -> int:
+        """Of each part."""
+        return sum(stretch.num_requests for stretch in self.train)
+
+
+def split(arrivals: Sequence[Arrival], num_requests: int) -> Parts:
+    """Cut a workload into stretches.
+
+    Args:
+        arrivals: all of it, in order of time.
+        num_requests: at most so many requests of each part; of each stretch the first ones are taken.
+
+    Raises:
+        WorkloadError: there are too few requests, or too many of them arrive at once.
+    """
+    if len(arrivals) < 2 * MIN_REQUESTS:
+        raise WorkloadError(
+            f"there are {len(arrivals)} requests; at least {2 * MIN_REQUESTS} are needed, as settings are chosen on "
+            "one part of them and judged on another: take a longer trace"
+        )
+    if num_requests < MIN_REQUESTS:
+        raise WorkloadError(f"each part has {num_requests} requests; it must have at least {MIN_REQUESTS}")
+    available = len(arrivals) // 2
+    count = min(_MAX_STRETCHES, max(1, min(available, num_requests) // _WANTED))
+    size = min(available // count, num_requests // count)
+    starts = [index * len(arrivals) // (2 * count) for index in range(2 * count)]
+    cut = [_stretch(arrivals[start : start + size]) for start in starts]
+    train = sorted(cut[::2], key=lambda stretch: stretch.load)
+    train.insert(0, train.pop(count // 2))
+    return Parts(tuple(train), tuple(cut[1::2]))
+
+
+def _stretch(arrivals: Sequence[Arrival]) -> Stretch:
+    span = arrivals[-1][0] - arrivals[0][0]
+    if span <= 0:
+        raise WorkloadError(
+            f"{len(arrivals)} requests that follow each other arrive all at once, so that they have no rate; take a "
+            "trace with times, or generated arrivals"
+        )
+    return Stretch(tuple(arrivals), span * len(arrivals) / (len(arrivals) - 1))

@@ -1,0 +1,161 @@
+"""Which settings of the scheduler does a search try, and which values of each?
+
+One table. Orders and victims are those that are registered (`core/policy`), so a new one is tried without a change
+here; a setting of a new policy gets a row. Values of a setting with an order stand in that order, so that a search can
+take a value and its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from pointsman.core import SchedulerConfig
+from pointsman.core.policy.order import ORDERS, PriorityOrder
+from pointsman.core.policy.victim import VICTIMS
+
+REPLICAS = "replicas"
+"""Name of the one setting that is not the scheduler's."""
+Point: TypeAlias = tuple[Any, ...]
+"""A value of each setting of a space, in its order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tunable:
+    """A setting and the values that are tried."""
+
+    name: str
+    """Of a field of `SchedulerConfig`, or `REPLICAS`."""
+    values: tuple[Any, ...]
+    is_ordered: bool = True
+    """Whether values that stand beside each other are alike."""
+    is_for_short_pool: bool = False
+    """Whether it makes a difference only where KV blocks run out."""
+
+    def beside(self, value: Any) -> list[Any]:
+        """The values one notch below and above; without an order all others."""
+        if not self.is_ordered:
+            return [other for other in self.values if other != value]
+        at = self.values.index(value)
+        return [*self.values[max(0, at - 1) : at], *self.values[at + 1 : at + 2]]
+
+    def including(self, value: Any) -> Tunable:
+        """The same, with `value` among the values."""
+        if value in self.values:
+            return self
+        at = len(self.values)
+        if self.is_ordered:
+            at = next((index for index, other in enumerate(self.values) if other and other > value), at)
+        return replace(self, values=(*self.values[:at], value, *self.values[at:]))
+
+
+TUNABLES = (
+    Tunable("max_num_batched_tokens", (256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)),
+    Tunable("max_num_seqs", (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)),
+    Tunable("long_prefill_token_threshold", (256, 512, 1024, 2048, 4096, 0)),  # 0: no limit
+    Tunable("max_num_partial_prefills", (1, 2, 4, None)),
+    Tunable("watermark", (0.0, 0.01, 0.02, 0.05, 0.1, 0.2), is_for_short_pool=True),
+    Tunable("decode_reserve", (0, 128, 512, "mean"), is_ordered=False, is_for_short_pool=True),
+    Tunable("full_sequence_must_fit", (True, False), is_ordered=False, is_for_short_pool=True),
+    Tunable("victim", (None, *VICTIMS), is_ordered=False, is_for_short_pool=True),
+    Tunable("order", tuple(ORDERS), is_ordered=False),
+)
+"""Those with the largest effect first."""
+DESIGN = {"max_num_batched_tokens": (512, 1024, 2048, 8192), "max_num_seqs": (32, 128, 512)}
+"""A search begins with all combinations of these."""
+
+
+class Space:
+    """The settings of a search, and the configurations that their values stand for.
+
+    Args:
+        base: the configuration that a search starts from; its values are among those that are tried.
+        fixed: settings that keep the value of `base`.
+        replicas: fewest and most.
+        has_priorities: whether requests have different priorities.
+    """
+
+    def __init__(
+        self,
+        base: SchedulerConfig,
+        *,
+        fixed: frozenset[str] = frozenset(),
+        replicas: tuple[int, int] = (1, 1),
+        has_priorities: bool = False,
+    ) -> None:
+        self._base = base
+        self._fewest = replicas[0]
+        chosen = [each.including(getattr(base, each.name)) for each in TUNABLES if each.name not in fixed]
+        if not has_priorities:
+            chosen = [_without_priorities(each, base) if each.name == "order" else each for each in chosen]
+        low, high = replicas
+        if low < high:
+            chosen.append(Tunable(REPLICAS, tuple(range(low, high + 1))))
+        self.tunables: tuple[Tunable, ...] = tuple(chosen)
+        self.base: Point = tuple(low if each.name == REPLICAS else getattr(base, each.name) for each in chosen)
+        """The values of the base configuration, on the fewest replicas."""
+
+    def settings(self, point: Point) -> dict[str, Any]:
+        """The values by name."""
+        return {each.name: value for each, value in zip(self.tunables, point, strict=True)}
+
+    def point(self, settings: Mapping[str, Any]) -> Point:
+        """The base point with other values, where two settings contradict each other the nearest that do not.
+
+        Without that, values that mean the same would be tried as if they differed.
+        """
+        values = {**self.settings(self.base), **settings}
+        budget = values.get("max_num_batched_tokens", self._base.max_num_batched_tokens)
+        if "max_num_seqs" in values and values["max_num_seqs"] > budget and self._base.batching != "prefill-first":
+            values["max_num_seqs"] = self._at_most("max_num_seqs", budget)
+        if values.get("long_prefill_token_threshold", 0) >= budget:
+            values["long_prefill_token_threshold"] = 0
+        return tuple(values[each.name] for each in self.tunables)
+
+    def config(self, point: Point) -> SchedulerConfig:
+        """The configuration of a point, with the blocks of the base.
+
+        Raises:
+            ConfigError: the base has a setting that contradicts it.
+        """
+        knobs = self.settings(point)
+        knobs.pop(REPLICAS, None)
+        if knobs.get("full_sequence_must_fit") is False:
+            knobs["count_owed_blocks"] = True  # of a preset, without effect then
+        return self._base.replace(**knobs)
+
+    def num_replicas(self, point: Point) -> int:
+        """Of a point."""
+        return int(self.settings(point).get(REPLICAS, self._fewest))
+
+    def changed(self, point: Point) -> list[str]:
+        """The scheduler's settings that are not those of the base, as far as the others allow these."""
+        settings, base = self.settings(point), self.settings(self.base)
+        return [
+            each.name
+            for each in self.tunables
+            if each.name != REPLICAS and self.point({**settings, each.name: base[each.name]}) != point
+        ]
+
+    def neighbours(self, point: Point, names: Sequence[str]) -> list[tuple[str, Point]]:
+        """(setting, point) of all that differ by one notch of one of the settings `names`."""
+        settings = self.settings(point)
+        found: list[tuple[str, Point]] = []
+        for each in self.tunables:
+            if each.name in names:
+                for value in each.beside(settings[each.name]):
+                    other = self.point({**settings, each.name: value})
+                    if other != point and all(other != known for _, known in found):
+                        found.append((each.name, other))
+        return found
+
+    def _at_most(self, name: str, limit: int) -> int:
+        (tunable,) = (each for each in self.tunables if each.name == name)
+        return int(max((value for value in tunable.values if value <= limit), default=limit))
+
+
+def _without_priorities(order: Tunable, base: SchedulerConfig) -> Tunable:
+    """The orders that differ where all requests have the same priority."""
+    names = [name for name in order.values if name == base.order or not issubclass(ORDERS[name], PriorityOrder)]
+    return replace(order, values=tuple(names))

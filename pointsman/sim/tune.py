@@ -1,0 +1,424 @@
+"""Which settings serve a workload best within its targets?
+
+The best is the one with the highest goodput: requests a second that meet all targets, for each replica where replicas
+are searched. Settings are chosen on one part of the workload and judged on the other (`stretches.py`), beside the
+defaults. A search has five phases, each of which simulates batches of points of a space (`tunables.py`):
+
+    begin      the defaults, and all combinations of a few values of the two settings with the largest effect
+    explore    points that Optuna proposes (TPE)
+    simplify   settings of the best point go back to their defaults where that costs nothing
+    climb      to its best neighbour, as long as there is a better one
+    judge      the choice and the defaults, on the held-out part
+
+A point that does badly on the first stretch is not simulated on the others. What is simulated depends on earlier
+results and the seed alone, so any number of workers finds the same.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+from pointsman.core import ConfigError, SchedulerConfig
+from pointsman.sim.errors import ModelTooLarge, SimulationError
+from pointsman.sim.profile import Hull
+from pointsman.sim.report.summary import Targets
+from pointsman.sim.stretches import Parts
+from pointsman.sim.trial import Job, Sample, Score, score, slack
+from pointsman.sim.tunables import DESIGN, REPLICAS, Point, Space
+from pointsman.sim.workers import Runner
+
+MIN_GAIN = 0.03
+"""Less than that over the defaults, on the held-out part, is no gain."""
+NUM_TRIALS = 48
+_BATCH = 8
+"""Points that Optuna proposes before it gets their results. Part of what a seed means; no number of workers is."""
+_HOPELESS = 0.75
+"""A point with less than this share of the best goodput on the first stretch is not simulated on the others."""
+_SHORT = 0.8
+"""Share of the blocks in use from which the pool may be short."""
+_MAX_CLIMBS = 3
+_AS_GOOD = 0.995
+"""Points with at least this share of the best goodput are as good: the simplest of them is chosen."""
+_TIE = 1e-3
+"""Weight of closeness beside the share of good requests: it decides where nothing else does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A point and what it does on the training part."""
+
+    settings: dict[str, Any]
+    """By name."""
+    config: SchedulerConfig
+    num_replicas: int
+    train: Score
+    """On the first stretch alone, if the point was hopeless there."""
+    is_hopeless: bool
+
+    @property
+    def goodput(self) -> float:
+        """Requests a second within the targets, for each replica."""
+        return self.train.goodput / self.num_replicas
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A trial, and what it does on the held-out part."""
+
+    trial: Trial
+    held_out: Score
+
+    @property
+    def goodput(self) -> float:
+        """On the held-out part, for each replica."""
+        return self.held_out.goodput / self.trial.num_replicas
+
+
+@dataclass(slots=True, kw_only=True)
+class Tuning:
+    """What a search has found; after an interruption, so far."""
+
+    trials: list[Trial] = field(default_factory=list)
+    """In the order in which they were made; the first is the defaults, or those on the fewest replicas."""
+    defaults: Trial | None = None
+    """On the number of replicas that suits them best."""
+    chosen: Trial | None = None
+    """The best one, by the training part."""
+    judged_defaults: Judged | None = None
+    judged: Judged | None = None
+    """The chosen one."""
+    neighbours: list[tuple[str, Trial]] = field(default_factory=list)
+    """(setting, trial) of those that differ from the chosen one by a notch of one setting."""
+    not_searched: list[str] = field(default_factory=list)
+    """Settings that make no difference, as the pool is never short."""
+    hull: Hull | None = None
+    """Of the loads in the steps of the chosen one, on the held-out part."""
+    is_complete: bool = False
+
+    @property
+    def gain(self) -> float | None:
+        """Of the chosen one over the defaults on the held-out part, relative; infinite if the defaults alone have no
+        goodput, None if both have none, or it was not judged."""
+        if self.judged is None or self.judged_defaults is None:
+            return None
+        mine, theirs = self.judged.goodput, self.judged_defaults.goodput
+        if not theirs:
+            return math.inf if mine else None
+        return mine / theirs - 1
+
+    @property
+    def is_gain(self) -> bool:
+        """Whether the chosen one is worth a change."""
+        return self.gain is not None and self.gain > MIN_GAIN
+
+    @property
+    def recommended(self) -> Judged | None:
+        """The chosen one if it is worth a change, otherwise the defaults; None: it was not judged."""
+        return self.judged if self.is_gain else self.judged_defaults
+
+    @property
+    def meets_nothing(self) -> bool:
+        """Whether no request met the targets, whatever the settings."""
+        return all(trial.train.share == 0 for trial in self.trials)
+
+    def frontier(self) -> list[Trial]:
+        """The trials that no other beats in goodput, TTFT p99 and ITL p99 together, the highest goodput first."""
+        found: dict[tuple[float, ...], Trial] = {}
+        for trial in self.trials:
+            if not trial.is_hopeless:
+                found.setdefault(_merits(trial), trial)
+        best = [key for key in found if not any(_beats(other, key) for other in found)]
+        return [found[key] for key in sorted(best, reverse=True)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """What is searched, and how long."""
+
+    space: Space
+    parts: Parts
+    """Their stretches, training ones first, are those of the judge."""
+    targets: Targets
+    sized: Callable[[SchedulerConfig], SchedulerConfig] = lambda config: config
+    """The configuration with the number of blocks that it has; may raise `ModelTooLarge`."""
+    num_trials: int = NUM_TRIALS
+    """Points of the first two phases."""
+    seed: int = 0
+    progress: Callable[[int, int, float], None] | None = None
+    """Called with the number of points tried, of those expected, and the best goodput."""
+
+    def __post_init__(self) -> None:
+        if not self.targets:
+            raise SimulationError("there is no target; give one on TTFT or ITL")
+        if self.num_trials < 1:
+            raise SimulationError(f"the number of trials is {self.num_trials}; it must be at least 1")
+
+
+def tune(search: Search, runner: Runner) -> Tuning:
+    """Search. Ctrl-C ends it with what was found so far.
+
+    Raises:
+        SimulationError: a worker died.
+        ModelTooLarge: the defaults do not fit the device.
+        ModuleNotFoundError: Optuna is not installed.
+    """
+    under_way = _Tuner(search, runner)
+    try:
+        under_way.run()
+    except KeyboardInterrupt:
+        under_way.note_best()
+    return under_way.found
+
+
+class _Tuner:
+    """A search under way."""
+
+    def __init__(self, search: Search, runner: Runner) -> None:
+        self.found = Tuning()
+        self._search, self._runner = search, runner
+        self._space = search.space
+        self._trials: dict[Point, Trial | None] = {}  # None: it does not fit the device, or contradicts the base
+        self._first: dict[Point, float] = {}  # goodput a replica on the first stretch, of those that are not hopeless
+        self._names: list[str] = [each.name for each in self._space.tunables]
+        self._for_short_pool = [each.name for each in self._space.tunables if each.is_for_short_pool]
+        self._num_expected = search.num_trials + 2 * len(self._names)
+
+    def run(self) -> None:
+        self._begin()
+        self._explore()
+        self._simplify()
+        self._climb()
+        self._judge()
+        self.found.is_complete = True
+
+    # ------------------------------------------------------------------ phases
+
+    def _begin(self) -> None:
+        space = self._space
+        defaults = [space.base]
+        replicas = next((each for each in space.tunables if each.name == REPLICAS), None)
+        if replicas is not None:
+            defaults = [space.point({REPLICAS: number}) for number in replicas.values]
+        self._search.sized(space.config(space.base))  # raises if it does not fit
+        self._try(defaults, is_sparing=False)
+        known = [self._trials[point] for point in defaults]
+        self.found.defaults = max((trial for trial in known if trial), key=_value)
+        names = [name for name in DESIGN if name in self._names]
+        combinations = product(*(DESIGN[name] for name in names))
+        design = [space.point(dict(zip(names, values, strict=True))) for values in combinations]
+        if replicas is not None:  # in turns, as all combinations would be too many
+            counts = replicas.values
+            design = [
+                space.point({**space.settings(point), REPLICAS: counts[index % len(counts)]})
+                for index, point in enumerate(design)
+            ]
+        self._try(design[: max(0, self._search.num_trials - len(defaults))])
+        if not any(self._may_be_short(trial) for trial in self.found.trials):
+            self.found.not_searched = self._for_short_pool
+            self._names = [name for name in self._names if name not in self._for_short_pool]
+
+    def _explore(self) -> None:
+        import optuna
+        from optuna.distributions import CategoricalDistribution, IntDistribution
+
+        searched = [each for each in self._space.tunables if each.name in self._names]
+        if not searched:
+            return
+        # Notches instead of values: a setting with an order is as far from its neighbours everywhere.
+        distributions: dict[str, Any] = {
+            each.name: IntDistribution(0, len(each.values) - 1)
+            if each.is_ordered
+            else CategoricalDistribution(list(range(len(each.values))))
+            for each in searched
+        }
+
+        def notches(point: Point) -> dict[str, int]:
+            settings = self._space.settings(point)
+            return {each.name: each.values.index(settings[each.name]) for each in searched}
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            sampler = optuna.samplers.TPESampler(
+                seed=self._search.seed, multivariate=True, n_startup_trials=len(self._trials) + _BATCH
+            )
+        study = optuna.create_study(direction="maximize", sampler=sampler)
+        for point, trial in self._trials.items():
+            study.add_trial(
+                optuna.trial.create_trial(
+                    params=notches(point), distributions=distributions, value=self._estimate(point, trial)
+                )
+            )
+        while (num_left := self._search.num_trials - len(self._trials)) > 0:
+            asked = []
+            for _ in range(min(_BATCH, num_left)):
+                proposed = study.ask(distributions)
+                values = {each.name: each.values[proposed.params[each.name]] for each in searched}
+                asked.append((proposed, self._space.point(values)))
+            before = len(self._trials)
+            self._try([point for _, point in asked])
+            for proposed, point in asked:
+                study.tell(proposed, self._estimate(point, self._trials[point]))
+            if len(self._trials) == before:  # it proposes what is known: the space is exhausted, or nearly
+                return
+
+    def _simplify(self) -> None:
+        best = self._best()
+        least, settings = _AS_GOOD * self._score(best), self._space.settings
+        current, base = best, settings(self._space.base)
+        changed = self._space.changed(best)
+        # Those that the pool may have no need of, together; then what is left, one after the other.
+        for names in ([name for name in changed if name in self._for_short_pool], *([name] for name in changed[::-1])):
+            values = {name: base[name] for name in names if settings(current)[name] != base[name]}
+            if values:
+                simpler = self._space.point({**settings(current), **values})
+                self._try([simpler])
+                if self._score(simpler) >= least:
+                    current = simpler
+
+    def _climb(self) -> None:
+        for _ in range(_MAX_CLIMBS):
+            chosen = self._chosen()
+            trial = self._trials[chosen]
+            is_short = trial is not None and self._may_be_short(trial)
+            names = [name for name in self._names if is_short or name not in self._for_short_pool]
+            neighbours = self._space.neighbours(chosen, names)
+            self._try(point for _, point in neighbours)
+            self.found.neighbours = [(name, trial) for name, point in neighbours if (trial := self._trials[point])]
+            if self._chosen() == chosen:
+                break
+        self.found.chosen = self._trials[chosen]
+
+    def _judge(self) -> None:
+        defaults, chosen = self.found.defaults, self.found.chosen
+        assert defaults is not None and chosen is not None
+        first = len(self._search.parts.train)
+        stretches = range(first, first + len(self._search.parts.held_out))
+        trials = [chosen] if chosen is defaults else [chosen, defaults]
+        jobs = [
+            Job(trial.config, trial.num_replicas, stretch, is_watched=trial is chosen)
+            for trial in trials
+            for stretch in stretches
+        ]
+        samples = list(self._runner.run(jobs))
+        size = len(stretches)
+        judged = [
+            Judged(trial, score(samples[at : at + size]))
+            for trial, at in zip(trials, range(0, len(samples), size), strict=True)
+        ]
+        self.found.judged, self.found.judged_defaults = judged[0], judged[-1]
+        self.found.hull = Hull()
+        for sample in samples[:size]:
+            if sample.hull is not None:
+                self.found.hull.include(sample.hull)
+
+    # ------------------------------------------------------------------ points
+
+    def _try(self, points: Iterable[Point], *, is_sparing: bool = True) -> None:
+        """Simulate the points that are not known, hopeless ones on the first stretch alone if `is_sparing`."""
+        configs: dict[Point, SchedulerConfig] = {}
+        for point in points:
+            if point in self._trials or point in configs:
+                continue
+            try:
+                configs[point] = self._search.sized(self._space.config(point))
+            except (ConfigError, ModelTooLarge):
+                self._trials[point] = None
+        fresh = list(configs)
+        others = range(1, len(self._search.parts.train))
+        jobs = [Job(configs[point], self._space.num_replicas(point), 0) for point in fresh]
+        samples: dict[Point, list[Sample]] = {}
+        for point, sample in zip(fresh, self._runner.run(jobs), strict=True):
+            samples[point] = [sample]
+            self._report(len(self._trials) + len(samples) / (2 if others else 1))
+        first = {point: _per_replica(found, self._space.num_replicas(point)) for point, found in samples.items()}
+        is_sparing = is_sparing and len(others) > 0
+        least = _HOPELESS * max([*first.values(), *self._first.values()], default=0.0) if is_sparing else 0.0
+        hopeful = [point for point in fresh if first[point] >= least]
+        jobs = [
+            Job(configs[point], self._space.num_replicas(point), stretch) for point in hopeful for stretch in others
+        ]
+        results = self._runner.run(jobs)
+        for point in fresh:
+            if point in hopeful:
+                for _ in others:
+                    samples[point].append(next(results))
+                    self._report(len(self._trials) + 1)
+                self._first[point] = first[point]
+            trial = Trial(
+                self._space.settings(point),
+                configs[point],
+                self._space.num_replicas(point),
+                score(samples[point]),
+                is_hopeless=point not in hopeful,
+            )
+            self._trials[point] = trial
+            self.found.trials.append(trial)
+
+    def _report(self, num_tried: float) -> None:
+        if self._search.progress is not None:
+            best = max((trial.goodput for trial in self.found.trials if not trial.is_hopeless), default=0.0)
+            self._search.progress(int(num_tried), max(self._num_expected, int(num_tried)), best)
+
+    def _score(self, point: Point) -> float:
+        """Of a point that was simulated in full; anything else is no choice."""
+        trial = self._trials[point]
+        return -1.0 if trial is None or trial.is_hopeless else _value(trial)
+
+    def _estimate(self, point: Point, trial: Trial | None) -> float:
+        """What Optuna gets: of a hopeless point, as much less than the best as it is on the first stretch."""
+        if trial is None:
+            return 0.0
+        if not trial.is_hopeless:
+            return _value(trial)
+        best = self._best()
+        return self._score(best) * _value(trial) / (self._first[best] + _TIE) if self._first[best] else 0.0
+
+    def _best(self) -> Point:
+        return max(self._trials, key=self._score)
+
+    def _chosen(self) -> Point:
+        """Of the points that are as good as the best, one with the fewest changes, and of these the one farthest from
+        the edge."""
+        least = _AS_GOOD * self._score(self._best())
+        as_good = [point for point in self._trials if self._score(point) >= least]
+        changes = {point: len(self._space.changed(point)) for point in as_good}
+        fewest = min(changes.values())
+
+        def margin(point: Point) -> float:
+            trial = self._trials[point]
+            assert trial is not None
+            return slack(trial.train, self._search.targets)
+
+        return max((point for point in as_good if changes[point] == fewest), key=margin)
+
+    def note_best(self) -> None:
+        """Take the best so far as the choice."""
+        if self.found.trials:
+            self.found.chosen = self._trials[self._chosen()]
+
+    def _may_be_short(self, trial: Trial) -> bool:
+        return trial.train.kv_cache_usage >= _SHORT or trial.train.num_preemptions > 0
+
+
+def _value(trial: Trial) -> float:
+    return (trial.train.goodput + _TIE * trial.train.closeness) / trial.num_replicas
+
+
+def _per_replica(samples: Sequence[Sample], num_replicas: int) -> float:
+    return score(samples).goodput / num_replicas
+
+
+def _merits(trial: Trial) -> tuple[float, ...]:
+    """The larger, the better."""
+    times = (trial.train.ttft_p99, trial.train.itl_p99)
+    return (trial.goodput, *(-math.inf if time is None else -time for time in times))
+
+
+def _beats(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    return one != other and all(mine >= theirs for mine, theirs in zip(one, other, strict=True))

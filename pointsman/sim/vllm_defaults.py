@@ -1,0 +1,34 @@
+"""Which settings does vLLM choose for a device if nobody sets them?
+
+As `vllm serve` of vLLM 0.32.0 resolves them (`vllm/engine/arg_utils.py`, `EngineArgs.get_batch_defaults` for the API
+server, and the limits that follow it): by the device's memory, and by its name in one case.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pointsman.sim.devices import GIB, Device
+
+VLLM_VERSION = "0.32.0"
+
+
+class VllmDefaults(NamedTuple):
+    """Settings of the scheduler that depend on the device."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+
+
+def vllm_defaults(device: Device, max_model_len: int, tensor_parallel: int = 1) -> VllmDefaults:
+    """What `vllm serve` runs with on `tensor_parallel` such devices, with chunked prefill and without a mode."""
+    if device.name == "cpu":
+        budget, num_seqs = 2048 * tensor_parallel, 128 * tensor_parallel
+    elif device.memory >= 160 * GIB:
+        budget, num_seqs = 16384, 1024
+    elif device.memory >= 70 * GIB and "a100" not in device.name.lower():
+        budget, num_seqs = 8192, 1024
+    else:
+        budget, num_seqs = 2048, 256
+    budget = min(budget, num_seqs * max_model_len)
+    return VllmDefaults(budget, min(num_seqs, budget))

@@ -1,0 +1,196 @@
+"""Where the simulations of a search run: in this process, in a pool of processes, or on a Ray cluster.
+
+    with workers(judge, num_processes=2) as runner:
+        for sample in runner.run(jobs): ...        # in the order of the jobs
+
+Samples do not depend on where they come from. Each worker gets the judge, with the requests, once.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager, contextmanager
+from multiprocessing.synchronize import Event
+from typing import Any, Protocol
+
+from pointsman.sim.errors import SimulationError
+from pointsman.sim.trial import Job, Judge, Sample
+
+MAX_PROCESSES = 61  # of a pool on Windows
+
+
+class Runner(Protocol):
+    """Runs simulations."""
+
+    def run(self, jobs: Sequence[Job]) -> Iterator[Sample]:
+        """The sample of each job, in their order."""
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS and Windows
+        return os.cpu_count() or 1
+
+
+def workers(judge: Judge, num_processes: int = 1, ray_address: str | None = None) -> AbstractContextManager[Runner]:
+    """Where simulations run, ready for use.
+
+    Args:
+        judge: what they have in common.
+        num_processes: 1: this process alone. On a Ray cluster, 0: one for each of its CPUs.
+        ray_address: of a Ray cluster, or "local" for one on this machine; None: no Ray.
+
+    Raises:
+        SimulationError: the number is out of range, Ray is not installed, or the cluster cannot be reached.
+    """
+    least = 1 if ray_address is None else 0
+    if not least <= num_processes <= (MAX_PROCESSES if ray_address is None else 100_000):
+        raise SimulationError(f"the number of workers is {num_processes}; it must be from {least} to {MAX_PROCESSES}")
+    if ray_address is not None:
+        return _on_ray(judge, num_processes, ray_address)
+    return _here(judge) if num_processes == 1 else _in_processes(judge, num_processes)
+
+
+# ---------------------------------------------------------------------- this process
+
+
+class _Here:
+    def __init__(self, judge: Judge) -> None:
+        self._judge = judge
+
+    def run(self, jobs: Sequence[Job]) -> Iterator[Sample]:
+        return map(self._judge.measure, jobs)
+
+
+@contextmanager
+def _here(judge: Judge) -> Iterator[Runner]:
+    yield _Here(judge)
+
+
+# ---------------------------------------------------------------------- a pool of processes
+
+
+class _InProcesses:
+    def __init__(self, pool: ProcessPoolExecutor) -> None:
+        self._pool = pool
+
+    def run(self, jobs: Sequence[Job]) -> Iterator[Sample]:
+        try:
+            yield from self._pool.map(_measure, jobs)
+        except BrokenProcessPool:
+            raise SimulationError(
+                "a worker process died, perhaps for lack of memory; try fewer workers or fewer requests"
+            ) from None
+
+
+@contextmanager
+def _in_processes(judge: Judge, num_processes: int) -> Iterator[Runner]:
+    context = multiprocessing.get_context("spawn")  # the only way on every system, and safe beside threads
+    stop = context.Event()
+    pool = ProcessPoolExecutor(num_processes, context, _start, (judge, stop))
+    try:
+        with _uninterrupted():
+            for _ in range(num_processes):
+                pool.submit(_nothing)  # starts a process
+        yield _InProcesses(pool)
+    finally:
+        stop.set()
+        pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Processes that start meanwhile ignore Ctrl-C, which reaches all processes of a terminal, from the first line."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _nothing() -> None:
+    pass
+
+
+_judge: Judge  # of a worker process
+_stop: Event
+
+
+def _start(judge: Judge, stop: Event) -> None:
+    """A worker process begins."""
+    global _judge, _stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _judge, _stop = judge, stop
+
+
+def _measure(job: Job) -> Sample:
+    return _judge.measure(job, _raise_if_stopped)
+
+
+def _raise_if_stopped(num_finished: int, now: float) -> None:
+    if _stop.is_set():
+        raise KeyboardInterrupt
+
+
+# ---------------------------------------------------------------------- a Ray cluster
+
+
+class _OnRay:
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+
+    def run(self, jobs: Sequence[Job]) -> Iterator[Sample]:
+        samples: Iterator[Sample] = self._pool.map(lambda actor, job: actor.measure.remote(job), jobs)
+        return samples
+
+
+@contextmanager
+def _on_ray(judge: Judge, num_actors: int, address: str) -> Iterator[Runner]:
+    try:
+        import ray
+        from ray.util import ActorPool
+    except ModuleNotFoundError as error:
+        raise SimulationError(
+            f"a Ray cluster needs {error.name}; install it with: pip install 'pointsman[ray]'"
+        ) from None
+    was_there = ray.is_initialized()
+    if not was_there:
+        try:
+            ray.init(address, log_to_driver=False, logging_level="ERROR")
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise SimulationError(f"cannot reach a Ray cluster at {address!r}: {reason}; give host:port") from None
+    actors: list[Any] = []
+    try:
+        num_cpus = max(1, int(ray.cluster_resources().get("CPU", 1)))
+        count = min(num_actors or num_cpus, num_cpus)  # an actor without a CPU would never start
+        shared = ray.put(judge)  # each node gets it once
+        actor_class = ray.remote(num_cpus=1)(_Actor)
+        actors += [actor_class.remote(shared) for _ in range(count)]
+        yield _OnRay(ActorPool(actors))
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+        if not was_there:
+            ray.shutdown()
+
+
+class _Actor:
+    """A worker on a cluster."""
+
+    def __init__(self, judge: Judge) -> None:
+        self._judge = judge
+
+    def measure(self, job: Job) -> Sample:
+        return self._judge.measure(job)

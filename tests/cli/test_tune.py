@@ -1,0 +1,170 @@
+"""`pointsman tune`: the report, its JSON, commands that the two servers take, and what has no answer."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import typer
+
+from pointsman.cli.app import app
+from pointsman.cli.knobs import engine_arguments
+from pointsman.cli.options import KNOBS, given
+from pointsman.cli.simulate import ProgressBar
+from pointsman.integrations.vllm.settings import read_settings
+from tests.cli.conftest import Finished
+from tests.cli.test_bad_input import check_refused
+
+Run = Callable[..., Finished]
+SMALL = ("--arrivals", "poisson:12", "--output-tokens", 20, "--requests", 16, "--trials", 10)
+TIGHT = ("--ttft-p99", "1s", "--itl-p99", "30ms")
+"""Steps of the default budget take 0.2 s."""
+
+
+def words(finished: Finished) -> str:
+    assert finished.code == 0, finished.err
+    return " ".join(finished.out.split())
+
+
+def served(command: str) -> dict[str, Any]:
+    """What `pointsman serve` understands of a command line: the arguments of its engine."""
+    program, name, *arguments = shlex.split(command)
+    assert (program, name) == ("pointsman", "serve")
+    group = typer.main.get_command(app)
+    assert isinstance(group, click.Group) or hasattr(group, "commands")
+    context = group.commands["serve"].make_context("serve", arguments)  # type: ignore[attr-defined]
+    return engine_arguments({name: value for name, value in given(context.params).items() if name in KNOBS})
+
+
+def test_the_report_compares_with_vllms_defaults(pointsman: Run) -> None:
+    finished = pointsman("tune", *SMALL, *TIGHT)
+    printed = words(finished)
+    lines = finished.out.splitlines()
+    assert "KV blocks of 16 tokens" in lines[0]
+    assert "calibrate with a log" in printed
+    assert "TTFT at most 1 s, every gap between two tokens at most 30 ms" in printed
+    assert "chosen on 16 requests in the first half" in printed
+    (defaults,) = (line for line in lines if line.startswith("vLLM 0.32.0 on H100-SXM  "))
+    (best,) = (line for line in lines if line.startswith("best found"))
+    assert float(best.split("/s")[1]) > float(defaults.split("/s")[1])
+    assert "max_num_batched_tokens 8192" in printed
+    assert "Gain: a goodput of" in printed
+    assert "Frontier" in printed and "One notch from the best" in printed
+    assert [line.split()[0] for line in lines if " serve " in line] == ["vllm", "pointsman"]
+    assert max(len(line) for line in lines if " serve " not in line) <= 100
+
+
+def test_json_is_one_object_whose_commands_have_the_settings(pointsman: Run) -> None:
+    finished = pointsman("tune", *SMALL, *TIGHT, "--json")
+    assert finished.code == 0, finished.err
+    (found,) = finished.json_lines
+    assert found["is_complete"] is True and found["is_gain"] is True
+    assert found["targets"] == {"ttft": 1.0, "itl": 0.03, "e2e": None}
+    assert found["defaults"]["settings"]["max_num_batched_tokens"] == 8192
+    assert found["defaults"]["settings"]["max_num_seqs"] == 1024
+    settings = found["recommended"]
+    assert settings == found["chosen"]["settings"]
+    assert found["gain"] > 0.03
+    mine, theirs = (found[name]["held_out"]["goodput"] for name in ("chosen", "defaults"))
+    assert found["gain"] == pytest.approx(mine / theirs - 1)
+    budget = str(settings["max_num_batched_tokens"])
+    vllm = shlex.split(found["commands"]["vllm"])
+    assert vllm[:3] == ["vllm", "serve", "meta-llama/Llama-3.1-8B"]
+    assert vllm[vllm.index("--max-num-batched-tokens") + 1] == budget
+    arguments = served(found["commands"]["pointsman"])
+    for name in ("max_num_batched_tokens", "max_num_seqs"):
+        assert arguments[name] == settings[name]
+    assert arguments["num_blocks"] == found["chosen"]["num_blocks"]
+
+
+def test_policies_that_vllm_lacks_go_into_its_additional_config(pointsman: Run) -> None:
+    knobs = ("--decode-reserve", "mean", "--watermark", 0.05, "--no-full-sequence-must-fit", "--victim", "latest")
+    finished = pointsman("tune", *SMALL, *TIGHT, *knobs, "--max-model-len", 8000, "--tensor-parallel", 2, "--json")
+    assert finished.code == 0, finished.err
+    commands = finished.json_lines[0]["commands"]
+    vllm = shlex.split(commands["vllm"])
+    assert vllm[vllm.index("--watermark") + 1] == "0.05"
+    assert "--no-scheduler-reserve-full-isl" in vllm
+    assert vllm[vllm.index("--tensor-parallel-size") + 1] == "2"
+    assert vllm[vllm.index("--max-model-len") + 1] == "8000"
+    assert vllm[vllm.index("--scheduler-cls") + 1] == "pointsman.integrations.vllm.Scheduler"
+    settings = read_settings(json.loads(vllm[vllm.index("--additional-config") + 1]))
+    assert settings.knobs["decode_reserve"] == "mean"
+    assert settings.knobs["victim"] == "latest"
+    assert settings.knobs["order"] == "fcfs-front", "as vLLM's"
+    arguments = served(commands["pointsman"])
+    assert arguments["decode_reserve"] == "mean" and arguments["watermark"] == 0.05
+    assert arguments["full_sequence_must_fit"] is False and arguments["max_model_len"] == 8000
+
+
+def test_no_gain_where_the_defaults_meet_the_targets(pointsman: Run) -> None:
+    printed = words(pointsman("tune", *SMALL, "--ttft-p99", "10s"))
+    assert "No gain: the defaults of vLLM 0.32.0 on H100-SXM have a goodput of" in printed
+    assert "--max-num-batched-tokens 8192 --max-num-seqs 1024" in printed
+
+
+def test_targets_that_nothing_meets(pointsman: Run) -> None:
+    finished = pointsman("tune", *SMALL, "--ttft-p99", "1ms")
+    printed = words(finished)
+    assert "Nothing meets the targets" in printed and "The lowest TTFT p99 of any is" in printed
+    assert " serve " not in finished.out
+
+
+def test_a_trace_is_sped_up_and_cut(pointsman: Run, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    lines = (f'{{"timestamp": {200 * n}, "input_length": {400 + n}, "output_length": 6}}\n' for n in range(90))
+    path.write_text("".join(lines))
+    finished = pointsman("tune", "--trace", path, "--rate-scale", 3, "--limit", 80, "--trials", 4, "--json")
+    assert finished.code == 0, finished.err
+    (found,) = finished.json_lines
+    assert found["speed"] == 3
+    for part in ("train", "held_out"):
+        (stretch,) = found["parts"][part]
+        assert stretch["num_requests"] == 40
+        assert stretch["num_requests"] / stretch["seconds"] == pytest.approx(15)
+    assert found["targets"]["ttft"] == 2.0, "without targets"
+
+
+def test_ctrl_c_prints_the_best_so_far(pointsman: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(bar: ProgressBar, num_finished: int, now: float) -> None:
+        if num_finished == 6:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(ProgressBar, "update", interrupt)
+    finished = pointsman("tune", *SMALL, *TIGHT)
+    assert finished.code == 130
+    assert "Interrupted after" in finished.out and "not judged" in finished.out
+    assert " serve " not in finished.out
+    assert finished.err == ""
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--model", "Lama-3.1-8B"], ["no model is called 'Lama-3.1-8B'", "Llama-3.1-8B"]),
+        (["--device", "h1000"], ["no device is called 'h1000'", "h100"]),
+        (["--model", "Llama-3.1-70B"], ["Llama-3.1-70B needs", "tensor parallelism"]),
+        (["--ttft-p99", "soon"], ["--ttft-p99 is 'soon'", "500ms"]),
+        (["--trials", "0"], ["--trials is 0", "at least 1"]),
+        (["--requests", "5"], ["--requests is 5", "at least 10"]),
+        (["--workers", "0"], ["--workers is 0", "at least 1"]),
+        (["--rate", "0"], ["--rate is 0", "above 0"]),
+        (["--replicas", "3-2"], ["--replicas is '3-2'", "1-16"]),
+        (["--routing", "least-loaded"], ["--routing", "--replicas 2"]),
+        (["--trace", "/nowhere/at/all"], ["/nowhere/at/all", "No such file"]),
+        (["--max-num-seqs", "512", "--max-num-batched-tokens", "64"], ["max_num_batched_tokens is 64", "512"]),
+    ],
+)
+def test_bad_options(pointsman: Run, args: list[str], words: list[str]) -> None:
+    check_refused(pointsman("tune", *args), *words)
+
+
+def test_a_trace_too_short_to_cut(pointsman: Run, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(f'{{"timestamp": {n}, "input_length": 20, "output_length": 6}}\n' for n in range(7)))
+    check_refused(pointsman("tune", "--trace", path), "7 requests", "at least 20", "longer trace")

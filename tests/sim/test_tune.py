@@ -1,0 +1,315 @@
+"""Searches of settings: a known optimum is found, judged on other requests, and the same by any number of workers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from pointsman.core import Scheduler, SchedulerConfig
+from pointsman.core.policy.order import ORDERS
+from pointsman.core.policy.victim import VICTIMS
+from pointsman.sim.devices import DEVICES, Device
+from pointsman.sim.errors import ModelTooLarge, SimulationError
+from pointsman.sim.report.summary import Targets, figures
+from pointsman.sim.simulator import simulate
+from pointsman.sim.step_time import LinearStepTime
+from pointsman.sim.stretches import Parts, split
+from pointsman.sim.trial import Job, Judge, score
+from pointsman.sim.tunables import REPLICAS, TUNABLES, Space
+from pointsman.sim.tune import Judged, Search, Tuning, tune
+from pointsman.sim.vllm_defaults import vllm_defaults
+from pointsman.sim.workers import workers
+from pointsman.sim.workload import Constant, Generated, Lengths, OpenLoop, PoissonArrivals, WorkloadError
+
+BASE = SchedulerConfig.preset(
+    "vllm", num_blocks=4000, max_model_len=4096, max_num_seqs=256, max_num_batched_tokens=4096
+)
+STEP_TIME = LinearStepTime(per_step=5e-3, per_token=5e-5)
+"""A step of 512 tokens takes 31 ms, one of 768 tokens 43 ms, and one of the default budget 0.2 s."""
+TARGETS = Targets(ttft=2.0, itl=0.04)
+
+
+def parts(rate: float = 10, count: int = 30, prompt: int = 800, output: int = 20, seed: int = 3) -> Parts:
+    lengths = Lengths(Constant(prompt), Constant(output))
+    return split(list(OpenLoop(Generated(PoissonArrivals(rate), lengths, 2 * count, seed)).first_arrivals()), count)
+
+
+def searched(
+    requests: Parts,
+    *,
+    base: SchedulerConfig = BASE,
+    targets: Targets = TARGETS,
+    num_workers: int = 1,
+    num_trials: int = 15,
+    ray: str | None = None,
+    replicas: tuple[int, int] = (1, 1),
+    fixed: frozenset[str] = frozenset(),
+    sized: Callable[[SchedulerConfig], SchedulerConfig] = lambda config: config,
+    progress: Callable[[int, int, float], None] | None = None,
+) -> Tuning:
+    judge = Judge(stretches=(*requests.train, *requests.held_out), step_time=STEP_TIME, targets=targets)
+    search = Search(
+        space=Space(base, replicas=replicas, fixed=fixed),
+        parts=requests,
+        targets=targets,
+        sized=sized,
+        num_trials=num_trials,
+        progress=progress,
+    )
+    with workers(judge, num_workers, ray) as runner:
+        return tune(search, runner)
+
+
+@pytest.fixture(scope="module")
+def tuning() -> Tuning:
+    return searched(parts())
+
+
+# ---------------------------------------------------------------------- what is found
+
+
+def test_the_budget_whose_steps_keep_the_target_is_found(tuning: Tuning) -> None:
+    assert tuning.is_complete and tuning.is_gain
+    assert tuning.chosen is not None and tuning.judged is not None and tuning.judged_defaults is not None
+    assert tuning.chosen.config.max_num_batched_tokens in (256, 384, 512)
+    assert tuning.judged.held_out.longest_gap_p99 is not None
+    assert tuning.judged.held_out.longest_gap_p99 <= 0.04
+    assert tuning.judged.held_out.share > 0.95 > 0.5 > tuning.judged_defaults.held_out.share
+    assert tuning.recommended is tuning.judged
+    assert tuning.judged_defaults.trial is tuning.trials[0]
+    assert tuning.trials[0].config == BASE
+
+
+def test_settings_that_change_nothing_keep_their_defaults(tuning: Tuning) -> None:
+    assert tuning.chosen is not None
+    defaults = tuning.trials[0].settings
+    changed = {name for name, value in tuning.chosen.settings.items() if value != defaults[name]}
+    assert changed == {"max_num_batched_tokens"}
+    assert tuning.not_searched == ["watermark", "decode_reserve", "full_sequence_must_fit", "victim"]
+    assert all(trial.settings[name] == defaults[name] for trial in tuning.trials for name in tuning.not_searched)
+
+
+def test_figures_are_those_of_a_simulation_of_the_held_out_part(tuning: Tuning) -> None:
+    assert tuning.judged is not None
+    (stretch,) = parts().held_out
+    outcome = simulate(stretch, tuning.judged.trial.config, STEP_TIME)
+    report = figures(outcome, tuning.judged.trial.config, ttft_target=2.0, itl_target=0.04, num_bootstrap=0)
+    found = tuning.judged.held_out
+    assert report.goodput is not None and found.share == report.goodput.share.value
+    assert found.goodput == pytest.approx(found.share * stretch.num_requests / stretch.seconds)
+    assert (found.ttft_p99, found.itl_p99) == (report.ttft.p99.value, report.itl.p99.value)
+
+
+def test_neighbours_differ_by_a_notch_of_one_setting(tuning: Tuning) -> None:
+    assert tuning.chosen is not None
+    best = tuning.chosen.settings
+    assert {"max_num_batched_tokens", "max_num_seqs"} <= {name for name, _ in tuning.neighbours}
+    for name, trial in tuning.neighbours:
+        changed = {other for other, value in trial.settings.items() if value != best[other]}
+        assert changed == {name}, "no other setting is at the border here"
+        assert trial in tuning.trials
+
+
+def test_no_trial_beats_one_of_the_frontier(tuning: Tuning) -> None:
+    def merits(goodput: float, *times: float | None) -> tuple[float, ...]:
+        return (goodput, *(-math.inf if time is None else -time for time in times))
+
+    known = [
+        merits(trial.goodput, trial.train.ttft_p99, trial.train.itl_p99)
+        for trial in tuning.trials
+        if not trial.is_hopeless
+    ]
+    frontier = [merits(trial.goodput, trial.train.ttft_p99, trial.train.itl_p99) for trial in tuning.frontier()]
+    assert frontier == sorted(frontier, reverse=True)
+    assert max(known)[0] == frontier[0][0]
+    for mine in known:
+        is_beaten = any(other != mine and all(a >= b for a, b in zip(other, mine, strict=True)) for other in known)
+        assert is_beaten == (mine not in frontier)
+
+
+def test_defaults_that_are_best_stay() -> None:
+    tuning = searched(parts(rate=2, count=30, output=5), targets=Targets(ttft=30.0), num_trials=13)
+    assert tuning.gain == 0 and not tuning.is_gain
+    assert tuning.chosen is tuning.defaults
+    assert tuning.recommended is tuning.judged_defaults
+
+
+def test_a_choice_that_is_worse_on_the_held_out_part_is_not_recommended(tuning: Tuning) -> None:
+    assert tuning.judged is not None and tuning.judged_defaults is not None
+    worse = Judged(tuning.judged.trial, replace(tuning.judged_defaults.held_out, goodput=0.1))
+    for other in (worse, Judged(tuning.judged.trial, tuning.judged_defaults.held_out)):
+        unlucky = Tuning(judged=other, judged_defaults=tuning.judged_defaults)
+        assert not unlucky.is_gain
+        assert unlucky.recommended is tuning.judged_defaults
+    useless = Judged(tuning.judged_defaults.trial, replace(tuning.judged_defaults.held_out, goodput=0.0))
+    assert Tuning(judged=tuning.judged, judged_defaults=useless).gain == math.inf
+    assert Tuning(judged=useless, judged_defaults=useless).gain is None
+
+
+def test_targets_that_nothing_meets() -> None:
+    tuning = searched(parts(count=20), targets=Targets(ttft=1e-4), num_trials=10)
+    assert tuning.meets_nothing and tuning.is_complete and not tuning.is_gain
+    assert tuning.gain is None
+
+
+def test_replicas_are_searched_for_the_goodput_of_one() -> None:
+    """One replica is overloaded, and three are more than enough."""
+    requests = parts(rate=40, count=60, output=3)
+    tuning = searched(requests, targets=Targets(ttft=0.4), replicas=(1, 3), num_trials=8)
+    assert tuning.judged is not None and tuning.judged_defaults is not None
+    assert tuning.judged.trial.num_replicas == 2 == tuning.judged.trial.settings[REPLICAS]
+    assert tuning.judged.goodput == pytest.approx(tuning.judged.held_out.goodput / 2)
+    assert [trial.num_replicas for trial in tuning.trials[:3]] == [1, 2, 3]
+    assert tuning.judged_defaults.goodput > 0
+
+
+def test_a_small_pool_is_searched_for_what_relieves_it() -> None:
+    small = BASE.replace(num_blocks=160, max_model_len=2048)
+    tuning = searched(parts(count=20, prompt=300, output=100), base=small, targets=Targets(ttft=4.0), num_trials=16)
+    assert not tuning.not_searched
+    assert len({trial.settings["watermark"] for trial in tuning.trials}) > 1
+
+
+def test_settings_that_are_fixed_or_do_not_fit_are_not_tried() -> None:
+    def sized(config: SchedulerConfig) -> SchedulerConfig:
+        if config.max_num_batched_tokens > 4096:
+            raise ModelTooLarge("its activations do not fit")
+        return config.replace(num_blocks=3000)
+
+    tuning = searched(parts(count=20), sized=sized, fixed=frozenset({"max_num_seqs", "order"}), num_trials=16)
+    assert {trial.config.max_num_seqs for trial in tuning.trials} == {256}
+    assert {trial.config.num_blocks for trial in tuning.trials} == {3000}
+    assert max(trial.config.max_num_batched_tokens for trial in tuning.trials) == 4096
+    with pytest.raises(ModelTooLarge):
+        searched(parts(count=20), base=BASE.replace(max_num_batched_tokens=8192), sized=sized)
+
+
+# ---------------------------------------------------------------------- where simulations run
+
+
+def test_any_number_of_workers_finds_the_same(tuning: Tuning) -> None:
+    assert searched(parts(), num_workers=2) == tuning
+
+
+@pytest.mark.e2e
+@pytest.mark.soak
+def test_a_ray_cluster_finds_the_same(tuning: Tuning) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'pointsman[ray]'")
+    assert searched(parts(), num_workers=2, ray="local") == tuning
+
+
+def test_an_interruption_keeps_what_was_found() -> None:
+    def interrupt(num_tried: int, expected: int, best: float) -> None:
+        assert num_tried <= expected
+        if num_tried >= 12:
+            raise KeyboardInterrupt
+
+    tuning = searched(parts(count=20), progress=interrupt)
+    assert not tuning.is_complete
+    assert tuning.chosen in tuning.trials and tuning.judged is None and tuning.recommended is None
+
+
+def test_workers_that_make_no_sense_are_refused() -> None:
+    judge = Judge(stretches=parts().train, step_time=STEP_TIME, targets=TARGETS)
+    with pytest.raises(SimulationError, match="number of workers is 0"):
+        workers(judge, 0)
+    with pytest.raises(SimulationError, match="number of trials is 0"):
+        searched(parts(count=20), num_trials=0)
+    with pytest.raises(SimulationError, match="no target"):
+        searched(parts(count=20), targets=Targets())
+
+
+# ---------------------------------------------------------------------- settings and stretches
+
+
+def test_every_value_of_every_setting_is_one_that_a_scheduler_takes() -> None:
+    space = Space(BASE, has_priorities=True)
+    for tunable in TUNABLES:
+        for value in tunable.values:
+            point = space.point({tunable.name: value})
+            assert getattr(space.config(point), tunable.name) == space.settings(point)[tunable.name]
+            Scheduler(space.config(point))
+
+
+def test_registered_policies_are_among_the_values() -> None:
+    values = {tunable.name: tunable.values for tunable in Space(BASE, has_priorities=True).tunables}
+    assert set(values["order"]) == set(ORDERS)
+    assert set(values["victim"]) == {None, *VICTIMS}
+    (order,) = (each for each in Space(BASE).tunables if each.name == "order")
+    assert order.values == ("fcfs", "fcfs-front"), "priorities change nothing where all are the same"
+
+
+def test_settings_that_contradict_each_other_become_the_nearest_that_do_not() -> None:
+    space = Space(BASE)
+    point = space.point({"max_num_batched_tokens": 384, "max_num_seqs": 1024, "long_prefill_token_threshold": 512})
+    settings = space.settings(point)
+    assert (settings["max_num_seqs"], settings["long_prefill_token_threshold"]) == (384, 0)
+    assert space.changed(point) == ["max_num_batched_tokens", "max_num_seqs"]
+    assert space.changed(space.point({"max_num_batched_tokens": 256})) == ["max_num_batched_tokens"]
+
+
+def test_a_base_between_the_notches_has_neighbours_on_both_sides() -> None:
+    space = Space(BASE.replace(max_num_seqs=100))
+    beside = [space.settings(point)["max_num_seqs"] for _, point in space.neighbours(space.base, ["max_num_seqs"])]
+    assert beside == [96, 128]
+
+
+def test_stretches_alternate_and_have_different_requests() -> None:
+    arrivals = list(OpenLoop(Generated(PoissonArrivals(10), Lengths(Constant(5), Constant(5)), 5000)).first_arrivals())
+    found = split(arrivals, 1600)
+    assert [stretch.num_requests for stretch in (*found.train, *found.held_out)] == [533] * 6
+    starts = {
+        part: sorted(stretch.arrivals[0][1].index for stretch in getattr(found, part)) for part in ("train", "held_out")
+    }
+    assert starts == {"train": [0, 1666, 3333], "held_out": [833, 2500, 4166]}
+    assert sorted(stretch.load for stretch in found.train)[1] == found.train[0].load
+    assert found.train[0].num_requests / found.train[0].seconds == pytest.approx(10, rel=0.15)
+
+
+def test_a_workload_that_is_too_short_or_all_at_once_is_refused() -> None:
+    arrivals = list(OpenLoop(Generated(PoissonArrivals(10), Lengths(Constant(5), Constant(5)), 40)).first_arrivals())
+    with pytest.raises(WorkloadError, match="19 requests; at least 20"):
+        split(arrivals[:19], 100)
+    with pytest.raises(WorkloadError, match="5 requests; it must have at least 10"):
+        split(arrivals, 5)
+    with pytest.raises(WorkloadError, match="all at once"):
+        split([(7.0, request) for _, request in arrivals], 100)
+
+
+def test_what_gets_no_token_is_told_apart_from_what_is_late() -> None:
+    requests = parts(count=20)
+    judge = Judge(stretches=requests.train, step_time=STEP_TIME, targets=Targets(ttft=0.001))
+    late = score([judge.measure(Job(BASE, 1, 0))])
+    refused = score([judge.measure(Job(BASE.replace(max_model_len=100), 1, 0))])
+    assert late.share == refused.share == 0
+    assert late.closeness > refused.closeness == 0
+    assert (refused.num_refused, refused.ttft_p99, refused.itl_p99) == (20, None, None)
+
+
+# ---------------------------------------------------------------------- vLLM's defaults
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        ("H100-SXM", (8192, 1024)),
+        ("H200-SXM", (8192, 1024)),
+        ("RTX-PRO-6000-Blackwell", (8192, 1024)),
+        ("A100-80GB-SXM", (2048, 256)),
+        ("L40S", (2048, 256)),
+        ("B200", (16384, 1024)),
+        ("MI300X", (16384, 1024)),
+    ],
+)
+def test_vllms_defaults_by_device(device: str, expected: tuple[int, int]) -> None:
+    assert vllm_defaults(DEVICES[device], 131_072) == expected
+
+
+def test_vllms_defaults_on_a_cpu_and_for_short_models() -> None:
+    cpu = Device(name="cpu", memory=2**38, bandwidth=1e11, peak_flops={"fp32": 1e12}, link_bandwidth=0, source="")
+    assert vllm_defaults(cpu, 4096) == (2048, 128)
+    assert vllm_defaults(cpu, 4096, tensor_parallel=2) == (4096, 256)
+    assert vllm_defaults(DEVICES["H100-SXM"], 2) == (2048, 1024)
