@@ -149,7 +149,7 @@ def _from_steps(path: str | PathLike[str], train: int | None) -> Calibration:
         num_train=num_train,
         training_errors=training.to_dict(),
         held_out_errors=held_out.to_dict(),
-        notes=["settings are those of the recording", "times between steps are not in step times"],
+        notes=["settings are those of the recording", log.about_times],
     )
     numbers = np.arange(num_steps)
     return Calibration(

@@ -1,7 +1,8 @@
 """Step times from a log of steps: what each computed, and how many seconds it took.
 
-The log is a recording of a host that measures its steps (`StepResult.step_time`; the bundled engine does). Seconds are
-linear in a step's load, so they are fitted at once, by non-negative least squares over relative errors.
+The log is a recording of a host that measures its steps (`StepResult.step_time`; the bundled engine does), or an
+observed one of vLLM. Seconds are linear in a step's load, so they are fitted at once, by non-negative least squares over
+relative errors.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ import numpy.typing as npt
 from pointsman.sim.accuracy import StepErrors
 from pointsman.sim.errors import CalibrationError
 from pointsman.sim.step_time import LinearStepTime, StepLoad
-from pointsman.traces import MAX_TOKENS
+from pointsman.traces import MAX_TOKENS, Observed, read_observed
+from pointsman.traces.observed import is_observed
+
+_WHOLE = "a step is from the end of the one before it to its own, the engine's other work included"
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -36,6 +40,7 @@ class StepLog(NamedTuple):
     config: dict[str, Any]
     """Of the scheduler."""
     num_requests: int
+    about_times: str = "times between steps are not in step times"
 
 
 def read_steps(path: str | PathLike[str]) -> StepLog:
@@ -52,6 +57,9 @@ def read_steps(path: str | PathLike[str]) -> StepLog:
     config: dict[str, Any] = {}
     num_requests = num_untimed = 0
     with Path(path).open(encoding="utf-8") as lines:
+        if is_observed(lines.readline()):
+            return observed_steps(read_observed(path), path)
+        lines.seek(0)
         for line_number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
@@ -86,6 +94,25 @@ def read_steps(path: str | PathLike[str]) -> StepLog:
             "(vllm bench serve --save-result --save-detailed)"
         )
     return StepLog(np.array(loads, dtype=np.float64), np.array(seconds), config, num_requests)
+
+
+def observed_steps(observed: Observed, path: str | PathLike[str]) -> StepLog:
+    """The steps of an observed recording. They take from the end of one to the end of the next.
+
+    Raises:
+        CalibrationError: the simulator lacks something of what was observed, or there is no step.
+    """
+    if observed.lacking:
+        raise CalibrationError(
+            f"{path}: {observed.scheduler} ran with {', '.join(observed.lacking)}, which the simulator does not have; "
+            "record a server without"
+        )
+    is_timed = observed.seconds > 0
+    if not is_timed.any():
+        raise CalibrationError(f"{path}: no step in it; let the server answer requests while it is recorded")
+    columns = [observed.steps[name] for name in StepLoad._fields]
+    loads = np.stack(columns, axis=1).astype(np.float64)[is_timed]
+    return StepLog(loads, observed.seconds[is_timed], observed.config, len(observed.requests), _WHOLE)
 
 
 def _load(decision: dict[str, Any]) -> StepLoad:
