@@ -133,8 +133,8 @@ class _Replay:
             )
         if "observed" in header:
             raise RecordingError(
-                f"it was observed: {header['observed'].get('scheduler')} decided, and prompts are not in it, so nothing "
-                "can be decided again; pointsman vllm compare simulates it"
+                f"it was observed: {header['observed'].get('scheduler')} decided, and prompts are not in it, so "
+                "nothing can be decided again; pointsman vllm compare simulates it"
             )
         config = header["config"]
         for knob, known in (("order", ORDERS), ("victim", VICTIMS)):

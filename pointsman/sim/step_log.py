@@ -1,8 +1,8 @@
 """Step times from a log of steps: what each computed, and how many seconds it took.
 
 The log is a recording of a host that measures its steps (`StepResult.step_time`; the bundled engine does), or an
-observed one of vLLM. Seconds are linear in a step's load, so they are fitted at once, by non-negative least squares over
-relative errors.
+observed one of vLLM. Seconds are linear in a step's load, so they are fitted at once, by non-negative least squares
+over relative errors.
 """
 
 from __future__ import annotations

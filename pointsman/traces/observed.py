@@ -1,8 +1,8 @@
 """Observed recordings: what vLLM's own scheduler did, as `pointsman.integrations.vllm.Observer` writes it.
 
 The format is described in `core/recording.py`. A request is queued when the engine could first have seen it: its
-arrival at the server plus the shortest way from there to the engine of all requests in the file, at the latest when the
-scheduler got it. Requests that had not finished when the recording ended have no result.
+arrival at the server plus the shortest way from there to the engine of all requests in the file, within the step after
+which the scheduler got it. Requests that had not finished when the recording ended have no result.
 """
 
 from __future__ import annotations
@@ -220,7 +220,9 @@ class _Reader:
 
     def _steps(self, call: dict[str, Any]) -> None:
         if call["step"] != self._num_steps:
-            raise Broken(f"steps begin with number {call['step']!r}, and {self._num_steps} came before; lines are missing")
+            raise Broken(
+                f"steps begin with number {call['step']!r}, and {self._num_steps} came before; lines are missing"
+            )
         columns = [call[name] for name in OBSERVED_STEPS]
         sizes = {len(column) for column in columns}
         if len(sizes) != 1:
@@ -234,14 +236,24 @@ class _Reader:
     def close(self) -> Observed:
         found = self._found
         found.steps = {name: np.array(column, dtype=np.int64) for name, column in self._columns.items()}
-        if len(found.requests):
-            way = min(request.queued - request.arrival for request in found.requests)
-            for request in found.requests:
-                request.queued = min(request.queued, request.arrival + way)
+        self._queue_times()
         for request in found.requests:
             if request.runs and request.runs[-1][1] >= self._num_steps:  # the end of the file is missing
                 request.runs, request.num_output_tokens, request.reason = [], 0, None
         return found
+
+    def _queue_times(self) -> None:
+        """When each request was queued. The engine takes what has come before each step, so a request that it got after
+        a step was not there before that step began."""
+        requests, steps = self._found.requests, self._found.steps
+        if not requests:
+            return
+        way = min(request.queued - request.arrival for request in requests)
+        got = np.array([request.queued for request in requests])
+        before = np.searchsorted(steps["ended_us"], got * 1e6, side="right") - 1
+        for request, step in zip(requests, before.tolist(), strict=True):
+            earliest = -np.inf if step < 0 else float(steps["began_us"][step]) / 1e6
+            request.queued = min(request.queued, max(request.arrival + way, earliest))
 
 
 class _Chains:

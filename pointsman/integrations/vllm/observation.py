@@ -98,7 +98,9 @@ class RecordingThread:
         start_ns: the zero of the recording's clock, as `time.monotonic_ns`.
     """
 
-    def __init__(self, file: RecordingFile, header: dict[str, Any], numbers: BlockNumbers | None, start_ns: int) -> None:
+    def __init__(
+        self, file: RecordingFile, header: dict[str, Any], numbers: BlockNumbers | None, start_ns: int
+    ) -> None:
         self._file = file
         self._numbers = numbers
         self._start = start_ns
@@ -177,7 +179,7 @@ class _Request:
         self.scheduled: int | None = None
         self.num_cached = 0
         self.steps: list[list[int]] = []
-        """[first, last] of runs of steps in which it samples; the last of the newest one is not set while it decodes."""
+        """[first, last] of runs of steps in which it samples; the newest last is not set while it decodes."""
         self.is_decoding = False
 
     def stop(self, last: int) -> None:

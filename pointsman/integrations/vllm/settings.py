@@ -98,7 +98,9 @@ def read_observer_settings(additional_config: Any) -> str | None:
     """
     given = additional_config.get("pointsman", {}) if isinstance(additional_config, Mapping) else {}
     if not isinstance(given, Mapping):
-        raise ConfigError(f'pointsman in --additional-config is {given!r}; it must be an object like {{"record": FILE}}')
+        raise ConfigError(
+            f'pointsman in --additional-config is {given!r}; it must be an object like {{"record": FILE}}'
+        )
     if others := sorted(set(given) - {"record"}):
         raise ConfigError(
             f"{others[0]} in --additional-config has no effect on Observer, which leaves every decision to vLLM: leave "

@@ -1,0 +1,160 @@
+"""Observer: every decision stays vLLM's, what it records is what happened, and a capacity figure comes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _server_sides import Knobs, VllmSide
+from server_throughput import bench
+
+from pointsman.traces import read_measurements, read_observed
+from tests.integrations.vllm_process import DEMO, NEEDS_VLLM, ROOT, run_in_vllm
+from tests.integrations.vllm_requests import ENGINE, WAYS, make_requests
+from tests.soak import short_of, short_or_long
+
+NUM_WORKLOADS = short_or_long(12, 300)
+MET_PER_10 = {"steps": 500, "preemptions": 10, "hits": 10, "aborts": 3, "asynchronous": 2, "requests": 100}
+"""What so many workloads meet at least, so that they cannot pass by meeting nothing."""
+OBSERVER = ("--scheduler-cls", "pointsman.integrations.vllm.Observer")
+
+pytestmark = NEEDS_VLLM
+
+
+def pointsman(*words: object) -> str:
+    """What a command prints, in the environment without vLLM."""
+    command = [sys.executable, "-m", "pointsman", *map(str, words)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def last_json(printed: str) -> dict[str, Any]:
+    return dict(json.loads(printed.splitlines()[-1]))
+
+
+def check_commands(log: Path, folder: Path, *options: object) -> dict[str, Any]:
+    """A log goes through calibrate, simulate and capacity; the report of the simulation."""
+    profile = folder / "profile.json"
+    fitted = last_json(pointsman("calibrate", log, *options, "--output", profile, "--json"))
+    assert fitted["num_train"] > 0 and fitted["step_time"]["per_step"] >= 0
+    given = ("--trace", log, "--profile", profile, "--json")
+    report = last_json(pointsman("simulate", *given))
+    assert report["counts"]["finished"] == report["counts"]["arrived"] > 0
+    capacity = last_json(
+        pointsman("capacity", *given, "--ttft-target", "60s", "--itl-target", "20s", "--tolerance", "0.5")
+    )
+    assert capacity["probes"], capacity
+    return report
+
+
+# ------------------------------------------------------------------ decisions, and what is recorded
+
+
+def test_every_decision_is_vllms_and_the_recording_is_what_happened(tmp_path: Path) -> None:
+    found = run_in_vllm("vllm_observed.py", 0, NUM_WORKLOADS, tmp_path, timeout=900)
+    assert not found["differences"], json.dumps(found["differences"][0], indent=1)
+    tally = found["tally"]
+    for what, least in MET_PER_10.items():
+        assert tally[what] >= least * NUM_WORKLOADS // 10, f"{what}: {tally[what]}"
+    assert tally["with several runs"] > 0 and tally["shared blocks"] > 0
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_what_fails_is_the_recording_and_never_vllm() -> None:
+    """A full disk, a folder that is not there, and a mistake of ours."""
+    found = run_in_vllm("vllm_observed_faults.py")
+    full, absent, mistaken = found["full disk"], found["no folder"], found["mistake"]
+    assert "No space left" in full["warnings"][0]
+    assert "No such file" in absent["warnings"][0]
+    assert "because of an error" in mistaken["warnings"][0]
+    for each in (full, absent, mistaken):
+        assert len(each["warnings"]) == 1, each["warnings"]
+        assert each["finished"] == found["own"]["finished"] == 20
+        assert not each["recording"]
+    assert "has no effect on Observer" in found["drop-in knob"]
+    assert found["sliding window"] == ["KV of the kind SlidingWindowSpec"]
+    assert found["two groups"] == ["2 KV groups (FullAttentionSpec, SlidingWindowSpec)"]
+
+
+# ------------------------------------------------------------------ real vLLM
+
+
+@pytest.mark.parametrize("name", short_of(["plain", "async", "pressure", "async-pressure"], {"async"}))
+def test_a_recording_of_real_vllm_becomes_a_capacity_figure(tmp_path: Path, name: str) -> None:
+    way = WAYS[name]
+    requests, aborts = make_requests(short_or_long(40, 200), seed=3, most_tokens=way.most_tokens)
+    log, settings = tmp_path / "recording.jsonl", tmp_path / "settings.json"
+    values: dict[str, Any] = {"ours": False, "record": "", "lossy": 0.0, "async": way.asynchronous, "model": str(DEMO)}
+    values |= {"engine": {**ENGINE, **way.engine}, "requests": requests, "aborts": aborts, "observed": str(log)}
+    settings.write_text(json.dumps(values))
+    ran = run_in_vllm("vllm_run.py", settings, timeout=600)
+    assert ("AsyncScheduler" in ran["bases"]) == way.asynchronous and "Scheduler" in ran["bases"]
+    observed = read_observed(log)
+    assert not observed.lacking and observed.config["max_steps_in_flight"] == 1 + way.asynchronous
+    assert observed.config["max_num_seqs"] == ENGINE["max_num_seqs"]
+    by_number = {f"r{number}": request for number, request in enumerate(sorted(requests, key=lambda r: r["step"]))}
+    for request in observed.requests:
+        sent = by_number[request.request_id]
+        answer = ran["answers"][sent["id"]]
+        assert request.num_prompt_tokens == len(sent["prompt"])
+        if answer["reason"] != "aborted":
+            assert request.num_output_tokens == len(answer["tokens"]) == request.num_runs_tokens
+    if way.least_preemptions:
+        recorded = sum(request.num_preemptions for request in observed.requests)
+        assert recorded == ran["metrics"]["vllm:num_preemptions"] > 0
+    report = check_commands(log, tmp_path)
+    assert report["counts"]["arrived"] == sum(request.num_output_tokens > 0 for request in observed.requests)
+    compared = last_json(pointsman("vllm", "compare", log, "--json"))
+    assert compared["rows"]["vLLM, measured"]["itl_p50"] > 0
+    assert compared["check"]["num_requests"] == compared["num_requests"]
+
+
+KNOBS = Knobs(DEMO, threads=1, max_num_seqs=16, max_num_batched_tokens=512, max_model_len=512)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
+    """A server with Observer under vLLM's load generator: the recording, and the generator's result."""
+    folder = tmp_path_factory.mktemp("served")
+    log = folder / "recording.jsonl"
+    options = (*OBSERVER, "--additional-config", json.dumps({"pointsman": {"record": str(log)}}))
+    side = VllmSide(KNOBS, eager=True, options=options)
+    try:
+        result = bench(side, DEMO, 12.0, 150, seed=1, folder=folder, detailed=True)
+        assert result["completed"] == 150
+        time.sleep(1)
+    finally:
+        side.stop()
+    (detailed,) = folder.glob("*.json")
+    yield log, Path(shutil.copy(detailed, folder / "bench.result"))
+
+
+@pytest.mark.soak
+def test_both_documented_ways_to_a_log(served: tuple[Path, Path], tmp_path: Path) -> None:
+    log, result = served
+    check_commands(log, tmp_path)
+    settings = ("--max-num-seqs", 16, "--max-num-batched-tokens", 512, "--block-size", 32, "--no-async-scheduling")
+    check_commands(result, tmp_path, *settings, "--train", 60)
+    recorded, sent = read_measurements(log)[-150:], read_measurements(result)
+    assert [each.request.num_output_tokens for each in recorded] == [each.request.num_output_tokens for each in sent]
+    inside = sorted(each.e2e for each in recorded)[75]
+    outside = sorted(each.e2e for each in sent)[75]
+    assert 0.5 * outside < inside <= outside, "the client's times have the network and the API server in them"
+
+
+@pytest.mark.soak
+def test_the_simulation_of_vllms_own_settings_is_near_what_happened(served: tuple[Path, Path]) -> None:
+    compared = last_json(pointsman("vllm", "compare", served[0], "--json", "--ttft-target", "500ms"))
+    assert compared["check"]["e2e_mape"] < 0.2, compared["check"]
+    assert abs(compared["check"]["tpot_mean_error"]) < 0.1
+    assert 0 < compared["rows"]["vLLM, simulated"]["goodput"] <= 1
