@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +21,19 @@ from pointsman.sim.accuracy import RequestErrors
 from pointsman.sim.calibrate import calibrate_steps
 from pointsman.sim.errors import SimulationError
 from pointsman.sim.observed import Replayed, replayed, times_of
-from pointsman.sim.profile import Profile, WatchedStepTime, warn_outside
+from pointsman.sim.profile import PARTS, Hull, Profile, WatchedStepTime
 from pointsman.sim.report import Report, figures
 from pointsman.sim.report.intervals import Distribution
 from pointsman.sim.report.layout import number
 from pointsman.sim.simulator import Outcome, simulate
-from pointsman.sim.step_log import observed_steps
+from pointsman.sim.step_log import fit_steps, observed_steps
 from pointsman.sim.workload import OpenLoop
 from pointsman.traces import TraceError, read_observed
 
 MEASURED, SIMULATED = "vLLM, measured", "vLLM, simulated"
 OTHERS: dict[str, dict[str, Any]] = {
     "default": {},
-    "default, decode_reserve=mean": {"decode_reserve": "mean"},
+    "decode_reserve=mean": {"decode_reserve": "mean"},
     **{name: PRESETS[name] for name in ("low-latency", "high-throughput", "long-context", "short-requests")},
 }
 """What is compared, on top of the server's settings: Pointsman's own decisions, and presets."""
@@ -58,8 +58,8 @@ class Row:
 
     name: str
     report: Report
-    outside: tuple[str, ...] = ()
-    """Where its steps leave those of the recording."""
+    outside: Mapping[str, int] = field(default_factory=dict)
+    """Parts of a step's load that are larger than any in the recording, and how large."""
 
 
 def compare(
@@ -89,7 +89,9 @@ def compare(
     try:
         observed = read_observed(path)
         happened = replayed(observed, path, limit)
-        profile = calibrate_steps(observed_steps(observed, path), path).profile
+        log = observed_steps(observed, path)
+        halves = calibrate_steps(log, path).profile  # says how well steps that the fit did not see are predicted
+        profile = replace(halves, step_time=fit_steps(log.loads, log.seconds), hull=Hull.of_loads(log.loads))
     except OSError as error:
         raise CommandError(f"cannot read the recording {path}: {error.strerror}") from None
     except (SimulationError, TraceError) as error:
@@ -159,13 +161,15 @@ def _configs(
 
 def _simulated(
     name: str, happened: Replayed, config: SchedulerConfig, profile: Profile
-) -> tuple[Outcome, tuple[str, ...]]:
+) -> tuple[Outcome, dict[str, int]]:
     watched = WatchedStepTime(profile.step_time)
     with ProgressBar(f"of {name} simulated", len(happened.trace)) as bar:
         outcome = simulate(OpenLoop(happened.trace), config, watched, progress=bar.update)
     if not outcome.is_complete:
         raise KeyboardInterrupt
-    return outcome, tuple(warn_outside(profile, watched.hull))
+    ranges, known = watched.hull.ranges, profile.hull.ranges
+    most = {part: ranges[part][1] for part in ("num_tokens", "num_rows") if part in ranges}
+    return outcome, {part: value for part, value in most.items() if value > known[part][1]}
 
 
 def _errors(happened: Replayed, outcome: Outcome) -> RequestErrors:
@@ -194,7 +198,7 @@ def _numbers(row: Row) -> dict[str, Any]:
         "output_tokens_per_second": report.output_tokens_per_second.value,
         "prefix_hit_rate": report.prefix_hit_rate.value,
         "goodput": None if report.goodput is None else report.goodput.share.value,
-        "outside": list(row.outside),
+        "outside": dict(row.outside),
     }
 
 
@@ -227,7 +231,8 @@ def _print(
     console.print(
         f"{len(happened.trace):,} requests in {happened.outcome.seconds:,.0f} s; {config.num_usable_blocks:,} KV "
         f"blocks of {config.block_size}, at most {config.max_num_seqs} requests and "
-        f"{config.max_num_batched_tokens:,} tokens a step, {config.max_steps_in_flight} in flight, prefix caching {'on' if config.enable_prefix_caching else 'off'}"
+        f"{config.max_num_batched_tokens:,} tokens a step, {config.max_steps_in_flight} in flight, "
+        f"prefix caching {'on' if config.enable_prefix_caching else 'off'}"
     )
     if happened.num_left_out:
         console.print(f"{happened.num_left_out:,} requests without an end or without a token are left out.")
@@ -279,14 +284,18 @@ def _remarks(profile: Profile, check: RequestErrors, rows: Sequence[Row], proble
     step = profile.held_out_errors["step_mape"]
     lines = [
         f"Check of the model: simulated with vLLM's own settings, the end-to-end time of a request is off by "
-        f"{check.e2e_mape:.1%} on average ({check.e2e_bias:+.1%} signed); {found}. Fitted to the first half of the "
-        f"steps of this recording, a step of the other half is off by {step:.1%}.",
+        f"{check.e2e_mape:.1%} on average ({check.e2e_bias:+.1%} signed); {found}. Steps are fitted "
+        f"to this recording; fitted to its first half, a step of the other half is off by {step:.1%}.",
         f'Compare the other rows with "{SIMULATED}": a difference smaller than these errors says nothing.',
     ]
     if refused := [f"{row.name}: {row.report.counts.refused:,}" for row in rows if row.report.counts.refused]:
         lines.append(f"Requests that could never run, and count as missed: {', '.join(refused)}.")
-    for row in rows:
-        lines += [f"* {row.name}: {outside}." for outside in row.outside]
+    for part, (_, most) in profile.hull.ranges.items():
+        if outside := [f"{row.name} {row.outside[part]:,}" for row in rows if part in row.outside]:
+            lines.append(
+                f"* {PARTS[part]} go up to more than the recording's {most:,}, so that step times there are "
+                f"extrapolated: {', '.join(outside)}."
+            )
     return lines + [f"Not simulated, {problem}" for problem in problems]
 
 

@@ -57,7 +57,7 @@ def replayed(observed: Observed, source: str, limit: int | None = None) -> Repla
         raise SimulationError(f"{source}: none of its {len(observed.requests)} requests finished; record a longer time")
     chosen.sort(key=lambda each: each.queued)
     num_left_out = len(observed.requests) - len(chosen)
-    del chosen[limit:]
+    chosen = chosen[:limit]
     start = chosen[0].queued
     trace = [replace(observed.trace_request(each), arrival_time=each.queued - start) for each in chosen]
     outcome = _outcome(observed, chosen, config, start)

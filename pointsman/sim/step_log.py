@@ -28,6 +28,8 @@ FloatArray = npt.NDArray[np.float64]
 COEFFICIENTS = ("per_step", "per_row", "per_token", "per_context_token", "per_attended", "per_sample")
 MIN_STEPS = 20
 """Fewer do not determine six coefficients and leave some to judge them by."""
+NUM_REWEIGHTED, OUTLIER = 4, 10.0
+"""Rounds of a fit after the first one, and what is no usual step, relative to its fit."""
 
 
 class StepLog(NamedTuple):
@@ -126,18 +128,35 @@ def _load(decision: dict[str, Any]) -> StepLoad:
 def fit_steps(loads: FloatArray, seconds: FloatArray) -> LinearStepTime:
     """The step times with the smallest relative squared errors among those whose coefficients are not negative.
 
+    Errors are relative to the fit of the round before, in the first round to what was measured: relative to measured
+    times alone, a fit to times that scatter is too short on average. Steps `OUTLIER` times as long as that fit
+    (compilation, a process that stood still) are then left out.
+
     Args:
         loads: [steps, 5] the fields of `StepLoad`.
         seconds: [steps] what was measured.
     """
+    columns = _columns(loads)
+    found = _weighted_fit(columns, seconds, seconds)
+    for _ in range(NUM_REWEIGHTED):
+        expected = columns @ found
+        usual = (expected > 0) & (seconds < OUTLIER * expected)
+        if np.count_nonzero(usual) < MIN_STEPS:
+            break
+        found = _weighted_fit(columns[usual], seconds[usual], expected[usual])
+    return LinearStepTime(**dict(zip(COEFFICIENTS, found.tolist(), strict=True)))
+
+
+def _weighted_fit(columns: FloatArray, seconds: FloatArray, scale: FloatArray) -> FloatArray:
+    """[6] coefficients, none negative, with the smallest squares of errors divided by `scale`."""
     from scipy.optimize import nnls
 
-    columns = _columns(loads)
-    weighted = columns / seconds[:, None]
+    weighted = columns / scale[:, None]
     sizes = np.linalg.norm(weighted, axis=0)
     sizes[sizes == 0] = 1.0
-    found, _ = nnls(weighted / sizes, np.ones(len(seconds)))
-    return LinearStepTime(**dict(zip(COEFFICIENTS, (found / sizes).tolist(), strict=True)))
+    found, _ = nnls(weighted / sizes, seconds / scale)
+    coefficients: FloatArray = found / sizes
+    return coefficients
 
 
 def predict_steps(step_time: LinearStepTime, loads: FloatArray) -> FloatArray:

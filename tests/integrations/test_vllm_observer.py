@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
-import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +15,9 @@ import pytest
 from _server_sides import Knobs, VllmSide
 from server_throughput import bench
 
+from pointsman.cli import main
 from pointsman.traces import read_measurements, read_observed
-from tests.integrations.vllm_process import DEMO, NEEDS_VLLM, ROOT, run_in_vllm
+from tests.integrations.vllm_process import DEMO, NEEDS_VLLM, run_in_vllm
 from tests.integrations.vllm_requests import ENGINE, WAYS, make_requests
 from tests.soak import short_of, short_or_long
 
@@ -30,12 +30,12 @@ pytestmark = NEEDS_VLLM
 
 
 def pointsman(*words: object) -> str:
-    """What a command prints, in the environment without vLLM."""
-    command = [sys.executable, "-m", "pointsman", *map(str, words)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    """What a command prints, in this process, which is without vLLM."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    assert not ended.value.code, (words, printed.getvalue())
+    return printed.getvalue()
 
 
 def last_json(printed: str) -> dict[str, Any]:
@@ -135,8 +135,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Pat
         time.sleep(1)
     finally:
         side.stop()
-    (detailed,) = folder.glob("*.json")
-    yield log, Path(shutil.copy(detailed, folder / "bench.result"))
+    yield log, folder / "result.json"
 
 
 @pytest.mark.soak

@@ -54,7 +54,7 @@ def serve(kind: type[VllmSession], record: str | None, *, breaks: bool = False) 
         while sum(session.counts()):
             output = session.schedule()
             result = session.result(output)
-            if breaks and number == 10:
+            if breaks and number == 10 and session.scheduler._observation is not None:
                 session.scheduler._observation._in_flight.clear()
             for client in session.update(output, result).values():
                 finished += sum(each.finish_reason is not None for each in client.outputs)
