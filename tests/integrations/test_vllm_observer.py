@@ -1,60 +1,31 @@
-"""Observer: every decision stays vLLM's, what it records is what happened, and a capacity figure comes of it."""
+"""Observer: every decision stays vLLM's, what it records is what happened, and a capacity figure comes of it.
+
+Real vLLM is observed in test_vllm_tokens.py.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from _server_sides import Knobs, VllmSide
 from server_throughput import bench
 
-from pointsman.cli import main
-from pointsman.traces import read_measurements, read_observed
+from pointsman.traces import read_measurements
 from tests.integrations.vllm_process import DEMO, NEEDS_VLLM, run_in_vllm
-from tests.integrations.vllm_requests import ENGINE, WAYS, make_requests
-from tests.soak import short_of, short_or_long
+from tests.integrations.vllm_recorded import check_commands, last_json, pointsman
+from tests.soak import short_or_long
 
-NUM_WORKLOADS = short_or_long(12, 300)
+NUM_WORKLOADS = short_or_long(10, 300)
 MET_PER_10 = {"steps": 500, "preemptions": 10, "hits": 10, "aborts": 3, "asynchronous": 2, "requests": 100}
 """What so many workloads meet at least, so that they cannot pass by meeting nothing."""
 OBSERVER = ("--scheduler-cls", "pointsman.integrations.vllm.Observer")
 
 pytestmark = NEEDS_VLLM
-
-
-def pointsman(*words: object) -> str:
-    """What a command prints, in this process, which is without vLLM."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as ended:
-        main([str(word) for word in words])
-    assert not ended.value.code, (words, printed.getvalue())
-    return printed.getvalue()
-
-
-def last_json(printed: str) -> dict[str, Any]:
-    return dict(json.loads(printed.splitlines()[-1]))
-
-
-def check_commands(log: Path, folder: Path, *options: object) -> dict[str, Any]:
-    """A log goes through calibrate, simulate and capacity; the report of the simulation."""
-    profile = folder / "profile.json"
-    fitted = last_json(pointsman("calibrate", log, *options, "--output", profile, "--json"))
-    assert fitted["num_train"] > 0 and fitted["step_time"]["per_step"] >= 0
-    given = ("--trace", log, "--profile", profile, "--json")
-    report = last_json(pointsman("simulate", *given))
-    assert report["counts"]["finished"] == report["counts"]["arrived"] > 0
-    capacity = last_json(
-        pointsman("capacity", *given, "--ttft-target", "60s", "--itl-target", "20s", "--tolerance", "0.5")
-    )
-    assert capacity["probes"], capacity
-    return report
 
 
 # ------------------------------------------------------------------ decisions, and what is recorded
@@ -86,37 +57,7 @@ def test_what_fails_is_the_recording_and_never_vllm() -> None:
     assert found["two groups"] == ["2 KV groups (FullAttentionSpec, SlidingWindowSpec)"]
 
 
-# ------------------------------------------------------------------ real vLLM
-
-
-@pytest.mark.parametrize("name", short_of(["plain", "async", "pressure", "async-pressure"], {"async"}))
-def test_a_recording_of_real_vllm_becomes_a_capacity_figure(tmp_path: Path, name: str) -> None:
-    way = WAYS[name]
-    requests, aborts = make_requests(short_or_long(40, 200), seed=3, most_tokens=way.most_tokens)
-    log, settings = tmp_path / "recording.jsonl", tmp_path / "settings.json"
-    values: dict[str, Any] = {"ours": False, "record": "", "lossy": 0.0, "async": way.asynchronous, "model": str(DEMO)}
-    values |= {"engine": {**ENGINE, **way.engine}, "requests": requests, "aborts": aborts, "observed": str(log)}
-    settings.write_text(json.dumps(values))
-    ran = run_in_vllm("vllm_run.py", settings, timeout=600)
-    assert ("AsyncScheduler" in ran["bases"]) == way.asynchronous and "Scheduler" in ran["bases"]
-    observed = read_observed(log)
-    assert not observed.lacking and observed.config["max_steps_in_flight"] == 1 + way.asynchronous
-    assert observed.config["max_num_seqs"] == ENGINE["max_num_seqs"]
-    by_number = {f"r{number}": request for number, request in enumerate(sorted(requests, key=lambda r: r["step"]))}
-    for request in observed.requests:
-        sent = by_number[request.request_id]
-        answer = ran["answers"][sent["id"]]
-        assert request.num_prompt_tokens == len(sent["prompt"])
-        if answer["reason"] != "aborted":
-            assert request.num_output_tokens == len(answer["tokens"]) == request.num_runs_tokens
-    if way.least_preemptions:
-        recorded = sum(request.num_preemptions for request in observed.requests)
-        assert recorded == ran["metrics"]["vllm:num_preemptions"] > 0
-    report = check_commands(log, tmp_path)
-    assert report["counts"]["arrived"] == sum(request.num_output_tokens > 0 for request in observed.requests)
-    compared = last_json(pointsman("vllm", "compare", log, "--json"))
-    assert compared["rows"]["vLLM, measured"]["itl_p50"] > 0
-    assert compared["check"]["num_requests"] == compared["num_requests"]
+# ------------------------------------------------------------------ a server
 
 
 KNOBS = Knobs(DEMO, threads=1, max_num_seqs=16, max_num_batched_tokens=512, max_model_len=512)

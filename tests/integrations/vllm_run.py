@@ -105,7 +105,7 @@ def main() -> None:
         force_async_scheduling()
     options = {"socket": "", "record": settings["record"]}
     arguments = {"scheduler_cls": OURS, "additional_config": {"pointsman": options}} if settings["ours"] else {}
-    if path := settings.get("observed"):
+    if path := settings["observed"]:
         arguments = {"scheduler_cls": OBSERVER, "additional_config": {"pointsman": {"record": path}}}
     engine = LLMEngine.from_engine_args(
         EngineArgs(
@@ -121,7 +121,7 @@ def main() -> None:
     scheduler = engine.engine_core.engine_core.scheduler
     if settings["lossy"]:
         lose_tokens(scheduler, settings["lossy"])
-    found = run(engine, settings["requests"], settings["aborts"], by_clock="observed" in settings)
+    found = run(engine, settings["requests"], settings["aborts"], by_clock=bool(settings["observed"]))
     found["usage"] = scheduler.get_kv_cache_usage()
     found["counts"] = scheduler.get_request_counts()
     found["scheduler"] = type(scheduler).__module__
