@@ -84,7 +84,11 @@ def compare(
     """
     if limit is not None and limit < 1:
         raise CommandError(f"--limit is {limit}; it must be at least 1")
-    targets = {"ttft_target": seconds("ttft_target", ttft_target), "itl_target": seconds("itl_target", itl_target)}
+    ttft, itl = seconds("ttft_target", ttft_target), seconds("itl_target", itl_target)
+
+    def counted(outcome: Outcome, config: SchedulerConfig) -> Report:
+        return figures(outcome, config, num_bootstrap=0, ttft_target=ttft, itl_target=itl)
+
     given = {text: _parsed(text) for text in settings}
     try:
         observed = read_observed(path)
@@ -97,19 +101,19 @@ def compare(
     except (SimulationError, TraceError) as error:
         raise CommandError(str(error)) from None
     configs, problems = _configs(happened.config, {**OTHERS, **given})
-    rows = [Row(MEASURED, figures(happened.outcome, happened.config, num_bootstrap=0, **targets))]
+    rows = [Row(MEASURED, counted(happened.outcome, happened.config))]
     check: RequestErrors | None = None
     for name, config in configs.items():
         outcome, outside = _simulated(name, happened, config, profile)
         if name == SIMULATED:
             check = _errors(happened, outcome)
-        rows.append(Row(name, figures(outcome, config, num_bootstrap=0, **targets), outside))
+        rows.append(Row(name, counted(outcome, config), outside))
     assert check is not None
     title = f"{Path(path).name}: {observed.model} on {observed.scheduler}"
     if as_json:
         print(json.dumps(_as_json(title, happened, profile, check, rows, problems), allow_nan=False))
     else:
-        _print(title, happened, profile, check, rows, problems, any(targets.values()))
+        _print(title, happened, profile, check, rows, problems, (ttft, itl) != (None, None))
     return EXIT_OK
 
 

@@ -83,11 +83,11 @@ def _outcome(observed: Observed, requests: Sequence[ObservedRequest], config: Sc
         timings.num_preemptions[number] = request.num_preemptions
         assert request.reason is not None
         timings.reason[number] = REASONS.index(request.reason)
-        who = np.array([number], dtype=np.int64)
-        for first, last in request.runs:
-            timings.token(who, float(ended[first]))
-            if last > first:
-                timings.tokens(who, ended[first : last + 1])
+        itself = np.array([number], dtype=np.int64)
+        for step, last in request.runs:
+            timings.token(itself, float(ended[step]))
+            if last > step:
+                timings.tokens(itself, ended[step : last + 1])
     timings.close()
     steps = observed.steps
     usable = config.num_usable_blocks
@@ -105,5 +105,4 @@ def _outcome(observed: Observed, requests: Sequence[ObservedRequest], config: Sc
         prefix_queries=looked_up,
         prefix_hits=sum(request.num_cached_tokens for request in requests),
     )
-    last = max(float(timings.last_token.max()), 0.0)
-    return Outcome(timings, [timeline], [stats], last)
+    return Outcome(timings, [timeline], [stats], float(timings.last_token.max()))
