@@ -103,10 +103,12 @@ class VllmSession(Session):
 
     scheduler_class: type | None = None
     """None: vLLM's own."""
+    additional_config: dict[str, object] | None = None
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         config = build_config(settings)
+        config.additional_config = self.additional_config or {}
         config.cache_config.num_gpu_blocks = settings.num_blocks
         hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)

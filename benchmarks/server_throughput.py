@@ -76,8 +76,13 @@ Results = dict[tuple[str, float], list[dict[str, Any]]]
 """By side and rate, one per round."""
 
 
-def bench(side: Side, model: Path, rate: float, num_requests: int, seed: int, folder: Path) -> dict[str, Any]:
-    """Run vLLM's client once.
+def bench(
+    side: Side, model: Path, rate: float, num_requests: int, seed: int, folder: Path, *, detailed: bool = False
+) -> dict[str, Any]:
+    """Run vLLM's client once; its result is in `folder`.
+
+    Args:
+        detailed: with the times of each request.
 
     Raises:
         RuntimeError: it failed; the message ends with what it printed last.
@@ -88,6 +93,7 @@ def bench(side: Side, model: Path, rate: float, num_requests: int, seed: int, fo
     command += ["--random-range-ratio", str(RANGE), "--num-prompts", str(num_requests), "--request-rate", str(rate)]
     command += ["--seed", str(seed), "--ignore-eos", "--temperature", "0", "--disable-tqdm"]
     command += ["--percentile-metrics", "ttft,tpot,itl", "--metric-percentiles", "99", "--save-result"]
+    command += ["--save-detailed"] if detailed else []
     command += ["--result-dir", str(folder), "--result-filename", "result.json"]
     environment = {
         **os.environ,

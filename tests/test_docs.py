@@ -29,6 +29,7 @@ from pointsman.sim.profile import EngineSettings, Hull, Profile
 from pointsman.sim.step_time import LinearStepTime, StepLoad
 from tests.forked_engines import start_server
 from tests.forking import ForkingParent
+from tests.sim.observed_logs import write_observed
 
 ROOT = Path(__file__).resolve().parent.parent
 VLLM = ROOT / "docs" / "vllm.md"
@@ -218,6 +219,7 @@ def test_commands_run_in_the_order_of_the_documents(tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("The import statement\nA list is\n")
     (tmp_path / "bench.json").write_text(json.dumps(bench_result(40)))
     PROFILE.save(tmp_path / "profile.json")
+    write_observed(tmp_path / "recording.jsonl")
     for where, line in COMMANDS:
         run = parent().run("-m", *shlex.split(line, comments=True), cwd=tmp_path, timeout=300)
         assert run.returncode == 0, f"{where}: {line}\n{run.stderr}"

@@ -1,5 +1,5 @@
 """Commands about vLLM: `explain`, `metrics` and `record` ask one that runs with this scheduler, on its control socket;
-`pointsman vllm check` reads the configuration of the one that is installed here.
+`pointsman vllm check` reads the configuration of the one that is installed here, `pointsman vllm compare` a recording.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def _escaped(value: str) -> str:
     return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-# ---------------------------------------------------------------------- pointsman vllm check
+# ---------------------------------------------------------------------- pointsman vllm check, compare
 
 app = typer.Typer(help="Pointsman as the scheduler of vLLM.", rich_markup_mode=None, no_args_is_help=True)
 
@@ -280,3 +280,50 @@ def check(
     for line in report.lines():
         print(line)
     return 1 if report.problems else 0
+
+
+@app.command()
+def compare(
+    recording: Annotated[
+        str, typer.Argument(metavar="RECORDING", help="File of pointsman.integrations.vllm.Observer, finished or not.")
+    ],
+    ttft_target: Annotated[
+        str | None, typer.Option(metavar="TIME", help="For the goodput: time to first token, like 500ms.")
+    ] = None,
+    itl_target: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="For the goodput: the longest time between two tokens, like 50ms."),
+    ] = None,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KNOBS",
+            help="Compare these settings too, like max_num_seqs=64,decode_reserve=mean or preset=textbook; may be "
+            "repeated.",
+        ),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(metavar="N", help="Only the first N requests [default: all].")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> int:
+    """What other settings would have done with the traffic of a vLLM, beside what it did.
+
+    The recording comes from vllm serve MODEL --scheduler-cls pointsman.integrations.vllm.Observer. Its requests are
+    simulated with the step times of the recording itself: first with vLLM's own settings and decisions, which checks
+    the model against what happened, then with others on the same server.
+
+    Exit code 0: compared; 2: the recording or an option is wrong, or the simulator lacks something of the server.
+    """
+    try:
+        import scipy  # noqa: F401  before the recording is read
+    except ModuleNotFoundError:
+        raise CommandError("vllm compare needs scipy; install it with: pip install 'pointsman[sim]'") from None
+    from pointsman.cli import compare as comparison
+
+    return comparison.compare(
+        recording,
+        ttft_target=ttft_target,
+        itl_target=itl_target,
+        settings=setting or (),
+        limit=limit,
+        as_json=as_json,
+    )

@@ -3,6 +3,13 @@
 A recording is the inputs, so that it can be run again: a header (format, library version, configuration), then one
 line per call in order, each with its `now`. `schedule` and `update` lines also carry what was decided. The recorder
 listens to the scheduler's calls (`state/events.py`).
+
+A recording of another scheduler is observed: its header has `observed`, and it has no prompt and no decision of a row.
+
+    add       a request by its number: lengths, and its prompt's full blocks as [parent, first, count], or null where
+              blocks have no hashes; block ids first to first + count - 1 are new here, and follow block `parent`
+    steps     columns of consecutive steps (`OBSERVED_STEPS`)
+    result    the end of a request, and in which steps it got a token: `steps` is a list of [first, last]
 """
 
 from __future__ import annotations
@@ -27,6 +34,21 @@ from pointsman.version import __version__
 
 FORMAT = "pointsman-recording"
 FORMAT_VERSION = 1
+
+OBSERVED_STEPS = (
+    "began_us",
+    "ended_us",
+    "num_tokens",
+    "num_rows",
+    "num_context_tokens",
+    "num_attended",
+    "num_samples",
+    "num_waiting",
+    "num_free_blocks",
+)
+"""Columns of a `steps` line: microseconds on the clock of `now`, what the step computed (`sim/step_time.py`), and the
+unfinished requests that do not run and the free blocks after it. A step begins when the one before it ends, or when it
+was scheduled if the engine was idle; it ends when the scheduler gets its tokens."""
 
 REQUEST_FIELDS = (
     "request_id",

@@ -131,6 +131,11 @@ class _Replay:
             raise RecordingError(
                 f"the recording has format version {header.get('format_version')}; this library reads {FORMAT_VERSION}"
             )
+        if "observed" in header:
+            raise RecordingError(
+                f"it was observed: {header['observed'].get('scheduler')} decided, and prompts are not in it, so "
+                "nothing can be decided again; pointsman vllm compare simulates it"
+            )
         config = header["config"]
         for knob, known in (("order", ORDERS), ("victim", VICTIMS)):
             if config[knob] is not None and config[knob] not in known:

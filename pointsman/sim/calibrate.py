@@ -26,7 +26,7 @@ from pointsman.sim.accuracy import RequestErrors, StepErrors, Times
 from pointsman.sim.errors import CalibrationError
 from pointsman.sim.fit import Problem, Progress, run_log, search, times_of
 from pointsman.sim.profile import EngineSettings, Hull, Profile, WatchedStepTime
-from pointsman.sim.step_log import MIN_STEPS, fit_steps, predict_steps, read_steps
+from pointsman.sim.step_log import MIN_STEPS, StepLog, fit_steps, predict_steps, read_steps
 from pointsman.traces import MeasuredRequest, read_measurements
 
 MIN_TRAIN = 10
@@ -76,7 +76,7 @@ def calibrate(
         OSError: it cannot be read.
     """
     if _is_recording(path):
-        return _from_steps(path, train)
+        return calibrate_steps(read_steps(path), path, train=train)
     measured = read_measurements(path)
     return from_requests(
         measured,
@@ -131,8 +131,8 @@ def from_requests(
     return Calibration(profile, training, held_out, is_training, times.e2e, predicted.e2e, times.queued)
 
 
-def _from_steps(path: str | PathLike[str], train: int | None) -> Calibration:
-    log = read_steps(path)
+def calibrate_steps(log: StepLog, path: str | PathLike[str], *, train: int | None = None) -> Calibration:
+    """As `calibrate`, with the steps of the recording in `path`."""
     num_steps = len(log.seconds)
     num_train = _num_train(train, num_steps, "steps with a time", MIN_STEPS, num_steps)
     step_time = fit_steps(log.loads[:num_train], log.seconds[:num_train])
@@ -149,7 +149,7 @@ def _from_steps(path: str | PathLike[str], train: int | None) -> Calibration:
         num_train=num_train,
         training_errors=training.to_dict(),
         held_out_errors=held_out.to_dict(),
-        notes=["settings are those of the recording", "times between steps are not in step times"],
+        notes=["settings are those of the recording", log.about_times],
     )
     numbers = np.arange(num_steps)
     return Calibration(

@@ -1,7 +1,8 @@
 """Step times from a log of steps: what each computed, and how many seconds it took.
 
-The log is a recording of a host that measures its steps (`StepResult.step_time`; the bundled engine does). Seconds are
-linear in a step's load, so they are fitted at once, by non-negative least squares over relative errors.
+The log is a recording of a host that measures its steps (`StepResult.step_time`; the bundled engine does), or an
+observed one of vLLM. Seconds are linear in a step's load, so they are fitted at once, by non-negative least squares
+over relative errors.
 """
 
 from __future__ import annotations
@@ -17,13 +18,18 @@ import numpy.typing as npt
 from pointsman.sim.accuracy import StepErrors
 from pointsman.sim.errors import CalibrationError
 from pointsman.sim.step_time import LinearStepTime, StepLoad
-from pointsman.traces import MAX_TOKENS
+from pointsman.traces import MAX_TOKENS, Observed, read_observed
+from pointsman.traces.observed import is_observed
+
+_WHOLE = "a step is from the end of the one before it to its own, the engine's other work included"
 
 FloatArray = npt.NDArray[np.float64]
 
 COEFFICIENTS = ("per_step", "per_row", "per_token", "per_context_token", "per_attended", "per_sample")
 MIN_STEPS = 20
 """Fewer do not determine six coefficients and leave some to judge them by."""
+NUM_REWEIGHTED, OUTLIER = 4, 10.0
+"""Rounds of a fit after the first one, and what is no usual step, relative to its fit."""
 
 
 class StepLog(NamedTuple):
@@ -36,6 +42,7 @@ class StepLog(NamedTuple):
     config: dict[str, Any]
     """Of the scheduler."""
     num_requests: int
+    about_times: str = "times between steps are not in step times"
 
 
 def read_steps(path: str | PathLike[str]) -> StepLog:
@@ -52,6 +59,9 @@ def read_steps(path: str | PathLike[str]) -> StepLog:
     config: dict[str, Any] = {}
     num_requests = num_untimed = 0
     with Path(path).open(encoding="utf-8") as lines:
+        if is_observed(lines.readline()):
+            return observed_steps(read_observed(path), path)
+        lines.seek(0)
         for line_number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
@@ -88,6 +98,25 @@ def read_steps(path: str | PathLike[str]) -> StepLog:
     return StepLog(np.array(loads, dtype=np.float64), np.array(seconds), config, num_requests)
 
 
+def observed_steps(observed: Observed, path: str | PathLike[str]) -> StepLog:
+    """The steps of an observed recording. They take from the end of one to the end of the next.
+
+    Raises:
+        CalibrationError: the simulator lacks something of what was observed, or there is no step.
+    """
+    if observed.lacking:
+        raise CalibrationError(
+            f"{path}: {observed.scheduler} ran with {', '.join(observed.lacking)}, which the simulator does not have; "
+            "record a server without"
+        )
+    is_timed = observed.seconds > 0
+    if not is_timed.any():
+        raise CalibrationError(f"{path}: no step in it; let the server answer requests while it is recorded")
+    columns = [observed.steps[name] for name in StepLoad._fields]
+    loads = np.stack(columns, axis=1).astype(np.float64)[is_timed]
+    return StepLog(loads, observed.seconds[is_timed], observed.config, len(observed.requests), _WHOLE)
+
+
 def _load(decision: dict[str, Any]) -> StepLoad:
     rows = list(zip(decision["num_computed_tokens"], decision["num_scheduled_tokens"], strict=True))
     for before, new in rows:
@@ -99,18 +128,35 @@ def _load(decision: dict[str, Any]) -> StepLoad:
 def fit_steps(loads: FloatArray, seconds: FloatArray) -> LinearStepTime:
     """The step times with the smallest relative squared errors among those whose coefficients are not negative.
 
+    Errors are relative to the fit of the round before, in the first round to what was measured: relative to measured
+    times alone, a fit to times that scatter is too short on average. Steps `OUTLIER` times as long as that fit
+    (compilation, a process that stood still) are then left out.
+
     Args:
         loads: [steps, 5] the fields of `StepLoad`.
         seconds: [steps] what was measured.
     """
+    columns = _columns(loads)
+    found = _weighted_fit(columns, seconds, seconds)
+    for _ in range(NUM_REWEIGHTED):
+        expected = columns @ found
+        usual = (expected > 0) & (seconds < OUTLIER * expected)
+        if np.count_nonzero(usual) < MIN_STEPS:
+            break
+        found = _weighted_fit(columns[usual], seconds[usual], expected[usual])
+    return LinearStepTime(**dict(zip(COEFFICIENTS, found.tolist(), strict=True)))
+
+
+def _weighted_fit(columns: FloatArray, seconds: FloatArray, scale: FloatArray) -> FloatArray:
+    """[6] coefficients, none negative, with the smallest squares of errors divided by `scale`."""
     from scipy.optimize import nnls
 
-    columns = _columns(loads)
-    weighted = columns / seconds[:, None]
+    weighted = columns / scale[:, None]
     sizes = np.linalg.norm(weighted, axis=0)
     sizes[sizes == 0] = 1.0
-    found, _ = nnls(weighted / sizes, np.ones(len(seconds)))
-    return LinearStepTime(**dict(zip(COEFFICIENTS, (found / sizes).tolist(), strict=True)))
+    found, _ = nnls(weighted / sizes, seconds / scale)
+    coefficients: FloatArray = found / sizes
+    return coefficients
 
 
 def predict_steps(step_time: LinearStepTime, loads: FloatArray) -> FloatArray:

@@ -16,6 +16,9 @@ beginning of the file:
     guidellm report      {"metadata": {"version": ..., ...}, ...}     seconds        unknown
     Pointsman recording  {"format": "pointsman-recording", ...}       seconds        one hash id per block
 
+A recording is of Pointsman's own scheduler, or of vLLM's own as `pointsman.integrations.vllm.Observer` wrote it; of
+that, `read_observed` reads the steps too.
+
 `read_measurements` reads the last four with the times that were measured. Begin with `read.py`; `requests.py` says what
 comes out, and each format family has its file. May import `pointsman.core`; needs NumPy and the standard library.
 
@@ -23,6 +26,7 @@ A hash id stands for the content of its block and of everything before it. `prom
 equal ids at the same place become equal tokens, so a prefix cache has the same hits.
 """
 
+from pointsman.traces.observed import Observed, ObservedRequest, read_observed
 from pointsman.traces.read import read_measurements, read_trace
 from pointsman.traces.requests import (
     MAX_HASH_ID,
@@ -39,9 +43,12 @@ __all__ = [
     "MAX_TOKENS",
     "MOONCAKE_BLOCK_SIZE",
     "MeasuredRequest",
+    "Observed",
+    "ObservedRequest",
     "TraceError",
     "TraceRequest",
     "prompt_token_ids",
     "read_measurements",
+    "read_observed",
     "read_trace",
 ]

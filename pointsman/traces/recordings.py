@@ -2,7 +2,7 @@
 
 A request arrives when it was added. Its prompt is what was given, parts included, and its output what was generated,
 until the recording ends. Full blocks of the prompt become hash ids, chained from the start of the prompt, its salt and
-its adapter. A time of a token is that of the update which reported it.
+its adapter. A time of a token is that of the update which reported it. Observed recordings are read by `observed.py`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import hashlib
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Any, BinaryIO
 
 from pointsman.core.recording import FORMAT, FORMAT_VERSION
 from pointsman.traces.lines import numbered_lines
+from pointsman.traces.observed import is_observed, parse_observed
 from pointsman.traces.requests import MAX_HASH_ID, MeasuredRequest, TraceRequest
 from pointsman.traces.values import Broken, json_object, measured, number, shorten, tokens
 
@@ -78,7 +80,13 @@ def read_recording(file: BinaryIO) -> Iterator[TraceRequest | MeasuredRequest]:
         Broken: a line is no part of a recording, or of another version of the format.
     """
     reader = _Reader()
-    for line_number, line in numbered_lines(file):
+    lines = numbered_lines(file)
+    first = list(islice(lines, 1))
+    lines = chain(first, lines)
+    if first and is_observed(first[0][1]):
+        yield from parse_observed(lines).measured()
+        return
+    for line_number, line in lines:
         try:
             reader.take(json_object(line))
         except Broken as error:

@@ -94,6 +94,18 @@ def test_vllm_scheduler() -> None:
 
 @pytest.mark.soak
 @pytest.mark.e2e
+def test_vllm_observer() -> None:
+    figures = run_quick("vllm_observer.py")["loads"]
+    if not vllm_env.is_complete():
+        assert figures is None
+        return
+    assert len(figures) >= 4
+    for name, each in figures.items():
+        assert 0 < each["writer_us"] < each["own_us"] and 0.9 < each["ratio"] < 1.1, name
+
+
+@pytest.mark.soak
+@pytest.mark.e2e
 def test_vllm_engine() -> None:
     """It fails, too, where both schedulers do not lead to the same tokens."""
     figures = run_quick("vllm_engine.py")["requests"]

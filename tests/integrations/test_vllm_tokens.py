@@ -1,4 +1,7 @@
-"""Real vLLM gives the same answers with our scheduler as with its own, however it is set up."""
+"""Real vLLM gives the same answers with our scheduler as with its own, however it is set up.
+
+Its own is observed, so that a recording of it becomes a capacity figure; the long form compares it unobserved, too.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import pytest
 
 from pointsman.core import replay
 from tests.integrations.vllm_process import DEMO, NEEDS_VLLM, run_in_vllm
+from tests.integrations.vllm_recorded import check_observed, check_recording
 from tests.integrations.vllm_requests import ENGINE, WAYS, Way, make_requests
 from tests.soak import SOAK, short_of, short_or_long
 
@@ -19,8 +23,10 @@ SHORT = {"pressure"}
 pytestmark = NEEDS_VLLM
 
 
-def run_vllm(folder: Path, way: Way, *, ours: bool, requests: Any, aborts: Any, lossy: float = 0.0) -> dict[str, Any]:
-    """What came of the requests in a vLLM of its own."""
+def run_vllm(
+    folder: Path, way: Way, *, ours: bool, requests: Any, aborts: Any, lossy: float = 0.0, observed: Path | None = None
+) -> dict[str, Any]:
+    """What came of the requests in a vLLM of its own; `observed`: with Observer, which records there."""
     settings = folder / f"{'ours' if ours else 'theirs'}.json"
     settings.write_text(
         json.dumps(
@@ -33,6 +39,7 @@ def run_vllm(folder: Path, way: Way, *, ours: bool, requests: Any, aborts: Any, 
                 "engine": {**ENGINE, **way.engine},
                 "requests": requests,
                 "aborts": aborts,
+                "observed": None if observed is None else str(observed),
             }
         )
     )
@@ -48,9 +55,16 @@ def is_prefix(one: list[int], other: list[int]) -> bool:
 def test_the_answers_are_those_of_vllms_own_scheduler(tmp_path: Path, name: str) -> None:
     way = WAYS[name]
     requests, aborts = make_requests(NUM_REQUESTS, seed=1, most_tokens=way.most_tokens)
-    theirs = run_vllm(tmp_path, way, ours=False, requests=requests, aborts=aborts)
+    log = tmp_path / "observed.jsonl"
+    theirs = run_vllm(tmp_path, way, ours=False, requests=requests, aborts=aborts, observed=log)
+    assert ("AsyncScheduler" in theirs["bases"]) == way.asynchronous and "vllm." in theirs["scheduler"]
+    if SOAK:
+        unobserved = run_vllm(tmp_path, way, ours=False, requests=requests, aborts=aborts)
+        assert unobserved["scheduler"].startswith("vllm.") and "Observed" in theirs["bases"]
+        assert (unobserved["answers"], unobserved["steps"]) == (theirs["answers"], theirs["steps"])
+    check_recording(log, check_observed(log, requests, theirs), tmp_path)
     ours = run_vllm(tmp_path, way, ours=True, requests=requests, aborts=aborts)
-    assert theirs["scheduler"].startswith("vllm.") and ours["scheduler"] == "pointsman.integrations.vllm.scheduler"
+    assert ours["scheduler"] == "pointsman.integrations.vllm.scheduler"
     assert ours["answers"].keys() == theirs["answers"].keys() == {request["id"] for request in requests}
     num_ended = 0
     for request_id, answer in theirs["answers"].items():

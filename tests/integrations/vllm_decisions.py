@@ -203,8 +203,8 @@ def _logged(stats: Any) -> list[Any]:
     ]
 
 
-def build_sides(base: Any, workload: Workload) -> tuple[Side, Side]:
-    """vLLM's own scheduler and ours, configured alike; ours decides as the preset says."""
+def configured(base: Any, workload: Workload) -> Any:
+    """vLLM's configuration for a workload."""
     config = copy.copy(base)
     config.scheduler_config = copy.copy(base.scheduler_config)
     config.cache_config = copy.copy(base.cache_config)
@@ -219,10 +219,20 @@ def build_sides(base: Any, workload: Workload) -> tuple[Side, Side]:
     config.cache_config.enable_prefix_caching = workload.caches
     config.cache_config.num_gpu_blocks = workload.num_blocks
     config.lora_config = SimpleNamespace(max_loras=workload.max_loras) if workload.max_loras else None
-    config.additional_config = {"pointsman": {"preset": "vllm"}}
     config.observability_config = copy.copy(base.observability_config)
     config.observability_config.enable_mfu_metrics = workload.seed % 4 == 0
-    own = AsyncScheduler if workload.asynchronous else OwnScheduler
+    return config
+
+
+def own_class(workload: Workload) -> type:
+    """The scheduler that vLLM itself would use."""
+    return AsyncScheduler if workload.asynchronous else OwnScheduler
+
+
+def build_sides(base: Any, workload: Workload) -> tuple[Side, Side]:
+    """vLLM's own scheduler and ours, configured alike; ours decides as the preset says."""
+    config, own = configured(base, workload), own_class(workload)
+    config.additional_config = {"pointsman": {"preset": "vllm"}}
     return Side(workload, config, own), Side(workload, config, Scheduler)
 
 
@@ -230,13 +240,14 @@ def compare(base: Any, workload: Workload, tally: Counter[str]) -> dict[str, Any
     """The first difference of a workload, or None."""
     sides = build_sides(base, workload)
     try:
-        return _run(sides, workload, tally)
+        return run_both(sides, workload, tally)
     finally:
         for side in sides:
             side.scheduler.shutdown()
 
 
-def _run(sides: tuple[Side, Side], workload: Workload, tally: Counter[str]) -> dict[str, Any] | None:
+def run_both(sides: tuple[Side, Side], workload: Workload, tally: Counter[str]) -> dict[str, Any] | None:
+    """Both in lockstep; the first difference, or None."""
     arrivals = dict(workload.arrivals)
     names = {request["id"] for requests in arrivals.values() for request in requests}
     ended: set[str] = set()

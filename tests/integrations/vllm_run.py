@@ -21,6 +21,7 @@ from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 OURS = "pointsman.integrations.vllm.Scheduler"
+OBSERVER = "pointsman.integrations.vllm.Observer"
 
 
 def force_async_scheduling() -> None:
@@ -44,8 +45,12 @@ def sampling_params(given: dict[str, Any]) -> SamplingParams:
     return SamplingParams(temperature=0.0, output_kind=kind, structured_outputs=structured, **given)
 
 
-def run(engine: LLMEngine, requests: list[dict[str, Any]], aborts: dict[str, int]) -> dict[str, Any]:
-    """All requests, each added before the step that it names; what each became."""
+def run(engine: LLMEngine, requests: list[dict[str, Any]], aborts: dict[str, int], *, by_clock: bool) -> dict[str, Any]:
+    """All requests, each added before the step that it names; what each became.
+
+    Args:
+        by_clock: they arrive when they are added; otherwise a second after each other.
+    """
     found: dict[str, dict[str, Any]] = {}
     waiting = sorted(requests, key=lambda request: request["step"])
     abort_at: dict[int, list[str]] = {}
@@ -60,7 +65,7 @@ def run(engine: LLMEngine, requests: list[dict[str, Any]], aborts: dict[str, int
                 TokensPrompt(prompt_token_ids=request["prompt"]),
                 sampling_params(request["params"]),
                 priority=request.get("priority", 0),
-                arrival_time=float(len(requests) - len(waiting)),
+                arrival_time=None if by_clock else float(len(requests) - len(waiting)),
             )
         for name in abort_at.get(step, []):
             if not found.get(name, {}).get("reason"):
@@ -100,6 +105,8 @@ def main() -> None:
         force_async_scheduling()
     options = {"socket": "", "record": settings["record"]}
     arguments = {"scheduler_cls": OURS, "additional_config": {"pointsman": options}} if settings["ours"] else {}
+    if path := settings["observed"]:
+        arguments = {"scheduler_cls": OBSERVER, "additional_config": {"pointsman": {"record": path}}}
     engine = LLMEngine.from_engine_args(
         EngineArgs(
             model=settings["model"],
@@ -114,10 +121,12 @@ def main() -> None:
     scheduler = engine.engine_core.engine_core.scheduler
     if settings["lossy"]:
         lose_tokens(scheduler, settings["lossy"])
-    found = run(engine, settings["requests"], settings["aborts"])
+    found = run(engine, settings["requests"], settings["aborts"], by_clock=bool(settings["observed"]))
     found["usage"] = scheduler.get_kv_cache_usage()
     found["counts"] = scheduler.get_request_counts()
     found["scheduler"] = type(scheduler).__module__
+    found["bases"] = [kind.__name__ for kind in type(scheduler).__mro__]
+    scheduler.shutdown()
     if settings["ours"]:
         stats = scheduler.core.stats()
         found["displaced"], found["unsampled"] = stats.num_displaced, stats.num_preempted_unsampled

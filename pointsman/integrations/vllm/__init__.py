@@ -6,7 +6,9 @@ Begin at `scheduler.py`, which has every method that vLLM calls: `requests.py` (
 (decisions out), `results.py` (samples in, outputs for clients out), `settings.py` and `support.py` (configuration).
 
 Operation: `operation.py` (questions and their answers), `control.py` (the socket), `recordings.py`, `statistics.py`
-(vLLM's metrics), `kv_events.py`. Without a running vLLM: `client.py` (asks on the socket), `check.py` (will it work?).
+(vLLM's metrics), `kv_events.py`. `observer.py` is the other class for `--scheduler-cls`: vLLM's own scheduler, and a
+recording of what it does (`observation.py`). Without a running vLLM: `client.py` (asks on the socket), `check.py` (will
+it work?).
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pointsman.integrations.vllm.observer import Observer
     from pointsman.integrations.vllm.scheduler import Scheduler
 
-__all__ = ["Scheduler"]
+__all__ = ["Observer", "Scheduler"]
 
 
 def __getattr__(name: str) -> Any:
@@ -24,4 +27,8 @@ def __getattr__(name: str) -> Any:
         from pointsman.integrations.vllm.scheduler import Scheduler
 
         return Scheduler
+    if name == "Observer":
+        from pointsman.integrations.vllm.observer import Observer
+
+        return Observer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -90,6 +90,28 @@ def read_settings(additional_config: Any) -> Settings:
     return Settings({**of_preset, **knobs}, socket, record)
 
 
+def read_observer_settings(additional_config: Any) -> str | None:
+    """The file of `Observer`, from the object under the key "pointsman" in vLLM's `additional_config`; None: a default.
+
+    Raises:
+        ConfigError: it is not an object, or has another key than "record".
+    """
+    given = additional_config.get("pointsman", {}) if isinstance(additional_config, Mapping) else {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f'pointsman in --additional-config is {given!r}; it must be an object like {{"record": FILE}}'
+        )
+    if others := sorted(set(given) - {"record"}):
+        raise ConfigError(
+            f"{others[0]} in --additional-config has no effect on Observer, which leaves every decision to vLLM: leave "
+            "it out, or run pointsman.integrations.vllm.Scheduler"
+        )
+    record = given.get("record")
+    if record is not None and not isinstance(record, str):
+        raise ConfigError(f"record in --additional-config is {record!r}; it must be a path")
+    return record
+
+
 def scheduler_config(
     vllm_config: Any, kv_cache_config: Any, block_size: int, knobs: Mapping[str, Any]
 ) -> SchedulerConfig:

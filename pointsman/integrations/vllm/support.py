@@ -91,6 +91,41 @@ def untested_parts(vllm_config: Any, version: str) -> list[str]:
     return found + [f"{name} {getattr(parallel, name)}" for name in sizes if getattr(parallel, name, 1) > 1]
 
 
+def lacking_in_simulator(vllm_config: Any, kv_cache_config: Any) -> list[str]:
+    """What of this configuration Pointsman's simulator does not have, each by its name; empty: nothing."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    groups = kv_cache_config.kv_cache_groups
+    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
+    lacking = []
+    if len(groups) != 1:
+        lacking.append(f"{len(groups)} KV groups ({', '.join(kinds)})" if groups else "a model without a KV cache")
+    elif problems := _kv_cache_problems(kv_cache_config):
+        lacking.append(f"KV of the kind {kinds[0]}" if not _is_full(groups[0]) else problems[0].partition(":")[0])
+    if getattr(model, "runner_type", "generate") != "generate":
+        lacking.append(f"a {model.runner_type} model")
+    if model.is_encoder_decoder:
+        lacking.append("an encoder")
+    elif model.supports_multimodal_inputs:
+        lacking.append("multimodal inputs (a text part alone: --language-model-only)")
+    names = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
+    lacking += [f"{name} {getattr(parallel, name)}" for name in names if getattr(parallel, name, 1) > 1]
+    if vllm_config.speculative_config is not None:
+        lacking.append(f"speculative decoding ({vllm_config.speculative_config.method})")
+    if vllm_config.lora_config is not None:
+        lacking.append("LoRA adapters")
+    if vllm_config.kv_transfer_config is not None:
+        lacking.append("a KV connector")
+    if vllm_config.ec_transfer_config is not None:
+        lacking.append("an encoder-cache connector")
+    return lacking
+
+
+def _is_full(group: Any) -> bool:
+    from vllm.v1.kv_cache_interface import is_full_attention_spec
+
+    return bool(is_full_attention_spec(group.kv_cache_spec))
+
+
 def _model_problems(vllm_config: Any) -> list[str]:
     model = vllm_config.model_config
     problems = []
@@ -163,12 +198,10 @@ def _speculation_problems(vllm_config: Any) -> list[str]:
 
 
 def _kv_cache_problems(kv_cache_config: Any) -> list[str]:
-    from vllm.v1.kv_cache_interface import is_full_attention_spec
-
     groups = kv_cache_config.kv_cache_groups
     if not groups:
         return ["models without a KV cache are not supported: serve a model with causal attention"]
-    if len(groups) > 1 or not is_full_attention_spec(groups[0].kv_cache_spec):
+    if len(groups) > 1 or not _is_full(groups[0]):
         kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
         return [
             f"the model keeps its KV as {kinds}, and only one group of full attention is supported (no sliding "

@@ -1,0 +1,307 @@
+"""`pointsman vllm compare`: what other settings would have done with the traffic of a vLLM, beside what it did."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+from rich.text import Text
+
+from pointsman.cli.errors import EXIT_OK, CommandError
+from pointsman.cli.simulate import ProgressBar, stdout_console
+from pointsman.cli.simulation import seconds
+from pointsman.core import ConfigError, SchedulerConfig
+from pointsman.core.presets import PRESETS, SYSTEMS
+from pointsman.sim.accuracy import RequestErrors
+from pointsman.sim.calibrate import calibrate_steps
+from pointsman.sim.errors import SimulationError
+from pointsman.sim.observed import Replayed, replayed, times_of
+from pointsman.sim.profile import PARTS, Hull, Profile, WatchedStepTime
+from pointsman.sim.report import Report, figures
+from pointsman.sim.report.intervals import Distribution
+from pointsman.sim.report.layout import number
+from pointsman.sim.simulator import Outcome, simulate
+from pointsman.sim.step_log import fit_steps, observed_steps
+from pointsman.sim.workload import OpenLoop
+from pointsman.traces import TraceError, read_observed
+
+MEASURED, SIMULATED = "vLLM, measured", "vLLM, simulated"
+OTHERS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "decode_reserve=mean": {"decode_reserve": "mean"},
+    **{name: PRESETS[name] for name in ("low-latency", "high-throughput", "long-context", "short-requests")},
+}
+"""What is compared, on top of the server's settings: Pointsman's own decisions, and presets."""
+_OF_THE_SERVER = (
+    "num_blocks",
+    "num_reserved_blocks",
+    "block_size",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_steps_in_flight",
+    "enable_prefix_caching",
+    "enable_chunked_prefill",
+)
+"""Settings of the recording that the others keep, unless they say otherwise; its decisions they do not."""
+QUANTILES = ("p50", "p99")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the comparison."""
+
+    name: str
+    report: Report
+    outside: Mapping[str, int] = field(default_factory=dict)
+    """Parts of a step's load that are larger than any in the recording, and how large."""
+
+
+def compare(
+    path: str,
+    *,
+    ttft_target: str | None,
+    itl_target: str | None,
+    settings: Sequence[str],
+    limit: int | None,
+    as_json: bool,
+) -> int:
+    """Simulate the requests of an observed recording, and print what came out beside what vLLM did.
+
+    Args:
+        path: the recording.
+        ttft_target, itl_target: for the goodput, as "500ms".
+        settings: more to compare, as "max_num_seqs=64,decode_reserve=mean" or "preset=low-latency".
+        limit: of the requests, the first ones; None: all.
+
+    Raises:
+        CommandError: the recording or an option is wrong, or the simulator lacks something of the server.
+    """
+    if limit is not None and limit < 1:
+        raise CommandError(f"--limit is {limit}; it must be at least 1")
+    ttft, itl = seconds("ttft_target", ttft_target), seconds("itl_target", itl_target)
+
+    def counted(outcome: Outcome, config: SchedulerConfig) -> Report:
+        return figures(outcome, config, num_bootstrap=0, ttft_target=ttft, itl_target=itl)
+
+    given = {text: _parsed(text) for text in settings}
+    try:
+        observed = read_observed(path)
+        happened = replayed(observed, path, limit)
+        log = observed_steps(observed, path)
+        halves = calibrate_steps(log, path).profile  # says how well steps that the fit did not see are predicted
+        profile = replace(halves, step_time=fit_steps(log.loads, log.seconds), hull=Hull.of_loads(log.loads))
+    except OSError as error:
+        raise CommandError(f"cannot read the recording {path}: {error.strerror}") from None
+    except (SimulationError, TraceError) as error:
+        raise CommandError(str(error)) from None
+    configs, problems = _configs(happened.config, {**OTHERS, **given})
+    rows = [Row(MEASURED, counted(happened.outcome, happened.config))]
+    check: RequestErrors | None = None
+    for name, config in configs.items():
+        outcome, outside = _simulated(name, happened, config, profile)
+        if name == SIMULATED:
+            check = _errors(happened, outcome)
+        rows.append(Row(name, counted(outcome, config), outside))
+    assert check is not None
+    title = f"{Path(path).name}: {observed.model} on {observed.scheduler}"
+    if as_json:
+        print(json.dumps(_as_json(title, happened, profile, check, rows, problems), allow_nan=False))
+    else:
+        _print(title, happened, profile, check, rows, problems, (ttft, itl) != (None, None))
+    return EXIT_OK
+
+
+# ---------------------------------------------------------------------- what is simulated
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """Knobs of "name=value,name=value"; `preset` stands for those of one."""
+    values: dict[str, Any] = {}
+    for part in text.split(","):
+        name, equals, value = part.strip().partition("=")
+        if not equals:
+            raise CommandError(f"--setting is {text!r}; give it like max_num_seqs=64,decode_reserve=mean")
+        if name == "preset":
+            presets = PRESETS | SYSTEMS
+            if value not in presets:
+                raise CommandError(f"no preset is called {value!r}; choose one of {', '.join(presets)}")
+            values = {**presets[value], **values}
+            continue
+        if name not in SchedulerConfig.__dataclass_fields__:
+            raise CommandError(
+                f"--setting names {name!r}, which is no knob of the scheduler; see pointsman serve --help"
+            )
+        try:
+            values[name] = json.loads(value)
+        except ValueError:
+            values[name] = value
+    return values
+
+
+def _configs(
+    own: SchedulerConfig, others: Mapping[str, Mapping[str, Any]]
+) -> tuple[dict[str, SchedulerConfig], list[str]]:
+    """The configurations by name, vLLM's own first; and why some of them cannot be."""
+    configs, problems = {SIMULATED: own}, []
+    server = {name: getattr(own, name) for name in _OF_THE_SERVER}
+    if str(own.order).startswith("priority"):
+        server["order"] = "priority"
+    for name, values in others.items():
+        merged = {**server, **values}
+        if merged.get("enable_prefix_caching") is False:
+            merged.pop("share_within_step", None)
+        try:
+            configs[name] = SchedulerConfig(**merged)
+        except ConfigError as error:
+            problems.append(f"{name}: {error}")
+    return configs, problems
+
+
+def _simulated(
+    name: str, happened: Replayed, config: SchedulerConfig, profile: Profile
+) -> tuple[Outcome, dict[str, int]]:
+    watched = WatchedStepTime(profile.step_time)
+    with ProgressBar(f"of {name} simulated", len(happened.trace)) as bar:
+        outcome = simulate(OpenLoop(happened.trace), config, watched, progress=bar.update)
+    if not outcome.is_complete:
+        raise KeyboardInterrupt
+    ranges, known = watched.hull.ranges, profile.hull.ranges
+    most = {part: ranges[part][1] for part in ("num_tokens", "num_rows") if part in ranges}
+    return outcome, {part: value for part, value in most.items() if value > known[part][1]}
+
+
+def _errors(happened: Replayed, outcome: Outcome) -> RequestErrors:
+    """Of the simulation of what vLLM did."""
+    lengths = [request.num_output_tokens for request in happened.trace]
+    predicted, measured = times_of(outcome, lengths), times_of(happened.outcome, lengths)
+    has_run = np.isfinite(predicted.last_token).nonzero()[0]
+    return RequestErrors.between(predicted[has_run], measured[has_run])
+
+
+# ---------------------------------------------------------------------- what is printed
+
+
+def _numbers(row: Row) -> dict[str, Any]:
+    report = row.report
+    kinds = {"ttft": report.ttft, "tpot": report.tpot, "itl": report.itl, "e2e": report.e2e}
+    found: dict[str, Any] = {
+        f"{kind}_{quantile}": getattr(distribution, quantile).value
+        for kind, distribution in kinds.items()
+        for quantile in QUANTILES
+    }
+    return {
+        **found,
+        "preemptions": sum(report.counts.preemptions.values()),
+        "refused": report.counts.refused,
+        "output_tokens_per_second": report.output_tokens_per_second.value,
+        "prefix_hit_rate": report.prefix_hit_rate.value,
+        "goodput": None if report.goodput is None else report.goodput.share.value,
+        "outside": dict(row.outside),
+    }
+
+
+def _as_json(
+    title: str, happened: Replayed, profile: Profile, check: RequestErrors, rows: Sequence[Row], problems: list[str]
+) -> dict[str, Any]:
+    return {
+        "title": title,
+        "num_requests": len(happened.trace),
+        "num_left_out": happened.num_left_out,
+        "steps": profile.held_out_errors,
+        "check": check.to_dict(),
+        "rows": {row.name: _numbers(row) for row in rows},
+        "not_simulated": problems,
+    }
+
+
+def _print(
+    title: str,
+    happened: Replayed,
+    profile: Profile,
+    check: RequestErrors,
+    rows: Sequence[Row],
+    problems: list[str],
+    has_targets: bool,
+) -> None:
+    console = stdout_console()
+    config = happened.config
+    console.print(Text(title, style="bold"))
+    console.print(
+        f"{len(happened.trace):,} requests in {happened.outcome.seconds:,.0f} s; {config.num_usable_blocks:,} KV "
+        f"blocks of {config.block_size}, at most {config.max_num_seqs} requests and "
+        f"{config.max_num_batched_tokens:,} tokens a step, {config.max_steps_in_flight} in flight, "
+        f"prefix caching {'on' if config.enable_prefix_caching else 'off'}"
+    )
+    if happened.num_left_out:
+        console.print(f"{happened.num_left_out:,} requests without an end or without a token are left out.")
+    console.print()
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
+    table.add_column("ms")
+    for kind in ("TTFT", "TPOT", "ITL", "e2e"):
+        for quantile in QUANTILES:
+            table.add_column(f"{kind}\n{quantile}", justify="right", no_wrap=True)
+    for heading in ("pre-\nempted", "tokens\n/s", *(["good-\nput"] if has_targets else [])):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*_cells(row, has_targets))
+    console.print(table)
+    console.print()
+    for line in _remarks(profile, check, rows, problems):
+        console.print(Text(line))
+
+
+def _cells(row: Row, has_targets: bool) -> list[str]:
+    report = row.report
+    cells = [row.name + (" *" if row.outside else "")]
+    for distribution in (report.ttft, report.tpot, report.itl, report.e2e):
+        cells += [_milliseconds(distribution, quantile) for quantile in QUANTILES]
+    cells += [f"{sum(report.counts.preemptions.values()):,}", number(report.output_tokens_per_second.value)]
+    if has_targets:
+        assert report.goodput is not None
+        share = report.goodput.share.value
+        cells.append("-" if share is None else f"{100 * share:.1f} %")
+    return cells
+
+
+def _milliseconds(distribution: Distribution, quantile: str) -> str:
+    value = getattr(distribution, quantile).value
+    return number(None if value is None else 1e3 * value)
+
+
+def _remarks(profile: Profile, check: RequestErrors, rows: Sequence[Row], problems: list[str]) -> list[str]:
+    """What a reader must know, the error of the model first."""
+    measured, simulated = rows[0].report, rows[1].report
+    errors = {
+        "TTFT mean": check.ttft_mean_error,
+        "TTFT p50": check.ttft_p50_error,
+        "TTFT p99": check.ttft_p99_error,
+        "TPOT mean": check.tpot_mean_error,
+        "ITL p99": _relative(simulated.itl.p99.value, measured.itl.p99.value),
+    }
+    found = ", ".join(f"{name} {value:+.1%}" for name, value in errors.items() if value is not None)
+    step = profile.held_out_errors["step_mape"]
+    lines = [
+        f"Check of the model: simulated with vLLM's own settings, the end-to-end time of a request is off by "
+        f"{check.e2e_mape:.1%} on average ({check.e2e_bias:+.1%} signed); {found}. Steps are fitted "
+        f"to this recording; fitted to its first half, a step of the other half is off by {step:.1%}.",
+        f'Compare the other rows with "{SIMULATED}": a difference smaller than these errors says nothing.',
+    ]
+    if refused := [f"{row.name}: {row.report.counts.refused:,}" for row in rows if row.report.counts.refused]:
+        lines.append(f"Requests that could never run, and count as missed: {', '.join(refused)}.")
+    for part, (_, most) in profile.hull.ranges.items():
+        if outside := [f"{row.name} {row.outside[part]:,}" for row in rows if part in row.outside]:
+            lines.append(
+                f"* {PARTS[part]} go up to more than the recording's {most:,}, so that step times there are "
+                f"extrapolated: {', '.join(outside)}."
+            )
+    return lines + [f"Not simulated, {problem}" for problem in problems]
+
+
+def _relative(value: float | None, to: float | None) -> float | None:
+    return value / to - 1 if value is not None and to else None

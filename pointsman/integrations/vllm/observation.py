@@ -1,0 +1,385 @@
+"""What vLLM's own scheduler does, written down as an observed recording (`core/recording.py`). Importable without vLLM.
+
+    Observation        what steps and requests were, noted while vLLM runs: a tuple a step, a few facts a request
+    RecordingThread    turns notes into lines and writes them, in a thread of its own
+    BlockNumbers       numbers in place of block hashes
+
+The engine's thread only appends to lists, and hands them over now and then. In steady decode a step costs it two reads
+of the clock and one sum; only steps that begin, end, skip or preempt a request are looked at row by row.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+from pointsman.core.recording import FORMAT, FORMAT_VERSION, OBSERVED_STEPS
+from pointsman.integrations.vllm.recordings import RecordingFile
+from pointsman.version import __version__
+
+logger = logging.getLogger("vllm.pointsman")  # vLLM's log configuration applies to it
+
+STEPS_A_LINE = 512
+SECONDS_A_LINE = 1.0
+"""A kill loses this much, and what is in the queue of the thread."""
+MAX_QUEUED = 256
+"""Notes that wait for the disk, in lines of steps; a disk that is slower ends the recording."""
+MIN_BLOCKS_KNOWN = 1 << 16
+SECONDS_TO_CLOSE = 2.0
+
+
+# ---------------------------------------------------------------------- prompts
+
+
+class BlockNumbers:
+    """Numbers blocks by their hashes, in the order in which they are first seen. Nothing of a hash is in its number.
+
+    Args:
+        num_known: of the blocks that were seen last, at least this number are known again; memory is bounded by twice
+            that.
+    """
+
+    def __init__(self, num_known: int) -> None:
+        self._num_known = num_known
+        self._next = 0
+        self._young: dict[bytes, int] = {}
+        self._old: dict[bytes, int] = {}
+
+    def take(self, hashes: Sequence[bytes]) -> tuple[int | None, int, int]:
+        """The blocks of a prompt, whose hashes each cover all before: (last known block, first new one, new ones).
+
+        Every request touches its whole prompt, so what is forgotten of a prompt is its end, and the known blocks are
+        found by bisection.
+        """
+        young, old, count = self._young, self._old, len(hashes)
+        num_young = _num_in(young, hashes, 0)
+        num_known = _num_in(old, hashes, num_young) if old else num_young
+        for name in hashes[num_young:num_known]:
+            young[name] = old[name]
+        parent = young[hashes[num_known - 1]] if num_known else None
+        first, num_new = self._next, count - num_known
+        if num_new:
+            self._next = first + num_new
+            young.update(zip(hashes[num_known:], range(first, self._next), strict=True))
+        if len(young) >= self._num_known:
+            self._young, self._old = {}, young
+        return parent, first, num_new
+
+
+def _num_in(known: dict[bytes, int], hashes: Sequence[bytes], low: int) -> int:
+    """The number of hashes from the start that are known, of which `low` are."""
+    high = len(hashes)
+    while low < high:
+        middle = (low + high) // 2
+        if hashes[middle] in known:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+# ---------------------------------------------------------------------- the file
+
+
+class RecordingThread:
+    """Writes notes to a file, in a thread that nothing waits for.
+
+    Args:
+        file: where to.
+        header: the first line.
+        numbers: of the prompts' blocks; None: they have no hashes.
+        start_ns: the zero of the recording's clock, as `time.monotonic_ns`.
+    """
+
+    def __init__(
+        self, file: RecordingFile, header: dict[str, Any], numbers: BlockNumbers | None, start_ns: int
+    ) -> None:
+        self._file = file
+        self._numbers = numbers
+        self._start = start_ns
+        self._queue: SimpleQueue[tuple[list[Any], list[Any]] | None] = SimpleQueue()
+        self._num_steps = 0
+        self._thread = threading.Thread(target=self._run, args=(header,), name="pointsman-observer", daemon=True)
+        self._thread.start()
+
+    @property
+    def ended_by(self) -> str:
+        """Why no more is written; empty: it is."""
+        if not self._file.ended_by and self._queue.qsize() > MAX_QUEUED:
+            self._file.ended_by = "the disk is slower than the recording"
+        return self._file.ended_by
+
+    def put(self, events: list[Any], steps: list[Any]) -> None:
+        """Notes to write: requests that came or ended, and steps. The lists are the thread's from here on."""
+        self._queue.put((events, steps))
+
+    def end(self) -> None:
+        """Write what is queued, and end; returns at once."""
+        self._queue.put(None)
+
+    def wait(self) -> None:
+        """Until it has ended; a disk that hangs is not waited for."""
+        self._thread.join(SECONDS_TO_CLOSE)
+
+    def _run(self, header: dict[str, Any]) -> None:
+        try:
+            self._file.write(_line(header))
+            while (notes := self._queue.get()) is not None and not self._file.ended_by:
+                events, steps = notes
+                lines = [self._request(*event) for event in events]
+                if steps:
+                    lines.append(self._steps(steps))
+                self._file.write("".join(lines))
+        except Exception as error:  # of this recording alone
+            self._file.ended_by = f"{type(error).__name__}: {error}"
+        finally:
+            self._file.close()
+
+    def _seconds(self, now_ns: int) -> float:
+        return round((now_ns - self._start) / 1e9, 6)
+
+    def _request(self, now_ns: int, call: str, fields: dict[str, Any], hashes: Sequence[bytes], num_blocks: int) -> str:
+        if call == "add":
+            fields["request"]["blocks"] = None if self._numbers is None else self._numbers.take(hashes[:num_blocks])
+        elif fields["scheduled"] is not None:
+            fields["scheduled"] = self._seconds(fields["scheduled"])
+        return _line({"call": call, "now": self._seconds(now_ns), **fields})
+
+    def _steps(self, steps: list[Any]) -> str:
+        start, first = self._start, self._num_steps
+        self._num_steps += len(steps)
+        began, ended, *loads = zip(*steps, strict=True)
+        columns = [[(at - start) // 1000 for at in times] for times in (began, ended)] + loads
+        line = {"call": "steps", "now": self._seconds(ended[-1]), "step": first}
+        return _line({**line, **dict(zip(OBSERVED_STEPS, columns, strict=True))})
+
+
+def _line(fields: dict[str, Any]) -> str:
+    return json.dumps(fields, separators=(",", ":")) + "\n"
+
+
+# ---------------------------------------------------------------------- what is noted
+
+
+class _Request:
+    """An unfinished request of vLLM's, and what was seen of it."""
+
+    __slots__ = ("is_decoding", "num_cached", "number", "of_vllm", "scheduled", "steps")
+
+    def __init__(self, of_vllm: Any, number: int) -> None:
+        self.of_vllm = of_vllm
+        self.number = number
+        self.scheduled: int | None = None
+        self.num_cached = 0
+        self.steps: list[list[int]] = []
+        """[first, last] of runs of steps in which it samples; the newest last is not set while it decodes."""
+        self.is_decoding = False
+
+    def stop(self, last: int) -> None:
+        """It does not sample after step `last`."""
+        self.is_decoding = False
+        self.steps[-1][1] = last
+
+
+class Observation:
+    """Notes what a scheduler of vLLM's does, whose methods call those of this class.
+
+    Args:
+        scheduler: vLLM's.
+        file: where the recording goes.
+        header: fields of its first line beside those of the format.
+        block_size: tokens that a block hash covers; None: prompts have no hashes.
+        num_known: see `BlockNumbers`.
+        reason_of: of a finished request of vLLM's.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        file: RecordingFile,
+        header: dict[str, Any],
+        *,
+        block_size: int | None,
+        num_known: int,
+        reason_of: Callable[[Any], str],
+    ) -> None:
+        self.ended_by = ""
+        """Why the recording ended; empty: it goes on."""
+        self._scheduler = scheduler
+        self._reason_of = reason_of
+        self._block_size = block_size
+        self._num_free_blocks = scheduler.kv_cache_manager.block_pool.get_num_free_blocks
+        self._finishes_late = scheduler.connector is not None  # a finished request may stay known
+        self._requests: dict[str, _Request] = {}
+        self._unsettled: dict[str, _Request] = {}  # of these, those that do not sample in every step
+        self._num_added = 0
+        self._num_steps = 0  # scheduled
+        self._num_updated = 0
+        self._in_flight: deque[tuple[Any, int, tuple[int, ...] | None]] = deque()
+        self._end_before: int | None = None  # of the last step; None: the engine was idle since
+        self._events: list[Any] = []
+        self._steps: list[Any] = []
+        start = self._last_put = time.monotonic_ns()
+        self._wall_start = time.time()
+        first = {"format": FORMAT, "format_version": FORMAT_VERSION, "library_version": __version__, **header}
+        numbers = None if block_size is None else BlockNumbers(max(num_known, MIN_BLOCKS_KNOWN))
+        self._thread = RecordingThread(file, first, numbers, start)
+        atexit.register(self.close)
+
+    def abandon(self) -> None:
+        """End the recording where it is, at once."""
+        atexit.unregister(self.close)
+        self._thread.end()
+
+    def close(self) -> None:
+        """Write what was noted, and end."""
+        self._put()
+        self.abandon()
+        self._thread.wait()
+
+    def _put(self) -> None:
+        self.ended_by = self._thread.ended_by
+        if self._events or self._steps:
+            self._thread.put(self._events, self._steps)
+            self._events, self._steps = [], []
+
+    # ------------------------------------------------------------------ requests
+
+    def added(self, request: Any, now: int) -> None:
+        """vLLM queued a request."""
+        if request.resumable:  # a session, whose parts are no requests
+            return
+        seen = self._requests[request.request_id] = _Request(request, self._num_added)
+        self._num_added += 1
+        fields = {
+            "request_id": f"r{seen.number}",
+            "arrival_time": round(request.arrival_time - self._wall_start, 6),
+            "max_tokens": request.max_tokens,
+            "priority": request.priority,
+            "num_prompt_tokens": request.num_prompt_tokens,
+        }
+        hashes, size = request.block_hashes, self._block_size
+        num_blocks = 0 if size is None else min(len(hashes), request.num_prompt_tokens // size)
+        self._events.append((now, "add", {"request": fields, "park": None}, hashes, num_blocks))
+
+    def finished(self, request_id: str, now: int) -> None:
+        """A request finished; one that is not known is ignored."""
+        seen = self._requests.pop(request_id, None)
+        if seen is None:
+            return
+        self._unsettled.pop(request_id, None)
+        last = self._num_updated - 1
+        if seen.is_decoding:
+            seen.stop(last)
+        request = seen.of_vllm
+        fields = {
+            "id": f"r{seen.number}",
+            "reason": self._reason_of(request),
+            "scheduled": seen.scheduled,
+            "num_cached_tokens": seen.num_cached,
+            "num_output_tokens": request.num_output_tokens,
+            "num_preemptions": request.num_preemptions,
+            "steps": [[begin, min(end, last)] for begin, end in seen.steps if begin <= last],
+        }
+        self._events.append((now, "result", fields, (), 0))
+
+    # ------------------------------------------------------------------ steps
+
+    def scheduled(self, output: Any, now: int) -> None:
+        """vLLM decided a step, beginning at `now`."""
+        total = output.total_num_scheduled_tokens
+        num_rows = len(output.num_scheduled_tokens)
+        computed = output.scheduled_cached_reqs.num_computed_tokens
+        if (
+            num_rows == total == len(computed) == len(self._scheduler.running)
+            and total
+            and not self._unsettled
+            and not output.preempted_req_ids
+        ):
+            context = sum(computed) + total
+            load: tuple[int, ...] | None = (total, num_rows, context, context, num_rows)
+        else:
+            load = self._load(output, total, num_rows, computed, now)
+        self._in_flight.append((output, now, load))
+        if total:
+            self._num_steps += 1
+
+    def _load(self, output: Any, total: int, num_rows: int, computed: list[int], now: int) -> tuple[int, ...] | None:
+        """What a step computes that is not plain decode; None: nothing. Also follows which requests sample."""
+        step, rows, requests = self._num_steps, output.num_scheduled_tokens, self._requests
+        for name in output.preempted_req_ids or ():
+            self._pause(name, step)
+        context = sum(computed) + total
+        for new in output.scheduled_new_reqs:
+            context += new.num_computed_tokens
+            seen = requests.get(new.req_id)
+            if seen is not None:
+                self._unsettled[new.req_id] = seen
+                if seen.scheduled is None:
+                    seen.scheduled, seen.num_cached = now, new.num_computed_tokens
+        if num_rows < len(self._scheduler.running):
+            for request in self._scheduler.running:
+                if request.request_id not in rows:
+                    self._pause(request.request_id, step)
+        num_samples = num_rows
+        for name, seen in list(self._unsettled.items()):
+            if name not in rows:
+                continue
+            if seen.of_vllm.is_prefill_chunk:
+                num_samples -= 1
+            else:
+                del self._unsettled[name]
+                seen.is_decoding = True
+                seen.steps.append([step, step])
+        if not total:
+            return None
+        attended = context
+        if total > num_rows:
+            of_vllm = self._scheduler.requests
+            for name, count in rows.items():
+                if count > 1:
+                    before = of_vllm[name].num_computed_tokens - count
+                    attended += before * count + count * (count + 1) // 2 - before - count
+        return total, num_rows, context, attended, num_samples
+
+    def _pause(self, name: str, step: int) -> None:
+        """A request does not run in this step."""
+        seen = self._requests.get(name)
+        if seen is not None:
+            self._unsettled[name] = seen
+            if seen.is_decoding:
+                seen.stop(step - 1)
+
+    def updated(self, output: Any, outputs: dict[int, Any], now: int, num_before: int) -> None:
+        """vLLM took in the result of a step, which came at `now`; before, it knew `num_before` requests."""
+        of_step, scheduled, load = self._in_flight.popleft()
+        if of_step is not output:
+            raise ValueError("steps were updated in another order than they were scheduled")
+        requests = self._scheduler.requests
+        num_known = len(requests)
+        if load is not None:
+            self._num_updated += 1
+            before = self._end_before
+            began = scheduled if before is None else before
+            waiting = num_known - len(self._scheduler.running)
+            self._steps.append((began, now, *load, waiting, self._num_free_blocks()))
+        self._end_before = now if num_known and load is not None else None
+        if num_known != num_before or self._finishes_late:
+            for client in outputs.values():
+                for each in client.outputs:
+                    if each.finish_reason is not None:
+                        self.finished(each.request_id, now)
+        if not num_known or len(self._steps) >= STEPS_A_LINE or now - self._last_put > SECONDS_A_LINE * 1e9:
+            self._last_put = now
+            self._put()
+
+    def idled(self) -> None:
+        """The engine pauses: the next step does not begin when the last one ended."""
+        self._end_before = None

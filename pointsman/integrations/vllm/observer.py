@@ -1,0 +1,182 @@
+"""vLLM's own scheduler, recorded: `--scheduler-cls pointsman.integrations.vllm.Observer`.
+
+Every decision is vLLM's: each method calls that of vLLM's class first, with the same arguments, and returns what it
+returned. What is noted beside it is in `observation.py`. An error there ends the recording with one warning, and vLLM
+goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import vllm
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from pointsman.core import ConfigError
+from pointsman.integrations.vllm.observation import Observation
+from pointsman.integrations.vllm.operation import of_rank, served_name
+from pointsman.integrations.vllm.recordings import open_recording
+from pointsman.integrations.vllm.results import REASONS
+from pointsman.integrations.vllm.settings import read_observer_settings, read_settings, scheduler_config
+from pointsman.integrations.vllm.support import TESTED_BY_RUNNING, lacking_in_simulator, minor_version
+
+logger = logging.getLogger("vllm.pointsman")  # vLLM's log configuration applies to it
+
+BLOCKS_KNOWN = 4
+"""Times the pool: prompts whose blocks fill it as often are forgotten, and count as new if they come again."""
+_VLLM_DECISIONS = {"pointsman": {"preset": "vllm"}}
+
+
+class Observer:
+    """vLLM's scheduler, synchronous or asynchronous as vLLM's configuration has it, with a recording of what it does.
+
+    Raises:
+        ConfigError: `--additional-config` has another key for Pointsman than `record`.
+    """
+
+    def __new__(cls, *, vllm_config: Any, **arguments: Any) -> Any:
+        """An observed scheduler of the class that vLLM itself would use."""
+        kind = _ObservedAsync if vllm_config.scheduler_config.async_scheduling else _Observed
+        return kind(vllm_config=vllm_config, **arguments)
+
+
+def _observed(base: Any) -> Any:
+    """A subclass of one of vLLM's schedulers that is observed."""
+
+    class Observed(base):  # type: ignore[misc]
+        _observation: Observation | None = None
+
+        def __init__(self, *, vllm_config: Any, kv_cache_config: Any, block_size: int, **arguments: Any) -> None:
+            super().__init__(
+                vllm_config=vllm_config, kv_cache_config=kv_cache_config, block_size=block_size, **arguments
+            )
+            path = read_observer_settings(vllm_config.additional_config)
+            try:
+                self._observation = _begin(self, path, vllm_config, kv_cache_config, block_size)
+            except Exception:
+                self._end_observation()
+
+        def add_request(self, request: Any) -> None:
+            super().add_request(request)
+            if self._observation is not None:
+                try:
+                    self._observation.added(request, time.monotonic_ns())
+                except Exception:
+                    self._end_observation()
+
+        def schedule(self, *arguments: Any, **options: Any) -> Any:
+            if self._observation is None:
+                return super().schedule(*arguments, **options)
+            now = time.monotonic_ns()
+            output = super().schedule(*arguments, **options)
+            if self._observation is not None:
+                try:
+                    self._observation.scheduled(output, now)
+                except Exception:
+                    self._end_observation()
+            return output
+
+        def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+            observation = self._observation
+            if observation is None:
+                return super().update_from_output(scheduler_output, model_runner_output)
+            now, num_before = time.monotonic_ns(), len(self.requests)
+            outputs = super().update_from_output(scheduler_output, model_runner_output)
+            try:
+                observation.updated(scheduler_output, outputs, now, num_before)
+                if observation.ended_by:
+                    self._end_observation()
+            except Exception:
+                self._end_observation()
+            return outputs
+
+        def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> Any:
+            ended = super().finish_requests(request_ids, finished_status)
+            if self._observation is not None:
+                try:
+                    now = time.monotonic_ns()
+                    for request in ended:
+                        self._observation.finished(request.request_id, now)
+                except Exception:
+                    self._end_observation()
+            return ended
+
+        def set_pause_state(self, pause_state: Any) -> None:
+            super().set_pause_state(pause_state)
+            if self._observation is not None:
+                self._observation.idled()
+
+        def shutdown(self) -> None:
+            super().shutdown()
+            observation, self._observation = self._observation, None
+            if observation is not None:
+                observation.close()
+
+        def _end_observation(self) -> None:
+            """Stop recording, with the one warning; called where an error is handled, or the recording has ended."""
+            observation, self._observation = self._observation, None
+            why = "" if observation is None else observation.ended_by
+            if why:
+                logger.warning("Pointsman records no more: %s; vLLM goes on", why)
+            else:
+                logger.warning("Pointsman records no more, because of an error; vLLM goes on", exc_info=True)
+            if observation is not None:
+                observation.abandon()
+
+    return Observed
+
+
+_Observed = _observed(Scheduler)
+_ObservedAsync = _observed(AsyncScheduler)
+
+
+def _begin(
+    scheduler: Any, path: str | None, vllm_config: Any, kv_cache_config: Any, block_size: int
+) -> Observation | None:
+    """The recording from here on; None, with a warning: its file cannot be written."""
+    path = of_rank(path or time.strftime("pointsman-recording-%Y%m%d-%H%M%S.jsonl"), vllm_config)
+    try:
+        file = open_recording(path)
+    except OSError as error:
+        logger.warning("Pointsman records nothing: cannot write %s: %s; vLLM goes on", path, error.strerror)
+        return None
+    caches = bool(vllm_config.cache_config.enable_prefix_caching)
+    hash_block_size = getattr(scheduler, "hash_block_size", block_size) if caches else None
+    lacks = lacking_in_simulator(vllm_config, kv_cache_config)
+    asynchronous = bool(vllm_config.scheduler_config.async_scheduling)
+    observed = {
+        "scheduler": f"vLLM {vllm.__version__}",
+        "model": served_name(vllm_config),
+        "asynchronous": asynchronous,
+        "lacking": lacks,
+        "hash_block_size": hash_block_size,
+    }
+    logger.info("Pointsman observes vLLM's own scheduler; times, lengths and renamed prompts go to %s", path)
+    if lacks:
+        logger.warning("Pointsman's simulator lacks %s: it cannot simulate this recording", ", ".join(lacks))
+    if minor_version(vllm.__version__) != TESTED_BY_RUNNING:
+        logger.info("Observer was tested with vLLM %s, and this is %s", TESTED_BY_RUNNING, vllm.__version__)
+    return Observation(
+        scheduler,
+        file,
+        {"config": _config(vllm_config, kv_cache_config, block_size, lacks), "observed": observed},
+        block_size=hash_block_size,
+        num_known=BLOCKS_KNOWN * kv_cache_config.num_blocks,
+        reason_of=lambda request: REASONS[request.status].value,
+    )
+
+
+def _config(vllm_config: Any, kv_cache_config: Any, block_size: int, lacks: list[str]) -> dict[str, Any]:
+    """The settings as vLLM resolved them, in our terms, with vLLM's decisions; what cannot be said in them goes to
+    `lacks`."""
+    try:
+        return scheduler_config(
+            vllm_config, kv_cache_config, block_size, read_settings(_VLLM_DECISIONS).knobs
+        ).to_dict()
+    except ConfigError as error:
+        lacks.append(f"these settings ({error})")
+        return {"block_size": block_size, "num_blocks": kv_cache_config.num_blocks}

@@ -1,0 +1,108 @@
+"""What vLLM did, as the outcome that a simulation of the same requests has: an observed recording, counted alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from pointsman.core import ConfigError, Scheduler, SchedulerConfig
+from pointsman.sim.accuracy import Times
+from pointsman.sim.errors import SimulationError
+from pointsman.sim.outcome import REASONS, Event, Timeline, Timings
+from pointsman.sim.simulator import Outcome
+from pointsman.traces import Observed, ObservedRequest, TraceRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """The requests of an observed recording that can be simulated, and what vLLM made of them."""
+
+    trace: list[TraceRequest]
+    """By arrival, the first one at 0 seconds."""
+    config: SchedulerConfig
+    """vLLM's own settings, with its decisions."""
+    outcome: Outcome
+    """What happened; its requests are those of `trace`, in that order."""
+    num_left_out: int
+    """Requests of the recording that had not finished, or got no token."""
+
+
+def replayed(observed: Observed, source: str, limit: int | None = None) -> Replayed:
+    """What happened, and what to simulate.
+
+    Args:
+        observed: the recording.
+        source: its name, for messages.
+        limit: take only that many requests, those that arrived first.
+
+    Raises:
+        SimulationError: the simulator lacks something of what was observed, or no request finished.
+    """
+    if observed.lacking:
+        raise SimulationError(
+            f"{source}: {observed.scheduler} ran with {', '.join(observed.lacking)}, which the simulator does not "
+            "have; record a server without"
+        )
+    known = {field.name for field in fields(SchedulerConfig)}
+    if unknown := sorted(set(observed.config) - known):
+        raise SimulationError(f"{source}: no setting is called {unknown[0]!r}; record with this version of Pointsman")
+    try:
+        config = SchedulerConfig(**observed.config)
+    except (ConfigError, TypeError) as error:
+        raise SimulationError(f"{source}: its settings cannot be used: {error}; record it again") from None
+    chosen = [each for each in observed.requests if each.reason is not None and each.runs]
+    if not chosen:
+        raise SimulationError(f"{source}: none of its {len(observed.requests)} requests finished; record a longer time")
+    chosen.sort(key=lambda each: each.queued)
+    num_left_out = len(observed.requests) - len(chosen)
+    chosen = chosen[:limit]
+    start = chosen[0].queued
+    trace = [replace(observed.trace_request(each), arrival_time=each.queued - start) for each in chosen]
+    outcome = _outcome(observed, chosen, config, start)
+    return Replayed(trace, config, outcome, num_left_out)
+
+
+def times_of(outcome: Outcome, num_output_tokens: Sequence[int]) -> Times:
+    """When its requests were queued, got their first token and their last one."""
+    timings = outcome.timings
+    count = timings.count
+    lengths = np.array(num_output_tokens, dtype=np.int64)
+    return Times(timings.arrival[:count], timings.first_token[:count], timings.last_token[:count], lengths)
+
+
+def _outcome(observed: Observed, requests: Sequence[ObservedRequest], config: SchedulerConfig, start: float) -> Outcome:
+    ended = observed.ended - start
+    timings = Timings(len(requests))
+    for request in requests:
+        number = timings.add(request.queued - start, request.num_prompt_tokens, 0)
+        if request.scheduled is not None:
+            timings.admitted(number, request.scheduled - start, request.num_cached_tokens)
+        timings.num_output_tokens[number] = request.num_output_tokens
+        timings.num_preemptions[number] = request.num_preemptions
+        assert request.reason is not None
+        timings.reason[number] = REASONS.index(request.reason)
+        itself = np.array([number], dtype=np.int64)
+        for step, last in request.runs:
+            timings.token(itself, float(ended[step]))
+            if last > step:
+                timings.tokens(itself, ended[step : last + 1])
+    timings.close()
+    steps = observed.steps
+    usable = config.num_usable_blocks
+    columns = [steps[name].tolist() for name in ("num_rows", "num_tokens", "num_waiting", "num_free_blocks")]
+    timeline = Timeline()
+    for end, rows, tokens, waiting, free in zip(ended.tolist(), *columns, strict=True):
+        timeline.events.append(Event(end, 1, rows, tokens, waiting, max(0.0, 1 - free / usable)))
+    looked_up = sum(request.num_prompt_tokens for request in requests) if config.enable_prefix_caching else 0
+    stats = replace(
+        Scheduler(config).stats(),
+        num_steps=len(ended),
+        num_scheduled_tokens=int(steps["num_tokens"].sum()),
+        num_generated_tokens=sum(request.num_output_tokens for request in requests),
+        num_preemptions=sum(request.num_preemptions for request in requests),
+        prefix_queries=looked_up,
+        prefix_hits=sum(request.num_cached_tokens for request in requests),
+    )
+    return Outcome(timings, [timeline], [stats], float(timings.last_token.max()))

@@ -1,0 +1,288 @@
+"""Observed recordings: what vLLM's own scheduler did, as `pointsman.integrations.vllm.Observer` writes it.
+
+The format is described in `core/recording.py`. A request is queued when the engine could first have seen it: its
+arrival at the server plus the shortest way from there to the engine of all requests in the file, within the step after
+which the scheduler got it. Requests that had not finished when the recording ended have no result.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.recording import FORMAT, FORMAT_VERSION, OBSERVED_STEPS
+from pointsman.core.state.status import FinishReason
+from pointsman.traces.lines import numbered_lines
+from pointsman.traces.requests import MAX_HASH_ID, MeasuredRequest, TraceError, TraceRequest
+from pointsman.traces.values import Broken, json_object, measured, number, shorten, tokens
+
+Int64Array = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class ObservedRequest:
+    """A request, and what became of it. Times are seconds on the recording's clock."""
+
+    request_id: str
+    arrival: float
+    """At the server."""
+    queued: float
+    num_prompt_tokens: int
+    max_tokens: int | None
+    priority: int
+    block_hash_ids: tuple[int, ...] | None
+    """None: blocks had no hashes."""
+    reason: FinishReason | None = None
+    """None: it had not finished."""
+    scheduled: float | None = None
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+    runs: list[tuple[int, int]] = field(default_factory=list)
+    """Of steps in which it got a token: the first one and the last one of each run."""
+
+    @property
+    def num_runs_tokens(self) -> int:
+        """Output tokens, if each of its steps gave one."""
+        return sum(last - first + 1 for first, last in self.runs)
+
+
+@dataclass(slots=True)
+class Observed:
+    """An observed recording."""
+
+    config: dict[str, Any]
+    """Of the scheduler, as `SchedulerConfig.to_dict` has it, with vLLM's decisions."""
+    scheduler: str
+    """The one that decided, and its version."""
+    model: str
+    lacking: list[str]
+    """What of its set-up the simulator lacks."""
+    hash_block_size: int
+    requests: list[ObservedRequest]
+    """In the order in which they were added."""
+    steps: dict[str, Int64Array]
+    """[steps] by the names of `OBSERVED_STEPS`."""
+
+    @property
+    def ended(self) -> FloatArray:
+        """[steps] seconds on the recording's clock at which each step ended."""
+        return self.steps["ended_us"] / 1e6
+
+    @property
+    def seconds(self) -> FloatArray:
+        """[steps] what each step took."""
+        return (self.steps["ended_us"] - self.steps["began_us"]) / 1e6
+
+    def trace_request(self, request: ObservedRequest) -> TraceRequest:
+        """A request as it arrived."""
+        return TraceRequest(
+            arrival_time=request.queued,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_output_tokens=request.num_output_tokens,
+            block_hash_ids=request.block_hash_ids or (),
+            hash_block_size=self.hash_block_size,
+            max_tokens=request.max_tokens,
+            priority=request.priority,
+        )
+
+    def measured(self) -> list[TraceRequest | MeasuredRequest]:
+        """The requests; those with output have times."""
+        ended = self.ended
+        return [self._measured(request, ended) for request in self.requests]
+
+    def _measured(self, request: ObservedRequest, ended: FloatArray) -> TraceRequest | MeasuredRequest:
+        traced = self.trace_request(request)
+        if not request.num_output_tokens or not request.runs:
+            return traced
+        first, last = float(ended[request.runs[0][0]]), float(ended[request.runs[-1][1]])
+        try:
+            return measured(traced, request.request_id, first, last)
+        except Broken as error:
+            raise Broken(f"request {request.request_id!r}: {error}") from None
+
+
+def is_observed(line: str) -> bool:
+    """Whether the first line of a recording is that of an observed one."""
+    try:
+        return "observed" in json_object(line)
+    except Broken:
+        return False
+
+
+def read_observed(path: str | PathLike[str]) -> Observed:
+    """The observed recording in a file.
+
+    Raises:
+        TraceError: it is none; the message names the file and the line.
+        OSError: it cannot be read.
+    """
+    with Path(path).open("rb") as file:
+        try:
+            return parse_observed(numbered_lines(file))
+        except Broken as error:
+            raise TraceError(f"{path}, {error}") from None
+
+
+def parse_observed(lines: Iterable[tuple[int, str]]) -> Observed:
+    """An observed recording from its lines, each with its number.
+
+    Raises:
+        Broken: a line is no part of an observed recording, or of another version of the format.
+    """
+    reader: _Reader | None = None
+    for line_number, line in lines:
+        try:
+            call = json_object(line)
+            if reader is None:
+                reader = _Reader(call)
+            else:
+                reader.take(call)
+        except Broken as error:
+            raise Broken(f"line {line_number}: {error}") from None
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise Broken(f"line {line_number}: no call of a recording ({what}): {shorten(line)!r}") from None
+    if reader is None:
+        raise Broken("line 1: the file is empty; a recording begins with a header")
+    return reader.close()
+
+
+class _Reader:
+    def __init__(self, header: dict[str, Any]) -> None:
+        version = header.get("format_version")
+        if header.get("format") != FORMAT or "observed" not in header:
+            raise Broken("no header of a recording that pointsman.integrations.vllm.Observer made")
+        if version != FORMAT_VERSION:
+            raise Broken(f"format_version is {version!r}; this library reads version {FORMAT_VERSION} of {FORMAT}")
+        config, observed = dict(header["config"]), header["observed"]
+        block_size = tokens("block_size", config["block_size"], 1)
+        size = observed["hash_block_size"]
+        self._found = Observed(
+            config=config,
+            scheduler=str(observed["scheduler"]),
+            model=str(observed["model"]),
+            lacking=[str(each) for each in observed["lacking"]],
+            hash_block_size=block_size if size is None else tokens("hash_block_size", size, 1),
+            requests=[],
+            steps={},
+        )
+        self._by_id: dict[str, ObservedRequest] = {}
+        self._columns: dict[str, list[int]] = {name: [] for name in OBSERVED_STEPS}
+        self._num_steps = 0
+        self._chains = _Chains()
+
+    def take(self, call: dict[str, Any]) -> None:
+        name, now = call["call"], number("now", call["now"])
+        if name == "add":
+            self._add(call["request"], now)
+        elif name == "result":
+            self._result(call)
+        elif name == "steps":
+            self._steps(call)
+        else:
+            raise Broken(f"no call of an observed recording is {name!r}")
+
+    def _add(self, fields: dict[str, Any], now: float) -> None:
+        blocks = fields["blocks"]
+        length = tokens("num_prompt_tokens", fields["num_prompt_tokens"], 1)
+        ids = None if blocks is None else self._chains.take(*blocks)
+        if ids is not None and len(ids) * self._found.hash_block_size > length:
+            raise Broken(f"{len(ids)} blocks of {self._found.hash_block_size} tokens are more than {length} tokens")
+        request = ObservedRequest(
+            request_id=str(fields["request_id"]),
+            arrival=number("arrival_time", fields["arrival_time"]),
+            queued=now,
+            num_prompt_tokens=length,
+            max_tokens=tokens("max_tokens", fields["max_tokens"], 1),
+            priority=int(fields["priority"]),
+            block_hash_ids=ids,
+        )
+        self._by_id[request.request_id] = request
+        self._found.requests.append(request)
+
+    def _result(self, call: dict[str, Any]) -> None:
+        request = self._by_id.pop(call["id"])
+        request.reason = FinishReason(call["reason"])
+        request.scheduled = None if call["scheduled"] is None else number("scheduled", call["scheduled"])
+        request.num_cached_tokens = tokens("num_cached_tokens", call["num_cached_tokens"], 0)
+        request.num_output_tokens = tokens("num_output_tokens", call["num_output_tokens"], 0)
+        request.num_preemptions = tokens("num_preemptions", call["num_preemptions"], 0)
+        request.runs = [(tokens("a step", first, 0), tokens("a step", last, first)) for first, last in call["steps"]]
+
+    def _steps(self, call: dict[str, Any]) -> None:
+        if call["step"] != self._num_steps:
+            raise Broken(
+                f"steps begin with number {call['step']!r}, and {self._num_steps} came before; lines are missing"
+            )
+        columns = [call[name] for name in OBSERVED_STEPS]
+        sizes = {len(column) for column in columns}
+        if len(sizes) != 1:
+            raise Broken(f"columns of different lengths: {sorted(sizes)}")
+        for name, column in zip(OBSERVED_STEPS, columns, strict=True):
+            if not all(type(value) is int for value in column):
+                raise Broken(f"{name} must be whole numbers")
+            self._columns[name] += column
+        self._num_steps += len(columns[0])
+
+    def close(self) -> Observed:
+        found = self._found
+        found.steps = {name: np.array(column, dtype=np.int64) for name, column in self._columns.items()}
+        self._queue_times()
+        for request in found.requests:
+            if request.runs and request.runs[-1][1] >= self._num_steps:  # the end of the file is missing
+                request.runs, request.num_output_tokens, request.reason = [], 0, None
+        return found
+
+    def _queue_times(self) -> None:
+        """When each request was queued. The engine takes what has come before each step, so a request that it got after
+        a step was not there before that step began."""
+        requests, steps = self._found.requests, self._found.steps
+        if not requests:
+            return
+        way = min(request.queued - request.arrival for request in requests)
+        got = np.array([request.queued for request in requests])
+        before = np.searchsorted(steps["ended_us"], got * 1e6, side="right") - 1
+        for request, step in zip(requests, before.tolist(), strict=True):
+            earliest = -np.inf if step < 0 else float(steps["began_us"][step]) / 1e6
+            request.queued = min(request.queued, max(request.arrival + way, earliest))
+
+
+class _Chains:
+    """Block ids of prompts: each block follows one other, or is the first of its prompt."""
+
+    def __init__(self) -> None:
+        self._firsts: list[int] = []  # of runs of ids that were new together, ascending
+        self._parents: list[int | None] = []  # the block before each run
+        self._next = 0
+
+    def take(self, parent: int | None, first: int, num_new: int) -> tuple[int, ...]:
+        """The ids of a prompt's blocks, from its start."""
+        pieces = [range(first, first + num_new), *self._chain(parent)]
+        if num_new:
+            next_id = self._next
+            if first != next_id or first + num_new > MAX_HASH_ID:
+                raise Broken(f"new blocks begin with {first}, and {next_id} is next; lines are missing")
+            self._firsts.append(first)
+            self._parents.append(parent)
+            self._next = first + num_new
+        return tuple(each for piece in reversed(pieces) for each in piece)
+
+    def _chain(self, last: int | None) -> list[range]:
+        """The ids up to `last`, the newest run first."""
+        pieces = []
+        while last is not None:
+            if not (isinstance(last, int) and 0 <= last < self._next):
+                raise Broken(f"block {last!r} is not known; lines are missing")
+            at = bisect_right(self._firsts, last) - 1
+            pieces.append(range(self._firsts[at], last + 1))
+            last = self._parents[at]
+        return pieces

@@ -1,0 +1,133 @@
+"""`pointsman vllm compare`: a recording of which everything is known, and recordings that cannot be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pointsman.core import RecordingError, replay
+from pointsman.traces import TraceError, read_measurements, read_observed, read_trace
+from tests.cli.conftest import Finished
+from tests.sim.observed_logs import STEP_TIME, WAY, observed_lines, write_observed
+
+pytest.importorskip("scipy")
+
+Run = Callable[..., Finished]
+Change = Callable[[list[dict[str, Any]]], object]
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[dict[str, Any]]:
+    """Of a server whose pool is too small, so that requests are preempted."""
+    return observed_lines(60, num_blocks=90, rate=30.0)
+
+
+@pytest.fixture
+def recording(tmp_path: Path, lines: list[dict[str, Any]]) -> Path:
+    return write_observed(tmp_path / "recording.jsonl", lines)
+
+
+def test_the_simulation_of_vllms_own_settings_is_what_happened(pointsman: Run, recording: Path) -> None:
+    finished = pointsman("vllm", "compare", recording, "--json", "--ttft-target", "300ms", "--itl-target", "60ms")
+    assert finished.code == 0, finished.err
+    (found,) = finished.json_lines
+    measured, simulated = found["rows"]["vLLM, measured"], found["rows"]["vLLM, simulated"]
+    assert found["check"]["num_requests"] == found["num_requests"] == 60
+    assert found["check"]["e2e_mape"] < 1e-3
+    assert measured["preemptions"] == simulated["preemptions"] > 0
+    assert 0 < measured["goodput"] < 1
+    for name, value in measured.items():
+        assert simulated[name] == pytest.approx(value, rel=2e-3), name
+    others = set(found["rows"]) - {"vLLM, measured", "vLLM, simulated"}
+    assert {"default", "decode_reserve=mean", "low-latency"} <= others
+    assert any(found["rows"][name]["preemptions"] < measured["preemptions"] for name in others)
+
+
+def test_other_settings_can_be_added_and_the_table_says_what_it_means(pointsman: Run, recording: Path) -> None:
+    given = ("--setting", "max_num_seqs=2", "--setting", "preset=textbook", "--limit", 30)
+    finished = pointsman("vllm", "compare", recording, *given)
+    assert finished.code == 0, finished.err
+    words = " ".join(finished.out.split())
+    for expected in ("vLLM, measured", "max_num_seqs=2", "preset=textbook", "Check of the model", "30 requests"):
+        assert expected in words, words
+    assert max(map(len, finished.out.splitlines())) <= 100
+
+
+def test_steps_are_fitted_and_the_profile_has_the_servers_settings(pointsman: Run, recording: Path) -> None:
+    (found,) = pointsman("calibrate", recording, "--json").json_lines
+    assert found["kind"] == "steps" and found["step_mape"] < 1e-3
+    assert found["step_time"]["per_token"] == pytest.approx(STEP_TIME.per_token, rel=0.01)
+
+
+def test_readers_see_arrivals_prefixes_and_times(recording: Path, lines: list[dict[str, Any]]) -> None:
+    observed, trace = read_observed(recording), read_trace(recording)
+    added = [line for line in lines if line.get("call") == "add"]
+    assert len(trace) == len(read_measurements(recording)) == len(added) == 60
+    for request, line in zip(observed.requests, added, strict=True):
+        assert request.queued == pytest.approx(min(line["now"], line["request"]["arrival_time"] + WAY), abs=1e-5)
+    odd = [request.block_hash_ids for request in observed.requests[1::2]]
+    assert len({ids[:4] for ids in odd if ids}) == 1, "a prefix of four blocks"
+    assert len({ids[4] for ids in odd if ids and len(ids) > 4}) > 10, "and then their own"
+    assert not {ids[0] for ids in odd if ids} & {
+        r.block_hash_ids[0] for r in observed.requests[::2] if r.block_hash_ids
+    }
+
+
+def test_a_cut_recording_is_read_to_its_end(tmp_path: Path, lines: list[dict[str, Any]]) -> None:
+    cut = write_observed(tmp_path / "cut.jsonl", lines[:-1])  # the newest steps are missing
+    whole = read_observed(write_observed(tmp_path / "whole.jsonl", lines))
+    observed = read_observed(cut)
+    finished = [request for request in observed.requests if request.reason is not None]
+    assert 0 < len(finished) < 60 == len(whole.requests)
+    assert all(request.runs[-1][1] < len(observed.ended) for request in finished)
+
+
+@pytest.mark.parametrize("command", [("vllm", "compare"), ("calibrate",)])
+def test_what_the_simulator_lacks_is_refused_by_name(pointsman: Run, tmp_path: Path, command: tuple[str, ...]) -> None:
+    lacking = ("2 KV groups (FullAttentionSpec, SlidingWindowSpec)", "speculative decoding (ngram)")
+    finished = pointsman(*command, write_observed(tmp_path / "r.jsonl", observed_lines(3, lacking=lacking)))
+    assert finished.code == 2
+    assert (
+        "2 KV groups (FullAttentionSpec, SlidingWindowSpec), speculative decoding (ngram), which the simulator"
+        in (finished.errors[0])
+    )
+
+
+def test_it_is_not_replayed(recording: Path) -> None:
+    with pytest.raises(RecordingError, match=r"it was observed: vLLM 0\.32\.0 decided"):
+        replay(recording.read_text().splitlines())
+
+
+BROKEN: dict[str, tuple[Change, str]] = {
+    "no recording": (lambda lines: lines[0].pop("observed"), r"line 1: no header of a recording that"),
+    "version": (lambda lines: lines[0].update(format_version=9), r"line 1: format_version is 9; this library reads"),
+    "call": (lambda lines: lines[1].update(call="propose"), r"line 2: no call of an observed recording is 'propose'"),
+    "block": (lambda lines: lines[1]["request"].update(blocks=[99, 0, 1]), r"line 2: block 99 is not known"),
+    "length": (lambda lines: lines[1]["request"].update(num_prompt_tokens=0), r"line 2: num_prompt_tokens is 0"),
+    "steps": (lambda lines: lines[-2].update(step=7), r"steps begin with number 7, and 0 came before"),
+    "column": (lambda lines: lines[-1]["num_rows"].pop(), r"columns of different lengths"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_line_is_named(tmp_path: Path, name: str) -> None:
+    change, message = BROKEN[name]
+    lines = observed_lines(3)
+    change(lines)
+    with pytest.raises(TraceError, match=message):
+        read_observed(write_observed(tmp_path / "r.jsonl", lines))
+
+
+def test_wrong_options_are_refused(pointsman: Run, recording: Path, tmp_path: Path) -> None:
+    for given, message in {
+        ("--setting", "no_such=1"): "'no_such', which is no knob",
+        ("--setting", "preset=other"): "no preset is called 'other'",
+        ("--limit", "0"): "--limit is 0",
+        ("--ttft-target", "soon"): "--ttft-target is 'soon'",
+    }.items():
+        finished = pointsman("vllm", "compare", recording, *given)
+        assert finished.code == 2 and message in finished.errors[0]
+    assert "cannot read the recording" in pointsman("vllm", "compare", tmp_path / "absent").errors[0]

@@ -1,0 +1,100 @@
+"""Observer: every decision stays vLLM's, what it records is what happened, and a capacity figure comes of it.
+
+Real vLLM is observed in test_vllm_tokens.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from _server_sides import Knobs, VllmSide
+from server_throughput import bench
+
+from pointsman.traces import read_measurements
+from tests.integrations.vllm_process import DEMO, NEEDS_VLLM, run_in_vllm
+from tests.integrations.vllm_recorded import check_commands, last_json, pointsman
+from tests.soak import short_or_long
+
+NUM_WORKLOADS = short_or_long(10, 300)
+MET_PER_10 = {"steps": 500, "preemptions": 10, "hits": 10, "aborts": 3, "asynchronous": 2, "requests": 100}
+"""What so many workloads meet at least, so that they cannot pass by meeting nothing."""
+OBSERVER = ("--scheduler-cls", "pointsman.integrations.vllm.Observer")
+
+pytestmark = NEEDS_VLLM
+
+
+# ------------------------------------------------------------------ decisions, and what is recorded
+
+
+def test_every_decision_is_vllms_and_the_recording_is_what_happened(tmp_path: Path) -> None:
+    found = run_in_vllm("vllm_observed.py", 0, NUM_WORKLOADS, tmp_path, timeout=900)
+    assert not found["differences"], json.dumps(found["differences"][0], indent=1)
+    tally = found["tally"]
+    for what, least in MET_PER_10.items():
+        assert tally[what] >= least * NUM_WORKLOADS // 10, f"{what}: {tally[what]}"
+    assert tally["with several runs"] > 0 and tally["shared blocks"] > 0
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_what_fails_is_the_recording_and_never_vllm() -> None:
+    """A full disk, a folder that is not there, and a mistake of ours."""
+    found = run_in_vllm("vllm_observed_faults.py")
+    full, absent, mistaken = found["full disk"], found["no folder"], found["mistake"]
+    assert "No space left" in full["warnings"][0]
+    assert "No such file" in absent["warnings"][0]
+    assert "because of an error" in mistaken["warnings"][0]
+    for each in (full, absent, mistaken):
+        assert len(each["warnings"]) == 1, each["warnings"]
+        assert each["finished"] == found["own"]["finished"] == 20
+        assert not each["recording"]
+    assert "has no effect on Observer" in found["drop-in knob"]
+    assert found["sliding window"] == ["KV of the kind SlidingWindowSpec"]
+    assert found["two groups"] == ["2 KV groups (FullAttentionSpec, SlidingWindowSpec)"]
+
+
+# ------------------------------------------------------------------ a server
+
+
+KNOBS = Knobs(DEMO, threads=1, max_num_seqs=16, max_num_batched_tokens=512, max_model_len=512)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
+    """A server with Observer under vLLM's load generator: the recording, and the generator's result."""
+    folder = tmp_path_factory.mktemp("served")
+    log = folder / "recording.jsonl"
+    options = (*OBSERVER, "--additional-config", json.dumps({"pointsman": {"record": str(log)}}))
+    side = VllmSide(KNOBS, eager=True, options=options)
+    try:
+        result = bench(side, DEMO, 12.0, 150, seed=1, folder=folder, detailed=True)
+        assert result["completed"] == 150
+        time.sleep(1)
+    finally:
+        side.stop()
+    yield log, folder / "result.json"
+
+
+@pytest.mark.soak
+def test_both_documented_ways_to_a_log(served: tuple[Path, Path], tmp_path: Path) -> None:
+    log, result = served
+    check_commands(log, tmp_path)
+    settings = ("--max-num-seqs", 16, "--max-num-batched-tokens", 512, "--block-size", 32, "--no-async-scheduling")
+    check_commands(result, tmp_path, *settings, "--train", 60)
+    recorded, sent = read_measurements(log)[-150:], read_measurements(result)
+    assert [each.request.num_output_tokens for each in recorded] == [each.request.num_output_tokens for each in sent]
+    inside = sorted(each.e2e for each in recorded)[75]
+    outside = sorted(each.e2e for each in sent)[75]
+    assert 0 < inside <= outside, "the times of the client have the network and the API server in them"
+
+
+@pytest.mark.soak
+def test_the_simulation_of_vllms_own_settings_is_near_what_happened(served: tuple[Path, Path]) -> None:
+    compared = last_json(pointsman("vllm", "compare", served[0], "--json", "--ttft-target", "500ms"))
+    assert compared["check"]["e2e_mape"] < 0.2, compared["check"]
+    assert abs(compared["check"]["tpot_mean_error"]) < 0.1
+    assert 0 < compared["rows"]["vLLM, simulated"]["goodput"] <= 1

@@ -1,0 +1,151 @@
+"""Random workloads through vLLM's own scheduler, observed and not: a script for the environment with vLLM.
+
+    python vllm_observed.py FIRST COUNT FOLDER   prints one JSON line: what the workloads met, and what differs
+
+(with the root of the repository and its benchmarks in PYTHONPATH).
+
+The workloads and the stand-in for the model runner are those of `vllm_decisions.py`. Every decision must be equal,
+blocks included, and what clients are told. Then each recording is compared with what really happened.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+from _scheduler_worker import Settings
+from _vllm_worker import build_config
+from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler as OwnScheduler
+
+from pointsman.integrations.vllm import Observer
+from pointsman.sim.step_time import StepLoad
+from pointsman.traces import Observed, read_observed
+from tests.integrations.vllm_decisions import HASH, Side, Workload, configured, make_workload, own_class, run_both
+
+
+class TruthSide(Side):
+    """A side that keeps what really happened."""
+
+    def __init__(self, workload: Workload, config: Any, scheduler_class: type) -> None:
+        super().__init__(workload, config, scheduler_class)
+        self.prompts: dict[str, list[int]] = {}
+        self.adapters: dict[str, int] = {}
+        self.loads: list[StepLoad] = []
+        self.token_steps: dict[str, list[int]] = defaultdict(list)
+        self.ends: dict[str, str] = {}
+        self._indices: list[int | None] = []
+
+    def add(self, request: dict[str, Any]) -> None:
+        super().add(request)
+        self.prompts[request["id"]] = request["prompt"]
+        self.adapters[request["id"]] = request["lora"]
+
+    def schedule(self) -> dict[str, Any]:
+        found = super().schedule()
+        output, result = self.in_flight[-1]
+        cached = output.scheduled_cached_reqs
+        found["blocks"] = [[new.req_id, new.block_ids] for new in output.scheduled_new_reqs]
+        found["new blocks"] = [[name, ids] for name, ids in zip(cached.req_ids, cached.new_block_ids, strict=True)]
+        if found["tokens"]:
+            rows = [(found["starts"][name], count) for name, count in found["tokens"].items()]
+            self.loads.append(StepLoad.of_rows(rows, sum(map(bool, result.sampled_token_ids))))
+        self._indices.append(len(self.loads) - 1 if found["tokens"] else None)
+        return found
+
+    def update(self) -> dict[str, Any]:
+        step = self._indices.pop(0)
+        told = super().update()
+        for name, what in told.items():
+            if name == "its loggers":
+                continue
+            if what[0]:
+                assert step is not None and len(what[0]) == 1
+                self.token_steps[name].append(step)
+            if what[1] is not None:
+                self.ends[name] = what[1]
+        return told
+
+
+def check_recording(observed: Observed, side: TruthSide, workload: Workload, tally: Counter[str]) -> None:
+    """Whether a recording says what happened."""
+    names = list(side.prompts)
+    assert [request.request_id for request in observed.requests] == [f"r{number}" for number in range(len(names))]
+    steps = observed.steps
+    recorded = [StepLoad(*(int(steps[part][at]) for part in StepLoad._fields)) for at in range(len(side.loads))]
+    assert recorded == side.loads, next((a, b) for a, b in zip(recorded, side.loads, strict=True) if a != b)
+    assert (observed.seconds > 0).all() and len(observed.seconds) == len(side.loads)
+    for name, request in zip(names, observed.requests, strict=True):
+        assert request.num_prompt_tokens == len(side.prompts[name])
+        token_steps = [step for first, last in request.runs for step in range(first, last + 1)]
+        assert token_steps == side.token_steps[name], (name, request.runs, side.token_steps[name])
+        assert request.num_output_tokens == len(token_steps)
+        assert request.reason is not None
+        assert request.reason.value == side.ends.get(name, "abort"), name
+        tally["requests"] += 1
+        tally["with several runs"] += len(request.runs) > 1
+        tally["preempted"] += request.num_preemptions > 0
+        tally["cached"] += request.num_cached_tokens > 0
+    if not workload.caches:
+        assert all(request.block_hash_ids is None for request in observed.requests)
+        return
+    content: dict[int, tuple[Any, ...]] = {}
+    ids: dict[tuple[Any, ...], int] = {}
+    for name, request in zip(names, observed.requests, strict=True):
+        prompt, size = side.prompts[name], workload.block_size
+        assert request.block_hash_ids is not None and len(request.block_hash_ids) == len(prompt) // size
+        for at, number in enumerate(request.block_hash_ids, start=1):
+            before = side.adapters[name], tuple(prompt[: at * size])
+            assert content.setdefault(number, before) == before, "equal ids, other content"
+            assert ids.setdefault(before, number) == number, "equal content, other ids"
+            tally["shared blocks"] += 1
+
+
+def compare(base: Any, workload: Workload, folder: Path, tally: Counter[str]) -> dict[str, Any] | None:
+    """The first difference, or None."""
+    path = folder / f"{workload.seed}.jsonl"
+    config = configured(base, workload)
+    seen = copy.copy(config)
+    seen.additional_config = {"pointsman": {"record": str(path)}}
+    sides = TruthSide(workload, config, own_class(workload)), TruthSide(workload, seen, Observer)
+    observed = sides[1].scheduler
+    assert isinstance(observed, AsyncScheduler if workload.asynchronous else OwnScheduler)
+    try:
+        found = run_both(sides, workload, tally)
+    finally:
+        for side in sides:
+            side.scheduler.shutdown()
+    if found is None:
+        text = path.read_text()
+        assert not any(name in text for name in ("lora1", "/nowhere"))
+        check_recording(read_observed(path), sides[1], workload, tally)
+    return found
+
+
+def main() -> None:
+    first, count, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    init_none_hash(HASH)
+    base = build_config(Settings(num_blocks=100, max_model_len=1 << 12, max_num_seqs=8, max_num_batched_tokens=1 << 12))
+    tally: Counter[str] = Counter()
+    differences = []
+    for seed in range(first, first + count):
+        workload = make_workload(seed)
+        try:
+            found = compare(base, workload, folder, tally)
+        except Exception as error:
+            found = {"what": [f"{type(error).__name__}: {error}"]}
+            if count == 1:
+                raise
+        tally["asynchronous"] += workload.asynchronous
+        if found is not None:
+            differences.append({"seed": seed, **found})
+    print(json.dumps({"tally": tally, "differences": differences}))
+
+
+if __name__ == "__main__":
+    main()
