@@ -71,7 +71,7 @@ STARTS: dict[str, LinearStepTime] = {
         per_step=1, per_row=1e-3, per_token=5e-3, per_context_token=1e-5, per_attended=_ATTENDED * 5e-3, r=4
     ),
     "experts": LinearStepTime(
-        per_step=0.3, per_row=1e-3, per_token=2e-3, per_context_token=1e-5, per_attended=2 * _ATTENDED * 2e-3,
+        per_step=0.15, per_row=5e-4, per_token=1e-3, per_context_token=3e-6, per_attended=_ATTENDED * 1e-3,
         expert_weights=1, expert_share=0.06, r=4,
     ),
     "overhead": LinearStepTime(
@@ -94,12 +94,15 @@ SOFT = 3.0
 """Errors well above this multiple of chance count linearly, so that a few outliers do not decide."""
 NUM_SCALINGS, NEAR = 6, 0.02
 """Simulations for the scale of a start, and the error of the mean end-to-end time that is near enough."""
-FIRST, MORE = ((0.05, 1.0), (0.03, 0.7), (0.02, 0.5)), ((0.02, 0.3), (0.01, 0.3), (0.01, 0.2))
-"""Iterations of each start, and of the best ones: how far a coefficient moves for its slope, as a share of a typical
-step, and the most that its logarithm may change then."""
-MAX_MOVE = 0.7
+FIRST = ((0.05, 0.7, 6), (0.05, 0.7, 4), (0.03, 0.5, 3), (0.02, 0.5, 2))
+MORE = ((0.02, 0.3), (0.01, 0.3), (0.01, 0.2))
+"""Iterations of the starts, and of the best ones: how far a coefficient moves for its slope, as a share of a typical
+step; the most that its logarithm may change then; how many starts remain."""
+MAX_MOVE = 0.4
 """Of a coefficient for its slope, relative to itself; one that hardly matters moves as far."""
-NUM_BEST = 2
+
+MOST_RUNS = 32
+"""Simulations of an iteration of the best ones."""
 
 FIRST_STEPS, MORE_STEPS, MIN_FIRST = 4000, 800_000, 20
 """A simulation costs by its steps, and a log of few, long requests has many. The starts are then tried on fewer of the
@@ -280,6 +283,18 @@ def typical_load(problem: Problem) -> StepLoad:
 # ---------------------------------------------------------------------- points
 
 
+class Slopes(NamedTuple):
+    """What the simulations about a point found."""
+
+    step_time: LinearStepTime
+    errors: FloatArray
+    """[errors] their mean."""
+    slopes: FloatArray
+    """[errors, free]"""
+    limit: float
+    """The most that a logarithm changes from here."""
+
+
 class Start(NamedTuple):
     """A point of the search, and what it knows of its coefficients."""
 
@@ -290,15 +305,14 @@ class Start(NamedTuple):
     certainty: float = 1.0
     """Divides `SPREADS`."""
     cost: float = math.inf
+    """The lowest that was found on the way here; of errors that are means over simulations."""
+    at_cost: Slopes | None = None
+    """Where that was."""
 
     @property
     def free(self) -> list[str]:
         """Coefficients that are fitted."""
         return [name for name in SPREADS if getattr(self.prior, name) > (1 if name == "r" else 0)]
-
-    def distance(self) -> FloatArray:
-        """[free] of the point from the prior, in logarithms."""
-        return _logarithms(self.step_time, self.free) - _logarithms(self.prior, self.free)
 
     def spreads(self) -> FloatArray:
         """[free] standard deviations of the prior."""
@@ -322,22 +336,22 @@ def _times_factor(step_time: LinearStepTime, factor: float) -> LinearStepTime:
     return replace(step_time, **{name: factor * getattr(step_time, name) for name in SCALED})
 
 
-def middle(points: Sequence[LinearStepTime], names: Sequence[str]) -> LinearStepTime:
+def middle(one: LinearStepTime, other: LinearStepTime, names: Sequence[str]) -> LinearStepTime:
     """The mean of the coefficients' logarithms."""
-    first = points[0]
-    return moved(first, names, np.mean([_logarithms(each, names) - _logarithms(first, names) for each in points], 0))
+    return moved(one, names, (_logarithms(other, names) - _logarithms(one, names)) / 2)
 
 
 def moves(start: Start, typical: StepLoad, width: float) -> FloatArray:
-    """[free] how far each coefficient moves for its slope, relative to itself: as far as a typical step changes by
-    the share `width`, within limits."""
-    plain = start.step_time.of_step(typical)
-    effects = [
-        (start.step_time.of_step(typical) - moved(start.step_time, [name], np.array([-0.1])).of_step(typical))
-        / (0.1 * plain)
-        for name in start.free
-    ]
-    return np.clip(width / np.maximum(np.abs(effects), 1e-9), width, MAX_MOVE)
+    """[free] how far each coefficient moves for its slope, relative to itself: as far as a step changes by the share
+    `width`, within limits. Of the steps, a typical one and one of its rows alone, that which changes more."""
+    rows = typical.num_rows
+    alone = StepLoad(1, 1, max(1, typical.num_context_tokens // rows), max(1, typical.num_context_tokens // rows), 1)
+    effects = np.zeros(len(start.free))
+    for load in (typical, alone):
+        plain = start.step_time.of_step(load)
+        lower = [moved(start.step_time, [name], np.array([-0.1])).of_step(load) for name in start.free]
+        effects = np.maximum(effects, np.abs(plain - np.array(lower)) / (0.1 * plain))
+    return np.clip(width / np.maximum(effects, 1e-9), width, MAX_MOVE)
 
 
 def ups_and_downs(num_factors: int, is_folded: bool) -> FloatArray:
@@ -352,30 +366,35 @@ def ups_and_downs(num_factors: int, is_folded: bool) -> FloatArray:
     return np.concatenate([rows, -rows]) if is_folded else rows
 
 
-def improve(start: Start, rows: FloatArray, far: FloatArray, errors: FloatArray, limit: float) -> LinearStepTime:
-    """Where Gauss-Newton goes from a start.
+def slopes(rows: FloatArray, far: FloatArray, errors: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """([errors], [errors, free]) mean and slopes by regression.
 
     Args:
         rows: [runs, free] of `ups_and_downs`.
         far: [free] of `moves`.
         errors: [runs, errors] of the simulations there.
-        limit: the most that a logarithm changes.
     """
+    mean = errors.mean(axis=0)
+    return mean, (rows.T @ (errors - mean) / len(rows) / far[:, None]).T
+
+
+def improve(start: Start) -> LinearStepTime:
+    """Where Gauss-Newton goes from the best point of a start."""
     from scipy.optimize import least_squares
 
-    base = errors.mean(axis=0)
-    slopes = (rows.T @ (errors - base) / len(rows) / far[:, None]).T
-    distance, spreads = start.distance(), start.spreads()
-    jacobian = np.concatenate([slopes, np.diag(1 / spreads)])
+    assert start.at_cost is not None
+    point, mean, by_coefficient, limit = start.at_cost
+    distance, spreads = _logarithms(point, start.free) - _logarithms(start.prior, start.free), start.spreads()
+    jacobian = np.concatenate([by_coefficient, np.diag(1 / spreads)])
     found: Any = least_squares(
-        lambda change: np.concatenate([base + slopes @ change, (distance + change) / spreads]),
-        np.zeros(len(far)),
+        lambda change: np.concatenate([mean + by_coefficient @ change, (distance + change) / spreads]),
+        np.zeros(len(spreads)),
         jac=lambda _: jacobian,
         bounds=(-limit, limit),
         loss="soft_l1",
         f_scale=SOFT,
     )
-    return moved(start.step_time, start.free, found.x)
+    return moved(point, start.free, found.x)
 
 
 # ---------------------------------------------------------------------- the search
@@ -400,20 +419,24 @@ def search(
     if estimate is not None:
         starts.insert(0, Start("estimate", estimate, estimate, certainty=2.0))
     num_first, num_more = _plan(problem)
-    most = len(starts) * NUM_SCALINGS + len(FIRST) * sum(len(ups_and_downs(len(each.free), False)) for each in starts)
-    most += num_more * NUM_BEST * len(ups_and_downs(len(SPREADS), True))
+    most = len(starts) * NUM_SCALINGS + num_more * 2 * MOST_RUNS
+    for _, _, num_kept in ((0, 0, len(starts)), *FIRST[:-1]):
+        most += sum(sorted(len(ups_and_downs(len(each.free), False)) for each in starts)[-num_kept:])
     with _Simulations(problem, num_processes or os.cpu_count() or 1, most, progress) as simulations:
         starts = simulations.scaled(starts, num_first)
-        for width, limit in FIRST:
+        for width, limit, num_kept in FIRST:
             starts = simulations.iterate(starts, num_first, width, limit, is_folded=False)
-        best = sorted(starts, key=lambda start: start.cost)[:NUM_BEST]
-        trail = [best]
+            starts = sorted(starts, key=lambda start: start.cost)[:num_kept]
+        if num_first < len(problem.train):  # other requests, another cost
+            starts = [start._replace(cost=math.inf, at_cost=None) for start in starts]
         for width, limit in MORE[-num_more:]:
-            trail.append(simulations.iterate(trail[-1], len(problem.train), width, limit, is_folded=True))
-    # The cost of a point is known one iteration later. Single ones are noise; the mean of the last ones is less so.
-    costs = [np.mean([each.cost for each in path[-NUM_BEST:]]) for path in zip(*trail, strict=True)]
-    chosen = [stage[int(np.argmin(costs))] for stage in trail]
-    return middle([each.step_time for each in chosen[-2:]], chosen[0].free)
+            starts = simulations.iterate(starts, len(problem.train), width, limit, is_folded=True)
+    chosen = min(starts, key=lambda start: start.cost)
+    assert chosen.at_cost is not None
+    _, limit = MORE[-1]
+    chosen = chosen._replace(at_cost=chosen.at_cost._replace(limit=limit))
+    # Two independent estimates of the same point, if it is one; the mean is nearer.
+    return middle(chosen.at_cost.step_time, improve(chosen), chosen.free)
 
 
 def _plan(problem: Problem) -> tuple[int, int]:
@@ -424,8 +447,7 @@ def _plan(problem: Problem) -> tuple[int, int]:
         ends / seconds, np.cumsum([problem.measured[index].request.num_output_tokens + 1 for index in problem.train])
     )
     num_first = min(len(ends), max(MIN_FIRST, int(np.searchsorted(steps, FIRST_STEPS))))
-    per_iteration = NUM_BEST * len(ups_and_downs(len(SPREADS), True))
-    num_more = int(MORE_STEPS / (per_iteration * max(float(steps[-1]), 1.0)))
+    num_more = int(MORE_STEPS / (2 * MOST_RUNS * max(float(steps[-1]), 1.0)))
     return num_first, max(1, min(len(MORE), num_more))
 
 
@@ -501,7 +523,7 @@ class _Simulations:
     def iterate(
         self, starts: Sequence[Start], num_train: int, width: float, limit: float, *, is_folded: bool
     ) -> list[Start]:
-        """One iteration of each start; the cost of a result is that of the point that it comes from."""
+        """One iteration of each start. One that has led to higher errors goes back, and less far."""
         objective = Objective(self._problem, num_train)
         designs, points = [], []
         for start in starts:
@@ -512,8 +534,12 @@ class _Simulations:
         improved = []
         for start, (rows, far) in zip(starts, designs, strict=True):
             there, errors = np.array(errors[: len(rows)]), errors[len(rows) :]
-            cost = objective.cost(there.mean(axis=0))
-            improved.append(start._replace(step_time=improve(start, rows, far, there, limit), cost=cost))
+            mean, by_coefficient = slopes(rows, far, there)
+            if (cost := objective.cost(mean)) < start.cost:
+                start = start._replace(cost=cost, at_cost=Slopes(start.step_time, mean, by_coefficient, limit))
+            elif start.at_cost is not None:
+                start = start._replace(at_cost=start.at_cost._replace(limit=start.at_cost.limit / 3))
+            improved.append(start._replace(step_time=improve(start)))
         return improved
 
     def _run(
