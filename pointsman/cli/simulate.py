@@ -17,7 +17,6 @@ from rich.text import Text
 
 from pointsman.cli.errors import EXIT_INTERRUPTED, EXIT_OK, CommandError, check_writable
 from pointsman.cli.simulation import Arriving, Service, seconds, what_arrives, what_serves
-from pointsman.sim.profile import warn_outside
 from pointsman.sim.report import Report, figures
 from pointsman.sim.report.page import write_html
 from pointsman.sim.report.perfetto import write_trace
@@ -122,8 +121,7 @@ def _at_speed(speed: float) -> str:
 
 def _notes(service: Service, arriving: Arriving, outcome: Outcome) -> tuple[str, ...]:
     notes = [service.about_times]
-    if service.profile is not None:
-        notes += [f"{warning[:1].upper()}{warning[1:]}." for warning in warn_outside(service.profile, outcome)]
+    notes += service.extrapolations()
     if arriving.num_skipped:
         notes.append(f"Requests of the trace without output, which are left out: {arriving.num_skipped:,}.")
     if outcome.refused:

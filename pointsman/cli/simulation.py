@@ -20,7 +20,7 @@ from pointsman.sim.errors import UnknownName
 from pointsman.sim.fleet import ROUTINGS, Routing
 from pointsman.sim.memory import KvMemory, num_kv_blocks
 from pointsman.sim.model import ModelShape
-from pointsman.sim.profile import EngineSettings, Profile, load_profile
+from pointsman.sim.profile import EngineSettings, Hull, Profile, WatchedStepTime, load_profile, warn_outside
 from pointsman.sim.shapes import SHAPES, model_shape
 from pointsman.sim.step_time import RooflineStepTime, StepTime
 from pointsman.sim.workload import (
@@ -198,6 +198,14 @@ class Service:
     """Where the step times come from, and how far they may be off."""
     profile: Profile | None = None
 
+    def extrapolations(self) -> list[str]:
+        """Where the simulations since the last call left the loads of the profile's log, one sentence each."""
+        watched = self.step_time
+        if self.profile is None or not isinstance(watched, WatchedStepTime):
+            return []
+        hull, watched.hull = watched.hull, Hull()
+        return [f"{warning[:1].upper()}{warning[1:]}." for warning in warn_outside(self.profile, hull)]
+
 
 def what_serves(options: Mapping[str, Any], preset: str | None) -> Service:
     """The service that the options describe.
@@ -240,12 +248,13 @@ def _service(options: Mapping[str, Any], preset: str | None) -> Service:
     step_time: StepTime
     if shape is None:
         assert profile is not None
-        step_time, about_times, title = profile.step_time, _of_profile(profile), f"the profile {options['profile']}"
+        step_time, about_times = WatchedStepTime(profile.step_time), _of_profile(profile)
+        title = f"the profile {options['profile']}"
     else:
         on = device(options.get("device", DEVICE))
         estimated = RooflineStepTime(shape=shape, device=on, tensor_parallel=parallel)
         about_times = estimated.caveat() if profile is None else _of_profile(profile)
-        step_time = estimated if profile is None else profile.step_time
+        step_time = estimated if profile is None else WatchedStepTime(profile.step_time)
         title = f"{shape.name} on {f'{parallel} x ' if parallel > 1 else ''}{on.name}"
         if "num_blocks" not in knobs:
             kv = num_kv_blocks(
