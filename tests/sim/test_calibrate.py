@@ -22,7 +22,7 @@ from pointsman.sim.profile import EngineSettings, Hull, Profile, WatchedStepTime
 from pointsman.sim.shapes import SHAPES, model_shape
 from pointsman.sim.simulator import simulate
 from pointsman.sim.step_log import fit_steps, predict_steps
-from pointsman.sim.step_time import LinearStepTime, RooflineStepTime, StepLoad
+from pointsman.sim.step_time import KNOWN_ERRORS, LinearStepTime, RooflineStepTime, StepLoad
 from pointsman.sim.workload import OpenLoop
 from pointsman.traces import TraceError, read_measurements
 from tests.core.helpers import Host
@@ -132,6 +132,22 @@ def test_the_shared_log_of_vllm(tmp_path: Path) -> None:
     assert errors.e2e_mape <= 0.015
     assert abs(errors.ttft_p99_error) <= 0.04
     assert errors.tpot_mean_error is not None and abs(errors.tpot_mean_error) <= 0.015
+
+
+@pytest.mark.soak
+def test_the_error_of_an_uncalibrated_roofline_is_as_stated() -> None:
+    """KNOWN_ERRORS, computed again."""
+    if not SHARED_LOG.exists():
+        pytest.skip(f"{SHARED_LOG.name} is not in {SHARED_LOG.parent}")
+    log = read_measurements(SHARED_LOG)
+    settings = EngineSettings(max_num_seqs=128, max_num_batched_tokens=2048)
+    times, everything = Times.of(log), np.arange(len(log))
+    longest = max(each.request.num_prompt_tokens + each.request.num_output_tokens for each in log)
+    timings = fit.run_log(log, settings.config(longest, len(log)), roofline("Llama-3.1-8B", "rtx-pro-6000"))
+    errors = RequestErrors.between(fit.times_of(timings, everything, times.num_output_tokens, np.inf), times)
+    assert errors.ttft_mean_error == pytest.approx(KNOWN_ERRORS["TTFT"], abs=0.006)
+    assert errors.tpot_mean_error == pytest.approx(KNOWN_ERRORS["TPOT"], abs=0.006)
+    assert errors.e2e_bias == pytest.approx(KNOWN_ERRORS["end-to-end times"], abs=0.006)
 
 
 def test_no_timing_of_a_held_out_request_reaches_the_fit() -> None:
