@@ -155,7 +155,12 @@ def _from_steps(path: str | PathLike[str], train: int | None) -> Calibration:
         num_train=num_train,
         training_errors=training.to_dict(),
         held_out_errors=held_out.to_dict(),
-        notes=["settings are those of the recording", "times between steps are not in step times"],
+        notes=[
+            "settings are those of the recording",
+            "step times include what the host does between steps"
+            if log.has_host
+            else "times between steps are not in step times: the recording has no two steps in a row",
+        ],
     )
     numbers = np.arange(num_steps)
     return Calibration(

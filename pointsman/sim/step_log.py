@@ -1,12 +1,15 @@
 """Step times from a log of steps: what each computed, and how many seconds it took.
 
-The log is a recording of a host that measures its steps (`StepResult.step_time`; the bundled engine does). Seconds are
-linear in a step's load, so they are fitted at once, by non-negative least squares over relative errors.
+The log is a recording of a host that measures its steps (`StepResult.step_time`; the bundled engine does). That is the
+time of the device. Where the next step was scheduled while requests were there, the time from one `schedule` to the
+next is known too: it has what the host does in between, and is what a step takes from the view of a request. Seconds
+are linear in a step's load, so they are fitted at once, by non-negative least squares over relative errors.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +25,10 @@ from pointsman.traces import MAX_TOKENS
 FloatArray = npt.NDArray[np.float64]
 
 COEFFICIENTS = ("per_step", "per_row", "per_token", "per_context_token", "per_attended", "per_sample")
+REWEIGHTINGS = 4
+"""Fits, each relative to the one before."""
+MOST_HOST = 2.0
+"""A host that takes this multiple of a step's time from its `schedule` to the next one waited for something else."""
 MIN_STEPS = 20
 """Fewer do not determine six coefficients and leave some to judge them by."""
 
@@ -32,7 +39,10 @@ class StepLog(NamedTuple):
     loads: FloatArray
     """[steps, 5]: the fields of `StepLoad`."""
     seconds: FloatArray
-    """[steps]"""
+    """[steps] from its `schedule` to the next one, where the host was busy; otherwise what it measured, and the usual
+    difference."""
+    has_host: bool
+    """Whether any of them is from one `schedule` to the next."""
     config: dict[str, Any]
     """Of the scheduler."""
     num_requests: int
@@ -48,7 +58,11 @@ def read_steps(path: str | PathLike[str]) -> StepLog:
 
     loads: list[StepLoad] = []
     seconds: list[float] = []
-    planned: dict[int, StepLoad] = {}
+    begins: list[tuple[int, float]] = []  # of the same steps: number, and when it was scheduled
+    planned: dict[int, tuple[StepLoad, float]] = {}
+    to_next: dict[int, float] = {}
+    last: int | None = None  # the step that was scheduled last, if there was work ever since
+    unfinished: set[str] = set()
     config: dict[str, Any] = {}
     num_requests = num_untimed = 0
     with Path(path).open(encoding="utf-8") as lines:
@@ -63,17 +77,29 @@ def read_steps(path: str | PathLike[str]) -> StepLog:
                 name = call["call"]
                 if name == "add":
                     num_requests += 1
+                    unfinished.add(call["request"]["request_id"])
+                elif name == "finish":
+                    unfinished.discard(call["id"])
                 elif name == "schedule":
-                    planned[call["step"]] = _load(call["decision"])
+                    load, now = _load(call["decision"]), float(call["now"])
+                    if last is not None:
+                        to_next[last] = now
+                    planned[call["step"]] = load, now
+                    last = call["step"] if load.num_rows else None
                 elif name == "fail":
                     planned.pop(call["step"], None)
+                    last = None
                 elif name == "update":
-                    load, taken = planned.pop(call["step"]), call["step_time"]
+                    unfinished.difference_update(each[0] for each in call["decision"]["finished"])
+                    if not unfinished:
+                        last = None
+                    (load, begin), taken = planned.pop(call["step"]), call["step_time"]
                     if load.num_rows and taken is not None:
                         if not 0 < float(taken) < float("inf"):
                             raise ValueError(f"step_time is {taken}; it must be more than 0 seconds")
                         loads.append(load)
                         seconds.append(float(taken))
+                        begins.append((call["step"], begin))
                     elif load.num_rows:
                         num_untimed += 1
             except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -85,7 +111,17 @@ def read_steps(path: str | PathLike[str]) -> StepLog:
             "StepResult.step_time, as pointsman generate --record does, or calibrate with the timings of requests "
             "(vllm bench serve --save-result --save-detailed)"
         )
-    return StepLog(np.array(loads, dtype=np.float64), np.array(seconds), config, num_requests)
+    device = np.array(seconds)
+    cycles = np.array([to_next.get(step, math.nan) - begin for step, begin in begins])
+    has_host = (cycles >= device) & (cycles <= MOST_HOST * device)
+    rest = float(np.median((cycles - device)[has_host])) if has_host.any() else 0.0
+    return StepLog(
+        np.array(loads, dtype=np.float64),
+        np.where(has_host, cycles, device + rest),
+        bool(has_host.any()),
+        config,
+        num_requests,
+    )
 
 
 def _load(decision: dict[str, Any]) -> StepLoad:
@@ -106,11 +142,17 @@ def fit_steps(loads: FloatArray, seconds: FloatArray) -> LinearStepTime:
     from scipy.optimize import nnls
 
     columns = _columns(loads)
-    weighted = columns / seconds[:, None]
-    sizes = np.linalg.norm(weighted, axis=0)
-    sizes[sizes == 0] = 1.0
-    found, _ = nnls(weighted / sizes, np.ones(len(seconds)))
-    return LinearStepTime(**dict(zip(COEFFICIENTS, (found / sizes).tolist(), strict=True)))
+    # Relative to what was measured, a step that took long by chance would count less than one that did not, and the
+    # fit would be too short. Relative to the fit itself the two count the same.
+    scale = seconds
+    for _ in range(REWEIGHTINGS):
+        weighted = columns / scale[:, None]
+        sizes = np.linalg.norm(weighted, axis=0)
+        sizes[sizes == 0] = 1.0
+        found, _ = nnls(weighted / sizes, seconds / scale)
+        found /= sizes
+        scale = np.maximum(columns @ found, 1e-3 * seconds)
+    return LinearStepTime(**dict(zip(COEFFICIENTS, found.tolist(), strict=True)))
 
 
 def predict_steps(step_time: LinearStepTime, loads: FloatArray) -> FloatArray:

@@ -250,6 +250,18 @@ def test_steps_are_fitted_at_once() -> None:
     assert found.per_step == pytest.approx(truth.per_step, rel=0.1)
 
 
+def test_steps_that_vary_much_are_right_on_average() -> None:
+    """Steps vary by a third. A fit relative to what was measured would be 10 % too short."""
+    pytest.importorskip("scipy")
+    rng = np.random.default_rng(5)
+    loads = np.array([StepLoad.of_rows([(100, 1)] * int(rows)) for rows in rng.integers(1, 30, 2000)], dtype=float)
+    mean = np.array([SMALL.of_step(StepLoad(*map(int, load))) for load in loads])
+    seconds = mean * rng.gamma(9, 1 / 9, len(mean))
+    assert StepErrors.between(predict_steps(fit_steps(loads, seconds), loads), mean).total_error == pytest.approx(
+        0, abs=0.02
+    )
+
+
 def recording(tmp_path: Path, *, is_timed: bool) -> Path:
     file = io.StringIO()
     host = Host(recorder=Recorder(file), num_blocks=40, max_model_len=64, block_size=4)
@@ -273,6 +285,26 @@ def test_a_recording_with_step_times(tmp_path: Path) -> None:
     assert isinstance(found.held_out, StepErrors) and found.held_out.step_mape < 0.05
     assert found.profile.settings.num_blocks == 40 and not found.profile.settings.async_scheduling
     assert found.profile.hull.ranges["num_rows"][1] == 4
+
+
+def test_what_the_host_does_between_steps_counts(tmp_path: Path) -> None:
+    """Where it was busy: a fifth of each step here. A pause between two steps does not count."""
+    pytest.importorskip("scipy")
+    plain = calibrate(recording(tmp_path, is_timed=True))
+    lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    taken = {line["step"]: line["step_time"] for line in lines if line.get("call") == "update"}
+    now = 0.0
+    for line in lines[1:]:
+        line["now"] = now
+        if line["call"] == "schedule":
+            now += 1.2 * taken[line["step"]]
+            now += 5.0 * (line["step"] % 10 == 0)
+    path = tmp_path / "busy.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    busy = calibrate(path)
+    np.testing.assert_allclose(busy.measured[1:], 1.2 * plain.measured[1:], rtol=0.05)
+    assert "step times include what the host does between steps" in busy.profile.notes
+    assert any(note.startswith("times between steps are not in step times") for note in plain.profile.notes)
 
 
 def test_a_recording_without_step_times(tmp_path: Path) -> None:
