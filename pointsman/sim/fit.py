@@ -432,11 +432,11 @@ def search(
         for width, limit in MORE[-num_more:]:
             starts = simulations.iterate(starts, len(problem.train), width, limit, is_folded=True)
     chosen = min(starts, key=lambda start: start.cost)
-    assert chosen.at_cost is not None
+    best = chosen.at_cost
+    assert best is not None
     _, limit = MORE[-1]
-    chosen = chosen._replace(at_cost=chosen.at_cost._replace(limit=limit))
-    # Two independent estimates of the same point, if it is one; the mean is nearer.
-    return middle(chosen.at_cost.step_time, improve(chosen), chosen.free)
+    # Both are estimates of the same minimum, where the search has converged; the mean is nearer.
+    return middle(best.step_time, improve(chosen._replace(at_cost=best._replace(limit=limit))), chosen.free)
 
 
 def _plan(problem: Problem) -> tuple[int, int]:
@@ -547,7 +547,7 @@ class _Simulations:
     ) -> list[Any]:
         """What each point gives, in order."""
         if self._pool is None:
-            results = map(what, points, [num_train] * len(points))
+            results: Iterator[Any] = map(what, points, [num_train] * len(points))
         else:
             results = self._pool.map(what, points, [num_train] * len(points))
         found = []
