@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +21,8 @@ from pointsman.cli.errors import EXIT_OK, CommandError, check_writable
 if TYPE_CHECKING:
     from pointsman.sim.calibrate import Calibration
     from pointsman.sim.fit import Progress as FitProgress
+    from pointsman.sim.profile import EngineSettings
+    from pointsman.sim.step_time import RooflineStepTime
 
 ERRORS = {
     "e2e_mape": "end to end, mean of absolute errors",
@@ -39,6 +42,8 @@ UNITS = {
     "per_context_token": ("ns a position read", 1e9),
     "per_attended": ("ns a position attended to", 1e9),
     "per_sample": ("us a sampled token", 1e6),
+    "expert_weights": ("ms for all routed experts", 1e3),
+    "expert_share": ("of the experts that a token touches", 1),
     "r": ("1: the sum of all; more: step and context overlap with tokens and attended", 1),
 }
 
@@ -60,7 +65,12 @@ Train = Annotated[
 MaxNumSeqs = Annotated[int, typer.Option(metavar="N", help="As the engine of the log had it.")]
 MaxNumBatchedTokens = Annotated[int, typer.Option(metavar="N", help="As the engine of the log had it.")]
 NumBlocks = Annotated[
-    int | None, typer.Option(metavar="N", help="KV blocks, as the engine reported them [default: never short].")
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="KV blocks, as the engine reported them [default: estimated from --model and --device; without these, "
+        "never short].",
+    ),
 ]
 BlockSize = Annotated[int, typer.Option(metavar="N", help="Tokens of a KV block.")]
 MaxModelLen = Annotated[
@@ -68,6 +78,25 @@ MaxModelLen = Annotated[
 ]
 AsyncScheduling = Annotated[
     bool, typer.Option(help="Whether the engine scheduled a step while the one before it ran; vLLM does.")
+]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="NAME",
+        help="What the engine of the log ran, as pointsman simulate takes it: the search also begins at the step times "
+        "of its datasheet. Needs --device.",
+    ),
+]
+OnDevice = Annotated[
+    str | None, typer.Option("--device", metavar="NAME", help="What it ran on; pointsman simulate --list shows all.")
+]
+TensorParallel = Annotated[int, typer.Option(metavar="N", help="Devices that shared the model.")]
+GpuMemoryUtilization = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SHARE", help="Share of the device's memory for the engine, to estimate --num-blocks [default: 0.9]."
+    ),
 ]
 ProfileFile = Annotated[str | None, typer.Option("--output", "-o", metavar="FILE", help="Write the profile, as JSON.")]
 PlotFile = Annotated[
@@ -93,6 +122,10 @@ def calibrate(
     block_size: BlockSize = 16,
     max_model_len: MaxModelLen = None,
     async_scheduling: AsyncScheduling = True,
+    model: Model = None,
+    device: OnDevice = None,
+    tensor_parallel: TensorParallel = 1,
+    gpu_memory_utilization: GpuMemoryUtilization = None,
     output: ProfileFile = None,
     plot: PlotFile = None,
     as_json: AsJson = False,
@@ -126,11 +159,22 @@ def calibrate(
         async_scheduling=async_scheduling,
     )
     begin = time.perf_counter()
+    notes: list[str] = []
     try:
+        estimate = _estimate(model, device, tensor_parallel)
+        if estimate is not None and num_blocks is None:
+            settings, note = _sized(settings, estimate, gpu_memory_utilization or 0.9)
+            notes.append(note)
+        elif gpu_memory_utilization is not None:
+            raise CommandError(
+                "--gpu-memory-utilization has no effect but to estimate --num-blocks from --model and --device"
+            )
         with _progress() as progress:
-            found = fit(log, settings, train=train, progress=progress)
+            found = fit(log, settings, train=train, estimate=estimate, progress=progress)
+        found.profile.notes.extend(notes)
     except OSError as error:
-        raise CommandError(f"cannot read the log {log}: {error.strerror}") from None
+        what = f"the log {log}" if error.filename in (None, log) else error.filename
+        raise CommandError(f"cannot read {what}: {error.strerror}") from None
     except (SimulationError, TraceError) as error:
         raise CommandError(str(error)) from None
     seconds = time.perf_counter() - begin
@@ -147,6 +191,44 @@ def calibrate(
     else:
         _show(found, seconds, output)
     return EXIT_OK
+
+
+def _estimate(model: str | None, device: str | None, tensor_parallel: int) -> RooflineStepTime | None:
+    """The step times of the datasheet, if the model and the device are known."""
+    if model is None and device is None:
+        if tensor_parallel != 1:
+            raise CommandError("--tensor-parallel has no effect without --model and --device; give both")
+        return None
+    if model is None or device is None:
+        given, missing = ("--device", "--model") if model is None else ("--model", "--device")
+        raise CommandError(f"{given} has no effect without {missing}; give both")
+    from pointsman.sim.devices import device as device_called
+    from pointsman.sim.shapes import model_shape
+    from pointsman.sim.step_time import RooflineStepTime
+
+    return RooflineStepTime(shape=model_shape(model), device=device_called(device), tensor_parallel=tensor_parallel)
+
+
+def _sized(
+    settings: EngineSettings, estimate: RooflineStepTime, gpu_memory_utilization: float
+) -> tuple[EngineSettings, str]:
+    """The settings with the KV blocks that the device has memory for, and a note of how many."""
+    from pointsman.sim.memory import num_kv_blocks
+
+    kv = num_kv_blocks(
+        estimate.shape,
+        estimate.device,
+        settings.block_size,
+        gpu_memory_utilization,
+        estimate.tensor_parallel,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_seqs=settings.max_num_seqs,
+    )
+    note = (
+        f"num_blocks {kv.num_blocks:,} is estimated for {estimate.shape.name} on {estimate.device.name}: give the "
+        "number that the engine's log reports, if there is one"
+    )
+    return replace(settings, num_blocks=kv.num_blocks), note
 
 
 @contextmanager
@@ -219,6 +301,8 @@ def _show(found: Calibration, seconds: float, output: str | None) -> None:
     coefficients.add_column("")
     values = profile.step_time.to_dict()
     for name, (unit, factor) in UNITS.items():
+        if name.startswith("expert") and not profile.step_time.expert_weights:
+            continue
         coefficients.add_row(name, f"{values[name] * factor:.4g}", unit)
     console.print(coefficients)
     console.print()

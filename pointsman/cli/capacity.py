@@ -147,6 +147,7 @@ class _Search:
         self.service, self.arriving, self.targets, self.share = service, arriving, targets, share
         self.found = Capacity()
         """All probes so far, also of a search that was interrupted."""
+        self._extrapolations: dict[Probe, list[str]] = {}
         self.console = console
         self._seed = seed
         self._wanted = wanted  # requests of a probe; a trace may have fewer
@@ -180,12 +181,17 @@ class _Search:
         limits = {"TTFT": self.targets.ttft, "every gap between two tokens": self.targets.itl}
         return ", ".join(f"{name} at most {_time(limit)}" for name, limit in limits.items() if limit is not None)
 
+    def extrapolations(self, probe: Probe | None) -> list[str]:
+        """Where this probe left the loads of the profile's log."""
+        return [] if probe is None else self._extrapolations[probe]
+
     def how_to_lengthen(self, probe: Probe) -> str:
         """What makes a probe longer than this one."""
         return "raise --requests" if probe.num_requests >= self._wanted else "take a longer trace"
 
     def _row(self, probe: Probe) -> None:
         self.found.add(probe)
+        self._extrapolations[probe] = self.service.extrapolations()
         if not self._is_shown:
             return
         is_dense = probe.rate >= 1 / DENSE_GAP
@@ -216,7 +222,7 @@ class _Search:
             "meets": None if found.meets is None else asdict(found.meets),
             "misses": None if found.misses is None else asdict(found.misses),
             "probes": [asdict(probe) for probe in found.probes],
-            "notes": [self.service.about_times],
+            "notes": [self.service.about_times, *self.extrapolations(found.meets)],
         }
 
 
@@ -266,7 +272,7 @@ def _answer(found: Capacity, search: _Search, low: int, high: int, is_complete: 
             f"The requests of that probe arrive within {span:.0f} s, too short to show a slowly growing queue: "
             f"{search.how_to_lengthen(meets)} before you rely on it."
         )
-    return lines
+    return [*lines, *search.extrapolations(meets)]
 
 
 def _gaps_decide(misses: Probe | None, targets: Targets) -> bool:

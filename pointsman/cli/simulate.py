@@ -17,7 +17,6 @@ from rich.text import Text
 
 from pointsman.cli.errors import EXIT_INTERRUPTED, EXIT_OK, CommandError, check_writable
 from pointsman.cli.simulation import Arriving, Service, seconds, what_arrives, what_serves
-from pointsman.sim.profile import warn_outside
 from pointsman.sim.report import Report, combine, figures
 from pointsman.sim.report.page import write_html
 from pointsman.sim.report.perfetto import write_trace
@@ -100,7 +99,7 @@ def run_simulation(
                 price_per_hour=price_per_hour,
                 num_bootstrap=NUM_BOOTSTRAP if seeds == 1 or not outcome.is_complete else 0,
             )
-            found.append(_Found(report, outcome.refused, _warnings(service, outcome)))
+            found.append(_Found(report, outcome.refused, service.extrapolations()))
             if place == 0:
                 drawn = outcome
             if not outcome.is_complete:
@@ -169,13 +168,6 @@ def stdout_console() -> Console:
 
 def _at_speed(speed: float) -> str:
     return "" if speed == 1 else f", {speed:g} times as fast"
-
-
-def _warnings(service: Service, outcome: Outcome) -> list[str]:
-    """Where a simulation leaves the loads that its step times were fitted to."""
-    if service.profile is None:
-        return []
-    return [f"{warning[:1].upper()}{warning[1:]}." for warning in warn_outside(service.profile, outcome)]
 
 
 def _about_requests(arriving: Arriving, refused: Sequence[tuple[str, str]], num_arrived: int) -> list[str]:

@@ -23,7 +23,7 @@ from pointsman.sim.errors import UnknownName
 from pointsman.sim.fleet import ROUTINGS, Routing
 from pointsman.sim.memory import KvMemory, num_kv_blocks
 from pointsman.sim.model import ModelShape
-from pointsman.sim.profile import EngineSettings, Profile, load_profile
+from pointsman.sim.profile import EngineSettings, Hull, Profile, WatchedStepTime, load_profile, warn_outside
 from pointsman.sim.scenarios import SCENARIOS
 from pointsman.sim.shapes import SHAPES, model_shape
 from pointsman.sim.step_time import RooflineStepTime, StepTime
@@ -223,6 +223,14 @@ class Service:
     model: str = "MODEL"
     """As a server is told: a path, or a name with its organisation; MODEL: not known."""
 
+    def extrapolations(self) -> list[str]:
+        """Where the simulations since the last call left the loads of the profile's log, one sentence each."""
+        watched = self.step_time
+        if self.profile is None or not isinstance(watched, WatchedStepTime):
+            return []
+        hull, watched.hull = watched.hull, Hull()
+        return [f"{warning[:1].upper()}{warning[1:]}." for warning in warn_outside(self.profile, hull)]
+
 
 def what_serves(options: Mapping[str, Any], preset: str | None, *, as_vllm: bool = False) -> Service:
     """The service that the options describe.
@@ -278,11 +286,12 @@ def _service(options: Mapping[str, Any], preset: str | None, as_vllm: bool) -> S
     step_time: StepTime
     if shape is None or on is None:
         assert profile is not None
-        step_time, about_times, title = profile.step_time, _of_profile(profile), f"the profile {options['profile']}"
+        step_time, about_times = WatchedStepTime(profile.step_time), _of_profile(profile)
+        title = f"the profile {options['profile']}"
     else:
         estimated = RooflineStepTime(shape=shape, device=on, tensor_parallel=parallel)
         about_times = estimated.caveat() if profile is None else _of_profile(profile)
-        step_time = estimated if profile is None else profile.step_time
+        step_time = estimated if profile is None else WatchedStepTime(profile.step_time)
         title = f"{shape.name} on {f'{parallel} x ' if parallel > 1 else ''}{on.name}"
 
     def memory(config: SchedulerConfig) -> KvMemory:

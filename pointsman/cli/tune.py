@@ -145,7 +145,7 @@ class _Tuned:
         seed = self._options.get("seed", 0)
         judge = Judge(
             stretches=(*self.parts.train, *self.parts.held_out),
-            step_time=self._service.step_time,
+            step_time=self._service.step_time if self._service.profile is None else self._service.profile.step_time,
             targets=self._targets,
             routing=self._service.routing,
             seed=seed,

@@ -24,9 +24,10 @@ from pointsman.core.errors import ConfigError
 from pointsman.core.recording import FORMAT as RECORDING
 from pointsman.sim.accuracy import RequestErrors, StepErrors, Times
 from pointsman.sim.errors import CalibrationError
-from pointsman.sim.fit import Problem, Progress, run_log, search, times_of
+from pointsman.sim.fit import Problem, Progress, run_log, search, times_of, typical_load
 from pointsman.sim.profile import EngineSettings, Hull, Profile, WatchedStepTime
 from pointsman.sim.step_log import MIN_STEPS, StepLog, fit_steps, predict_steps, read_steps
+from pointsman.sim.step_time import RooflineStepTime
 from pointsman.traces import MeasuredRequest, read_measurements
 
 MIN_TRAIN = 10
@@ -57,6 +58,7 @@ def calibrate(
     settings: EngineSettings | None = None,
     *,
     train: int | None = None,
+    estimate: RooflineStepTime | None = None,
     num_processes: int | None = None,
     progress: Progress | None = None,
 ) -> Calibration:
@@ -67,6 +69,7 @@ def calibrate(
         settings: those that the engine of the log had; None: vLLM's defaults. A recording has its own.
         train: fit to this number of requests, those that finish first (of steps: the first ones), and predict the
             others; None: half of them, at most `MAX_DEFAULT_TRAIN` requests.
+        estimate: of the log's model and device, where they are known: the search begins there too.
         num_processes: for the fit to requests; None: one for each CPU.
         progress: see `fit.Progress`.
 
@@ -83,6 +86,7 @@ def calibrate(
         settings or EngineSettings(),
         source=Path(path).name,
         train=train,
+        estimate=estimate,
         num_processes=num_processes,
         progress=progress,
     )
@@ -94,6 +98,7 @@ def from_requests(
     *,
     source: str = "log",
     train: int | None = None,
+    estimate: RooflineStepTime | None = None,
     num_processes: int | None = None,
     progress: Progress | None = None,
 ) -> Calibration:
@@ -105,7 +110,8 @@ def from_requests(
     order = np.argsort(times.last_token, kind="stable")
     trained, others = order[:num_train], order[num_train:]
     problem = Problem(measured, trained, config)
-    step_time = search(problem, num_processes=num_processes, progress=progress)
+    guess = None if estimate is None else estimate.near(typical_load(problem))
+    step_time = search(problem, estimate=guess, num_processes=num_processes, progress=progress)
 
     watched = WatchedStepTime(step_time)
     run_log(measured, config, watched, awaited=trained)  # what the fit has seen

@@ -3,13 +3,18 @@
 A log of requests has no step in it, so a candidate is judged by a simulation: the requests arrive as they did, and the
 times of the training requests are compared with the measured ones. Each simulation ends when these are done.
 
-    shares      the parameters of the search: how much of a typical step each coefficient explains
-    starts      guesses of different character (bound by overhead, memory, compute, or both), fixed and deterministic
-    search      every start gets a scale and a few iterations; the best go on until they converge; the lowest
-                training error wins
+    STARTS      guesses of different character: bound by weights, overhead, compute, or all of them
+    Objective   errors of a simulation, each divided by the error that chance alone would make
+    search      every start gets a scale and a few iterations; the best go on; the lowest training error wins
 
-Least squares finds the minimum next to its start, and some of these minima predict badly. Their training errors tell
-them apart, so several starts are needed, and are enough.
+An iteration is Gauss-Newton with slopes by regression. Steps are decided one way or another, so errors jump where
+coefficients move a little, and a difference of two simulations is mostly noise. All coefficients therefore move at a
+time, up and down by the rows of a Hadamard matrix, and each slope comes from all simulations. The mean over these is
+the error at the point itself.
+
+Coefficients are logarithms here. A log cannot tell some of them apart; what it leaves open is decided by a prior, a
+normal distribution about the start. Ratios of the starts are those of transformers on real devices, so that a
+coefficient which this log does not show still has a value with which other loads can be predicted.
 
 SciPy is imported where it is used: the rest of the simulator does without.
 """
@@ -19,7 +24,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from typing import Any, NamedTuple
@@ -33,7 +38,7 @@ from pointsman.sim.fleet import RoundRobin
 from pointsman.sim.outcome import Timings
 from pointsman.sim.request import SimRequest
 from pointsman.sim.simulator import Simulation
-from pointsman.sim.step_time import LinearStepTime, StepTime
+from pointsman.sim.step_time import LinearStepTime, StepLoad, StepTime
 from pointsman.traces import MeasuredRequest
 
 FloatArray = npt.NDArray[np.float64]
@@ -41,52 +46,68 @@ Indices = npt.NDArray[np.intp]
 Progress = Callable[[int, int], None]
 """Called now and then with the number of simulations that are done, and the most that there may be."""
 
-COEFFICIENTS = ("per_step", "per_row", "per_token", "per_context_token", "per_attended")
-"""What is fitted. Every row but an unfinished prefill samples, so a log cannot tell `per_sample` from `per_row`."""
-
-STARTS: dict[str, tuple[float, tuple[float, ...]]] = {
-    "overhead": (1.0, (0.70, 0.05, 0.15, 0.08, 0.02)),
-    "memory": (1.0, (0.40, 0.05, 0.15, 0.35, 0.05)),
-    "compute": (1.0, (0.25, 0.05, 0.55, 0.10, 0.05)),
-    "weights": (4.0, (0.80, 0.05, 0.30, 0.10, 0.05)),
-    "roofline": (4.0, (0.50, 0.05, 0.60, 0.35, 0.10)),
+SPREADS = {
+    "per_step": 1.0,
+    "per_row": 1.5,
+    "per_token": 1.5,
+    "per_context_token": 1.5,
+    "per_attended": 1.0,
+    "expert_weights": 1.0,
+    "expert_share": 0.5,
+    "r": 1.0,
 }
-"""`LinearStepTime.r`, and shares of a typical step in the order of `COEFFICIENTS`. Engines whose small and large steps
-are bound by different things (weights that are read for few tokens as for many) need an `r` above 1; others fit better
-as a sum."""
+"""What is fitted, and the standard deviation of its logarithm (of r: of r - 1) about the start. Every row but an
+unfinished prefill samples, so a log cannot tell `per_sample` from `per_row`."""
+SCALED = ("per_step", "per_row", "per_token", "per_context_token", "per_attended", "expert_weights")
+"""Coefficients in seconds."""
+
+_ATTENDED = 1e-4
+"""Of `per_token`: an attended position of all layers, 4 * layers * hidden FLOPs, beside 2 * parameters of a token."""
+STARTS: dict[str, LinearStepTime] = {
+    "sum": LinearStepTime(
+        per_step=1, per_row=3e-3, per_token=5e-3, per_context_token=1e-5, per_attended=_ATTENDED * 5e-3, r=1.2
+    ),
+    "weights": LinearStepTime(
+        per_step=1, per_row=1e-3, per_token=5e-3, per_context_token=1e-5, per_attended=_ATTENDED * 5e-3, r=4
+    ),
+    "experts": LinearStepTime(
+        per_step=0.15, per_row=5e-4, per_token=1e-3, per_context_token=3e-6, per_attended=_ATTENDED * 1e-3,
+        expert_weights=1, expert_share=0.06, r=4,
+    ),
+    "overhead": LinearStepTime(
+        per_step=1, per_row=3e-3, per_token=1e-3, per_context_token=5e-6, per_attended=_ATTENDED * 1e-3
+    ),
+    "compute": LinearStepTime(
+        per_step=1, per_row=1e-2, per_token=5e-2, per_context_token=1e-5, per_attended=_ATTENDED * 5e-2
+    ),
+}  # fmt: skip
+"""Guesses up to a common factor. A coefficient that is 0 stays 0. Per token 5e-3 of a step: the FLOPs of a token beside
+the bytes of the weights on GPUs; a CPU has ten times that. Per position of context 1e-5: its KV beside the weights."""
 
 SLACK = 1.5
 """A simulation ends at the latest at this multiple of the time at which the last training request finished."""
-TPOT_WEIGHT, TTFT_WEIGHT = 0.5, 0.3
+PHASE, RELATIVE, TTFT_RELATIVE = 0.5, 0.01, 0.03
+"""The error that chance makes: of a typical step, as a request arrives at any moment of one, and of the time itself."""
+TPOT_WEIGHT, TTFT_WEIGHT = 0.5, 0.5
 """Relative to the end-to-end error of a request, whose weight is 1."""
-UNSCALED, UNKNOWN = math.inf, 1e300
-"""Costs of starts: of a guess, and of one whose cost on these requests is not known yet."""
-SOFT = 0.05
-"""Errors well above this one count linearly, so that a few outliers do not decide."""
-RIDGE = 2e-3
-"""Pull of each share towards its start. It decides only between coefficients that the log cannot tell apart."""
-NUM_SCALINGS, NUM_FIRST, NUM_MORE = 6, 8, 10
-"""Evaluations: of a start's scale, of each start, and of the best ones."""
-NUM_BEST = 2
-COARSE, FINE = 0.06, 0.02
-"""Widths of the differences that slopes come from, in shares, plus as much of the share itself. Steps are decided one
-way or another, so errors jump, and a slope over less than some jumps is noise. On a real log narrow slopes stopped at
-training errors up to four times those of wide ones."""
+SOFT = 3.0
+"""Errors well above this multiple of chance count linearly, so that a few outliers do not decide."""
+NUM_SCALINGS, NEAR = 6, 0.02
+"""Simulations for the scale of a start, and the error of the mean end-to-end time that is near enough."""
+FIRST = ((0.05, 0.7, 6), (0.05, 0.7, 4), (0.03, 0.5, 3), (0.02, 0.5, 2))
+MORE = ((0.02, 0.3), (0.01, 0.3), (0.01, 0.2))
+"""Iterations of the starts, and of the best ones: how far a coefficient moves for its slope, as a share of a typical
+step; the most that its logarithm may change then; how many starts remain."""
+MAX_MOVE = 0.4
+"""Of a coefficient for its slope, relative to itself; one that hardly matters moves as far."""
+
+MOST_RUNS = 32
+"""Simulations of an iteration of the best ones."""
 
 FIRST_STEPS, MORE_STEPS, MIN_FIRST = 4000, 800_000, 20
 """A simulation costs by its steps, and a log of few, long requests has many. The starts are then tried on fewer of the
-training requests, which take about `FIRST_STEPS`, but at least `MIN_FIRST`; and the best go on for as many evaluations
-as `MORE_STEPS` allow."""
-
-
-class Start(NamedTuple):
-    """A point of the search."""
-
-    name: str
-    r: float
-    shares: FloatArray
-    cost: float
-    """Mean over training requests of the soft squared error; what the choice goes by."""
+training requests, which take about `FIRST_STEPS`, but at least `MIN_FIRST`; and the best ones have as many iterations
+as `MORE_STEPS` allow, at least one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,88 +212,60 @@ class Objective:
     Args:
         problem: what is fitted to what.
         num_train: simulate only until this number of training requests have finished, and judge by them.
-        count: called after each simulation.
     """
 
-    def __init__(self, problem: Problem, num_train: int, count: Callable[[], None] = lambda: None) -> None:
-        self.seconds, self.scale = _typical_step(problem)
+    def __init__(self, problem: Problem, num_train: int) -> None:
+        self.typical = typical_load(problem)
+        self.seconds = typical_seconds(problem)
         self._problem = problem = problem.first(num_train)
-        self._count = count
         self._until = SLACK * problem.end
         self._times = times = Times.of([problem.measured[index] for index in problem.train])
         num_gaps = times.num_output_tokens - 1
-        has_tpot = (num_gaps > 0) & (times.tpot > 0)
-        # A mean over few gaps is mostly noise.
-        self._tpot_weight = np.where(has_tpot, TPOT_WEIGHT * np.sqrt(np.minimum(num_gaps / 16, 1)), 0.0)
-        self._tpot = np.where(has_tpot, times.tpot, 1.0)
-        # When in a step a request arrives is chance: errors of a part of a step do not count as relative ones.
-        self._ttft = times.ttft + self.seconds
-        self._e2e = np.maximum(times.e2e, 1e-3 * self.seconds)  # 0 in a broken log
-        self.r = 1.0
-        """Of the step times; see `LinearStepTime`."""
-        self.start: FloatArray | None = None
-        """Shares that the ridge pulls to."""
+        phase = PHASE * self.seconds
+        self._e2e = 1 / np.hypot(RELATIVE * times.e2e, phase)
+        tpot = TPOT_WEIGHT / np.hypot(RELATIVE * times.tpot, phase / np.maximum(num_gaps, 1))
+        self._tpot = np.where((num_gaps > 0) & (times.tpot > 0), tpot, 0.0)
+        self._ttft = TTFT_WEIGHT / np.hypot(TTFT_RELATIVE * times.ttft, phase)
 
     def __len__(self) -> int:
         return len(self._times)
 
-    def step_time(self, shares: FloatArray) -> LinearStepTime:
-        """The step times that these shares mean."""
-        return LinearStepTime(**dict(zip(COEFFICIENTS, (shares * self.scale).tolist(), strict=True)), r=self.r)
-
-    def simulated(self, shares: FloatArray) -> Times:
-        """What happens to the training requests with these shares."""
+    def simulated(self, step_time: StepTime) -> Times:
+        """What happens to the training requests with these step times."""
         problem = self._problem
-        timings = run_log(
-            problem.measured, problem.config, self.step_time(shares), awaited=problem.train, until=self._until
-        )
-        self._count()
+        timings = run_log(problem.measured, problem.config, step_time, awaited=problem.train, until=self._until)
         return times_of(timings, problem.train, self._times.num_output_tokens, self._until)
 
-    def errors(self, shares: FloatArray) -> FloatArray:
-        """[3 * requests + coefficients]: end to end, per output token, to the first token, and the ridge."""
-        found, start = self.simulated(shares), shares if self.start is None else self.start
+    def errors(self, step_time: StepTime) -> FloatArray:
+        """[3 * requests]: end to end, per output token, and to the first token, in multiples of chance."""
+        found, times = self.simulated(step_time), self._times
         return np.concatenate(
             [
-                found.e2e / self._e2e - self._times.e2e / self._e2e,
-                self._tpot_weight * (found.tpot / self._tpot - 1) * (self._tpot_weight > 0),
-                TTFT_WEIGHT * (found.ttft - self._times.ttft) / self._ttft,
-                RIDGE * math.sqrt(len(self)) * (shares - start),
+                (found.e2e - times.e2e) * self._e2e,
+                (found.tpot - times.tpot) * self._tpot,
+                (found.ttft - times.ttft) * self._ttft,
             ]
         )
 
+    def excess(self, step_time: StepTime) -> float:
+        """Logarithm of the mean end-to-end time, relative to the log's."""
+        return float(np.log(self.simulated(step_time).e2e.mean() / self._times.e2e.mean()))
+
     def cost(self, errors: FloatArray) -> float:
-        """Mean over requests of the soft squared errors, the ridge left out."""
-        squares = (errors[: 3 * len(self)] / SOFT) ** 2
-        return float(SOFT**2 * (np.sqrt(1 + squares) - 1).sum() / len(self))
-
-    def scaled(self, shares: FloatArray) -> FloatArray:
-        """The shares times a factor with which the mean end-to-end time is that of the log."""
-        wanted = float(np.log(self._times.e2e.mean()))
-        low, high, factor = -math.inf, math.inf, 0.0  # logarithms
-        for _ in range(NUM_SCALINGS):
-            excess = float(np.log(self.simulated(shares * math.exp(factor)).e2e.mean())) - wanted
-            if abs(excess) < 0.02:
-                break
-            if excess > 0:
-                high = factor
-            else:
-                low = factor
-            step = max(-1.5, min(1.5, -excess))
-            factor = factor + step if not low < factor + step < high or math.isinf(high - low) else (low + high) / 2
-        return shares * math.exp(factor)
+        """Mean over requests of the soft squared errors; what the choice between starts goes by."""
+        return float(2 * SOFT**2 * (np.sqrt(1 + (errors / SOFT) ** 2) - 1).sum() / len(self))
 
 
-def _typical_step(problem: Problem) -> tuple[float, FloatArray]:
-    """Seconds of a typical step of the log, and of each coefficient the value that alone explains them.
-
-    From the training requests' times; of the others only that they had not finished by then.
-    """
+def typical_seconds(problem: Problem) -> float:
+    """Of a step of the log, about, from the training requests' times."""
     times = Times.of([problem.measured[index] for index in problem.train])
     has_tpot = (times.num_output_tokens > 1) & (times.tpot > 0)
-    seconds = float(np.median(times.tpot[has_tpot])) if has_tpot.any() else float(np.median(times.ttft))
-    seconds = max(seconds, 1e-7)
-    end, finished = problem.end, set(problem.train.tolist())
+    return max(float(np.median(times.tpot[has_tpot]) if has_tpot.any() else np.median(times.ttft)), 1e-7)
+
+
+def typical_load(problem: Problem) -> StepLoad:
+    """Of a step of the log, about; of requests that are not trained on, only that they had not finished by the end."""
+    seconds, end, finished = typical_seconds(problem), problem.end, set(problem.train.tolist())
     arrived = [(index, each) for index, each in enumerate(problem.measured) if each.queued < end] or [
         (0, problem.measured[0])
     ]
@@ -283,151 +276,284 @@ def _typical_step(problem: Problem) -> tuple[float, FloatArray]:
     prompt = prompts / len(arrived)
     computed = min(prompts * seconds / max(end, seconds), float(problem.config.max_num_batched_tokens))
     context = rows * (prompt + outputs / 2)
-    loads = np.array([1.0, rows, rows + computed, context, context + computed * prompt / 2])
-    return seconds, seconds / loads
+    attended = context + computed * prompt / 2
+    return StepLoad(*(math.ceil(part) for part in (rows + computed, rows, context, attended, rows)))
+
+
+# ---------------------------------------------------------------------- points
+
+
+class Slopes(NamedTuple):
+    """What the simulations about a point found."""
+
+    step_time: LinearStepTime
+    errors: FloatArray
+    """[errors] their mean."""
+    slopes: FloatArray
+    """[errors, free]"""
+    limit: float
+    """The most that a logarithm changes from here."""
+
+
+class Start(NamedTuple):
+    """A point of the search, and what it knows of its coefficients."""
+
+    name: str
+    step_time: LinearStepTime
+    prior: LinearStepTime
+    """Coefficients are pulled towards these."""
+    certainty: float = 1.0
+    """Divides `SPREADS`."""
+    cost: float = math.inf
+    """The lowest that was found on the way here; of errors that are means over simulations."""
+    at_cost: Slopes | None = None
+    """Where that was."""
+
+    @property
+    def free(self) -> list[str]:
+        """Coefficients that are fitted."""
+        return [name for name in SPREADS if getattr(self.prior, name) > (1 if name == "r" else 0)]
+
+    def spreads(self) -> FloatArray:
+        """[free] standard deviations of the prior."""
+        return np.array([SPREADS[name] for name in self.free]) / self.certainty
+
+
+def _logarithms(step_time: LinearStepTime, names: Sequence[str]) -> FloatArray:
+    return np.log([getattr(step_time, name) - (name == "r") for name in names])
+
+
+def moved(step_time: LinearStepTime, names: Sequence[str], changes: FloatArray) -> LinearStepTime:
+    """With these changes of the coefficients' logarithms."""
+    logarithms = np.clip(_logarithms(step_time, names) + changes, -60, 60)
+    values = dict(zip(names, np.exp(logarithms).tolist(), strict=True))
+    if "r" in values:
+        values["r"] = 1 + min(values["r"], 50)  # nearly the longer one already; a power of large numbers overflows
+    return replace(step_time, **values)
+
+
+def _times_factor(step_time: LinearStepTime, factor: float) -> LinearStepTime:
+    return replace(step_time, **{name: factor * getattr(step_time, name) for name in SCALED})
+
+
+def middle(one: LinearStepTime, other: LinearStepTime, names: Sequence[str]) -> LinearStepTime:
+    """The mean of the coefficients' logarithms."""
+    return moved(one, names, (_logarithms(other, names) - _logarithms(one, names)) / 2)
+
+
+def moves(start: Start, typical: StepLoad, width: float) -> FloatArray:
+    """[free] how far each coefficient moves for its slope, relative to itself: as far as a step changes by the share
+    `width`, within limits. Of the steps, a typical one and one of its rows alone, that which changes more."""
+    rows = typical.num_rows
+    alone = StepLoad(1, 1, max(1, typical.num_context_tokens // rows), max(1, typical.num_context_tokens // rows), 1)
+    effects = np.zeros(len(start.free))
+    for load in (typical, alone):
+        plain = start.step_time.of_step(load)
+        lower = [moved(start.step_time, [name], np.array([-0.1])).of_step(load) for name in start.free]
+        effects = np.maximum(effects, np.abs(plain - np.array(lower)) / (0.1 * plain))
+    return np.clip(width / np.maximum(effects, 1e-9), width, MAX_MOVE)
+
+
+def ups_and_downs(num_factors: int, is_folded: bool) -> FloatArray:
+    """[runs, factors] of 1 and -1: columns are orthogonal, and to the mean.
+
+    Folded, each row has its opposite, so that products of two factors do not show as a third.
+    """
+    from scipy.linalg import hadamard
+
+    size = 2 ** math.ceil(math.log2(num_factors + 1))
+    rows: FloatArray = hadamard(size)[:, 1 : num_factors + 1].astype(np.float64)
+    return np.concatenate([rows, -rows]) if is_folded else rows
+
+
+def slopes(rows: FloatArray, far: FloatArray, errors: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """([errors], [errors, free]) mean and slopes by regression.
+
+    Args:
+        rows: [runs, free] of `ups_and_downs`.
+        far: [free] of `moves`.
+        errors: [runs, errors] of the simulations there.
+    """
+    mean = errors.mean(axis=0)
+    return mean, (rows.T @ (errors - mean) / len(rows) / far[:, None]).T
+
+
+def improve(start: Start) -> LinearStepTime:
+    """Where Gauss-Newton goes from the best point of a start."""
+    from scipy.optimize import least_squares
+
+    assert start.at_cost is not None
+    point, mean, by_coefficient, limit = start.at_cost
+    distance, spreads = _logarithms(point, start.free) - _logarithms(start.prior, start.free), start.spreads()
+    jacobian = np.concatenate([by_coefficient, np.diag(1 / spreads)])
+    found: Any = least_squares(
+        lambda change: np.concatenate([mean + by_coefficient @ change, (distance + change) / spreads]),
+        np.zeros(len(spreads)),
+        jac=lambda _: jacobian,
+        bounds=(-limit, limit),
+        loss="soft_l1",
+        f_scale=SOFT,
+    )
+    return moved(point, start.free, found.x)
 
 
 # ---------------------------------------------------------------------- the search
 
 
-def search(problem: Problem, *, num_processes: int | None = None, progress: Progress | None = None) -> LinearStepTime:
+def search(
+    problem: Problem,
+    *,
+    estimate: LinearStepTime | None = None,
+    num_processes: int | None = None,
+    progress: Progress | None = None,
+) -> LinearStepTime:
     """The step times with the lowest training error that the starts lead to.
 
     Args:
         problem: what is fitted to what.
-        num_processes: how many starts are tried at a time; None: one for each CPU.
+        estimate: one more start, which is trusted more than the others are: from a model and a device.
+        num_processes: how many simulations run at a time; None: one for each CPU.
         progress: see `Progress`.
     """
-    starts = [Start(name, r, np.array(shares), UNSCALED) for name, (r, shares) in STARTS.items()]
-    num_train, num_first, num_more = _plan(problem)
-    per_evaluation = 1 + len(COEFFICIENTS)
-    first = len(starts) * (NUM_SCALINGS + NUM_FIRST * per_evaluation)
-    more = NUM_BEST * num_more * per_evaluation
-    with _Workers(problem, num_processes or os.cpu_count() or 1, progress) as workers:
-        tried = workers.run([(start, num_first, NUM_FIRST, COARSE) for start in starts], first + more)
-        best = sorted(tried, key=lambda start: start.cost)[:NUM_BEST]
-        if num_first < num_train:  # other requests, another cost
-            best = [start._replace(cost=UNKNOWN) for start in best]
-        refined = workers.run([(start, num_train, num_more, FINE) for start in best], workers.num_done + more)
-    chosen = min(refined, key=lambda start: start.cost)
-    objective = Objective(problem, num_train)
-    objective.r = chosen.r
-    return objective.step_time(chosen.shares)
+    starts = [Start(name, guess, guess) for name, guess in STARTS.items()]
+    if estimate is not None:
+        starts.insert(0, Start("estimate", estimate, estimate, certainty=2.0))
+    num_first, num_more = _plan(problem)
+    most = len(starts) * NUM_SCALINGS + num_more * 2 * MOST_RUNS
+    for _, _, num_kept in ((0, 0, len(starts)), *FIRST[:-1]):
+        most += sum(sorted(len(ups_and_downs(len(each.free), False)) for each in starts)[-num_kept:])
+    with _Simulations(problem, num_processes or os.cpu_count() or 1, most, progress) as simulations:
+        starts = simulations.scaled(starts, num_first)
+        for width, limit, num_kept in FIRST:
+            starts = simulations.iterate(starts, num_first, width, limit, is_folded=False)
+            starts = sorted(starts, key=lambda start: start.cost)[:num_kept]
+        if num_first < len(problem.train):  # other requests, another cost
+            starts = [start._replace(cost=math.inf, at_cost=None) for start in starts]
+        for width, limit in MORE[-num_more:]:
+            starts = simulations.iterate(starts, len(problem.train), width, limit, is_folded=True)
+    chosen = min(starts, key=lambda start: start.cost)
+    best = chosen.at_cost
+    assert best is not None
+    _, limit = MORE[-1]
+    # Both are estimates of the same minimum, where the search has converged; the mean is nearer.
+    return middle(best.step_time, improve(chosen._replace(at_cost=best._replace(limit=limit))), chosen.free)
 
 
-def _plan(problem: Problem) -> tuple[int, int, int]:
-    """Training requests, those on which starts are tried, and evaluations for the best ones."""
-    seconds, _ = _typical_step(problem)
+def _plan(problem: Problem) -> tuple[int, int]:
+    """Training requests on which starts are tried, and iterations for the best ones."""
+    seconds = typical_seconds(problem)
     ends = np.array([problem.measured[index].last_token for index in problem.train])
     steps = np.minimum(
         ends / seconds, np.cumsum([problem.measured[index].request.num_output_tokens + 1 for index in problem.train])
     )
-    num_train = len(ends)
-    num_first = min(num_train, max(MIN_FIRST, int(np.searchsorted(steps, FIRST_STEPS))))
-    num_more = int(MORE_STEPS / (NUM_BEST * (1 + len(COEFFICIENTS)) * max(float(steps[-1]), 1.0)))
-    return num_train, num_first, max(3, min(NUM_MORE, num_more))
+    num_first = min(len(ends), max(MIN_FIRST, int(np.searchsorted(steps, FIRST_STEPS))))
+    num_more = int(MORE_STEPS / (2 * MOST_RUNS * max(float(steps[-1]), 1.0)))
+    return num_first, max(1, min(len(MORE), num_more))
 
 
-def improve(objective: Objective, start: Start, num_evaluations: int, width: float) -> Start:
-    """The minimum that least squares reaches from a start, which is scaled first if nothing is known of it."""
-    from scipy.optimize import least_squares
-
-    objective.r = start.r
-    shares = objective.scaled(start.shares) if start.cost == UNSCALED else start.shares
-    objective.start = shares
-    known: dict[bytes, FloatArray] = {}
-
-    def errors(at: FloatArray) -> FloatArray:
-        key = at.tobytes()
-        if key not in known:
-            known.clear()
-            known[key] = objective.errors(at)
-        return known[key]
-
-    def slopes(at: FloatArray) -> FloatArray:
-        base, columns = errors(at), []
-        for index, share in enumerate(at.tolist()):
-            beside = at.copy()
-            beside[index] += width * (1 + share)
-            columns.append((objective.errors(beside) - base) / (width * (1 + share)))
-        return np.stack(columns, axis=1)
-
-    found: Any = least_squares(
-        errors,
-        np.maximum(shares, 1e-3),
-        jac=slopes,
-        bounds=(0, np.inf),
-        loss="soft_l1",
-        f_scale=SOFT,
-        xtol=1e-3,
-        ftol=1e-4,
-        max_nfev=num_evaluations,
-    )
-    cost = objective.cost(found.fun)
-    return start._replace(shares=found.x, cost=cost) if cost < start.cost else start
+_problem: Problem | None = None
+"""Of a process that simulates."""
 
 
-_in_worker: tuple[Problem, Callable[[], None]] | None = None
+def _begin_worker(problem: Problem) -> None:
+    global _problem
+    _problem = problem
 
 
-def _begin_worker(problem: Problem, counter: Any) -> None:
-    global _in_worker
-
-    def count() -> None:
-        with counter.get_lock():
-            counter.value += 1
-
-    _in_worker = problem, count
+def _errors(step_time: LinearStepTime, num_train: int) -> FloatArray:
+    assert _problem is not None
+    return Objective(_problem, num_train).errors(step_time)
 
 
-def _improve(start: Start, num_train: int, num_evaluations: int, width: float) -> Start:
-    assert _in_worker is not None
-    problem, count = _in_worker
-    return improve(Objective(problem, num_train, count), start, num_evaluations, width)
+def _excess(step_time: LinearStepTime, num_train: int) -> float:
+    assert _problem is not None
+    return Objective(_problem, num_train).excess(step_time)
 
 
-class _Workers:
-    """Processes that improve starts; with one CPU, this process does."""
+class _Simulations:
+    """Processes that simulate; with one CPU, this process does."""
 
-    def __init__(self, problem: Problem, num_processes: int, progress: Progress | None) -> None:
-        self.num_done = 0
-        self._progress = progress
-        self._total = 0
-        self._pool: ProcessPoolExecutor | None = None
+    def __init__(self, problem: Problem, num_processes: int, most: int, progress: Progress | None) -> None:
         self._problem = problem
-        num_processes = min(num_processes, len(STARTS))
+        self._most = most
+        self._num_done = 0
+        self._progress = progress
+        self._pool: ProcessPoolExecutor | None = None
         if num_processes > 1:
             context = get_context("spawn")  # a fork would copy the locks of whatever threads there are
-            self._counter: Any = context.Value("i", 0)
             self._pool = ProcessPoolExecutor(
-                num_processes, mp_context=context, initializer=_begin_worker, initargs=(problem, self._counter)
+                num_processes, mp_context=context, initializer=_begin_worker, initargs=(problem,)
             )
+        else:
+            _begin_worker(problem)
 
-    def __enter__(self) -> _Workers:
+    def __enter__(self) -> _Simulations:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
-    def run(self, tasks: list[tuple[Start, int, int, float]], total: int) -> list[Start]:
-        """What each start becomes, in the order of the tasks."""
-        self._total = total
+    def scaled(self, starts: Sequence[Start], num_train: int) -> list[Start]:
+        """The starts times a factor with which the mean end-to-end time is that of the log."""
+        seconds, typical = typical_seconds(self._problem), typical_load(self._problem)
+        guesses = [_times_factor(each.step_time, seconds / each.step_time.of_step(typical)) for each in starts]
+        low, high, at = [-math.inf] * len(starts), [math.inf] * len(starts), [0.0] * len(starts)  # logarithms
+        open_ones = list(range(len(starts)))
+        for _ in range(NUM_SCALINGS):
+            points = [_times_factor(guesses[index], math.exp(at[index])) for index in open_ones]
+            for index, excess in zip(list(open_ones), self._run(_excess, points, num_train), strict=True):
+                if abs(excess) < NEAR:
+                    open_ones.remove(index)
+                    continue
+                if excess > 0:
+                    high[index] = at[index]
+                else:
+                    low[index] = at[index]
+                step = at[index] + max(-1.5, min(1.5, -excess))
+                is_bracketed = not math.isinf(high[index] - low[index])
+                at[index] = (
+                    (low[index] + high[index]) / 2 if is_bracketed and not low[index] < step < high[index] else step
+                )
+            if not open_ones:
+                break
+        found = [_times_factor(guess, math.exp(factor)) for guess, factor in zip(guesses, at, strict=True)]
+        return [each._replace(step_time=point, prior=point) for each, point in zip(starts, found, strict=True)]
+
+    def iterate(
+        self, starts: Sequence[Start], num_train: int, width: float, limit: float, *, is_folded: bool
+    ) -> list[Start]:
+        """One iteration of each start. One that has led to higher errors goes back, and less far."""
+        objective = Objective(self._problem, num_train)
+        designs, points = [], []
+        for start in starts:
+            rows, far = ups_and_downs(len(start.free), is_folded), moves(start, objective.typical, width)
+            designs.append((rows, far))
+            points += [moved(start.step_time, start.free, np.log1p(row * far)) for row in rows]
+        errors = self._run(_errors, points, num_train)
+        improved = []
+        for start, (rows, far) in zip(starts, designs, strict=True):
+            there, errors = np.array(errors[: len(rows)]), errors[len(rows) :]
+            mean, by_coefficient = slopes(rows, far, there)
+            if (cost := objective.cost(mean)) < start.cost:
+                start = start._replace(cost=cost, at_cost=Slopes(start.step_time, mean, by_coefficient, limit))
+            elif start.at_cost is not None:
+                start = start._replace(at_cost=start.at_cost._replace(limit=start.at_cost.limit / 3))
+            improved.append(start._replace(step_time=improve(start)))
+        return improved
+
+    def _run(
+        self, what: Callable[[LinearStepTime, int], Any], points: list[LinearStepTime], num_train: int
+    ) -> list[Any]:
+        """What each point gives, in order."""
         if self._pool is None:
-            return [
-                improve(Objective(self._problem, num_train, self._count), start, num_evaluations, width)
-                for start, num_train, num_evaluations, width in tasks
-            ]
-        futures: list[Future[Start]] = [self._pool.submit(_improve, *task) for task in tasks]
-        while wait(futures, timeout=0.2).not_done:
-            self._report(self._counter.value)
-        self._report(self._counter.value)
-        return [future.result() for future in futures]
-
-    def _count(self) -> None:
-        self._report(self.num_done + 1)
-
-    def _report(self, num_done: int) -> None:
-        self.num_done = num_done
-        if self._progress is not None:
-            self._progress(num_done, max(self._total, num_done))
+            results: Iterator[Any] = map(what, points, [num_train] * len(points))
+        else:
+            results = self._pool.map(what, points, [num_train] * len(points))
+        found = []
+        for result in results:
+            found.append(result)
+            self._num_done += 1
+            if self._progress is not None:
+                self._progress(self._num_done, max(self._most, self._num_done))
+        return found

@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from pointsman.core import SchedulerConfig
 from pointsman.sim.errors import CalibrationError, SimulationError
-from pointsman.sim.simulator import Outcome
 from pointsman.sim.step_time import LinearStepTime, StepLoad, StepTime
 from pointsman.version import __version__
 
@@ -34,6 +33,8 @@ PARTS = {
     "num_samples": "sampled tokens in a step",
 }
 """The parts of a step's load, as a reader calls them."""
+LEAST_DISTANCE = 0.01
+"""Below the smallest load of a log, as a share of its largest, that is worth a warning."""
 
 
 # ---------------------------------------------------------------------- settings of the engine
@@ -234,27 +235,20 @@ def load_profile(path: str | PathLike[str]) -> Profile:
         raise CalibrationError(f"{path}: {error}") from None
 
 
-def warn_outside(profile: Profile, found: StepLoad | Hull | Outcome) -> list[str]:
-    """Where loads leave the hull of a profile's log, one sentence each; empty: nowhere.
+def warn_outside(profile: Profile, hull: Hull) -> list[str]:
+    """Where the loads of a simulation leave the hull of a profile's log, one sentence each; empty: nowhere.
 
     Args:
         profile: whose step times were used.
-        found: a load, the hull of a simulation (`WatchedStepTime`), or its outcome, which knows requests and tokens
-            of its steps alone.
+        hull: of the simulation, see `WatchedStepTime`.
     """
-    if isinstance(found, Outcome):
-        ranges = _ranges_of(found)
-    elif isinstance(found, Hull):
-        ranges = found.ranges
-    else:
-        ranges = {part: (value, value) for part, value in zip(StepLoad._fields, found, strict=True)}
     warnings = []
-    for part, (least, most) in ranges.items():
+    for part, (least, most) in hull.ranges.items():
         known_least, known_most = profile.hull.ranges[part]
-        # A log with large steps and an empty engine before and after has small steps too, or nearly.
         if most > known_most:
             warnings.append(_outside(PARTS[part], "up to", most, "at most", known_most, profile.source))
-        if least < known_least:
+        # The smallest steps of two runs differ by chance; what counts is the distance beside the whole range.
+        if known_least - least > LEAST_DISTANCE * known_most:
             warnings.append(_outside(PARTS[part], "down to", least, "at least", known_least, profile.source))
     return warnings
 
@@ -264,15 +258,6 @@ def _outside(part: str, to: str, value: int, bound: str, known: int, source: str
         f"{part} go {to} {value:,}, and the log {source} has {bound} {known:,}: step times there are extrapolated, "
         "calibrate with a log of such a load"
     )
-
-
-def _ranges_of(outcome: Outcome) -> dict[str, tuple[int, int]]:
-    events = [event for timeline in outcome.timelines for event in timeline.events if event.num_rows]
-    if not events:
-        return {}
-    rows = [event.num_rows for event in events]
-    tokens = [event.num_tokens // event.num_steps for event in events]
-    return {"num_tokens": (min(tokens), max(tokens)), "num_rows": (min(rows), max(rows))}
 
 
 def _settings(values: Mapping[str, Any]) -> EngineSettings:

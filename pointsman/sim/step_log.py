@@ -1,13 +1,16 @@
 """Step times from a log of steps: what each computed, and how many seconds it took.
 
 The log is a recording of a host that measures its steps (`StepResult.step_time`; the bundled engine does), or an
-observed one of vLLM. Seconds are linear in a step's load, so they are fitted at once, by non-negative least squares
-over relative errors.
+observed one of vLLM. What a host measures is the time of the device. Where the next step was scheduled while requests
+were there, the time from one `schedule` to the next is known too: it has what the host does in between, and is what a
+step takes from the view of a request. Seconds are linear in a step's load, so they are fitted at once, by non-negative
+least squares over relative errors.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,11 +24,15 @@ from pointsman.sim.step_time import LinearStepTime, StepLoad
 from pointsman.traces import MAX_TOKENS, Observed, read_observed
 from pointsman.traces.observed import is_observed
 
+_TO_NEXT = "step times include what the host does between steps"
+_DEVICE_ONLY = "times between steps are not in step times: the recording has no two steps in a row"
 _WHOLE = "a step is from the end of the one before it to its own, the engine's other work included"
 
 FloatArray = npt.NDArray[np.float64]
 
 COEFFICIENTS = ("per_step", "per_row", "per_token", "per_context_token", "per_attended", "per_sample")
+MOST_HOST = 2.0
+"""A host that takes this multiple of a step's time from its `schedule` to the next one waited for something else."""
 MIN_STEPS = 20
 """Fewer do not determine six coefficients and leave some to judge them by."""
 NUM_REWEIGHTED, OUTLIER = 4, 10.0
@@ -38,11 +45,13 @@ class StepLog(NamedTuple):
     loads: FloatArray
     """[steps, 5]: the fields of `StepLoad`."""
     seconds: FloatArray
-    """[steps]"""
+    """[steps] from its `schedule` to the next one, where the host was busy; otherwise what it measured, and the usual
+    difference."""
     config: dict[str, Any]
     """Of the scheduler."""
     num_requests: int
-    about_times: str = "times between steps are not in step times"
+    about_times: str
+    """What is in the step times."""
 
 
 def read_steps(path: str | PathLike[str]) -> StepLog:
@@ -55,7 +64,11 @@ def read_steps(path: str | PathLike[str]) -> StepLog:
 
     loads: list[StepLoad] = []
     seconds: list[float] = []
-    planned: dict[int, StepLoad] = {}
+    begins: list[tuple[int, float]] = []  # of the same steps: number, and when it was scheduled
+    planned: dict[int, tuple[StepLoad, float]] = {}
+    to_next: dict[int, float] = {}
+    last: int | None = None  # the step that was scheduled last, if there was work ever since
+    unfinished: set[str] = set()
     config: dict[str, Any] = {}
     num_requests = num_untimed = 0
     with Path(path).open(encoding="utf-8") as lines:
@@ -73,17 +86,29 @@ def read_steps(path: str | PathLike[str]) -> StepLog:
                 name = call["call"]
                 if name == "add":
                     num_requests += 1
+                    unfinished.add(call["request"]["request_id"])
+                elif name == "finish":
+                    unfinished.discard(call["id"])
                 elif name == "schedule":
-                    planned[call["step"]] = _load(call["decision"])
+                    load, now = _load(call["decision"]), float(call["now"])
+                    if last is not None:
+                        to_next[last] = now
+                    planned[call["step"]] = load, now
+                    last = call["step"] if load.num_rows else None
                 elif name == "fail":
                     planned.pop(call["step"], None)
+                    last = None
                 elif name == "update":
-                    load, taken = planned.pop(call["step"]), call["step_time"]
+                    unfinished.difference_update(each[0] for each in call["decision"]["finished"])
+                    if not unfinished:
+                        last = None
+                    (load, begin), taken = planned.pop(call["step"]), call["step_time"]
                     if load.num_rows and taken is not None:
                         if not 0 < float(taken) < float("inf"):
                             raise ValueError(f"step_time is {taken}; it must be more than 0 seconds")
                         loads.append(load)
                         seconds.append(float(taken))
+                        begins.append((call["step"], begin))
                     elif load.num_rows:
                         num_untimed += 1
             except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -95,7 +120,17 @@ def read_steps(path: str | PathLike[str]) -> StepLog:
             "StepResult.step_time, as pointsman generate --record does, or calibrate with the timings of requests "
             "(vllm bench serve --save-result --save-detailed)"
         )
-    return StepLog(np.array(loads, dtype=np.float64), np.array(seconds), config, num_requests)
+    device = np.array(seconds)
+    cycles = np.array([to_next.get(step, math.nan) - begin for step, begin in begins])
+    has_host = (cycles >= device) & (cycles <= MOST_HOST * device)
+    rest = float(np.median((cycles - device)[has_host])) if has_host.any() else 0.0
+    return StepLog(
+        np.array(loads, dtype=np.float64),
+        np.where(has_host, cycles, device + rest),
+        config,
+        num_requests,
+        _TO_NEXT if has_host.any() else _DEVICE_ONLY,
+    )
 
 
 def observed_steps(observed: Observed, path: str | PathLike[str]) -> StepLog:

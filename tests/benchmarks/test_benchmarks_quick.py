@@ -70,6 +70,19 @@ def test_tune() -> None:
     assert found["tuned"] >= found["defaults"]
 
 
+@pytest.mark.soak
+@pytest.mark.e2e
+def test_calibration() -> None:
+    """The machine may be busy, so the limits are wide; what is wrong by a factor is noticed."""
+    pytest.importorskip("torch")
+    pytest.importorskip("scipy")
+    found = run_quick("calibration.py")["engine"]
+    assert set(found) == {"tokens_per_second", "ttft_p50", "itl_p50", "ttft_p99", "itl_p99"}
+    assert all(each["measured"] > 0 and each["limit"] >= 0.1 for each in found.values())
+    assert abs(found["tokens_per_second"]["error"]) < 0.3
+    assert -0.5 < found["itl_p50"]["error"] < 1
+
+
 @pytest.mark.e2e
 def test_scheduler_step() -> None:
     figures = run_quick("scheduler_step.py", "--sizes", "1,64")

@@ -26,12 +26,19 @@ def log(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def known(monkeypatch: pytest.MonkeyPatch) -> list[fit.Problem]:
+def estimates() -> list[LinearStepTime | None]:
+    """Where the search was to begin, beside its own starts."""
+    return []
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch, estimates: list[LinearStepTime | None]) -> list[fit.Problem]:
     """The search finds the truth at once; what it was given."""
     given: list[fit.Problem] = []
 
-    def found(problem: fit.Problem, **_: Any) -> LinearStepTime:
+    def found(problem: fit.Problem, *, estimate: LinearStepTime | None, **_: Any) -> LinearStepTime:
         given.append(problem)
+        estimates.append(estimate)
         return SMALL
 
     monkeypatch.setattr(calibration, "search", found)
@@ -64,6 +71,22 @@ def test_the_last_line_is_json(pointsman: Callable[..., Any], log: Path, known: 
     assert known[0].config.max_steps_in_flight == 1 and known[0].config.num_blocks == 5000
 
 
+def test_model_and_device_size_the_pool_and_begin_the_search(
+    pointsman: Callable[..., Any], log: Path, known: list[fit.Problem], estimates: list[LinearStepTime | None]
+) -> None:
+    on = ("--model", "Llama-3.1-8B", "--device", "rtx-4090")
+    found = json.loads(pointsman("calibrate", log, *OPTIONS, *on, "--json").out.splitlines()[-1])
+    blocks = known[0].config.num_blocks
+    assert 500 < blocks < 5000  # 24 GB, of which 16 are weights
+    assert any(note.startswith(f"num_blocks {blocks:,} is estimated for ") for note in found["notes"])
+    assert not any("never short" in note for note in found["notes"])
+    assert estimates[0] is not None and 0.015 < estimates[0].per_step < 0.03  # 16 GB at 1 TB/s
+    pointsman("calibrate", log, *OPTIONS, *on, "--num-blocks", 1234)
+    assert known[1].config.num_blocks == 1234
+    pointsman("calibrate", log, *OPTIONS)
+    assert estimates[2] is None
+
+
 @pytest.mark.soak
 def test_a_plot(pointsman: Callable[..., Any], log: Path, known: list[fit.Problem], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
@@ -79,6 +102,11 @@ def test_errors_are_one_line(pointsman: Callable[..., Any], log: Path, tmp_path:
         (["calibrate", log, "--train", 30], "train is 30 and the log has 30 requests; some must be left"),
         (["calibrate", log, "--max-model-len", 10], "max_model_len is 10; give the engine's own"),
         (["calibrate", log, "--block-size", 0], "block_size is 0"),
+        (["calibrate", log, "--model", "Llama-3.1-8B"], "--model has no effect without --device; give both"),
+        (["calibrate", log, "--device", "h100"], "--device has no effect without --model; give both"),
+        (["calibrate", log, "--model", "Llama-3.1-70B", "--device", "h100"], "Llama-3.1-70B needs"),
+        (["calibrate", log, "--tensor-parallel", 2], "--tensor-parallel has no effect without --model"),
+        (["calibrate", log, "--gpu-memory-utilization", 0.5], "has no effect but to estimate --num-blocks"),
     ):
         ended = pointsman(*words)
         assert ended.code == 2
@@ -90,13 +118,14 @@ def test_errors_are_one_line(pointsman: Callable[..., Any], log: Path, tmp_path:
 def test_the_search_uses_processes_and_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes find what one does."""
     monkeypatch.setattr(fit, "STARTS", dict(list(fit.STARTS.items())[:2]))
-    monkeypatch.setattr(fit, "NUM_FIRST", 1)
-    monkeypatch.setattr(fit, "NUM_MORE", 1)
+    monkeypatch.setattr(fit, "FIRST", fit.FIRST[:1])
+    monkeypatch.setattr(fit, "MORE", fit.MORE[:1])
     measured = measured_log(20, 20.0, output=5)
     order = np.argsort([each.last_token for each in measured], kind="stable")
     problem = fit.Problem(measured, order[:10], calibration.EngineSettings().config(10_000, 20))
     reports: list[tuple[int, int]] = []
     one = fit.search(problem, num_processes=1)
+    assert one.per_step > 0
     two = fit.search(problem, num_processes=2, progress=lambda done, most: reports.append((done, most)))
     assert one == two
     done, most = reports[-1]

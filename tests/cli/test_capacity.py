@@ -9,11 +9,29 @@ from pathlib import Path
 import pytest
 
 from pointsman.cli.simulate import ProgressBar
+from pointsman.sim.profile import EngineSettings, Hull, Profile
+from pointsman.sim.step_time import LinearStepTime, StepLoad
 from tests.cli.conftest import Finished
 from tests.cli.test_bad_input import check_refused
 
 Run = Callable[..., Finished]
 SMALL = ("--requests", 50, "--tolerance", 0.2)
+
+
+def profile(max_rows: int) -> Profile:
+    """Of a log with at most that many requests at a time."""
+    hull = Hull()
+    hull.add(StepLoad(1, 1, 1, 1, 0))
+    hull.add(StepLoad(3000, max_rows, 1000 * max_rows, 10**7, max_rows))
+    return Profile(
+        step_time=LinearStepTime(per_step=8e-3, per_token=6e-5),
+        settings=EngineSettings(num_blocks=3000, max_model_len=10_000, async_scheduling=False),
+        hull=hull,
+        source="log.jsonl",
+        kind="requests",
+        num_requests=40,
+        num_train=20,
+    )
 
 
 def words(finished: Finished) -> str:
@@ -48,6 +66,18 @@ def test_json_has_the_bracket_and_the_probes(pointsman: Run) -> None:
     assert found["meets"] in found["probes"] and found["misses"] in found["probes"]
     assert found["answer"].startswith("Capacity: ")
     assert found["is_complete"] is True
+
+
+def test_extrapolation_at_the_answer_is_warned_of(pointsman: Run, tmp_path: Path) -> None:
+    """Of the probe that meets the targets, not of those under overload."""
+    saved = profile(max_rows=4)
+    saved.save(tmp_path / "profile.json")
+    given = ("capacity", *SMALL, "--ttft-target", "1s", "--profile", tmp_path / "profile.json")
+    assert "Requests in a step go up to " in words(pointsman(*given))
+    (found,) = pointsman(*given, "--json").json_lines
+    assert any(note.startswith("Positions read in a step go up to ") for note in found["notes"])
+    profile(max_rows=100_000).save(tmp_path / "profile.json")
+    assert "extrapolated" not in words(pointsman(*given))
 
 
 def test_the_fewest_replicas_for_a_rate(pointsman: Run) -> None:

@@ -23,6 +23,7 @@ from pointsman.sim.fleet import ROUTINGS
 from pointsman.sim.shapes import SHAPES
 from tests.cli.conftest import Finished
 from tests.cli.test_bad_input import check_refused
+from tests.cli.test_capacity import profile
 
 Run = Callable[..., Finished]
 ROOT = Path(__file__).parents[2]
@@ -72,6 +73,16 @@ def test_json_is_one_line(pointsman: Run, trace: Path) -> None:
     assert found["goodput"]["share"]["value"] == 1.0
     assert 0 < found["ttft"]["p50"]["value"] < 0.2
     assert 19 < found["seconds"]["value"] < 20
+
+
+def test_extrapolation_is_warned_of(pointsman: Run, trace: Path, tmp_path: Path) -> None:
+    profile(max_rows=1).save(tmp_path / "profile.json")
+    given = ("simulate", "--trace", trace, "--profile", tmp_path / "profile.json", "--rate", 50, "--json")
+    notes = report(pointsman(*given))["notes"]
+    assert any(note.startswith("Requests in a step go up to ") for note in notes)
+    assert any(note.startswith("Positions read in a step go up to ") for note in notes)
+    profile(max_rows=1000).save(tmp_path / "profile.json")
+    assert not any("extrapolated" in note for note in report(pointsman(*given))["notes"])
 
 
 def test_files_are_written(pointsman: Run, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 from pointsman.sim.devices import device
 from pointsman.sim.errors import ModelTooLarge, SimulationError
 from pointsman.sim.memory import num_kv_blocks
+from pointsman.sim.model import ModelShape
 from pointsman.sim.shapes import SHAPES
 from pointsman.sim.step_time import Efficiencies, LinearStepTime, RooflineStepTime, StepLoad, StepTime
 
@@ -34,6 +35,8 @@ MODELS: dict[str, StepTime] = {
     "asynchronous": replace(LINEAR, host_overhead=2.6e-3, asynchronous=True),
     "overlapping": replace(LINEAR, r=4.0, host_overhead=1e-4),
     "overlapping-asynchronous": replace(LINEAR, r=3.0, host_overhead=2.6e-3, asynchronous=True),
+    "linear-experts": replace(LINEAR, expert_weights=5e-3, expert_share=0.06),
+    "overlapping-experts": replace(LINEAR, expert_weights=5e-3, expert_share=0.06, r=4.0),
     "llama": RooflineStepTime(shape=LLAMA, device=H100),
     "llama-70b": RooflineStepTime(shape=LLAMA_70B, device=H100, tensor_parallel=4),
     "experts": RooflineStepTime(shape=QWEN_MOE, device=H100),
@@ -213,6 +216,20 @@ def test_the_caveat_names_model_and_device() -> None:
     caveat = RooflineStepTime(shape=LLAMA, device=H100).caveat()
     assert LLAMA.name in caveat
     assert H100.name in caveat
+    assert "predict TTFT -47%, TPOT -20%, end-to-end times -26%" in caveat
+
+
+@pytest.mark.parametrize("shape", [LLAMA, QWEN_MOE, GPT_OSS], ids=lambda shape: shape.name)
+def test_the_fitted_form_is_near_the_roofline(shape: ModelShape) -> None:
+    """At the load that it is made for, and at others with as much context in windows."""
+    model = RooflineStepTime(shape=shape, device=H100)
+    typical = StepLoad.of_rows([(500, 1)] * 20 + [(0, 100)])
+    for load in (
+        typical,
+        StepLoad.of_rows([(500, 1)] * 4 + [(0, 20)]),
+        StepLoad.of_rows([(500, 1)] * 100 + [(0, 500)]),
+    ):
+        assert model.near(typical).of_step(load) == pytest.approx(model.of_step(load), rel=0.05)
 
 
 # ---------------------------------------------------------------------- KV blocks
