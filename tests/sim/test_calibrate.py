@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from pointsman.sim.simulator import simulate
 from pointsman.sim.step_log import fit_steps, predict_steps
 from pointsman.sim.step_time import KNOWN_ERRORS, LinearStepTime, RooflineStepTime, StepLoad
 from pointsman.sim.workload import OpenLoop
-from pointsman.traces import TraceError, read_measurements
+from pointsman.traces import MeasuredRequest, TraceError, read_measurements
 from tests.core.helpers import Host
 from tests.sim.measured_logs import SETTINGS, SMALL, measured_log, write_log
 
@@ -34,13 +35,17 @@ H100 = RooflineStepTime(shape=SHAPES["meta-llama/Llama-3.1-8B"], device=device("
 
 @pytest.fixture(scope="module")
 def small() -> Calibration:
-    """The one fit that the short form has, from one start."""
+    """The fit that most of the short form looks at, from one start."""
+    return short_fit(measured_log(40, 6.0, output=20), SETTINGS)
+
+
+def short_fit(log: Sequence[MeasuredRequest], settings: EngineSettings) -> Calibration:
     pytest.importorskip("scipy")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fit, "STARTS", {"sum": fit.STARTS["sum"]})
         patch.setattr(fit, "FIRST", fit.FIRST[:3])
         patch.setattr(fit, "MORE", fit.MORE[:1])
-        return from_requests(measured_log(40, 6.0, output=20), SETTINGS, train=20, num_processes=1)
+        return from_requests(log, settings, train=20, num_processes=1)
 
 
 def held_out(found: Calibration) -> RequestErrors:
@@ -59,6 +64,14 @@ def test_a_small_log_is_predicted(small: Calibration) -> None:
     assert errors.tpot_mean_error is not None and abs(errors.tpot_mean_error) < 0.02
     assert small.is_training.sum() == small.profile.num_train == 20
     assert small.profile.training_errors["num_requests"] == 20
+
+
+def test_settings_that_the_engine_did_not_have_are_suspected(small: Calibration) -> None:
+    assert not any("the fit misses" in note for note in small.profile.notes)
+    log = measured_log(40, np.inf, settings=replace(SETTINGS, max_num_seqs=4), output=20)
+    found = short_fit(log, replace(SETTINGS, max_num_seqs=64))
+    (note,) = [note for note in found.profile.notes if "the fit misses" in note]
+    assert "max_num_seqs 64" in note
 
 
 @pytest.mark.soak
