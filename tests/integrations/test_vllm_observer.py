@@ -65,13 +65,16 @@ KNOBS = Knobs(DEMO, threads=1, max_num_seqs=16, max_num_batched_tokens=512, max_
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
-    """A server with Observer under vLLM's load generator: the recording, and the generator's result."""
+    """A server with Observer under vLLM's load generator: the recording, and the generator's result.
+
+    Its slots are not all in use: on a full server a queue magnifies what step times are off by.
+    """
     folder = tmp_path_factory.mktemp("served")
     log = folder / "recording.jsonl"
     options = (*OBSERVER, "--additional-config", json.dumps({"pointsman": {"record": str(log)}}))
     side = VllmSide(KNOBS, eager=True, options=options)
     try:
-        result = bench(side, DEMO, 12.0, 150, seed=1, folder=folder, detailed=True)
+        result = bench(side, DEMO, 6.0, 150, seed=1, folder=folder, detailed=True)
         assert result["completed"] == 150
         time.sleep(1)
     finally:
@@ -86,7 +89,9 @@ def test_both_documented_ways_to_a_log(served: tuple[Path, Path], tmp_path: Path
     settings = ("--max-num-seqs", 16, "--max-num-batched-tokens", 512, "--block-size", 32, "--no-async-scheduling")
     check_commands(result, tmp_path, *settings, "--train", 60)
     recorded, sent = read_measurements(log)[-150:], read_measurements(result)
-    assert [each.request.num_output_tokens for each in recorded] == [each.request.num_output_tokens for each in sent]
+    # In any order: requests that are sent a moment apart may reach the engine the other way round.
+    lengths = [sorted(each.request.num_output_tokens for each in requests) for requests in (recorded, sent)]
+    assert lengths[0] == lengths[1]
     inside = sorted(each.e2e for each in recorded)[75]
     outside = sorted(each.e2e for each in sent)[75]
     assert 0 < inside <= outside, "the times of the client have the network and the API server in them"
@@ -95,6 +100,7 @@ def test_both_documented_ways_to_a_log(served: tuple[Path, Path], tmp_path: Path
 @pytest.mark.soak
 def test_the_simulation_of_vllms_own_settings_is_near_what_happened(served: tuple[Path, Path]) -> None:
     compared = last_json(pointsman("vllm", "compare", served[0], "--json", "--ttft-target", "500ms"))
-    assert compared["check"]["e2e_mape"] < 0.2, compared["check"]
+    assert compared["check"]["e2e_mape"] < 0.15, compared["check"]
+    assert abs(compared["check"]["ttft_p50_error"]) < 0.25
     assert abs(compared["check"]["tpot_mean_error"]) < 0.1
     assert 0 < compared["rows"]["vLLM, simulated"]["goodput"] <= 1
