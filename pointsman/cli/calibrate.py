@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -113,6 +113,21 @@ AsJson = Annotated[
 ]
 
 
+def _ignored(given: EngineSettings, recorded: EngineSettings) -> list[str]:
+    """Settings that were given and are not those of a recording, which has its own."""
+    asked, own, default = (asdict(each) for each in (given, recorded, type(given)()))
+    return [
+        f"{_as_option(name, asked[name])} has no effect: in the recording {name} is {own[name]}"
+        for name in asked
+        if asked[name] not in (default[name], own[name])
+    ]
+
+
+def _as_option(name: str, value: Any) -> str:
+    option = name.replace("_", "-")
+    return f"--no-{option}" if value is False else f"--{option} {value}"
+
+
 def calibrate(
     log: Log,
     train: Train = None,
@@ -158,7 +173,7 @@ def calibrate(
         max_model_len=max_model_len,
         async_scheduling=async_scheduling,
     )
-    begin = time.perf_counter()
+    given, begin = settings, time.perf_counter()
     notes: list[str] = []
     try:
         estimate = _estimate(model, device, tensor_parallel)
@@ -171,6 +186,8 @@ def calibrate(
             )
         with _progress() as progress:
             found = fit(log, settings, train=train, estimate=estimate, progress=progress)
+        if found.profile.kind == "steps":
+            notes += _ignored(given, found.profile.settings)
         found.profile.notes.extend(notes)
     except OSError as error:
         what = f"the log {log}" if error.filename in (None, log) else error.filename

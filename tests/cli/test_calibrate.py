@@ -15,6 +15,7 @@ from pointsman.sim import fit
 from pointsman.sim.profile import load_profile
 from pointsman.sim.step_time import LinearStepTime
 from tests.sim.measured_logs import SMALL, measured_log, write_log
+from tests.sim.observed_logs import write_observed
 
 pytest.importorskip("scipy")
 OPTIONS = ("--train", 15, "--max-num-seqs", 24, "--max-num-batched-tokens", 512)
@@ -69,6 +70,18 @@ def test_the_last_line_is_json(pointsman: Callable[..., Any], log: Path, known: 
     assert found["num_train"] == 15 and found["step_time"]["per_step"] == 8e-3
     assert not any("num_blocks" in note for note in found["notes"])
     assert known[0].config.max_steps_in_flight == 1 and known[0].config.num_blocks == 5000
+
+
+def test_settings_beside_a_recording_have_no_effect_and_it_says_so(
+    pointsman: Callable[..., Any], tmp_path: Path
+) -> None:
+    write_observed(tmp_path / "recording.jsonl")
+    plain = pointsman("calibrate", tmp_path / "recording.jsonl", "--json").json_lines[-1]
+    assert not any("has no effect" in note for note in plain["notes"])
+    found = pointsman("calibrate", tmp_path / "recording.jsonl", "--json", "--max-num-seqs", 77).json_lines[-1]
+    (note,) = [note for note in found["notes"] if "has no effect" in note]
+    assert note.startswith("--max-num-seqs 77 has no effect: in the recording max_num_seqs is ")
+    assert {**found, "notes": [], "seconds": 0} == {**plain, "notes": [], "seconds": 0}
 
 
 def test_model_and_device_size_the_pool_and_begin_the_search(
