@@ -53,7 +53,7 @@ def run_capacity(
     Raises:
         CommandError: an option, a file or the model is wrong.
     """
-    low, high = replica_range(replicas)
+    low, high = replica_range(replicas, options)
     targets = Targets(*(seconds(name, options.get(name)) for name in ("ttft_target", "itl_target"))) or DEFAULT_TARGETS
     users = options.get("users")
     asks_users = users is not None or ("think" in options and "sessions" not in options)
@@ -67,8 +67,6 @@ def run_capacity(
         raise CommandError("--requests-per-second has no effect beside --users or --think; give one of them")
     if asks_users and users is None and low < high:
         raise CommandError("--think with a range of replicas needs --users: for how many users is the range?")
-    if high == 1 and "routing" in options:
-        raise CommandError("--routing has no effect with one replica; give --replicas 2 or more")
     if rate is not None and not 0 < rate < math.inf:
         raise CommandError(f"--requests-per-second is {rate}; it must be above 0")
     if not 0 < tolerance < math.inf:
@@ -116,16 +114,18 @@ def run_capacity(
     return EXIT_OK if is_complete else EXIT_INTERRUPTED
 
 
-def replica_range(text: str) -> tuple[int, int]:
+def replica_range(text: str, options: Mapping[str, Any]) -> tuple[int, int]:
     """The fewest and the most replicas of "4" or "1-16".
 
     Raises:
-        CommandError: it is neither a number nor a range.
+        CommandError: it is neither a number nor a range, or the options have a rule that routes to one replica.
     """
     found = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", text)
     low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= low <= high:
         raise CommandError(f"--replicas is {text!r}; give a number of at least 1, like 4, or a range, like 1-16")
+    if high == 1 and "routing" in options:
+        raise CommandError("--routing has no effect with one replica; give --replicas 2 or more")
     return low, high
 
 
@@ -171,15 +171,11 @@ class _Search:
         if self._is_shown:
             print_setting(self.service, arriving, 1)
             self.console.print(Text(self.service.about_times, style="yellow"))
-            self.console.print(f"Targets: {self.target_text()}; for at least {self.share:.6g} of the requests.")
+            self.console.print(f"Targets: {targets_text(self.targets)}; for at least {self.share:.6g} of the requests.")
             how = "from another number of users" if of_users else "faster or slower"
             self.console.print(f"Each probe sends these requests, {how}.\n")
             self._print(_COLUMNS, "bold")
         return question
-
-    def target_text(self) -> str:
-        limits = {"TTFT": self.targets.ttft, "every gap between two tokens": self.targets.itl}
-        return ", ".join(f"{name} at most {_time(limit)}" for name, limit in limits.items() if limit is not None)
 
     def extrapolations(self, probe: Probe | None) -> list[str]:
         """Where this probe left the loads of the profile's log."""
@@ -200,8 +196,8 @@ class _Search:
             "all at once" if is_dense else f"{probe.rate:,.3g}" if probe.rate < 100 else f"{probe.rate:,.0f}",
             str(probe.num_replicas),
             f"{100 * probe.share:.2f} %",
-            _time(probe.ttft_p99),
-            _time(probe.longest_gap_p99),
+            time_text(probe.ttft_p99),
+            time_text(probe.longest_gap_p99),
             "yes" if probe.meets else "no",
         )
         self._print(cells, "green" if probe.meets else "")
@@ -323,12 +319,23 @@ def _replicas(count: int) -> str:
 
 def _figures(probe: Probe) -> str:
     return (
-        f"{100 * probe.share:.2f} % of the requests meet them, TTFT p99 is {_time(probe.ttft_p99)}, and 99 % have no "
-        f"gap longer than {_time(probe.longest_gap_p99)}"
+        f"{100 * probe.share:.2f} % of the requests meet them, TTFT p99 is {time_text(probe.ttft_p99)}, and 99 % have "
+        f"no gap longer than {time_text(probe.longest_gap_p99)}"
     )
 
 
-def _time(value: float | None) -> str:
-    if value is None:
+def targets_text(targets: Targets) -> str:
+    """The limits that are set, in words."""
+    limits = {
+        "TTFT": targets.ttft,
+        "every gap between two tokens": targets.itl,
+        "end-to-end time": targets.e2e,
+    }
+    return ", ".join(f"{name} at most {time_text(limit)}" for name, limit in limits.items() if limit is not None)
+
+
+def time_text(value: float | None) -> str:
+    """Seconds with three digits, or milliseconds; "-": there is none, or none within the run."""
+    if value is None or math.isinf(value):
         return "-"
     return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"

@@ -191,7 +191,7 @@ ReplicaRange = Annotated[
     str,
     typer.Option(
         metavar="N|LOW-HIGH",
-        help="Replicas, for which the highest rate is found; a range like 1-16: the fewest that serve the rate.",
+        help="Replicas, for which the highest rate or the most users are found; a range (1-16): the fewest for them.",
     ),
 ]
 WantedRate = Annotated[
@@ -201,7 +201,10 @@ WantedRate = Annotated[
 Share = Annotated[float, typer.Option(help="Share of the requests that must meet all targets.")]
 ProbeRequests = Annotated[
     int | None,
-    typer.Option(help="Requests of each probe, from the start of the workload [default: 2000 a replica, max 10000]."),
+    typer.Option(
+        help="Requests of each probe, from the start of the workload; of users, generated ones, at least ten each "
+        "[default: 2000 a replica, max 10000]."
+    ),
 ]
 TunedReplicas = Annotated[
     str,

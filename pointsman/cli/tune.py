@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from pointsman.cli.capacity import DEFAULT_TARGETS, replica_range
+from pointsman.cli.capacity import DEFAULT_TARGETS, replica_range, targets_text, time_text
 from pointsman.cli.errors import EXIT_INTERRUPTED, EXIT_OK, CommandError
 from pointsman.cli.options import KNOBS
 from pointsman.cli.simulate import ProgressBar, print_setting, setting_as_json, stdout_console
@@ -67,9 +67,7 @@ def run_tune(
         import optuna  # noqa: F401  before time is spent
     except ModuleNotFoundError:
         raise CommandError("tune needs optuna; install it with: pip install 'pointsman[sim]'") from None
-    low, high = replica_range(replicas)
-    if high == 1 and "routing" in options:
-        raise CommandError("--routing has no effect with one replica; give --replicas 2 or more")
+    low, high = replica_range(replicas, options)
     targets = Targets(*(seconds(name, options.get(name)) for name in ("ttft_p99", "itl_p99", "e2e_p99")))
     speed = options.get("rate", 1.0)
     if not 0 < speed < math.inf:
@@ -167,10 +165,9 @@ class _Tuned:
     def print_question(self, low: int, high: int) -> None:
         print_setting(self._service, self._arriving, low, self._speed)
         self._say(self._service.about_times, "yellow")
-        limits = {"TTFT": self._targets.ttft, "every gap between two tokens": self._targets.itl}
-        limits["end-to-end time"] = self._targets.e2e
-        names = ", ".join(f"{name} at most {_time(limit)}" for name, limit in limits.items() if limit is not None)
-        self._say(f"Goodput: requests a second with {names}{', for each replica' if high > 1 else ''}.")
+        self._say(
+            f"Goodput: requests a second with {targets_text(self._targets)}{', for each replica' if high > 1 else ''}."
+        )
         self._say(f"{self._about_parts()}\n")
 
     def _about_parts(self) -> str:
@@ -201,8 +198,8 @@ class _Tuned:
             gap = min((trial.train.longest_gap_p99 or math.inf for trial in found.trials), default=math.inf)
             return [
                 f"Nothing meets the targets: with none of {len(found.trials)} settings a request does. The lowest TTFT "
-                f"p99 of any is {_time(fastest)}, the shortest longest gap p99 {_time(gap)}: set longer targets, or "
-                "take a lower rate, more replicas or a faster device."
+                f"p99 of any is {time_text(fastest)}, the shortest longest gap p99 {time_text(gap)}: set longer "
+                "targets, or take a lower rate, more replicas or a faster device."
             ]
         mine, theirs = found.judged.goodput, found.judged_defaults.goodput
         if not found.is_gain:
@@ -449,14 +446,8 @@ def _others(trial: Trial, base: SchedulerConfig) -> str:
 
 
 def _times(figures: Score) -> Sequence[str]:
-    return tuple(_time(value) for value in (figures.ttft_p99, figures.itl_p99, figures.longest_gap_p99))
+    return tuple(time_text(value) for value in (figures.ttft_p99, figures.itl_p99, figures.longest_gap_p99))
 
 
 def _rate(value: float) -> str:
     return f"{value:.4g}/s"
-
-
-def _time(value: float | None) -> str:
-    if value is None or math.isinf(value):
-        return "-"
-    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"

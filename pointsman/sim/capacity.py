@@ -210,13 +210,7 @@ def most_users(question: Question, num_replicas: int = 1, *, tolerance: float = 
         last = found.add(question.probe(users, num_replicas))
     if found.meets is None or found.misses is None:
         return found
-    meets, misses = users // 2, users
-    while misses - meets > max(1, tolerance * meets):
-        middle = (meets + misses) // 2
-        if found.add(question.probe(middle, num_replicas)).meets:
-            meets = middle
-        else:
-            misses = middle
+    _bisect(lambda between: found.add(question.probe(between, num_replicas)).meets, users // 2, users, tolerance)
     return found
 
 
@@ -237,14 +231,19 @@ def fewest_replicas(question: Question, load: float, low: int, high: int) -> Cap
         return found
     if found.add(question.probe(load, low)).meets:
         return found
-    misses, meets = low, high
-    while meets - misses > 1:
-        middle = (misses + meets) // 2
-        if found.add(question.probe(load, middle)).meets:
+    _bisect(lambda between: found.add(question.probe(load, between)).meets, high, low)
+    return found
+
+
+def _bisect(meets_at: Callable[[int], bool], meets: int, misses: int, tolerance: float = 0.0) -> None:
+    """Halve the way from a number that meets the targets to one that misses them, until they are neighbours, or as near
+    as `tolerance`, relative to the one that meets them."""
+    while abs(meets - misses) > max(1, tolerance * meets):
+        middle = (meets + misses) // 2
+        if meets_at(middle):
             meets = middle
         else:
             misses = middle
-    return found
 
 
 def _bracket(found: Capacity) -> tuple[float, float]:
