@@ -75,11 +75,16 @@ class SchedulerConfig:
     of drafts each. Verification is nearly free while steps are small, and costs what it computes once they are full."""
 
     order: str | Order = "fcfs"
-    """Which request is admitted next: "fcfs", "priority", or an object with the `Order` protocol. "fcfs-front" and
-    "priority-by-arrival" queue preempted requests as other systems do, see `docs/presets.md`."""
+    """Which request is admitted next: a name, with parameters if need be ("name:key=value,key=value"), or an object
+    with the `Order` protocol; see `docs/policies.md`. "fcfs-front" and "priority-by-arrival" queue preempted requests
+    as other systems do, see `docs/presets.md`."""
     victim: str | Victim | None = None
-    """Which request is preempted when blocks run out: "latest", "lowest-priority", an object with the `Victim`
-    protocol, or None: "lowest-priority" under the order "priority", otherwise "latest"."""
+    """Which request is preempted when blocks run out: a name, an object with the `Victim` protocol, or None:
+    "lowest-priority" under the order "priority", otherwise "latest"."""
+    reserves: tuple[Any, ...] = ()
+    """What else an admission leaves free, beside the knobs below: names, or `Reserve` objects. They add up."""
+    token_limits: tuple[Any, ...] = ()
+    """What else limits the tokens of a request, or of a step: names, or `Limit` objects."""
     displace: bool | None = None
     """Under "priority": whether less urgent running requests are preempted for a strictly more urgent waiting
     one. None: yes under "priority". Under an order without urgency, True is an error."""
@@ -147,6 +152,8 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "draft_table", _checked_draft_table(self.draft_table))  # JSON has lists
+        for name in ("reserves", "token_limits"):
+            object.__setattr__(self, name, _checked_policies(name, getattr(self, name)))
         self._check_ranges()
         self._check_combinations()
 
@@ -203,11 +210,12 @@ class SchedulerConfig:
         return most
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON-ready values; a policy object is given by its `name`."""
+        """The fields as JSON-ready values; a policy that is an object is given by its name."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         for name in ("order", "victim"):
-            if values[name] is not None and not isinstance(values[name], str):
-                values[name] = values[name].name
+            values[name] = _named(values[name])
+        for name in ("reserves", "token_limits"):
+            values[name] = [_named(policy) for policy in values[name]]
         return values
 
     def _check_ranges(self) -> None:
@@ -407,6 +415,16 @@ def _check_choice(name: str, value: object, *choices: str) -> None:
     if value not in choices:
         *others, last = (f'"{choice}"' for choice in choices)
         raise ConfigError(f"{name} is {value!r}; choose {', '.join(others)} or {last}")
+
+
+def _named(policy: Any) -> Any:
+    return policy if policy is None or isinstance(policy, str) else policy.name
+
+
+def _checked_policies(name: str, given: object) -> tuple[Any, ...]:
+    if isinstance(given, str) or not isinstance(given, (tuple, list)):
+        raise ConfigError(f'{name} is {given!r}; give a list of names or objects, such as ("watermark:share=0.02",)')
+    return tuple(given)
 
 
 def _checked_draft_table(table: object) -> tuple[tuple[int, int], ...]:

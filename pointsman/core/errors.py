@@ -49,3 +49,7 @@ class ProposalError(PointsmanError, ValueError):
 
 class InvariantError(PointsmanError, AssertionError):
     """A promise of the scheduler is broken. The message names the promise."""
+
+
+class PolicyError(PointsmanError, RuntimeError):
+    """A policy raised, or broke its contract. The step that asked it is void; no request is lost."""

@@ -67,6 +67,8 @@ REQUEST_FIELDS = (
     "use_prefix_cache",
     "runs_ahead",
     "more_input",
+    "tenant",
+    "ttft_target",
 )
 _OUTPUT_ARRAYS = (
     "rows",
@@ -102,12 +104,15 @@ class Recorder(Listener):
         self._file = file
         self._answers: AnswerLog | None = None
 
-    def start(self, config: SchedulerConfig, start: Start, answers: AnswerLog | None = None) -> None:
-        """The header; called once, by the scheduler. `answers`: those of its connector."""
+    def start(
+        self, config: SchedulerConfig, start: Start, policies: dict[str, int], answers: AnswerLog | None = None
+    ) -> None:
+        """The header; called once, by the scheduler. `policies`: versions by name; `answers`: of its connector."""
         header = {"format": FORMAT, "format_version": FORMAT_VERSION, "library_version": __version__}
         self._answers = answers
         connector = None if answers is None else {"saves_evicted": answers.saves_evicted}
-        self._write({**header, "config": config.to_dict(), "start": start._asdict(), "connector": connector})
+        header |= {"config": config.to_dict(), "policies": policies}
+        self._write({**header, "start": start._asdict(), "connector": connector})
 
     def on_call(self, event: Call) -> None:
         line = {"call": event.name, "now": event.now}

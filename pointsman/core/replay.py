@@ -13,8 +13,6 @@ from typing import Any
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import ConfigError, PointsmanError
 from pointsman.core.kv.connector import RecordedConnector
-from pointsman.core.policy.order import ORDERS
-from pointsman.core.policy.victim import VICTIMS
 from pointsman.core.recording import (
     FORMAT,
     FORMAT_VERSION,
@@ -137,17 +135,20 @@ class _Replay:
                 "nothing can be decided again; pointsman vllm compare simulates it"
             )
         config = header["config"]
-        for knob, known in (("order", ORDERS), ("victim", VICTIMS)):
-            if config[knob] is not None and config[knob] not in known:
-                raise RecordingError(
-                    f"{knob} {config[knob]!r} is not built in, so this recording cannot be replayed here"
-                )
         if header.get("connector") is not None:
             self._connector = RecordedConnector(header["connector"]["saves_evicted"])
         try:
-            return Scheduler(SchedulerConfig(**config), connector=self._connector, start=Start(**header["start"]))
+            scheduler = Scheduler(SchedulerConfig(**config), connector=self._connector, start=Start(**header["start"]))
         except (TypeError, ConfigError) as error:
             raise RecordingError(f"the header's configuration cannot be used: {error}") from error
+        for name, version in header.get("policies", {}).items():
+            here = scheduler.policies.get(name)
+            if here != version:
+                raise RecordingError(
+                    f"policy {name!r} decided in version {version} and has version {here} here, so this recording "
+                    "cannot be replayed; install that version"
+                )
+        return scheduler
 
     def _output(self, call: dict[str, Any]) -> SchedulerOutput:
         step: int = call["step"]

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.config import SchedulerConfig
-from pointsman.core.errors import InvalidTransition, UnknownTransfer
+from pointsman.core.errors import InvalidTransition, PolicyError, UnknownTransfer
 from pointsman.core.kv.connector import AnswerLog, KVConnector
 from pointsman.core.kv.events import KVEvent
 from pointsman.core.observe.explain import Explanation, explain, find_holder
@@ -70,6 +70,7 @@ class Scheduler:
         "__weakref__",
         "_admission",
         "_batch",
+        "_budget",
         "_config",
         "_displacement",
         "_drafts",
@@ -91,6 +92,7 @@ class Scheduler:
         "_steps",
         "_table",
         "_update",
+        "_view",
         "_watchdog",
     )
 
@@ -113,7 +115,7 @@ class Scheduler:
             self._listeners = (*self._listeners, recorder)
         self._assemble(start, answers or connector)
         if recorder is not None:
-            recorder.start(config, start, answers)
+            recorder.start(config, start, self.policies, answers)
 
     def _assemble(self, start: Start, connector: KVConnector | None = None) -> None:
         """Create all parts for the present configuration; statistics and listeners stay."""
@@ -121,12 +123,12 @@ class Scheduler:
         log = [RequestLog()] if config.log_request_events else []
         events.set([self._statistics, *log, *self._listeners])
         self._parts = parts = assemble(config, start, connector, events, self._statistics.accepted_drafts)
-        events.set([self._statistics, *log, *parts.gates.reserves.listeners, *self._listeners])
+        events.set([self._statistics, *log, *parts.policy_listeners, *self._listeners])
         self._batch, self._kv, self._table, self._steps = parts.batch, parts.kv, parts.table, parts.steps
         self._running, self._drafts, self._emission = parts.running, parts.drafts, parts.emission
         self._admission, self._displacement, self._loading = parts.admission, parts.displacement, parts.loading
         self._update, self._encoder, self._load_followers = parts.update, parts.encoder, parts.gates.load_followers
-        self._fast_forward = parts.fast_forward
+        self._fast_forward, self._view, self._budget = parts.fast_forward, parts.view, parts.budget
         self._max_seen_active_seqs = config.num_seats
         self._watchdog = Watchdog()
         self._next_step_id = start.step_id
@@ -139,9 +141,17 @@ class Scheduler:
 
         Raises:
             StepOrderError: `max_steps_in_flight` outputs already wait for their update.
+            PolicyError: a policy of another package raised, or broke its contract. The step is void, as by `fail`;
+                preemptions before that remain valid.
         """
         step = self._open_step(now)
-        self._run_parts(step)  # displace, advance, publish, admit, emit: see `_mixed_step`
+        try:
+            if self._budget.policies:
+                self._budget.open_step(self._view)
+            self._run_parts(step)  # displace, advance, publish, admit, emit: see `_mixed_step`
+        except PolicyError:
+            self._void([step])
+            raise
         output = step.output
         assert output is not None
         self._steps.records.append(step)
@@ -259,12 +269,16 @@ class Scheduler:
         """
         void = self._steps.take_from(output)
         self._table.now = now
-        take_back(void, self._steps, self._batch, self._kv, self._table, self._encoder, self._loading)
-        self._emission.resync()
+        self._void(void)
         for method in self._events.failed:
             method(len(void), now)
         if self._events.called:
             send(self._events.called, Call("fail", now, {"output": output}))
+
+    def _void(self, void: list[StepRecord]) -> None:
+        """Roll back steps that are no longer in flight, or never were, newest first."""
+        take_back(void, self._steps, self._batch, self._kv, self._table, self._encoder, self._loading)
+        self._emission.resync()
 
     # ------------------------------------------------------------------ many steps at once
 
@@ -314,7 +328,7 @@ class Scheduler:
         records = self._steps.records
         if len(records) >= self._steps.max_steps:
             raise self._steps.too_many()
-        self._table.now = now
+        self._table.now = self._view.now = now
         if self._loading is not None:
             self._loading.expire(now)
         step = StepRecord(self._next_step_id, now)
@@ -598,7 +612,7 @@ class Scheduler:
         self._listeners = (*self._listeners, recorder)
         self._assemble(start)
         self._kv.continue_reports(kv)
-        recorder.start(self._config, start)
+        recorder.start(self._config, start, self.policies)
         if pause is not None:
             self.pause(pause.since, pause.mode)
 
@@ -614,6 +628,11 @@ class Scheduler:
     def config(self) -> SchedulerConfig:
         """The configuration, with the limit that `set_max_num_active_seqs` set last."""
         return self._config
+
+    @property
+    def policies(self) -> dict[str, int]:
+        """The policies that decide, by name, with their versions."""
+        return {policy.name: policy.version for policy in self._parts.policies if policy.name}
 
     def has_unfinished_requests(self) -> bool:
         """Whether any request is queued, parked or running."""

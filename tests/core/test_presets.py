@@ -24,7 +24,7 @@ from pointsman.core import (
     StepResult,
     replay,
 )
-from pointsman.core.policy.order import make_order
+from pointsman.core.policy.registry import make
 from pointsman.core.presets import SYSTEMS
 from tests.soak import short_or_long
 
@@ -443,7 +443,7 @@ def test_the_request_preempted_last_is_the_head_under_fcfs_front() -> None:
     """Queued are x, preempted in its first run, and y, preempted in its second: its admission is the later one."""
     heads = {}
     for name in ("fcfs", "fcfs-front"):
-        order = make_order(name)
+        order = make("order", name)
         for request_id, serial in (("x", 1), ("y", 2)):
             request = Request(request_id, [1], arrival_time=serial, max_tokens=1)
             state = request._state

@@ -230,7 +230,7 @@ def test_a_policy_of_the_users_own_is_recorded_by_name_and_cannot_be_replayed_el
     host = Host(recorder=Recorder(file), order=Mine())
     host.add("a", 4, max_tokens=1)
     host.run_to_end()
-    with pytest.raises(RecordingError, match="order 'mine' is not built in, so this recording cannot be replayed here"):
+    with pytest.raises(RecordingError, match="cannot be used: no order is called 'mine'"):
         replay(file.getvalue().splitlines())
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from pointsman.core import Reason, Request
-from pointsman.core.policy.gate import View
 from pointsman.core.policy.limits import Int64Array, Limit
 from pointsman.core.state.batch import Batch
+from pointsman.core.state.interfaces import View
 from pointsman.core.state.reason import Deferral
 
 from .helpers import Host, cached_of, names, tokens_of

@@ -135,7 +135,7 @@ def recording_begins_with_what_was_learned(patch: Patch) -> None:
         admission = getattr(scheduler, "_admission", None)
         original(scheduler, *args)
         if admission is not None:
-            scheduler._admission.gates.reserves._reserves = admission.gates.reserves._reserves
+            scheduler._admission.gates.reserves.policies = admission.gates.reserves.policies
 
     around(patch, "Scheduler._assemble", assemble)
 
@@ -258,7 +258,7 @@ def rewind_is_lost(patch: Patch) -> None:
 
 
 def watermark_is_ignored(patch: Patch) -> None:
-    replace(patch, "Watermark.blocks", lambda reserve, request, demand, something_runs: 0)
+    replace(patch, "Watermark.blocks", lambda reserve, request, demand, view: 0)
 
 
 def mean_counts_aborts(patch: Patch) -> None:
@@ -266,7 +266,7 @@ def mean_counts_aborts(patch: Patch) -> None:
 
 
 def expected_output_is_ignored(patch: Patch) -> None:
-    replace(patch, "DecodeReserve.blocks", lambda reserve, request, demand, something_runs: 0)
+    replace(patch, "DecodeReserve.blocks", lambda reserve, request, demand, view: 0)
 
 
 def first_token_is_missed_if_it_is_the_last(patch: Patch) -> None:

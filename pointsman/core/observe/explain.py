@@ -288,6 +288,8 @@ CAUSES: dict[Reason, Cause] = {
         _BLOCKS, "its whole sequence does not fit beside what partial prefills are owed", _of_blocks
     ),
     Reason.DECODE_RESERVE: Cause(_BLOCKS, "the output that is expected of it would not fit", _of_blocks),
+    Reason.RESERVE: Cause(_BLOCKS, "the KV blocks left are kept for what runs, by a reserve", _of_blocks),
+    Reason.STEP_TIME: Cause(None, "it would make the step longer than its target time", _of_sequence_slots),
     Reason.BLOCKS: Cause(_BLOCKS, "the KV cache is full", _of_blocks),
     Reason.SEQUENCE_LIMIT: Cause("sequence slots", "all sequence slots are taken", _of_sequence_slots),
     Reason.BUDGET: Cause("tokens of the step's budget", "the step is full", _of_budget),

@@ -18,8 +18,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pointsman.core.config import SchedulerConfig
-from pointsman.core.policy.gate import Gate, View
+from pointsman.core.policy.gate import Gate
 from pointsman.core.state.inputs import Adapter
+from pointsman.core.state.interfaces import View
 from pointsman.core.state.reason import Deferral, Reason
 from pointsman.core.state.request import Request
 from pointsman.core.state.status import RequestStatus

@@ -22,10 +22,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.config import SchedulerConfig
-from pointsman.core.policy.gate import View
 from pointsman.core.policy.limits import Limit
 from pointsman.core.state.batch import ENCODER_INPUTS, PREFILLING, Batch
 from pointsman.core.state.inputs import EncoderEntry, EncoderInput
+from pointsman.core.state.interfaces import View
 from pointsman.core.state.reason import Deferral, Reason
 from pointsman.core.state.request import Request
 from pointsman.core.state.status import RequestStatus

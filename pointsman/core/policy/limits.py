@@ -1,17 +1,24 @@
 """How many tokens may a request advance in this step?
 
 A limit is a gate (`gate.py`) that also applies to running rows: it clips what they want, for all of them at once, on
-columns. The length limit is not here: it holds in every step and is applied by the step itself.
+columns. One with a `step_budget` sets the token budget of the step as well (`budget.py`). The length limit is not here:
+it holds in every step and is applied by the step itself.
+
+To add one: a subclass of `Limit`, its name in `LIMITS` at the end of this file, or in a package of its own.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.config import SchedulerConfig
-from pointsman.core.policy.gate import Gate, View
+from pointsman.core.policy.gate import Gate
+from pointsman.core.policy.policy import Parameter, Policy
 from pointsman.core.state.batch import NOT_AHEAD, Batch
+from pointsman.core.state.interfaces import View
 from pointsman.core.state.numbers import MAX_INT
 from pointsman.core.state.reason import Deferral
 from pointsman.core.state.request import Request
@@ -19,9 +26,10 @@ from pointsman.core.state.request import Request
 Int64Array = npt.NDArray[np.int64]
 
 
-class Limit(Gate):
+class Limit(Gate, Policy):
     """One bound on the tokens that a request advances in a step."""
 
+    kind = "limit"
     limits_decode = False
     """Whether steady decoding, where every row wants a single token, must ask it."""
     limits_drafts = False
@@ -39,8 +47,11 @@ class LongPrefillThreshold(Limit):
 
     limits_drafts = True
 
-    def __init__(self, threshold: int) -> None:
-        self._least = self._threshold = threshold
+    name = "prefill-threshold"
+    parameters = (Parameter("tokens", 512, 1, MAX_INT, tried=(256, 512, 1024, 2048), doc="of one request in a step"),)
+
+    def __init__(self, tokens: int) -> None:
+        self._least = self._threshold = tokens
 
     def open_step(self, num_requests: int) -> None:
         self._threshold = self.revision = self._least if num_requests > 1 else MAX_INT
@@ -56,8 +67,10 @@ class FairLongPrefillThreshold(LongPrefillThreshold):
     """As `LongPrefillThreshold`, but never less than a fair share of the budget (vLLM's adaptive threshold): tokens
     that no other request can use would be left over."""
 
-    def __init__(self, threshold: int, budget: int) -> None:
-        super().__init__(threshold)
+    name = ""
+
+    def __init__(self, tokens: int, budget: int) -> None:
+        super().__init__(tokens)
         self._budget = budget
 
     def open_step(self, num_requests: int) -> None:
@@ -75,15 +88,20 @@ class OneSampleInFlight(Limit):
             want[((batch.flags[rows] & NOT_AHEAD) != 0) & (batch.num_pending[rows] > 0)] = 0
 
 
-def make_limits(config: SchedulerConfig, encoder: Limit | None) -> list[Limit]:
-    """The limits that the configuration asks for, in the order in which they apply; `encoder` is the last one."""
-    limits: list[Limit] = []
+LIMITS: dict[str, type[Limit]] = {limit.name: limit for limit in (LongPrefillThreshold,)}
+
+
+def limits_of(config: SchedulerConfig, encoder: Limit | None) -> list[Any]:
+    """The limits that the configuration's knobs ask for, and those that it names, in the order in which they apply;
+    `encoder` is the last one."""
+    limits: list[Any] = []
     threshold, budget = config.prefill_threshold, config.max_num_batched_tokens
     if threshold:
         fair = config.long_prefill_token_threshold_adaptive
         limits.append(FairLongPrefillThreshold(threshold, budget) if fair else LongPrefillThreshold(threshold))
     if config.max_steps_in_flight > 1:
         limits.append(OneSampleInFlight())
+    limits += config.token_limits
     if encoder is not None:
         limits.append(encoder)
     return limits

@@ -1,7 +1,7 @@
 """Which request comes next? The orders of the waiting queue.
 
-To add one: a class with the methods of `Order` (`state/interfaces.py`), its name in `ORDERS` at the end of this file;
-or pass an object as `SchedulerConfig(order=...)`.
+To add one: a `Policy` with the methods of `Order` (`state/interfaces.py`), its name in `ORDERS` at the end of this
+file; or in a package of its own (`registry.py`); or pass an object as `SchedulerConfig(order=...)`.
 
 An order is a queue of its own. The built-in ones are a heap with lazy removal, so adding, taking and removing a
 request cost O(log n) and the head is known in O(1). The key of a request is
@@ -18,15 +18,15 @@ import heapq
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pointsman.core.errors import ConfigError
-from pointsman.core.state.interfaces import Order
+from pointsman.core.policy.policy import Policy
 from pointsman.core.state.request import Request
 from pointsman.core.state.status import RequestStatus
 
 
-class FirstComeFirstServed:
+class FirstComeFirstServed(Policy):
     """By arrival time, ties by order of adding. One class: all requests are equally urgent."""
 
+    kind = "order"
     name = "fcfs"
     displaces = False
 
@@ -34,6 +34,14 @@ class FirstComeFirstServed:
         self._heap: list[list[Any]] = []
         self._length = 0
         self._num_pushes = 0
+
+    def horizon(self, num_steps: int) -> int:
+        """Keys do not change while a request waits."""
+        return num_steps
+
+    def reason(self, request: Request) -> str:
+        """Why it is not first, in the policy's words; "": it came later."""
+        return ""
 
     def __len__(self) -> int:
         return self._length
@@ -133,26 +141,3 @@ class ArrivalPriority(PriorityOrder):
 ORDERS: dict[str, type[FirstComeFirstServed]] = {
     order.name: order for order in (FirstComeFirstServed, PriorityOrder, FrontFirst, ArrivalPriority)
 }
-
-
-_METHODS = ("push", "pop", "put_back", "peek", "remove", "position", "__len__", "__contains__", "__iter__")
-"""Of an order."""
-
-
-def make_order(order: str | Order) -> Order:
-    """A new, empty order of the given name, or the object itself.
-
-    Raises:
-        ConfigError: no order has that name, or the object lacks a part of the protocol.
-    """
-    if not isinstance(order, str):
-        missing = [name for name in ("name", "displaces", *_METHODS) if not hasattr(order, name)]
-        if missing:
-            raise ConfigError(
-                f"order is {order!r}, neither a name nor an object with the Order protocol: it has no "
-                f"{', '.join(missing)}"
-            )
-        return order
-    if order not in ORDERS:
-        raise ConfigError(f"no order is called {order!r}; choose one of {', '.join(ORDERS)}, or pass an object")
-    return ORDERS[order]()

@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.config import SchedulerConfig
-from pointsman.core.policy.gate import Gate, View
+from pointsman.core.policy.gate import Gate
 from pointsman.core.state.batch import PREFILLING, Batch
+from pointsman.core.state.interfaces import View
 from pointsman.core.state.numbers import MAX_INT
 from pointsman.core.state.reason import Deferral, Reason
 from pointsman.core.state.request import Request

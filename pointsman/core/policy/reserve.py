@@ -3,17 +3,21 @@
 A reserve names blocks that must be free beyond the first chunk's own. They add up: a request is admitted if its first
 chunk and every reserve fit into the free blocks together. Running requests are never held to a reserve, so the gap
 between "stop admitting" and "nothing left" is headroom for their growth. `Reserves` is the gate that adds them up.
+
+To add one: a subclass of `Reserve`, its name in `RESERVES` at the end of this file, or in a package of its own.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 from pointsman.core.config import SchedulerConfig
-from pointsman.core.policy.gate import Gate, View
-from pointsman.core.state.events import Listener
+from pointsman.core.policy.gate import Gate
+from pointsman.core.policy.policy import Parameter, Policy
+from pointsman.core.state.interfaces import View
+from pointsman.core.state.numbers import MAX_INT
 from pointsman.core.state.reason import Deferral, Reason
 from pointsman.core.state.request import Request
 from pointsman.core.state.status import FinishReason
@@ -33,15 +37,23 @@ class Demand(NamedTuple):
     """Blocks for all its known tokens."""
     owed: int
     """Blocks that running requests still need for tokens they already have (partial prefills)."""
+    others_run: bool
+    """Whether it is admitted beside running requests. If not, some request must start."""
 
 
-class Reserve(Protocol):
+class Reserve(Policy):
     """One reason to keep blocks free."""
 
-    reason: Reason
+    kind = "reserve"
+    reason: ClassVar[Reason] = Reason.RESERVE
+    """What a request waits for that only this reserve keeps out."""
+    num_changes = 0
+    """Changes whenever it may ask for other blocks for the same request and demand."""
 
-    def blocks(self, request: Request, demand: Demand, something_runs: bool) -> int:
-        """Blocks that must be free beyond `demand.first`."""
+    def blocks(self, request: Request, demand: Demand, view: View) -> int:
+        """Blocks that must be free beyond `demand.first`. With nothing running (`demand.others_run`), a request that
+        fits the pool must not be kept out."""
+        raise NotImplementedError
 
 
 class Shortage(NamedTuple):
@@ -67,99 +79,126 @@ class Reserves(Gate):
     blocks of its first chunk, or else the last reserve.
     """
 
-    def __init__(self, reserves: list[Reserve], block_size: int) -> None:
-        self._reserves = reserves
+    def __init__(self, reserves: Sequence[Any], block_size: int, view: View) -> None:
+        self.policies = tuple(reserves)
         self._block_size = block_size
-        means = [reserve for reserve in reserves if isinstance(reserve, MeanDecodeReserve)]
-        self.mean = means[0] if means else None
-        """The reserve that adapts to what it observes."""
+        self._view = view
+        plain = (Watermark, FullSequence, DecodeReserve)
+        self._adaptive = [reserve for reserve in reserves if type(reserve) not in plain]
         self.shortage: Shortage | None = None
         """What the last checked request lacks; None: nothing."""
 
     @property
-    def listeners(self) -> list[Listener]:
-        """The reserves that adapt to what they observe."""
-        return [] if self.mean is None else [self.mean]
-
-    @property
     def num_changes(self) -> int:
         """Changes whenever a reserve may ask for other blocks than before."""
-        return 0 if self.mean is None else self.mean.num_changes
+        return sum(reserve.num_changes for reserve in self._adaptive) if self._adaptive else 0
+
+    def horizon(self, num_steps: int) -> int:
+        for reserve in self._adaptive:
+            num_steps = min(num_steps, reserve.horizon(num_steps))
+        return num_steps
 
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
         size, shared = self._block_size, view.num_shared_blocks
         first = -(-(start + want) // size) - shared
         full = -(-request._state.num_tokens // size) - shared
-        demand = Demand(first, full, view.num_owed_blocks)
-        num_free, something_runs = view.num_free_blocks, view.num_running > 0
-        required = self.required_blocks(request, demand, something_runs)
+        demand = Demand(first, full, view.num_owed_blocks, view.num_running > 0)
+        num_free = view.num_free_blocks
+        required = self.required_blocks(request, demand)
         if required <= num_free:
             self.shortage = None
             return want
-        rungs = [(required - each.blocks(request, demand, something_runs), each.reason) for each in self._reserves]
-        if self._reserves:
-            rungs.append((first, self._reserves[-1].reason))
+        rungs = [(required - each.blocks(request, demand, view), each.reason) for each in self.policies]
+        if self.policies:
+            rungs.append((first, self.policies[-1].reason))
         self.shortage = Shortage(required, [*rungs, (0, Reason.BLOCKS)])
         return self.shortage.deferral(num_free)
 
-    def required_blocks(self, request: Request, demand: Demand, something_runs: bool) -> int:
+    def required_blocks(self, request: Request, demand: Demand) -> int:
         """Free blocks that admitting the request takes, with every reserve."""
         required = demand.first
-        for reserve in self._reserves:
-            required += reserve.blocks(request, demand, something_runs)
+        for reserve in self.policies:
+            required += reserve.blocks(request, demand, self._view)
         return required
 
 
-class Watermark:
-    """A share of the pool, only while something runs (vLLM's `watermark`)."""
+class Watermark(Reserve):
+    """A share of the pool, at least one block, while something runs (vLLM's `watermark`)."""
 
+    name = "watermark"
+    parameters = (Parameter("share", 0.01, 0.0, 0.99, tried=(0.01, 0.02, 0.05, 0.1, 0.2), doc="of the pool"),)
     reason = Reason.WATERMARK
 
-    def __init__(self, num_blocks: int) -> None:
-        self._num_blocks = num_blocks
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._num_blocks = 0
 
-    def blocks(self, request: Request, demand: Demand, something_runs: bool) -> int:
-        return self._num_blocks if something_runs else 0
+    def attach(self, view: View) -> None:
+        self._num_blocks = max(1, int(self._share * view.num_usable_blocks)) if self._share else 0
+
+    def horizon(self, num_steps: int) -> int:
+        return num_steps
+
+    def blocks(self, request: Request, demand: Demand, view: View) -> int:
+        return self._num_blocks if demand.others_run else 0
 
 
-class FullSequence:
+class FullSequence(Reserve):
     """The remaining known sequence, and that of every partial prefill."""
 
+    name = "full-sequence"
+    parameters = (Parameter("counts_owed", True, choices=(True, False), doc="whether partial prefills' blocks count"),)
     reason = Reason.FULL_SEQUENCE
 
     def __init__(self, counts_owed: bool = True) -> None:
         self._counts_owed = counts_owed
 
-    def blocks(self, request: Request, demand: Demand, something_runs: bool) -> int:
+    def horizon(self, num_steps: int) -> int:
+        return num_steps
+
+    def blocks(self, request: Request, demand: Demand, view: View) -> int:
         owed = demand.owed if self._counts_owed else 0
         return max(0, demand.full + owed - demand.first)
 
 
-class DecodeReserve:
-    """Blocks for its expected output, only while something runs: with nothing running, some request must start."""
+class DecodeReserve(Reserve):
+    """Blocks for its expected output, while something runs: with nothing running, some request must start."""
 
+    name = "decode"
+    parameters: ClassVar[tuple[Parameter, ...]] = (
+        Parameter("tokens", 128, 0, MAX_INT, tried=(128, 512), doc="expected output of each request"),
+    )
     reason = Reason.DECODE_RESERVE
 
-    def __init__(self, num_tokens: int, block_size: int) -> None:
-        self.num_tokens = num_tokens
-        self._block_size = block_size
+    def __init__(self, tokens: int) -> None:
+        self.num_tokens = tokens
+        self._block_size = 1
 
-    def blocks(self, request: Request, demand: Demand, something_runs: bool) -> int:
-        if not something_runs:
+    def attach(self, view: View) -> None:
+        self._block_size = view.block_size
+
+    def horizon(self, num_steps: int) -> int:
+        return num_steps
+
+    def blocks(self, request: Request, demand: Demand, view: View) -> int:
+        if not demand.others_run:
             return 0
         state = request._state
         expected = min(self.num_tokens, state.max_tokens, state.token_limit - state.num_tokens)
         return -(-expected // self._block_size)
 
 
-class MeanDecodeReserve(DecodeReserve, Listener):
-    """The expected output is the mean of the latest outputs, rounded up: 0 until one request has finished by itself.
+class MeanDecodeReserve(DecodeReserve):
+    """Blocks for the mean of the latest outputs, rounded up: 0 until one request has finished by itself.
 
     Requests that the host finished (an abort, a deadline) say nothing about the length of outputs.
     """
 
-    def __init__(self, block_size: int) -> None:
-        super().__init__(0, block_size)
+    name = "mean-decode"
+    parameters: ClassVar[tuple[Parameter, ...]] = ()
+
+    def __init__(self) -> None:
+        super().__init__(0)
         self._lengths: deque[int] = deque(maxlen=MEAN_OVER)
         self._total = 0
         self.num_changes = 0
@@ -176,15 +215,20 @@ class MeanDecodeReserve(DecodeReserve, Listener):
         self.num_changes += self.num_tokens != before
 
 
-def make_reserves(config: SchedulerConfig) -> Reserves:
-    """The reserves that the configuration asks for, cheapest remedy first."""
-    reserves: list[Reserve] = []
+RESERVES: dict[str, type[Reserve]] = {
+    reserve.name: reserve for reserve in (Watermark, FullSequence, DecodeReserve, MeanDecodeReserve)
+}
+
+
+def reserves_of(config: SchedulerConfig) -> list[Any]:
+    """The reserves that the configuration's knobs ask for, and those that it names, cheapest remedy first."""
+    reserves: list[Any] = []
     if config.watermark > 0.0:
-        reserves.append(Watermark(max(1, int(config.watermark * config.num_usable_blocks))))
+        reserves.append(Watermark(config.watermark))
     if config.full_sequence_must_fit:
         reserves.append(FullSequence(config.count_owed_blocks))
     if config.decode_reserve == "mean":
-        reserves.append(MeanDecodeReserve(config.block_size))
+        reserves.append(MeanDecodeReserve())
     elif config.decode_reserve:
-        reserves.append(DecodeReserve(config.decode_reserve, config.block_size))
-    return Reserves(reserves, config.block_size)
+        reserves.append(DecodeReserve(config.decode_reserve))
+    return [*reserves, *config.reserves]

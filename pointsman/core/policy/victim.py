@@ -9,56 +9,36 @@ again, except those that the prefix cache still holds.
 
 from __future__ import annotations
 
-from pointsman.core.config import SchedulerConfig
-from pointsman.core.errors import ConfigError
-from pointsman.core.state.batch import Batch
-from pointsman.core.state.interfaces import Victim
+from pointsman.core.policy.policy import Policy
+from pointsman.core.state.interfaces import View
 
 
-class Latest:
+class Latest(Policy):
     """The request admitted last (nano-vLLM's, miniVLLM's and, under "fcfs", vLLM's choice): it has the least
     seniority."""
 
+    kind = "victim"
     name = "latest"
 
-    def choose(self, batch: Batch, asking_row: int) -> int:
-        return int(batch.members.rows[-1])
+    def choose(self, view: View, asking: int) -> int:
+        return len(view.rows) - 1
 
 
-class LowestPriority:
+class LowestPriority(Policy):
     """The least urgent request; among equals the one that arrived last (vLLM's choice under "priority")."""
 
+    kind = "victim"
     name = "lowest-priority"
 
-    def choose(self, batch: Batch, asking_row: int) -> int:
-        members = batch.members
-        priority = batch.priority[members.rows]
-        least_urgent = (priority == priority.max()).nonzero()[0].tolist()
-        last = max(
-            least_urgent,
-            key=lambda index: (members.requests[index].arrival_time, members.requests[index].sequence_number),
-        )
-        return int(members.rows[last])
+    def choose(self, view: View, asking: int) -> int:
+        priority, requests = view.priority, view.requests
+        least_urgent: list[int] = (priority == priority.max()).nonzero()[0].tolist()
+        return max(least_urgent, key=lambda index: (requests[index].arrival_time, requests[index].sequence_number))
 
 
 VICTIMS: dict[str, type[Latest] | type[LowestPriority]] = {victim.name: victim for victim in (Latest, LowestPriority)}
 
 
-def make_victim(config: SchedulerConfig, order_name: str) -> Victim:
-    """The victim policy that the configuration names, or its default under an order.
-
-    Raises:
-        ConfigError: no policy has that name.
-    """
-    victim = config.victim
-    if victim is None:
-        victim = "lowest-priority" if order_name.startswith("priority") else "latest"
-    if not isinstance(victim, str):
-        if not hasattr(victim, "choose"):
-            raise ConfigError(f"victim is {victim!r}, neither a name nor an object with the Victim protocol")
-        return victim
-    if victim not in VICTIMS:
-        raise ConfigError(
-            f"no victim policy is called {victim!r}; choose one of {', '.join(VICTIMS)}, or pass an object"
-        )
-    return VICTIMS[victim]()
+def default_victim(order_name: str) -> str:
+    """The victim policy where the configuration names none."""
+    return "lowest-priority" if order_name.startswith("priority") else "latest"

@@ -1,16 +1,116 @@
-"""Which methods must a custom order or victim policy have? The protocols that the configuration accepts."""
+"""What may a policy read, and which methods must a custom order or victim have? The protocols of the configuration."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from pointsman.core.state.batch import Batch
+import numpy as np
+import numpy.typing as npt
+
 from pointsman.core.state.request import Request
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class View(Protocol):
+    """What a policy may read: the step so far, what runs, what waits, and what is free. It never tells how long an
+    output will be.
+
+    Columns have an element for each running request, in admission order, and are copies. They are made when they are
+    read: a policy that reads one twice in a decision keeps it.
+    """
+
+    @property
+    def now(self) -> float:
+        """Time of the newest call, in seconds on the caller's clock."""
+
+    @property
+    def budget(self) -> int:
+        """Remaining token budget of the step."""
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold a row, those admitted in this step included."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+
+    @property
+    def num_usable_blocks(self) -> int:
+        """Blocks that requests can hold."""
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no request holds, cached ones included."""
+
+    @property
+    def num_owed_blocks(self) -> int:
+        """Blocks that running requests still need for tokens that they already have (partial prefills)."""
+
+    @property
+    def num_shared_blocks(self) -> int:
+        """Blocks of the cached prefix of the checked request that other requests hold, which cost nothing."""
+
+    @property
+    def has_prefix_cache(self) -> bool:
+        """Whether blocks stay cached after use."""
+
+    # What runs, in columns.
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """The running requests, in admission order. Those admitted in this step come with the next one."""
+
+    @property
+    def rows(self) -> Int64Array:
+        """[running] int64, read-only: their rows."""
+
+    @property
+    def num_tokens(self) -> Int64Array:
+        """[running] int64: known tokens of each: its prompt and its output so far."""
+
+    @property
+    def num_computed_tokens(self) -> Int64Array:
+        """[running] int64: computed tokens of each: the maximum that a preemption would cost."""
+
+    @property
+    def num_blocks(self) -> Int64Array:
+        """[running] int64: blocks in the table of each, shared ones included."""
+
+    @property
+    def num_own_blocks(self) -> Int64Array:
+        """[running] int64: of these, blocks that only it holds: what a preemption frees."""
+
+    @property
+    def num_kept_tokens(self) -> Int64Array:
+        """[running] int64: of its computed tokens, those at its beginning that stay cached whatever happens to it,
+        because other running requests hold their blocks as well."""
+
+    @property
+    def num_left_tokens(self) -> Int64Array:
+        """[running] int64: tokens until its limits (`max_tokens`, the model's length) end it."""
+
+    @property
+    def num_preemptions(self) -> Int64Array:
+        """[running] int64: how often each was preempted, for whatever cause."""
+
+    @property
+    def priority(self) -> Int64Array:
+        """[running] int64: smaller is more urgent."""
 
 
 class Order(Protocol):
-    """A queue of waiting requests. An object serves one scheduler."""
+    """A queue of waiting requests. An object serves one scheduler.
+
+    Of `core/policy/policy.py` it may also have `attach` (to keep the view), `horizon` (without it no step is skipped
+    over while requests wait), `reason` and the events of a listener.
+    """
 
     name: str
     displaces: bool
@@ -46,5 +146,6 @@ class Victim(Protocol):
 
     name: str
 
-    def choose(self, batch: Batch, asking_row: int) -> int:
-        """The row to preempt for `asking_row`: a running row, maybe that one itself, and none senior to it."""
+    def choose(self, view: View, asking: int) -> int:
+        """Which running request is preempted for the one at index `asking`: an index into the columns of the view,
+        maybe `asking` itself."""

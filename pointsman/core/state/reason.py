@@ -12,13 +12,15 @@ from typing import NamedTuple
 class Reason(enum.Enum):
     """Why a request was not admitted in a step; or why a running one was left out (`LeftOut` in `step/emit.py`).
 
-    The first six are the rungs of the graded response to memory pressure: the one counted is the rung whose removal
+    The first seven are the rungs of the graded response to memory pressure: the one counted is the rung whose removal
     alone would have admitted the request.
     """
 
     WATERMARK = "watermark"
     FULL_SEQUENCE = "full_sequence"
     DECODE_RESERVE = "decode_reserve"
+    RESERVE = "reserve"
+    """A reserve that is a policy of its own keeps these blocks free."""
     BLOCKS = "blocks"
     SEQUENCE_LIMIT = "sequence_limit"
     BUDGET = "budget"
@@ -38,6 +40,8 @@ class Reason(enum.Enum):
     """The embeddings that the request needs for its next token do not fit beside those that others hold."""
     ADAPTER_SLOTS = "adapter_slots"
     """`max_loras` other adapters run, or a request that waited longer has claimed the slot of this one."""
+    STEP_TIME = "step_time"
+    """A limit holds the step within a time, and the request would make it longer."""
     PAUSED = "paused"
     """The operator has paused the scheduler, or its admissions."""
     IN_FLIGHT = "in_flight"

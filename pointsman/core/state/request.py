@@ -317,6 +317,8 @@ class _Asked:
         "runs_ahead",
         "stop_set",
         "stop_token_ids",
+        "tenant",
+        "ttft_target",
         "use_prefix_cache",
     )
 
@@ -335,6 +337,8 @@ class _Asked:
     adapter: Adapter | None
     use_prefix_cache: bool
     runs_ahead: bool
+    tenant: str
+    ttft_target: float | None
     metadata: Any
 
 
@@ -363,6 +367,9 @@ class Request(Sealed, _Asked):
         runs_ahead: False: none of its steps is scheduled while a sample of it is in flight, because the host needs the
             newest token to prepare that step (a grammar, say).
         more_input: whether the prompt continues in later parts (`Scheduler.extend`).
+        tenant: whose request it is, for policies that are fair to tenants.
+        ttft_target: seconds from its arrival within which its first token is wanted, for policies that order by it;
+            None: the policy's own. It never ends the request.
         metadata: the caller's own; never read here.
 
     Raises:
@@ -394,6 +401,8 @@ class Request(Sealed, _Asked):
         use_prefix_cache: bool = True,
         runs_ahead: bool = True,
         more_input: bool = False,
+        tenant: str = "",
+        ttft_target: float | None = None,
         metadata: Any = None,
     ) -> Self:
         checks = _Checks(request_id)
@@ -421,6 +430,8 @@ class Request(Sealed, _Asked):
         asked.use_prefix_cache = use_prefix_cache
         asked.runs_ahead = runs_ahead
         state.more_input = more_input
+        asked.tenant = checks.tenant(tenant)
+        asked.ttft_target = None if ttft_target is None else checks.ttft_target(ttft_target)
         asked.metadata = metadata
         if state.num_prompt_tokens == 0:
             checks.refuse("the prompt is empty; give at least one token")
@@ -652,6 +663,16 @@ class _Checks:
         if isinstance(value, (int, float, np.integer, np.floating)) and math.isfinite(value):
             return float(value)
         self.refuse(f"arrival_time is {value}; give seconds on the caller's clock")
+
+    def tenant(self, value: object) -> str:
+        if isinstance(value, str):
+            return value
+        self.refuse(f"tenant is {value!r}; it must be text")
+
+    def ttft_target(self, value: object) -> float:
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf:
+            return float(value)
+        self.refuse(f"ttft_target is {value!r}; give seconds above 0, or None")
 
     def salt(self, value: object) -> str | None:
         if value is None or isinstance(value, str):

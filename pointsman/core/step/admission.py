@@ -22,10 +22,12 @@ from pointsman.core.config import SchedulerConfig
 from pointsman.core.kv.manager import KVCacheManager, Match
 from pointsman.core.kv.transfers import NOTHING, External, Transfers
 from pointsman.core.policy.adapters import AdapterSlots
-from pointsman.core.policy.gate import AdmissionView, Gate, TokenBudget
+from pointsman.core.policy.budget import StepBudget, TokenBudget
+from pointsman.core.policy.gate import Gate
 from pointsman.core.policy.limits import Limit
 from pointsman.core.policy.partial_prefills import PartialPrefills
 from pointsman.core.policy.reserve import Reserves, Shortage
+from pointsman.core.policy.view import SchedulerView
 from pointsman.core.state.batch import Batch
 from pointsman.core.state.events import Deferred, Events, send
 from pointsman.core.state.numbers import MAX_INT
@@ -98,6 +100,8 @@ class Admission:
     def __init__(
         self,
         config: SchedulerConfig,
+        budget: StepBudget,
+        view: SchedulerView,
         batch: Batch,
         kv: KVCacheManager,
         running: Running,
@@ -107,7 +111,7 @@ class Admission:
         transfers: Transfers | None,
         loading: Loading | None,
     ) -> None:
-        self._budget = config.max_num_batched_tokens
+        self.budget = budget
         self._static = config.batching == "static"
         self._closes_after_preemption = not config.admit_after_preemption
         self._max_rows = config.max_num_seqs if config.batching == "prefill-first" else MAX_INT
@@ -128,11 +132,10 @@ class Admission:
         self._table = table
         self.gates = gates
         self._openers, self._commits, self._gates = gates.openers, gates.commits, gates.after_lookup
-        self._mean = gates.reserves.mean
         self._events = events
         self._transfers = transfers
         self._loading = loading
-        self._view = AdmissionView(batch, kv.pool)
+        self._view = view
         self.max_num_active_seqs = config.num_seats
         self.pause: Pause | None = None
         """The operator's pause; None: not paused."""
@@ -160,39 +163,41 @@ class Admission:
         self._batch_forms = False
         for open_queue in self._openers:
             open_queue()
-        budget, num_running = self._budget - advance.total, len(batch.members.requests)
+        budget, num_running = self.budget.tokens - advance.total, len(batch.members.requests)
         num_owed_blocks = self._running.num_owed_blocks()
-        self._view.now = now
         skipped: list[tuple[Request, int]] = []  # with how many were admitted before it was asked
         if self._loading is not None:
             self._loading.open(step.displacer, now)
-        while len(queue):
-            head = queue.peek()
-            if closed is None and step.displacer is not None and head is not step.displacer:
-                closed = Reason.DISPLACEMENT
-            if closed is None and len(advance.requests) + len(admitted) >= self._max_rows:
-                closed = Reason.SEQUENCE_LIMIT
-            verdict = _closed_for(closed) if closed else self.check(head, budget, num_running, num_owed_blocks)
-            if isinstance(verdict, Deferral):
-                self._defer(head, verdict, step)
-                if not verdict.blocks_queue and len(skipped) < MAX_SKIPPED:
-                    table.skipped.append(head)
-                    skipped.append((queue.pop(), len(admitted)))
+        try:
+            while len(queue):
+                head = queue.peek()
+                if closed is None and step.displacer is not None and head is not step.displacer:
+                    closed = Reason.DISPLACEMENT
+                if closed is None and len(advance.requests) + len(admitted) >= self._max_rows:
+                    closed = Reason.SEQUENCE_LIMIT
+                verdict = _closed_for(closed) if closed else self.check(head, budget, num_running, num_owed_blocks)
+                if isinstance(verdict, Deferral):
+                    self._defer(head, verdict, step)
+                    if not verdict.blocks_queue and len(skipped) < MAX_SKIPPED:
+                        table.skipped.append(head)
+                        skipped.append((queue.pop(), len(admitted)))
+                        continue
+                    table.blocker = head
+                    self._batch_forms = verdict.reason is Reason.BUDGET
+                    break
+                if verdict.is_async:
+                    assert self._loading is not None
+                    self._loading.start(head, verdict, step)
                     continue
-                table.blocker = head
-                self._batch_forms = verdict.reason is Reason.BUDGET
-                break
-            if verdict.is_async:
-                assert self._loading is not None
-                self._loading.start(head, verdict, step)
-                continue
-            entry = self._start(head, verdict, step)
-            admitted.append(entry)
-            budget -= verdict.charge
-            num_running += 1
-            num_owed_blocks += max(0, self._kv.blocks_for(head._state.num_tokens) - len(entry.blocks))
-        if skipped:
-            self._return_skipped(skipped, len(admitted))
+                queue.pop()
+                entry = self._start(head, verdict, step)
+                admitted.append(entry)
+                budget -= verdict.charge
+                num_running += 1
+                num_owed_blocks += max(0, self._kv.blocks_for(head._state.num_tokens) - len(entry.blocks))
+        finally:  # an order, or a gate, may raise
+            if skipped:
+                self._return_skipped(skipped, len(admitted))
         if admitted:
             batch.join([entry.row for entry in admitted], [entry.request for entry in admitted])
         if self._newly_deferred:
@@ -294,7 +299,7 @@ class Admission:
             return Standstill(closed, state.deferral)
         if state.deferral is None:
             return None
-        budget = self._budget - (num_running if self._rows_share_budget else 0)
+        budget = self.budget.tokens - (num_running if self._rows_share_budget else 0)
         found: Standstill | None = None
         if closed is not None:
             found = Standstill(closed, _closed_for(closed))
@@ -342,7 +347,7 @@ class Admission:
         """What the verdict on a blocked head depends on, beside the free blocks."""
         kv = self._kv
         found = kv.num_publications if self._depends_on_found else kv.num_held_publications
-        changes = 0 if self._mean is None else self._mean.num_changes
+        changes = self.gates.reserves.num_changes
         if not self._depends_on_chunk:
             return (self._table.num_departures, found, num_running > 0, num_owed_blocks, changes)
         chunk = (budget, kv.num_evictions, *[limit.revision for limit in self.gates.limits])

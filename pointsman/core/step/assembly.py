@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.kv.connector import KVConnector
 from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.kv.transfers import Transfers, make_transfers
 from pointsman.core.policy.adapters import AdapterSlots
+from pointsman.core.policy.budget import StepBudget, TokenBudget
 from pointsman.core.policy.encoder_budget import EncoderCache
-from pointsman.core.policy.gate import TokenBudget
-from pointsman.core.policy.limits import make_limits
-from pointsman.core.policy.order import make_order
+from pointsman.core.policy.limits import limits_of
+from pointsman.core.policy.listening import listeners_of
 from pointsman.core.policy.partial_prefills import make_partial_prefills
-from pointsman.core.policy.reserve import make_reserves
-from pointsman.core.policy.victim import make_victim
+from pointsman.core.policy.registry import make
+from pointsman.core.policy.reserve import Reserves, reserves_of
+from pointsman.core.policy.victim import default_victim
+from pointsman.core.policy.view import SchedulerView
 from pointsman.core.state.batch import Batch
-from pointsman.core.state.events import Events
+from pointsman.core.state.events import Events, Listener
 from pointsman.core.step.admission import Admission, Gates
 from pointsman.core.step.displacement import Displacement, displaces
 from pointsman.core.step.drafts import Drafts
@@ -65,6 +67,12 @@ class Parts:
     prompt_parts: PromptParts
     update: Update
     fast_forward: FastForward
+    view: SchedulerView
+    """What the policies read."""
+    budget: StepBudget
+    policies: tuple[Any, ...]
+    """The order, the victim policy, the reserves and the limits."""
+    policy_listeners: list[Listener]
 
 
 def assemble(
@@ -87,19 +95,28 @@ def assemble(
     drafts = Drafts(config, batch, events)
     drafts.last_updated_step = start.step_id - 1
     encoder = EncoderCache(config) if config.encoder_budget else None
+    queue = make("order", config.order)
+    victim = make("victim", default_victim(queue.name) if config.victim is None else config.victim)
+    view, budget = SchedulerView(batch, kv, queue), StepBudget(config)
+    limits = [make("limit", limit) for limit in limits_of(config, encoder)]
+    reserves = [make("reserve", reserve) for reserve in reserves_of(config)]
+    budget.policies = tuple(limit for limit in limits if hasattr(limit, "step_budget"))
     gates = Gates(
         AdapterSlots(config),
-        TokenBudget(config),
-        make_limits(config, encoder),
+        TokenBudget(config, budget),
+        limits,
         make_partial_prefills(config, batch),
-        make_reserves(config),
+        Reserves(reserves, config.block_size, view),
     )
-    queue = make_order(config.order)
-    running = make_running(config, batch, kv, gates.limits, make_victim(config, queue.name), drafts)
+    policies = (queue, victim, *reserves, *limits)
+    for policy in policies:
+        if hasattr(policy, "attach"):
+            policy.attach(view)
+    running = make_running(config, budget, batch, kv, gates.limits, victim, view, drafts)
     table = RequestTable(batch, kv, queue, gates.releases, steps, events, transfers)
     table.next_serial = start.serial
     loading = make_loading(config, kv, table, transfers, events)
-    admission = Admission(config, batch, kv, running, table, gates, events, transfers, loading)
+    admission = Admission(config, budget, view, batch, kv, running, table, gates, events, transfers, loading)
     displacement = None
     if displaces(config, queue):
         displacement = Displacement(config, batch, kv, running, admission, encoder, drafts)
@@ -126,4 +143,8 @@ def assemble(
         prompt_parts,
         update,
         fast_forward,
+        view,
+        budget,
+        policies,
+        listeners_of(policies),
     )

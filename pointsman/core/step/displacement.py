@@ -154,7 +154,7 @@ class Trial:
         may evict the head's cached prefix.
         """
         admission, head = self._admission, self._head
-        budget = self._config.max_num_batched_tokens - int(self._want[self._stays(gone)].sum())
+        budget = admission.budget.tokens - int(self._want[self._stays(gone)].sum())
         partial = admission.gates.partial_prefills
         if partial is not None and admission.would_be_partial(head, budget):
             rows = self._batch.members.rows[gone]
@@ -175,8 +175,8 @@ class Trial:
         full = kv.blocks_for(head.num_tokens)
         full -= 0 if self._admission.gates.budget.asks_whole else self._still_held(blocks, dropped)
         # The first chunk is assumed to be the whole: blocks that victims publish may make it larger than it is now.
-        demand = Demand(full, full, self._owed(stays))
-        return free >= self._admission.gates.reserves.required_blocks(head, demand, num_running > 0)
+        demand = Demand(full, full, self._owed(stays), num_running > 0)
+        return free >= self._admission.gates.reserves.required_blocks(head, demand)
 
     def has_embeddings(self, gone: Int64Array, encoder: EncoderCache) -> bool:
         """Whether the embeddings for the head's first token are cached or can be computed in this step."""

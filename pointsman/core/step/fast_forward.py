@@ -72,6 +72,7 @@ class FastForward:
         self._is_allowed = loading is None and running.steady_allowed
         gates = admission.gates
         self._load_followers = gates.load_followers
+        self._order_horizon = table.queue.horizon if hasattr(table.queue, "horizon") else _no_horizon
         self._horizons = [gate.horizon for gate in gates.all if type(gate).horizon is not Gate.horizon]
 
     # ------------------------------------------------------------------ how many
@@ -106,6 +107,7 @@ class FastForward:
         blocked = None
         free = self._kv.pool.num_free
         if len(queue):
+            limit = min(limit, self._order_horizon(limit))
             if self._displacement is not None and not self._displacement.is_idle(queue.peek()):
                 return 0, None
             blocked = admission.standstill(num_rows)
@@ -227,6 +229,11 @@ class FastForward:
                     f"token {token} stops request {request.request_id!r} before the last of {num_steps} steps; advance "
                     "up to the step that stops it, with its token in last_token_ids"
                 )
+
+
+def _no_horizon(num_steps: int) -> int:
+    """Of an order that does not tell for how long its head stays the same."""
+    return 0
 
 
 def _checked_tokens(

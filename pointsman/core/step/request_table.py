@@ -185,8 +185,7 @@ class RequestTable:
     # ------------------------------------------------------------------ onto a row, and off it
 
     def admit(self, request: Request, grant: Grant, num_slots: int) -> int:
-        """Move the head of the queue to a new row; returns the row."""
-        self.queue.pop()
+        """Move a request, which was the head of the queue, to a new row; returns the row."""
         self.num_departures += 1
         state = request._state
         resumed = state.status is RequestStatus.PREEMPTED

@@ -36,20 +36,23 @@ def take_back(
 def rewind(record: StepRecord, batch: Batch, kv: KVCacheManager, table: RequestTable) -> None:
     """Roll back one void step; later ones are rolled back already."""
     kv.undo(record.journal)
-    output = record.output
-    assert output is not None
     for admission in reversed(record.admitted):
         table.roll_back(admission)
-    live = batch.serial[output.rows] == output.serials
-    rows = output.rows[live]
-    batch.num_computed_tokens[rows] -= output.num_scheduled_tokens[live]
-    pending = output.num_pending()
+    done = (
+        record.output if record.output is not None else record.advance
+    )  # without an output: a policy raised before there was one
+    if done is None:
+        return
+    live = batch.serial[done.rows] == done.serials
+    rows = done.rows[live]
+    batch.num_computed_tokens[rows] -= done.num_scheduled_tokens[live]
+    pending = done.num_pending()
     batch.num_pending[rows] -= pending[live]
     for index in live.nonzero()[0].tolist():
-        request = output.requests[index]
+        request = done.requests[index]
         if request.num_tokens + request.num_pending == request.num_admitted_tokens and request.row is not None:
             batch.set_prefilling(request.row)  # its first sample since the admission is void
     for index in (~live & (pending > 0)).nonzero()[0].tolist():
-        request = output.requests[index]
-        if request.serial == output.serials[index]:  # preempted or parked since: its samples will never arrive
+        request = done.requests[index]
+        if request.serial == done.serials[index]:  # preempted or parked since: its samples will never arrive
             request._state.settle_pending(int(pending[index]))

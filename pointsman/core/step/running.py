@@ -26,9 +26,10 @@ import numpy.typing as npt
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.kv.block_pool import NO_BLOCKS
 from pointsman.core.kv.manager import KVCacheManager
+from pointsman.core.policy.budget import StepBudget
 from pointsman.core.policy.limits import Limit
 from pointsman.core.state.batch import PREFILLING, Batch, Members
-from pointsman.core.state.interfaces import Victim
+from pointsman.core.state.interfaces import Victim, View
 from pointsman.core.state.numbers import ONE
 from pointsman.core.state.output import IntArray
 from pointsman.core.state.request import Request
@@ -66,6 +67,10 @@ class Advance:
     unpublished: Sequence[Request]
     """Requests that compute prompt tokens, whose blocks are to be published."""
 
+    def num_pending(self) -> Int64Array:
+        """As `SchedulerOutput.num_pending`."""
+        return self.samples.astype(np.int64)
+
 
 class Running:
     """The running part of a step."""
@@ -76,22 +81,25 @@ class Running:
     def __init__(
         self,
         config: SchedulerConfig,
+        budget: StepBudget,
         batch: Batch,
         kv: KVCacheManager,
         limits: list[Limit],
         victim: Victim,
+        view: View,
         drafts: Drafts,
     ) -> None:
-        self._budget = config.max_num_batched_tokens
+        self._budget = budget
         self._block_size = config.block_size
         self._batch = batch
         self._kv = kv
         self._limits = limits
         self._victim = victim
+        self._view = view
         self._drafts = drafts
         self.steady_allowed = not any(limit.limits_decode for limit in limits)
         """Whether no limit must be asked where every row decodes one token."""
-        self.steady_rows = self._budget
+        self.steady_rows = budget.full
         """With more rows, not all of them can decode in a step."""
         self._speculates = config.num_draft_tokens > 0
         limited = any(limit.limits_drafts for limit in limits)
@@ -213,17 +221,17 @@ class Running:
     def _preempt_for(self, asking: int, preempt: Preempt) -> int:
         """Preempt a request for the row `asking`, the first, in admission order, that does not get its blocks. Returns
         the victim's row."""
-        members = self._batch.members
-        victim = self._victim.choose(self._batch, asking)
-        preempt(members.requests[int((members.rows == victim).nonzero()[0][0])])
-        return victim
+        members = self._batch.members  # without those that this step preempted before
+        victim = self._victim.choose(self._view, int((members.rows == asking).argmax()))
+        preempt(members.requests[victim])
+        return int(members.rows[victim])
 
     def _advance_drafts(self) -> Advance | None:
         """Every row decodes one token, and verifies its waiting drafts; None as in `_advance_steady`."""
         batch, members, drafts = self._batch, self._batch.members, self._drafts
         rows = members.rows
         total = len(rows) + drafts.waiting
-        if not self._steady_drafts_allowed or total > self._budget or not drafts.are_for(rows):
+        if not self._steady_drafts_allowed or total > self._budget.tokens or not drafts.are_for(rows):
             return None
         num_drafts = drafts.counts
         granted = drafts.granted()
@@ -301,9 +309,9 @@ class Running:
     def _within_budget(self, want: Int64Array) -> Int64Array:
         """[rows] `want`, cut to the token budget in admission order."""
         end = np.add.accumulate(want)
-        if not len(end) or end[-1] <= self._budget:
+        if not len(end) or end[-1] <= self._budget.tokens:
             return want
-        return np.clip(self._budget - (end - want), 0, want)
+        return np.clip(self._budget.tokens - (end - want), 0, want)
 
     def _commit(
         self,
@@ -365,13 +373,15 @@ class InOrder(Running):
     def __init__(
         self,
         config: SchedulerConfig,
+        budget: StepBudget,
         batch: Batch,
         kv: KVCacheManager,
         limits: list[Limit],
         victim: Victim,
+        view: View,
         drafts: Drafts,
     ) -> None:
-        super().__init__(config, batch, kv, limits, victim, drafts)
+        super().__init__(config, budget, batch, kv, limits, victim, view, drafts)
         self._max_rows = config.max_num_seqs
         self._looks_ahead = config.shortage == "look-ahead"
         self.steady_rows = min(self.steady_rows, self._max_rows)
@@ -418,7 +428,7 @@ class InOrder(Running):
         granted = np.zeros_like(want)
         blocks: list[IntArray] = [NO_BLOCKS] * len(want)
         gone: set[int] = set()
-        budget, slots = self._budget, self._max_rows
+        budget, slots = self._budget.tokens, self._max_rows
         for index in want.nonzero()[0].tolist():
             if index in gone:
                 continue
@@ -429,8 +439,7 @@ class InOrder(Running):
             tokens = want[index : index + 1] if is_beyond else np.minimum(want[index : index + 1], budget)
             needed = self.blocks_needed(tokens, row)
             while index not in gone and needed[0] > kv.pool.num_free:
-                victim = position[self._victim.choose(batch, int(row[0]))]
-                preempt(members.requests[victim])
+                victim = position[self._preempt_for(int(row[0]), preempt)]
                 gone.add(victim)
                 budget, slots = budget + int(granted[victim]), slots + int(granted[victim] > 0)
                 granted[victim], blocks[victim] = 0, NO_BLOCKS
@@ -445,8 +454,15 @@ class InOrder(Running):
 
 
 def make_running(
-    config: SchedulerConfig, batch: Batch, kv: KVCacheManager, limits: list[Limit], victim: Victim, drafts: Drafts
+    config: SchedulerConfig,
+    budget: StepBudget,
+    batch: Batch,
+    kv: KVCacheManager,
+    limits: list[Limit],
+    victim: Victim,
+    view: View,
+    drafts: Drafts,
 ) -> Running:
     """The running part that the configuration asks for."""
     kind = Running if config.shortage == "replan" else InOrder
-    return kind(config, batch, kv, limits, victim, drafts)
+    return kind(config, budget, batch, kv, limits, victim, view, drafts)

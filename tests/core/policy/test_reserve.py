@@ -210,7 +210,7 @@ def test_nothing_is_expected_before_anything_has_ended_by_itself() -> None:
 
 
 def test_the_mean_follows_the_last_ends() -> None:
-    reserve = MeanDecodeReserve(block_size=1)
+    reserve = MeanDecodeReserve()
     means = []
     for length in [1000] * 3 + [10] * (MEAN_OVER - 1) + [10]:
         request = Request("a", [1], arrival_time=0.0, max_tokens=2000)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pointsman.core import Reason, RequestStatus
-from pointsman.core.state.batch import Batch
+from pointsman.core.state.interfaces import View
 from tests.core.helpers import Host, names, reference_output, tokens_of
 
 
@@ -196,8 +196,8 @@ def test_a_user_may_pass_a_victim_policy_of_its_own() -> None:
     class First:
         name = "first"
 
-        def choose(self, batch: Batch, asking_row: int) -> int:
-            return int(batch.members.rows[0])
+        def choose(self, view: View, asking: int) -> int:
+            return 0
 
     host = two_that_outgrow_the_pool(victim=First())
     output = host.step()

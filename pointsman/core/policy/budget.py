@@ -1,0 +1,76 @@
+"""How many tokens may a step compute? The token budget, in one place.
+
+It is `max_num_batched_tokens`, or what a policy with a `step_budget` makes of it (`limits.py`): never less than one
+token for each running request, so that no decode waits for a prefill.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from pointsman.core.config import SchedulerConfig
+from pointsman.core.policy.gate import Gate
+from pointsman.core.state.interfaces import View
+from pointsman.core.state.reason import Deferral, Reason
+from pointsman.core.state.request import Request
+from pointsman.core.state.status import RequestStatus
+
+
+class SetsBudget(Protocol):
+    """A policy that lowers the budget of a step."""
+
+    def step_budget(self, most: int, view: View) -> int:
+        """Tokens that the next step may compute; `most` is the configured budget."""
+
+
+class StepBudget:
+    """The budget of the step that is being scheduled."""
+
+    __slots__ = ("full", "policies", "tokens")
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.full = config.max_num_batched_tokens
+        """As configured."""
+        self.tokens = self.full
+        """Of this step."""
+        self.policies: tuple[SetsBudget, ...] = ()
+
+    def open_step(self, view: View) -> None:
+        """Ask the policies; called once a step, if there are any."""
+        tokens = min([self.full, *(policy.step_budget(self.full, view) for policy in self.policies)])
+        self.tokens = max(tokens, len(view.rows), 1)
+
+
+class TokenBudget(Gate):
+    """The remaining token budget. A request that may not be cut to it waits for a step with enough."""
+
+    def __init__(self, config: SchedulerConfig, step: StepBudget) -> None:
+        self._step = step
+        self._chunked = config.enable_chunked_prefill
+        self._first_chunk_only = config.first_chunk_only
+        self.asks_whole = config.admission_charge != "uncached"
+        self.required = 0
+        """After a deferral: tokens that a step must have left for the request."""
+
+    def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
+        budget = view.budget
+        if want <= budget and not self.asks_whole:
+            return want
+        whole = request._state.num_tokens if self.asks_whole else want
+        if whole > budget and self._must_fit(request, budget):
+            self.required = min(whole, self._step.full)
+            return Deferral(Reason.BUDGET, whole - budget)
+        return min(want, budget)
+
+    def must_start_whole(self, request: Request) -> bool:
+        """Whether all its uncached tokens must fit one step. A resumed request may always be chunked."""
+        return not self._chunked and request._state.status is not RequestStatus.PREEMPTED
+
+    def may_have_to_fit(self, request: Request) -> bool:
+        """Whether it may have to fit the remaining budget, as if nothing were cached."""
+        return self.must_start_whole(request) or self._first_chunk_only or self.asks_whole
+
+    def _must_fit(self, request: Request, budget: int) -> bool:
+        """Whether it may not be cut to the remaining `budget`."""
+        taken = budget < self._step.tokens
+        return self.must_start_whole(request) or (taken and self._first_chunk_only)

@@ -1,0 +1,268 @@
+"""What if a policy raises, or breaks its contract? The step fails with its name, and no request is lost.
+
+Policies of other packages are wrapped when a scheduler is built; the built-in ones are called directly. The wrapper
+of an order knows which requests are queued, so an order that forgets one, or returns one twice, is found at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.errors import PolicyError
+from pointsman.core.policy.gate import Gate
+from pointsman.core.policy.limits import Limit
+from pointsman.core.policy.policy import Policy, spec_of
+from pointsman.core.state.batch import Batch
+from pointsman.core.state.interfaces import Order, Victim, View
+from pointsman.core.state.reason import Deferral
+from pointsman.core.state.request import Request
+
+Int64Array = npt.NDArray[np.int64]
+
+
+def guarded(kind: str, policy: Any) -> Any:
+    """The policy, with every answer checked."""
+    if type(policy).__module__.startswith("pointsman.core.policy."):
+        return policy
+    return _GUARDS[kind](policy)
+
+
+class Guard:
+    """What the guards have in common: the name, the version and the optional parts of the policy inside."""
+
+    _kind = ""
+
+    def __init__(self, policy: Any) -> None:
+        self.policy = policy
+        self.name: str = policy.name
+        self.version: int = getattr(policy, "version", 1)
+        self._given_parameters = getattr(policy, "_given_parameters", {})
+        self._error: PolicyError | None = None
+
+    def attach(self, view: View) -> None:
+        if hasattr(self.policy, "attach"):
+            self._call("attach", view)
+
+    def horizon(self, num_steps: int) -> int:
+        """0 without the method: every step is decided on its own."""
+        if not hasattr(self.policy, "horizon"):
+            return 0
+        answer = self._call("horizon", num_steps)
+        if not isinstance(answer, int) or not 0 <= answer <= num_steps:
+            raise self._broken(f"horizon({num_steps}) is {answer!r}; it must be between 0 and {num_steps}")
+        return answer
+
+    def hearing(self) -> Policy:
+        """The policy as a listener. What it raises then is raised when it is asked next, in a step that can fail."""
+        return _hearing(self)
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        try:
+            return getattr(self.policy, method)(*arguments)
+        except Exception as error:
+            raise self._broken(f"{method} raised {type(error).__name__}: {error}") from error
+
+    def _tell(self, method: str, *arguments: Any) -> None:
+        """As `_call`, where a failure must wait for a moment at which the step can fail."""
+        try:
+            getattr(self.policy, method)(*arguments)
+        except Exception as error:
+            self.fail_next(f"{method} raised {type(error).__name__}: {error}")
+
+    def fail_next(self, what: str) -> None:
+        """Raise this when the policy is asked next."""
+        self._error = self._broken(what)
+
+    def _broken(self, what: str) -> PolicyError:
+        return PolicyError(f"{self._kind} {spec_of(self.policy)!r}: {what}. The step failed and no request is lost")
+
+
+class GuardedOrder(Guard):
+    """An order of another package."""
+
+    _kind = "order"
+
+    def __init__(self, policy: Order) -> None:
+        super().__init__(policy)
+        self.displaces: bool = policy.displaces
+        self._queued: dict[Request, None] = {}
+        self._strays: dict[Request, None] = {}  # that the policy did not take
+
+    def push(self, request: Request) -> None:
+        self._queued[request] = None
+        self._insert("push", request, [request])
+
+    def put_back(self, requests: Sequence[Request]) -> None:
+        self._queued |= dict.fromkeys(requests)
+        self._insert("put_back", requests, requests)
+
+    def _insert(self, method: str, argument: Any, requests: Sequence[Request]) -> None:
+        """Whatever the policy does, these are queued: those that it does not take come first, in the order given."""
+        try:
+            getattr(self.policy, method)(argument)
+        except Exception as error:
+            self._strays |= dict.fromkeys(requests)
+            self.fail_next(f"{method} raised {type(error).__name__}: {error}")
+
+    def peek(self) -> Request:
+        if self._strays:
+            return next(iter(self._strays))
+        head = self._call("peek")
+        if head not in self._queued:
+            raise self._broken(f"peek returned {_named(head)}, which is not queued")
+        return head  # type: ignore[no-any-return]
+
+    def pop(self) -> Request:
+        expected = self.peek()
+        if expected not in self._strays:
+            head = self._call("pop")
+            if head is not expected:
+                if head in self._queued:
+                    self._insert("put_back", [head], [head])
+                raise self._broken(f"pop returned {_named(head)}, and peek {_named(expected)}")
+        self._strays.pop(expected, None)
+        del self._queued[expected]
+        return expected
+
+    def remove(self, request: Request) -> None:
+        del self._queued[request]
+        if self._strays.pop(request, self) is self:
+            self._tell("remove", request)
+
+    def position(self, request: Request) -> int:
+        return int(self._call("position", request))
+
+    def reason(self, request: Request) -> str:
+        """Why it is not first, in the policy's words; "": it has none."""
+        return str(self._call("reason", request)) if hasattr(self.policy, "reason") else ""
+
+    def __len__(self) -> int:
+        return len(self._queued)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._queued
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(list(self._queued))
+
+
+class GuardedVictim(Guard):
+    """A victim policy of another package."""
+
+    _kind = "victim"
+
+    def __init__(self, policy: Victim) -> None:
+        super().__init__(policy)
+
+    def choose(self, view: View, asking: int) -> int:
+        answer = self._call("choose", view, asking)
+        num_running = len(view.rows)
+        try:
+            index = answer.__index__()
+        except (AttributeError, TypeError):
+            index = -1
+        if not 0 <= index < num_running:
+            raise self._broken(
+                f"choose returned {answer!r}; it must be an index below {num_running}, of a running request"
+            )
+        return int(index)
+
+
+class GuardedReserve(Guard):
+    """A reserve of another package."""
+
+    _kind = "reserve"
+
+    def __init__(self, policy: Any) -> None:
+        super().__init__(policy)
+        self.reason = policy.reason
+
+    @property
+    def num_changes(self) -> int:
+        return int(getattr(self.policy, "num_changes", 0))
+
+    def blocks(self, request: Request, demand: Any, view: View) -> int:
+        answer = self._call("blocks", request, demand, view)
+        if not isinstance(answer, int) or answer < 0:
+            raise self._broken(f"blocks returned {answer!r}; it must be a number of blocks, 0 or more")
+        return answer
+
+
+class GuardedLimit(Guard, Limit):
+    """A limit of another package."""
+
+    _kind = "limit"
+
+    def __init__(self, policy: Limit) -> None:
+        super().__init__(policy)
+        self.limits_decode, self.limits_drafts = policy.limits_decode, policy.limits_drafts
+        self.is_shared = policy.is_shared
+
+    @property
+    def revision(self) -> int:  # type: ignore[override]
+        return int(self.policy.revision)
+
+    def horizon(self, num_steps: int) -> int:
+        return super().horizon(num_steps) if type(self.policy).horizon is not Gate.horizon else 0
+
+    def open_step(self, num_requests: int) -> None:
+        self._tell("open_step", num_requests)
+
+    def open_queue(self) -> None:
+        self._call("open_queue")
+
+    def step_budget(self, most: int, view: View) -> int:
+        answer = self._call("step_budget", most, view)
+        if not isinstance(answer, int) or answer > most:
+            raise self._broken(f"step_budget returned {answer!r}; it must be an integer of at most {most}")
+        return answer
+
+    def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
+        before = want.copy()
+        self._call("clip", batch, rows, want)
+        if np.any(want > before) or np.any(want < 0):
+            raise self._broken("clip must lower what rows want, and to no less than 0")
+
+    def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
+        answer = self._call("check", request, start, want, view)
+        if isinstance(answer, Deferral) or (isinstance(answer, int) and min(want, 1) <= answer <= want):
+            return answer
+        raise self._broken(f"check returned {answer!r} of {want} tokens; it must be 1 to {want}, or a Deferral")
+
+    def commit(self, request: Request, start: int, num_tokens: int) -> None:
+        self._tell("commit", request, start, num_tokens)
+
+    def release(self, request: Request) -> None:
+        self._tell("release", request)
+
+
+def _hearing(guard: Guard) -> Policy:
+    """A listener that has the events which the guarded policy overrides, and no others."""
+    inner = guard.policy
+
+    def safe(name: str) -> Callable[..., None]:
+        return lambda self, *arguments: guard._tell(name, *arguments)
+
+    names = [name for name in dir(Policy) if name.startswith("on_")]
+    own = {name: safe(name) for name in names if getattr(type(inner), name) is not getattr(Policy, name)}
+    hearing: Policy = type("Hearing", (Policy,), own)()
+    return hearing
+
+
+def _named(request: object) -> str:
+    return f"request {request.request_id!r}" if isinstance(request, Request) else repr(request)
+
+
+_GUARDS: dict[str, Callable[[Any], Any]] = {
+    "order": GuardedOrder,
+    "victim": GuardedVictim,
+    "reserve": GuardedReserve,
+    "limit": GuardedLimit,
+}

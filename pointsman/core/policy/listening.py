@@ -1,0 +1,92 @@
+"""How does a policy hear of decisions? It is a listener, with two events more: tokens of a step, and its time.
+
+The two are made here of steps and updates, and only for policies that override them. Of steps that were done at once
+(fast-forward) a policy hears the same as of single ones: their tokens together, their times one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from pointsman.core.policy.guard import Guard
+from pointsman.core.policy.policy import Policy, StepLoad
+from pointsman.core.state.events import Listener, StepDecision, StepRun
+from pointsman.core.state.output import SchedulerOutput, StepUpdate
+
+
+def listeners_of(policies: Iterable[Any]) -> list[Listener]:
+    """What must listen so that these policies hear what they want to."""
+    found: list[Listener] = []
+    advanced: list[Callable[..., None]] = []
+    step_time: list[Callable[[StepLoad, float], None]] = []
+    for policy in policies:
+        inner = policy.policy if isinstance(policy, Guard) else policy
+        if not isinstance(inner, Policy):
+            continue
+        # What a guarded policy raises when it is told something is raised when it is asked next.
+        heard = policy.hearing() if isinstance(policy, Guard) else inner
+        found.append(heard)
+        if type(inner).on_advanced is not Policy.on_advanced:
+            advanced.append(heard.on_advanced)
+        if type(inner).on_step_time is not Policy.on_step_time:
+            step_time.append(heard.on_step_time)
+    if advanced:
+        found.append(_Advances(advanced))
+    if step_time:
+        found.append(_StepTimes(step_time))
+    return found
+
+
+class _Advances(Listener):
+    def __init__(self, methods: list[Callable[..., None]]) -> None:
+        self._methods = methods
+
+    def on_step(self, step: StepDecision) -> None:
+        output = step.output
+        assert output is not None
+        if output.num_rows:
+            for method in self._methods:
+                method(output.requests, output.rows, output.num_scheduled_tokens)
+
+    def on_steps(self, run: StepRun) -> None:
+        num_tokens = np.full(len(run.rows), run.num_steps, dtype=np.int64)
+        for method in self._methods:
+            method(run.requests, run.rows, num_tokens)
+
+
+class _StepTimes(Listener):
+    def __init__(self, methods: list[Callable[[StepLoad, float], None]]) -> None:
+        self._methods = methods
+        self._began: dict[int, float] = {}  # of the steps in flight
+        self._ended = -np.inf
+
+    def on_step(self, step: StepDecision) -> None:
+        self._began[step.step_id] = step.now
+
+    def on_failed(self, num_steps: int, now: float) -> None:
+        for step_id in sorted(self._began)[-num_steps:]:
+            del self._began[step_id]
+
+    def on_update(self, output: SchedulerOutput, update: StepUpdate, now: float) -> None:
+        began = max(self._began.pop(output.step_id, now), self._ended)
+        self._ended = now
+        num_rows, total = output.num_rows, output.total_num_scheduled_tokens
+        if num_rows:
+            context = int(np.add.reduce(output.num_computed_tokens)) + total
+            self._tell(StepLoad(total, num_rows, context, total - num_rows), now - began)
+
+    def on_steps(self, run: StepRun) -> None:
+        num_rows = len(run.rows)
+        context = int(np.add.reduce(run.num_computed_tokens))
+        times = np.asarray(run.times).tolist()
+        for step, (began, ended) in enumerate(pairwise(times), start=1):
+            self._tell(StepLoad(num_rows, num_rows, context + step * num_rows, 0), ended - began)
+        self._ended = times[-1]
+
+    def _tell(self, load: StepLoad, seconds: float) -> None:
+        for method in self._methods:
+            method(load, seconds)

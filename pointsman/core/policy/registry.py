@@ -1,0 +1,168 @@
+"""Which policies are there? Found by kind and name: the built-in ones, and those of installed packages.
+
+    make("order", "fcfs")                           a new policy by name
+    make("order", "shortest-prefill:ageing=200")    with parameters
+    make("order", MyOrder())                        the object itself
+    known("order")                                  {name: class}
+
+A package adds policies as entry points of the group `pointsman.policies`: the name of the entry point is the policy's,
+what it loads is a subclass of `Policy`. A built-in name cannot be taken.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from pointsman.core.errors import ConfigError
+from pointsman.core.policy.guard import guarded
+from pointsman.core.policy.limits import LIMITS
+from pointsman.core.policy.order import ORDERS
+from pointsman.core.policy.policy import Parameter, Policy, Value
+from pointsman.core.policy.reserve import RESERVES
+from pointsman.core.policy.victim import VICTIMS
+
+GROUP = "pointsman.policies"
+KINDS: dict[str, tuple[str, ...]] = {
+    "order": ("displaces", "push", "pop", "put_back", "peek", "remove", "position", "__len__", "__contains__"),
+    "victim": ("choose",),
+    "reserve": ("blocks",),
+    "limit": ("check",),
+}
+"""The kinds, and what a policy of each must have besides a name."""
+_BUILT_IN: dict[str, dict[str, type[Policy]]] = {
+    "order": dict(ORDERS),
+    "victim": dict(VICTIMS),
+    "reserve": dict(RESERVES),
+    "limit": dict(LIMITS),
+}
+
+
+def known(kind: str) -> dict[str, type[Policy]]:
+    """Every policy of a kind by name, the built-in ones first.
+
+    Raises:
+        ConfigError: an installed package's policy cannot be loaded.
+    """
+    found = dict(_BUILT_IN[kind])
+    for entry in _installed():
+        policy = _load(entry)
+        if policy.kind == kind:
+            found[entry.name] = policy
+    return found
+
+
+def make(kind: str, given: Any) -> Any:
+    """The policy that a name with parameters stands for, or an object that is one. Those that are not built in are
+    guarded.
+
+    Raises:
+        ConfigError: no policy has that name, a parameter is unknown or out of range, or the object lacks a part.
+    """
+    if not isinstance(given, str):
+        missing = [name for name in ("name", *KINDS[kind]) if not hasattr(given, name)]
+        if missing:
+            raise ConfigError(
+                f"{kind} is {given!r}, neither a name nor an object with the {kind.capitalize()} protocol: it has no "
+                f"{', '.join(missing)}"
+            )
+        return guarded(kind, given)
+    name, parameters = parsed(given)
+    policy = _BUILT_IN[kind].get(name) or _installed_policy(kind, name)
+    if policy is None:
+        raise ConfigError(f"no {kind} is called {name!r}; choose one of {', '.join(known(kind))}, or pass an object")
+    values = checked(kind, name, policy.parameters, parameters)
+    made = policy(**values)
+    made._given_parameters = {  # type: ignore[attr-defined]
+        each.name: values[each.name] for each in policy.parameters if values[each.name] != each.default
+    }
+    return made if name in _BUILT_IN[kind] else guarded(kind, made)
+
+
+def parsed(spec: str) -> tuple[str, dict[str, str]]:
+    """Name and parameters of `name` or `name:key=value,key=value`.
+
+    Raises:
+        ConfigError: it is written otherwise.
+    """
+    name, _, rest = spec.partition(":")
+    parameters: dict[str, str] = {}
+    for part in rest.split(",") if rest else ():
+        key, equals, value = part.partition("=")
+        if not equals or not key.strip() or not value.strip():
+            raise ConfigError(f"policy {spec!r} has {part!r}; write name:key=value,key=value")
+        parameters[key.strip()] = value.strip()
+    if not name.strip() or spec.endswith(":"):
+        raise ConfigError(f"policy {spec!r} is incomplete; write name, or name:key=value,key=value")
+    return name.strip(), parameters
+
+
+def checked(kind: str, name: str, known: tuple[Parameter, ...], given: dict[str, str]) -> dict[str, Value]:
+    """Every parameter's value.
+
+    Raises:
+        ConfigError: one is unknown, of the wrong type, or out of range.
+    """
+    unknown = [key for key in given if key not in {each.name for each in known}]
+    if unknown:
+        has = ", ".join(each.name for each in known) or "none"
+        raise ConfigError(f"{kind} {name!r} has no parameter {unknown[0]!r}; its parameters: {has}")
+    return {
+        each.name: _value(kind, name, each, given[each.name]) if each.name in given else each.default for each in known
+    }
+
+
+def _value(kind: str, name: str, parameter: Parameter, text: str) -> Value:
+    what = f"{parameter.name} of {kind} {name!r} is {text!r}"
+    value: Value
+    if isinstance(parameter.default, bool):
+        if text.lower() not in ("true", "false"):
+            raise ConfigError(f"{what}; give true or false")
+        value = text.lower() == "true"
+    elif isinstance(parameter.default, str):
+        value = text
+    else:
+        try:
+            value = type(parameter.default)(text)
+        except ValueError:
+            kind_of_number = "an integer" if isinstance(parameter.default, int) else "a number"
+            raise ConfigError(f"{what}; give {kind_of_number}") from None
+        low, high = parameter.low, parameter.high
+        if not (low is None or value >= low) or not (high is None or value <= high):
+            bounds = f"at least {low:g}" if high is None else f"between {low or 0:g} and {high:g}"
+            raise ConfigError(f"{what}; it must be {bounds}")
+    if parameter.choices and value not in parameter.choices:
+        raise ConfigError(f"{what}; choose one of {', '.join(map(str, parameter.choices))}")
+    return value
+
+
+@lru_cache(maxsize=1)
+def _installed() -> tuple[EntryPoint, ...]:
+    """Entry points of installed packages, by name; the first of each name counts."""
+    found = sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value))
+    return tuple({entry.name: entry for entry in reversed(found)}.values())
+
+
+def _installed_policy(kind: str, name: str) -> type[Policy] | None:
+    for entry in _installed():
+        if entry.name == name:
+            policy = _load(entry)
+            return policy if policy.kind == kind else None
+    return None
+
+
+def _load(entry: EntryPoint) -> type[Policy]:
+    taken = next((kind for kind, policies in _BUILT_IN.items() if entry.name in policies), None)
+    if taken is not None:
+        raise ConfigError(f"policy {entry.name!r} of {entry.value} has the name of a built-in {taken}; rename it")
+    try:
+        policy = entry.load()
+    except Exception as error:
+        raise ConfigError(f"policy {entry.name!r} cannot be loaded from {entry.value}: {error}") from error
+    if not isinstance(policy, type) or not issubclass(policy, Policy) or policy.kind not in KINDS:
+        raise ConfigError(
+            f"policy {entry.name!r} of {entry.value} is {policy!r}; it must be a subclass of Policy whose kind is one "
+            f"of {', '.join(KINDS)}"
+        )
+    return policy

@@ -1,0 +1,105 @@
+"""What does a policy read? The `View` of one scheduler, over its own columns; see `state/interfaces.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.kv.manager import KVCacheManager
+from pointsman.core.state.batch import Batch
+from pointsman.core.state.request import Request
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class SchedulerView:
+    """The `View` that a scheduler keeps up to date."""
+
+    __slots__ = ("_batch", "_kv", "_queue", "budget", "now", "num_owed_blocks", "num_running", "num_shared_blocks")
+
+    def __init__(self, batch: Batch, kv: KVCacheManager, queue: Sized) -> None:
+        self._batch = batch
+        self._kv = kv
+        self._queue = queue
+        self.now = 0.0
+        self.budget = 0
+        self.num_running = 0
+        self.num_owed_blocks = 0
+        self.num_shared_blocks = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
+
+    @property
+    def block_size(self) -> int:
+        return self._batch.block_size
+
+    @property
+    def num_usable_blocks(self) -> int:
+        return self._kv.pool.num_usable
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._kv.pool.num_free
+
+    @property
+    def has_prefix_cache(self) -> bool:
+        return self._kv.prefix is not None
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        return self._batch.members.requests
+
+    @property
+    def rows(self) -> Int64Array:
+        return self._batch.members.rows
+
+    @property
+    def num_tokens(self) -> Int64Array:
+        return self._batch.num_tokens[self._batch.members.rows]
+
+    @property
+    def num_computed_tokens(self) -> Int64Array:
+        return self._batch.num_computed_tokens[self._batch.members.rows]
+
+    @property
+    def num_blocks(self) -> Int64Array:
+        return self._batch.num_slots[self._batch.members.rows] // self._batch.block_size
+
+    @property
+    def num_own_blocks(self) -> Int64Array:
+        if not self.has_prefix_cache:
+            return self.num_blocks  # nobody shares
+        blocks, owners = self._kv.tables(self._batch, self._batch.members.rows)
+        own = owners[self._kv.pool.num_references[blocks] == 1]
+        return np.bincount(own, minlength=len(self._batch))
+
+    @property
+    def num_kept_tokens(self) -> Int64Array:
+        batch = self._batch
+        kept = np.zeros(len(batch), dtype=np.int64)
+        if self.has_prefix_cache and len(batch):
+            blocks, owners = self._kv.tables(batch, batch.members.rows)
+            places = np.arange(len(blocks)) - owners.searchsorted(owners)  # in its own table
+            is_own = self._kv.pool.num_references[blocks] == 1
+            kept[:] = self.num_blocks
+            np.minimum.at(kept, owners[is_own], places[is_own])  # what is before the first of its own stays
+            np.minimum(kept * batch.block_size, self.num_computed_tokens, out=kept)
+        return kept
+
+    @property
+    def num_left_tokens(self) -> Int64Array:
+        members = self._batch.members
+        return members.token_limit - self._batch.num_tokens[members.rows]
+
+    @property
+    def num_preemptions(self) -> Int64Array:
+        requests = self._batch.members.requests
+        return np.fromiter((each._state.num_preemptions for each in requests), dtype=np.int64, count=len(requests))
+
+    @property
+    def priority(self) -> Int64Array:
+        return self._batch.priority[self._batch.members.rows]
