@@ -54,8 +54,8 @@ class Policy(Listener):
     parameters: ClassVar[tuple[Parameter, ...]] = ()
 
     def attach(self, view: View) -> None:
-        """The policy serves one scheduler from now on, and may keep its view. Called again when a recording begins: what
-        it has learned is then to be forgotten, as a replay begins without."""
+        """The policy serves one scheduler from now on, and may keep its view. Called again when a recording begins: it
+        then forgets what it has learned, as a replay begins without."""
 
     def horizon(self, num_steps: int) -> int:
         """For how many of the next `num_steps` steps, in which every running request decodes one token and nothing
