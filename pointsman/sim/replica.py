@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import NamedTuple
+from inspect import signature
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -77,6 +78,15 @@ class _Step(NamedTuple):
 
     end: float
     output: SchedulerOutput
+
+
+_TAKEN = frozenset(signature(Request.__new__).parameters)
+
+
+def _known_to_policies(request: SimRequest) -> dict[str, Any]:
+    """What a request says to policies alone, as keywords of `Request`; only what is set."""
+    values = {"tenant": request.tenant or None, "ttft_target": request.ttft_target}
+    return {name: value for name, value in values.items() if value is not None and name in _TAKEN}
 
 
 class Replica:
@@ -151,6 +161,7 @@ class Replica:
             max_tokens=max_tokens,
             priority=request.priority,
             eos_token_ids=(EOS_TOKEN,),
+            **_known_to_policies(request),
         )
         num_tokens = length + max(1, request.num_output_tokens)
         self._known[made] = _Known(number, num_tokens, filler_token(request.index))

@@ -52,6 +52,8 @@ class SimRequest:
     """What the client asked for; None: no limit but the model's."""
     priority: int = 0
     tenant: str = ""
+    ttft_target: float | None = None
+    """Seconds until its first token that the client hopes for; None: no target of its own."""
     session: str | None = None
     index: int = 0
     """Distinct in a workload: the order in which it made its requests, from 0. Names the tokens of this request."""

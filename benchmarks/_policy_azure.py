@@ -1,0 +1,65 @@
+"""The Azure scenarios: chats of a production service on a device whose pool is short.
+
+The first 6,000 requests of the Azure hour, Llama 3.1 8B on an RTX 4090, 2,588 blocks of 16 tokens. Prompts share
+nothing, so the prefix cache finds what a preempted request had, and nothing else.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from _common import AZURE_TRACE
+from _policy_scenario import Scenario, scaled, with_target
+
+from pointsman.core import SchedulerConfig
+from pointsman.sim.devices import device
+from pointsman.sim.shapes import model_shape
+from pointsman.sim.step_time import RooflineStepTime
+from pointsman.sim.workload import Arrival, OpenLoop
+from pointsman.traces import read_trace
+
+NUM_REQUESTS = 6_000
+TTFT_TARGET = 5.0
+"""Of each request, in seconds, for policies that read it."""
+SPEEDS = {"below": 0.44, "at": 0.52, "above": 0.56}
+CONFIG = SchedulerConfig(
+    num_blocks=2_588,
+    max_model_len=16_384,
+    max_num_seqs=256,
+    max_num_batched_tokens=2_048,
+    enable_prefix_caching=False,
+)
+STEP_TIME = RooflineStepTime(shape=model_shape("Llama-3.1-8B"), device=device("rtx4090"))
+
+
+@cache
+def requests() -> list[Arrival]:
+    """At the speed of the trace."""
+    trace = read_trace(AZURE_TRACE, limit=NUM_REQUESTS)
+    return with_target(list(OpenLoop(trace).first_arrivals()), TTFT_TARGET)
+
+
+def arrivals(speed: float) -> list[Arrival]:
+    """At another one."""
+    return scaled(requests(), speed)
+
+
+NOTE = "0.52 is the speed that the scenario is given with"
+AZURE = Scenario(
+    name="azure",
+    about="the first 6,000 requests of the Azure hour, 2,588 blocks, Llama 3.1 8B on an RTX 4090, no prefix cache",
+    arrivals=arrivals,
+    config=CONFIG,
+    step_time=STEP_TIME,
+    speeds=SPEEDS,
+    note=NOTE,
+)
+AZURE_CACHED = Scenario(
+    name="azure-cached",
+    about="the same with a prefix cache, which only resumed requests hit",
+    arrivals=arrivals,
+    config=CONFIG.replace(enable_prefix_caching=True),
+    step_time=STEP_TIME,
+    speeds=SPEEDS,
+    note=NOTE,
+)

@@ -1,0 +1,48 @@
+"""Short and long outputs together in a pool that is short: what an admission needs later is not known."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from _policy_scenario import Scenario, scaled
+
+from pointsman.core import SchedulerConfig
+from pointsman.sim.devices import device
+from pointsman.sim.shapes import model_shape
+from pointsman.sim.step_time import RooflineStepTime
+from pointsman.sim.workload import (
+    Arrival,
+    Generated,
+    Lengths,
+    OpenLoop,
+    PoissonArrivals,
+    parse_distribution,
+)
+
+NUM_REQUESTS = 6_000
+SEED = 3
+PROMPT, OUTPUT = "lognormal:300,0.6", "mix:0.7*lognormal:150,0.6+0.3*lognormal:3000,0.3"
+
+
+@cache
+def requests() -> list[Arrival]:
+    """One a second."""
+    lengths = Lengths(parse_distribution(PROMPT), parse_distribution(OUTPUT))
+    return list(OpenLoop(Generated(PoissonArrivals(1.0), lengths, NUM_REQUESTS, SEED)).first_arrivals())
+
+
+LONG_OUTPUTS = Scenario(
+    name="long-outputs",
+    about="70 % of the outputs lognormal around 150 tokens, 30 % around 3,000; 2,588 blocks, Llama 3.1 8B on an RTX "
+    "4090; a speed is requests a second",
+    arrivals=lambda speed: scaled(requests(), speed),
+    config=SchedulerConfig(
+        num_blocks=2_588,
+        max_model_len=16_384,
+        max_num_seqs=256,
+        max_num_batched_tokens=2_048,
+        enable_prefix_caching=False,
+    ),
+    step_time=RooflineStepTime(shape=model_shape("Llama-3.1-8B"), device=device("rtx4090")),
+    speeds={"below": 0.5, "at": 0.6, "above": 0.7},
+)

@@ -1,0 +1,339 @@
+"""What does each policy of the scheduler gain, on fixed scenarios, against today's default?
+
+A row of the table is a `Comparison`: a question, a scenario at a load, settings to beat, a policy, a figure and its
+target. The scenarios stand in `_policy_*.py`, and every simulation is the real scheduler under the virtual clock, so
+its figures do not depend on the machine. Simulations are done once each, on all cores.
+
+    python benchmarks/policies.py --check
+    python benchmarks/policies.py --scenario azure --load above --set watermark=0.02 --set victim=latest
+    python benchmarks/policies.py --scenario azure --saturation
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any
+
+from _common import Targets, argument_parser, at_least_one, finish, note, print_table, run
+from _policy_azure import AZURE, AZURE_CACHED
+from _policy_chats_and_documents import CHATS_AND_DOCUMENTS
+from _policy_long_outputs import LONG_OUTPUTS
+from _policy_mooncake import MOONCAKE, MOONCAKE_SHORT
+from _policy_scenario import LOADS, Figures, Load, Scenario, measure, saturation
+from _policy_tenants import TENANTS
+
+from pointsman.core import ConfigError
+from pointsman.sim.workers import available_cores
+
+NUM_QUICK = 2_000
+SCENARIOS: dict[str, Scenario] = {
+    each.name: each
+    for each in (AZURE, AZURE_CACHED, TENANTS, MOONCAKE, MOONCAKE_SHORT, LONG_OUTPUTS, CHATS_AND_DOCUMENTS)
+}
+Settings = Mapping[str, Any]
+"""Values of `SchedulerConfig` beside those of the scenario."""
+HIGHER_IS_BETTER = {"goodput", "within_target", "prefix_hit_share", "requests_per_second", "output_tokens_per_second"}
+SHOWN = ("ttft_mean", "ttft_p99", "itl_p99", "goodput", "recomputed_share", "preemptions", "prefix_hit_share")
+
+
+# ---------------------------------------------------------------------- what is asked
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What a figure of a policy must be, compared with the best of what it has to beat."""
+
+    limit: float
+    relative: bool = True
+    """Whether the limit is a multiple of the figure to beat, or a value of the figure."""
+
+    def bound(self, beaten: float, quick: bool) -> float:
+        """The least or greatest value that meets it; with `quick`, half of the gain, or twice the tolerance."""
+        bound = self.limit * beaten if self.relative else self.limit
+        if not quick:
+            return bound
+        is_tolerance = self.relative and self.limit >= 1
+        return beaten + (bound - beaten) * (2 if is_tolerance else 0.5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One row: a policy beside what it has to beat."""
+
+    question: str
+    scenario: str
+    load: Load
+    policy: Settings
+    against: Sequence[Settings] = ({},)
+    """One, or several of which the best in hindsight counts; {} is the scenario as it is."""
+    figure: str
+    """A field of `Figures`."""
+    target: Target
+    given: tuple[str, float] | None = None
+    """(figure, at most): only those of `against` count that meet it."""
+
+    @property
+    def name(self) -> str:
+        """For a verdict."""
+        return f"{self.question}: {self.figure} of {described(self.policy)}, {self.scenario} {self.load} saturation"
+
+    @property
+    def settings(self) -> list[Settings]:
+        """All that must be simulated for it."""
+        return [self.policy, *self.against]
+
+
+FCFS: Settings = {"order": "fcfs"}
+WATERMARKS = [{"watermark": share} for share in (0.0, 0.01, 0.02, 0.05)]
+BUDGETS = [{"max_num_batched_tokens": budget} for budget in (256, 512, 1024, 2048, 4096, 8192)]
+COMPARISONS: tuple[Comparison, ...] = (
+    Comparison(
+        question="how much stays free",
+        scenario="azure",
+        load="above",
+        policy={"watermark": 0.02},
+        figure="ttft_mean",
+        target=Target(limit=0.5),
+    ),
+    Comparison(
+        question="chunk size",
+        scenario="chats-and-documents",
+        load="at",
+        policy={"max_num_batched_tokens": 512},
+        figure="itl_p99",
+        target=Target(limit=0.5),
+    ),
+)
+GRIDS: tuple[tuple[str, str, Sequence[Settings]], ...] = (
+    ("azure", "above", WATERMARKS),
+    ("mooncake-short", "above", WATERMARKS),
+    ("long-outputs", "above", WATERMARKS),
+    ("mooncake", "at", BUDGETS),
+    ("chats-and-documents", "at", BUDGETS),
+)
+"""Fixed settings that policies are compared with: scenario, load, settings."""
+
+
+# ---------------------------------------------------------------------- simulations
+
+
+@dataclass(frozen=True)
+class Job:
+    """One simulation."""
+
+    scenario: str
+    load: Load
+    settings: tuple[tuple[str, Any], ...]
+    """Sorted by name, so that equal ones are done once."""
+    num_requests: int | None
+
+    @classmethod
+    def of(cls, scenario: str, load: Load, settings: Settings, num_requests: int | None) -> Job:
+        """Settings that are those of the scenario are left out."""
+        own = SCENARIOS[scenario].config
+        changed = {name: value for name, value in settings.items() if getattr(own, name, None) != value}
+        return cls(scenario, load, tuple(sorted(changed.items())), num_requests)
+
+
+@dataclass
+class Results:
+    """The figures of simulations that are done, or why they could not be."""
+
+    found: dict[Job, Figures] = field(default_factory=dict)
+    failed: dict[Job, str] = field(default_factory=dict)
+
+    def run(self, jobs: Iterable[Job], num_workers: int) -> None:
+        """Simulate what is missing; the longest first, so that no core is idle at the end."""
+        missing = [job for job in dict.fromkeys(jobs) if job not in self.found and job not in self.failed]
+        if num_workers == 1 or len(missing) < 2:
+            answers: Iterable[Figures | str] = map(simulated, missing)
+            self._note(missing, answers)
+            return
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(min(num_workers, len(missing)), context) as pool:
+            try:
+                self._note(missing, pool.map(simulated, missing))
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def _note(self, jobs: Sequence[Job], answers: Iterable[Figures | str]) -> None:
+        for job, answer in zip(jobs, answers, strict=True):
+            if isinstance(answer, str):
+                self.failed[job] = answer
+            else:
+                self.found[job] = answer
+
+
+def simulated(job: Job) -> Figures | str:
+    """The figures of a job, or why there are none."""
+    try:
+        return measure(SCENARIOS[job.scenario], job.load, dict(job.settings), job.num_requests)
+    except (ConfigError, KeyError, OSError, RuntimeError) as error:
+        return str(error)
+
+
+# ---------------------------------------------------------------------- the table
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a comparison found."""
+
+    comparison: Comparison
+    beaten: Settings
+    before: float
+    after: float
+    bound: float
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the target is."""
+        is_higher = self.comparison.figure in HIGHER_IS_BETTER
+        return self.after >= self.bound if is_higher else self.after <= self.bound
+
+
+def judged(comparison: Comparison, results: Results, num_requests: int | None, quick: bool) -> Row | str:
+    """A row, or why there is none."""
+    jobs = [Job.of(comparison.scenario, comparison.load, each, num_requests) for each in comparison.settings]
+    for job in jobs:
+        if job in results.failed:
+            return results.failed[job]
+    policy, *others = (results.found[job] for job in jobs)
+    pairs = list(zip(comparison.against, others, strict=True))
+    if comparison.given is not None:
+        name, most = comparison.given
+        pairs = [pair for pair in pairs if getattr(pair[1], name) <= most]
+        if not pairs:
+            return f"nothing to beat has {name} of at most {most:g}"
+    values = [getattr(figures, comparison.figure) for _, figures in pairs]
+    after = getattr(policy, comparison.figure)
+    if after is None or None in values:
+        return f"there is no {comparison.figure} on {comparison.scenario}"
+    before = max(values) if comparison.figure in HIGHER_IS_BETTER else min(values)
+    beaten = pairs[values.index(before)][0]
+    return Row(comparison, beaten, before, after, comparison.target.bound(before, quick))
+
+
+def print_grids(results: Results, num_requests: int | None) -> dict[str, Any]:
+    """A table of each grid, and its figures for JSON."""
+    found: dict[str, Any] = {}
+    for scenario, load, grid in GRIDS:
+        jobs = [(settings, Job.of(scenario, load, settings, num_requests)) for settings in grid]
+        there = [(described(settings), results.found[job]) for settings, job in jobs if job in results.found]
+        rows = [[name, *(getattr(figures, each) for each in SHOWN)] for name, figures in there]
+        print_table(f"{scenario}, {load} saturation", ["", *SHOWN], rows)
+        found[f"{scenario}, {load}"] = {name: figures.to_dict() for name, figures in there}
+    return found
+
+
+def described(settings: Settings) -> str:
+    """Settings as text."""
+    return ", ".join(f"{name} {value}" for name, value in settings.items()) or "default"
+
+
+def compare(quick: bool, num_workers: int, check: bool) -> int:
+    """All comparisons and grids; returns the exit code."""
+    num_requests = NUM_QUICK if quick else None
+    start = monotonic()
+    jobs = [Job.of(each.scenario, each.load, s, num_requests) for each in COMPARISONS for s in each.settings]
+    if not quick:
+        jobs += [Job.of(scenario, load, settings, None) for scenario, load, grid in GRIDS for settings in grid]
+    results = Results()
+    results.run(jobs, num_workers)
+    targets, rows, found = Targets(), [], []
+    for each in COMPARISONS:
+        row = judged(each, results, num_requests, quick)
+        place = [each.question, f"{each.scenario}, {each.load}", each.figure]
+        if isinstance(row, str):
+            targets.holds(f"{each.name}: not measured: {row}", False)
+            rows.append([*place, None, None, described(each.policy), None, None])
+            continue
+        check_bound = targets.at_least if each.figure in HIGHER_IS_BETTER else targets.at_most
+        check_bound(each.name, row.after, row.bound)
+        rows.append([*place, described(row.beaten), row.before, described(each.policy), row.after, row.bound])
+        found.append(
+            {
+                "question": each.question,
+                "scenario": each.scenario,
+                "load": each.load,
+                "figure": each.figure,
+                "against": dict(row.beaten),
+                "before": row.before,
+                "policy": dict(each.policy),
+                "after": row.after,
+                "bound": row.bound,
+                "met": row.is_met,
+            }
+        )
+    header = ["question", "scenario", "figure", "against", "before", "policy", "after", "target"]
+    grids = {} if quick else print_grids(results, num_requests)
+    print_table("Policies, compared", header, rows)
+    cpu = sum(figures.cpu_seconds for figures in results.found.values())
+    note(f"{len(results.found)} simulations, {cpu:.0f} CPU seconds, {monotonic() - start:.0f} seconds")
+    figures = {"quick": quick, "simulations": len(results.found), "cpu_seconds": round(cpu, 1)}
+    return finish("policies", {**figures, "comparisons": found, "grids": grids}, targets, check)
+
+
+# ---------------------------------------------------------------------- one run
+
+
+def experiment(arguments: argparse.Namespace) -> int:
+    """One scenario with the settings of the command line, at one load or at all."""
+    scenario = SCENARIOS[arguments.scenario]
+    note(f"{scenario.name}: {scenario.about}")
+    if arguments.saturation:
+        found = saturation(scenario, scenario.speeds["below"], scenario.speeds["above"])
+        note(f"the queue grows above a speed of {found:.3g}; speeds: {dict(scenario.speeds)} {scenario.note}".rstrip())
+        return 0
+    settings = dict(arguments.set)
+    loads: Sequence[Load | float] = [arguments.load] if arguments.load else LOADS
+    if arguments.speed is not None:
+        loads = [arguments.speed]
+    num_requests = arguments.requests or (NUM_QUICK if arguments.quick else None)
+    found_at = {load: measure(scenario, load, settings, num_requests).to_dict() for load in loads}
+    names = [name for name in next(iter(found_at.values())) if name != "ttft_mean_of"]
+    tenants = next(iter(found_at.values()))["ttft_mean_of"]
+    rows = [[name, *(found[name] for found in found_at.values())] for name in names]
+    rows += [
+        [f"ttft_mean, {tenant}", *(found["ttft_mean_of"][tenant] for found in found_at.values())] for tenant in tenants
+    ]
+    print_table(described(settings), ["", *map(str, found_at)], rows)
+    print(json.dumps({"scenario": scenario.name, "settings": settings, "figures": found_at}), flush=True)
+    return 0
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """The name and the value of key=value; a value that is no JSON is a word."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is no setting; write it like watermark=0.02")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def main() -> int:
+    parser = argument_parser(__doc__ or "")
+    parser.add_argument("--workers", type=at_least_one, default=available_cores(), help="processes that simulate")
+    parser.add_argument("--scenario", choices=SCENARIOS, help="run this one alone and print its figures")
+    parser.add_argument("--load", choices=LOADS, help="of that run [default: all three]")
+    parser.add_argument("--speed", type=float, help="of that run, instead of a load")
+    parser.add_argument("--requests", type=at_least_one, help="only the first ones of that run")
+    parser.add_argument("--set", action="append", default=[], type=setting, metavar="KEY=VALUE", help="a setting of it")
+    parser.add_argument("--saturation", action="store_true", help="find the speed from which on its queue grows")
+    arguments = parser.parse_args()
+    if arguments.scenario:
+        return experiment(arguments)
+    return compare(arguments.quick, arguments.workers, arguments.check)
+
+
+if __name__ == "__main__":
+    run(main)
