@@ -61,9 +61,7 @@ class Guard:
         return _hearing(self)
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        self._raise_what_failed()
         try:
             return getattr(self.policy, method)(*arguments)
         except Exception as error:
@@ -75,6 +73,11 @@ class Guard:
             getattr(self.policy, method)(*arguments)
         except Exception as error:
             self.fail_next(f"{method} raised {type(error).__name__}: {error}")
+
+    def _raise_what_failed(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
 
     def fail_next(self, what: str) -> None:
         """Raise this when the policy is asked next."""
@@ -112,6 +115,7 @@ class GuardedOrder(Guard):
             self.fail_next(f"{method} raised {type(error).__name__}: {error}")
 
     def peek(self) -> Request:
+        self._raise_what_failed()
         if self._strays:
             return next(iter(self._strays))
         head = self._call("peek")

@@ -1,0 +1,307 @@
+"""A policy of another package that raises, or breaks its contract: the step fails with its name, nothing is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pointsman.core import PolicyError, Request
+from pointsman.core.policy.limits import Limit
+from pointsman.core.policy.order import FirstComeFirstServed
+from pointsman.core.policy.policy import Policy
+from pointsman.core.policy.reserve import Reserve
+from pointsman.core.policy.victim import Latest
+from tests.core.helpers import Host, names, reference_output
+
+
+class Switch:
+    """Lets a policy fail at the moments a test chooses."""
+
+    def __init__(self) -> None:
+        self.fails = False
+        self.answer: Any = None
+
+    def __call__(self, sound: Callable[[], Any]) -> Any:
+        if not self.fails:
+            return sound()
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+BOOM = ZeroDivisionError("boom")
+
+
+def host_with(kind: str, policy: Any, **config: Any) -> Host:
+    value = (policy,) if kind in ("reserves", "token_limits") else policy
+    return Host(**{kind: value, **config})
+
+
+def finish_all(host: Host, requests: list[Request]) -> None:
+    """Everything still runs to its right end."""
+    host.run_to_end()
+    for request in requests:
+        assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, request.max_tokens)
+
+
+# ---------------------------------------------------------------------- orders
+
+
+@pytest.mark.parametrize("method", ["peek", "pop"])
+@pytest.mark.parametrize("answer", [BOOM, None, "another"], ids=["raises", "none", "not queued"])
+def test_an_order_that_fails_while_a_step_admits_loses_no_request(method: str, answer: Any) -> None:
+    switch = Switch()
+    switch.answer = answer
+
+    class Mine(FirstComeFirstServed):
+        name = "mine"
+        num_admitted = 0
+
+        def peek(self) -> Any:
+            return switch(super().peek) if method == "peek" else super().peek()
+
+        def pop(self) -> Any:
+            self.num_admitted += 1
+            broken = method == "pop" and switch.fails and self.num_admitted == 2
+            return switch(super().pop) if broken else super().pop()
+
+    host = host_with("order", Mine())
+    requests = [host.add(name, 3, max_tokens=4) for name in ("a", "b", "c")]
+    switch.fails = True
+    with pytest.raises(PolicyError, match=f"order 'mine': {method}"):
+        host.schedule()
+    host.scheduler.check_invariants()
+    assert (host.scheduler.num_queued, host.scheduler.num_running) == (3, 0), "also the one that was admitted before"
+    switch.fails = False
+    output = host.step()
+    assert names(output.admitted) == ["a", "b", "c"]
+    finish_all(host, requests)
+
+
+def test_an_order_that_does_not_take_a_request_gets_the_blame_and_the_request_runs() -> None:
+    class Picky(FirstComeFirstServed):
+        name = "picky"
+
+        def push(self, request: Request) -> None:
+            if request.request_id == "b":
+                raise BOOM
+            super().push(request)
+
+    host = host_with("order", Picky())
+    requests = [host.add(name, 3, max_tokens=4) for name in ("a", "b", "c")]
+    with pytest.raises(PolicyError, match="order 'picky': push raised ZeroDivisionError: boom"):
+        host.schedule()
+    assert names(host.step().admitted) == ["b", "a", "c"]
+    finish_all(host, requests)
+
+
+def test_what_a_policy_raises_when_it_is_told_something_fails_the_next_step() -> None:
+    class Deaf(FirstComeFirstServed):
+        name = "deaf"
+
+        def on_finished(self, request: Request, now: float) -> None:
+            raise BOOM
+
+    host = host_with("order", Deaf())
+    host.add("a", 3, max_tokens=1)
+    host.step()
+    b = host.add("b", 3, max_tokens=2)
+    with pytest.raises(PolicyError, match="order 'deaf': on_finished raised ZeroDivisionError: boom"):
+        host.schedule()
+    host.step()
+    host.step()
+    assert b.is_finished
+
+
+# ---------------------------------------------------------------------- victims
+
+
+@pytest.mark.parametrize("shortage", ["replan", "in-order", "look-ahead"])
+@pytest.mark.parametrize("answer", [BOOM, -1, 2, None, "a"], ids=["raises", "negative", "too large", "none", "text"])
+def test_a_victim_policy_that_fails_preempts_nobody(answer: Any, shortage: str) -> None:
+    switch = Switch()
+    switch.answer = answer
+
+    class Mine(Latest):
+        name = "mine"
+
+        def choose(self, view: Any, asking: int) -> Any:
+            return switch(lambda: super(Mine, self).choose(view, asking))
+
+    host = host_with("victim", Mine(), num_blocks=4, max_model_len=16, shortage=shortage)
+    requests = [host.add(name, 8, max_tokens=6) for name in ("a", "b")]
+    host.step()
+    switch.fails = True
+    for _ in range(2):
+        with pytest.raises(PolicyError, match="victim 'mine': choose"):
+            host.schedule()
+        host.scheduler.check_invariants()
+    assert host.scheduler.num_running == 2
+    switch.fails = False
+    finish_all(host, requests)
+
+
+# ---------------------------------------------------------------------- reserves and limits
+
+
+@pytest.mark.parametrize("answer", [BOOM, -1, None])
+def test_a_reserve_that_fails_admits_nobody(answer: Any) -> None:
+    switch = Switch()
+    switch.answer = answer
+
+    class Mine(Reserve):
+        name = "mine"
+
+        def blocks(self, request: Request, demand: Any, view: Any) -> Any:
+            return switch(lambda: 0)
+
+    host = host_with("reserves", Mine())
+    requests = [host.add("a", 3, max_tokens=4)]
+    host.step()
+    requests.append(host.add("b", 3, max_tokens=4))
+    switch.fails = True
+    with pytest.raises(PolicyError, match="reserve 'mine': blocks"):
+        host.schedule()
+    assert (host.scheduler.num_running, host.scheduler.num_queued) == (1, 1)
+    assert requests[0].num_computed_tokens == 3, "what the running part of the step did is undone"
+    switch.fails = False
+    finish_all(host, requests)
+
+
+@pytest.mark.parametrize("method", ["check", "clip", "step_budget", "commit", "open_step"])
+def test_a_limit_that_fails_loses_no_request(method: str) -> None:
+    switch = Switch()
+    switch.answer = BOOM
+
+    class Mine(Limit):
+        name = "mine"
+
+        def step_budget(self, most: int, view: Any) -> int:
+            return switch(lambda: most) if method == "step_budget" else most  # type: ignore[no-any-return]
+
+        def check(self, request: Request, start: int, want: int, view: Any) -> int:
+            return switch(lambda: want) if method == "check" else want  # type: ignore[no-any-return]
+
+        def clip(self, batch: Any, rows: Any, want: Any) -> None:
+            if method == "clip":
+                switch(lambda: None)
+
+        def commit(self, request: Request, start: int, num_tokens: int) -> None:
+            if method == "commit":
+                switch(lambda: None)
+
+        def open_step(self, num_requests: int) -> None:
+            if method == "open_step":
+                switch(lambda: None)
+
+    host = host_with("token_limits", Mine())
+    requests = [host.add(name, 12, max_tokens=4) for name in ("a", "b", "c")]
+    host.step()
+    switch.fails = True
+    failures = 0
+    for _ in range(2):
+        try:
+            host.step()
+        except PolicyError as error:
+            failures += 1
+            assert f"limit 'mine': {method} raised ZeroDivisionError: boom" in str(error)
+        host.scheduler.check_invariants()
+    assert failures >= 1
+    switch.fails = False
+    with contextlib.suppress(PolicyError):  # of what it was told before
+        host.step()
+    finish_all(host, requests)
+
+
+def test_a_step_budget_below_the_running_requests_still_lets_each_decode() -> None:
+    class Stingy(Limit):
+        name = "stingy"
+
+        def step_budget(self, most: int, view: Any) -> int:
+            return 1
+
+    host = host_with("token_limits", Stingy())
+    requests = [host.add(name, 3, max_tokens=6) for name in ("a", "b")]
+    for _ in range(12):
+        host.step()
+        assert host.scheduler.config.max_num_batched_tokens == 16
+    finish_all(host, requests)
+
+
+# ---------------------------------------------------------------------- whatever fails, whenever
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_policies_that_fail_at_random_cost_steps_and_nothing_else(seed: int) -> None:
+    chance = random.Random(seed)
+
+    def perhaps() -> None:
+        if chance.random() < 0.15:
+            raise BOOM
+
+    class MyOrder(FirstComeFirstServed):
+        name = "my-order"
+
+        def peek(self) -> Request:
+            perhaps()
+            return super().peek()
+
+        def pop(self) -> Request:
+            perhaps()
+            return super().pop()
+
+    class MyVictim(Latest):
+        name = "my-victim"
+
+        def choose(self, view: Any, asking: int) -> int:
+            perhaps()
+            return chance.randrange(len(view.rows))
+
+    class MyReserve(Reserve):
+        name = "my-reserve"
+
+        def blocks(self, request: Request, demand: Any, view: Any) -> int:
+            perhaps()
+            return 0
+
+    in_flight = 1 + seed % 2
+    host = Host(
+        order=MyOrder(),
+        victim=MyVictim(),
+        reserves=(MyReserve(),),
+        num_blocks=10,
+        max_model_len=40,
+        max_steps_in_flight=in_flight,
+        enable_prefix_caching=seed % 3 > 0,
+        shortage=("replan", "in-order")[seed % 4 == 0],
+    )
+    requests = [host.add(f"r{index}", 2 + index % 7, max_tokens=8 + index % 5) for index in range(9)]
+    outputs: list[Any] = []
+    failures = 0
+    for _ in range(3000):
+        if not host.scheduler.has_unfinished_requests():
+            break
+        try:
+            if len(outputs) < in_flight:
+                outputs.append(host.schedule())
+        except PolicyError:
+            failures += 1
+            host.scheduler.check_invariants()
+        if outputs and (len(outputs) == in_flight or chance.random() < 0.5):
+            host.update(outputs.pop(0))
+    assert failures > 3
+    for request in requests:
+        assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, request.max_tokens)
+
+
+def test_a_policy_without_a_part_of_its_kind_is_refused_by_name() -> None:
+    class Half(Policy):
+        name = "half"
+
+    for kind, missing in (("order", "displaces, push"), ("victim", "choose"), ("reserves", "blocks")):
+        with pytest.raises(ValueError, match=missing):
+            host_with(kind, Half())

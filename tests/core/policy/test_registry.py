@@ -1,0 +1,160 @@
+"""Policies by name: with parameters, of installed packages, and what is said of names that are not there."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import pytest
+
+from pointsman.core import ConfigError, SchedulerConfig
+from pointsman.core.policy import registry
+from pointsman.core.policy.order import FirstComeFirstServed
+from pointsman.core.policy.policy import Parameter, Policy, spec_of
+from pointsman.core.policy.registry import KINDS, known, make, parsed
+from tests.core.helpers import Host, names, small_config
+
+
+class LastComeFirstServed(FirstComeFirstServed):
+    """By arrival, newest first; by a factor."""
+
+    name = "lcfs"
+    parameters = (Parameter("factor", 1.0, 0.5, 2.0), Parameter("times", 3, 1), Parameter("strict", False))
+
+    def __init__(self, factor: float = 1.0, times: int = 3, strict: bool = False) -> None:
+        super().__init__()
+        self.given = (factor, times, strict)
+
+    def key(self, request: Any) -> tuple[Any, ...]:
+        return (-request.arrival_time * self.given[0], request.sequence_number)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes entry points of the group stand for these objects."""
+
+    def install(**policies: Any) -> None:
+        entries = []
+        for name, policy in policies.items():
+            entry = EntryPoint(name.replace("_", "-"), f"elsewhere:{name}", registry.GROUP)
+            entries.append(entry)
+            loaded[entry.value] = policy
+        monkeypatch.setattr(registry, "entry_points", lambda group: entries if group == registry.GROUP else [])
+        registry._installed.cache_clear()
+
+    loaded: dict[str, Any] = {}
+
+    def load(entry: EntryPoint) -> Any:
+        if isinstance(loaded[entry.value], Exception):
+            raise loaded[entry.value]
+        return loaded[entry.value]
+
+    monkeypatch.setattr(EntryPoint, "load", load)
+    yield install
+    registry._installed.cache_clear()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_known_policy_can_be_made_by_name_and_says_what_it_does(kind: str) -> None:
+    for name, policy in known(kind).items():
+        assert (policy.kind, policy.name) == (kind, name)
+        assert policy.__doc__ and policy.__doc__.strip().partition("\n")[0], name
+        made = make(kind, name)
+        assert spec_of(made) == name
+        for each in policy.parameters:
+            assert each.name.isidentifier()
+            assert all(type(value) is type(each.default) for value in (*each.choices, *each.tried))
+            if each.low is not None and each.high is not None:
+                assert each.low <= each.default <= each.high  # type: ignore[operator]
+            for value in each.tried:
+                assert spec_of(make(kind, f"{name}:{each.name}={value}")).startswith(name)
+
+
+def test_a_policy_of_an_installed_package_is_found_by_name_and_takes_its_parameters(installed: Any) -> None:
+    installed(lcfs=LastComeFirstServed)
+    assert "lcfs" in known("order")
+    assert "lcfs" not in known("victim")
+    made = make("order", "lcfs:factor=1.5, strict=true")
+    assert made.policy.given == (1.5, 3, True)
+    assert spec_of(made) == "lcfs:factor=1.5,strict=True"
+    host = Host(order="lcfs:factor=2", max_num_seqs=1)
+    for name in ("a", "b", "c"):
+        host.add(name, 2, max_tokens=1)
+    admitted = [name for output in host.run_to_end() for name in names(output.admitted)]
+    assert admitted == ["c", "b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("lcfs:factor=3", "factor of order 'lcfs' is '3'; it must be between 0.5 and 2"),
+        ("lcfs:factor=x", "factor of order 'lcfs' is 'x'; give a number"),
+        ("lcfs:times=1.5", "times of order 'lcfs' is '1.5'; give an integer"),
+        ("lcfs:times=0", "times of order 'lcfs' is '0'; it must be at least 1"),
+        ("lcfs:factor=nan", "factor of order 'lcfs' is 'nan'; it must be between 0.5 and 2"),
+        ("lcfs:strict=2", "strict of order 'lcfs' is '2'; give true or false"),
+        ("lcfs:speed=1", "order 'lcfs' has no parameter 'speed'; its parameters: factor, times, strict"),
+        ("fcfs:speed=1", "order 'fcfs' has no parameter 'speed'; its parameters: none"),
+        ("lcfs:factor", "has 'factor'; write name:key=value,key=value"),
+        ("lcfs:", "policy 'lcfs:' is incomplete"),
+        ("fcsf", "no order is called 'fcsf'; choose one of fcfs, priority, .*lcfs, or pass an object"),
+        ("latest", "no order is called 'latest'"),
+        ("", "policy '' is incomplete"),
+    ],
+)
+def test_a_name_that_cannot_be_used_says_why(installed: Any, spec: str, message: str) -> None:
+    installed(lcfs=LastComeFirstServed)
+    with pytest.raises(ConfigError, match=message):
+        make("order", spec)
+
+
+def test_a_package_that_breaks_is_named(installed: Any) -> None:
+    installed(broken=ImportError("no module named nothing"), wrong=object, fcfs=LastComeFirstServed)
+    with pytest.raises(ConfigError, match="'broken' cannot be loaded from elsewhere:broken: no module named nothing"):
+        make("order", "broken")
+    with pytest.raises(ConfigError, match="must be a subclass of Policy whose kind is one of order, victim"):
+        make("order", "wrong")
+    assert type(make("order", "fcfs")) is FirstComeFirstServed, "a built-in name cannot be taken"
+    installed(fcfs=LastComeFirstServed)
+    with pytest.raises(ConfigError, match="has the name of a built-in order; rename it"):
+        known("order")
+
+
+def test_names_are_taken_apart() -> None:
+    assert parsed("fair") == ("fair", {})
+    assert parsed("fair:input=1,output=2.5") == ("fair", {"input": "1", "output": "2.5"})
+    assert parsed("fair:weights=gold/4+free/1") == ("fair", {"weights": "gold/4+free/1"})
+
+
+def test_a_configuration_keeps_names_and_tells_objects_by_theirs() -> None:
+    config = small_config(order=LastComeFirstServed(), reserves=["watermark:share=0.1"])
+    values = config.to_dict()
+    assert (values["order"], values["reserves"], values["token_limits"]) == ("lcfs", ["watermark:share=0.1"], [])
+    with pytest.raises(ConfigError, match="reserves is 'watermark'; give a list of names or objects"):
+        small_config(reserves="watermark")
+    assert SchedulerConfig(**{**values, "order": "fcfs"}).reserves == ("watermark:share=0.1",)
+
+
+def test_a_reserve_by_name_is_the_same_as_the_knob() -> None:
+    outputs = []
+    for knobs in ({"watermark": 0.25}, {"reserves": ["watermark:share=0.25"]}):
+        host = Host(**knobs, num_blocks=8)
+        for index in range(5):
+            host.add(f"r{index}", 6, max_tokens=6)
+        outputs.append([(names(each.requests), each.num_scheduled_tokens.tolist()) for each in host.run_to_end()])
+    assert outputs[0] == outputs[1]
+
+
+def test_versions_of_policies_are_told() -> None:
+    host = Host(watermark=0.1)
+    assert host.scheduler.policies == {"fcfs": 1, "latest": 1, "watermark": 1, "full-sequence": 1}
+
+
+def test_an_object_that_lacks_a_part_of_the_protocol_is_refused() -> None:
+    class Nameless(Policy):
+        def choose(self, view: Any, asking: int) -> int:
+            return 0
+
+    assert make("victim", Nameless()) is not None
+    with pytest.raises(ConfigError, match="neither a name nor an object with the Victim protocol: it has no choose"):
+        make("victim", LastComeFirstServed())

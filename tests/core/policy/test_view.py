@@ -1,0 +1,94 @@
+"""What policies read of the running requests, compared with the scheduler's own bookkeeping."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pointsman.core.state.interfaces import View
+from tests.core.helpers import Host
+
+
+class Reader:
+    """A victim policy that keeps what it reads."""
+
+    name = "reader"
+
+    def attach(self, view: View) -> None:
+        self.view = view
+
+    def choose(self, view: View, asking: int) -> int:
+        return len(view.rows) - 1
+
+
+def columns(view: View) -> dict[str, list[int]]:
+    names = ("num_tokens", "num_computed_tokens", "num_blocks", "num_own_blocks", "num_kept_tokens")
+    names += ("num_left_tokens", "num_preemptions", "priority")
+    return {name: getattr(view, name).tolist() for name in names}
+
+
+def reading(**config: Any) -> tuple[Host, View]:
+    reader = Reader()
+    host = Host(victim=reader, **config)
+    return host, reader.view
+
+
+def test_columns_of_requests_that_share_a_prefix() -> None:
+    host, view = reading(num_blocks=32)
+    shared = host.prompt(8)
+    host.add("a", [*shared, *host.prompt(2)], max_tokens=5, priority=3)
+    host.step()
+    host.add("b", [*shared, *host.prompt(3)], max_tokens=9)
+    host.step()
+    assert [request.request_id for request in view.requests] == ["a", "b"]
+    assert columns(view) == {
+        "num_tokens": [12, 12],
+        "num_computed_tokens": [11, 11],
+        "num_blocks": [3, 3],
+        "num_own_blocks": [1, 1],
+        "num_kept_tokens": [8, 8],
+        "num_left_tokens": [3, 8],
+        "num_preemptions": [0, 0],
+        "priority": [3, 0],
+    }
+    host.abort("a")
+    assert (view.num_own_blocks.tolist(), view.num_kept_tokens.tolist()) == ([3], [0]), "nobody else holds them now"
+    assert (view.num_running, view.num_waiting, view.block_size, view.num_usable_blocks) == (1, 0, 4, 32)
+
+
+def test_without_a_prefix_cache_every_block_is_its_own() -> None:
+    host, view = reading(enable_prefix_caching=False)
+    host.add("a", 7, max_tokens=5)
+    host.step()
+    assert columns(view)["num_own_blocks"] == columns(view)["num_blocks"] == [2]
+    assert columns(view)["num_kept_tokens"] == [0]
+    assert not view.has_prefix_cache
+
+
+def test_nothing_runs() -> None:
+    _, view = reading()
+    assert all(column == [] for column in columns(view).values())
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_what_a_preemption_frees_is_what_the_view_said(cached: bool) -> None:
+    host, view = reading(enable_prefix_caching=cached, num_blocks=24)
+    shared = host.prompt(8)
+    for index in range(4):
+        host.add(f"r{index}", [*shared, *host.prompt(1 + index)], max_tokens=8)
+    for _ in range(4):
+        host.step()
+    own, free = view.num_own_blocks.tolist(), view.num_free_blocks
+    host.park("r2")
+    assert view.num_free_blocks - free == own[2]
+
+
+def test_columns_are_copies() -> None:
+    host, view = reading()
+    host.add("a", 4)
+    host.step()
+    view.num_tokens[0] = 99
+    assert view.num_tokens.tolist() == [5]
+    with pytest.raises(ValueError, match="read-only"):
+        view.rows[0] = 5
