@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pointsman.core import Reason, SchedulerConfig, SchedulerOutput, SchedulerStats
 
 from .ledger import Entry, Place
-from .partials import PASSING, is_wall, may_lack_place, must_wait
+from .partials import LACKS_BLOCKS, bypass_bound, is_wall, may_lack_place, must_wait, passing
 from .shadow import HostSequence, require
 from .slots import lacks_slot
 
@@ -107,7 +107,9 @@ def _check_deferrals(
         require(lacks_slot(config, head, running), f"{head.request} waits for a slot, and {running} leave one")
     if explained is Reason.PARTIAL_PREFILLS and not tried_first:
         require(must_wait(world, head), f"{head.request} waits, and the caps on partial prefills leave a place")
-    passed = {entry.request for entry in queue if _reason(world, entry) in PASSING and not is_wall(world, entry)}
+    passed = {
+        entry.request for entry in queue if _reason(world, entry) in passing(world.config) and not is_wall(world, entry)
+    }
     wall = next((entry for entry in queue if entry.request not in passed), None)
     if wall is not None:
         _check_wall(world, output, wall, running, after.num_free_blocks, tried_first)
@@ -134,7 +136,9 @@ def _check_wall(
         require(must_wait(world, wall) or tried_first, f"{wall.request} waits, and the caps leave a place")
     elif explained is Reason.IN_FLIGHT:
         require(world.host.num_pending(wall.request) > 0, f"{wall.request} has no sample in flight")
-    elif explained in (Reason.BLOCKS, Reason.FULL_SEQUENCE, Reason.WATERMARK, Reason.DECODE_RESERVE):
+    elif explained in LACKS_BLOCKS:
+        if wall is not world.queue()[0] and bypass_bound(config):
+            return  # of the free blocks some are kept for one before it
         enough = _enough_blocks(world, wall, running)
         short = tried_first or free < enough
         require(short, f"{wall.request} waits for blocks: {free} are free, {enough} are always enough")

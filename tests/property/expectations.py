@@ -18,7 +18,7 @@ from pointsman.core import (
 )
 
 from .ledger import Entry, Place
-from .partials import LACKS_EMBEDDINGS, PASSING
+from .partials import LACKS_BLOCKS, LACKS_EMBEDDINGS, bypass_bound, passing
 from .shadow import ExecutedStep, drafts_of, require
 from .slots import check_passing, lacks_no_embeddings
 
@@ -355,7 +355,8 @@ def check_explanations(world: World) -> None:
             own |= told.reason is Reason.PARTIAL_PREFILLS
             own |= told.reason in LACKS_EMBEDDINGS and len(entry.request.encoder_inputs) > 0
             own |= told.reason in (Reason.KV_CONNECTOR, Reason.KV_ROOM) and entry.request.use_prefix_cache
-            sound = told.reason is Reason.BEHIND or own or reasons <= PASSING
+            own |= told.reason in LACKS_BLOCKS and bypass_bound(world.config) > 0
+            sound = told.reason is Reason.BEHIND or own or reasons <= passing(world.config)
             require(sound, f"{name} waits for {told.reason}, those before it for {reasons}")
         else:
             wrong = (Reason.PARKED, Reason.PAUSED)

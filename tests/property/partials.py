@@ -21,6 +21,25 @@ PASSING = {
     *LACKS_EMBEDDINGS,
 }
 """Reasons for which one is passed over."""
+LACKS_BLOCKS = {
+    Reason.BLOCKS,
+    Reason.FULL_SEQUENCE,
+    Reason.WATERMARK,
+    Reason.DECODE_RESERVE,
+    Reason.RESERVE,
+    Reason.BYPASS,
+}
+
+
+def bypass_bound(config: SchedulerConfig) -> int:
+    """How many may pass one that waits for blocks; 0: none."""
+    specs = [str(spec) for spec in config.reserves if str(spec).startswith("bypass")]
+    return int(specs[0].partition("bound=")[2].partition(",")[0]) if specs else 0
+
+
+def passing(config: SchedulerConfig) -> set[Reason]:
+    """Reasons for which one is passed over, with this configuration."""
+    return PASSING | LACKS_BLOCKS if bypass_bound(config) else PASSING
 
 
 def partial(entries: list[Entry]) -> list[Entry]:
@@ -53,10 +72,18 @@ def may_lack_place(config: SchedulerConfig) -> bool:
 
 
 def is_wall(world: World, entry: Entry) -> bool:
-    """Whether it was overtaken so often that nobody passes it while it waits for a place or for embeddings."""
+    """Whether it was overtaken so often that nobody passes it while it waits for a place, embeddings or blocks."""
     deferral = entry.request._state.deferral
+    if deferral is not None and deferral.reason in LACKS_BLOCKS:
+        return entry.num_overtaken >= bypass_bound(world.config)
     waits = deferral is not None and deferral.reason in (Reason.PARTIAL_PREFILLS, *LACKS_EMBEDDINGS)
     return waits and entry.num_overtaken >= world.config.max_overtakes
+
+
+def lacks_blocks(entry: Entry) -> bool:
+    """Whether it says that it waits for blocks."""
+    deferral = entry.request._state.deferral
+    return deferral is not None and deferral.reason in LACKS_BLOCKS
 
 
 def says_so(entry: Entry) -> bool:

@@ -115,6 +115,7 @@ def make_config(choose: Chooser, **overrides: Any) -> SchedulerConfig:
         "count_owed_blocks": not choose.chance(15),
         "admit_after_preemption": choose.chance(12),
         "max_loras": choose.choice((0, 0, 1, 2)),
+        "reserves": choose.choice(((),) * 5 + (("bypass:bound=2",), ("bypass:bound=4,kept=0", "watermark:share=0.1"))),
     }
     if choose.chance(25):
         values["max_num_active_seqs"] = choose.integer(1, max_num_seqs)

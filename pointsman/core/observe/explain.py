@@ -289,6 +289,7 @@ CAUSES: dict[Reason, Cause] = {
     ),
     Reason.DECODE_RESERVE: Cause(_BLOCKS, "the output that is expected of it would not fit", _of_blocks),
     Reason.RESERVE: Cause(_BLOCKS, "the KV blocks left are kept for what runs, by a reserve", _of_blocks),
+    Reason.BYPASS: Cause(_BLOCKS, "the KV blocks released are kept for a request before it", _of_blocks),
     Reason.STEP_TIME: Cause(None, "it would make the step longer than its target time", _of_sequence_slots),
     Reason.BLOCKS: Cause(_BLOCKS, "the KV cache is full", _of_blocks),
     Reason.SEQUENCE_LIMIT: Cause("sequence slots", "all sequence slots are taken", _of_sequence_slots),

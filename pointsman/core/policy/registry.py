@@ -16,6 +16,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from pointsman.core.errors import ConfigError
+from pointsman.core.policy.bypass import Bypass
 from pointsman.core.policy.guard import guarded
 from pointsman.core.policy.limits import LIMITS
 from pointsman.core.policy.order import ORDERS
@@ -34,7 +35,7 @@ KINDS: dict[str, tuple[str, ...]] = {
 _BUILT_IN: dict[str, dict[str, type[Policy]]] = {
     "order": dict(ORDERS),
     "victim": dict(VICTIMS),
-    "reserve": dict(RESERVES),
+    "reserve": {**RESERVES, Bypass.name: Bypass},
     "limit": dict(LIMITS),
 }
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.policy.gate import Gate
@@ -56,6 +56,22 @@ class Reserve(Policy):
         raise NotImplementedError
 
 
+class LetsPass(Protocol):
+    """What lets requests pass one that lacks blocks; see `bypass.py`."""
+
+    def lets_pass(self, request: Request, num_free: int) -> bool:
+        """The request lacks blocks: whether those behind it may be admitted."""
+
+    def num_open(self, num_free: int) -> int:
+        """Of the free blocks, those that requests behind the head of the queue may take."""
+
+    def open_queue(self) -> None:
+        """A step begins to check the queue."""
+
+    def blocks(self, request: Request, demand: Demand, view: View) -> int:
+        """Blocks that are kept for a request before this one."""
+
+
 class Shortage(NamedTuple):
     """A request lacks blocks."""
 
@@ -63,12 +79,14 @@ class Shortage(NamedTuple):
     """Free blocks that admitting it takes, with every reserve."""
     rungs: Sequence[tuple[int, Reason]]
     """(free blocks, reason): the reason is that of the first entry for which the free blocks suffice."""
+    own: int = 0
+    """Of the required, those that are not kept for a request before it."""
 
-    def deferral(self, num_free: int) -> Deferral:
+    def deferral(self, num_free: int, blocks_queue: bool = True) -> Deferral:
         """Why the request waits while `num_free` blocks, fewer than required, are free."""
         for enough, reason in self.rungs:
             if enough <= num_free:
-                return Deferral(reason, self.required - num_free, True)
+                return Deferral(reason, self.required - num_free, blocks_queue)
         raise AssertionError("the last one needs nothing")
 
 
@@ -85,6 +103,9 @@ class Reserves(Gate):
         self._view = view
         plain = (Watermark, FullSequence, DecodeReserve)
         self._adaptive = [reserve for reserve in reserves if type(reserve) not in plain]
+        passing = [reserve for reserve in reserves if hasattr(reserve, "lets_pass")]
+        self.bypass: LetsPass | None = passing[0] if passing else None
+        """Lets requests pass one that lacks blocks; None: it blocks the queue."""
         self.shortage: Shortage | None = None
         """What the last checked request lacks; None: nothing."""
 
@@ -111,8 +132,13 @@ class Reserves(Gate):
         rungs = [(required - each.blocks(request, demand, view), each.reason) for each in self.policies]
         if self.policies:
             rungs.append((first, self.policies[-1].reason))
-        self.shortage = Shortage(required, [*rungs, (0, Reason.BLOCKS)])
-        return self.shortage.deferral(num_free)
+        kept = 0 if self.bypass is None else self.bypass.blocks(request, demand, view)
+        self.shortage = Shortage(required, [*rungs, (0, Reason.BLOCKS)], required - kept)
+        return self.deferral(request, self.shortage, num_free)
+
+    def deferral(self, request: Request, shortage: Shortage, num_free: int) -> Deferral:
+        """Why a request waits that lacks blocks, and whether others may pass it."""
+        return shortage.deferral(num_free, self.bypass is None or not self.bypass.lets_pass(request, num_free))
 
     def required_blocks(self, request: Request, demand: Demand) -> int:
         """Free blocks that admitting the request takes, with every reserve."""
@@ -218,6 +244,7 @@ class MeanDecodeReserve(DecodeReserve):
 RESERVES: dict[str, type[Reserve]] = {
     reserve.name: reserve for reserve in (Watermark, FullSequence, DecodeReserve, MeanDecodeReserve)
 }
+"""Those of this file."""
 
 
 def reserves_of(config: SchedulerConfig) -> list[Any]:

@@ -21,6 +21,8 @@ class Reason(enum.Enum):
     DECODE_RESERVE = "decode_reserve"
     RESERVE = "reserve"
     """A reserve that is a policy of its own keeps these blocks free."""
+    BYPASS = "bypass"
+    """These blocks are kept for a request before it, which it may only pass into others."""
     BLOCKS = "blocks"
     SEQUENCE_LIMIT = "sequence_limit"
     BUDGET = "budget"

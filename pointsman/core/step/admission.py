@@ -15,7 +15,6 @@ find, what running requests are owed, whether anything runs, or enough free bloc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pointsman.core.config import SchedulerConfig
@@ -38,20 +37,10 @@ from pointsman.core.step.in_flight import AdmittedRequest, Grant, StepRecord
 from pointsman.core.step.loading import Loading
 from pointsman.core.step.request_table import RequestTable
 from pointsman.core.step.running import Running
+from pointsman.core.step.search import KeptVerdict, Search
 
 MAX_SKIPPED = 64
 """Maximum number of requests skipped in a step, which bounds the cost. The next one blocks the queue."""
-
-
-@dataclass(slots=True)
-class _KeptVerdict:
-    """Why a request was blocked, and what must change before it is checked again."""
-
-    request: Request
-    key: tuple[Any, ...]
-    shortage: Shortage | None
-    """None: it did not lack blocks."""
-    required_budget: int
 
 
 class Standstill(NamedTuple):
@@ -139,7 +128,9 @@ class Admission:
         self.max_num_active_seqs = config.num_seats
         self.pause: Pause | None = None
         """The operator's pause; None: not paused."""
-        self._kept: _KeptVerdict | None = None
+        self._kept: KeptVerdict | None = None
+        bypass = gates.reserves.bypass
+        self._search = None if bypass is None else Search(bypass, kv.pool, table)
         self._newly_deferred: list[tuple[Request, Deferral]] = []
         self._batch_forms = True  # static: only the token budget kept the last step from admitting more
 
@@ -166,6 +157,9 @@ class Admission:
         budget, num_running = self.budget.tokens - advance.total, len(batch.members.requests)
         num_owed_blocks = self._running.num_owed_blocks()
         skipped: list[tuple[Request, int]] = []  # with how many were admitted before it was asked
+        search = self._search
+        if search is not None:
+            search.open()
         if self._loading is not None:
             self._loading.open(step.displacer, now)
         try:
@@ -179,6 +173,11 @@ class Admission:
                 if isinstance(verdict, Deferral):
                     self._defer(head, verdict, step)
                     if not verdict.blocks_queue and len(skipped) < MAX_SKIPPED:
+                        if search is not None:
+                            if not skipped and search.is_done(head, self._kept):
+                                search.repeat()
+                                break
+                            search.skip(head, self._kept, is_first=not skipped)
                         table.skipped.append(head)
                         skipped.append((queue.pop(), len(admitted)))
                         continue
@@ -198,6 +197,9 @@ class Admission:
         finally:  # an order, or a gate, may raise
             if skipped:
                 self._return_skipped(skipped, len(admitted))
+        if search is not None and skipped:
+            ended_otherwise = table.blocker is not None and len(skipped) < MAX_SKIPPED
+            self._kept = search.close(found=bool(admitted) or ended_otherwise) or self._kept
         if admitted:
             batch.join([entry.row for entry in admitted], [entry.request for entry in admitted])
         if self._newly_deferred:
@@ -282,7 +284,7 @@ class Admission:
                 return Deferral(Reason.BUDGET, kept.required_budget - budget)
             shortage, free = kept.shortage, self._kv.pool.num_free
             if shortage is not None and free < shortage.required:
-                return shortage.deferral(free)
+                return self.gates.reserves.deferral(request, shortage, free)
         view = self._view
         view.budget, view.num_running, view.num_owed_blocks = budget, num_running, num_owed_blocks
         return self._judge(request, key)
@@ -394,9 +396,9 @@ class Admission:
     def _keep(self, request: Request, gate: Gate, key: tuple[Any, ...]) -> None:
         """Keep the verdict of a gate whose answer is valid until the key changes."""
         if gate is self.gates.reserves:
-            self._kept = _KeptVerdict(request, key, self.gates.reserves.shortage, 0)
+            self._kept = KeptVerdict(request, key, self.gates.reserves.shortage, 0)
         elif gate is self.gates.budget:
-            self._kept = _KeptVerdict(request, key, None, self.gates.budget.required)
+            self._kept = KeptVerdict(request, key, None, self.gates.budget.required)
 
     def would_be_partial(self, request: Request, budget: int) -> bool:
         """Whether its prefill may outlast a step that has `budget` left, as if nothing were cached."""

@@ -75,6 +75,8 @@ class RequestTable:
         """The request that blocked the queue in the newest step and is still at its place."""
         self.num_departures = 0
         """Changes whenever a request leaves the queue (not when it is skipped)."""
+        self.num_arrivals = 0
+        """Changes whenever a request enters it."""
         self.next_serial = 1
         """Of the next admission."""
         self._next_sequence_number = 1
@@ -169,6 +171,7 @@ class RequestTable:
         state = request._state
         state.priority = priority
         if queued:
+            self.num_arrivals += 1
             self.queue.push(request)
         if state.row is not None:
             self._batch.priority[state.row] = priority
@@ -233,6 +236,7 @@ class RequestTable:
             if request.num_pending:
                 self.disown_steps_in_flight(request)
             if is_queued:
+                self.num_arrivals += 1
                 self.queue.push(request)
         for request in reversed(running):
             self._queue_again(request)
@@ -247,6 +251,7 @@ class RequestTable:
         state.leave_row(0, 0)
         state.transition(admitted.previous_status)
         state.serial = admitted.previous_serial
+        self.num_arrivals += 1
         self.queue.push(request)
         for method in self._events.rolled_back:
             method(request, self.now)
@@ -331,12 +336,14 @@ class RequestTable:
         self.preempted += requests
 
     def _enqueue(self, request: Request) -> None:
+        self.num_arrivals += 1
         request._state.queued_at = self.now
         self.queue.push(request)
         for method in self._events.queued:
             method(request, self.now)
 
     def _queue_again(self, request: Request) -> None:
+        self.num_arrivals += 1
         request._state.transition(RequestStatus.PREEMPTED)
         request._state.queued_at = self.now
         self.queue.push(request)
