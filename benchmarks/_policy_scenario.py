@@ -29,6 +29,8 @@ Load = Literal["below", "at", "above"]
 LOADS: tuple[Load, ...] = ("below", "at", "above")
 TTFT_TARGET, GAP_TARGET = 2.0, 0.1
 """Of goodput, in seconds: the first token, and every gap between two tokens of a request."""
+FARTHEST = 16
+"""A speed within limits is looked for at most so many times below and above the loads."""
 NOT_GROWING = {"wait_growth": 0.01}
 """A queue grows if requests wait longer by this share of the time that passes: the server falls behind by 1 %."""
 
@@ -183,6 +185,9 @@ def highest_speed(
         limits: what figures may be at most, by their names.
         num_requests: only the first ones.
         tolerance: how far apart, relative, a speed within the limits and one beyond them may be at the end.
+
+    Returns:
+        The speed; 0 if none is within the limits, and at most `FARTHEST` times that of the load above saturation.
     """
 
     def is_within(speed: float) -> bool:
@@ -192,10 +197,12 @@ def highest_speed(
     low, high = scenario.speeds["below"], scenario.speeds["above"]
     while not is_within(low):
         low, high = low / 2, low
-        if low < scenario.speeds["below"] / 64:
+        if low < scenario.speeds["below"] / FARTHEST:
             return 0.0
     while is_within(high):
         low, high = high, 1.5 * high
+        if high > scenario.speeds["above"] * FARTHEST:
+            return low
     while high / low > 1 + tolerance:
         middle = (low * high) ** 0.5
         low, high = (middle, high) if is_within(middle) else (low, middle)

@@ -281,8 +281,8 @@ def described(settings: Settings) -> str:
     return ", ".join(f"{name} {value}" for name, value in settings.items()) or "default"
 
 
-def compare(quick: bool, num_workers: int, check: bool) -> int:
-    """All comparisons and grids; returns the exit code."""
+def compare(quick: bool, num_workers: int) -> tuple[dict[str, Any], Targets]:
+    """All comparisons and grids: the figures for JSON, and which targets are met."""
     num_requests = NUM_QUICK if quick else None
     start = monotonic()
     jobs = [job for each in COMPARISONS for job in each.jobs(num_requests)]
@@ -323,7 +323,7 @@ def compare(quick: bool, num_workers: int, check: bool) -> int:
     cpu = sum(figures.cpu_seconds for figures in results.found.values())
     note(f"{len(results.found)} simulations, {cpu:.0f} CPU seconds, {monotonic() - start:.0f} seconds")
     figures = {"quick": quick, "simulations": len(results.found), "cpu_seconds": round(cpu, 1)}
-    return finish("policies", {**figures, "comparisons": found, "grids": grids}, targets, check)
+    return {**figures, "comparisons": found, "grids": grids}, targets
 
 
 # ---------------------------------------------------------------------- one run
@@ -376,7 +376,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.scenario:
         return experiment(arguments)
-    return compare(arguments.quick, arguments.workers, arguments.check)
+    figures, targets = compare(arguments.quick, arguments.workers)
+    return finish("policies", figures, targets, arguments.check)
 
 
 if __name__ == "__main__":
