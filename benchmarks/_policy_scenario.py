@@ -75,7 +75,7 @@ class Figures:
     recomputed_tokens: int
     preemptions: int
     prefix_hit_share: float | None
-    """Share of the prompt tokens that the prefix cache had; None: nothing was looked up."""
+    """Share of the prompt tokens of fresh requests that the prefix cache had; None: nothing was looked up."""
     requests_per_second: float
     output_tokens_per_second: float
     ttft_mean_of: Mapping[str, float]

@@ -96,7 +96,12 @@ class Comparison:
     @property
     def name(self) -> str:
         """For a verdict."""
-        return f"{self.question}: {self.figure} of {described(self.policy)}, {self.scenario} {self.load} saturation"
+        return f"{self.question}: {self.figure} of {described(self.policy)}, {self.place}"
+
+    @property
+    def place(self) -> str:
+        """The scenario, and the load of a figure that has one."""
+        return self.scenario if self.figure == CAPACITY else f"{self.scenario}, {self.load} saturation"
 
     def jobs(self, num_requests: int | None) -> list[Job]:
         """What must be simulated for it: the policy, then what it has to beat."""
@@ -160,7 +165,10 @@ class Job:
     ) -> Job:
         """Settings that are those of the scenario are left out."""
         own = SCENARIOS[scenario].config
-        changed = {name: value for name, value in settings.items() if getattr(own, name, None) != value}
+        hashable = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+        changed = {
+            name: value for name, value in hashable.items() if not hasattr(own, name) or getattr(own, name) != value
+        }
         return cls(scenario, load, tuple(sorted(changed.items())), num_requests, limits)
 
 
@@ -295,7 +303,7 @@ def compare(quick: bool, num_workers: int) -> tuple[dict[str, Any], Targets]:
     found: list[dict[str, Any]] = []
     for each in COMPARISONS:
         row = judged(each, results, num_requests, quick)
-        place = [each.question, f"{each.scenario}, {each.load}", each.figure]
+        place = [each.question, each.place, each.figure]
         if isinstance(row, str):
             targets.holds(f"{each.name}: not measured: {row}", False)
             rows.append([*place, None, None, described(each.policy), None, None])
