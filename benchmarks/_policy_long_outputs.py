@@ -44,5 +44,5 @@ LONG_OUTPUTS = Scenario(
         enable_prefix_caching=False,
     ),
     step_time=RooflineStepTime(shape=model_shape("Llama-3.1-8B"), device=device("rtx4090")),
-    speeds={"below": 0.5, "at": 0.6, "above": 0.7},
+    speeds={"below": 0.62, "at": 0.7, "above": 0.75},  # the queue grows above 0.72
 )

@@ -1,7 +1,8 @@
 """A fixed scenario: requests, a scheduler, a device and three loads, so that a figure of a policy has a workload.
 
     measure(scenario, "above", {"watermark": 0.02})     one simulation, and its figures
-    saturation(scenario)                                the speed from which on the queue grows
+    saturation(scenario)                                the speed above which the queue grows
+    highest_speed(scenario, {}, {"itl_p99": 0.05})      the highest speed within limits
 
 A load is a speed: how many times as fast as in the source requests arrive. The speeds of a scenario are fixed numbers,
 chosen from its saturation under the settings of the scenario; one of them may be a speed that is given with it.
@@ -28,7 +29,9 @@ Load = Literal["below", "at", "above"]
 LOADS: tuple[Load, ...] = ("below", "at", "above")
 TTFT_TARGET, GAP_TARGET = 2.0, 0.1
 """Of goodput, in seconds: the first token, and every gap between two tokens of a request."""
-GROWS = 0.01
+FARTHEST = 16
+"""A speed within limits is looked for at most so many times below and above the loads."""
+NOT_GROWING = {"wait_growth": 0.01}
 """A queue grows if requests wait longer by this share of the time that passes: the server falls behind by 1 %."""
 
 
@@ -44,8 +47,6 @@ class Scenario:
     config: SchedulerConfig
     step_time: StepTime
     speeds: Mapping[Load, float]
-    note: str = ""
-    """What is particular about the speeds."""
 
     def workload(self, speed: float, num_requests: int | None = None) -> Stretch:
         """The first requests at a speed."""
@@ -74,7 +75,7 @@ class Figures:
     recomputed_tokens: int
     preemptions: int
     prefix_hit_share: float | None
-    """Share of the prompt tokens that the prefix cache had; None: nothing was looked up."""
+    """Share of the prompt tokens of fresh requests that the prefix cache had; None: nothing was looked up."""
     requests_per_second: float
     output_tokens_per_second: float
     ttft_mean_of: Mapping[str, float]
@@ -165,26 +166,47 @@ def read_figures(outcome: Outcome, config: SchedulerConfig, cpu_seconds: float) 
     )
 
 
-def saturation(scenario: Scenario, low: float, high: float, tolerance: float = 0.02) -> float:
-    """The highest speed at which the queue does not grow, under the scenario's own settings.
+def saturation(scenario: Scenario) -> float:
+    """The highest speed at which the queue does not grow, under the scenario's own settings."""
+    return highest_speed(scenario, {}, NOT_GROWING)
+
+
+def highest_speed(
+    scenario: Scenario,
+    overrides: Mapping[str, Any],
+    limits: Mapping[str, float],
+    num_requests: int | None = None,
+    tolerance: float = 0.02,
+) -> float:
+    """The highest speed at which figures are within limits.
 
     Args:
-        low, high: speeds at which it does not grow, and does; widened if that is not so.
-        tolerance: how far apart, relative, the two may be at the end.
+        overrides: as those of `measure`.
+        limits: what figures may be at most, by their names.
+        num_requests: only the first ones.
+        tolerance: how far apart, relative, a speed within the limits and one beyond them may be at the end.
+
+    Returns:
+        The speed; 0 if none is within the limits, and at most `FARTHEST` times that of the load above saturation.
     """
-    while grows(scenario, low):
+
+    def is_within(speed: float) -> bool:
+        found = measure(scenario, speed, overrides, num_requests)
+        return all(getattr(found, name) <= most for name, most in limits.items())
+
+    low, high = scenario.speeds["below"], scenario.speeds["above"]
+    while not is_within(low):
         low, high = low / 2, low
-    while not grows(scenario, high):
-        low, high = high, 2 * high
+        if low < scenario.speeds["below"] / FARTHEST:
+            return 0.0
+    while is_within(high):
+        low, high = high, 1.5 * high
+        if high > scenario.speeds["above"] * FARTHEST:
+            return low
     while high / low > 1 + tolerance:
         middle = (low * high) ** 0.5
-        low, high = (low, middle) if grows(scenario, middle) else (middle, high)
+        low, high = (middle, high) if is_within(middle) else (low, middle)
     return low
-
-
-def grows(scenario: Scenario, speed: float) -> bool:
-    """Whether the queue grows at a speed: see `GROWS`."""
-    return measure(scenario, speed).wait_growth > GROWS
 
 
 def scaled(arrivals: Sequence[Arrival], speed: float) -> list[Arrival]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cache
 
 import numpy as np
-from _policy_azure import CONFIG, NOTE, SPEEDS, STEP_TIME, requests
+from _policy_azure import CONFIG, SPEEDS, STEP_TIME, requests
 from _policy_scenario import Scenario, scaled
 
 from pointsman.sim.workload import Arrival
@@ -34,5 +34,4 @@ TENANTS = Scenario(
     config=CONFIG,
     step_time=STEP_TIME,
     speeds=SPEEDS,
-    note=NOTE,
 )

@@ -17,15 +17,15 @@ import multiprocessing
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from time import monotonic
-from typing import Any
+from time import monotonic, process_time
+from typing import Any, TypeAlias
 
 from _common import Targets, argument_parser, at_least_one, finish, note, print_table, run
 from _policy_azure import AZURE, AZURE_CACHED
 from _policy_chats_and_documents import CHATS_AND_DOCUMENTS
 from _policy_long_outputs import LONG_OUTPUTS
 from _policy_mooncake import MOONCAKE, MOONCAKE_SHORT
-from _policy_scenario import LOADS, Figures, Load, Scenario, measure, saturation
+from _policy_scenario import LOADS, Figures, Load, Scenario, highest_speed, measure, saturation
 from _policy_tenants import TENANTS
 
 from pointsman.core import ConfigError
@@ -38,7 +38,18 @@ SCENARIOS: dict[str, Scenario] = {
 }
 Settings = Mapping[str, Any]
 """Values of `SchedulerConfig` beside those of the scenario."""
-HIGHER_IS_BETTER = {"goodput", "within_target", "prefix_hit_share", "requests_per_second", "output_tokens_per_second"}
+CAPACITY = "capacity"
+"""The figure that is no field of `Figures`: the highest speed at which figures are within limits."""
+QUICK_TOLERANCE = 0.1
+"""Of a capacity."""
+HIGHER_IS_BETTER = {
+    "goodput",
+    "within_target",
+    "prefix_hit_share",
+    "requests_per_second",
+    "output_tokens_per_second",
+    CAPACITY,
+}
 SHOWN = ("ttft_mean", "ttft_p99", "itl_p99", "goodput", "recomputed_share", "preemptions", "prefix_hit_share")
 
 
@@ -53,13 +64,15 @@ class Target:
     relative: bool = True
     """Whether the limit is a multiple of the figure to beat, or a value of the figure."""
 
-    def bound(self, beaten: float, quick: bool) -> float:
+    def bound(self, beaten: float, is_higher_better: bool, quick: bool) -> float:
         """The least or greatest value that meets it; with `quick`, half of the gain, or twice the tolerance."""
         bound = self.limit * beaten if self.relative else self.limit
         if not quick:
             return bound
-        is_tolerance = self.relative and self.limit >= 1
-        return beaten + (bound - beaten) * (2 if is_tolerance else 0.5)
+        is_gain = bound > beaten if is_higher_better else bound < beaten
+        if not is_gain and not self.relative:  # to beat is already within a limit that is a value
+            return bound
+        return beaten + (bound - beaten) * (0.5 if is_gain else 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,23 +86,29 @@ class Comparison:
     against: Sequence[Settings] = ({},)
     """One, or several of which the best in hindsight counts; {} is the scenario as it is."""
     figure: str
-    """A field of `Figures`."""
+    """A field of `Figures`, or `CAPACITY`."""
     target: Target
+    limits: Mapping[str, float] | None = None
+    """Of a capacity: figures, and what they may be at most."""
     given: tuple[str, float] | None = None
     """(figure, at most): only those of `against` count that meet it."""
 
     @property
     def name(self) -> str:
         """For a verdict."""
-        return f"{self.question}: {self.figure} of {described(self.policy)}, {self.scenario} {self.load} saturation"
+        return f"{self.question}: {self.figure} of {described(self.policy)}, {self.place}"
 
     @property
-    def settings(self) -> list[Settings]:
-        """All that must be simulated for it."""
-        return [self.policy, *self.against]
+    def place(self) -> str:
+        """The scenario, and the load of a figure that has one."""
+        return self.scenario if self.figure == CAPACITY else f"{self.scenario}, {self.load} saturation"
+
+    def jobs(self, num_requests: int | None) -> list[Job]:
+        """What must be simulated for it: the policy, then what it has to beat."""
+        limits = tuple(sorted((self.limits or {}).items()))
+        return [Job.of(self.scenario, self.load, each, num_requests, limits) for each in (self.policy, *self.against)]
 
 
-FCFS: Settings = {"order": "fcfs"}
 WATERMARKS = [{"watermark": share} for share in (0.0, 0.01, 0.02, 0.05)]
 BUDGETS = [{"max_num_batched_tokens": budget} for budget in (256, 512, 1024, 2048, 4096, 8192)]
 COMPARISONS: tuple[Comparison, ...] = (
@@ -110,7 +129,7 @@ COMPARISONS: tuple[Comparison, ...] = (
         target=Target(limit=0.5),
     ),
 )
-GRIDS: tuple[tuple[str, str, Sequence[Settings]], ...] = (
+GRIDS: tuple[tuple[str, Load, Sequence[Settings]], ...] = (
     ("azure", "above", WATERMARKS),
     ("mooncake-short", "above", WATERMARKS),
     ("long-outputs", "above", WATERMARKS),
@@ -125,34 +144,57 @@ GRIDS: tuple[tuple[str, str, Sequence[Settings]], ...] = (
 
 @dataclass(frozen=True)
 class Job:
-    """One simulation."""
+    """One simulation, or those of a capacity."""
 
     scenario: str
     load: Load
     settings: tuple[tuple[str, Any], ...]
     """Sorted by name, so that equal ones are done once."""
     num_requests: int | None
+    limits: tuple[tuple[str, float], ...] = ()
+    """Of a capacity, which takes several; empty: one at the load."""
 
     @classmethod
-    def of(cls, scenario: str, load: Load, settings: Settings, num_requests: int | None) -> Job:
+    def of(
+        cls,
+        scenario: str,
+        load: Load,
+        settings: Settings,
+        num_requests: int | None,
+        limits: tuple[tuple[str, float], ...] = (),
+    ) -> Job:
         """Settings that are those of the scenario are left out."""
         own = SCENARIOS[scenario].config
-        changed = {name: value for name, value in settings.items() if getattr(own, name, None) != value}
-        return cls(scenario, load, tuple(sorted(changed.items())), num_requests)
+        hashable = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+        changed = {
+            name: value for name, value in hashable.items() if not hasattr(own, name) or getattr(own, name) != value
+        }
+        return cls(scenario, load, tuple(sorted(changed.items())), num_requests, limits)
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The highest speed of a scenario within limits."""
+
+    capacity: float
+    cpu_seconds: float
+
+
+Result: TypeAlias = Figures | Capacity
 
 
 @dataclass
 class Results:
     """The figures of simulations that are done, or why they could not be."""
 
-    found: dict[Job, Figures] = field(default_factory=dict)
+    found: dict[Job, Result] = field(default_factory=dict)
     failed: dict[Job, str] = field(default_factory=dict)
 
     def run(self, jobs: Iterable[Job], num_workers: int) -> None:
-        """Simulate what is missing; the longest first, so that no core is idle at the end."""
+        """Simulate what is missing."""
         missing = [job for job in dict.fromkeys(jobs) if job not in self.found and job not in self.failed]
         if num_workers == 1 or len(missing) < 2:
-            answers: Iterable[Figures | str] = map(simulated, missing)
+            answers: Iterable[Result | str] = map(simulated, missing)
             self._note(missing, answers)
             return
         context = multiprocessing.get_context("spawn")
@@ -163,7 +205,7 @@ class Results:
                 pool.shutdown(cancel_futures=True)
                 raise
 
-    def _note(self, jobs: Sequence[Job], answers: Iterable[Figures | str]) -> None:
+    def _note(self, jobs: Sequence[Job], answers: Iterable[Result | str]) -> None:
         for job, answer in zip(jobs, answers, strict=True):
             if isinstance(answer, str):
                 self.failed[job] = answer
@@ -171,10 +213,15 @@ class Results:
                 self.found[job] = answer
 
 
-def simulated(job: Job) -> Figures | str:
-    """The figures of a job, or why there are none."""
+def simulated(job: Job) -> Result | str:
+    """What a job found, or why it could not."""
+    scenario, settings = SCENARIOS[job.scenario], dict(job.settings)
     try:
-        return measure(SCENARIOS[job.scenario], job.load, dict(job.settings), job.num_requests)
+        if not job.limits:
+            return measure(scenario, job.load, settings, job.num_requests)
+        start, tolerance = process_time(), 0.02 if job.num_requests is None else QUICK_TOLERANCE
+        speed = highest_speed(scenario, settings, dict(job.limits), job.num_requests, tolerance)
+        return Capacity(speed, process_time() - start)
     except (ConfigError, KeyError, OSError, RuntimeError) as error:
         return str(error)
 
@@ -201,7 +248,7 @@ class Row:
 
 def judged(comparison: Comparison, results: Results, num_requests: int | None, quick: bool) -> Row | str:
     """A row, or why there is none."""
-    jobs = [Job.of(comparison.scenario, comparison.load, each, num_requests) for each in comparison.settings]
+    jobs = comparison.jobs(num_requests)
     for job in jobs:
         if job in results.failed:
             return results.failed[job]
@@ -216,20 +263,24 @@ def judged(comparison: Comparison, results: Results, num_requests: int | None, q
     after = getattr(policy, comparison.figure)
     if after is None or None in values:
         return f"there is no {comparison.figure} on {comparison.scenario}"
-    before = max(values) if comparison.figure in HIGHER_IS_BETTER else min(values)
+    is_higher_better = comparison.figure in HIGHER_IS_BETTER
+    before = max(values) if is_higher_better else min(values)
     beaten = pairs[values.index(before)][0]
-    return Row(comparison, beaten, before, after, comparison.target.bound(before, quick))
+    return Row(comparison, beaten, before, after, comparison.target.bound(before, is_higher_better, quick))
 
 
 def print_grids(results: Results, num_requests: int | None) -> dict[str, Any]:
     """A table of each grid, and its figures for JSON."""
     found: dict[str, Any] = {}
     for scenario, load, grid in GRIDS:
-        jobs = [(settings, Job.of(scenario, load, settings, num_requests)) for settings in grid]
-        there = [(described(settings), results.found[job]) for settings, job in jobs if job in results.found]
-        rows = [[name, *(getattr(figures, each) for each in SHOWN)] for name, figures in there]
+        there: dict[str, Figures] = {}
+        for settings in grid:
+            result = results.found.get(Job.of(scenario, load, settings, num_requests))
+            if isinstance(result, Figures):
+                there[described(settings)] = result
+        rows = [[name, *(getattr(figures, each) for each in SHOWN)] for name, figures in there.items()]
         print_table(f"{scenario}, {load} saturation", ["", *SHOWN], rows)
-        found[f"{scenario}, {load}"] = {name: figures.to_dict() for name, figures in there}
+        found[f"{scenario}, {load}"] = {name: figures.to_dict() for name, figures in there.items()}
     return found
 
 
@@ -238,19 +289,21 @@ def described(settings: Settings) -> str:
     return ", ".join(f"{name} {value}" for name, value in settings.items()) or "default"
 
 
-def compare(quick: bool, num_workers: int, check: bool) -> int:
-    """All comparisons and grids; returns the exit code."""
+def compare(quick: bool, num_workers: int) -> tuple[dict[str, Any], Targets]:
+    """All comparisons and grids: the figures for JSON, and which targets are met."""
     num_requests = NUM_QUICK if quick else None
     start = monotonic()
-    jobs = [Job.of(each.scenario, each.load, s, num_requests) for each in COMPARISONS for s in each.settings]
+    jobs = [job for each in COMPARISONS for job in each.jobs(num_requests)]
     if not quick:
         jobs += [Job.of(scenario, load, settings, None) for scenario, load, grid in GRIDS for settings in grid]
     results = Results()
     results.run(jobs, num_workers)
-    targets, rows, found = Targets(), [], []
+    targets = Targets()
+    rows: list[list[object]] = []
+    found: list[dict[str, Any]] = []
     for each in COMPARISONS:
         row = judged(each, results, num_requests, quick)
-        place = [each.question, f"{each.scenario}, {each.load}", each.figure]
+        place = [each.question, each.place, each.figure]
         if isinstance(row, str):
             targets.holds(f"{each.name}: not measured: {row}", False)
             rows.append([*place, None, None, described(each.policy), None, None])
@@ -278,7 +331,7 @@ def compare(quick: bool, num_workers: int, check: bool) -> int:
     cpu = sum(figures.cpu_seconds for figures in results.found.values())
     note(f"{len(results.found)} simulations, {cpu:.0f} CPU seconds, {monotonic() - start:.0f} seconds")
     figures = {"quick": quick, "simulations": len(results.found), "cpu_seconds": round(cpu, 1)}
-    return finish("policies", {**figures, "comparisons": found, "grids": grids}, targets, check)
+    return {**figures, "comparisons": found, "grids": grids}, targets
 
 
 # ---------------------------------------------------------------------- one run
@@ -289,8 +342,7 @@ def experiment(arguments: argparse.Namespace) -> int:
     scenario = SCENARIOS[arguments.scenario]
     note(f"{scenario.name}: {scenario.about}")
     if arguments.saturation:
-        found = saturation(scenario, scenario.speeds["below"], scenario.speeds["above"])
-        note(f"the queue grows above a speed of {found:.3g}; speeds: {dict(scenario.speeds)} {scenario.note}".rstrip())
+        note(f"the queue grows above a speed of {saturation(scenario):.3g}; loads: {dict(scenario.speeds)}")
         return 0
     settings = dict(arguments.set)
     loads: Sequence[Load | float] = [arguments.load] if arguments.load else LOADS
@@ -332,7 +384,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.scenario:
         return experiment(arguments)
-    return compare(arguments.quick, arguments.workers, arguments.check)
+    figures, targets = compare(arguments.quick, arguments.workers)
+    return finish("policies", figures, targets, arguments.check)
 
 
 if __name__ == "__main__":

@@ -72,6 +72,16 @@ def test_tune() -> None:
 
 @pytest.mark.soak
 @pytest.mark.e2e
+def test_policies() -> None:
+    """`--check`: every policy gains at least half of what it should. Two processes simulate."""
+    if not AZURE_TRACE.exists():
+        pytest.skip(f"no trace at {AZURE_TRACE}")
+    figures = run_quick("policies.py", "--check", "--workers", "2")
+    assert figures["comparisons"] and all(row["met"] for row in figures["comparisons"])
+
+
+@pytest.mark.soak
+@pytest.mark.e2e
 def test_calibration() -> None:
     """The machine may be busy, so the limits are wide; what is wrong by a factor is noticed."""
     pytest.importorskip("torch")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pointsman.core import FinishReason, SchedulerConfig
+from pointsman.core import FinishReason, Request, SchedulerConfig
 from pointsman.core.presets import SYSTEMS
 from pointsman.sim.fleet import ROUTINGS, LeastLoaded
-from pointsman.sim.outcome import REASONS, UNFINISHED
+from pointsman.sim.outcome import REASONS, UNFINISHED, Timings
+from pointsman.sim.replica import Replica
 from pointsman.sim.request import SimRequest
 from pointsman.sim.simulator import Outcome, simulate
 from pointsman.sim.step_time import LinearStepTime
@@ -209,3 +211,12 @@ def test_a_real_trace() -> None:
     fast = simulate(Listed(arrivals, {}), settings, STEP_TIME)
     same(fast, simulate(Listed(arrivals, {}), settings, STEP_TIME, is_stepping=True))
     assert len(fast.timelines[0].events) < fast.timelines[0].num_steps / 3
+
+
+@pytest.mark.skipif("tenant" not in signature(Request.__new__).parameters, reason="requests have no tenant")
+def test_a_policy_sees_the_tenant_and_the_ttft_target_of_a_request() -> None:
+    replica = Replica(SchedulerConfig(num_blocks=100, max_model_len=1000), STEP_TIME, Timings())
+    replica.add(0, SimRequest("of a", 10, 3, tenant="a", ttft_target=2.5), 0.0)
+    replica.add(1, SimRequest("of none", 10, 3, index=1), 0.0)
+    found = [replica.scheduler.get_request(name) for name in ("of a", "of none")]
+    assert [(each.tenant, each.ttft_target) for each in found] == [("a", 2.5), ("", None)]  # type: ignore
