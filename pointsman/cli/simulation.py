@@ -141,6 +141,11 @@ def _check_options(options: Mapping[str, Any], asks_users: bool) -> None:
             if name in options and other in options:
                 hint = "; --limit shortens a trace" if (name, other) == ("trace", "requests") else ""
                 raise CommandError(f"{_option(other)} has no effect beside {_option(name)}; give one of them{hint}")
+    if asks_users and "arrivals" in options:  # --users, where it is given, was refused above
+        raise CommandError(
+            "--arrivals has no effect beside --think: a user's next request comes when the answer to the last one has "
+            "been read; give one of them, or --sessions for conversations that arrive"
+        )
     for name, wanted in _NEEDS.items():
         if name in options and not any(each in options or (each == "users" and asks_users) for each in wanted):
             raise CommandError(f"{_option(name)} has no effect alone; give {' or '.join(map(_option, wanted))} too")

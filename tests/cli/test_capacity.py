@@ -165,6 +165,7 @@ def test_ctrl_c_prints_the_bracket_so_far(pointsman: Run, monkeypatch: pytest.Mo
         (["--requests-per-second", "5"], ["--requests-per-second", "--replicas 1-16"]),
         (["--users", "5"], ["--users has no effect", "--replicas 1-16"]),
         (["--think", "5", "--replicas", "1-3"], ["--think", "needs --users"]),
+        (["--think", "5", "--arrivals", "poisson:9"], ["--arrivals has no effect beside --think", "--sessions"]),
         (["--users", "5", "--replicas", "1-3", "--requests-per-second", "9"], ["--requests-per-second", "--users"]),
         (["--users", "0", "--replicas", "1-3"], ["--users is 0", "at least 1"]),
         (["--replicas", "1-3", "--requests-per-second", "-1"], ["--requests-per-second is -1", "above 0"]),
