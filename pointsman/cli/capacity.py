@@ -25,11 +25,13 @@ from pointsman.sim.capacity import (
     highest_rate,
     most_users,
 )
+from pointsman.sim.errors import SimulationError
 from pointsman.sim.report.summary import Targets
 
 DEFAULT_TARGETS = Targets(ttft=2.0)
 PER_REPLICA, AT_MOST = 2000, 10_000
 """Requests of a probe."""
+_FASTER = "set longer targets, or take a faster device"
 _COLUMNS = ("users", "requests/s", "replicas", "within targets", "TTFT p99", "longest gap p99", "")
 _WIDTHS = (7, *(max(10, len(column)) for column in _COLUMNS[1:]))
 
@@ -104,6 +106,8 @@ def run_capacity(
                 found = highest_rate(question, high, tolerance=tolerance)
     except KeyboardInterrupt:
         found, is_complete = search.found, False
+    except SimulationError as error:
+        raise CommandError(str(error)) from None
     answer = _answer(found, search, low, high, is_complete)
     if as_json:
         print(json.dumps(search.as_json(found, answer, is_complete), allow_nan=False))
@@ -173,7 +177,7 @@ class _Search:
             self.console.print(Text(self.service.about_times, style="yellow"))
             self.console.print(f"Targets: {targets_text(self.targets)}; for at least {self.share:.6g} of the requests.")
             how = "from another number of users" if of_users else "faster or slower"
-            self.console.print(f"Each probe sends these requests, {how}.\n")
+            self.console.print(f"Each probe is a simulation of these requests, which come {how}.\n")
             self._print(_COLUMNS, "bold")
         return question
 
@@ -237,7 +241,8 @@ def _answer(found: Capacity, search: _Search, low: int, high: int, is_complete: 
         lines += _user_answer(meets, misses, last, search, high)
     elif meets is None:
         lines.append(
-            f"Nothing meets the targets: even with one request each {SPARSE_GAP:,.0f} s, {_figures(found.probes[0])}."
+            f"Nothing meets the targets: even with one request each {SPARSE_GAP:,.0f} s, {_figures(found.probes[0])}; "
+            f"{_FASTER}."
         )
     elif misses is None:
         lines.append(
@@ -280,7 +285,7 @@ def _gaps_decide(misses: Probe | None, targets: Targets) -> bool:
 
 def _user_answer(meets: Probe | None, misses: Probe | None, last: Probe, search: _Search, high: int) -> list[str]:
     if meets is None:
-        return [f"Nothing meets the targets: even with one user, {_figures(last)}."]
+        return [f"Nothing meets the targets: even with one user, {_figures(last)}; {_FASTER}."]
     if misses is None:
         return [
             f"At least {meets.num_users:,} users meet the targets: {_figures(meets)}; {search.how_to_lengthen(meets)} "
@@ -295,7 +300,10 @@ def _user_answer(meets: Probe | None, misses: Probe | None, last: Probe, search:
 
 def _replica_answer(meets: Probe | None, misses: Probe | None, last: Probe, low: int, high: int) -> list[str]:
     if meets is None:
-        return [f"Even {high} replicas miss the targets {_load(last)}: {_figures(last)}."]
+        return [
+            f"Even {high} replicas miss the targets {_load(last)}: {_figures(last)}; give a range with more of them, "
+            f"{_FASTER}."
+        ]
     if misses is None:
         return [
             f"{_replicas(meets.num_replicas)} {'is' if meets.num_replicas == 1 else 'are'} enough {_load(meets)}, the "

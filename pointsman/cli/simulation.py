@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pointsman.cli.errors import CommandError
 from pointsman.cli.knobs import number_or_word
@@ -35,6 +35,7 @@ from pointsman.sim.workload import (
     OpenLoop,
     Sessions,
     Workload,
+    WorkloadError,
     parse_arrivals,
     parse_distribution,
 )
@@ -50,6 +51,8 @@ that. The search ends at a user for each request."""
 MODEL, DEVICE = "Llama-3.1-8B", "h100"
 UNBOUNDED_MODEL_LEN = 131_072
 """Where neither a model nor --max-model-len says what a sequence may have."""
+
+T = TypeVar("T")
 
 # ---------------------------------------------------------------------- what arrives
 
@@ -85,11 +88,11 @@ def what_arrives(options: Mapping[str, Any], num_requests: int | None = None, *,
         if "trace" in options:
             return _traced(options, num_requests, asks_users)
         lengths = Lengths(
-            prompt=parse_distribution(options.get("prompt_tokens", DEFAULTS["prompt_tokens"])),
-            output=parse_distribution(options.get("output_tokens", DEFAULTS["output_tokens"])),
+            prompt=_parsed(parse_distribution, "prompt_tokens", options),
+            output=_parsed(parse_distribution, "output_tokens", options),
         )
         seed = options.get("seed", 0)
-        think = parse_distribution(options.get("think", "0"))
+        think = _parsed(parse_distribution, "think", options)
         if "sessions" in options:
             return _sessions(options, num_requests, seed)
         count = num_requests or options.get("requests", NUM_REQUESTS)
@@ -106,7 +109,7 @@ def what_arrives(options: Mapping[str, Any], num_requests: int | None = None, *,
             loop = ClosedLoop(options["users"], lengths, think=think, num_requests=count, seed=seed)
             return Arriving(f"{options['users']} users, {count:,} requests, {of_lengths}", lambda _: loop, math.inf)
         text = options.get("arrivals", DEFAULTS["arrivals"])
-        arrivals = parse_arrivals(text)
+        arrivals = _parsed(parse_arrivals, "arrivals", options)
         generated = Generated(arrivals, lengths, count, seed)
     except (PointsmanError, ValueError) as error:
         raise CommandError(str(error)) from None
@@ -141,6 +144,11 @@ def _check_options(options: Mapping[str, Any], asks_users: bool) -> None:
             if name in options and other in options:
                 hint = "; --limit shortens a trace" if (name, other) == ("trace", "requests") else ""
                 raise CommandError(f"{_option(other)} has no effect beside {_option(name)}; give one of them{hint}")
+    if asks_users and "arrivals" in options:  # --users, where it is given, was refused above
+        raise CommandError(
+            "--arrivals has no effect beside --think: a user's next request comes when the answer to the last one has "
+            "been read; give one of them, or --sessions for conversations that arrive"
+        )
     for name, wanted in _NEEDS.items():
         if name in options and not any(each in options or (each == "users" and asks_users) for each in wanted):
             raise CommandError(f"{_option(name)} has no effect alone; give {' or '.join(map(_option, wanted))} too")
@@ -157,7 +165,7 @@ def _traced(options: Mapping[str, Any], num_requests: int | None, asks_users: bo
         raise CommandError(f"{path}: none of its {len(trace)} requests has output, so there is nothing to serve")
     skipped = len(trace) - len(served)
     title = f"{len(served):,} requests of {path}"
-    think, seed = parse_distribution(options.get("think", "0")), options.get("seed", 0)
+    think, seed = _parsed(parse_distribution, "think", options), options.get("seed", 0)
     of_users = partial(ClosedLoop, source=served, think=think, seed=seed, is_spread=True) if asks_users else None
     if "users" in options and not asks_users:
         loop = ClosedLoop(options["users"], served, think=think, seed=seed)
@@ -172,7 +180,7 @@ def _rate(trace: Sequence[TraceRequest]) -> float:
 
 def _sessions(options: Mapping[str, Any], num_requests: int | None, seed: int) -> Arriving:
     values = {name: options.get(name, default) for name, default in {**DEFAULTS, **SESSION_DEFAULTS}.items()}
-    arrivals, turns = parse_arrivals(values["arrivals"]), parse_distribution(values["turns"])
+    arrivals, turns = _parsed(parse_arrivals, "arrivals", options), _parsed(parse_distribution, "turns", options)
     per_session = max(1.0, turns.mean())
     count = options["sessions"]
     if num_requests is not None:
@@ -180,10 +188,10 @@ def _sessions(options: Mapping[str, Any], num_requests: int | None, seed: int) -
     sessions = Sessions(
         arrivals=arrivals,
         num_turns=turns,
-        first_prompt=parse_distribution(values["prompt_tokens"]),
-        new_text=parse_distribution(values["new_tokens"]),
-        output=parse_distribution(values["output_tokens"]),
-        think=parse_distribution(options.get("think", "0")),
+        first_prompt=_parsed(parse_distribution, "prompt_tokens", options),
+        new_text=_parsed(parse_distribution, "new_tokens", options),
+        output=_parsed(parse_distribution, "output_tokens", options),
+        think=_parsed(parse_distribution, "think", options),
         num_sessions=count,
         seed=seed,
     )
@@ -193,6 +201,14 @@ def _sessions(options: Mapping[str, Any], num_requests: int | None, seed: int) -
         lambda speed: replace(sessions, arrivals=_faster(values["arrivals"], speed)),
         arrivals.rate * per_session,
     )
+
+
+def _parsed(parse: Callable[[str], T], name: str, options: Mapping[str, Any]) -> T:
+    """What the short form in an option stands for, or in its default."""
+    try:
+        return parse(options.get(name, {**DEFAULTS, **SESSION_DEFAULTS, "think": "0"}[name]))
+    except WorkloadError as error:
+        raise CommandError(f"{_option(name)}: {error}") from None
 
 
 def _faster(text: str, speed: float) -> Any:

@@ -93,6 +93,7 @@ class Question:
         """Simulate the service under a load.
 
         Raises:
+            SimulationError: none of the requests can ever run, so that no load meets any target.
             KeyboardInterrupt: Ctrl-C ended the simulation; half a probe says nothing.
         """
         outcome = simulate(
@@ -106,6 +107,8 @@ class Question:
         )
         if not outcome.is_complete:
             raise KeyboardInterrupt
+        if outcome.refused and len(outcome.refused) == len(outcome.timings.arrival):
+            raise SimulationError(f"all {len(outcome.refused):,} requests are refused. {outcome.refused[0][1]}")
         targets = self.targets
         report = figures(
             outcome,

@@ -280,7 +280,7 @@ def _named(known: dict[str, Callable[..., T]], name: str, rest: str, text: str, 
     names = [each.name for each in fields(make)]  # type: ignore[arg-type]
     values = [_number(value, text) for value in rest.split(",")]
     if len(values) != len(names):
-        raise WorkloadError(f"{text!r}: {len(values)} values; write {name}:{','.join(names)}")
+        raise WorkloadError(f"{text!r}: {len(values)} of {len(names)} values; write {name}:{','.join(names)}")
     try:
         return make(*values)
     except WorkloadError as error:

@@ -113,9 +113,10 @@ def num_kv_blocks(
     if kv < block_bytes:
         needed = weights + activations + context + block_bytes
         raise ModelTooLarge(
-            f"{shape.name} needs {needed:,} bytes of each of {tensor_parallel} {device.name} ({weights:,} of weights); "
-            f"{usable:,} of its {device.memory:,} are usable; use more tensor parallelism, quantised weights, a "
-            f"device with more memory, or smaller steps (max_num_batched_tokens {max_num_batched_tokens})"
+            f"{shape.name} needs {needed / GIB:.2f} GiB on each of {tensor_parallel} {device.name}, "
+            f"{weights / GIB:.2f} of them for weights; {usable / GIB:.2f} of its {device.memory / GIB:.2f} GiB are "
+            "usable: use more tensor parallelism, quantised weights, a device with more memory, or smaller steps "
+            f"(max_num_batched_tokens {max_num_batched_tokens})"
         )
     return KvMemory(
         memory=device.memory,

@@ -255,8 +255,8 @@ def warn_outside(profile: Profile, hull: Hull) -> list[str]:
 
 def _outside(part: str, to: str, value: int, bound: str, known: int, source: str) -> str:
     return (
-        f"{part} go {to} {value:,}, and the log {source} has {bound} {known:,}: step times there are extrapolated, "
-        "calibrate with a log of such a load"
+        f"{part} go {to} {value:,}, and the part of {source} that was fitted has {bound} {known:,}: step times there "
+        "are extrapolated, calibrate with a log of such a load"
     )
 
 

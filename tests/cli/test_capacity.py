@@ -121,7 +121,7 @@ def test_targets_that_nothing_meets_and_that_everything_meets(pointsman: Run) ->
     given = ("--requests", 20, "--prompt-tokens", 1000, "--output-tokens", 10)
     nothing = words(pointsman("capacity", *given, "--ttft-target", "1ms"))
     assert "Nothing meets the targets: even with one request each 1,000 s, 0.00 %" in nothing
-    assert "TTFT p99 is" in nothing
+    assert "TTFT p99 is" in nothing and "set longer targets, or take a faster device" in nothing
     everything = words(pointsman("capacity", *given, "--ttft-target", "1h"))
     assert "Every rate meets the targets: all 20 requests at once, 100.00 %" in everything
     assert "--requests" in everything
@@ -132,10 +132,20 @@ def test_gaps_that_miss_have_a_remedy(pointsman: Run) -> None:
     assert "smaller --max-num-batched-tokens" in words(pointsman("capacity", *given, "--tolerance", 1))
 
 
-def test_refused_requests_are_named_as_the_reason(pointsman: Run) -> None:
-    found = words(pointsman("capacity", "--requests", 5, "--prompt-tokens", 300_000))
+def test_refused_requests_are_named_as_the_reason(pointsman: Run, tmp_path: Path) -> None:
+    for options in ([], ["--think", 5], ["--replicas", "1-3"]):
+        finished = pointsman("capacity", "--requests", 5, "--prompt-tokens", 300_000, *options)
+        assert finished.code == 2
+        for word in ("requests are refused", "300000 tokens", "max_model_len is 131072", "shorten the prompt"):
+            assert word in finished.err
+    path = tmp_path / "trace.jsonl"
+    path.write_text(
+        "".join(f'{{"timestamp": {1000 * i}, "input_length": {length}, "output_length": 6}}\n' for i, length in
+                enumerate((20, 300_000, 20, 20)))
+    )  # fmt: skip
+    found = words(pointsman("capacity", "--trace", path))
     assert "Nothing meets" in found
-    assert "5 of 5 requests can never run" in found
+    assert "1 of 4 requests can never run" in found
 
 
 def test_ctrl_c_prints_the_bracket_so_far(pointsman: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,11 +175,15 @@ def test_ctrl_c_prints_the_bracket_so_far(pointsman: Run, monkeypatch: pytest.Mo
         (["--requests-per-second", "5"], ["--requests-per-second", "--replicas 1-16"]),
         (["--users", "5"], ["--users has no effect", "--replicas 1-16"]),
         (["--think", "5", "--replicas", "1-3"], ["--think", "needs --users"]),
+        (["--think", "5", "--arrivals", "poisson:9"], ["--arrivals has no effect beside --think", "--sessions"]),
         (["--users", "5", "--replicas", "1-3", "--requests-per-second", "9"], ["--requests-per-second", "--users"]),
         (["--users", "0", "--replicas", "1-3"], ["--users is 0", "at least 1"]),
         (["--replicas", "1-3", "--requests-per-second", "-1"], ["--requests-per-second is -1", "above 0"]),
         (["--routing", "least-loaded"], ["--routing", "--replicas 2"]),
         (["--ttft-target", "soon"], ["--ttft-target is 'soon'", "500ms"]),
+        (["--think", "-3"], ["--think: value is -3", "at least 0"]),
+        (["--prompt-tokens", "lognormal:10"], ["--prompt-tokens: 'lognormal:10': 1 of 2 values", "median,sigma"]),
+        (["--arrivals", "poisson:0"], ["--arrivals: 'poisson:0'", "above 0"]),
         (["--trace", "/nowhere/at/all"], ["/nowhere/at/all", "No such file"]),
         (["--model", "Llama-3.1-70B"], ["Llama-3.1-70B needs", "tensor parallelism"]),
     ],

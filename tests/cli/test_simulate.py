@@ -177,7 +177,10 @@ def test_times(text: str, value: float) -> None:
     ("args", "words"),
     [
         (["--model", "lama-8b"], ["'lama-8b'", "nearest: Llama-3.1-8B", "--list"]),
-        (["--model", "Llama-3.1-70B"], ["Llama-3.1-70B needs 143,", "76,526,653,537", "tensor parallelism"]),
+        (
+            ["--model", "Llama-3.1-70B"],
+            ["Llama-3.1-70B needs 133.64 GiB", "71.27 of its 79.19 GiB", "tensor parallelism"],
+        ),
         (["--device", "h1000"], ["'h1000'", "nearest: h100", "--list"]),
         (["--routing", "any", "--replicas", "2"], ["'any'", "round-robin"]),
         (["--routing", "round-robin"], ["--routing", "--replicas 2"]),

@@ -401,9 +401,11 @@ def test_extrapolation_is_warned_of() -> None:
     assert warnings(100, 5, 400, 800, 5) == []
     assert warnings(10, 1, 9, 9, 1) == []  # a position less than the log's smallest step
     (warning,) = warnings(100, 9, 400, 800, 5)
-    assert warning.startswith("requests in a step go up to 9, and the log log.jsonl has at most 8")
+    assert warning.startswith("requests in a step go up to 9, and the part of log.jsonl that was fitted has at most 8")
     (warning,) = warnings(0, 1, 10, 10, 1)
-    assert warning.startswith("tokens in a step go down to 0, and the log log.jsonl has at least 10")
+    assert warning.startswith(
+        "tokens in a step go down to 0, and the part of log.jsonl that was fitted has at least 10"
+    )
     log = measured_log(40, np.inf, output=20)
     config = SETTINGS.config(10_000, 40)
     watched = WatchedStepTime(LinearStepTime(per_step=1e-2))

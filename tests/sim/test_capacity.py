@@ -16,6 +16,7 @@ from pointsman.sim.workload import (
     ClosedLoop,
     Constant,
     ConstantArrivals,
+    Empirical,
     Exponential,
     Generated,
     Lengths,
@@ -96,18 +97,28 @@ def test_nothing_meets_and_everything_meets() -> None:
     assert everything.probes[-1].ttft_p99 == pytest.approx(10, rel=0.02)  # 100 requests, one after the other
 
 
-def test_refused_requests_are_misses() -> None:
-    too_long = Question(
+def of_prompts(*lengths: float) -> Question:
+    """Ten requests, each with one of these prompts."""
+    return Question(
         workload=lambda rate: OpenLoop(
-            Generated(ConstantArrivals(rate), Lengths(Constant(100), Constant(1)), 10, seed=0)
+            Generated(ConstantArrivals(rate), Lengths(Empirical(lengths), Constant(1)), 10, seed=0)
         ),
         config=ONE_AT_A_TIME,
         step_time=LinearStepTime(per_step=SECONDS),
         targets=Targets(ttft=1),
     )
-    found = highest_rate(too_long)
+
+
+def test_refused_requests_are_misses() -> None:
+    found = highest_rate(of_prompts(10, 100))
     assert found.meets is None
-    assert [(probe.num_refused, probe.share, probe.ttft_p99) for probe in found.probes] == [(10, 0, None)]
+    (probe,) = found.probes
+    assert 0 < probe.num_refused < 10 and probe.share == 1 - probe.num_refused / 10
+
+
+def test_requests_that_are_all_refused_say_why() -> None:
+    with pytest.raises(SimulationError, match=r"all 10 requests are refused.* 100 tokens and max_model_len is 64"):
+        highest_rate(of_prompts(100))
 
 
 @pytest.mark.parametrize(("rate", "wanted"), [(8, 1), (35, 4), (45, 5), (72, 8)])

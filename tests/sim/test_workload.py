@@ -152,7 +152,7 @@ def test_bursts_arrive_together() -> None:
     ("text", "wrong"),
     [
         ("lognorml:1,2", "unknown 'lognorml'; known are constant, uniform"),
-        ("lognormal:150", "1 values; write lognormal:median,sigma"),
+        ("lognormal:150", "1 of 2 values; write lognormal:median,sigma"),
         ("lognormal:150,x", "'x' is no number"),
         ("lognormal:0,1", "median is 0; it must be finite and above 0"),
         ("uniform:9,3", "high is 3; it must be finite and at least 9"),
