@@ -283,6 +283,22 @@ def tune(
 
 
 @app.command()
+def policies(
+    kind: Annotated[
+        str | None, typer.Argument(metavar="[KIND]", help="order, victim, reserve or limit [default: all].")
+    ] = None,
+    as_json: sim.AsJsonObject = False,
+) -> int:
+    """List the policies of the scheduler, with their parameters.
+
+    Those of installed packages are among them.
+    """
+    from pointsman.cli.policies import run_policies
+
+    return run_policies(kind, as_json=as_json)
+
+
+@app.command()
 def replay(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A recording, as pointsman generate --record writes it.")],
 ) -> int:

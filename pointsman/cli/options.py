@@ -207,13 +207,35 @@ KNOBS: dict[str, Any] = {
         ),
     ],
     "order": Annotated[
-        str | None, typer.Option(metavar="NAME", help="Order of waiting requests: fcfs or priority [default: fcfs].")
+        str | None,
+        typer.Option(
+            metavar="POLICY",
+            help="Which waiting request is next: fcfs, priority, or another that pointsman policies lists "
+            "[default: fcfs].",
+        ),
     ],
     "victim": Annotated[
         str | None,
         typer.Option(
-            metavar="NAME",
-            help="Which request is preempted for memory: latest or lowest-priority [default: by the order].",
+            metavar="POLICY",
+            help="Which request is preempted for memory: latest, lowest-priority or another [default: by the order].",
+        ),
+    ],
+    "reserves": Annotated[
+        list[str] | None,
+        typer.Option(
+            "--reserve",
+            metavar="POLICY",
+            help="What else an admission leaves free, such as bypass:bound=16; may be repeated.",
+        ),
+    ],
+    "token_limits": Annotated[
+        list[str] | None,
+        typer.Option(
+            "--token-limit",
+            metavar="POLICY",
+            help="What else limits the tokens of a request or a step, such as prefill-threshold:tokens=512; may be "
+            "repeated.",
         ),
     ],
     "displace": Annotated[
@@ -434,6 +456,8 @@ ENGINE_PANELS: Panels = {
     "Admission and preemption": (
         "order",
         "victim",
+        "reserves",
+        "token_limits",
         "displace",
         "full_sequence_must_fit",
         "watermark",

@@ -115,6 +115,8 @@ _AS_SERVED = (
     "max_steps_in_flight",
     "order",
     "victim",
+    "reserves",
+    "token_limits",
     "displace",
     "watermark",
     "decode_reserve",

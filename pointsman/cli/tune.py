@@ -26,7 +26,7 @@ from pointsman.sim.profile import warn_outside
 from pointsman.sim.report.summary import Targets
 from pointsman.sim.stretches import MIN_REQUESTS, Parts, split
 from pointsman.sim.trial import Judge, Score
-from pointsman.sim.tunables import REPLICAS, TUNABLES, Space
+from pointsman.sim.tunables import NAMES, REPLICAS, Space
 from pointsman.sim.tune import MIN_GAIN, Judged, Search, Trial, Tuning
 from pointsman.sim.tune import tune as search_settings
 from pointsman.sim.vllm_defaults import VLLM_VERSION
@@ -86,9 +86,9 @@ def run_tune(
         report.divide(num_requests)
         space = Space(
             service.config,
-            fixed=frozenset(options) & frozenset(each.name for each in TUNABLES),
+            fixed=frozenset(options) & frozenset(NAMES),
             replicas=(low, high),
-            has_priorities=report.has_priorities,
+            varied=report.varied,
         )
         if workers is None and ray is None:
             is_small = num_trials * report.parts.num_requests < _SMALL
@@ -123,7 +123,7 @@ class _Tuned:
         self._service, self._arriving, self._targets = service, arriving, targets
         self._options, self._preset, self._speed = options, preset, speed
         self._console = stdout_console()
-        self.has_priorities = False
+        self.varied: frozenset[str] = frozenset()
 
     def divide(self, num_requests: int) -> None:
         """Cut the workload into its two parts.
@@ -133,7 +133,8 @@ class _Tuned:
         """
         arrivals = list(self._arriving.at_speed(self._speed).first_arrivals())
         self.parts = split(arrivals, num_requests)
-        self.has_priorities = len({request.priority for _, request in arrivals}) > 1
+        fields = ("priority", "tenant", "ttft_target")
+        self.varied = frozenset(name for name in fields if len({getattr(request, name) for _, request in arrivals}) > 1)
 
     def search(self, space: Space, num_trials: int, num_workers: int, ray: str | None, bar: ProgressBar) -> Tuning:
         def progress(num_tried: int, expected: int, best: float) -> None:
@@ -387,7 +388,7 @@ def _ours(config: SchedulerConfig) -> dict[str, Any]:
     """Knobs of `pointsman serve`: the two that depend on the device, and what differs from the defaults."""
     plain = SchedulerConfig(num_blocks=1, max_model_len=1)
     knobs = {"max_num_batched_tokens": config.max_num_batched_tokens, "max_num_seqs": config.max_num_seqs}
-    for name in (each.name for each in TUNABLES):
+    for name in NAMES:
         value = getattr(config, name)
         if name in KNOBS and name not in knobs and value is not None and value != getattr(plain, name):
             knobs[name] = value
@@ -400,7 +401,7 @@ def _for_vllm(config: SchedulerConfig, preset: str) -> tuple[list[str], dict[str
     of_preset = SchedulerConfig.preset(base, num_blocks=1, max_model_len=1)
     flags = {"max_num_batched_tokens": config.max_num_batched_tokens, "max_num_seqs": config.max_num_seqs}
     additional: dict[str, Any] = {}
-    for name in (each.name for each in TUNABLES):
+    for name in NAMES:
         value = getattr(config, name)
         if name in flags or value == getattr(of_preset, name):
             continue
@@ -421,7 +422,10 @@ def _flags(values: Mapping[str, Any]) -> list[str]:
     found: list[str] = []
     for name, value in values.items():
         option = name.replace("_", "-")
-        found += [f"--{'' if value else 'no-'}{option}"] if isinstance(value, bool) else [f"--{option}", f"{value}"]
+        if isinstance(value, tuple):
+            found += [part for each in value for part in (f"--{option.removesuffix('s')}", str(each))]
+        else:
+            found += [f"--{'' if value else 'no-'}{option}"] if isinstance(value, bool) else [f"--{option}", f"{value}"]
     return found
 
 

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from inspect import signature
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -78,15 +77,6 @@ class _Step(NamedTuple):
 
     end: float
     output: SchedulerOutput
-
-
-_TAKEN = frozenset(signature(Request.__new__).parameters)
-
-
-def _known_to_policies(request: SimRequest) -> dict[str, Any]:
-    """What a request says to policies alone, as keywords of `Request`; only what is set."""
-    values = {"tenant": request.tenant or None, "ttft_target": request.ttft_target}
-    return {name: value for name, value in values.items() if value is not None and name in _TAKEN}
 
 
 class Replica:
@@ -161,7 +151,8 @@ class Replica:
             max_tokens=max_tokens,
             priority=request.priority,
             eos_token_ids=(EOS_TOKEN,),
-            **_known_to_policies(request),
+            tenant=request.tenant,
+            ttft_target=request.ttft_target,
         )
         num_tokens = length + max(1, request.num_output_tokens)
         self._known[made] = _Known(number, num_tokens, filler_token(request.index))

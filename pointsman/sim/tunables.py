@@ -1,19 +1,19 @@
 """Which settings of the scheduler does a search try, and which values of each?
 
-One table. Orders and victims are those that are registered (`core/policy`), so a new one is tried without a change
-here; a setting of a new policy gets a row. Values of a setting with an order stand in that order, so that a search can
-take a value and its neighbours.
+One table. Policies are those that are registered (`core/policy/registry.py`), those of installed packages included,
+each with the values of its parameters that it declares to be worth a try. Values of a setting with an order stand in
+that order, so that a search can take a value and its neighbours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any, TypeAlias
 
 from pointsman.core import SchedulerConfig
-from pointsman.core.policy.order import ORDERS, PriorityOrder
-from pointsman.core.policy.victim import VICTIMS
+from pointsman.core.policy.registry import known
 
 REPLICAS = "replicas"
 """Name of the one setting that is not the scheduler's."""
@@ -50,7 +50,9 @@ class Tunable:
         return replace(self, values=(*self.values[:at], value, *self.values[at:]))
 
 
-TUNABLES = (
+HAVE_KNOBS = frozenset({"watermark", "full-sequence", "decode", "mean-decode", "prefill-threshold"})
+"""Reserves and limits that settings of their own stand for."""
+_KNOBS = (
     Tunable("max_num_batched_tokens", (256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)),
     Tunable("max_num_seqs", (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)),
     Tunable("long_prefill_token_threshold", (256, 512, 1024, 2048, 4096, 0)),  # 0: no limit
@@ -58,12 +60,43 @@ TUNABLES = (
     Tunable("watermark", (0.0, 0.01, 0.02, 0.05, 0.1, 0.2), is_for_short_pool=True),
     Tunable("decode_reserve", (0, 128, 512, "mean"), is_ordered=False, is_for_short_pool=True),
     Tunable("full_sequence_must_fit", (True, False), is_ordered=False, is_for_short_pool=True),
-    Tunable("victim", (None, *VICTIMS), is_ordered=False, is_for_short_pool=True),
-    Tunable("order", tuple(ORDERS), is_ordered=False),
 )
 """Those with the largest effect first."""
+NAMES = (*(each.name for each in _KNOBS), "reserves", "victim", "order", "token_limits")
+"""Fields of `SchedulerConfig` that a search may set."""
 DESIGN = {"max_num_batched_tokens": (512, 1024, 2048, 8192), "max_num_seqs": (32, 128, 512)}
 """A search begins with all combinations of these."""
+
+
+def tunables(varied: frozenset[str]) -> tuple[Tunable, ...]:
+    """All settings of the scheduler, with the policies that make a difference where `varied` is what requests say of
+    themselves differently ("priority", "tenant", "ttft_target").
+
+    Raises:
+        ConfigError: an installed package's policy cannot be loaded.
+    """
+    reserves, limits = specs("reserve", varied), specs("limit", varied)
+    pairs = [pair for pair in combinations(reserves, 2) if not any(":" in spec for spec in pair)]
+    return (
+        *_KNOBS,
+        Tunable("reserves", ((), *((spec,) for spec in reserves), *pairs), is_ordered=False, is_for_short_pool=True),
+        Tunable("victim", (None, *specs("victim", varied)), is_ordered=False, is_for_short_pool=True),
+        Tunable("order", tuple(specs("order", varied)), is_ordered=False),
+        Tunable("token_limits", ((), *((spec,) for spec in limits)), is_ordered=False),
+    )
+
+
+def specs(kind: str, varied: frozenset[str]) -> list[str]:
+    """Every policy of a kind as it is written: with its defaults, and with each other value that it says to try."""
+    found = []
+    for name, policy in known(kind).items():
+        if name in HAVE_KNOBS or not policy.reads <= varied:
+            continue
+        found.append(name)
+        found += [
+            f"{name}:{each.name}={value}" for each in policy.parameters for value in each.tried if value != each.default
+        ]
+    return found
 
 
 class Space:
@@ -73,7 +106,7 @@ class Space:
         base: the configuration that a search starts from; its values are among those that are tried.
         fixed: settings that keep the value of `base`.
         replicas: fewest and most.
-        has_priorities: whether requests have different priorities.
+        varied: what requests say of themselves differently, see `tunables`.
     """
 
     def __init__(
@@ -82,13 +115,11 @@ class Space:
         *,
         fixed: frozenset[str] = frozenset(),
         replicas: tuple[int, int] = (1, 1),
-        has_priorities: bool = False,
+        varied: frozenset[str] = frozenset(),
     ) -> None:
         self._base = base
         self._fewest = replicas[0]
-        chosen = [each.including(getattr(base, each.name)) for each in TUNABLES if each.name not in fixed]
-        if not has_priorities:
-            chosen = [_without_priorities(each, base) if each.name == "order" else each for each in chosen]
+        chosen = [each.including(getattr(base, each.name)) for each in tunables(varied) if each.name not in fixed]
         low, high = replicas
         if low < high:
             chosen.append(Tunable(REPLICAS, tuple(range(low, high + 1))))
@@ -153,9 +184,3 @@ class Space:
     def _at_most(self, name: str, limit: int) -> int:
         (tunable,) = (each for each in self.tunables if each.name == name)
         return int(max((value for value in tunable.values if value <= limit), default=limit))
-
-
-def _without_priorities(order: Tunable, base: SchedulerConfig) -> Tunable:
-    """The orders that differ where all requests have the same priority."""
-    names = [name for name in order.values if name == base.order or not issubclass(ORDERS[name], PriorityOrder)]
-    return replace(order, values=tuple(names))

@@ -81,7 +81,10 @@ def test_both_commands_have_every_knob() -> None:
         options = {option.name: option for option in commands.commands[name].params}
         assert KNOBS.keys() <= options.keys()
         for knob in KNOBS:
-            assert "--" + knob.replace("_", "-") in options[knob].opts
+            option = "--" + knob.replace("_", "-")
+            if options[knob].multiple:
+                option = option.removesuffix("s")  # repeated, one at a time
+            assert option in options[knob].opts
 
 
 def test_the_help_tells_the_defaults() -> None:
@@ -136,6 +139,8 @@ def test_a_file_may_set_every_option_but_secrets(tmp_path: Path) -> None:
         "operator_key_file": tmp_path / "operators",
         "allowed_host": "[gpu1, 'gpu2:80']",
         "served_model_name": "[a, b]",
+        "reserves": '["bypass:bound=3"]',
+        "token_limits": "[]",
         "max_waiting_requests": "5",
         "max_waiting_prompt_tokens": "100",
         "max_request_bytes": "1MiB",

@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from pointsman.core import Scheduler, SchedulerConfig
-from pointsman.core.policy.order import ORDERS
-from pointsman.core.policy.victim import VICTIMS
+from pointsman.core.policy.registry import known
 from pointsman.sim.devices import DEVICES, Device
 from pointsman.sim.errors import ModelTooLarge, SimulationError
 from pointsman.sim.report.summary import Targets, figures
@@ -18,7 +17,7 @@ from pointsman.sim.simulator import simulate
 from pointsman.sim.step_time import LinearStepTime
 from pointsman.sim.stretches import Parts, split
 from pointsman.sim.trial import Job, Judge, score
-from pointsman.sim.tunables import REPLICAS, TUNABLES, Space
+from pointsman.sim.tunables import HAVE_KNOBS, REPLICAS, Space, tunables
 from pointsman.sim.tune import Judged, Search, Tuning, tune
 from pointsman.sim.vllm_defaults import vllm_defaults
 from pointsman.sim.workers import workers
@@ -88,7 +87,7 @@ def test_settings_that_change_nothing_keep_their_defaults(tuning: Tuning) -> Non
     defaults = tuning.trials[0].settings
     changed = {name for name, value in tuning.chosen.settings.items() if value != defaults[name]}
     assert changed == {"max_num_batched_tokens"}
-    assert tuning.not_searched == ["watermark", "decode_reserve", "full_sequence_must_fit", "victim"]
+    assert tuning.not_searched == ["watermark", "decode_reserve", "full_sequence_must_fit", "reserves", "victim"]
     assert all(trial.settings[name] == defaults[name] for trial in tuning.trials for name in tuning.not_searched)
 
 
@@ -224,10 +223,12 @@ def test_workers_that_make_no_sense_are_refused() -> None:
 
 # ---------------------------------------------------------------------- settings and stretches
 
+VARIED = frozenset({"priority", "tenant", "ttft_target"})
+
 
 def test_every_value_of_every_setting_is_one_that_a_scheduler_takes() -> None:
-    space = Space(BASE, has_priorities=True)
-    for tunable in TUNABLES:
+    space = Space(BASE, varied=VARIED)
+    for tunable in tunables(VARIED):
         for value in tunable.values:
             point = space.point({tunable.name: value})
             assert getattr(space.config(point), tunable.name) == space.settings(point)[tunable.name]
@@ -235,11 +236,15 @@ def test_every_value_of_every_setting_is_one_that_a_scheduler_takes() -> None:
 
 
 def test_registered_policies_are_among_the_values() -> None:
-    values = {tunable.name: tunable.values for tunable in Space(BASE, has_priorities=True).tunables}
-    assert set(values["order"]) == set(ORDERS)
-    assert set(values["victim"]) == {None, *VICTIMS}
+    values = {tunable.name: tunable.values for tunable in Space(BASE, varied=VARIED).tunables}
+    assert {spec.partition(":")[0] for spec in values["order"]} == set(known("order"))
+    assert set(known("victim")) <= set(values["victim"])
+    reserves = {spec.partition(":")[0] for specs in values["reserves"] for spec in specs}
+    assert reserves == set(known("reserve")) - HAVE_KNOBS
+    assert ("bypass:bound=4",) in values["reserves"], "a value that the policy says to try"
     (order,) = (each for each in Space(BASE).tunables if each.name == "order")
-    assert order.values == ("fcfs", "fcfs-front"), "priorities change nothing where all are the same"
+    assert {"fcfs", "fcfs-front"} <= set(order.values)
+    assert not {"priority", "fair"} & set(order.values), "they change nothing where all requests say the same"
 
 
 def test_settings_that_contradict_each_other_become_the_nearest_that_do_not() -> None:

@@ -108,6 +108,7 @@ class PriorityOrder(FirstComeFirstServed):
 
     name = "priority"
     displaces = True
+    reads = frozenset({"priority"})
 
     def urgency(self, request: Request) -> int:
         return request.priority

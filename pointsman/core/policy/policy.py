@@ -52,6 +52,9 @@ class Policy(Listener):
     version: ClassVar[int] = 1
     """Raised when the same calls lead to other decisions than before; a recording replays with the same version."""
     parameters: ClassVar[tuple[Parameter, ...]] = ()
+    reads: ClassVar[frozenset[str]] = frozenset()
+    """What it reads that requests may say of themselves: "priority", "tenant", "ttft_target". Where all say the same,
+    it has no effect."""
 
     def attach(self, view: View) -> None:
         """The policy serves one scheduler from now on, and may keep its view. Called again when a recording begins: it

@@ -29,6 +29,7 @@ class LowestPriority(Policy):
 
     kind = "victim"
     name = "lowest-priority"
+    reads = frozenset({"priority"})
 
     def choose(self, view: View, asking: int) -> int:
         priority, requests = view.priority, view.requests
