@@ -59,7 +59,10 @@ ARRIVING: dict[str, Any] = {
     ],
     "users": Annotated[
         int | None,
-        typer.Option(help="A closed loop: that many users, each with at most one request at a time."),
+        typer.Option(
+            help="A closed loop: that many users, each with at most one request at a time; for capacity, those that a "
+            "range of replicas is to serve."
+        ),
     ],
     "seed": Annotated[int | None, typer.Option(help="Seed of generated requests [default: 0].")],
 }

@@ -32,6 +32,8 @@ from pointsman.traces import MeasuredRequest, read_measurements
 
 POOR_FIT = 0.05
 """A larger mean error of end-to-end times is seldom the fault of step times; fits to sound logs reach 0.02."""
+POOR_STEPS = 0.2
+"""A larger error of the time of all held-out steps, where single steps scatter but their sum should not."""
 MIN_TRAIN = 10
 """Requests. Fewer do not determine five coefficients."""
 MIN_HELD_OUT = 1
@@ -157,7 +159,7 @@ def calibrate_steps(log: StepLog, path: str | PathLike[str], *, train: int | Non
         num_train=num_train,
         training_errors=training.to_dict(),
         held_out_errors=held_out.to_dict(),
-        notes=["settings are those of the recording", log.about_times],
+        notes=["settings are those of the recording", log.about_times, *_step_notes(held_out)],
     )
     numbers = np.arange(num_steps)
     return Calibration(
@@ -242,6 +244,16 @@ def _notes(settings: EngineSettings, training: RequestErrors, held_out: RequestE
         notes.append("max_model_len was not given: it is the longest request of the log")
     notes.append("prompts are taken as distinct: nothing is found in a prefix cache")
     return notes
+
+
+def _step_notes(held_out: StepErrors) -> list[str]:
+    if abs(held_out.total_error) <= POOR_STEPS:
+        return []
+    return [
+        f"the fit misses the time of all held-out steps together by {held_out.total_error:+.0%}: had they other loads "
+        "than the steps before them, or was the machine busy with other work? Record longer, with light load and heavy "
+        "load in both halves, or fit to more of it (--train)"
+    ]
 
 
 def _is_recording(path: str | PathLike[str]) -> bool:

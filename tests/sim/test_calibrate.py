@@ -300,6 +300,19 @@ def test_a_recording_with_step_times(tmp_path: Path) -> None:
     assert found.profile.hull.ranges["num_rows"][1] == 4
 
 
+def test_steps_that_become_slower_are_noted(tmp_path: Path) -> None:
+    pytest.importorskip("scipy")
+    path = recording(tmp_path, is_timed=True)
+    assert not any("held-out" in note for note in calibrate(path).profile.notes)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    updates = [line for line in lines if line.get("call") == "update"]
+    for line in updates[len(updates) // 2 :]:
+        line["step_time"] *= 3
+    path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    (note,) = (note for note in calibrate(path).profile.notes if "held-out" in note)
+    assert "together by -6" in note and "Record longer" in note
+
+
 def test_what_the_host_does_between_steps_counts(tmp_path: Path) -> None:
     """Where it was busy: a fifth of each step here. A pause between two steps does not count."""
     pytest.importorskip("scipy")
