@@ -28,7 +28,7 @@ def sources_of(version: str) -> Path | None:
 def test_outputs_keep_what_the_runners_rely_on(version: str) -> None:
     seen = run_in_vllm("vllm_fields.py", sources=sources_of(version))
     assert seen.pop("version") == version
-    assert min(seen[what] for what in ("preempted", "resumed", "aborted", "skipped", "lost")) > 100
+    assert min(seen[what] for what in ("preempted", "resumed", "aborted", "skipped", "lost", "tenants")) > 100
 
 
 @pytest.mark.parametrize("version", VERSIONS)

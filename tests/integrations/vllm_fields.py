@@ -176,7 +176,8 @@ def make_request(rng: random.Random, name: str) -> Request:
     prompt = [rng.randrange(1, 4)] * rng.choice([2, 8, 16]) + [
         rng.randrange(1, 500) for _ in range(rng.randrange(1, 20))
     ]
-    params = SamplingParams(temperature=0.0, max_tokens=rng.randrange(1, 25))
+    said = rng.choice([None, {}, {"pointsman_tenant": "a"}, {"pointsman_tenant": "b", "pointsman_ttft_target": 0.5}])
+    params = SamplingParams(temperature=0.0, max_tokens=rng.randrange(1, 25), extra_args=said)
     return Request(name, prompt, params, None, priority=rng.randrange(3), client_index=rng.randrange(2))
 
 
@@ -201,6 +202,12 @@ def run(seed: int, loss: float = 0.0, **kind: Any) -> Counter[str]:
             wanted[name] = request = make_request(rng, name)
             answers[name] = []
             scheduler.add_request(request)
+            said = request.sampling_params.extra_args or {}
+            for core in scheduler.core._table.queue:  # what a request says of itself reaches the policies
+                if core.metadata is request:
+                    runner.seen["tenants"] += bool(core.tenant)
+                    assert core.tenant == said.get("pointsman_tenant", "")
+                    assert core.ttft_target == said.get("pointsman_ttft_target")
             to_add, number = to_add - 1, number + 1
         if len(open_steps) < depth and scheduler.has_requests():
             output = scheduler.schedule(False)

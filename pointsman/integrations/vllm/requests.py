@@ -64,6 +64,7 @@ def to_request(
         "use_prefix_cache": not request.skip_reading_prefix_cache,
         "runs_ahead": runs_ahead,
         "metadata": request,
+        **_said_to_policies(sampling),
     }
     if sampling is None:  # a pooling model: nothing is sampled
         return Request(request_id, prompt_token_ids, max_tokens=0, **common)
@@ -87,6 +88,16 @@ def to_request(
         },
         **common,
     )
+
+
+FOR_POLICIES = {"pointsman_tenant": "tenant", "pointsman_ttft_target": "ttft_target"}
+"""Keys of a sampling parameters' `extra_args` (`vllm_xargs` of a request over HTTP), and what they are in the core."""
+
+
+def _said_to_policies(sampling: Any) -> dict[str, Any]:
+    """What a request says to policies alone."""
+    given = (sampling.extra_args or {}) if sampling is not None else {}
+    return {name: given[key] for key, name in FOR_POLICIES.items() if key in given}
 
 
 class Sessions:
