@@ -16,6 +16,7 @@ from pointsman.cli.errors import EXIT_OK, CommandError
 from pointsman.cli.simulate import ProgressBar, stdout_console
 from pointsman.cli.simulation import seconds
 from pointsman.core import ConfigError, SchedulerConfig
+from pointsman.core.policy.registry import check_policies
 from pointsman.core.presets import PRESETS, SYSTEMS
 from pointsman.sim.accuracy import RequestErrors
 from pointsman.sim.calibrate import calibrate_steps
@@ -157,7 +158,9 @@ def _configs(
         if merged.get("enable_prefix_caching") is False:
             merged.pop("share_within_step", None)
         try:
-            configs[name] = SchedulerConfig(**merged)
+            config = SchedulerConfig(**merged)
+            check_policies(config)
+            configs[name] = config
         except ConfigError as error:
             problems.append(f"{name}: {error}")
     return configs, problems

@@ -17,6 +17,7 @@ from pointsman.cli.options import NUMBERS_OR_WORDS
 from pointsman.cli.simulator_options import SCHEDULER
 from pointsman.core import SchedulerConfig
 from pointsman.core.errors import PointsmanError
+from pointsman.core.policy.registry import check_policies
 from pointsman.core.presets import NO_LIMIT, PRESETS, SYSTEMS
 from pointsman.sim.devices import DEVICES, device
 from pointsman.sim.errors import UnknownName
@@ -260,7 +261,9 @@ def what_serves(options: Mapping[str, Any], preset: str | None, *, as_vllm: bool
         CommandError: a name or a value is wrong, or the model does not fit the device.
     """
     try:
-        return _service(options, preset, as_vllm)
+        service = _service(options, preset, as_vllm)
+        check_policies(service.config)
+        return service
     except (PointsmanError, ValueError) as error:
         raise CommandError(str(error)) from None
     except OSError as error:

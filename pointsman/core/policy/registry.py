@@ -15,6 +15,7 @@ from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import ConfigError
 from pointsman.core.policy.bypass import Bypass
 from pointsman.core.policy.guard import guarded
@@ -79,6 +80,20 @@ def make(kind: str, given: Any) -> Any:
         each.name: values[each.name] for each in policy.parameters if values[each.name] != each.default
     }
     return made if name in _BUILT_IN[kind] else guarded(kind, made)
+
+
+def check_policies(config: SchedulerConfig) -> None:
+    """Whether a scheduler can have the policies that a configuration names.
+
+    Raises:
+        ConfigError: see `make`.
+    """
+    make("order", config.order)
+    if config.victim is not None:
+        make("victim", config.victim)
+    for kind, given in (("reserve", config.reserves), ("limit", config.token_limits)):
+        for policy in given:
+            make(kind, policy)
 
 
 def parsed(spec: str) -> tuple[str, dict[str, str]]:

@@ -1,0 +1,1 @@
+"""An order and a victim policy for Pointsman's scheduler."""
