@@ -30,11 +30,11 @@ _WHOLE = "a step is from the end of the one before it to its own, the engine's o
 
 FloatArray = npt.NDArray[np.float64]
 
-COEFFICIENTS = ("per_step", "per_row", "per_token", "per_context_token", "per_attended", "per_sample")
+COEFFICIENTS = ("per_step", "per_row", "per_token", "per_context_token", "per_attended", "per_sample", "per_prefill")
 MOST_HOST = 2.0
 """A host that takes this multiple of a step's time from its `schedule` to the next one waited for something else."""
 MIN_STEPS = 20
-"""Fewer do not determine six coefficients and leave some to judge them by."""
+"""Fewer do not determine seven coefficients and leave some to judge them by."""
 NUM_REWEIGHTED, OUTLIER = 4, 10.0
 """Rounds of a fit after the first one, and what is no usual step, relative to its fit."""
 
@@ -183,7 +183,7 @@ def fit_steps(loads: FloatArray, seconds: FloatArray) -> LinearStepTime:
 
 
 def _weighted_fit(columns: FloatArray, seconds: FloatArray, scale: FloatArray) -> FloatArray:
-    """[6] coefficients, none negative, with the smallest squares of errors divided by `scale`."""
+    """[7] coefficients, none negative, with the smallest squares of errors divided by `scale`."""
     from scipy.optimize import nnls
 
     weighted = columns / scale[:, None]
@@ -205,6 +205,6 @@ def step_errors(step_time: LinearStepTime, loads: FloatArray, seconds: FloatArra
 
 
 def _columns(loads: FloatArray) -> FloatArray:
-    """[steps, 6] what each coefficient is multiplied with."""
+    """[steps, 7] what each coefficient is multiplied with."""
     tokens, rows, context, attended, samples = loads.T
-    return np.stack([np.ones(len(loads)), rows, tokens, context, attended, samples], axis=1)
+    return np.stack([np.ones(len(loads)), rows, tokens, context, attended, samples, tokens > rows], axis=1)
