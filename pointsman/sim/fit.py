@@ -57,7 +57,7 @@ SPREADS = {
     "r": 1.0,
 }
 """What is fitted, and the standard deviation of its logarithm (of r: of r - 1) about the start. Every row but an
-unfinished prefill samples, so a log cannot tell `per_sample` from `per_row`."""
+unfinished prefill samples, so a log cannot tell `per_sample` from `per_row`; `per_prefill` is fitted to steps alone."""
 SCALED = ("per_step", "per_row", "per_token", "per_context_token", "per_attended", "expert_weights")
 """Coefficients in seconds."""
 

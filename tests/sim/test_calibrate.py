@@ -263,6 +263,30 @@ def test_steps_are_fitted_at_once() -> None:
     assert found.per_step == pytest.approx(truth.per_step, rel=0.1)
 
 
+def test_prompts_longer_than_those_of_the_log_are_predicted() -> None:
+    """Engines run plain decodes with other kernels than steps with a prefill. A fit that does not know of it would
+    lay the difference on the tokens of short prompts, and make long ones 30 % too slow."""
+    pytest.importorskip("scipy")
+    rng = np.random.default_rng(4)
+    truth = LinearStepTime(per_step=5e-3, per_row=2e-4, per_token=1e-4, per_prefill=2e-3)
+
+    def steps(count: int, prompt: int) -> tuple[Any, Any]:
+        loads = []
+        for _ in range(count):
+            rows = [(int(rng.integers(200)), 1) for _ in range(int(rng.integers(1, 8)))]
+            if rng.random() < 0.1:
+                rows.append((0, int(rng.integers(prompt // 2, 2 * prompt))))
+            loads.append(StepLoad.of_rows(rows))
+        seconds = np.array([truth.of_step(load) for load in loads]) * np.exp(0.03 * rng.standard_normal(count))
+        return np.array(loads, dtype=float), seconds
+
+    found = fit_steps(*steps(1000, 30))
+    loads, seconds = steps(1000, 150)
+    has_prefill = loads[:, 0] > loads[:, 1]
+    errors = StepErrors.between(predict_steps(found, loads[has_prefill]), seconds[has_prefill])
+    assert errors.total_error == pytest.approx(0, abs=0.05)
+
+
 def test_steps_that_vary_much_are_right_on_average() -> None:
     """Steps vary by a third. A fit relative to what was measured would be 10 % too short."""
     pytest.importorskip("scipy")
