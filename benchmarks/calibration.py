@@ -45,7 +45,7 @@ from pointsman.sim.workload import OpenLoop
 from pointsman.traces import TraceRequest, read_observed
 
 ROUNDS, ROUNDS_QUICK = 5, 2
-NUM_REQUESTS, NUM_REQUESTS_QUICK = 240, 24
+NUM_REQUESTS, NUM_REQUESTS_QUICK = 240, 20
 """Of a run. The p99 of 240 TTFTs lies between the third and the fourth from the top."""
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, MAX_MODEL_LEN = 16, 256, 512
 NUM_PROBED = 24

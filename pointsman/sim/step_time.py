@@ -81,6 +81,9 @@ def _step_numbers(num_steps: int) -> FloatArray:
 
 # ---------------------------------------------------------------------- fitted
 
+ATTENDED = 1e-4
+"""Of `per_token`: an attended position of all layers, 4 * layers * hidden FLOPs, beside 2 * parameters of a token."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearStepTime:
