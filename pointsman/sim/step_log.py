@@ -36,7 +36,7 @@ MOST_HOST = 2.0
 MIN_STEPS = 20
 """Fewer do not determine seven coefficients and leave some to judge them by."""
 ATTENDED_SPREAD = 10.0
-"""How far `per_attended` may well be from `ATTENDED`, in multiples of it."""
+"""Standard deviation of the prior of `per_attended`, in multiples of its mean, `ATTENDED` of `per_token`."""
 NUM_REWEIGHTED, OUTLIER = 4, 10.0
 """Rounds of a fit after the first one, and what is no usual step, relative to its fit."""
 
