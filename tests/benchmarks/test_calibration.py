@@ -38,6 +38,7 @@ def test_requests_arrive_at_their_times_whatever_the_engine_does() -> None:
         assert arrival + 0.02 <= first == second <= third - 0.02
 
 
+@pytest.mark.soak  # imports the engine
 def test_steps_belong_to_the_run_of_their_requests(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("scipy")
