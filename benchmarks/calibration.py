@@ -1,48 +1,60 @@
-"""Does a profile of the bundled engine on this CPU predict another workload?
+"""Does a profile of an engine on this CPU predict another workload? The bundled engine, and vLLM.
 
 A run sends requests in real time, at random moments, to an engine that records its steps. Calibration runs have chats;
 validation runs have longer prompts, shorter answers and another rate. They take turns, five of each. Each calibration
 run becomes a profile, as `pointsman calibrate` makes it, and the simulator predicts the validation run that follows it:
-the same arrivals and lengths, under the engine's own scheduler settings.
+the same arrivals and lengths, under the settings that the recording states.
 
 Throughput and p50 of TTFT and ITL must be within 10 % of what was measured, p99 within 25 %, or within 1.5 times the
 spread of the five validation runs, whichever is more: a machine whose own runs differ cannot be predicted better. The
 error is the median over the pairs. Rates are shares of what the engine serves at most, measured first, so that a fast
-machine and a slow one are equally busy.
+machine and a slow one are equally busy; near their limit a queue magnifies every error, and nothing could be judged.
+
+Both engines are stepped by their client, in one process: nothing lies between it and the scheduler, as the simulator
+knows nothing of a way between them. vLLM's is another process (`_vllm_calibration_worker.py`), and `Observer` records.
 
     python benchmarks/calibration.py --check
 """
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from time import monotonic, sleep
-from typing import Any
+from time import monotonic
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from _common import Targets, argument_parser, at_least_one, finish, note, print_table, run
+from _common import REPOSITORY, Targets, argument_parser, at_least_one, finish, note, print_table, run
+from _open_loop import TokenTimes, send
+from _worker_process import WorkerProcess
+from vllm_env import VLLM_VERSION, is_complete, python_of
 
 from pointsman.core import SchedulerConfig
 from pointsman.core.recording import Recorder
 from pointsman.engine import Engine, SamplingParams
-from pointsman.sim.calibrate import Calibration, calibrate
+from pointsman.sim.calibrate import calibrate_steps
 from pointsman.sim.simulator import simulate
+from pointsman.sim.step_log import StepLog, observed_steps, read_steps
+from pointsman.sim.step_time import StepTime
 from pointsman.sim.workload import OpenLoop
-from pointsman.traces import TraceRequest
+from pointsman.traces import TraceRequest, read_observed
 
 ROUNDS, ROUNDS_QUICK = 5, 2
-SECONDS, SECONDS_QUICK = 20.0, 4.0
-"""Of the arrivals of a run, about."""
+NUM_REQUESTS, NUM_REQUESTS_QUICK = 240, 20
+"""Of a run. The p99 of 240 TTFTs lies between the third and the fourth from the top."""
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, MAX_MODEL_LEN = 16, 256, 512
 NUM_PROBED = 24
 """Requests at once that show what the engine serves at most."""
 LIMITS = {"tokens_per_second": 0.10, "ttft_p50": 0.10, "itl_p50": 0.10, "ttft_p99": 0.25, "itl_p99": 0.25}
 SPREADS = 1.5
+DEMO = REPOSITORY / "pointsman" / "engine" / "demo"
+WORKER = Path(__file__).resolve().parent / "_vllm_calibration_worker.py"
+SECONDS_TO_OPEN, SECONDS_TO_SERVE = 300, 600
 
 
 @dataclass(frozen=True)
@@ -67,24 +79,46 @@ CALIBRATION = Kind("chats", prompt=40, output=40, busy=0.6)
 VALIDATION = Kind("long prompts", prompt=110, output=24, busy=0.5)
 
 
-def requests(kind: Kind, rate: float, seconds: float, seed: int) -> list[TraceRequest]:
+def requests(kind: Kind, rate: float, count: int, seed: int) -> list[TraceRequest]:
     """Requests at random moments; the first one at once."""
     rng = np.random.default_rng(seed)
-    count = max(2, round(rate * seconds))
     arrivals = np.cumsum(rng.exponential(1 / rate, count))
     lengths = kind.lengths(count, rng)
     return [TraceRequest(at, *each) for at, each in zip((arrivals - arrivals[0]).tolist(), lengths, strict=True)]
 
 
-class Host:
-    """An engine, and the loop that sends requests to it.
+class Host(Protocol):
+    """An engine, and a client that sends requests to it."""
+
+    title: str
+
+    def serve(self, sent: Sequence[TraceRequest], seed: int) -> TokenTimes:
+        """Send the requests at their times, with prompts of random tokens, until all are answered."""
+        ...
+
+    def close(self) -> list[StepLog]:
+        """End it. Returns what was recorded, of each call of `serve`."""
+        ...
+
+
+def prompts_of(sent: Sequence[TraceRequest], vocab_size: int, seed: int) -> list[list[int]]:
+    """Random tokens; other seeds share no prefix."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(10, vocab_size, size=each.num_prompt_tokens).tolist() for each in sent]
+
+
+class EngineHost:
+    """The bundled engine, in this process.
 
     Args:
         model: a directory, or "demo".
+        folder: for the recordings.
     """
 
-    def __init__(self, model: str) -> None:
-        self.engine = Engine(
+    title = "the bundled engine"
+
+    def __init__(self, model: str, folder: Path) -> None:
+        self._engine = Engine(
             model,
             num_threads=torch.get_num_threads(),
             max_model_len=MAX_MODEL_LEN,
@@ -93,61 +127,123 @@ class Host:
             max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
             clock=monotonic,
         )
+        self._folder = folder
+        self._recordings: list[Path] = []
         self._num_sent = 0
-        self.serve([TraceRequest(0.0, 64, 8)] * 4, 0)  # compiles, allocates
 
-    @property
-    def config(self) -> SchedulerConfig:
-        """Of its scheduler."""
-        return self.engine.scheduler.config
-
-    def recorded(self, sent: Sequence[TraceRequest], seed: int, path: Path) -> dict[str, float]:
-        """As `serve`; the steps are in `path`. Validation runs are recorded too, as recording takes time."""
+    def serve(self, sent: Sequence[TraceRequest], seed: int) -> TokenTimes:
+        # Validation runs are recorded too, as recording takes time.
+        path = self._folder / f"engine-{len(self._recordings)}.jsonl"
+        self._recordings.append(path)
         with path.open("w", encoding="utf-8") as file:
-            self.engine.scheduler.start_recording(Recorder(file))
+            self._engine.scheduler.start_recording(Recorder(file))
             try:
-                return self.serve(sent, seed)
+                return self._serve(sent, prompts_of(sent, int(self._engine.model_config.vocab_size), seed))
             finally:
-                self.engine.scheduler.stop_recording()
+                self._engine.scheduler.stop_recording()
 
-    def highest_rate(self, kind: Kind) -> float:
-        """Requests a second that it serves if all are there at once."""
-        lengths = kind.lengths(NUM_PROBED, np.random.default_rng(0))
-        start = monotonic()
-        self.serve([TraceRequest(0.0, *each) for each in lengths], 1)
-        return NUM_PROBED / (monotonic() - start)
+    def close(self) -> list[StepLog]:
+        return [read_steps(path) for path in self._recordings]
 
-    def serve(self, sent: Sequence[TraceRequest], seed: int) -> dict[str, float]:
-        """Send the requests at their times, and measure as a report of the simulator does."""
-        engine, rng = self.engine, np.random.default_rng(seed)
-        vocabulary = int(engine.model_config.vocab_size)
-        prompts = [rng.integers(10, vocabulary, size=each.num_prompt_tokens).tolist() for each in sent]
-        names = [f"r{self._num_sent + index}" for index in range(len(sent))]
+    def _serve(self, sent: Sequence[TraceRequest], prompts: Sequence[list[int]]) -> TokenTimes:
+        engine, first = self._engine, self._num_sent
         self._num_sent += len(sent)
-        tokens: dict[str, list[float]] = {name: [] for name in names}
-        start, next_one = monotonic(), 0
-        while next_one < len(sent) or engine.has_unfinished_requests():
-            while next_one < len(sent) and start + sent[next_one].arrival_time <= monotonic():
-                each = sent[next_one]
-                params = SamplingParams(temperature=0.0, max_tokens=each.num_output_tokens, ignore_eos=True)
-                arrival = start + each.arrival_time
-                engine.add_request(names[next_one], prompts[next_one], params, arrival_time=arrival)
-                next_one += 1
-            if engine.has_unfinished_requests():
-                outputs = engine.step()
-                now = monotonic() - start
-                for output in outputs:
-                    tokens[output.request_id].append(now)
-            else:
-                sleep(max(0.0, start + sent[next_one].arrival_time - monotonic()))
+
+        def add(number: int, late: float) -> None:
+            params = SamplingParams(temperature=0.0, max_tokens=sent[number].num_output_tokens, ignore_eos=True)
+            engine.add_request(str(first + number), prompts[number], params, arrival_time=monotonic() - late)
+
+        def step() -> list[tuple[int, int]]:
+            return [(int(output.request_id) - first, 1) for output in engine.step()]
+
+        tokens = send([each.arrival_time for each in sent], add, step, engine.has_unfinished_requests)
         while not engine.scheduler.is_idle:
             engine.step()  # the last ends are reported by an empty step
-        times = list(tokens.values())
-        if [len(each) for each in times] != [each.num_output_tokens for each in sent]:
-            raise RuntimeError("a request got more or fewer tokens than it asked for")
-        first = np.array([each[0] for each in times])
-        gaps = np.concatenate([np.diff(each) for each in times])
-        return figures(first - [each.arrival_time for each in sent], gaps, sum(map(len, times)), max(map(max, times)))
+        return tokens
+
+
+class VllmHost:
+    """vLLM with Observer, in a process of its own.
+
+    Args:
+        model: a directory, or "demo".
+        folder: for the recordings.
+        threads: of the model runner.
+
+    Raises:
+        WorkerFailed: it did not start.
+    """
+
+    title = f"vLLM {VLLM_VERSION}"
+
+    def __init__(self, model: str, folder: Path, threads: int) -> None:
+        directory = DEMO if model == "demo" else Path(model)
+        self._vocab_size = int(json.loads((directory / "config.json").read_text())["vocab_size"])
+        self._recording = folder / "vllm.jsonl"
+        self._num_requests: list[int] = []
+        environment = {
+            "PYTHONPATH": f"{REPOSITORY}:{WORKER.parent}",
+            "OMP_NUM_THREADS": str(threads),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        self._worker = WorkerProcess("vllm", [python_of(), WORKER], environment)
+        settings = {
+            "max_model_len": MAX_MODEL_LEN,
+            "max_num_seqs": MAX_NUM_SEQS,
+            "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
+            "block_size": 32,  # its attention on a CPU takes multiples of 32
+        }
+        self._worker.ask("open", SECONDS_TO_OPEN, model=str(directory), record=str(self._recording), settings=settings)
+
+    def serve(self, sent: Sequence[TraceRequest], seed: int) -> TokenTimes:
+        self._num_requests.append(len(sent))
+        told = self._worker.ask(
+            "run",
+            SECONDS_TO_SERVE,
+            arrivals=[each.arrival_time for each in sent],
+            prompts=prompts_of(sent, self._vocab_size, seed),
+            num_output_tokens=[each.num_output_tokens for each in sent],
+        )
+        return list(told["tokens"])
+
+    def close(self) -> list[StepLog]:
+        self._worker.close()
+        return steps_of_runs(self._recording, self._num_requests)
+
+
+def steps_of_runs(recording: Path, num_requests: Sequence[int]) -> list[StepLog]:
+    """The steps of an observed recording, by the run of so many requests that they belong to.
+
+    The engine is idle between two runs.
+    """
+    observed = read_observed(recording)
+    found, last = [], 0
+    for count in num_requests:
+        first, last = last, last + count
+        is_its = observed.ended > observed.requests[first].queued
+        if last < len(observed.requests):
+            is_its &= observed.ended < observed.requests[last].queued
+        steps = {name: column[is_its] for name, column in observed.steps.items()}
+        of_run = replace(observed, requests=observed.requests[first:last], steps=steps)
+        found.append(observed_steps(of_run, recording))
+    return found
+
+
+def highest_rate(host: Host, kind: Kind) -> float:
+    """Requests a second that it serves if all are there at once."""
+    sent = [TraceRequest(0.0, *each) for each in kind.lengths(NUM_PROBED, np.random.default_rng(0))]
+    return NUM_PROBED / max(map(max, host.serve(sent, seed=1)))
+
+
+def measured(sent: Sequence[TraceRequest], tokens: TokenTimes) -> dict[str, float]:
+    """The figures of a run."""
+    if [len(each) for each in tokens] != [each.num_output_tokens for each in sent]:
+        raise RuntimeError("a request got more or fewer tokens than it asked for")
+    first = np.array([each[0] for each in tokens])
+    gaps = np.concatenate([np.diff(each) for each in tokens])
+    return figures(first - [each.arrival_time for each in sent], gaps, sum(map(len, tokens)), max(map(max, tokens)))
 
 
 def figures(ttft: Any, gaps: Any, num_tokens: int, seconds: float) -> dict[str, float]:
@@ -161,10 +257,9 @@ def figures(ttft: Any, gaps: Any, num_tokens: int, seconds: float) -> dict[str, 
     }
 
 
-def predicted(found: Calibration, sent: Sequence[TraceRequest], config: SchedulerConfig) -> dict[str, float]:
+def predicted(step_time: StepTime, sent: Sequence[TraceRequest], config: SchedulerConfig) -> dict[str, float]:
     """The same figures of a simulation."""
-    outcome = simulate(OpenLoop(sent), config, found.profile.step_time)
-    timings = outcome.timings
+    timings = simulate(OpenLoop(sent), config, step_time).timings
     gaps, counts = timings.gaps()
     return figures(
         timings.first_token - timings.arrival,
@@ -180,25 +275,29 @@ def spread(values: Sequence[float]) -> float:
     return max(abs(value / middle - 1) for value in values)
 
 
-def measure(host: Host, rounds: int, seconds: float, folder: Path) -> list[tuple[dict[str, float], dict[str, float]]]:
+def measure(host: Host, rounds: int, count: int) -> list[tuple[dict[str, float], dict[str, float]]]:
     """(predicted, measured) of each pair of runs, which take turns."""
-    rates = {kind.name: kind.busy * host.highest_rate(kind) for kind in (CALIBRATION, VALIDATION)}
-    note("requests per second: " + ", ".join(f"{name} {rate:.3g}" for name, rate in rates.items()))
+    host.serve([TraceRequest(0.0, 64, 8)] * 4, seed=0)  # compiles, allocates
+    rates = {kind.name: kind.busy * highest_rate(host, kind) for kind in (CALIBRATION, VALIDATION)}
+    note(f"{host.title}, requests per second: " + ", ".join(f"{name} {rate:.3g}" for name, rate in rates.items()))
     # Always the same requests, so that what differs between the runs is the machine.
-    validation = requests(VALIDATION, rates[VALIDATION.name], seconds, seed=2)
-    pairs = []
+    validation = requests(VALIDATION, rates[VALIDATION.name], count, seed=2)
+    found = []
     for number in range(rounds):
-        log = folder / f"calibration-{number}.jsonl"
-        host.recorded(requests(CALIBRATION, rates[CALIBRATION.name], seconds, seed=10 + number), 100 + number, log)
-        measured = host.recorded(validation, 200 + number, folder / "validation.jsonl")
-        found = calibrate(log)
-        pairs.append((predicted(found, validation, host.config), measured))
-        held_out = found.profile.held_out_errors
-        note(f"pair {number + 1}: steps of the calibration run are off by {held_out['step_mape']:.1%} (held out)")
+        host.serve(requests(CALIBRATION, rates[CALIBRATION.name], count, seed=10 + number), 100 + number)
+        found.append(measured(validation, host.serve(validation, 200 + number)))
+    logs = host.close()[-2 * rounds :]
+    pairs = []
+    for number, each in enumerate(found):
+        log = logs[2 * number]
+        profile = calibrate_steps(log, f"calibration run {number + 1}").profile
+        pairs.append((predicted(profile.step_time, validation, SchedulerConfig(**log.config)), each))
+        off = profile.held_out_errors["step_mape"]
+        note(f"pair {number + 1}: steps of the calibration run are off by {off:.1%} (held out)")
     return pairs
 
 
-def judge(pairs: Sequence[tuple[dict[str, float], dict[str, float]]], targets: Targets) -> dict[str, Any]:
+def judge(title: str, pairs: Sequence[tuple[dict[str, float], dict[str, float]]], targets: Targets) -> dict[str, Any]:
     """The table, the targets and the figures."""
     found: dict[str, Any] = {}
     rows = []
@@ -207,7 +306,7 @@ def judge(pairs: Sequence[tuple[dict[str, float], dict[str, float]]], targets: T
         measured = [each[name] for _, each in pairs]
         limit = max(fixed, SPREADS * spread(measured))
         error = median(errors)
-        targets.at_most(f"{name}, |predicted / measured - 1|", abs(error), round(limit, 4))
+        targets.at_most(f"{title}, {name}, |predicted / measured - 1|", abs(error), round(limit, 4))
         entry = found[name] = {
             "predicted": median(each[name] for each, _ in pairs),
             "measured": median(measured),
@@ -218,24 +317,41 @@ def judge(pairs: Sequence[tuple[dict[str, float], dict[str, float]]], targets: T
         }
         rows.append([name, *(entry[key] for key in ("predicted", "measured", "error", "spread", "limit"))])
     header = ["", "predicted", "measured", "error", "spread of runs", "limit"]
-    print_table(f"{VALIDATION.name}, predicted from {CALIBRATION.name}: medians of {len(pairs)} pairs", header, rows)
+    print_table(
+        f"{title}: {VALIDATION.name}, predicted from {CALIBRATION.name}: medians of {len(pairs)} pairs", header, rows
+    )
     return found
 
 
 def main() -> int:
     parser = argument_parser(__doc__ or "")
+    parser.add_argument("--host", choices=("engine", "vllm", "both"), default="both", help="which engines to measure")
     parser.add_argument("--model", default="demo", help="a model directory; the bundled demo model if not given")
-    parser.add_argument("--threads", type=at_least_one, default=1, help="PyTorch's threads")
+    parser.add_argument("--threads", type=at_least_one, default=1, help="of each engine's arithmetic")
     parser.add_argument("--rounds", type=at_least_one, help=f"pairs of runs [default: {ROUNDS}]")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     quick, targets = arguments.quick, Targets()
     rounds = arguments.rounds or (ROUNDS_QUICK if quick else ROUNDS)
-    host = Host(arguments.model)
-    with tempfile.TemporaryDirectory() as folder:
-        pairs = measure(host, rounds, SECONDS_QUICK if quick else SECONDS, Path(folder))
-    result = {"quick": quick, "rounds": rounds, "engine": judge(pairs, targets)}
-    return finish("calibration", result, targets, arguments.check)
+    found: dict[str, Any] = {}
+    for name in ("engine", "vllm"):
+        found[name] = None
+        if arguments.host not in (name, "both"):
+            targets.skip(f"predictions of {name}", f"--host {arguments.host}")
+            continue
+        if name == "vllm" and not is_complete():
+            note("skipped: there is no environment for vLLM; python benchmarks/vllm_env.py makes it")
+            targets.skip("predictions of vllm", "no environment for vLLM")
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            host: Host
+            if name == "engine":
+                host = EngineHost(arguments.model, Path(folder))
+            else:
+                host = VllmHost(arguments.model, Path(folder), arguments.threads)
+            pairs = measure(host, rounds, NUM_REQUESTS_QUICK if quick else NUM_REQUESTS)
+        found[name] = judge(host.title, pairs, targets)
+    return finish("calibration", {"quick": quick, "rounds": rounds, **found}, targets, arguments.check)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ UNITS = {
     "per_context_token": ("ns a position read", 1e9),
     "per_attended": ("ns a position attended to", 1e9),
     "per_sample": ("us a sampled token", 1e6),
+    "per_prefill": ("ms more with a prefill in it", 1e3),
     "expert_weights": ("ms for all routed experts", 1e3),
     "expert_share": ("of the experts that a token touches", 1),
     "r": ("1: the sum of all; more: step and context overlap with tokens and attended", 1),

@@ -142,24 +142,31 @@ def from_requests(
 
 
 def calibrate_steps(log: StepLog, path: str | PathLike[str], *, train: int | None = None) -> Calibration:
-    """As `calibrate`, with the steps of the recording in `path`."""
+    """As `calibrate`, with the steps of the recording in `path`.
+
+    Without `train` the errors are those of a fit to the first half, and the profile is then fitted to all steps: loads
+    that came late are as much part of it as those that came early.
+    """
     num_steps = len(log.seconds)
     num_train = _num_train(train, num_steps, "steps with a time", MIN_STEPS, num_steps)
     step_time = fit_steps(log.loads[:num_train], log.seconds[:num_train])
     predicted = predict_steps(step_time, log.loads)
     training = StepErrors.between(predicted[:num_train], log.seconds[:num_train])
     held_out = StepErrors.between(predicted[num_train:], log.seconds[num_train:])
+    fitted = slice(num_train if train is not None else num_steps)
+    if train is None:
+        step_time = fit_steps(log.loads, log.seconds)
     profile = Profile(
         step_time=step_time,
         settings=_recorded_settings(log.config, path),
-        hull=Hull.of_loads(log.loads[:num_train]),
+        hull=Hull.of_loads(log.loads[fitted]),
         source=Path(path).name,
         kind="steps",
         num_requests=max(log.num_requests, 1),
         num_train=num_train,
         training_errors=training.to_dict(),
         held_out_errors=held_out.to_dict(),
-        notes=["settings are those of the recording", log.about_times, *_step_notes(held_out)],
+        notes=["settings are those of the recording", log.about_times, *_step_notes(held_out, is_all=train is None)],
     )
     numbers = np.arange(num_steps)
     return Calibration(
@@ -246,13 +253,15 @@ def _notes(settings: EngineSettings, training: RequestErrors, held_out: RequestE
     return notes
 
 
-def _step_notes(held_out: StepErrors) -> list[str]:
+def _step_notes(held_out: StepErrors, *, is_all: bool) -> list[str]:
+    notes = ["errors are those of a fit to the first half; the profile is fitted to all steps"] if is_all else []
     if abs(held_out.total_error) <= POOR_STEPS:
-        return []
+        return notes
     return [
+        *notes,
         f"the fit misses the time of all held-out steps together by {held_out.total_error:+.0%}: had they other loads "
         "than the steps before them, or was the machine busy with other work? Record longer, with light load and heavy "
-        "load in both halves, or fit to more of it (--train)"
+        "load in both halves",
     ]
 
 

@@ -38,7 +38,7 @@ from pointsman.sim.fleet import RoundRobin
 from pointsman.sim.outcome import Timings
 from pointsman.sim.request import SimRequest
 from pointsman.sim.simulator import Simulation
-from pointsman.sim.step_time import LinearStepTime, StepLoad, StepTime
+from pointsman.sim.step_time import ATTENDED, LinearStepTime, StepLoad, StepTime
 from pointsman.traces import MeasuredRequest
 
 FloatArray = npt.NDArray[np.float64]
@@ -57,28 +57,26 @@ SPREADS = {
     "r": 1.0,
 }
 """What is fitted, and the standard deviation of its logarithm (of r: of r - 1) about the start. Every row but an
-unfinished prefill samples, so a log cannot tell `per_sample` from `per_row`."""
+unfinished prefill samples, so a log cannot tell `per_sample` from `per_row`; `per_prefill` is fitted to steps alone."""
 SCALED = ("per_step", "per_row", "per_token", "per_context_token", "per_attended", "expert_weights")
 """Coefficients in seconds."""
 
-_ATTENDED = 1e-4
-"""Of `per_token`: an attended position of all layers, 4 * layers * hidden FLOPs, beside 2 * parameters of a token."""
 STARTS: dict[str, LinearStepTime] = {
     "sum": LinearStepTime(
-        per_step=1, per_row=3e-3, per_token=5e-3, per_context_token=1e-5, per_attended=_ATTENDED * 5e-3, r=1.2
+        per_step=1, per_row=3e-3, per_token=5e-3, per_context_token=1e-5, per_attended=ATTENDED * 5e-3, r=1.2
     ),
     "weights": LinearStepTime(
-        per_step=1, per_row=1e-3, per_token=5e-3, per_context_token=1e-5, per_attended=_ATTENDED * 5e-3, r=4
+        per_step=1, per_row=1e-3, per_token=5e-3, per_context_token=1e-5, per_attended=ATTENDED * 5e-3, r=4
     ),
     "experts": LinearStepTime(
-        per_step=0.15, per_row=5e-4, per_token=1e-3, per_context_token=3e-6, per_attended=_ATTENDED * 1e-3,
+        per_step=0.15, per_row=5e-4, per_token=1e-3, per_context_token=3e-6, per_attended=ATTENDED * 1e-3,
         expert_weights=1, expert_share=0.06, r=4,
     ),
     "overhead": LinearStepTime(
-        per_step=1, per_row=3e-3, per_token=1e-3, per_context_token=5e-6, per_attended=_ATTENDED * 1e-3
+        per_step=1, per_row=3e-3, per_token=1e-3, per_context_token=5e-6, per_attended=ATTENDED * 1e-3
     ),
     "compute": LinearStepTime(
-        per_step=1, per_row=1e-2, per_token=5e-2, per_context_token=1e-5, per_attended=_ATTENDED * 5e-2
+        per_step=1, per_row=1e-2, per_token=5e-2, per_context_token=1e-5, per_attended=ATTENDED * 5e-2
     ),
 }  # fmt: skip
 """Guesses up to a common factor. A coefficient that is 0 stays 0. Per token 5e-3 of a step: the FLOPs of a token beside

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from pointsman.sim.accuracy import StepErrors
 from pointsman.sim.errors import CalibrationError
-from pointsman.sim.step_time import LinearStepTime, StepLoad
+from pointsman.sim.step_time import ATTENDED, LinearStepTime, StepLoad
 from pointsman.traces import MAX_TOKENS, Observed, read_observed
 from pointsman.traces.observed import is_observed
 
@@ -30,11 +30,13 @@ _WHOLE = "a step is from the end of the one before it to its own, the engine's o
 
 FloatArray = npt.NDArray[np.float64]
 
-COEFFICIENTS = ("per_step", "per_row", "per_token", "per_context_token", "per_attended", "per_sample")
+COEFFICIENTS = ("per_step", "per_row", "per_token", "per_context_token", "per_attended", "per_sample", "per_prefill")
 MOST_HOST = 2.0
 """A host that takes this multiple of a step's time from its `schedule` to the next one waited for something else."""
 MIN_STEPS = 20
-"""Fewer do not determine six coefficients and leave some to judge them by."""
+"""Fewer do not determine seven coefficients and leave some to judge them by."""
+ATTENDED_SPREAD = 10.0
+"""Standard deviation of the prior of `per_attended`, in multiples of its mean, `ATTENDED` of `per_token`."""
 NUM_REWEIGHTED, OUTLIER = 4, 10.0
 """Rounds of a fit after the first one, and what is no usual step, relative to its fit."""
 
@@ -167,6 +169,9 @@ def fit_steps(loads: FloatArray, seconds: FloatArray) -> LinearStepTime:
     times alone, a fit to times that scatter is too short on average. Steps `OUTLIER` times as long as that fit
     (compilation, a process that stood still) are then left out.
 
+    Attention grows with the square of a prompt: short prompts say nothing of it, and what scatters there would be
+    multiplied where prompts are long. A prior decides what the steps leave open, with the weight of one step.
+
     Args:
         loads: [steps, 5] the fields of `StepLoad`.
         seconds: [steps] what was measured.
@@ -183,13 +188,29 @@ def fit_steps(loads: FloatArray, seconds: FloatArray) -> LinearStepTime:
 
 
 def _weighted_fit(columns: FloatArray, seconds: FloatArray, scale: FloatArray) -> FloatArray:
-    """[6] coefficients, none negative, with the smallest squares of errors divided by `scale`."""
+    """[7] coefficients, none negative, with the smallest squares of errors divided by `scale`, and of the prior's."""
+    weighted, measured = columns / scale[:, None], seconds / scale
+    token, attended = COEFFICIENTS.index("per_token"), COEFFICIENTS.index("per_attended")
+    found = _least_squares(weighted, measured)
+    tied = weighted.copy()
+    tied[:, token] += ATTENDED * weighted[:, attended]
+    tied[:, attended] = 0.0
+    expected = ATTENDED * _least_squares(tied, measured)[token]
+    if expected == 0:
+        return found
+    error = math.sqrt(np.mean((weighted @ found - measured) ** 2))
+    prior = np.zeros(len(COEFFICIENTS))
+    prior[attended] = error / (ATTENDED_SPREAD * expected)
+    return _least_squares(np.vstack([weighted, prior]), np.append(measured, error / ATTENDED_SPREAD))
+
+
+def _least_squares(columns: FloatArray, values: FloatArray) -> FloatArray:
+    """The non-negative coefficients of the columns with the smallest squared errors."""
     from scipy.optimize import nnls
 
-    weighted = columns / scale[:, None]
-    sizes = np.linalg.norm(weighted, axis=0)
+    sizes = np.linalg.norm(columns, axis=0)
     sizes[sizes == 0] = 1.0
-    found, _ = nnls(weighted / sizes, seconds / scale)
+    found, _ = nnls(columns / sizes, values)
     coefficients: FloatArray = found / sizes
     return coefficients
 
@@ -205,6 +226,6 @@ def step_errors(step_time: LinearStepTime, loads: FloatArray, seconds: FloatArra
 
 
 def _columns(loads: FloatArray) -> FloatArray:
-    """[steps, 6] what each coefficient is multiplied with."""
+    """[steps, 7] what each coefficient is multiplied with."""
     tokens, rows, context, attended, samples = loads.T
-    return np.stack([np.ones(len(loads)), rows, tokens, context, attended, samples], axis=1)
+    return np.stack([np.ones(len(loads)), rows, tokens, context, attended, samples, tokens > rows], axis=1)

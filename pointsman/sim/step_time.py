@@ -81,6 +81,9 @@ def _step_numbers(num_steps: int) -> FloatArray:
 
 # ---------------------------------------------------------------------- fitted
 
+ATTENDED = 1e-4
+"""Of `per_token`: an attended position of all layers, 4 * layers * hidden FLOPs, beside 2 * parameters of a token."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearStepTime:
@@ -100,6 +103,9 @@ class LinearStepTime:
     per_context_token: float = 0.0
     per_attended: float = 0.0
     per_sample: float = 0.0
+    per_prefill: float = 0.0
+    """Seconds of a step with more tokens than rows, beside all others: engines run plain decodes through kernels of
+    their own, or captured as a graph."""
     host_overhead: float = 0.0
     """Seconds of the host's own work in a step: scheduling, inputs, outputs."""
     asynchronous: bool = False
@@ -124,6 +130,8 @@ class LinearStepTime:
         compute = self.per_token * load.num_tokens + self.per_attended * load.num_attended
         both = memory + compute if self.r == 1 else math.pow(memory**self.r + compute**self.r, 1 / self.r)
         device = both + self.per_row * load.num_rows + self.per_sample * load.num_samples
+        if load.num_tokens > load.num_rows:
+            device += self.per_prefill
         return max(device, self.host_overhead) if self.asynchronous else device + self.host_overhead
 
     def of_decodes(self, num_rows: int, num_context_tokens: int, num_steps: int) -> FloatArray:

@@ -86,11 +86,13 @@ def test_calibration() -> None:
     """The machine may be busy, so the limits are wide; what is wrong by a factor is noticed."""
     pytest.importorskip("torch")
     pytest.importorskip("scipy")
-    found = run_quick("calibration.py")["engine"]
-    assert set(found) == {"tokens_per_second", "ttft_p50", "itl_p50", "ttft_p99", "itl_p99"}
-    assert all(each["measured"] > 0 and each["limit"] >= 0.1 for each in found.values())
-    assert abs(found["tokens_per_second"]["error"]) < 0.3
-    assert -0.5 < found["itl_p50"]["error"] < 1
+    figures = run_quick("calibration.py")
+    assert (figures["vllm"] is not None) == vllm_env.is_complete()
+    for found in filter(None, (figures["engine"], figures["vllm"])):
+        assert set(found) == {"tokens_per_second", "ttft_p50", "itl_p50", "ttft_p99", "itl_p99"}
+        assert all(each["measured"] > 0 and each["limit"] >= 0.1 for each in found.values())
+        assert abs(found["tokens_per_second"]["error"]) < 0.3
+        assert -0.5 < found["itl_p50"]["error"] < 1
 
 
 @pytest.mark.e2e

@@ -263,6 +263,61 @@ def test_steps_are_fitted_at_once() -> None:
     assert found.per_step == pytest.approx(truth.per_step, rel=0.1)
 
 
+def test_prompts_longer_than_those_of_the_log_are_predicted() -> None:
+    """Engines run plain decodes with other kernels than steps with a prefill. A fit that does not know of it would
+    lay the difference on the tokens of short prompts, and make long ones 30 % too slow."""
+    pytest.importorskip("scipy")
+    rng = np.random.default_rng(4)
+    truth = LinearStepTime(per_step=5e-3, per_row=2e-4, per_token=1e-4, per_prefill=2e-3)
+
+    def steps(count: int, prompt: int) -> tuple[Any, Any]:
+        loads = []
+        for _ in range(count):
+            rows = [(int(rng.integers(200)), 1) for _ in range(int(rng.integers(1, 8)))]
+            if rng.random() < 0.1:
+                rows.append((0, int(rng.integers(prompt // 2, 2 * prompt))))
+            loads.append(StepLoad.of_rows(rows))
+        seconds = np.array([truth.of_step(load) for load in loads]) * np.exp(0.03 * rng.standard_normal(count))
+        return np.array(loads, dtype=float), seconds
+
+    found = fit_steps(*steps(1000, 30))
+    loads, seconds = steps(1000, 150)
+    has_prefill = loads[:, 0] > loads[:, 1]
+    errors = StepErrors.between(predict_steps(found, loads[has_prefill]), seconds[has_prefill])
+    assert errors.total_error == pytest.approx(0, abs=0.05)
+
+
+def attention_steps(truth: LinearStepTime, count: int, prompt: int, seed: int, scatter: float) -> tuple[Any, Any]:
+    """Loads and seconds of steps in which one request prefills beside a few that decode."""
+    rng = np.random.default_rng(seed)
+    loads = [
+        StepLoad.of_rows([(100, 1)] * int(rng.integers(1, 6)) + [(0, int(rng.integers(prompt // 2, 2 * prompt)))])
+        for _ in range(count)
+    ]
+    seconds = np.array([truth.of_step(load) for load in loads])
+    return np.array(loads, dtype=float), seconds * np.exp(scatter * rng.standard_normal(count))
+
+
+def test_short_prompts_that_scatter_do_not_make_long_ones_slow() -> None:
+    """Coefficients cannot be negative, so a square term that is fitted to noise only ever makes long prompts slower."""
+    pytest.importorskip("scipy")
+    truth = LinearStepTime(per_step=5e-3, per_row=2e-4, per_token=1e-4, per_attended=1e-8)
+    errors = []
+    for seed in range(20):
+        found = fit_steps(*attention_steps(truth, 60, 30, seed, 0.15))
+        loads, seconds = attention_steps(truth, 100, 400, seed, 0.0)
+        errors.append(StepErrors.between(predict_steps(found, loads), seconds).total_error or 0.0)
+    assert abs(np.mean(errors)) < 0.1 and np.std(errors) < 0.25
+
+
+def test_attention_that_a_log_shows_is_believed() -> None:
+    """However far it is from what models usually need."""
+    pytest.importorskip("scipy")
+    truth = LinearStepTime(per_step=5e-3, per_row=2e-4, per_token=1e-5, per_attended=5e-8)
+    found = fit_steps(*attention_steps(truth, 200, 500, 1, 0.1))
+    assert found.per_attended == pytest.approx(truth.per_attended, rel=0.1)
+
+
 def test_steps_that_vary_much_are_right_on_average() -> None:
     """Steps vary by a third. A fit relative to what was measured would be 10 % too short."""
     pytest.importorskip("scipy")

@@ -32,6 +32,7 @@ LINEAR = LinearStepTime(
 MODELS: dict[str, StepTime] = {
     "linear": LINEAR,
     "host": replace(LINEAR, host_overhead=2e-3),
+    "prefill": replace(LINEAR, per_prefill=3e-3),
     "asynchronous": replace(LINEAR, host_overhead=2.6e-3, asynchronous=True),
     "overlapping": replace(LINEAR, r=4.0, host_overhead=1e-4),
     "overlapping-asynchronous": replace(LINEAR, r=3.0, host_overhead=2.6e-3, asynchronous=True),
@@ -118,6 +119,12 @@ def test_linear_is_the_weighted_sum() -> None:
     expected = 1e-3 + 30 * 2e-5 + 3 * 1e-5 + 2000 * 3e-9 + 50_000 * 1e-10 + 2 * 1e-6
     assert LINEAR.of_step(load) == pytest.approx(expected, rel=1e-12)
     assert replace(LINEAR, host_overhead=0.5).of_step(load) == pytest.approx(expected + 0.5)
+
+
+def test_a_prefill_costs_a_step_something_once() -> None:
+    model = replace(LINEAR, per_prefill=0.5)
+    for name, added in {"decodes": 0.0, "prefill": 0.5, "mixed": 0.5}.items():
+        assert model.of_step(LOADS[name]) == pytest.approx(LINEAR.of_step(LOADS[name]) + added)
 
 
 def test_an_asynchronous_host_hides_behind_the_device() -> None:

@@ -1,0 +1,87 @@
+"""vLLM's side of `calibration.py`, in the environment that `vllm_env.py` makes.
+
+vLLM's engine core, its scheduler under `Observer` and the model runner are in this process, which is their client too:
+as with the bundled engine, no other process takes the processor from them, and nothing lies between a client and the
+scheduler. No text is made.
+
+    {"command": "open", "model": "...", "record": "...", "settings": {"max_num_seqs": 16, ...}}  -> {"version": "..."}
+    {"command": "run", "arrivals": [0.0, ...], "prompts": [[...], ...], "num_output_tokens": [...]}
+        -> {"tokens": [[seconds from the start, one for each token], ...]}
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+import json
+import sys
+from collections.abc import Sequence
+from time import time
+from typing import Any
+
+from _open_loop import TokenTimes, send
+from vllm import EngineArgs, LLMEngine, SamplingParams, __version__
+from vllm.inputs import TokensPrompt
+from vllm.sampling_params import RequestOutputKind
+
+OBSERVER = "pointsman.integrations.vllm.Observer"
+
+
+def open_engine(command: dict[str, Any]) -> LLMEngine:
+    """vLLM's defaults for a CPU, without compilation, observed."""
+    config = EngineArgs(
+        model=command["model"],
+        dtype="float32",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        scheduler_cls=OBSERVER,
+        additional_config={"pointsman": {"record": command["record"]}},
+        **command["settings"],
+    ).create_engine_config()
+    config.parallel_config.distributed_executor_backend = "uni"
+    return LLMEngine.from_vllm_config(config)
+
+
+def serve(
+    engine: LLMEngine, arrivals: Sequence[float], prompts: Sequence[list[int]], num_output_tokens: Sequence[int]
+) -> TokenTimes:
+    """All requests at their times; when each of their tokens was there."""
+
+    def add(number: int, late: float) -> None:
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=num_output_tokens[number],
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        prompt = TokensPrompt(prompt_token_ids=prompts[number])
+        engine.add_request(str(number), prompt, params, arrival_time=time() - late)
+
+    def step() -> list[tuple[int, int]]:
+        return [(int(each.request_id), len(each.outputs[0].token_ids)) for each in engine.step()]
+
+    return send(arrivals, add, step, engine.has_unfinished_requests)
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints
+    engine: LLMEngine | None = None
+    for line in sys.stdin:
+        command = json.loads(line)
+        told: dict[str, Any]
+        if engine is None:
+            engine, told = open_engine(command), {"version": __version__}
+        else:
+            told = {"tokens": serve(engine, command["arrivals"], command["prompts"], command["num_output_tokens"])}
+        answers.write(json.dumps(told) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()
