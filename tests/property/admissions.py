@@ -134,7 +134,7 @@ def _check_wall(
         require(must_wait(world, wall) or tried_first, f"{wall.request} waits, and the caps leave a place")
     elif explained is Reason.IN_FLIGHT:
         require(world.host.num_pending(wall.request) > 0, f"{wall.request} has no sample in flight")
-    elif explained in (Reason.BLOCKS, Reason.FULL_SEQUENCE, Reason.WATERMARK, Reason.DECODE_RESERVE):
+    elif explained in (Reason.BLOCKS, Reason.FULL_SEQUENCE, Reason.WATERMARK, Reason.DECODE_RESERVE, Reason.RESERVE):
         enough = _enough_blocks(world, wall, running)
         short = tried_first or free < enough
         require(short, f"{wall.request} waits for blocks: {free} are free, {enough} are always enough")
@@ -172,7 +172,12 @@ def _enough_blocks(world: World, head: Entry, running: list[Entry]) -> int:
     enough = -(-head.num_tokens // size)
     for entry in running:
         enough += max(0, -(-entry.num_tokens // size) - len(world.host.table(entry.request)))
-    return enough + (_watermark(config) + _expected_output(world, head) if running else 0)
+    return enough + (_watermark(config) + _growth(config) + _expected_output(world, head) if running else 0)
+
+
+def _growth(config: SchedulerConfig) -> int:
+    """Blocks that the reserve "growth" keeps at most."""
+    return config.num_usable_blocks // 8 if any(str(each).startswith("growth") for each in config.reserves) else 0
 
 
 def _expected_output(world: World, entry: Entry) -> int:

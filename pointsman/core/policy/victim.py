@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import numpy as np
-
 from pointsman.core.policy.policy import Parameter, Policy
 from pointsman.core.state.interfaces import View
 from pointsman.core.state.numbers import MAX_INT
