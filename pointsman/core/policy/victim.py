@@ -11,6 +11,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import numpy as np
+import numpy.typing as npt
+
 from pointsman.core.policy.policy import Parameter, Policy
 from pointsman.core.state.interfaces import View
 from pointsman.core.state.numbers import MAX_INT
@@ -51,6 +54,9 @@ class LeastCost(Policy):
     victim, so neither does what is recomputed: no choice is cheaper than the request admitted last, among those that
     free what is missing by blocks that nobody shares and that do not opt out of the cache.
 
+    Of use without a prefix cache where a request holds more than all grow by until the next one finishes (chats). Where
+    outputs are long, a request is used up either way and "latest" is as good; a reserve ("growth") helps more.
+
     Bound: a request that was preempted `max_preemptions` times, for whatever cause, is exempt while another one runs
     that was not. If all were, the one admitted last gives way, so that the first one runs to its end, as under
     "latest". It does not read priorities.
@@ -59,10 +65,10 @@ class LeastCost(Policy):
     kind = "victim"
     name = "least-cost"
     parameters: ClassVar[tuple[Parameter, ...]] = (
-        Parameter("max_preemptions", 3, 1, MAX_INT, tried=(2, 3, 8), doc="after which a request is exempt"),
+        Parameter("max_preemptions", 16, 1, MAX_INT, tried=(4, 16, 64), doc="after which a request is exempt"),
     )
 
-    def __init__(self, max_preemptions: int = 3) -> None:
+    def __init__(self, max_preemptions: int = 16) -> None:
         self._max_preemptions = max_preemptions
 
     def horizon(self, num_steps: int) -> int:
@@ -74,24 +80,26 @@ class LeastCost(Policy):
         if not len(may):
             return len(view.rows) - 1
         if view.has_prefix_cache:
-            return self._latest_that_suffices(view, may.tolist())
+            return self._latest_that_suffices(view, may)
         frees = view.num_blocks[may]
         enough = (frees >= min(view.num_missing_blocks, int(frees.max()))).nonzero()[0]
         may = may[enough][::-1]  # of equals the one admitted last
         return int(may[view.num_computed_tokens[may].argmin()])
 
-    def _latest_that_suffices(self, view: View, may: list[int]) -> int:
+    def _latest_that_suffices(self, view: View, may: npt.NDArray[np.int64]) -> int:
         """Or else the one that frees most; those whose blocks do not stay cached only if there is no other."""
         requests, missing = view.requests, view.num_missing_blocks
-        may = [index for index in may if requests[index].use_prefix_cache] or may
-        best, most = may[-1], 0
-        for index in reversed(may):
+        best, most = -1, -1
+        for place in range(len(may) - 1, -1, -1):  # most often the first one suffices
+            index = may.item(place)
+            if not requests[index].use_prefix_cache:
+                continue
             frees = view.own_blocks(index)
             if frees >= missing:
                 return index
             if frees > most:
                 best, most = index, frees
-        return best
+        return best if best >= 0 else may.item(len(may) - 1)
 
 
 VICTIMS: dict[str, type[Latest] | type[LowestPriority] | type[LeastCost]] = {

@@ -279,7 +279,7 @@ def test_growth_is_what_the_formula_of_mean_prompt_and_output_says() -> None:
     assert kept(growth_after([(960, 240)], 2.0)) == 99, "scaled"
     # What is lost with a cache are 248 tokens: 15 ln(248 / 1680 * 2588 / 60 * (1 - e^-4)) = 27.5.
     assert kept(growth_after([(960, 240)], has_prefix_cache=True)) == 27
-    assert kept(growth_after([(300, 3000)])) == 2_588 // 8, "capped"
+    assert kept(growth_after([(300, 3000)], 8.0)) == 2_588 // 8, "capped"
     assert kept(growth_after([(960, 240)], num_usable_blocks=60)) == 0, "a block costs more than it saves"
 
 
@@ -300,14 +300,15 @@ def test_growth_keeps_nobody_out_where_nothing_runs_or_nothing_has_finished() ->
 
 
 def test_growth_keeps_blocks_free_and_says_so() -> None:
-    host = Host(num_blocks=16, reserves=("growth:scale=8",), enable_prefix_caching=False, max_num_batched_tokens=64)
+    host = Host(num_blocks=24, reserves=("growth:scale=8",), enable_prefix_caching=False, max_num_batched_tokens=99)
     finish(host, "first", 12)
-    host.add("a", 40, max_tokens=20)
+    host.add("a", 60, max_tokens=40)
     host.step()
-    for index in range(3):
-        host.add(f"b{index}", 17, max_tokens=9)
-    assert names(host.step().admitted) == [], "5 blocks and 2 of 16; 6 are free"
+    for index in range(6):
+        host.add(f"b{index}", 23, max_tokens=9)
+    assert names(host.step().admitted) == [], "it needs 6 blocks, and 8 are free"
     assert (host.explain("b0").reason, host.explain("b0").missing) == (Reason.RESERVE, 1)
+    assert kept(host.scheduler._parts.gates.reserves.policies[-1], 6) == 24 // 8
 
 
 def test_growth_follows_the_last_ends_and_tells_of_every_change() -> None:

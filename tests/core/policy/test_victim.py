@@ -354,7 +354,9 @@ def test_preemptions_are_bounded(
     """The exempt are preempted only where all are exempt, and then not the one that was admitted first. Every step
     runs something, and all requests end."""
     victim = Watched(most)
-    host = Host(**{"num_blocks": num_blocks, "max_model_len": 40, "enable_prefix_caching": False, **knobs}, victim=victim)
+    host = Host(
+        **{"num_blocks": num_blocks, "max_model_len": 40, "enable_prefix_caching": False, **knobs}, victim=victim
+    )
     requests = [host.add(f"r{i}", prompt, max_tokens=output) for i, (prompt, output) in enumerate(lengths)]
     outputs = host.run_to_end(5_000)
     assert all(output.total_num_scheduled_tokens for output in outputs)
