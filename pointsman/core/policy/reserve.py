@@ -299,6 +299,9 @@ class GrowthReserve(Reserve):
         self._version += before != (self._most, self._enough)
 
     def _learn(self) -> None:
+        if not self._num_output:  # all that ended were told to before their first token
+            self._most, self._enough = 0, 1
+            return
         size, pool = self._block_size, self._num_usable
         prompt, output = self._num_prompt / len(self._lengths), self._num_output / len(self._lengths)
         work = prompt + DECODE_COST * output

@@ -48,7 +48,7 @@ class Displacement:
         self._running = running
         self._admission = admission
         self._drafts = drafts
-        self._failed_attempt: tuple[Request, Members, int, int, int] | None = None
+        self._failed_attempt: tuple[Request, Members, int, int, tuple[int, ...]] | None = None
 
     def choose(self, head: Request) -> list[Request]:
         """The running requests to preempt for `head`, least urgent first; empty if none is needed, or none helps."""
