@@ -238,8 +238,8 @@ class GrowthReserve(Reserve):
     of which running requests take D blocks before a victim resumes, only those and half a block. (The newsvendor
     problem, Edgeworth 1888; the rest is Pointsman's.)
 
-    A preemption delays all who wait by c, keeping one out delays this one by W, the time between two finishes. So
-    where fewer wait than W / c the reserve is smaller in proportion.
+    A preemption delays those who wait by c, half of them on average, since the queue moves on; keeping one out delays
+    this one by W, the time between two finishes. So where fewer than 2 W / c wait the reserve is smaller in proportion.
 
     Prompts and outputs are means of the latest requests that finished by themselves; until one has, it keeps nothing.
     It keeps at most an eighth of the pool, and with nothing running nothing, so nobody waits for it for ever: running
@@ -312,7 +312,7 @@ class GrowthReserve(Reserve):
         saved_to_lost = lost / work * pool / slack * -math.expm1(-slack / growth)  # of the first block
         kept = self._scale * growth * math.log(max(saved_to_lost, 1.0))
         self._most = int(min(kept, MOST_KEPT * pool))
-        self._enough = min(max(1, round(work / lost)), _MANY)
+        self._enough = min(max(1, int(2 * work / lost)), _MANY)
 
 
 _MANY = 65_535  # more requests than this need not wait for the whole reserve

@@ -284,9 +284,9 @@ def test_growth_is_what_the_formula_of_mean_prompt_and_output_says() -> None:
 
 
 def test_with_few_waiting_growth_keeps_less() -> None:
-    reserve = growth_after([(300, 1000)])  # W / c = 3,300 / 800: 4 requests
+    reserve = growth_after([(300, 1000)])  # 2 W / c = 6,600 / 800: 8 requests
     full = kept(reserve)
-    assert [kept(reserve, waiting) for waiting in (1, 2, 3, 4, 9)] == [full // 4, full // 2, full * 3 // 4, full, full]
+    assert [kept(reserve, waiting) for waiting in (2, 4, 6, 8, 9)] == [full // 4, full // 2, full * 3 // 4, full, full]
 
 
 def test_growth_keeps_nobody_out_where_nothing_runs_or_nothing_has_finished() -> None:
@@ -304,11 +304,11 @@ def test_growth_keeps_blocks_free_and_says_so() -> None:
     finish(host, "first", 12)
     host.add("a", 60, max_tokens=40)
     host.step()
-    for index in range(6):
+    for index in range(12):
         host.add(f"b{index}", 23, max_tokens=9)
     assert names(host.step().admitted) == [], "it needs 6 blocks, and 8 are free"
     assert (host.explain("b0").reason, host.explain("b0").missing) == (Reason.RESERVE, 1)
-    assert kept(host.scheduler._parts.gates.reserves.policies[-1], 6) == 24 // 8
+    assert kept(host.scheduler._parts.gates.reserves.policies[-1], 12) == 24 // 8
 
 
 def test_growth_follows_the_last_ends_and_tells_of_every_change() -> None:
@@ -354,9 +354,9 @@ def test_a_blocked_head_is_looked_at_again_when_fewer_wait() -> None:
     assert host.scheduler._parts.gates.reserves.policies[-1]._enough > 1
     host.add("a", 60, max_tokens=40)
     host.step()
-    for index in range(6):
+    for index in range(12):
         host.add(f"b{index}", 23, max_tokens=9)
     assert names(host.step().admitted) == []
-    for index in range(1, 6):
+    for index in range(1, 12):
         host.abort(f"b{index}")
     assert names(host.step().admitted) == ["b0"]
