@@ -110,15 +110,39 @@ class Comparison:
 
 
 WATERMARKS = [{"watermark": share} for share in (0.0, 0.01, 0.02, 0.05)]
+SHORT_POOLS: tuple[tuple[str, Load], ...] = (
+    ("azure", "at"),
+    ("azure", "above"),
+    ("mooncake-short", "at"),
+    ("mooncake-short", "above"),
+    ("long-outputs", "at"),
+    ("long-outputs", "above"),
+)
 BUDGETS = [{"max_num_batched_tokens": budget} for budget in (256, 512, 1024, 2048, 4096, 8192)]
 COMPARISONS: tuple[Comparison, ...] = (
-    Comparison(
-        question="how much stays free",
-        scenario="azure",
-        load="above",
-        policy={"watermark": 0.02},
-        figure="ttft_mean",
-        target=Target(limit=0.5),
+    *(
+        Comparison(
+            question="who is preempted",
+            scenario=scenario,
+            load="above",
+            policy={"victim": "least-cost"},
+            against=({"victim": "latest"},),
+            figure="recomputed_tokens",
+            target=Target(limit=limit),
+        )
+        for scenario, limit in (("azure", 0.5), ("azure-cached", 1.03))
+    ),
+    *(
+        Comparison(
+            question="how much stays free",
+            scenario=scenario,
+            load=load,
+            policy={"reserves": ("growth",)},
+            against=WATERMARKS,
+            figure="ttft_mean",
+            target=Target(limit=1.02),
+        )
+        for scenario, load in SHORT_POOLS
     ),
     Comparison(
         question="chunk size",

@@ -132,7 +132,7 @@ def test_a_value_of_the_wrong_type_is_a_config_error(overrides: dict[str, Any]) 
         ),
         (
             {"victim": "oldest"},
-            "no victim is called 'oldest'; choose one of latest, lowest-priority, or pass an",
+            "no victim is called 'oldest'; choose one of latest, lowest-priority, least-cost, or",
         ),
     ],
 )

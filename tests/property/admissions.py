@@ -176,7 +176,12 @@ def _enough_blocks(world: World, head: Entry, running: list[Entry]) -> int:
     enough = -(-head.num_tokens // size)
     for entry in running:
         enough += max(0, -(-entry.num_tokens // size) - len(world.host.table(entry.request)))
-    return enough + (_watermark(config) + _expected_output(world, head) if running else 0)
+    return enough + (_watermark(config) + _growth(config) + _expected_output(world, head) if running else 0)
+
+
+def _growth(config: SchedulerConfig) -> int:
+    """Blocks that the reserve "growth" keeps at most."""
+    return config.num_usable_blocks // 8 if any(str(each).startswith("growth") for each in config.reserves) else 0
 
 
 def _expected_output(world: World, entry: Entry) -> int:

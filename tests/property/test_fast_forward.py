@@ -37,6 +37,7 @@ FOCUS: dict[str, dict[str, Any]] = {
     "evictions": {**PLAIN, **CACHING, "block_size": 1, "num_blocks": 20, "full_sequence_must_fit": False},
     "watermark": {**PLAIN, "block_size": 2, "num_blocks": 12, "watermark": 0.35, "decode_reserve": 9},
     "mean reserve": {**PLAIN, "block_size": 2, "num_blocks": 12, "decode_reserve": "mean"},
+    "growth": {**PLAIN, "block_size": 1, "num_blocks": 40, "reserves": ("growth:scale=8",), "victim": "least-cost"},
     "few seats": {**PLAIN, "max_num_seqs": 2, "max_num_active_seqs": None, "block_size": 1, "num_blocks": 60},
     "priority": {**PLAIN, "order": "priority", "displace": True, "batching": "mixed", "max_num_seqs": 2},
     "static": {**PLAIN, "batching": "static"},
@@ -48,7 +49,7 @@ FOCUS: dict[str, dict[str, Any]] = {
 }
 BIG = {"max_num_seqs", "max_num_batched_tokens", "max_num_active_seqs"}  # of presets: here nothing is that large
 SELDOM = {"anything", "drafts"}
-SHORT_FOCUS = ("few blocks", "evictions", "priority")
+SHORT_FOCUS = ("few blocks", "evictions", "priority", "growth")
 
 
 def drive(seed: int, overrides: dict[str, Any]) -> tuple[World, Twin]:

@@ -96,6 +96,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "priority": {"order": "priority"},
     "few blocks": {"num_blocks": 33, "full_sequence_must_fit": False},
     "watermark": {"num_blocks": 40, "watermark": 0.2, "decode_reserve": "mean"},
+    "growth": {"num_blocks": 40, "reserves": ("growth",), "victim": "least-cost:max_preemptions=1"},
+    "least cost": {"num_blocks": 33, "enable_prefix_caching": False, "victim": "least-cost"},
     "few seats": {"max_num_seqs": 3},
     "static": {"batching": "static"},
     **{name: {**SYSTEMS[name], "max_num_seqs": 12, "max_num_batched_tokens": 300} for name in SYSTEMS},

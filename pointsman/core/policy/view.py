@@ -17,7 +17,17 @@ Int64Array = npt.NDArray[np.int64]
 class SchedulerView:
     """The `View` that a scheduler keeps up to date."""
 
-    __slots__ = ("_batch", "_kv", "_queue", "budget", "now", "num_owed_blocks", "num_running", "num_shared_blocks")
+    __slots__ = (
+        "_batch",
+        "_kv",
+        "_queue",
+        "budget",
+        "now",
+        "num_missing_blocks",
+        "num_owed_blocks",
+        "num_running",
+        "num_shared_blocks",
+    )
 
     def __init__(self, batch: Batch, kv: KVCacheManager, queue: Sized) -> None:
         self._batch = batch
@@ -27,6 +37,7 @@ class SchedulerView:
         self.budget = 0
         self.num_running = 0
         self.num_owed_blocks = 0
+        self.num_missing_blocks = 0
         self.num_shared_blocks = 0
 
     @property
@@ -77,6 +88,14 @@ class SchedulerView:
         own = owners[self._kv.pool.num_references[blocks] == 1]
         return np.bincount(own, minlength=len(self._batch))
 
+    def own_blocks(self, index: int) -> int:
+        batch, pool = self._batch, self._kv.pool
+        row = batch.members.rows.item(index)
+        num_blocks = batch.num_slots.item(row) // batch.block_size
+        if not self.has_prefix_cache:
+            return num_blocks
+        return int(np.count_nonzero(pool.num_references[batch.block_table[row, :num_blocks]] == 1))
+
     @property
     def num_kept_tokens(self) -> Int64Array:
         batch = self._batch
@@ -97,8 +116,7 @@ class SchedulerView:
 
     @property
     def num_preemptions(self) -> Int64Array:
-        requests = self._batch.members.requests
-        return np.fromiter((each._state.num_preemptions for each in requests), dtype=np.int64, count=len(requests))
+        return self._batch.num_preemptions[self._batch.members.rows]
 
     @property
     def priority(self) -> Int64Array:

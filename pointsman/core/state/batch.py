@@ -62,6 +62,7 @@ _COLUMNS = (
     "token_limit",
     "eos_token_id",
     "priority",
+    "num_preemptions",
     "serial",
     "flags",
     "block_table",
@@ -168,6 +169,7 @@ class Batch:
         self.token_limit: Int64Array = np.zeros(rows, dtype=np.int64)
         self.eos_token_id: Int32Array = np.zeros(rows, dtype=np.int32)
         self.priority: Int64Array = np.zeros(rows, dtype=np.int64)
+        self.num_preemptions: Int64Array = np.zeros(rows, dtype=np.int64)
         self.serial: Int64Array = np.zeros(rows, dtype=np.int64)
         self.flags: npt.NDArray[np.uint8] = np.zeros(rows, dtype=np.uint8)
         self.block_table: Int32Array = np.zeros((rows, max_blocks), dtype=np.int32)
@@ -209,6 +211,7 @@ class Batch:
         self.token_limit[row] = state.token_limit
         self.eos_token_id[row] = next(iter(stops)) if len(stops) == 1 else NO_TOKEN
         self.priority[row] = state.priority
+        self.num_preemptions[row] = state.num_preemptions
         self.serial[row] = state.serial
         no_sample = state.max_tokens == 0
         self.flags[row] = (

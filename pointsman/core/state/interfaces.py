@@ -54,6 +54,10 @@ class View(Protocol):
         """Blocks that running requests still need for tokens that they already have (partial prefills)."""
 
     @property
+    def num_missing_blocks(self) -> int:
+        """Blocks that running rows need in this step beyond the free ones; for a victim."""
+
+    @property
     def num_shared_blocks(self) -> int:
         """Blocks of the cached prefix of the checked request that other requests hold, which cost nothing."""
 
@@ -86,6 +90,9 @@ class View(Protocol):
     @property
     def num_own_blocks(self) -> Int64Array:
         """[running] int64: of these, blocks that only it holds: what a preemption frees."""
+
+    def own_blocks(self, index: int) -> int:
+        """The element of `num_own_blocks` of one running request, in O(its blocks)."""
 
     @property
     def num_kept_tokens(self) -> Int64Array:

@@ -400,6 +400,11 @@ class Admission:
         elif gate is self.gates.budget:
             self._kept = KeptVerdict(request, key, None, self.gates.budget.required)
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._table.queue)
+
     def would_be_partial(self, request: Request, budget: int) -> bool:
         """Whether its prefill may outlast a step that has `budget` left, as if nothing were cached."""
         want = request._state.num_tokens

@@ -48,7 +48,7 @@ class Displacement:
         self._running = running
         self._admission = admission
         self._drafts = drafts
-        self._failed_attempt: tuple[Request, Members, int, int, int] | None = None
+        self._failed_attempt: tuple[Request, Members, int, int, tuple[int, ...]] | None = None
 
     def choose(self, head: Request) -> list[Request]:
         """The running requests to preempt for `head`, least urgent first; empty if none is needed, or none helps."""
@@ -142,6 +142,7 @@ class Trial:
         self._kv = kv
         self._admission = admission
         self._head = head
+        self._num_waiting = admission.num_waiting
         # At most: rows that stay may want more when those that are preempted leave more embeddings.
         _, self._want = running.wants(with_drafts=False, alone=True)
         self._needed = running.blocks_needed(self._want, batch.members.rows)
@@ -175,7 +176,7 @@ class Trial:
         full = kv.blocks_for(head.num_tokens)
         full -= 0 if self._admission.gates.budget.asks_whole else self._still_held(blocks, dropped)
         # The first chunk is assumed to be the whole: blocks that victims publish may make it larger than it is now.
-        demand = Demand(full, full, self._owed(stays), num_running > 0)
+        demand = Demand(full, full, self._owed(stays), num_running > 0, self._num_waiting + len(gone))
         return free >= self._admission.gates.reserves.required_blocks(head, demand)
 
     def has_embeddings(self, gone: Int64Array, encoder: EncoderCache) -> bool:

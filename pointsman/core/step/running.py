@@ -28,8 +28,9 @@ from pointsman.core.kv.block_pool import NO_BLOCKS
 from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.policy.budget import StepBudget
 from pointsman.core.policy.limits import Limit
+from pointsman.core.policy.view import SchedulerView
 from pointsman.core.state.batch import PREFILLING, Batch, Members
-from pointsman.core.state.interfaces import Victim, View
+from pointsman.core.state.interfaces import Victim
 from pointsman.core.state.numbers import ONE
 from pointsman.core.state.output import IntArray
 from pointsman.core.state.request import Request
@@ -86,7 +87,7 @@ class Running:
         kv: KVCacheManager,
         limits: list[Limit],
         victim: Victim,
-        view: View,
+        view: SchedulerView,
         drafts: Drafts,
     ) -> None:
         self._budget = budget
@@ -216,11 +217,13 @@ class Running:
         """Every row decodes one token, and some rows lack a block: preempt one row."""
         batch, rows = self._batch, self._batch.members.rows
         lacking = (batch.num_computed_tokens[rows] >= batch.num_slots[rows]).nonzero()[0]
-        self._preempt_for(int(rows[lacking[self._kv.pool.num_free]]), preempt)
+        free = self._kv.pool.num_free
+        self._preempt_for(int(rows[lacking[free]]), len(lacking) - free, preempt)
 
-    def _preempt_for(self, asking: int, preempt: Preempt) -> int:
-        """Preempt a request for the row `asking`, the first, in admission order, that does not get its blocks. Returns
-        the victim's row."""
+    def _preempt_for(self, asking: int, num_missing: int, preempt: Preempt) -> int:
+        """Preempt a request for the row `asking`, the first, in admission order, that does not get its blocks, where
+        `num_missing` are missing in all. Returns the victim's row."""
+        self._view.num_missing_blocks = num_missing
         members = self._batch.members  # without those that this step preempted before
         victim = self._victim.choose(self._view, int((members.rows == asking).argmax()))
         preempt(members.requests[victim])
@@ -286,7 +289,8 @@ class Running:
                 return granted, needed, self._grow(members, needed), preempted
             if not preempted and self._give_up_drafts(members.rows, lacks, want):
                 continue
-            victim = self._preempt_for(int(members.rows[end.searchsorted(free, side="right")]), preempt)
+            asking = int(members.rows[end.searchsorted(free, side="right")])
+            victim = self._preempt_for(asking, int(end[-1]) - free, preempt)
             want[members.rows == victim] = 0  # its share of this step is released
             preempted = True
 
@@ -378,7 +382,7 @@ class InOrder(Running):
         kv: KVCacheManager,
         limits: list[Limit],
         victim: Victim,
-        view: View,
+        view: SchedulerView,
         drafts: Drafts,
     ) -> None:
         super().__init__(config, budget, batch, kv, limits, victim, view, drafts)
@@ -439,7 +443,8 @@ class InOrder(Running):
             tokens = want[index : index + 1] if is_beyond else np.minimum(want[index : index + 1], budget)
             needed = self.blocks_needed(tokens, row)
             while index not in gone and needed[0] > kv.pool.num_free:
-                victim = position[self._preempt_for(int(row[0]), preempt)]
+                num_missing = int(needed[0]) - kv.pool.num_free
+                victim = position[self._preempt_for(int(row[0]), num_missing, preempt)]
                 gone.add(victim)
                 budget, slots = budget + int(granted[victim]), slots + int(granted[victim] > 0)
                 granted[victim], blocks[victim] = 0, NO_BLOCKS
@@ -460,7 +465,7 @@ def make_running(
     kv: KVCacheManager,
     limits: list[Limit],
     victim: Victim,
-    view: View,
+    view: SchedulerView,
     drafts: Drafts,
 ) -> Running:
     """The running part that the configuration asks for."""

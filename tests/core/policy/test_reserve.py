@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pointsman.core import FinishReason, Reason, Request
-from pointsman.core.policy.reserve import MEAN_OVER, MeanDecodeReserve
+from pointsman.core.policy.reserve import MEAN_OVER, Demand, GrowthReserve, MeanDecodeReserve
+from pointsman.core.state.interfaces import View
 from tests.core.helpers import Host, cached_of, names, tokens_of
+from tests.soak import short_or_long
 
 
 def with_a_running(prompt_tokens: int, **config: Any) -> Host:
@@ -238,3 +242,121 @@ def test_a_blocked_head_is_looked_at_again_when_less_is_expected() -> None:
     assert short.num_output_tokens == 1
     host.finish("short", FinishReason.STOP)  # (16 + 1) / 2: 9 tokens, 3 blocks
     assert names(host.step().admitted) == ["b"]
+
+
+# ---------------------------------------------------------------------- growth
+
+
+class _View:
+    """What a reserve reads when it is attached, and how many wait."""
+
+    block_size, num_usable_blocks, has_prefix_cache, num_waiting = 16, 2_588, False, 100
+
+
+def growth_after(lengths: list[tuple[int, int]], scale: float = 1.0, **view: Any) -> GrowthReserve:
+    """The reserve, once requests with such prompts and outputs have finished."""
+    reserve, seen = GrowthReserve(scale), _View()
+    for name, value in view.items():
+        setattr(seen, name, value)
+    reserve.attach(cast(View, seen))
+    for prompt, output in lengths:
+        request = Request("a", [1] * prompt, arrival_time=0.0, max_tokens=5000)
+        request._state.append_output([7] * output)
+        request._state.finish_reason = FinishReason.STOP
+        reserve.on_finished(request, 0.0)
+    return reserve
+
+
+def kept(reserve: GrowthReserve, num_waiting: int = 100, others_run: bool = True) -> int:
+    demand = Demand(1, 1, 0, others_run, num_waiting)
+    return reserve.blocks(Request("b", [1], arrival_time=0.0, max_tokens=9), demand, reserve._view)
+
+
+def test_growth_is_what_the_formula_of_mean_prompt_and_output_says() -> None:
+    """960 and 240 tokens: D = 15, S = 60, W = 1,680, c = 1,080: 15 ln(1080 / 1680 * 2588 / 60 * (1 - e^-4)) = 49.6."""
+    assert kept(growth_after([(960, 240)])) == 49
+    assert kept(growth_after([(900, 200), (1020, 280)])) == 49, "means"
+    assert kept(growth_after([(960, 240)], 2.0)) == 99, "scaled"
+    # What is lost with a cache are 248 tokens: 15 ln(248 / 1680 * 2588 / 60 * (1 - e^-4)) = 27.5.
+    assert kept(growth_after([(960, 240)], has_prefix_cache=True)) == 27
+    assert kept(growth_after([(300, 3000)], 8.0)) == 2_588 // 8, "capped"
+    assert kept(growth_after([(960, 240)], num_usable_blocks=60)) == 0, "a block costs more than it saves"
+
+
+def test_with_few_waiting_growth_keeps_less() -> None:
+    reserve = growth_after([(300, 1000)])  # 2 W / c = 6,600 / 800: 8 requests
+    full = kept(reserve)
+    assert [kept(reserve, waiting) for waiting in (2, 4, 6, 8, 9)] == [full // 4, full // 2, full * 3 // 4, full, full]
+
+
+def test_growth_keeps_nobody_out_where_nothing_runs_or_nothing_has_finished() -> None:
+    assert kept(growth_after([(960, 240)]), others_run=False) == 0
+    assert kept(growth_after([])) == kept(growth_after([(960, 0)])) == 0
+    host = Host(num_blocks=8, reserves=("growth:scale=8",), enable_prefix_caching=False)
+    finish(host, "first", 12)
+    host.add("whole", 26, max_tokens=6)
+    host.add("next", 1, max_tokens=1)
+    assert names(host.step().admitted) == ["whole"], "all 8 blocks are for it"
+
+
+def test_growth_keeps_blocks_free_and_says_so() -> None:
+    host = Host(num_blocks=24, reserves=("growth:scale=8",), enable_prefix_caching=False, max_num_batched_tokens=99)
+    finish(host, "first", 12)
+    host.add("a", 60, max_tokens=40)
+    host.step()
+    for index in range(12):
+        host.add(f"b{index}", 23, max_tokens=9)
+    assert names(host.step().admitted) == [], "it needs 6 blocks, and 8 are free"
+    assert (host.explain("b0").reason, host.explain("b0").missing) == (Reason.RESERVE, 1)
+    assert kept(host.scheduler._parts.gates.reserves.policies[-1], 12) == 24 // 8
+
+
+def test_growth_follows_the_last_ends_and_tells_of_every_change() -> None:
+    reserve = growth_after([(50, 10)] + [(960, 240)] * (MEAN_OVER - 1))
+    before = (kept(reserve), reserve.num_changes)
+    request = Request("a", [1] * 960, arrival_time=0.0, max_tokens=500)
+    request._state.append_output([7] * 240)
+    request._state.finish_reason = FinishReason.ABORT
+    reserve.on_finished(request, 0.0)
+    assert (kept(reserve), reserve.num_changes) == before, "it was not its own end"
+    request._state.finish_reason = FinishReason.STOP
+    reserve.on_finished(request, 0.0)
+    assert kept(reserve) == kept(growth_after([(960, 240)])) == 49
+    reserve.attach(reserve._view)
+    assert kept(reserve) == 0, "a recording begins without what was learned"
+
+
+@settings(max_examples=short_or_long(100, 2000), deadline=None)
+@given(
+    ends=st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 3000)), min_size=1, max_size=6),
+    pool=st.integers(1, 5000),
+    has_cache=st.booleans(),
+    waiting=st.lists(st.integers(1, 12), min_size=2, max_size=2),
+)
+def test_growth_is_bounded_and_the_same_for_the_same_changes(
+    ends: list[tuple[int, int]], pool: int, has_cache: bool, waiting: list[int]
+) -> None:
+    """At most an eighth; more waiting never lower it; where `num_changes` is the same, so are the blocks."""
+    reserve = growth_after(ends, num_usable_blocks=pool, has_prefix_cache=has_cache)
+    found = {}
+    for number in sorted(waiting):
+        reserve._view.num_waiting = number  # type: ignore[misc]
+        found[number] = (reserve.num_changes, kept(reserve, number))
+    (few, less), (many, more) = found[min(waiting)], found[max(waiting)]
+    assert 0 <= less <= more <= pool / 8
+    assert few != many or less == more
+
+
+def test_a_blocked_head_is_looked_at_again_when_fewer_wait() -> None:
+    """The verdict on a head is remembered; nothing but the number of those behind it changes here."""
+    host = Host(num_blocks=24, reserves=("growth:scale=8",), enable_prefix_caching=False, max_num_batched_tokens=99)
+    finish(host, "first", 12)
+    assert host.scheduler._parts.gates.reserves.policies[-1]._enough > 1
+    host.add("a", 60, max_tokens=40)
+    host.step()
+    for index in range(12):
+        host.add(f"b{index}", 23, max_tokens=9)
+    assert names(host.step().admitted) == []
+    for index in range(1, 12):
+        host.abort(f"b{index}")
+    assert names(host.step().admitted) == ["b0"]

@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from pointsman.core import Reason, RequestStatus
+from pointsman.core import ConfigError, Reason, RequestStatus
+from pointsman.core.policy.victim import LeastCost
 from pointsman.core.state.interfaces import View
 from tests.core.helpers import Host, names, reference_output, tokens_of
+from tests.soak import short_or_long
 
 
 def two_that_outgrow_the_pool(**config: Any) -> Host:
@@ -229,3 +233,154 @@ def test_preemption_does_not_change_a_single_token(
     stats = host.stats()
     assert stats.num_free_blocks == 8
     assert stats.num_generated_tokens == 8 * 14
+
+
+# ---------------------------------------------------------------------- least cost
+
+
+def three_in_a_full_pool(first: int, second: int, third: int, **config: Any) -> Host:
+    """ "a", "b" and "c" with prompts of that many tokens hold all blocks of 4; who lacks one asks in the next step."""
+    num_blocks = sum(-(-length // 4) for length in (first, second, third))
+    host = Host(**{"victim": "least-cost", "num_blocks": num_blocks, "enable_prefix_caching": False, **config})
+    for name, length in (("a", first), ("b", second), ("c", third)):
+        host.add(name, length, max_tokens=30 - length)
+    host.step()
+    assert host.stats().num_free_blocks == 0
+    return host
+
+
+CAN_HOLD = {"max_model_len": 32, "max_num_batched_tokens": 64}
+
+
+def test_without_prefix_cache_the_one_with_the_fewest_computed_tokens_gives_way() -> None:
+    host = three_in_a_full_pool(12, 5, 14, **CAN_HOLD)
+    output = host.step()  # a lacks one block
+    assert names(output.preempted) == ["b"]
+    assert tokens_of(output) == {"a": 1, "c": 1}
+
+
+def test_it_must_free_what_all_rows_lack_together() -> None:
+    host = three_in_a_full_pool(12, 3, 12, **CAN_HOLD)
+    output = host.step()  # a and c lack a block each, and b has but one
+    assert names(output.preempted) == ["c"], "of two that cost the same, the one admitted last"
+    assert tokens_of(output) == {"a": 1, "b": 1}
+
+
+def test_if_nobody_frees_enough_alone_those_who_free_most_come_first() -> None:
+    host = Host(
+        victim="least-cost",
+        num_blocks=8,
+        enable_prefix_caching=False,
+        full_sequence_must_fit=False,
+        long_prefill_token_threshold=20,
+        **CAN_HOLD,
+    )
+    host.add("b", 4, max_tokens=8)
+    host.add("c", 8, max_tokens=8)
+    host.add("a", 31, max_tokens=1)
+    assert tokens_of(host.step()) == {"b": 4, "c": 8, "a": 20}
+    output = host.step()  # b and c need a block, a three: none frees five, and a itself has most
+    assert names(output.preempted) == ["a"]
+
+
+def test_with_a_prefix_cache_it_is_the_one_admitted_last() -> None:
+    host = three_in_a_full_pool(12, 5, 14, enable_prefix_caching=True, **CAN_HOLD)
+    assert names(host.step().preempted) == ["c"]
+
+
+def test_with_a_prefix_cache_shared_blocks_do_not_count() -> None:
+    host = Host(victim="least-cost", num_blocks=16, max_model_len=32, max_num_batched_tokens=64)
+    shared = host.prompt(8)
+    host.add("a", 4)
+    host.add("b", [*shared, 1, 2, 3, 4, 5])
+    host.add("c", [*shared, 1])
+    host.step()
+    view = host.scheduler._view
+    assert [view.own_blocks(index) for index in range(3)] == view.num_own_blocks.tolist() == [1, 2, 1]
+    for missing, chosen in ((1, 2), (2, 1), (3, 1)):
+        view.num_missing_blocks = missing
+        assert LeastCost().choose(view, 0) == chosen
+
+
+def test_who_opts_out_of_the_cache_keeps_its_place() -> None:
+    host = Host(victim="least-cost", num_blocks=7, **CAN_HOLD)
+    host.add("a", 12, max_tokens=9)
+    host.add("b", 8, max_tokens=9)
+    host.add("c", 5, max_tokens=9, use_prefix_cache=False)
+    host.step()
+    assert names(host.step().preempted)[0] == "b", "all that c has computed would be lost"
+
+
+def test_who_was_preempted_often_enough_is_exempt() -> None:
+    host = three_in_a_full_pool(12, 5, 14, victim="least-cost:max_preemptions=1", **CAN_HOLD)
+    host.park("b")
+    host.ready("b")
+    assert names(host.step().resumed) == []
+    host.abort("c")
+    host.step()
+    assert host.scheduler._view.num_preemptions.tolist() == [0, 1]
+    for _ in range(20):
+        preempted = names(host.step().preempted)
+        assert "b" not in preempted
+        if preempted:
+            break
+    assert preempted == ["a"], "b has fewer tokens, but a was never preempted"
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "x", "1.5"])
+def test_a_bad_number_of_preemptions_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match="max_preemptions"):
+        Host(victim=f"least-cost:max_preemptions={value}")
+
+
+@settings(max_examples=short_or_long(25, 1000), deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=2, max_size=9),
+    num_blocks=st.integers(10, 16),
+    most=st.integers(1, 3),
+    knobs=st.sampled_from(
+        [
+            {},
+            {"enable_prefix_caching": True},
+            {"full_sequence_must_fit": False, "max_num_batched_tokens": 12},
+            {"shortage": "in-order", "admit_after_preemption": True},
+            {"reserves": ("growth",)},
+        ]
+    ),
+)
+def test_preemptions_are_bounded(
+    lengths: list[tuple[int, int]], num_blocks: int, most: int, knobs: dict[str, Any]
+) -> None:
+    """The exempt are preempted only where all are exempt, and then not the one that was admitted first. Every step
+    runs something, and all requests end."""
+    victim = Watched(most)
+    host = Host(
+        **{"num_blocks": num_blocks, "max_model_len": 40, "enable_prefix_caching": False, **knobs}, victim=victim
+    )
+    requests = [host.add(f"r{i}", prompt, max_tokens=output) for i, (prompt, output) in enumerate(lengths)]
+    outputs = host.run_to_end(5_000)
+    assert all(output.total_num_scheduled_tokens for output in outputs)
+    assert all(request.is_finished for request in requests)
+    total = sum(request.num_preemptions for request in requests)
+    assert total == len(victim.chosen) <= most * len(requests) + victim.num_among_exempt
+
+
+class Watched(LeastCost):
+    """Checks the bound at every choice."""
+
+    def __init__(self, max_preemptions: int) -> None:
+        super().__init__(max_preemptions)
+        self.most = max_preemptions
+        self.chosen: list[int] = []
+        self.num_among_exempt = 0
+
+    def choose(self, view: View, asking: int) -> int:
+        index = super().choose(view, asking)
+        before = view.num_preemptions.tolist()
+        self.chosen.append(index)
+        if min(before) >= self.most:
+            self.num_among_exempt += 1
+            assert index == len(before) - 1 > 0, "the first one stays, and it is never alone"
+        else:
+            assert before[index] < self.most
+        return index
