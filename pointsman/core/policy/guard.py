@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.errors import PolicyError
-from pointsman.core.policy.gate import Gate
-from pointsman.core.policy.limits import Limit
+from pointsman.core.policy.gate import Gate, Limit
 from pointsman.core.policy.policy import Policy, spec_of
 from pointsman.core.state.batch import Batch
 from pointsman.core.state.interfaces import Order, Victim, View

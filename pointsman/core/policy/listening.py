@@ -76,15 +76,19 @@ class _StepTimes(Listener):
         self._ended = now
         num_rows, total = output.num_rows, output.total_num_scheduled_tokens
         if num_rows:
-            context = int(np.add.reduce(output.num_computed_tokens)) + total
-            self._tell(StepLoad(total, num_rows, context, total - num_rows), now - began)
+            computed, tokens = output.num_computed_tokens, output.num_scheduled_tokens
+            attended = context = int(np.add.reduce(computed)) + total
+            if total > num_rows:
+                attended = int(tokens.dot(computed)) + (int(tokens.dot(tokens)) + total) // 2
+            self._tell(StepLoad(total, num_rows, context, total - num_rows, attended), now - began)
 
     def on_steps(self, run: StepRun) -> None:
         num_rows = len(run.rows)
         context = int(np.add.reduce(run.num_computed_tokens))
         times = np.asarray(run.times).tolist()
-        for step, (began, ended) in enumerate(pairwise(times), start=1):
-            self._tell(StepLoad(num_rows, num_rows, context + step * num_rows, 0), ended - began)
+        for began, ended in pairwise(times):
+            context += num_rows
+            self._tell(StepLoad(num_rows, num_rows, context, 0, context), ended - began)
         self._ended = times[-1]
 
     def _tell(self, load: StepLoad, seconds: float) -> None:

@@ -1,0 +1,345 @@
+"""How many prompt tokens may a step compute, so that those who decode beside it see a gap of a target time?
+
+`StepTimes` learns from the times of steps how long one takes; `TargetItl` is the limit that uses it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.policy.gate import Int64Array, Limit
+from pointsman.core.policy.policy import Parameter, StepLoad
+from pointsman.core.state.batch import PREFILLING, Batch
+from pointsman.core.state.interfaces import View
+from pointsman.core.state.numbers import MAX_INT
+from pointsman.core.state.reason import Deferral, Reason
+from pointsman.core.state.request import Request
+from pointsman.core.state.status import RequestStatus
+
+FloatArray = npt.NDArray[np.float64]
+
+FIRST_CHUNK = 256
+"""Prompt tokens of a step before any step with prompt tokens was seen."""
+GROWTH = 2
+"""No step computes more than so many times the most prompt tokens of a step seen: beyond, nothing is known."""
+NUM_GROUPS, GROUP = 64, 16
+"""Groups of consecutive decode steps that are remembered, and the steps of each at most: their mean counts, so that
+noise averages out and a second of decoding does not displace all that is known of other loads."""
+NUM_CLASSES, PER_CLASS = 8, 16
+"""Steps with prompt tokens are remembered by the context of these tokens, in classes that double from 512 on: a long
+prompt every minute is not forgotten for the short ones between."""
+NUM_ERRORS, FEW_ERRORS = 64, 8
+"""Latest errors of the prediction that the margin is taken from, and with how many it begins to be."""
+FIRST_MARGIN = 0.1
+"""Before that."""
+REFIT_AFTER = 4
+"""Steps with prompt tokens, once `FEW_FITTED` are known; until then every one."""
+FEW_FITTED = 16
+RIDGE = 1e-3
+"""Of each coefficient, relative to an observation: what a constant load does not tell apart is divided evenly."""
+OUTLIER, LEAST_OUTLIER = 4.0, 0.02
+"""Of a fit: farther off than so many standard deviations, and than this share, and it is left out."""
+PERCENTILE_99 = 2.326
+"""In standard deviations of the normal distribution."""
+MAD_TO_DEVIATION = 1.4826
+"""Standard deviations of the normal distribution in a median absolute deviation, which an outlier does not move."""
+
+
+class _Mixed(NamedTuple):
+    """A step with prompt tokens."""
+
+    num_requests: int
+    num_context_tokens: int
+    num_tokens: int
+    """Prompt tokens beyond one of each request."""
+    num_attended: int
+    """Positions that these attend to."""
+    seconds: float
+
+
+class StepTimes:
+    """What a step takes, learned from those that were.
+
+    Decode alone: base + per_request * requests + per_context * context tokens. A step with prompt tokens: a share of
+    that, since reading weights and computing overlap, + per_token * prompt tokens + per_attended * positions that they
+    attend to, which is the product of prompt tokens and context. No coefficient is negative.
+    """
+
+    def __init__(self) -> None:
+        self.margin = FIRST_MARGIN
+        """How much longer than predicted a step takes at the 99th percentile, relative; of a normal distribution with
+        the median and the median absolute deviation of recent errors, so that a single slow step does not count."""
+        self.most_tokens = FIRST_CHUNK
+        """Prompt tokens up to which a prediction is trusted."""
+        self._decode = (0.0, 0.0, 0.0)
+        self._mixed = (0.0, 0.0, 0.0)
+        self._groups: deque[tuple[float, float, float]] = deque(maxlen=NUM_GROUPS)  # requests, context, seconds
+        self._classes: list[deque[_Mixed]] = [deque(maxlen=PER_CLASS) for _ in range(NUM_CLASSES)]
+        self._errors: deque[float] = deque(maxlen=NUM_ERRORS)
+        self._num_new = 0
+        self._num_mixed = 0
+        self._open_group(0)
+
+    # ------------------------------------------------------------------ learning
+
+    def observe(self, load: StepLoad, seconds: float) -> None:
+        """A step took so long."""
+        if load.num_prefill_tokens == 0:
+            if load.num_requests != self._group_requests or self._group_size == GROUP:
+                self._close_group()
+                self._open_group(load.num_requests)
+            self._group_size += 1
+            self._group_context += load.num_context_tokens
+            self._group_seconds += seconds
+            if seconds > self._group_slowest:
+                self._group_slowest = seconds
+            return
+        if seconds <= 0:
+            return
+        step = _Mixed(
+            load.num_requests,
+            load.num_context_tokens,
+            load.num_prefill_tokens,
+            load.num_attended_tokens - load.num_context_tokens,
+            seconds,
+        )
+        if self._num_mixed:
+            self._errors.append(seconds / self.seconds(step) - 1)
+        mean_context = step.num_attended // step.num_tokens
+        self._classes[min((mean_context >> 9).bit_length(), NUM_CLASSES - 1)].append(step)
+        self._num_new += 1
+        self._num_mixed += 1
+
+    def _open_group(self, num_requests: int) -> None:
+        self._group_requests = num_requests
+        self._group_size = self._group_context = 0
+        self._group_seconds = self._group_slowest = 0.0
+
+    def _close_group(self) -> None:
+        if self._group_size:
+            self._groups.append(self._group())
+
+    def _group(self) -> tuple[float, float, float]:
+        """Means of the open group; of the seconds without the slowest step, where enough are left."""
+        size, seconds = self._group_size, self._group_seconds
+        mean = (seconds - self._group_slowest) / (size - 1) if size > 3 else seconds / size
+        return self._group_requests, self._group_context / size, mean
+
+    def refit(self) -> None:
+        """Take in what was observed; at most once for each observation, and less often when many are known."""
+        if self._num_new < (REFIT_AFTER if self._num_mixed > FEW_FITTED else 1):
+            return
+        self._num_new = 0
+        groups = [group for group in self._groups if group[2] > 0]
+        if self._group_size and self._group_seconds > 0:
+            groups.append(self._group())
+        if groups:
+            known = np.array(groups)
+            self._decode = _fitted(np.ones(len(known)), known[:, 0], known[:, 1], seconds=known[:, 2])
+        steps = np.array([step for each in self._classes for step in each], dtype=np.float64)
+        base, per_request, per_context = self._decode
+        alone = base + per_request * steps[:, 0] + per_context * steps[:, 1]
+        self._mixed = _fitted(alone, steps[:, 2], steps[:, 3], seconds=steps[:, 4])
+        self.most_tokens = GROWTH * int(steps[:, 2].max())
+        if len(self._errors) >= FEW_ERRORS:
+            middle, deviation = _middle_and_deviation(list(self._errors))
+            self.margin = middle + PERCENTILE_99 * deviation
+
+    # ------------------------------------------------------------------ what it says
+
+    def decode_seconds(self, num_requests: int, num_context_tokens: int) -> float:
+        """Of a step in which all these requests decode; 0: not known."""
+        base, per_request, per_context = self._decode
+        return base + per_request * num_requests + per_context * num_context_tokens
+
+    def beside_seconds(self, num_requests: int, num_context_tokens: int) -> float:
+        """What they add to a step with prompt tokens."""
+        return self._mixed[0] * self.decode_seconds(num_requests, num_context_tokens)
+
+    def prefill_seconds(self, num_tokens: int, start: int) -> float:
+        """What prompt tokens from position `start` on add to a step."""
+        _, per_token, per_attended = self._mixed
+        return num_tokens * (per_token + per_attended * (start + 0.5 * num_tokens))
+
+    def fitting_tokens(self, seconds: float, start: int) -> int:
+        """How many prompt tokens from position `start` on take at most so long."""
+        if seconds <= 0:
+            return 0
+        _, per_token, per_attended = self._mixed
+        first = per_token + per_attended * start
+        divisor = first + math.sqrt(first * first + 2 * per_attended * seconds)
+        if divisor * self.most_tokens <= 2 * seconds:
+            return self.most_tokens
+        return int(2 * seconds / divisor)
+
+    def seconds(self, step: _Mixed) -> float:
+        """Of a step with prompt tokens."""
+        share, per_token, per_attended = self._mixed
+        alone = self.decode_seconds(step.num_requests, step.num_context_tokens)
+        return share * alone + per_token * step.num_tokens + per_attended * step.num_attended or step.seconds
+
+
+def _fitted(*columns: FloatArray, seconds: FloatArray) -> tuple[float, float, float]:
+    """Non-negative coefficients of the columns, for the least squares of relative errors without outliers."""
+    relative = np.stack(columns, axis=1) / seconds[:, None]
+    scale = relative.max(axis=0)
+    scale[scale == 0] = 1.0
+    relative /= scale
+    found = _non_negative(relative)
+    errors = relative @ found - 1
+    middle, deviation = _middle_and_deviation(errors.tolist())
+    near = np.abs(errors - middle) <= max(OUTLIER * deviation, LEAST_OUTLIER)
+    if np.count_nonzero(near) < len(near):
+        found = _non_negative(relative[near])
+    first, second, third = (found / scale).tolist()
+    return first, second, third
+
+
+def _non_negative(columns: FloatArray) -> FloatArray:
+    """Coefficients of at least 0 with which the columns come closest to 1: the most negative one is left out until none
+    is."""
+    normal = columns.T @ columns
+    normal.flat[:: len(normal) + 1] += RIDGE * len(columns)
+    wanted = columns.sum(axis=0)
+    used = list(range(len(wanted)))
+    found = np.zeros(len(wanted))
+    while used:
+        part = np.linalg.solve(normal[np.ix_(used, used)], wanted[used])
+        least = int(part.argmin())
+        if part[least] >= 0:
+            found[used] = part
+            break
+        del used[least]
+    return found
+
+
+def _middle_and_deviation(values: list[float]) -> tuple[float, float]:
+    """Median and standard deviation, the latter from the median absolute deviation."""
+    middle = sorted(values)[len(values) // 2]
+    return middle, MAD_TO_DEVIATION * sorted(abs(value - middle) for value in values)[len(values) // 2]
+
+
+class TargetItl(Limit):
+    """A step takes at most `seconds`: prompt tokens fill what decoding leaves of it, learned from step times."""
+
+    name = "target-itl"
+    is_shared = True
+    parameters: ClassVar[tuple[Parameter, ...]] = (
+        Parameter("seconds", 0.05, 1e-4, 60.0, tried=(0.025, 0.05, 0.1), doc="target of a step, so of gaps (ITL)"),
+        Parameter("least", 64, 1, MAX_INT, doc="prompt tokens that a step computes even if it takes longer"),
+        Parameter("patience", 10.0, 0.0, MAX_INT, doc="seconds after which the head of the queue starts all the same"),
+    )
+
+    def __init__(self, seconds: float = 0.05, least: int = 64, patience: float = 10.0) -> None:
+        self._target, self._least, self._patience = seconds, least, patience
+        self._forget()
+
+    def _forget(self) -> None:
+        self.times = StepTimes()
+        self._num_departures = 0
+        self._key: tuple[int, int] | None = None
+        self._tokens = self._most_prefill = 0
+        self._left = self._left_at_first = 0.0
+        self._is_full = False
+        self._num_requests = self._num_future_tokens = 0
+
+    def attach(self, view: View) -> None:
+        self._view = view
+        self._forget()
+
+    def on_step_time(self, load: StepLoad, seconds: float) -> None:
+        self.times.observe(load, seconds)
+
+    def release(self, request: Request) -> None:
+        self._num_departures += 1
+
+    # ------------------------------------------------------------------ the step
+
+    def step_budget(self, most: int, view: View) -> int:
+        num_prefilling = view.num_prefilling
+        if num_prefilling:
+            self._key = None
+        else:
+            if not view.num_waiting:
+                return most
+            key = (self._num_departures, len(view.rows))
+            if key == self._key:
+                self._left = self._left_at_first
+                return self._tokens
+            self._key = key
+        self._decide(num_prefilling, most, view)
+        return self._tokens
+
+    def _decide(self, num_prefilling: int, most: int, view: View) -> None:
+        times = self.times
+        times.refit()
+        known, computed = view.num_tokens, view.num_computed_tokens
+        num_requests = len(known)
+        num_known = int(np.add.reduce(known))
+        limit = self._target / (1 + max(times.margin, -0.1))
+        num_context = int(np.add.reduce(computed)) + num_requests
+        left = limit - times.beside_seconds(num_requests, num_context)
+        self._left = self._left_at_first = left
+        tokens = 0
+        if num_prefilling:
+            lacks = known - computed - 1
+            for index in (lacks > 0).nonzero()[0].tolist():
+                lack, start = int(lacks[index]), int(computed[index])
+                fitting = times.fitting_tokens(left, start)
+                if fitting < lack:
+                    tokens += fitting
+                    left = 0.0
+                    break
+                tokens += lack
+                left -= times.prefill_seconds(lack, start)
+        tokens += times.fitting_tokens(left, 0)
+        self._is_full = tokens < self._least
+        self._most_prefill = max(min(tokens, times.most_tokens), self._least)
+        self._tokens = min(num_requests + self._most_prefill, most)
+        self._limit = limit
+        self._num_requests, self._num_future_tokens = num_requests, num_known
+        self.revision += 1
+
+    def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
+        if batch.num_prefilling == 0:
+            return
+        prefills = ((batch.flags[rows] & PREFILLING) != 0).nonzero()[0]
+        more = np.maximum(want[prefills] - 1, 0)
+        before = np.add.accumulate(more) - more
+        want[prefills] -= more - np.clip(self._most_prefill - before, 0, more)
+
+    def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
+        fitting = self.times.fitting_tokens(self._left, start)
+        if not view.num_running:
+            return min(want, max(fitting, self._least))
+        if self._is_full or self._would_be_full(request):
+            state = request._state
+            waits = state.deferral is not None and state.deferral.reason is Reason.STEP_TIME
+            if not waits or view.now - state.deferred_since < self._patience:
+                return Deferral(Reason.STEP_TIME, 0)
+            fitting = max(fitting, self._least)
+        if fitting < 1:
+            return Deferral(Reason.BUDGET, 1)
+        return min(want, fitting)
+
+    def _would_be_full(self, request: Request) -> bool:
+        """Whether decoding alone, with it, would take longer than the target."""
+        num_tokens = self._num_future_tokens + request._state.num_tokens
+        return self.times.decode_seconds(self._num_requests + 1, num_tokens) > self._limit
+
+    def commit(self, request: Request, start: int, num_tokens: int) -> None:
+        self._left -= self.times.prefill_seconds(num_tokens, start)
+        if request.status is not RequestStatus.RUNNING:
+            self._num_requests += 1
+            self._num_future_tokens += request._state.num_tokens
+
+    def horizon(self, num_steps: int) -> int:
+        """With nothing waiting the budget does not matter; else it is kept until a request comes or goes."""
+        view = self._view
+        kept = not view.num_waiting or self._key == (self._num_departures, len(view.rows))
+        return num_steps if kept else 0
