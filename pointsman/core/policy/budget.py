@@ -19,6 +19,8 @@ from pointsman.core.state.status import RequestStatus
 class SetsBudget(Protocol):
     """A policy that lowers the budget of a step."""
 
+    name: str
+
     def step_budget(self, most: int, view: View) -> int:
         """Tokens that the next step may compute; `most` is the configured budget."""
 

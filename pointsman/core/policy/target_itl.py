@@ -26,13 +26,16 @@ FloatArray = npt.NDArray[np.float64]
 FIRST_CHUNK = 256
 """Prompt tokens of a step before any step with prompt tokens was seen."""
 GROWTH = 2
-"""No step computes more than so many times the most prompt tokens of a step seen: beyond, nothing is known."""
+"""Nothing is predicted beyond so many times the most that was seen: of prompt tokens in a step, of requests, of context
+tokens."""
 NUM_GROUPS, GROUP = 64, 16
 """Groups of consecutive decode steps that are remembered, and the steps of each at most: their mean counts, so that
 noise averages out and a second of decoding does not displace all that is known of other loads."""
 NUM_CLASSES, PER_CLASS = 8, 16
 """Steps with prompt tokens are remembered by the context of these tokens, in classes that double from 512 on: a long
 prompt every minute is not forgotten for the short ones between."""
+NEAR = 0.75
+"""Times the target: shorter steps say nothing about the errors of those that fill it."""
 NUM_ERRORS, FEW_ERRORS = 64, 8
 """Latest errors of the prediction that the margin is taken from, and with how many it begins to be."""
 FIRST_MARGIN = 0.1
@@ -70,13 +73,15 @@ class StepTimes:
     attend to, which is the product of prompt tokens and context. No coefficient is negative.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, target: float) -> None:
+        self._target = target
         self.margin = FIRST_MARGIN
         """How much longer than predicted a step takes at the 99th percentile, relative; of a normal distribution with
         the median and the median absolute deviation of recent errors, so that a single slow step does not count."""
         self.most_tokens = FIRST_CHUNK
         """Prompt tokens up to which a prediction is trusted."""
         self._decode = (0.0, 0.0, 0.0)
+        self._most_requests = self._most_context = 0.0
         self._mixed = (0.0, 0.0, 0.0)
         self._groups: deque[tuple[float, float, float]] = deque(maxlen=NUM_GROUPS)  # requests, context, seconds
         self._classes: list[deque[_Mixed]] = [deque(maxlen=PER_CLASS) for _ in range(NUM_CLASSES)]
@@ -108,8 +113,9 @@ class StepTimes:
             load.num_attended_tokens - load.num_context_tokens,
             seconds,
         )
-        if self._num_mixed:
-            self._errors.append(seconds / self.seconds(step) - 1)
+        predicted = self.seconds(step)
+        if predicted > NEAR * self._target:
+            self._errors.append(seconds / predicted - 1)
         mean_context = step.num_attended // step.num_tokens
         self._classes[min((mean_context >> 9).bit_length(), NUM_CLASSES - 1)].append(step)
         self._num_new += 1
@@ -140,10 +146,12 @@ class StepTimes:
             groups.append(self._group())
         if groups:
             known = np.array(groups)
+            self._most_requests, self._most_context, _ = (GROWTH * known.max(axis=0)).tolist()
             self._decode = _fitted(np.ones(len(known)), known[:, 0], known[:, 1], seconds=known[:, 2])
         steps = np.array([step for each in self._classes for step in each], dtype=np.float64)
         base, per_request, per_context = self._decode
-        alone = base + per_request * steps[:, 0] + per_context * steps[:, 1]
+        requests, context = np.minimum(steps[:, 0], self._most_requests), np.minimum(steps[:, 1], self._most_context)
+        alone = base + per_request * requests + per_context * context
         self._mixed = _fitted(alone, steps[:, 2], steps[:, 3], seconds=steps[:, 4])
         self.most_tokens = GROWTH * int(steps[:, 2].max())
         if len(self._errors) >= FEW_ERRORS:
@@ -155,7 +163,8 @@ class StepTimes:
     def decode_seconds(self, num_requests: int, num_context_tokens: int) -> float:
         """Of a step in which all these requests decode; 0: not known."""
         base, per_request, per_context = self._decode
-        return base + per_request * num_requests + per_context * num_context_tokens
+        requests, context = min(num_requests, self._most_requests), min(num_context_tokens, self._most_context)
+        return base + per_request * requests + per_context * context
 
     def beside_seconds(self, num_requests: int, num_context_tokens: int) -> float:
         """What they add to a step with prompt tokens."""
@@ -178,10 +187,10 @@ class StepTimes:
         return int(2 * seconds / divisor)
 
     def seconds(self, step: _Mixed) -> float:
-        """Of a step with prompt tokens."""
+        """Of a step with prompt tokens; 0: not known."""
         share, per_token, per_attended = self._mixed
         alone = self.decode_seconds(step.num_requests, step.num_context_tokens)
-        return share * alone + per_token * step.num_tokens + per_attended * step.num_attended or step.seconds
+        return share * alone + per_token * step.num_tokens + per_attended * step.num_attended
 
 
 def _fitted(*columns: FloatArray, seconds: FloatArray) -> tuple[float, float, float]:
@@ -240,12 +249,13 @@ class TargetItl(Limit):
         self._forget()
 
     def _forget(self) -> None:
-        self.times = StepTimes()
+        self.times = StepTimes(self._target)
         self._num_departures = 0
         self._key: tuple[int, int] | None = None
         self._tokens = self._most_prefill = 0
         self._left = self._left_at_first = 0.0
-        self._is_full = False
+        self._limit = self._target
+        self._is_full = self._is_decided = False
         self._num_requests = self._num_future_tokens = 0
 
     def attach(self, view: View) -> None:
@@ -261,21 +271,20 @@ class TargetItl(Limit):
     # ------------------------------------------------------------------ the step
 
     def step_budget(self, most: int, view: View) -> int:
-        num_prefilling = view.num_prefilling
-        if num_prefilling:
+        if view.num_prefilling:
             self._key = None
         else:
             if not view.num_waiting:
+                self._is_decided = False
                 return most
             key = (self._num_departures, len(view.rows))
             if key == self._key:
-                self._left = self._left_at_first
+                self._left, self._is_decided = self._left_at_first, True
                 return self._tokens
             self._key = key
-        self._decide(num_prefilling, most, view)
-        return self._tokens
+        return self._decide(most, view)
 
-    def _decide(self, num_prefilling: int, most: int, view: View) -> None:
+    def _decide(self, most: int, view: View) -> int:
         times = self.times
         times.refit()
         known, computed = view.num_tokens, view.num_computed_tokens
@@ -286,7 +295,7 @@ class TargetItl(Limit):
         left = limit - times.beside_seconds(num_requests, num_context)
         self._left = self._left_at_first = left
         tokens = 0
-        if num_prefilling:
+        if view.num_prefilling:
             lacks = known - computed - 1
             for index in (lacks > 0).nonzero()[0].tolist():
                 lack, start = int(lacks[index]), int(computed[index])
@@ -303,7 +312,9 @@ class TargetItl(Limit):
         self._tokens = min(num_requests + self._most_prefill, most)
         self._limit = limit
         self._num_requests, self._num_future_tokens = num_requests, num_known
+        self._is_decided = True
         self.revision += 1
+        return self._tokens
 
     def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
         if batch.num_prefilling == 0:
@@ -314,6 +325,8 @@ class TargetItl(Limit):
         want[prefills] -= more - np.clip(self._most_prefill - before, 0, more)
 
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
+        if not self._is_decided:  # nothing waited when the step began: the request was preempted in it
+            self._decide(view.budget, view)
         fitting = self.times.fitting_tokens(self._left, start)
         if not view.num_running:
             return min(want, max(fitting, self._least))
