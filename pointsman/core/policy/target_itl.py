@@ -88,47 +88,46 @@ class StepTimes:
         self._errors: deque[float] = deque(maxlen=NUM_ERRORS)
         self._num_new = 0
         self._num_mixed = 0
-        self._open_group(0)
+        self._group_requests = self._group_size = self._group_context = 0
+        self._group_seconds = self._group_slowest = 0.0
 
     # ------------------------------------------------------------------ learning
 
     def observe(self, load: StepLoad, seconds: float) -> None:
         """A step took so long."""
-        if load.num_prefill_tokens == 0:
-            if load.num_requests != self._group_requests or self._group_size == GROUP:
-                self._close_group()
-                self._open_group(load.num_requests)
-            self._group_size += 1
-            self._group_context += load.num_context_tokens
-            self._group_seconds += seconds
-            if seconds > self._group_slowest:
-                self._group_slowest = seconds
-            return
         if seconds <= 0:
             return
-        step = _Mixed(
-            load.num_requests,
-            load.num_context_tokens,
-            load.num_prefill_tokens,
-            load.num_attended_tokens - load.num_context_tokens,
-            seconds,
-        )
+        num_requests = load.num_requests
+        if load.num_prefill_tokens:
+            self._observe_mixed(load, seconds)
+            return
+        size = self._group_size
+        if num_requests != self._group_requests or size == GROUP:
+            self._close_group()
+            self._group_requests = num_requests
+            size = 0
+        self._group_size = size + 1
+        self._group_context += load.num_context_tokens
+        self._group_seconds += seconds
+        if seconds > self._group_slowest:
+            self._group_slowest = seconds
+
+    def _observe_mixed(self, load: StepLoad, seconds: float) -> None:
+        attended = load.num_attended_tokens - load.num_context_tokens
+        step = _Mixed(load.num_requests, load.num_context_tokens, load.num_prefill_tokens, attended, seconds)
         predicted = self.seconds(step)
         if predicted > NEAR * self._target:
             self._errors.append(seconds / predicted - 1)
-        mean_context = step.num_attended // step.num_tokens
+        mean_context = attended // step.num_tokens
         self._classes[min((mean_context >> 9).bit_length(), NUM_CLASSES - 1)].append(step)
         self._num_new += 1
         self._num_mixed += 1
 
-    def _open_group(self, num_requests: int) -> None:
-        self._group_requests = num_requests
-        self._group_size = self._group_context = 0
-        self._group_seconds = self._group_slowest = 0.0
-
     def _close_group(self) -> None:
         if self._group_size:
             self._groups.append(self._group())
+        self._group_size = self._group_context = 0
+        self._group_seconds = self._group_slowest = 0.0
 
     def _group(self) -> tuple[float, float, float]:
         """Means of the open group; of the seconds without the slowest step, where enough are left."""
@@ -137,12 +136,12 @@ class StepTimes:
         return self._group_requests, self._group_context / size, mean
 
     def refit(self) -> None:
-        """Take in what was observed; at most once for each observation, and less often when many are known."""
+        """Take in what was observed. The coefficients follow less often when many steps are known."""
         if self._num_new < (REFIT_AFTER if self._num_mixed > FEW_FITTED else 1):
             return
         self._num_new = 0
-        groups = [group for group in self._groups if group[2] > 0]
-        if self._group_size and self._group_seconds > 0:
+        groups = list(self._groups)
+        if self._group_size:
             groups.append(self._group())
         if groups:
             known = np.array(groups)
