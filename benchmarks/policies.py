@@ -92,6 +92,8 @@ class Comparison:
 FCFS: Settings = {"order": "fcfs"}
 WATERMARKS = [{"watermark": share} for share in (0.0, 0.01, 0.02, 0.05)]
 BUDGETS = [{"max_num_batched_tokens": budget} for budget in (256, 512, 1024, 2048, 4096, 8192)]
+TARGET_ITL: Settings = {"token_limits": ("target-itl:seconds=0.05",)}
+MOST_ITL = 1.02 * 0.05
 COMPARISONS: tuple[Comparison, ...] = (
     Comparison(
         question="how much stays free",
@@ -101,13 +103,30 @@ COMPARISONS: tuple[Comparison, ...] = (
         figure="ttft_mean",
         target=Target(limit=0.5),
     ),
-    Comparison(
-        question="chunk size",
-        scenario="chats-and-documents",
-        load="at",
-        policy={"max_num_batched_tokens": 512},
-        figure="itl_p99",
-        target=Target(limit=0.5),
+    *(
+        comparison
+        for scenario in ("mooncake", "chats-and-documents")
+        for load in LOADS
+        for comparison in (
+            Comparison(
+                question="chunk size",
+                scenario=scenario,
+                load=load,
+                policy=TARGET_ITL,
+                figure="itl_p99",
+                target=Target(limit=MOST_ITL, relative=False),
+            ),
+            Comparison(
+                question="chunk size",
+                scenario=scenario,
+                load=load,
+                policy=TARGET_ITL,
+                against=BUDGETS,
+                figure="ttft_mean",
+                target=Target(limit=1.0),
+                given=("itl_p99", MOST_ITL),
+            ),
+        )
     ),
 )
 GRIDS: tuple[tuple[str, str, Sequence[Settings]], ...] = (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -35,7 +36,14 @@ NUM_CLASSES, PER_CLASS = 8, 16
 """Steps with prompt tokens are remembered by the context of these tokens, in classes that double from 512 on: a long
 prompt every minute is not forgotten for the short ones between."""
 NEAR = 0.75
-"""Times the target: shorter steps say nothing about the errors of those that fill it."""
+"""Times the limit: shorter steps say nothing about the errors of those that fill it."""
+LEAST_MARGIN = -0.1
+"""Where steps are shorter than predicted."""
+RECENT, RECENT_GROUPS, MEMORY = 32, 8, 0.05
+"""The newest observations, and the weight of those before: what was seen before the device became slower counts only
+where nothing newer is known."""
+SHIFT, SHIFT_STEPS = 0.2, 8
+"""So many steps in a row that are off by more than this share, all to one side: the device has another speed."""
 NUM_ERRORS, FEW_ERRORS = 64, 8
 """Latest errors of the prediction that the margin is taken from, and with how many it begins to be."""
 FIRST_MARGIN = 0.1
@@ -56,6 +64,7 @@ MAD_TO_DEVIATION = 1.4826
 class _Mixed(NamedTuple):
     """A step with prompt tokens."""
 
+    number: int
     num_requests: int
     num_context_tokens: int
     num_tokens: int
@@ -114,18 +123,39 @@ class StepTimes:
 
     def _observe_mixed(self, load: StepLoad, seconds: float) -> None:
         attended = load.num_attended_tokens - load.num_context_tokens
-        step = _Mixed(load.num_requests, load.num_context_tokens, load.num_prefill_tokens, attended, seconds)
+        step = _Mixed(
+            self._num_mixed, load.num_requests, load.num_context_tokens, load.num_prefill_tokens, attended, seconds
+        )
         predicted = self.seconds(step)
-        if predicted > NEAR * self._target:
+        if predicted > NEAR * self.limit:
             self._errors.append(seconds / predicted - 1)
+            if len(self._errors) >= SHIFT_STEPS and abs(self._errors[-1]) > SHIFT:
+                self._follow_shift()
         mean_context = attended // step.num_tokens
         self._classes[min((mean_context >> 9).bit_length(), NUM_CLASSES - 1)].append(step)
         self._num_new += 1
         self._num_mixed += 1
 
+    def _follow_shift(self) -> None:
+        """All that is remembered from before the device changed its speed is scaled to the new one."""
+        newest = [self._errors[-number] for number in range(1, SHIFT_STEPS + 1)]
+        if not (min(newest) > SHIFT or max(newest) < -SHIFT):
+            return
+        factor = 1 + _middle_and_deviation(newest)[0]
+        first_new = self._num_mixed - SHIFT_STEPS
+        for steps in self._classes:
+            for index, step in enumerate(steps):
+                if step.number < first_new:
+                    steps[index] = step._replace(seconds=factor * step.seconds)
+        for index, (requests, context, seconds) in enumerate(self._groups):
+            self._groups[index] = requests, context, factor * seconds
+        self._errors.clear()
+        self._num_new = REFIT_AFTER
+
     def _close_group(self) -> None:
         if self._group_size:
             self._groups.append(self._group())
+            self._num_new = REFIT_AFTER
         self._group_size = self._group_context = 0
         self._group_seconds = self._group_slowest = 0.0
 
@@ -137,27 +167,40 @@ class StepTimes:
 
     def refit(self) -> None:
         """Take in what was observed. The coefficients follow less often when many steps are known."""
-        if self._num_new < (REFIT_AFTER if self._num_mixed > FEW_FITTED else 1):
+        is_first_decode = self._group_size and not self._most_requests
+        if self._num_new < (REFIT_AFTER if self._num_mixed > FEW_FITTED else 1) and not is_first_decode:
             return
         self._num_new = 0
-        groups = list(self._groups)
-        if self._group_size:
-            groups.append(self._group())
-        if groups:
-            known = np.array(groups)
-            self._most_requests, self._most_context, _ = (GROWTH * known.max(axis=0)).tolist()
-            self._decode = _fitted(np.ones(len(known)), known[:, 0], known[:, 1], seconds=known[:, 2])
-        steps = np.array([step for each in self._classes for step in each], dtype=np.float64)
-        base, per_request, per_context = self._decode
-        requests, context = np.minimum(steps[:, 0], self._most_requests), np.minimum(steps[:, 1], self._most_context)
-        alone = base + per_request * requests + per_context * context
-        self._mixed = _fitted(alone, steps[:, 2], steps[:, 3], seconds=steps[:, 4])
-        self.most_tokens = GROWTH * int(steps[:, 2].max())
+        self._fit_decode()
+        self._fit_mixed()
         if len(self._errors) >= FEW_ERRORS:
             middle, deviation = _middle_and_deviation(list(self._errors))
             self.margin = middle + PERCENTILE_99 * deviation
 
+    def _fit_decode(self) -> None:
+        groups = [*self._groups, self._group()] if self._group_size else self._groups
+        if groups:
+            known = np.array(groups)
+            self._most_requests, self._most_context, _ = (GROWTH * known.max(axis=0)).tolist()
+            columns = np.ones(len(known)), known[:, 0], known[:, 1]
+            self._decode = _fitted(columns, known[:, 2], RECENT_GROUPS)
+
+    def _fit_mixed(self) -> None:
+        if self._num_mixed:
+            steps = np.array(sorted(step for each in self._classes for step in each), dtype=np.float64)
+            _, requests, context, tokens, attended, seconds = steps.T
+            base, per_request, per_context = self._decode
+            requests, context = np.minimum(requests, self._most_requests), np.minimum(context, self._most_context)
+            alone = base + per_request * requests + per_context * context
+            self._mixed = _fitted((alone, tokens, attended), seconds, RECENT)
+            self.most_tokens = GROWTH * int(tokens.max())
+
     # ------------------------------------------------------------------ what it says
+
+    @property
+    def limit(self) -> float:
+        """What may be predicted, so that the 99th percentile is the target."""
+        return self._target / (1 + max(self.margin, LEAST_MARGIN))
 
     def decode_seconds(self, num_requests: int, num_context_tokens: int) -> float:
         """Of a step in which all these requests decode; 0: not known."""
@@ -192,28 +235,33 @@ class StepTimes:
         return share * alone + per_token * step.num_tokens + per_attended * step.num_attended
 
 
-def _fitted(*columns: FloatArray, seconds: FloatArray) -> tuple[float, float, float]:
-    """Non-negative coefficients of the columns, for the least squares of relative errors without outliers."""
+def _fitted(columns: Sequence[FloatArray], seconds: FloatArray, num_recent: int) -> tuple[float, float, float]:
+    """Non-negative coefficients of the columns, for the least squares of relative errors without outliers. The last
+    `num_recent` observations are the newest."""
     relative = np.stack(columns, axis=1) / seconds[:, None]
     scale = relative.max(axis=0)
     scale[scale == 0] = 1.0
     relative /= scale
-    found = _non_negative(relative)
+    weights = np.full(len(seconds), MEMORY)
+    weights[-num_recent:] = 1.0
+    found = _non_negative(relative, weights)
     errors = relative @ found - 1
-    middle, deviation = _middle_and_deviation(errors.tolist())
-    near = np.abs(errors - middle) <= max(OUTLIER * deviation, LEAST_OUTLIER)
-    if np.count_nonzero(near) < len(near):
-        found = _non_negative(relative[near])
+    middle, deviation = _middle_and_deviation(errors[-num_recent:].tolist())
+    far = np.abs(errors - middle) > max(OUTLIER * deviation, LEAST_OUTLIER)
+    if far.any():
+        weights[far] = 0.0
+        found = _non_negative(relative, weights)
     first, second, third = (found / scale).tolist()
     return first, second, third
 
 
-def _non_negative(columns: FloatArray) -> FloatArray:
+def _non_negative(columns: FloatArray, weights: FloatArray) -> FloatArray:
     """Coefficients of at least 0 with which the columns come closest to 1: the most negative one is left out until none
     is."""
-    normal = columns.T @ columns
-    normal.flat[:: len(normal) + 1] += RIDGE * len(columns)
-    wanted = columns.sum(axis=0)
+    weighted = columns * weights[:, None]
+    normal = weighted.T @ columns
+    normal.flat[:: len(normal) + 1] += RIDGE * weights.sum()
+    wanted = weighted.sum(axis=0)
     used = list(range(len(wanted)))
     found = np.zeros(len(wanted))
     while used:
@@ -289,7 +337,7 @@ class TargetItl(Limit):
         known, computed = view.num_tokens, view.num_computed_tokens
         num_requests = len(known)
         num_known = int(np.add.reduce(known))
-        limit = self._target / (1 + max(times.margin, -0.1))
+        limit = times.limit
         num_context = int(np.add.reduce(computed)) + num_requests
         left = limit - times.beside_seconds(num_requests, num_context)
         self._left = self._left_at_first = left
