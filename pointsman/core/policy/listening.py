@@ -7,7 +7,7 @@ The two are made here of steps and updates, and only for policies that override 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -65,7 +65,7 @@ class _StepTimes(Listener):
         self._methods = methods
         self._began: dict[int, float] = {}  # of the steps in flight
         self._ended = -math.inf
-        self._decoding: tuple[Request, ...] | None = None
+        self._decoding: Sequence[Request] | None = None
         """The requests of the newest updated step, if each decoded one token."""
         self._context = 0
 

@@ -55,6 +55,8 @@ RIDGE = 1e-3
 """Of each coefficient, relative to an observation: what a constant load does not tell apart is divided evenly."""
 OUTLIER, LEAST_OUTLIER = 4.0, 0.02
 """Of a fit: farther off than so many standard deviations, and than this share, and it is left out."""
+KEPT = 16
+"""Steps after which a decision that keeps the head waiting for step time is taken again."""
 PERCENTILE_99 = 2.326
 """In standard deviations of the normal distribution."""
 MAD_TO_DEVIATION = 1.4826
@@ -281,7 +283,25 @@ def _middle_and_deviation(values: list[float]) -> tuple[float, float]:
 
 
 class TargetItl(Limit):
-    """A step takes at most `seconds`: prompt tokens fill what decoding leaves of it, learned from step times."""
+    """A step takes at most `seconds`: prompt tokens fill what decoding leaves of it, learned from step times.
+
+    The rule: a step with requests that decode is predicted (`StepTimes`), and computes as many prompt tokens as fit the
+    target at the 99th percentile, but at most `max_num_batched_tokens`. Fewer fit beside many requests, beside long
+    contexts, and late in a long prompt. Sarathi-Serve (Agrawal et al., 2024) finds one budget for a target by a profile
+    beforehand; here it is learned, and follows the load. Without observations it begins with 256 tokens and at most
+    doubles.
+
+    Where decoding alone, with the next request in it, would take longer than the target, that request waits for
+    `Reason.STEP_TIME`.
+
+    Of use where answers are read as they come, beside prompts of very different lengths. Not for offline work, where
+    gaps do not matter and larger steps are a little faster.
+
+    Bounds: every running request advances at least one token. A prefill that is the oldest under way advances at least
+    `least` tokens a step, so one of n tokens takes at most n / least steps. The head of the queue waits for step time
+    at most `patience` seconds in a row, then it starts with `least` tokens even if the target is missed: a target that
+    no step meets costs throughput, and starves nobody.
+    """
 
     name = "target-itl"
     is_shared = True
@@ -302,7 +322,8 @@ class TargetItl(Limit):
         self._tokens = self._most_prefill = 0
         self._left = self._left_at_first = 0.0
         self._limit = self._target
-        self._is_full = self._is_decided = False
+        self._is_full = self._is_decided = self._has_deferred = False
+        self._num_kept = 0
         self._num_requests = self._num_future_tokens = 0
 
     def attach(self, view: View) -> None:
@@ -318,6 +339,8 @@ class TargetItl(Limit):
     # ------------------------------------------------------------------ the step
 
     def step_budget(self, most: int, view: View) -> int:
+        """Tokens of the step. Kept while the queue is blocked and nobody comes or goes, so that its head need not be
+        looked at again, and steps may be done at once."""
         if view.num_prefilling:
             self._key = None
         else:
@@ -325,7 +348,8 @@ class TargetItl(Limit):
                 self._is_decided = False
                 return most
             key = (self._num_departures, len(view.rows))
-            if key == self._key:
+            self._num_kept += self._has_deferred
+            if key == self._key and self._num_kept < KEPT:
                 self._left, self._is_decided = self._left_at_first, True
                 return self._tokens
             self._key = key
@@ -341,7 +365,7 @@ class TargetItl(Limit):
         num_context = int(np.add.reduce(computed)) + num_requests
         left = limit - times.beside_seconds(num_requests, num_context)
         self._left = self._left_at_first = left
-        tokens = 0
+        tokens = 0  # of prompts, beyond one of each running request
         if view.num_prefilling:
             lacks = known - computed - 1
             for index in (lacks > 0).nonzero()[0].tolist():
@@ -359,13 +383,14 @@ class TargetItl(Limit):
         self._tokens = min(num_requests + self._most_prefill, most)
         self._limit = limit
         self._num_requests, self._num_future_tokens = num_requests, num_known
-        self._is_decided = True
+        self._is_decided, self._has_deferred, self._num_kept = True, False, 0
         self.revision += 1
         return self._tokens
 
     def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
         if batch.num_prefilling == 0:
             return
+        # The budget is shared out in admission order: a prompt must leave those behind it their token.
         prefills = ((batch.flags[rows] & PREFILLING) != 0).nonzero()[0]
         more = np.maximum(want[prefills] - 1, 0)
         before = np.add.accumulate(more) - more
@@ -381,6 +406,7 @@ class TargetItl(Limit):
             state = request._state
             waits = state.deferral is not None and state.deferral.reason is Reason.STEP_TIME
             if not waits or view.now - state.deferred_since < self._patience:
+                self._has_deferred = True
                 return Deferral(Reason.STEP_TIME, 0)
             fitting = max(fitting, self._least)
         if fitting < 1:
@@ -399,7 +425,10 @@ class TargetItl(Limit):
             self._num_future_tokens += request._state.num_tokens
 
     def horizon(self, num_steps: int) -> int:
-        """With nothing waiting the budget does not matter; else it is kept until a request comes or goes."""
+        """With nothing waiting the budget does not matter; else it is kept until a request comes or goes, unless the
+        head waits for step time."""
         view = self._view
-        kept = not view.num_waiting or self._key == (self._num_departures, len(view.rows))
-        return num_steps if kept else 0
+        if not view.num_waiting:
+            return num_steps
+        is_kept = self._key == (self._num_departures, len(view.rows)) and not self._has_deferred
+        return num_steps if is_kept else 0
