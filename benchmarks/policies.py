@@ -119,6 +119,8 @@ SHORT_POOLS: tuple[tuple[str, Load], ...] = (
     ("long-outputs", "above"),
 )
 BUDGETS = [{"max_num_batched_tokens": budget} for budget in (256, 512, 1024, 2048, 4096, 8192)]
+TARGET_ITL: Settings = {"token_limits": ("target-itl:seconds=0.05",)}
+MOST_ITL = 1.02 * 0.05
 COMPARISONS: tuple[Comparison, ...] = (
     *(
         Comparison(
@@ -144,13 +146,30 @@ COMPARISONS: tuple[Comparison, ...] = (
         )
         for scenario, load in SHORT_POOLS
     ),
-    Comparison(
-        question="chunk size",
-        scenario="chats-and-documents",
-        load="at",
-        policy={"max_num_batched_tokens": 512},
-        figure="itl_p99",
-        target=Target(limit=0.5),
+    *(
+        comparison
+        for scenario in ("mooncake", "chats-and-documents")
+        for load in LOADS
+        for comparison in (
+            Comparison(
+                question="chunk size",
+                scenario=scenario,
+                load=load,
+                policy=TARGET_ITL,
+                figure="itl_p99",
+                target=Target(limit=MOST_ITL, relative=False),
+            ),
+            Comparison(
+                question="chunk size",
+                scenario=scenario,
+                load=load,
+                policy=TARGET_ITL,
+                against=BUDGETS,
+                figure="ttft_mean",
+                target=Target(limit=1.0),
+                given=("itl_p99", MOST_ITL),
+            ),
+        )
     ),
 )
 GRIDS: tuple[tuple[str, Load, Sequence[Settings]], ...] = (

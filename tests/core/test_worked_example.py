@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from pointsman.core import Reason, Request
-from pointsman.core.policy.limits import Int64Array, Limit
+from pointsman.core.policy.gate import Int64Array, Limit
 from pointsman.core.state.batch import Batch
 from pointsman.core.state.interfaces import View
 from pointsman.core.state.reason import Deferral

@@ -79,6 +79,7 @@ def _check_missed_displacement(world: World, output: SchedulerOutput, num_free: 
     has_seat = len(stays) < min(len(running), world.num_seats) and len(running) <= world.num_seats
     lacks_budget_alone = world.scheduler.explain(head.request.request_id).reason in (
         Reason.BUDGET,
+        Reason.STEP_TIME,
         Reason.KV_CONNECTOR,
         Reason.KV_ROOM,
     )
@@ -131,7 +132,10 @@ def _check_wall(
     elif explained is Reason.BUDGET:
         budget = config.max_num_batched_tokens if tried_first else _budget_left(world, output)
         least = _least_budget(config, wall)
-        require(budget < least, f"{wall.request} waits for budget, and {budget} is left of {least} that it may need")
+        short = budget < least or config.token_limits  # that may set a budget of their own
+        require(short, f"{wall.request} waits for budget, and {budget} is left of {least} that it may need")
+    elif explained is Reason.STEP_TIME:
+        require(config.token_limits and running, f"{wall.request} waits for step time, and nothing else takes some")
     elif explained is Reason.PARTIAL_PREFILLS:
         require(must_wait(world, wall) or tried_first, f"{wall.request} waits, and the caps leave a place")
     elif explained is Reason.IN_FLIGHT:

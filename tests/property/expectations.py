@@ -121,14 +121,17 @@ class Expectations:
     def _check_threshold(self, output: SchedulerOutput) -> None:
         """No row advances further than the threshold, and nothing else but its encoder inputs cuts what the oldest row
         wants."""
-        threshold, budget = self._threshold(), self.config.max_num_batched_tokens
+        config, threshold = self.config, self._threshold()
+        budget = config.max_num_batched_tokens
         most = int(output.num_scheduled_tokens.max())
         require(most <= threshold, f"a row advances {most} tokens beyond the threshold {threshold}")
         first = output.requests[0]
         if output.num_continued and self.entries[first] is self.running[0] and not first.encoder_inputs:
             want = self.num_known[first] - self.running[0].num_computed
             told = int(output.num_scheduled_tokens[0] - output.num_draft_tokens[0])
-            require(told == min(want, threshold, budget), f"the oldest row wants {want}, gets {told}")
+            most = min(want, threshold, budget)
+            is_right = 0 < told <= most if config.token_limits else told == most
+            require(is_right, f"the oldest row wants {want}, gets {told}")
 
     def _check_ends(self, output: SchedulerOutput) -> None:
         """Promise 2: every end is in one output, once, and after a failed step once more."""
@@ -318,7 +321,7 @@ def _is_true_of(reason: Reason | None, world: World, output: SchedulerOutput) ->
     if reason is Reason.PREFILL_FIRST:
         return config.batching == "prefill-first" and output.num_rows > 0
     if reason is Reason.BUDGET:
-        return output.total_num_scheduled_tokens == config.max_num_batched_tokens
+        return output.total_num_scheduled_tokens == config.max_num_batched_tokens or bool(config.token_limits)
     if reason is Reason.SEQUENCE_LIMIT:
         return output.num_rows == config.max_num_seqs
     if reason is Reason.BLOCKS:

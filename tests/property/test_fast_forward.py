@@ -29,6 +29,7 @@ ONE_STEP = {"max_steps_in_flight": 1, "num_draft_tokens": 0, "draft_table": (), 
 NO_ENCODER = {"encoder_budget": 0, "encoder_cache_size": 0}
 PLAIN: dict[str, Any] = {**ONE_STEP, **NO_ENCODER}
 CACHING = {"enable_prefix_caching": True, "share_within_step": True}
+CUT = {"enable_chunked_prefill": True, "first_chunk_only": False, "token_limits": ("target-itl:seconds=3,least=2",)}
 FOCUS: dict[str, dict[str, Any]] = {
     "anything": {},
     "plain": PLAIN,
@@ -43,13 +44,14 @@ FOCUS: dict[str, dict[str, Any]] = {
     "static": {**PLAIN, "batching": "static"},
     "prefill-first": {**PLAIN, "batching": "prefill-first", "shortage": "look-ahead", "block_size": 1},
     "no chunks": {**PLAIN, "enable_chunked_prefill": False, "long_prefill_token_threshold": 0},
+    "target step time": {**PLAIN, **CUT, "block_size": 2, "num_blocks": 30},
     "drafts": {**NO_ENCODER, "connector": False, "max_steps_in_flight": 1, "num_draft_tokens": 2},
     "bypass": {**PLAIN, "block_size": 2, "num_blocks": 12, "reserves": ("bypass:bound=3",)},
     "adapters": {**PLAIN, "max_loras": 1},
 }
 BIG = {"max_num_seqs", "max_num_batched_tokens", "max_num_active_seqs"}  # of presets: here nothing is that large
 SELDOM = {"anything", "drafts"}
-SHORT_FOCUS = ("few blocks", "evictions", "priority", "growth")
+SHORT_FOCUS = ("few blocks", "evictions", "priority", "growth", "target step time")
 
 
 def drive(seed: int, overrides: dict[str, Any]) -> tuple[World, Twin]:

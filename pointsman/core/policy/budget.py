@@ -19,6 +19,8 @@ from pointsman.core.state.status import RequestStatus
 class SetsBudget(Protocol):
     """A policy that lowers the budget of a step."""
 
+    name: str
+
     def step_budget(self, most: int, view: View) -> int:
         """Tokens that the next step may compute; `most` is the configured budget."""
 
@@ -37,8 +39,12 @@ class StepBudget:
 
     def open_step(self, view: View) -> None:
         """Ask the policies; called once a step, if there are any."""
-        tokens = min([self.full, *(policy.step_budget(self.full, view) for policy in self.policies)])
-        self.tokens = max(tokens, len(view.rows), 1)
+        full = tokens = self.full
+        for policy in self.policies:
+            wanted = policy.step_budget(full, view)
+            if wanted < tokens:
+                tokens = wanted
+        self.tokens = full if tokens == full else min(max(tokens, len(view.rows), 1), full)
 
 
 class TokenBudget(Gate):

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.config import SchedulerConfig
-from pointsman.core.policy.limits import Limit
+from pointsman.core.policy.gate import Limit
 from pointsman.core.state.batch import ENCODER_INPUTS, PREFILLING, Batch
 from pointsman.core.state.inputs import EncoderEntry, EncoderInput
 from pointsman.core.state.interfaces import View

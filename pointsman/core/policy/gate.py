@@ -6,14 +6,21 @@ of encoder inputs (`encoder_budget.py`), the caps on partial prefills (`partial_
 (`adapters.py`), and the blocks that must stay free (`reserve.py`). `step/admission.py` asks them in a fixed order.
 Each lowers the number of tokens or defers the request; the first deferral is the reason that is reported.
 
-A limit on running rows answers the same question for all of them at once, on columns: see `Limit` in `limits.py`.
+A limit on running rows answers the same question for all of them at once, on columns: see `Limit`.
 """
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.policy.policy import Policy
+from pointsman.core.state.batch import Batch
 from pointsman.core.state.interfaces import View
 from pointsman.core.state.reason import Deferral
 from pointsman.core.state.request import Request
+
+Int64Array = npt.NDArray[np.int64]
 
 
 class Gate:
@@ -45,3 +52,18 @@ class Gate:
         """For how many of the next `num_steps` steps, in which every running request decodes one token and nothing
         else happens, a deferral of this gate stays a deferral."""
         return num_steps
+
+
+class Limit(Gate, Policy):
+    """One bound on the tokens that a request advances in a step."""
+
+    kind = "limit"
+    limits_decode = False
+    """Whether steady decoding, where every row wants a single token, must ask it."""
+    limits_drafts = False
+    """Whether it must be asked where decoding rows want drafts verified beside that token."""
+    is_shared = False
+    """Whether what one row takes is unavailable to others."""
+
+    def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
+        """Lower `want` [rows] int64 in place."""

@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.errors import PolicyError
-from pointsman.core.policy.gate import Gate
-from pointsman.core.policy.limits import Limit
+from pointsman.core.policy.gate import Gate, Limit
 from pointsman.core.policy.policy import Policy, spec_of
 from pointsman.core.state.batch import Batch
 from pointsman.core.state.interfaces import Order, Victim, View
@@ -208,6 +207,8 @@ class GuardedLimit(Guard, Limit):
         super().__init__(policy)
         self.limits_decode, self.limits_drafts = policy.limits_decode, policy.limits_drafts
         self.is_shared = policy.is_shared
+        if hasattr(policy, "step_budget"):
+            self.step_budget = self._step_budget
 
     @property
     def revision(self) -> int:  # type: ignore[override]
@@ -222,7 +223,7 @@ class GuardedLimit(Guard, Limit):
     def open_queue(self) -> None:
         self._call("open_queue")
 
-    def step_budget(self, most: int, view: View) -> int:
+    def _step_budget(self, most: int, view: View) -> int:
         answer = self._call("step_budget", most, view)
         if not isinstance(answer, int) or answer > most:
             raise self._broken(f"step_budget returned {answer!r}; it must be an integer of at most {most}")

@@ -4,7 +4,7 @@ A limit is a gate (`gate.py`) that also applies to running rows: it clips what t
 columns. One with a `step_budget` sets the token budget of the step as well (`budget.py`). The length limit is not here:
 it holds in every step and is applied by the step itself.
 
-To add one: a subclass of `Limit`, its name in `LIMITS` at the end of this file, or in a package of its own.
+To add one: a subclass of `Limit` (`gate.py`), its name in `LIMITS` at the end of this file, or in a package of its own.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.config import SchedulerConfig
-from pointsman.core.policy.gate import Gate
-from pointsman.core.policy.policy import Parameter, Policy
+from pointsman.core.policy.gate import Limit
+from pointsman.core.policy.policy import Parameter
+from pointsman.core.policy.target_itl import TargetItl
 from pointsman.core.state.batch import NOT_AHEAD, Batch
 from pointsman.core.state.interfaces import View
 from pointsman.core.state.numbers import MAX_INT
@@ -24,21 +25,6 @@ from pointsman.core.state.reason import Deferral
 from pointsman.core.state.request import Request
 
 Int64Array = npt.NDArray[np.int64]
-
-
-class Limit(Gate, Policy):
-    """One bound on the tokens that a request advances in a step."""
-
-    kind = "limit"
-    limits_decode = False
-    """Whether steady decoding, where every row wants a single token, must ask it."""
-    limits_drafts = False
-    """Whether it must be asked where decoding rows want drafts verified beside that token."""
-    is_shared = False
-    """Whether what one row takes is unavailable to others."""
-
-    def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
-        """Lower `want` [rows] int64 in place."""
 
 
 class LongPrefillThreshold(Limit):
@@ -88,7 +74,7 @@ class OneSampleInFlight(Limit):
             want[((batch.flags[rows] & NOT_AHEAD) != 0) & (batch.num_pending[rows] > 0)] = 0
 
 
-LIMITS: dict[str, type[Limit]] = {limit.name: limit for limit in (LongPrefillThreshold,)}
+LIMITS: dict[str, type[Limit]] = {limit.name: limit for limit in (LongPrefillThreshold, TargetItl)}
 
 
 def limits_of(config: SchedulerConfig, encoder: Limit | None) -> list[Any]:

@@ -6,7 +6,8 @@ The two are made here of steps and updates, and only for policies that override 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +17,7 @@ from pointsman.core.policy.guard import Guard
 from pointsman.core.policy.policy import Policy, StepLoad
 from pointsman.core.state.events import Listener, StepDecision, StepRun
 from pointsman.core.state.output import SchedulerOutput, StepUpdate
+from pointsman.core.state.request import Request
 
 
 def listeners_of(policies: Iterable[Any]) -> list[Listener]:
@@ -62,7 +64,10 @@ class _StepTimes(Listener):
     def __init__(self, methods: list[Callable[[StepLoad, float], None]]) -> None:
         self._methods = methods
         self._began: dict[int, float] = {}  # of the steps in flight
-        self._ended = -np.inf
+        self._ended = -math.inf
+        self._decoding: Sequence[Request] | None = None
+        """The requests of the newest updated step, if each decoded one token."""
+        self._context = 0
 
     def on_step(self, step: StepDecision) -> None:
         self._began[step.step_id] = step.now
@@ -70,22 +75,36 @@ class _StepTimes(Listener):
     def on_failed(self, num_steps: int, now: float) -> None:
         for step_id in sorted(self._began)[-num_steps:]:
             del self._began[step_id]
+        self._decoding = None
 
     def on_update(self, output: SchedulerOutput, update: StepUpdate, now: float) -> None:
-        began = max(self._began.pop(output.step_id, now), self._ended)
+        began = self._began.pop(output.step_id, now)
+        if began < self._ended:
+            began = self._ended
         self._ended = now
-        num_rows, total = output.num_rows, output.total_num_scheduled_tokens
-        if num_rows:
-            context = int(np.add.reduce(output.num_computed_tokens)) + total
-            self._tell(StepLoad(total, num_rows, context, total - num_rows), now - began)
+        requests, total = output.requests, output.total_num_scheduled_tokens
+        num_rows = len(requests)
+        if not num_rows:
+            return
+        if requests is self._decoding and total == num_rows:  # as the step before: no sum is needed
+            attended = context = self._context + num_rows
+        else:
+            computed, tokens = output.num_computed_tokens, output.num_scheduled_tokens
+            attended = context = int(np.add.reduce(computed)) + total
+            if total > num_rows:
+                attended = int(tokens.dot(computed)) + (int(tokens.dot(tokens)) + total) // 2
+        self._decoding, self._context = requests if total == num_rows else None, context
+        self._tell(StepLoad(total, num_rows, context, total - num_rows, attended), now - began)
 
     def on_steps(self, run: StepRun) -> None:
         num_rows = len(run.rows)
         context = int(np.add.reduce(run.num_computed_tokens))
         times = np.asarray(run.times).tolist()
-        for step, (began, ended) in enumerate(pairwise(times), start=1):
-            self._tell(StepLoad(num_rows, num_rows, context + step * num_rows, 0), ended - began)
+        for began, ended in pairwise(times):
+            context += num_rows
+            self._tell(StepLoad(num_rows, num_rows, context, 0, context), ended - began)
         self._ended = times[-1]
+        self._decoding = None
 
     def _tell(self, load: StepLoad, seconds: float) -> None:
         for method in self._methods:

@@ -83,6 +83,9 @@ class StepLoad(NamedTuple):
     """Computed tokens of its requests, its own included: the KV that is read."""
     num_prefill_tokens: int
     """Of its tokens, those beyond one of each request."""
+    num_attended_tokens: int
+    """Over its tokens: positions that each attends to, its own included. Equal to the context where each request
+    computes one token."""
 
 
 def parameters_of(policy: object) -> dict[str, Value]:

@@ -45,6 +45,10 @@ class SchedulerView:
         return len(self._queue)
 
     @property
+    def num_prefilling(self) -> int:
+        return self._batch.num_prefilling
+
+    @property
     def block_size(self) -> int:
         return self._batch.block_size
 

@@ -38,6 +38,10 @@ class View(Protocol):
         """Requests in the queue."""
 
     @property
+    def num_prefilling(self) -> int:
+        """Running requests whose known tokens are not all computed: partial prefills."""
+
+    @property
     def block_size(self) -> int:
         """Tokens in a block."""
 

@@ -22,8 +22,7 @@ from pointsman.core.kv.manager import KVCacheManager, Match
 from pointsman.core.kv.transfers import NOTHING, External, Transfers
 from pointsman.core.policy.adapters import AdapterSlots
 from pointsman.core.policy.budget import StepBudget, TokenBudget
-from pointsman.core.policy.gate import Gate
-from pointsman.core.policy.limits import Limit
+from pointsman.core.policy.gate import Gate, Limit
 from pointsman.core.policy.partial_prefills import PartialPrefills
 from pointsman.core.policy.reserve import Reserves, Shortage
 from pointsman.core.policy.view import SchedulerView

@@ -27,7 +27,7 @@ from pointsman.core.config import SchedulerConfig
 from pointsman.core.kv.block_pool import NO_BLOCKS
 from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.policy.budget import StepBudget
-from pointsman.core.policy.limits import Limit
+from pointsman.core.policy.gate import Limit
 from pointsman.core.policy.view import SchedulerView
 from pointsman.core.state.batch import PREFILLING, Batch, Members
 from pointsman.core.state.interfaces import Victim

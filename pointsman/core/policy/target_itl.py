@@ -1,0 +1,434 @@
+"""How many prompt tokens may a step compute, so that those who decode beside it see a gap of a target time?
+
+`StepTimes` learns from the times of steps how long one takes; `TargetItl` is the limit that uses it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.policy.gate import Int64Array, Limit
+from pointsman.core.policy.policy import Parameter, StepLoad
+from pointsman.core.state.batch import PREFILLING, Batch
+from pointsman.core.state.interfaces import View
+from pointsman.core.state.numbers import MAX_INT
+from pointsman.core.state.reason import Deferral, Reason
+from pointsman.core.state.request import Request
+from pointsman.core.state.status import RequestStatus
+
+FloatArray = npt.NDArray[np.float64]
+
+FIRST_CHUNK = 256
+"""Prompt tokens of a step before any step with prompt tokens was seen."""
+GROWTH = 2
+"""Nothing is predicted beyond so many times the most that was seen: of prompt tokens in a step, of requests, of context
+tokens."""
+NUM_GROUPS, GROUP = 64, 16
+"""Groups of consecutive decode steps that are remembered, and the steps of each at most: their mean counts, so that
+noise averages out and a second of decoding does not displace all that is known of other loads."""
+NUM_CLASSES, PER_CLASS = 8, 16
+"""Steps with prompt tokens are remembered by the context of these tokens, in classes that double from 512 on: a long
+prompt every minute is not forgotten for the short ones between."""
+NEAR = 0.75
+"""Times the limit: shorter steps say nothing about the errors of those that fill it."""
+LEAST_MARGIN = -0.1
+"""Where steps are shorter than predicted."""
+RECENT, RECENT_GROUPS, MEMORY = 32, 8, 0.05
+"""The newest observations, and the weight of those before: what was seen before the device became slower counts only
+where nothing newer is known."""
+SHIFT, SHIFT_STEPS = 0.2, 8
+"""So many steps in a row that are off by more than this share, all to one side: the device has another speed."""
+NUM_ERRORS, FEW_ERRORS = 64, 8
+"""Latest errors of the prediction that the margin is taken from, and with how many it begins to be."""
+FIRST_MARGIN = 0.1
+"""Before that."""
+REFIT_AFTER = 4
+"""Steps with prompt tokens, once `FEW_FITTED` are known; until then every one."""
+FEW_FITTED = 16
+RIDGE = 1e-3
+"""Of each coefficient, relative to an observation: what a constant load does not tell apart is divided evenly."""
+OUTLIER, LEAST_OUTLIER = 4.0, 0.02
+"""Of a fit: farther off than so many standard deviations, and than this share, and it is left out."""
+KEPT = 16
+"""Steps after which a decision that keeps the head waiting for step time is taken again."""
+PERCENTILE_99 = 2.326
+"""In standard deviations of the normal distribution."""
+MAD_TO_DEVIATION = 1.4826
+"""Standard deviations of the normal distribution in a median absolute deviation, which an outlier does not move."""
+
+
+class _Mixed(NamedTuple):
+    """A step with prompt tokens."""
+
+    number: int
+    num_requests: int
+    num_context_tokens: int
+    num_tokens: int
+    """Prompt tokens beyond one of each request."""
+    num_attended: int
+    """Positions that these attend to."""
+    seconds: float
+
+
+class StepTimes:
+    """What a step takes, learned from those that were.
+
+    Decode alone: base + per_request * requests + per_context * context tokens. A step with prompt tokens: a share of
+    that, since reading weights and computing overlap, + per_token * prompt tokens + per_attended * positions that they
+    attend to, which is the product of prompt tokens and context. No coefficient is negative.
+    """
+
+    def __init__(self, target: float) -> None:
+        self._target = target
+        self.margin = FIRST_MARGIN
+        """How much longer than predicted a step takes at the 99th percentile, relative; of a normal distribution with
+        the median and the median absolute deviation of recent errors, so that a single slow step does not count."""
+        self.most_tokens = FIRST_CHUNK
+        """Prompt tokens up to which a prediction is trusted."""
+        self._decode = (0.0, 0.0, 0.0)
+        self._most_requests = self._most_context = 0.0
+        self._mixed = (0.0, 0.0, 0.0)
+        self._groups: deque[tuple[float, float, float]] = deque(maxlen=NUM_GROUPS)  # requests, context, seconds
+        self._classes: list[deque[_Mixed]] = [deque(maxlen=PER_CLASS) for _ in range(NUM_CLASSES)]
+        self._errors: deque[float] = deque(maxlen=NUM_ERRORS)
+        self._num_new = 0
+        self._num_mixed = 0
+        self._group_requests = self._group_size = self._group_context = 0
+        self._group_seconds = self._group_slowest = 0.0
+
+    # ------------------------------------------------------------------ learning
+
+    def observe(self, load: StepLoad, seconds: float) -> None:
+        """A step took so long."""
+        if seconds <= 0:
+            return
+        num_requests = load.num_requests
+        if load.num_prefill_tokens:
+            self._observe_mixed(load, seconds)
+            return
+        size = self._group_size
+        if num_requests != self._group_requests or size == GROUP:
+            self._close_group()
+            self._group_requests = num_requests
+            size = 0
+        self._group_size = size + 1
+        self._group_context += load.num_context_tokens
+        self._group_seconds += seconds
+        if seconds > self._group_slowest:
+            self._group_slowest = seconds
+
+    def _observe_mixed(self, load: StepLoad, seconds: float) -> None:
+        attended = load.num_attended_tokens - load.num_context_tokens
+        step = _Mixed(
+            self._num_mixed, load.num_requests, load.num_context_tokens, load.num_prefill_tokens, attended, seconds
+        )
+        predicted = self.seconds(step)
+        if predicted > NEAR * self.limit:
+            self._errors.append(seconds / predicted - 1)
+            if len(self._errors) >= SHIFT_STEPS and abs(self._errors[-1]) > SHIFT:
+                self._follow_shift()
+        mean_context = attended // step.num_tokens
+        self._classes[min((mean_context >> 9).bit_length(), NUM_CLASSES - 1)].append(step)
+        self._num_new += 1
+        self._num_mixed += 1
+
+    def _follow_shift(self) -> None:
+        """All that is remembered from before the device changed its speed is scaled to the new one."""
+        newest = [self._errors[-number] for number in range(1, SHIFT_STEPS + 1)]
+        if not (min(newest) > SHIFT or max(newest) < -SHIFT):
+            return
+        factor = 1 + _middle_and_deviation(newest)[0]
+        first_new = self._num_mixed - SHIFT_STEPS
+        for steps in self._classes:
+            for index, step in enumerate(steps):
+                if step.number < first_new:
+                    steps[index] = step._replace(seconds=factor * step.seconds)
+        for index, (requests, context, seconds) in enumerate(self._groups):
+            self._groups[index] = requests, context, factor * seconds
+        self._errors.clear()
+        self._num_new = REFIT_AFTER
+
+    def _close_group(self) -> None:
+        if self._group_size:
+            self._groups.append(self._group())
+            self._num_new = REFIT_AFTER
+        self._group_size = self._group_context = 0
+        self._group_seconds = self._group_slowest = 0.0
+
+    def _group(self) -> tuple[float, float, float]:
+        """Means of the open group; of the seconds without the slowest step, where enough are left."""
+        size, seconds = self._group_size, self._group_seconds
+        mean = (seconds - self._group_slowest) / (size - 1) if size > 3 else seconds / size
+        return self._group_requests, self._group_context / size, mean
+
+    def refit(self) -> None:
+        """Take in what was observed. The coefficients follow less often when many steps are known."""
+        is_first_decode = self._group_size and not self._most_requests
+        if self._num_new < (REFIT_AFTER if self._num_mixed > FEW_FITTED else 1) and not is_first_decode:
+            return
+        self._num_new = 0
+        self._fit_decode()
+        self._fit_mixed()
+        if len(self._errors) >= FEW_ERRORS:
+            middle, deviation = _middle_and_deviation(list(self._errors))
+            self.margin = middle + PERCENTILE_99 * deviation
+
+    def _fit_decode(self) -> None:
+        groups = [*self._groups, self._group()] if self._group_size else self._groups
+        if groups:
+            known = np.array(groups)
+            self._most_requests, self._most_context, _ = (GROWTH * known.max(axis=0)).tolist()
+            columns = np.ones(len(known)), known[:, 0], known[:, 1]
+            self._decode = _fitted(columns, known[:, 2], RECENT_GROUPS)
+
+    def _fit_mixed(self) -> None:
+        if self._num_mixed:
+            steps = np.array(sorted(step for each in self._classes for step in each), dtype=np.float64)
+            _, requests, context, tokens, attended, seconds = steps.T
+            base, per_request, per_context = self._decode
+            requests, context = np.minimum(requests, self._most_requests), np.minimum(context, self._most_context)
+            alone = base + per_request * requests + per_context * context
+            self._mixed = _fitted((alone, tokens, attended), seconds, RECENT)
+            self.most_tokens = GROWTH * int(tokens.max())
+
+    # ------------------------------------------------------------------ what it says
+
+    @property
+    def limit(self) -> float:
+        """What may be predicted, so that the 99th percentile is the target."""
+        return self._target / (1 + max(self.margin, LEAST_MARGIN))
+
+    def decode_seconds(self, num_requests: int, num_context_tokens: int) -> float:
+        """Of a step in which all these requests decode; 0: not known."""
+        base, per_request, per_context = self._decode
+        requests, context = min(num_requests, self._most_requests), min(num_context_tokens, self._most_context)
+        return base + per_request * requests + per_context * context
+
+    def beside_seconds(self, num_requests: int, num_context_tokens: int) -> float:
+        """What they add to a step with prompt tokens."""
+        return self._mixed[0] * self.decode_seconds(num_requests, num_context_tokens)
+
+    def prefill_seconds(self, num_tokens: int, start: int) -> float:
+        """What prompt tokens from position `start` on add to a step."""
+        _, per_token, per_attended = self._mixed
+        return num_tokens * (per_token + per_attended * (start + 0.5 * num_tokens))
+
+    def fitting_tokens(self, seconds: float, start: int) -> int:
+        """How many prompt tokens from position `start` on take at most so long."""
+        if seconds <= 0:
+            return 0
+        _, per_token, per_attended = self._mixed
+        first = per_token + per_attended * start
+        divisor = first + math.sqrt(first * first + 2 * per_attended * seconds)
+        if divisor * self.most_tokens <= 2 * seconds:
+            return self.most_tokens
+        return int(2 * seconds / divisor)
+
+    def seconds(self, step: _Mixed) -> float:
+        """Of a step with prompt tokens; 0: not known."""
+        share, per_token, per_attended = self._mixed
+        alone = self.decode_seconds(step.num_requests, step.num_context_tokens)
+        return share * alone + per_token * step.num_tokens + per_attended * step.num_attended
+
+
+def _fitted(columns: Sequence[FloatArray], seconds: FloatArray, num_recent: int) -> tuple[float, float, float]:
+    """Non-negative coefficients of the columns, for the least squares of relative errors without outliers. The last
+    `num_recent` observations are the newest."""
+    relative = np.stack(columns, axis=1) / seconds[:, None]
+    scale = relative.max(axis=0)
+    scale[scale == 0] = 1.0
+    relative /= scale
+    weights = np.full(len(seconds), MEMORY)
+    weights[-num_recent:] = 1.0
+    found = _non_negative(relative, weights)
+    errors = relative @ found - 1
+    middle, deviation = _middle_and_deviation(errors[-num_recent:].tolist())
+    far = np.abs(errors - middle) > max(OUTLIER * deviation, LEAST_OUTLIER)
+    if far.any():
+        weights[far] = 0.0
+        found = _non_negative(relative, weights)
+    first, second, third = (found / scale).tolist()
+    return first, second, third
+
+
+def _non_negative(columns: FloatArray, weights: FloatArray) -> FloatArray:
+    """Coefficients of at least 0 with which the columns come closest to 1: the most negative one is left out until none
+    is."""
+    weighted = columns * weights[:, None]
+    normal = weighted.T @ columns
+    normal.flat[:: len(normal) + 1] += RIDGE * weights.sum()
+    wanted = weighted.sum(axis=0)
+    used = list(range(len(wanted)))
+    found = np.zeros(len(wanted))
+    while used:
+        part = np.linalg.solve(normal[np.ix_(used, used)], wanted[used])
+        least = int(part.argmin())
+        if part[least] >= 0:
+            found[used] = part
+            break
+        del used[least]
+    return found
+
+
+def _middle_and_deviation(values: list[float]) -> tuple[float, float]:
+    """Median and standard deviation, the latter from the median absolute deviation."""
+    middle = sorted(values)[len(values) // 2]
+    return middle, MAD_TO_DEVIATION * sorted(abs(value - middle) for value in values)[len(values) // 2]
+
+
+class TargetItl(Limit):
+    """A step takes at most `seconds`: prompt tokens fill what decoding leaves of it, learned from step times.
+
+    The rule: a step with requests that decode is predicted (`StepTimes`), and computes as many prompt tokens as fit the
+    target at the 99th percentile, but at most `max_num_batched_tokens`. Fewer fit beside many requests, beside long
+    contexts, and late in a long prompt. Sarathi-Serve (Agrawal et al., 2024) finds one budget for a target by a profile
+    beforehand; here it is learned, and follows the load. Without observations it begins with 256 tokens and at most
+    doubles.
+
+    Where decoding alone, with the next request in it, would take longer than the target, that request waits for
+    `Reason.STEP_TIME`.
+
+    Of use where answers are read as they come, beside prompts of very different lengths. Not for offline work, where
+    gaps do not matter and larger steps are a little faster.
+
+    Bounds: every running request advances at least one token. A prefill that is the oldest under way advances at least
+    `least` tokens a step, so one of n tokens takes at most n / least steps. The head of the queue waits for step time
+    at most `patience` seconds in a row, then it starts with `least` tokens even if the target is missed: a target that
+    no step meets costs throughput, and starves nobody.
+    """
+
+    name = "target-itl"
+    is_shared = True
+    parameters: ClassVar[tuple[Parameter, ...]] = (
+        Parameter("seconds", 0.05, 1e-4, 60.0, tried=(0.025, 0.05, 0.1), doc="target of a step, so of gaps (ITL)"),
+        Parameter("least", 64, 1, MAX_INT, doc="prompt tokens that a step computes even if it takes longer"),
+        Parameter("patience", 10.0, 0.0, MAX_INT, doc="seconds after which the head of the queue starts all the same"),
+    )
+
+    def __init__(self, seconds: float = 0.05, least: int = 64, patience: float = 10.0) -> None:
+        self._target, self._least, self._patience = seconds, least, patience
+        self._forget()
+
+    def _forget(self) -> None:
+        self.times = StepTimes(self._target)
+        self._num_departures = 0
+        self._key: tuple[int, int] | None = None
+        self._tokens = self._most_prefill = 0
+        self._left = self._left_at_first = 0.0
+        self._limit = self._target
+        self._is_full = self._is_decided = self._has_deferred = False
+        self._num_kept = 0
+        self._num_requests = self._num_future_tokens = 0
+
+    def attach(self, view: View) -> None:
+        self._view = view
+        self._forget()
+
+    def on_step_time(self, load: StepLoad, seconds: float) -> None:
+        self.times.observe(load, seconds)
+
+    def release(self, request: Request) -> None:
+        self._num_departures += 1
+
+    # ------------------------------------------------------------------ the step
+
+    def step_budget(self, most: int, view: View) -> int:
+        """Tokens of the step. Kept while the queue is blocked and nobody comes or goes, so that its head need not be
+        looked at again, and steps may be done at once."""
+        if view.num_prefilling:
+            self._key = None
+        else:
+            if not view.num_waiting:
+                self._is_decided = False
+                return most
+            key = (self._num_departures, len(view.rows))
+            self._num_kept += self._has_deferred
+            if key == self._key and self._num_kept < KEPT:
+                self._left, self._is_decided = self._left_at_first, True
+                return self._tokens
+            self._key = key
+        return self._decide(most, view)
+
+    def _decide(self, most: int, view: View) -> int:
+        times = self.times
+        times.refit()
+        known, computed = view.num_tokens, view.num_computed_tokens
+        num_requests = len(known)
+        num_known = int(np.add.reduce(known))
+        limit = times.limit
+        num_context = int(np.add.reduce(computed)) + num_requests
+        left = limit - times.beside_seconds(num_requests, num_context)
+        self._left = self._left_at_first = left
+        tokens = 0  # of prompts, beyond one of each running request
+        if view.num_prefilling:
+            lacks = known - computed - 1
+            for index in (lacks > 0).nonzero()[0].tolist():
+                lack, start = int(lacks[index]), int(computed[index])
+                fitting = times.fitting_tokens(left, start)
+                if fitting < lack:
+                    tokens += fitting
+                    left = 0.0
+                    break
+                tokens += lack
+                left -= times.prefill_seconds(lack, start)
+        tokens += times.fitting_tokens(left, 0)
+        self._is_full = tokens < self._least
+        self._most_prefill = max(min(tokens, times.most_tokens), self._least)
+        self._tokens = min(num_requests + self._most_prefill, most)
+        self._limit = limit
+        self._num_requests, self._num_future_tokens = num_requests, num_known
+        self._is_decided, self._has_deferred, self._num_kept = True, False, 0
+        self.revision += 1
+        return self._tokens
+
+    def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
+        if batch.num_prefilling == 0:
+            return
+        # The budget is shared out in admission order: a prompt must leave those behind it their token.
+        prefills = ((batch.flags[rows] & PREFILLING) != 0).nonzero()[0]
+        more = np.maximum(want[prefills] - 1, 0)
+        before = np.add.accumulate(more) - more
+        want[prefills] -= more - np.clip(self._most_prefill - before, 0, more)
+
+    def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
+        if not self._is_decided:  # nothing waited when the step began: the request was preempted in it
+            self._decide(view.budget, view)
+        fitting = self.times.fitting_tokens(self._left, start)
+        if not view.num_running:
+            return min(want, max(fitting, self._least))
+        if self._is_full or self._would_be_full(request):
+            state = request._state
+            waits = state.deferral is not None and state.deferral.reason is Reason.STEP_TIME
+            if not waits or view.now - state.deferred_since < self._patience:
+                self._has_deferred = True
+                return Deferral(Reason.STEP_TIME, 0)
+            fitting = max(fitting, self._least)
+        if fitting < 1:
+            return Deferral(Reason.BUDGET, 1)
+        return min(want, fitting)
+
+    def _would_be_full(self, request: Request) -> bool:
+        """Whether decoding alone, with it, would take longer than the target."""
+        num_tokens = self._num_future_tokens + request._state.num_tokens
+        return self.times.decode_seconds(self._num_requests + 1, num_tokens) > self._limit
+
+    def commit(self, request: Request, start: int, num_tokens: int) -> None:
+        self._left -= self.times.prefill_seconds(num_tokens, start)
+        if request.status is not RequestStatus.RUNNING:
+            self._num_requests += 1
+            self._num_future_tokens += request._state.num_tokens
+
+    def horizon(self, num_steps: int) -> int:
+        """With nothing waiting the budget does not matter; else it is kept until a request comes or goes, unless the
+        head waits for step time."""
+        view = self._view
+        if not view.num_waiting:
+            return num_steps
+        is_kept = self._key == (self._num_departures, len(view.rows)) and not self._has_deferred
+        return num_steps if is_kept else 0
