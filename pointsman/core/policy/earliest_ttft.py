@@ -110,6 +110,8 @@ class EarliestTTFT(Policy):
         yield from self._late
 
     def push(self, request: Request) -> None:
+        if not len(self) and self._view is not None:
+            self._judged_at = self._view.now  # it is judged in the next step
         self._ahead.push(request)
 
     def put_back(self, requests: Sequence[Request]) -> None:
@@ -124,8 +126,10 @@ class EarliestTTFT(Policy):
         self._judge()
         heap = self._next()
         self._took_late = heap is self._late
-        self._judged_at = None
-        return heap.pop()
+        request = heap.pop()
+        if len(self):
+            self._judged_at = None
+        return request
 
     def remove(self, request: Request) -> None:
         self._heap_of(request).remove(request)
@@ -153,7 +157,7 @@ class EarliestTTFT(Policy):
 
     def _judge(self) -> None:
         """Move who cannot meet its deadline, as far as that matters for the head: once in a step, and after each
-        admission. So it makes no difference who asks in between."""
+        admission in it, so that it makes no difference who asks between steps."""
         assert self._view is not None
         now, ahead = self._view.now, self._ahead
         if now == self._judged_at:

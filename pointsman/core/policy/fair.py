@@ -324,7 +324,7 @@ class Fair(Policy):
         tenant = run.tenant
         tenant.base -= run.charge
         tenant.num_running -= 1
-        run.row = None
+        run.row, run.num_prompt = None, 0
         if run.counted == 0:  # its first
             del self._runs[request]
             tenant.num_requests -= 1

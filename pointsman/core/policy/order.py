@@ -67,10 +67,10 @@ class ShortestPrefill(FirstComeFirstServed):
 
     name = "shortest-prefill"
     parameters: ClassVar[tuple[Parameter, ...]] = (
-        Parameter("ageing", 100.0, 0.0, 1e9, tried=(30.0, 100.0, 300.0, 1000.0), doc="tokens per second of waiting"),
+        Parameter("ageing", 15.0, 0.0, 1e9, tried=(5.0, 15.0, 50.0, 150.0), doc="tokens for a second of waiting"),
     )
 
-    def __init__(self, ageing: float = 100.0) -> None:
+    def __init__(self, ageing: float = 15.0) -> None:
         super().__init__()
         self._ageing = ageing
 
