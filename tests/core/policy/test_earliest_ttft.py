@@ -61,7 +61,9 @@ def test_a_prefill_that_would_end_too_late_is_late_as_far_as_steps_have_shown() 
     order = EarliestTTFT(default=10.0)
     view = Scheduler(small_config())._parts.view
     order.attach(view)
-    long, short = (Request(name, [1] * length, arrival_time=0.0, max_tokens=1) for name, length in [("l", 50), ("s", 9)])
+    long, short = (
+        Request(name, [1] * length, arrival_time=0.0, max_tokens=1) for name, length in [("l", 50), ("s", 9)]
+    )
     order.push(long)
     order.push(short)
     view.now = 1.0
@@ -87,7 +89,9 @@ def test_asking_between_steps_changes_no_decision() -> None:
     view = Scheduler(small_config())._parts.view
     order.attach(view)
     view.now = 20.0
-    first, second = (Request(name, [1], arrival_time=arrival, max_tokens=1) for name, arrival in [("a", 0.0), ("b", 20)])
+    first, second = (
+        Request(name, [1], arrival_time=arrival, max_tokens=1) for name, arrival in [("a", 0.0), ("b", 20)]
+    )
     order.push(first)
     order.push(second)
     assert order.peek() is first, "it is late, but that is found in a step"
