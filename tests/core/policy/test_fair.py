@@ -190,7 +190,7 @@ def test_a_name_may_have_a_slash() -> None:
     assert read_weights("") == {}
 
 
-@settings(max_examples=short_or_long(20, 400), deadline=None)
+@settings(max_examples=short_or_long(12, 400), deadline=None)
 @given(data=st.data())
 def test_two_backlogged_tenants_are_served_alike_within_the_bound(data: st.DataObject) -> None:
     """Of any interval in which both have requests waiting: 2 max(w_in L, w_out M) / the lesser weight, in a pool so
@@ -198,12 +198,12 @@ def test_two_backlogged_tenants_are_served_alike_within_the_bound(data: st.DataO
     weight = data.draw(st.sampled_from([1, 2, 3]))
     host, order = fair_host(
         order=f"fair:weights=a/{weight}",
-        max_num_seqs=data.draw(st.integers(1, 4)),
+        max_num_seqs=data.draw(st.integers(1, 3)),
         num_blocks=data.draw(st.integers(8, 14)),
         max_model_len=28,
         full_sequence_must_fit=False,
     )
-    lengths = st.lists(st.tuples(st.integers(1, 16), st.integers(1, 12)), min_size=5, max_size=10)
+    lengths = st.lists(st.tuples(st.integers(1, 16), st.integers(1, 12)), min_size=8, max_size=12)
     longest = 0
     for tenant in "abc":
         for index, (prompt, output) in enumerate(data.draw(lengths)):
