@@ -20,6 +20,7 @@ from pointsman.core.policy.earliest_ttft import EarliestTTFT
 from pointsman.core.policy.fair import Fair
 from pointsman.core.policy.fcfs import FirstComeFirstServed
 from pointsman.core.policy.policy import Parameter, Policy
+from pointsman.core.state.interfaces import View
 from pointsman.core.state.request import Request
 from pointsman.core.state.status import RequestStatus
 
@@ -49,41 +50,97 @@ class FrontFirst(FirstComeFirstServed):
         return (1, request.arrival_time, request.sequence_number)
 
 
-class ShortestPrefill(FirstComeFirstServed):
-    """Shortest prompt first, less what it has aged: `ageing` tokens for each second that it has waited.
+class _ByPrefill(FirstComeFirstServed):
+    """Orders by what of a prompt is cached, or is not, when it is queued, less what the request has aged since.
 
-    Shortest job first with ageing, where the job is the prefill: its length is known, that of an output is not. All
-    requests age at the same rate, so their order never changes, and the key is static: prompt tokens plus `ageing`
-    times the arrival time. A preempted request is at the front, as under "fcfs": it has blocks to gain back and a
-    client that already reads.
-
-    Of use where the server is busy and prompts differ much in length: it lowers the mean TTFT at the cost of the
-    longest prompts. Of no use below saturation, where nobody waits. Tokens that the prefix cache has count too: a
-    prompt is looked up when it is admitted, not while it waits.
-
-    Bound: a request of P prompt tokens is overtaken only by requests that arrive less than P / `ageing` seconds after
-    it. An `ageing` of 0 has no bound.
+    All requests age at the same rate, so that their order never changes, and the key is static: tokens plus `ageing`
+    times the arrival time. A preempted request is at the front, as under "fcfs".
     """
 
-    name = "shortest-prefill"
-    parameters: ClassVar[tuple[Parameter, ...]] = (
-        Parameter("ageing", 15.0, 0.0, 1e9, tried=(5.0, 15.0, 50.0, 150.0), doc="tokens for a second of waiting"),
-    )
-
-    def __init__(self, ageing: float = 15.0) -> None:
+    def __init__(self, ageing: float) -> None:
         super().__init__()
         self._ageing = ageing
+        self._view: View | None = None
+
+    def attach(self, view: View) -> None:
+        self._view = view
 
     def key(self, request: Request) -> tuple[Any, ...]:
         if request.status is RequestStatus.PREEMPTED:
             return (0, request.serial, request.sequence_number)
-        return (1, request.num_tokens + self._ageing * request.arrival_time, request.sequence_number)
+        tokens = self._tokens(request)
+        return (1, tokens + self._ageing * request.arrival_time, request.sequence_number, tokens)
+
+    def _tokens(self, request: Request) -> int:
+        raise NotImplementedError
+
+    def _num_cached(self, request: Request) -> int:
+        view = self._view
+        return view.num_cached_tokens(request) if view is not None and view.has_prefix_cache else 0
+
+    def _told(self, request: Request) -> tuple[int, int] | None:
+        """Tokens in the keys of a request and of the head, if those are why it is not the head."""
+        own, first = request._state.queue_entry, self.top
+        return None if own is None or own[0] == 0 or first[0] == 0 or first[3] >= own[3] else (own[3], first[3])
+
+
+class ShortestPrefill(_ByPrefill):
+    """Fewest prompt tokens to compute first, less `ageing` tokens for each second that it has waited.
+
+    Shortest job first with ageing, where the job is the prefill: its length is known, that of an output is not. Tokens
+    that the prefix cache has when the request is queued are not counted.
+
+    Of use where the server is at or above saturation and prompts differ much in length: it lowers the mean TTFT at the
+    cost of the longest prompts. A greater `ageing` gives these more, and the mean less. Of no use below saturation,
+    where nobody waits.
+
+    Bound: a request with P tokens to prefill is overtaken only by requests that arrive less than P / `ageing` seconds
+    after it. With an `ageing` of 0 there is none.
+    """
+
+    name = "shortest-prefill"
+    parameters: ClassVar[tuple[Parameter, ...]] = (
+        Parameter("ageing", 15.0, 0.0, 1e9, tried=(5.0, 15.0, 100.0, 1000.0), doc="tokens for a second of waiting"),
+    )
+
+    def __init__(self, ageing: float = 15.0) -> None:
+        super().__init__(ageing)
+
+    def _tokens(self, request: Request) -> int:
+        return max(1, request.num_tokens - self._num_cached(request))
 
     def reason(self, request: Request) -> str:
-        head = self.peek()
-        if head.status is RequestStatus.PREEMPTED or head.num_tokens >= request.num_tokens:
-            return ""
-        return f"its prompt of {request.num_tokens:,} tokens waits for shorter ones ({head.num_tokens:,} is next)"
+        told = self._told(request)
+        return f"its {told[0]:,} tokens to prefill wait for fewer ones ({told[1]:,} of the next)" if told else ""
+
+
+class LongestPrefix(_ByPrefill):
+    """Most cached tokens first, and `ageing` tokens more for each second that it has waited.
+
+    As SGLang orders by the longest cached prefix: who shares one comes while it is still there. Here it is looked up
+    when the request is queued, and not again.
+
+    Of use above saturation where many prompts share long prefixes in a pool that cannot keep all of them: the mean and
+    the longest TTFT sink together, with more hits. Of no use without shared prefixes, where it is "fcfs".
+
+    Bound: a request of which C tokens are cached is overtaken only by requests that arrive less than (N - C) / `ageing`
+    seconds after it, where N is the greatest length of a prompt. With an `ageing` of 0 there is none.
+    """
+
+    name = "longest-prefix"
+    parameters: ClassVar[tuple[Parameter, ...]] = (
+        Parameter("ageing", 100.0, 0.0, 1e9, tried=(10.0, 100.0, 1000.0), doc="tokens for a second of waiting"),
+    )
+
+    def __init__(self, ageing: float = 100.0) -> None:
+        super().__init__(ageing)
+
+    def _tokens(self, request: Request) -> int:
+        return -self._num_cached(request)
+
+    def reason(self, request: Request) -> str:
+        told = self._told(request)
+        return f"{-told[0]:,} of its tokens were cached when it came, and {-told[1]:,} of the next" if told else ""
 
 
 class ArrivalPriority(PriorityOrder):
@@ -104,6 +161,7 @@ ORDERS: dict[str, type[Policy]] = {
         FrontFirst,
         ArrivalPriority,
         ShortestPrefill,
+        LongestPrefix,
         EarliestTTFT,
         Fair,
     )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pointsman.core import ConfigError, Request, Scheduler
 from pointsman.core.policy.fcfs import FirstComeFirstServed
-from pointsman.core.policy.order import ShortestPrefill
+from pointsman.core.policy.order import LongestPrefix, ShortestPrefill
 from tests.core.helpers import Host, names, small_config
 from tests.soak import short_or_long
 
@@ -102,8 +102,8 @@ def test_shortest_prefill_admits_the_shortest_prompt_and_a_second_of_waiting_cou
     host.step()
     told = host.explain("long").sentence
     assert told == (
-        "long waits behind c, which waits: all sequence slots are taken. shortest-prefill: its prompt of 30 tokens "
-        "waits for shorter ones (4 is next)."
+        "long waits behind c, which waits: all sequence slots are taken. shortest-prefill: its 30 tokens to prefill "
+        "wait for fewer ones (4 of the next)."
     )
     assert admission_order(host) == ["c", "b", "long", "d"]
 
@@ -142,6 +142,53 @@ def test_shortest_prefill_is_overtaken_only_by_what_arrives_within_its_tokens_ov
             waiting.remove(taken)
             for other in waiting:
                 assert taken.arrival_time < other.arrival_time + other.num_prompt_tokens / ageing
+    assert not waiting
+
+
+@pytest.mark.parametrize(
+    "order, expected",
+    [("shortest-prefill", ["new", "short", "long"]), ("longest-prefix", ["long", "short", "new"])],
+)
+def test_what_is_cached_when_a_request_is_queued_counts(order: str, expected: list[str]) -> None:
+    host = Host(order=f"{order}:ageing=0.1", max_num_seqs=1, max_num_batched_tokens=64)
+    prompt = host.prompt(40)
+    host.add("first", prompt, max_tokens=1)
+    host.run_to_end()
+    host.add("new", 8, max_tokens=1)
+    host.add("short", [*prompt[:20], *host.prompt(10)], max_tokens=1)
+    host.add("long", [*prompt, *host.prompt(14)], max_tokens=1)
+    host.schedule()
+    if order == "longest-prefix":
+        assert host.explain("new").sentence.endswith(
+            "longest-prefix: 0 of its tokens were cached when it came, and 20 of the next."
+        )
+    assert [host.explain(name).position for name in expected[1:]] == [0, 1]
+
+
+@settings(max_examples=short_or_long(20, 500), deadline=None)
+@given(cached=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 15)), min_size=2, max_size=20))
+def test_longest_prefix_is_overtaken_only_by_what_arrives_within_the_bound(cached: list[tuple[int, int]]) -> None:
+    class Told(LongestPrefix):
+        def _num_cached(self, request: Request) -> int:
+            num: int = request.metadata
+            return num
+
+    order, longest = Told(ageing=2.0), 64
+    todo, waiting = sorted(cached), list[Request]()
+    for now in range(200):
+        while todo and todo[0][0] <= now:
+            arrival, num = todo.pop(0)
+            request = Request(
+                f"r{len(todo)}", [1] * longest, arrival_time=float(arrival), max_tokens=1, metadata=4 * num
+            )
+            request._state.sequence_number = 100 - len(todo)
+            order.push(request)
+            waiting.append(request)
+        if waiting:
+            taken = order.pop()
+            waiting.remove(taken)
+            for other in waiting:
+                assert taken.arrival_time < other.arrival_time + (longest - other.metadata) / 2.0
     assert not waiting
 
 
