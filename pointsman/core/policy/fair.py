@@ -27,8 +27,9 @@ import numpy.typing as npt
 from pointsman.core.errors import ConfigError
 from pointsman.core.policy.fcfs import FirstComeFirstServed
 from pointsman.core.policy.policy import Parameter, Policy
-from pointsman.core.state.events import Admitted, Preempted
+from pointsman.core.state.events import Admitted, Preempted, StepDecision, StepRun
 from pointsman.core.state.interfaces import View
+from pointsman.core.state.output import SchedulerOutput, StepUpdate
 from pointsman.core.state.request import Request
 
 Int64Array = npt.NDArray[np.int64]
@@ -130,6 +131,8 @@ class Fair(Policy):
         self._length = 0
         self._last: _Tenant | None = None  # that left the queue
         self._num_kept = _LEAST_KEPT
+        self._num_steps = 0  # in flight
+        self._entered: dict[_Tenant, int] = {}  # while one was, with what they were lifted by
         self._runs: dict[Request, _Run] = {}
         # By row: known tokens that were counted, or cached; and the number of the tenant.
         self._counted: Int64Array = np.zeros(_INITIAL, dtype=np.int64)
@@ -184,7 +187,9 @@ class Fair(Policy):
         if run is not None and run.row is not None:
             self._take_back(request, run)
         elif tenant.entry is None:
-            self._lift(tenant)
+            lifted = self._lift(tenant)
+            if self._num_steps:
+                self._entered[tenant] = self._entered.get(tenant, 0) + lifted
         self._insert(tenant, request)
 
     def put_back(self, requests: Sequence[Request]) -> None:
@@ -309,6 +314,30 @@ class Fair(Policy):
         if run is not None:
             run.tenant.num_requests -= 1
 
+    def on_step(self, step: StepDecision) -> None:
+        self._num_steps += 1
+
+    def on_update(self, output: SchedulerOutput, update: StepUpdate, now: float) -> None:
+        """Who entered the queue during the step counts as entering after it, with what it has generated."""
+        self._num_steps -= 1
+        if self._entered:
+            entered, self._entered = self._entered, {}
+            places = [(tenant, tenant.entry.since) for tenant in entered if tenant.entry is not None]
+            for tenant, _ in places:
+                tenant.entry = None
+                tenant.base -= entered[tenant]
+            self._num_waiting_tenants -= len(places)
+            for tenant, since in places:
+                self._lift(tenant)
+                self._num_waiting_tenants += 1
+                self._enter(tenant, since)
+
+    def on_failed(self, num_steps: int, now: float) -> None:
+        self._num_steps -= num_steps
+
+    def on_steps(self, run: StepRun) -> None:
+        """None of them is in flight."""
+
     def _leave_row(self, request: Request) -> None:
         """Count what it has generated since it was counted last."""
         run = self._runs.get(request)
@@ -342,17 +371,20 @@ class Fair(Policy):
         tenant = self._tenants[name] = _Tenant(name, number, *costs)
         return tenant
 
-    def _lift(self, tenant: _Tenant) -> None:
-        """To the least counter of those that wait: it has saved up nothing while it had nobody waiting."""
+    def _lift(self, tenant: _Tenant) -> int:
+        """To the least counter of those that wait: it has saved up nothing while it had nobody waiting. Returns by how
+        much."""
         self._count_outputs()
         level = 0
         if self._num_waiting_tenants:
             level = self._valid_top().counter
         elif self._last is not None:
             level = self._counter(self._last)
-        tenant.base += max(0, level - self._counter(tenant))
+        lifted = max(0, level - self._counter(tenant))
+        tenant.base += lifted
         if len(self._tenants) > self._num_kept:
             self._forget(level, tenant)
+        return lifted
 
     def _forget(self, level: int, but: _Tenant) -> None:
         """Idle tenants that would be lifted if they came back, as the level only rises."""
