@@ -239,7 +239,9 @@ def test_registered_policies_are_among_the_values() -> None:
     assert set(values["order"]) == set(ORDERS)
     assert set(values["victim"]) == {None, *VICTIMS}
     (order,) = (each for each in Space(BASE).tunables if each.name == "order")
-    assert not {"priority", "priority-by-arrival"} & set(order.values), "priorities change nothing where all are the same"
+    assert not {"priority", "priority-by-arrival"} & set(order.values), (
+        "priorities change nothing where all are the same"
+    )
 
 
 def test_settings_that_contradict_each_other_become_the_nearest_that_do_not() -> None:

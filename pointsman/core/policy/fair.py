@@ -137,6 +137,8 @@ class Fair(Policy):
         # By row: known tokens that were counted, or cached; and the number of the tenant.
         self._counted: Int64Array = np.zeros(_INITIAL, dtype=np.int64)
         self._owner: Int64Array = np.zeros(_INITIAL, dtype=np.int64)
+        self._rows: Int64Array | None = None  # whose columns are kept
+        self._owners = self._known = self._owner[:0]
 
     def attach(self, view: View) -> None:
         self._view = view
@@ -275,15 +277,25 @@ class Fair(Policy):
         if view is None or not len(rows := view.rows):
             return
         known = view.num_tokens
-        new = known - self._counted[rows]
+        if rows is not self._rows:  # the columns are kept while the same requests run
+            self._store()
+            self._rows, self._owners, self._known = rows, self._owner[rows], self._counted[rows]
+        new = known - self._known
         if np.count_nonzero(new):
-            self._counted[rows] = known
+            self._known = known
             # Sums in float64 are exact up to 2**53 tokens.
-            sums = np.bincount(self._owner[rows], weights=new, minlength=len(self._outputs))
+            sums = np.bincount(self._owners, weights=new, minlength=len(self._outputs))
             self._outputs += sums.astype(np.int64)
+
+    def _store(self) -> None:
+        """What was counted of the kept rows goes to its place, before a row changes hands."""
+        if self._rows is not None:
+            self._counted[self._rows] = self._known
+            self._rows = None
 
     def on_admitted(self, event: Admitted) -> None:
         request = event.request
+        self._store()
         run = self._runs.get(request)
         if run is None:
             run = self._runs[request] = _Run(self._tenants[request.tenant])
@@ -343,6 +355,7 @@ class Fair(Policy):
         run = self._runs.get(request)
         if run is None or run.row is None:
             return
+        self._store()
         run.counted, counted = request.num_tokens, int(self._counted[run.row])
         run.tenant.base += (run.counted - counted) * run.tenant.output_cost
         run.tenant.num_running -= 1
@@ -350,6 +363,7 @@ class Fair(Policy):
 
     def _take_back(self, request: Request, run: _Run) -> None:
         """Its admission is void."""
+        self._store()
         tenant = run.tenant
         tenant.base -= run.charge
         tenant.num_running -= 1
