@@ -171,6 +171,50 @@ COMPARISONS: tuple[Comparison, ...] = (
             ),
         )
     ),
+    Comparison(
+        question="who comes next",
+        scenario="azure",
+        load="above",
+        policy={"order": "shortest-prefill"},
+        figure="ttft_mean",
+        target=Target(limit=0.65),
+    ),
+    Comparison(
+        question="who comes next",
+        scenario="azure",
+        load="above",
+        policy={"order": "earliest-ttft"},
+        figure="within_target",
+        target=Target(limit=0.9, relative=False),
+    ),
+    Comparison(
+        question="who comes next",
+        scenario="tenants",
+        load="above",
+        policy={"order": "fair"},
+        figure="light_ttft_mean",
+        target=Target(limit=2.0, relative=False),
+    ),
+    Comparison(
+        question="who comes next",
+        scenario="mooncake",
+        load="above",
+        policy={"order": "longest-prefix"},
+        figure="ttft_mean",
+        target=Target(limit=0.9),
+    ),
+    *(
+        Comparison(
+            question="past a blocked head",
+            scenario="azure",
+            load="above",
+            policy={"watermark": 0.02, "reserves": ("bypass",)},
+            against=({"watermark": 0.02},),
+            figure=figure,
+            target=Target(limit=limit),
+        )
+        for figure, limit in (("ttft_mean", 0.75), ("ttft_p99", 1.0), ("ttft_max", 1.1))
+    ),
 )
 GRIDS: tuple[tuple[str, Load, Sequence[Settings]], ...] = (
     ("azure", "above", WATERMARKS),

@@ -128,7 +128,7 @@ def test_a_value_of_the_wrong_type_is_a_config_error(overrides: dict[str, Any]) 
     [
         (
             {"order": "lifo"},
-            "no order is called 'lifo'; choose one of fcfs, priority, fcfs-front, priority-by-arrival, or pass",
+            "no order is called 'lifo'; choose one of fcfs, priority, fcfs-front, priority-by-arrival, shortest-",
         ),
         (
             {"victim": "oldest"},

@@ -17,7 +17,7 @@ from pointsman.core import (
     StepResult,
 )
 
-from .ledger import Entry, Place
+from .ledger import OBSERVED, Entry, Place
 from .partials import LACKS_BLOCKS, LACKS_EMBEDDINGS, bypass_bound, passing
 from .shadow import ExecutedStep, drafts_of, require
 from .slots import check_passing, lacks_no_embeddings
@@ -204,6 +204,9 @@ class Expectations:
         lost their row in this very step."""
         losses = self._losses(output) if self.config.admit_after_preemption else {}
         order = str(self.config.order)
+        if order.startswith(OBSERVED):
+            admitted = [self.entries[request] for request in output.admitted]
+            return sorted([*self.queue, *losses], key=lambda e: admitted.index(e) if e in admitted else len(admitted))
         return sorted([*self.queue, *losses], key=lambda entry: entry.queue_key(order, losses.get(entry, 0)))
 
     def _check_admitted(self, output: SchedulerOutput) -> None:

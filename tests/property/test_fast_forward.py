@@ -30,6 +30,7 @@ NO_ENCODER = {"encoder_budget": 0, "encoder_cache_size": 0}
 PLAIN: dict[str, Any] = {**ONE_STEP, **NO_ENCODER}
 CACHING = {"enable_prefix_caching": True, "share_within_step": True}
 CUT = {"enable_chunked_prefill": True, "first_chunk_only": False, "token_limits": ("target-itl:seconds=3,least=2",)}
+ORDERED: dict[str, Any] = {**PLAIN, "max_loras": 0, "max_num_partial_prefills": None, "max_long_partial_prefills": None}
 FOCUS: dict[str, dict[str, Any]] = {
     "anything": {},
     "plain": PLAIN,
@@ -48,10 +49,14 @@ FOCUS: dict[str, dict[str, Any]] = {
     "drafts": {**NO_ENCODER, "connector": False, "max_steps_in_flight": 1, "num_draft_tokens": 2},
     "bypass": {**PLAIN, "block_size": 2, "num_blocks": 12, "reserves": ("bypass:bound=3",)},
     "adapters": {**PLAIN, "max_loras": 1},
+    "shortest-prefill": {**ORDERED, "order": "shortest-prefill:ageing=2"},
+    "longest-prefix": {**ORDERED, **CACHING, "order": "longest-prefix:ageing=2"},
+    "earliest-ttft": {**ORDERED, "order": "earliest-ttft:default=3,every=3"},
+    "fair": {**ORDERED, "order": "fair:weights=tenant 0/2"},
 }
 BIG = {"max_num_seqs", "max_num_batched_tokens", "max_num_active_seqs"}  # of presets: here nothing is that large
 SELDOM = {"anything", "drafts"}
-SHORT_FOCUS = ("few blocks", "evictions", "priority", "growth", "target step time")
+SHORT_FOCUS = ("few blocks", "evictions", "priority", "growth", "target step time", "earliest-ttft", "fair")
 
 
 def drive(seed: int, overrides: dict[str, Any]) -> tuple[World, Twin]:

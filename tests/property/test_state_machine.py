@@ -27,6 +27,14 @@ RULES_PER_SEED = 60
 NUM_LIMIT_SEEDS = 48
 LEAST_OF_A_LIMIT = 4
 CACHING = {"enable_prefix_caching": True, "share_within_step": True}
+ORDERED: dict[str, Any] = {
+    "max_loras": 0,
+    "max_num_partial_prefills": None,
+    "max_long_partial_prefills": None,
+    "encoder_budget": 0,
+    "encoder_cache_size": 0,
+    "connector": False,
+}
 FOCUS: dict[str, dict[str, Any]] = {
     "anything": {},
     "displacement": {**CACHING, "order": "priority", "displace": True, "batching": "mixed"},
@@ -47,6 +55,8 @@ FOCUS: dict[str, dict[str, Any]] = {
     "transfers": {"connector": True, "enable_prefix_caching": True},
     "transfers in flight": {"connector": True, "max_steps_in_flight": 3},
     "transfers of images": {**CACHING, "connector": True, "encoder_budget": 5, "encoder_cache_size": 6},
+    "fair": {**ORDERED, "order": "fair", "max_steps_in_flight": 2},
+    "earliest-ttft": {**ORDERED, "order": "earliest-ttft:default=3,every=3", "max_steps_in_flight": 2},
     "no chunks": {"enable_chunked_prefill": False, "long_prefill_token_threshold": 0, "order": "priority"},
 }
 """Knobs that are fixed in some of the seeded runs, where what they reach is rare otherwise."""

@@ -238,6 +238,7 @@ class RequestSpec:
             eos_token_ids=self.eos, ignore_eos=self.ignore_eos, stop_token_ids=self.stops, cache_salt=self.salt,
             adapter=self.adapter, encoder_inputs=inputs, use_prefix_cache=self.use_prefix_cache,
             runs_ahead=self.runs_ahead, more_input=self.more_input, repetition_detection=repetition,
+            tenant=f"tenant {self.document % 3}", ttft_target=float(self.arrival % 7) or None,
         )  # fmt: skip
 
 

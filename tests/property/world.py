@@ -43,7 +43,7 @@ from pointsman.core import (
 from .admissions import check_admissions
 from .expectations import Expectations, check_explanations, malformed_results, why_refused
 from .kv_mirror import KVMirror
-from .ledger import Entry, Kept, Part, Place, Tally, place_of
+from .ledger import OBSERVED, Entry, Kept, Part, Place, Tally, place_of
 from .partials import check_caps
 from .shadow import ExecutedStep, Reference, ShadowFault, ShadowHost, reference_run, require
 from .slots import HeldSlots
@@ -861,6 +861,9 @@ class World:
         """Who waits for capacity, in the order in which they must be admitted."""
         order = str(self.config.order)
         queue = [entry for entry in self.live if entry.place is Place.QUEUED]
+        if order.startswith(OBSERVED):
+            own = self.scheduler._parts.table.queue
+            return sorted(queue, key=lambda entry: own.position(entry.request))
         return sorted(queue, key=lambda entry: entry.queue_key(order))
 
     # ================================================================ helpers

@@ -59,7 +59,9 @@ def _request(rng: np.random.Generator, name: str, index: int) -> SimRequest:
     ids = tuple(int(i) for i in [rng.integers(3), 10 + rng.integers(3)]) if rng.random() < 0.5 else ()
     most = int(rng.integers(1, 60)) if rng.random() < 0.2 else None
     urgency = int(rng.integers(3))
-    return SimRequest(name, length, int(rng.integers(1, 80)), ids, 16, most, urgency, index=index)
+    return SimRequest(
+        name, length, int(rng.integers(1, 80)), ids, 16, most, urgency, index=index, tenant=f"tenant {index % 3}"
+    )
 
 
 def config(**overrides: Any) -> SchedulerConfig:
@@ -94,6 +96,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "default": {},
     "no caching": {"enable_prefix_caching": False},
     "priority": {"order": "priority"},
+    "shortest-prefill": {"order": "shortest-prefill", "num_blocks": 40},
+    "longest-prefix": {"order": "longest-prefix", "num_blocks": 40},
+    "earliest-ttft": {"order": "earliest-ttft:default=0.3,every=4", "num_blocks": 40},
+    "fair": {"order": "fair:weights=tenant 1/3", "num_blocks": 40},
     "few blocks": {"num_blocks": 33, "full_sequence_must_fit": False},
     "watermark": {"num_blocks": 40, "watermark": 0.2, "decode_reserve": "mean"},
     "growth": {"num_blocks": 40, "reserves": ("growth",), "victim": "least-cost:max_preemptions=1"},

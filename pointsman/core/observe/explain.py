@@ -335,7 +335,8 @@ def _sentence(request: Request, reason: Reason | None, missing: int, holders: li
     if reason is Reason.BEHIND:
         before = parts.table.requests[holders[0].request_id]
         why = before._state.deferral.reason if before._state.deferral is not None else None
-        return f"{name} waits behind {before.request_id}" + (f", which waits: {CAUSES[why].text}." if why else ".")
+        behind = f"{name} waits behind {before.request_id}" + (f", which waits: {CAUSES[why].text}." if why else ".")
+        return behind + _words_of_the_order(request, parts)
     lacks = f" for {missing} more {cause.resource}" if missing and cause.resource else ""
     waits = f"{name} waits{lacks}: {text}"
     if not holders:
@@ -343,6 +344,15 @@ def _sentence(request: Request, reason: Reason | None, missing: int, holders: li
     named = ", ".join(_shown(holder) for holder in holders[:3])
     more = f" and {len(holders) - 3} more" if len(holders) > 3 else ""
     return f"{waits}. Held by {named}{more}."
+
+
+def _words_of_the_order(request: Request, parts: Parts) -> str:
+    """Why it is not first, as a sentence of its own, where the order has words for that."""
+    queue = parts.table.queue
+    if request not in queue or not hasattr(queue, "reason"):
+        return ""
+    words: str = queue.reason(request)
+    return f" {queue.name}: {words}." if words else ""
 
 
 def _shown(holder: Holder) -> str:

@@ -3,8 +3,8 @@
 To add one: a `Policy` with the methods of `Order` (`state/interfaces.py`), its name in `ORDERS` at the end of this
 file; or in a package of its own (`registry.py`); or pass an object as `SchedulerConfig(order=...)`.
 
-An order is a queue of its own. The built-in ones are a heap with lazy removal, so adding, taking and removing a
-request cost O(log n) and the head is known in O(1). The key of a request is
+An order is a queue of its own. Those here are a heap (`fcfs.py`), and so are the parts of "earliest-ttft" and "fair",
+which have files of their own. The key of a request is
 
     (class, 0 if it ran before else 1, its last admission or else its arrival, order of adding, number of the push)
 
@@ -14,93 +14,15 @@ they were admitted.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from pointsman.core.policy.policy import Policy
+from pointsman.core.policy.earliest_ttft import EarliestTTFT
+from pointsman.core.policy.fair import Fair
+from pointsman.core.policy.fcfs import FirstComeFirstServed
+from pointsman.core.policy.policy import Parameter, Policy
+from pointsman.core.state.interfaces import View
 from pointsman.core.state.request import Request
 from pointsman.core.state.status import RequestStatus
-
-
-class FirstComeFirstServed(Policy):
-    """By arrival time, ties by order of adding. One class: all requests are equally urgent."""
-
-    kind = "order"
-    name = "fcfs"
-    displaces = False
-
-    def __init__(self) -> None:
-        self._heap: list[list[Any]] = []
-        self._length = 0
-        self._num_pushes = 0
-
-    def horizon(self, num_steps: int) -> int:
-        """Keys do not change while a request waits."""
-        return num_steps
-
-    def reason(self, request: Request) -> str:
-        """Why it is not first, in the policy's words; "": it came later."""
-        return ""
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __contains__(self, request: Request) -> bool:
-        return request._state.queue_entry is not None
-
-    def __iter__(self) -> Iterator[Request]:
-        """The queued requests, in unspecified order."""
-        return (entry[-1] for entry in self._heap if entry[-1] is not None)
-
-    def urgency(self, request: Request) -> int:
-        """The class of a request; smaller is more urgent."""
-        return 0
-
-    def key(self, request: Request) -> tuple[Any, ...]:
-        """The sort key of a request; the smallest is the head."""
-        resumed = request.status is RequestStatus.PREEMPTED
-        place = request.serial if resumed else request.arrival_time
-        return (self.urgency(request), 0 if resumed else 1, place, request.sequence_number)
-
-    def push(self, request: Request) -> None:
-        self._num_pushes += 1  # otherwise a removed entry that is still in the heap might be equal
-        entry: list[Any] = [*self.key(request), self._num_pushes, request]
-        request._state.queue_entry = entry
-        heapq.heappush(self._heap, entry)
-        self._length += 1
-
-    def put_back(self, requests: Sequence[Request]) -> None:
-        for request in reversed(requests):  # where that decides, the last one pushed comes first
-            self.push(request)
-
-    def peek(self) -> Request:
-        heap = self._heap
-        while heap[0][-1] is None:
-            heapq.heappop(heap)
-        request: Request = heap[0][-1]
-        return request
-
-    def pop(self) -> Request:
-        request = self.peek()
-        heapq.heappop(self._heap)
-        request._state.queue_entry = None
-        self._length -= 1
-        return request
-
-    def remove(self, request: Request) -> None:
-        assert request._state.queue_entry is not None
-        request._state.queue_entry[-1] = None  # the heap drops it when it reaches the top
-        request._state.queue_entry = None
-        self._length -= 1
-        if len(self._heap) > 2 * self._length + 64:
-            self._heap = [entry for entry in self._heap if entry[-1] is not None]
-            heapq.heapify(self._heap)
-
-    def position(self, request: Request) -> int:
-        assert request._state.queue_entry is not None
-        own = request._state.queue_entry
-        return sum(1 for entry in self._heap if entry[-1] is not None and entry < own)
 
 
 class PriorityOrder(FirstComeFirstServed):
@@ -129,6 +51,99 @@ class FrontFirst(FirstComeFirstServed):
         return (1, request.arrival_time, request.sequence_number)
 
 
+class _ByPrefill(FirstComeFirstServed):
+    """Orders by what of a prompt is cached, or is not, when it is queued, less what the request has aged since.
+
+    All requests age at the same rate, so that their order never changes, and the key is static: tokens plus `ageing`
+    times the arrival time. A preempted request is at the front, as under "fcfs".
+    """
+
+    def __init__(self, ageing: float) -> None:
+        super().__init__()
+        self._ageing = ageing
+        self._view: View | None = None
+
+    def attach(self, view: View) -> None:
+        self._view = view
+
+    def key(self, request: Request) -> tuple[Any, ...]:
+        if request.status is RequestStatus.PREEMPTED:
+            return (0, request.serial, request.sequence_number)
+        tokens = self._tokens(request)
+        return (1, tokens + self._ageing * request.arrival_time, request.sequence_number, tokens)
+
+    def _tokens(self, request: Request) -> int:
+        raise NotImplementedError
+
+    def _num_cached(self, request: Request) -> int:
+        view = self._view
+        return view.num_cached_tokens(request) if view is not None and view.has_prefix_cache else 0
+
+    def _told(self, request: Request) -> tuple[int, int] | None:
+        """Tokens in the keys of a request and of the head, if those are why it is not the head."""
+        own, first = request._state.queue_entry, self.top
+        return None if own is None or own[0] == 0 or first[0] == 0 or first[3] >= own[3] else (own[3], first[3])
+
+
+class ShortestPrefill(_ByPrefill):
+    """Fewest prompt tokens to compute first, less `ageing` tokens for each second that it has waited.
+
+    Shortest job first with ageing, where the job is the prefill: its length is known, that of an output is not. Tokens
+    that the prefix cache has when the request is queued are not counted.
+
+    Of use where the server is at or above saturation and prompts differ much in length: it lowers the mean TTFT at the
+    cost of the longest prompts. A greater `ageing` gives these more, and the mean less. Of no use below saturation,
+    where nobody waits.
+
+    Bound: a request with P tokens to prefill is overtaken only by requests that arrive less than P / `ageing` seconds
+    after it. With an `ageing` of 0 there is none.
+    """
+
+    name = "shortest-prefill"
+    parameters: ClassVar[tuple[Parameter, ...]] = (
+        Parameter("ageing", 15.0, 0.0, 1e9, tried=(5.0, 15.0, 100.0, 1000.0), doc="tokens for a second of waiting"),
+    )
+
+    def __init__(self, ageing: float = 15.0) -> None:
+        super().__init__(ageing)
+
+    def _tokens(self, request: Request) -> int:
+        return max(1, request.num_tokens - self._num_cached(request))
+
+    def reason(self, request: Request) -> str:
+        told = self._told(request)
+        return f"its {told[0]:,} tokens to prefill wait for fewer ones ({told[1]:,} of the next)" if told else ""
+
+
+class LongestPrefix(_ByPrefill):
+    """Most cached tokens first, and `ageing` tokens more for each second that it has waited.
+
+    As SGLang orders by the longest cached prefix: who shares one comes while it is still there. Here it is looked up
+    when the request is queued, and not again.
+
+    Of use above saturation where many prompts share long prefixes in a pool that cannot keep all of them: the mean and
+    the longest TTFT sink together, with more hits. Of no use without shared prefixes, where it is "fcfs".
+
+    Bound: a request of which C tokens are cached is overtaken only by requests that arrive less than (N - C) / `ageing`
+    seconds after it, where N is the greatest length of a prompt. With an `ageing` of 0 there is none.
+    """
+
+    name = "longest-prefix"
+    parameters: ClassVar[tuple[Parameter, ...]] = (
+        Parameter("ageing", 100.0, 0.0, 1e9, tried=(10.0, 100.0, 1000.0), doc="tokens for a second of waiting"),
+    )
+
+    def __init__(self, ageing: float = 100.0) -> None:
+        super().__init__(ageing)
+
+    def _tokens(self, request: Request) -> int:
+        return -self._num_cached(request)
+
+    def reason(self, request: Request) -> str:
+        told = self._told(request)
+        return f"{-told[0]:,} of its tokens were cached when it came, and {-told[1]:,} of the next" if told else ""
+
+
 class ArrivalPriority(PriorityOrder):
     """By priority, then by arrival, whether preempted or new, without priority preemption (vLLM's "priority")."""
 
@@ -139,6 +154,16 @@ class ArrivalPriority(PriorityOrder):
         return (request.priority, request.arrival_time, request.sequence_number)
 
 
-ORDERS: dict[str, type[FirstComeFirstServed]] = {
-    order.name: order for order in (FirstComeFirstServed, PriorityOrder, FrontFirst, ArrivalPriority)
+ORDERS: dict[str, type[Policy]] = {
+    order.name: order
+    for order in (
+        FirstComeFirstServed,
+        PriorityOrder,
+        FrontFirst,
+        ArrivalPriority,
+        ShortestPrefill,
+        LongestPrefix,
+        EarliestTTFT,
+        Fair,
+    )
 }

@@ -64,6 +64,11 @@ class SchedulerView:
     def has_prefix_cache(self) -> bool:
         return self._kv.prefix is not None
 
+    def num_cached_tokens(self, request: Request) -> int:
+        if request._state.encoder_inputs:
+            return 0  # whose lookup may withdraw what is cached
+        return len(self._kv.look_up(request).blocks) * self._batch.block_size
+
     @property
     def requests(self) -> tuple[Request, ...]:
         return self._batch.members.requests

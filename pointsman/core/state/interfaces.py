@@ -69,6 +69,10 @@ class View(Protocol):
     def has_prefix_cache(self) -> bool:
         """Whether blocks stay cached after use."""
 
+    def num_cached_tokens(self, request: Request) -> int:
+        """Tokens of a waiting request that the prefix cache has now: what it would not have to compute. Costs a lookup;
+        0 for one with encoder inputs."""
+
     # What runs, in columns.
 
     @property

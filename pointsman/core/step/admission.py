@@ -331,6 +331,7 @@ class Admission:
         """Steps have gone by in which the queue was blocked, or empty (None); the last one at `now`, with `num_free`
         free blocks."""
         table = self._table
+        self._view.now = now
         if table.skipped:
             table.skipped = []
         table.blocker = None
@@ -340,7 +341,6 @@ class Admission:
         table.blocker = head = table.queue.peek()
         for open_queue in self._openers:
             open_queue()
-        self._view.now = now
         shortage = blocked.shortage
         head._state.deferral = blocked.deferral if shortage is None else shortage.deferral(num_free)
 

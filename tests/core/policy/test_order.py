@@ -6,9 +6,12 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pointsman.core import ConfigError, Request, Scheduler
-from pointsman.core.policy.order import FirstComeFirstServed
+from pointsman.core.policy.fcfs import FirstComeFirstServed
+from pointsman.core.policy.order import LongestPrefix, ShortestPrefill
 from tests.core.helpers import Host, names, small_config
 from tests.soak import short_or_long
 
@@ -88,6 +91,111 @@ def test_a_request_that_left_the_queue_can_return_to_it_with_the_same_key() -> N
         host.ready("a")
     assert host.explain("a").position == 0
     assert admission_order(host) == ["a", "b"]
+
+
+def test_shortest_prefill_admits_the_shortest_prompt_and_a_second_of_waiting_counts_like_some_tokens() -> None:
+    host = Host(order="shortest-prefill:ageing=2", max_num_seqs=1, max_num_batched_tokens=64)
+    host.add("long", 30, max_tokens=1, arrival_time=0.0)
+    for request_id, length, arrival in [("d", 4, 13.5), ("a", 4, 5.0), ("c", 4, 12.5), ("b", 20, 4.5)]:
+        host.add(request_id, length, max_tokens=1, arrival_time=arrival)
+    assert [host.explain(name).position for name in ("a", "c", "b", "long", "d")] == [0, 1, 2, 3, 4]
+    host.step()
+    told = host.explain("long").sentence
+    assert told == (
+        "long waits behind c, which waits: all sequence slots are taken. shortest-prefill: its 30 tokens to prefill "
+        "wait for fewer ones (4 of the next)."
+    )
+    assert admission_order(host) == ["c", "b", "long", "d"]
+
+
+def test_under_shortest_prefill_a_preempted_request_is_first() -> None:
+    host = Host(order="shortest-prefill", max_num_seqs=1)
+    host.add("a", 16, max_tokens=4)
+    host.step()
+    host.add("short", 2, max_tokens=1)
+    host.park("a")
+    host.ready("a")
+    assert admission_order(host) == ["a", "short"]
+
+
+@settings(max_examples=short_or_long(30, 1000), deadline=None)
+@given(
+    ageing=st.sampled_from([0.5, 1.0, 3.0, 10.0]),
+    arrivals=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 60)), min_size=2, max_size=30),
+    capacity=st.integers(1, 20),
+)
+def test_shortest_prefill_is_overtaken_only_by_what_arrives_within_its_tokens_over_ageing(
+    ageing: float, arrivals: list[tuple[int, int]], capacity: int
+) -> None:
+    order = ShortestPrefill(ageing)
+    todo = sorted(arrivals)
+    waiting: list[Request] = []
+    for now in range(0, 4000, capacity):
+        while todo and todo[0][0] <= now:
+            arrival, length = todo.pop(0)
+            request = Request(f"r{len(todo)}", [1] * length, arrival_time=float(arrival), max_tokens=1)
+            request._state.sequence_number = 100 - len(todo)
+            order.push(request)
+            waiting.append(request)
+        if waiting:
+            taken = order.pop()
+            waiting.remove(taken)
+            for other in waiting:
+                assert taken.arrival_time < other.arrival_time + other.num_prompt_tokens / ageing
+    assert not waiting
+
+
+@pytest.mark.parametrize(
+    "order, expected",
+    [("shortest-prefill", ["new", "short", "long"]), ("longest-prefix", ["long", "short", "new"])],
+)
+def test_what_is_cached_when_a_request_is_queued_counts(order: str, expected: list[str]) -> None:
+    host = Host(order=f"{order}:ageing=0.1", max_num_seqs=1, max_num_batched_tokens=64)
+    prompt = host.prompt(40)
+    host.add("first", prompt, max_tokens=1)
+    host.run_to_end()
+    host.add("new", 8, max_tokens=1)
+    host.add("short", [*prompt[:20], *host.prompt(10)], max_tokens=1)
+    host.add("long", [*prompt, *host.prompt(14)], max_tokens=1)
+    host.schedule()
+    if order == "longest-prefix":
+        assert host.explain("new").sentence.endswith(
+            "longest-prefix: 0 of its tokens were cached when it came, and 20 of the next."
+        )
+    assert [host.explain(name).position for name in expected[1:]] == [0, 1]
+
+
+@settings(max_examples=short_or_long(20, 500), deadline=None)
+@given(cached=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 15)), min_size=2, max_size=20))
+def test_longest_prefix_is_overtaken_only_by_what_arrives_within_the_bound(cached: list[tuple[int, int]]) -> None:
+    class Told(LongestPrefix):
+        def _num_cached(self, request: Request) -> int:
+            num: int = request.metadata
+            return num
+
+    order, longest = Told(ageing=2.0), 64
+    todo, waiting = sorted(cached), list[Request]()
+    for now in range(200):
+        while todo and todo[0][0] <= now:
+            arrival, num = todo.pop(0)
+            request = Request(
+                f"r{len(todo)}", [1] * longest, arrival_time=float(arrival), max_tokens=1, metadata=4 * num
+            )
+            request._state.sequence_number = 100 - len(todo)
+            order.push(request)
+            waiting.append(request)
+        if waiting:
+            taken = order.pop()
+            waiting.remove(taken)
+            for other in waiting:
+                assert taken.arrival_time < other.arrival_time + (longest - other.metadata) / 2.0
+    assert not waiting
+
+
+@pytest.mark.parametrize("value", ["-1", "x", "1e10"])
+def test_an_ageing_that_is_none_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match="ageing of order 'shortest-prefill'"):
+        Scheduler(small_config(order=f"shortest-prefill:ageing={value}"))
 
 
 class CountingTime(float):

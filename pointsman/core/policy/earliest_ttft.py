@@ -1,0 +1,193 @@
+"""Earliest TTFT deadline first, and who can no longer meet it goes behind.
+
+    key of a request     its arrival + its TTFT target: the time by which its first token is wanted
+    on time              it can still meet that; the earliest comes first
+    late                 it cannot; behind all that are on time, but every k-th admission is of the most overdue one
+
+Earliest deadline first meets every deadline that can be met while there is capacity for all, and fails for all of them
+soon after there is not: it spends each step on the request that is just about to miss. So who is late gives way. It is
+known to be late when it would be next, and the time is past its deadline less the time that its prefill takes, as
+learned from the steps so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+from pointsman.core.policy.fcfs import FirstComeFirstServed
+from pointsman.core.policy.policy import Parameter, Policy, StepLoad
+from pointsman.core.state.events import Admitted
+from pointsman.core.state.interfaces import View
+from pointsman.core.state.request import Request
+from pointsman.core.state.status import RequestStatus
+
+_RESUMED, _ON_TIME, _LATE = 0, 1, 2
+_DECAY = 0.98
+"""What a step with prompts counts after the next one: the last fifty or so decide."""
+
+
+class EarliestTTFT(Policy):
+    """By the time at which the first token is wanted, and who can no longer meet it behind those that can.
+
+    That time is the arrival time plus the request's own `ttft_target`, or `default` for those without. A preempted
+    request comes before both, as under "fcfs". What a prefill takes is learned: its tokens times the seconds per token
+    of the latest steps with prompts.
+
+    Of use where requests have different targets, or the server is at times above saturation and a first token that is
+    late is worth little: as many as possible are on time, and the others pay for it. Of no use without such targets:
+    with the same one for all it is "fcfs" until requests are late.
+
+    Bound: while requests are late, every `every`-th admission of a new request is the most overdue one. So one with n
+    more overdue before it is one of the next (n + 1) times `every` that are admitted. One that is on time is admitted,
+    or becomes late.
+    """
+
+    kind = "order"
+    name = "earliest-ttft"
+    displaces = False
+    parameters: ClassVar[tuple[Parameter, ...]] = (
+        Parameter("default", 5.0, 1e-3, 1e6, tried=(1.0, 2.0, 5.0), doc="target of requests without one, in seconds"),
+        Parameter("every", 32, 1, 1_000_000, tried=(8, 32, 128), doc="of so many admissions one is the most overdue"),
+    )
+
+    def __init__(self, default: float = 5.0, every: int = 32) -> None:
+        self._default = default
+        self._every = every
+        self._view: View | None = None
+        self._ahead, self._late = _Ahead(self.deadline), _Late(self.deadline)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._judged_at: float | None = None
+        self._took_late = False
+        self._num_since_late = 0
+        self._seconds = self._tokens = 0.0  # of steps with prompts, the latest ones weighing most
+
+    def attach(self, view: View) -> None:
+        self._view = view
+        self._begin()
+
+    def horizon(self, num_steps: int) -> int:
+        """A head that is on time may be late in any step."""
+        ahead = self._ahead
+        return num_steps if not len(ahead) or ahead.top[0] == _RESUMED else 0
+
+    def deadline(self, request: Request) -> float:
+        """When its first token is wanted, in seconds on the caller's clock."""
+        target = request.ttft_target
+        return request.arrival_time + (self._default if target is None else target)
+
+    def reason(self, request: Request) -> str:
+        """Why it is not first, in the policy's words; "": others are more urgent."""
+        if request not in self or request._state.queue_entry[0] != _LATE:  # type: ignore[index]
+            return ""
+        target = self.deadline(request) - request.arrival_time
+        return f"its first token cannot be there within {target:g} s, and those that can be on time come first"
+
+    # ------------------------------------------------------------------ what was admitted, and how long steps take
+
+    def on_admitted(self, event: Admitted) -> None:
+        if not event.resumed:
+            waits = len(self._late) and not self._took_late
+            self._num_since_late = self._num_since_late + 1 if waits else 0
+
+    def on_step_time(self, load: StepLoad, seconds: float) -> None:
+        if load.num_prefill_tokens:
+            self._seconds = _DECAY * self._seconds + seconds
+            self._tokens = _DECAY * self._tokens + load.num_tokens
+
+    # ------------------------------------------------------------------ the queue
+
+    def __len__(self) -> int:
+        return len(self._ahead) + len(self._late)
+
+    def __contains__(self, request: Request) -> bool:
+        return request._state.queue_entry is not None
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from self._ahead
+        yield from self._late
+
+    def push(self, request: Request) -> None:
+        if not len(self) and self._view is not None:
+            self._judged_at = self._view.now  # it is judged in the next step
+        self._ahead.push(request)
+
+    def put_back(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self._ahead.push(request)  # and judged again
+
+    def peek(self) -> Request:
+        self._judge()
+        return self._next().peek()
+
+    def pop(self) -> Request:
+        self._judge()
+        heap = self._next()
+        self._took_late = heap is self._late
+        request = heap.pop()
+        if len(self):
+            self._judged_at = None
+        return request
+
+    def remove(self, request: Request) -> None:
+        self._heap_of(request).remove(request)
+
+    def position(self, request: Request) -> int:
+        heap, first = self._heap_of(request), self._next()
+        place = heap.position(request)
+        if heap is first:
+            return place if heap is self._ahead or place == 0 else place + len(self._ahead)
+        return place + (len(self._ahead) if heap is self._late else 1)
+
+    # ------------------------------------------------------------------ who is late
+
+    def _heap_of(self, request: Request) -> FirstComeFirstServed:
+        entry = request._state.queue_entry
+        assert entry is not None
+        return self._late if entry[0] == _LATE else self._ahead
+
+    def _next(self) -> FirstComeFirstServed:
+        """Where the head is."""
+        ahead, late = self._ahead, self._late
+        if not len(late) or (len(ahead) and ahead.top[0] == _RESUMED):
+            return ahead
+        return late if not len(ahead) or self._num_since_late >= self._every - 1 else ahead
+
+    def _judge(self) -> None:
+        """Move who cannot meet its deadline, as far as that matters for the head: once in a step, and after each
+        admission in it, so that it makes no difference who asks between steps."""
+        assert self._view is not None
+        now, ahead = self._view.now, self._ahead
+        if now == self._judged_at:
+            return
+        self._judged_at = now
+        while len(ahead) and ahead.top[0] == _ON_TIME:
+            request = ahead.peek()
+            if self.deadline(request) - self._prefill_seconds(request) >= now:
+                return
+            self._late.push(ahead.pop())
+
+    def _prefill_seconds(self, request: Request) -> float:
+        return request.num_tokens * self._seconds / self._tokens if self._tokens else 0.0
+
+
+class _Ahead(FirstComeFirstServed):
+    """Preempted requests, and those that are on time."""
+
+    def __init__(self, deadline: Callable[[Request], float]) -> None:
+        super().__init__()
+        self._deadline = deadline
+
+    def key(self, request: Request) -> tuple[Any, ...]:
+        if request.status is RequestStatus.PREEMPTED:
+            return (_RESUMED, request.serial, request.sequence_number)
+        return (_ON_TIME, self._deadline(request), request.sequence_number)
+
+
+class _Late(_Ahead):
+    """Those that are not."""
+
+    def key(self, request: Request) -> tuple[Any, ...]:
+        return (_LATE, self._deadline(request), request.sequence_number)

@@ -1,0 +1,439 @@
+"""Fair to tenants: whoever has been served least is next. The virtual token counter of Sheng et al., "Fairness in
+Serving Large Language Models" (OSDI 2024).
+
+    counter of a tenant   what it has been served: input_weight for each prompt token, output_weight for each output
+                          token, divided by the tenant's own weight
+    next                  the tenant with the least counter of those that wait; within it first come, first served
+    lifted                a tenant that had nobody waiting gets at least the least counter of those that wait (if nobody
+                          waits: the counter of the tenant that was last to leave the queue), so it saves nothing up
+
+What counts: a prompt counts when it is admitted, without the tokens that the prefix cache had, which cost nothing;
+outputs count as they are generated. What is computed again after a preemption does not count: the tenant did not ask
+for it. An admission that a failed step takes back is not counted.
+
+Counters are integers (`UNIT` to the token), so they do not depend on when they are brought up to date. That is done
+when a decision needs them, from the columns of the batch, and when a request leaves its row.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.errors import ConfigError
+from pointsman.core.policy.fcfs import FirstComeFirstServed
+from pointsman.core.policy.policy import Parameter, Policy
+from pointsman.core.state.events import Admitted, Preempted, StepDecision, StepRun
+from pointsman.core.state.interfaces import View
+from pointsman.core.state.output import SchedulerOutput, StepUpdate
+from pointsman.core.state.request import Request
+
+Int64Array = npt.NDArray[np.int64]
+
+UNIT = 1_000_000
+"""Of a counter to a token of weight 1."""
+_INITIAL = 64
+_LEAST_KEPT = 64
+"""Idle tenants, and entries that are no longer valid, are removed when there are more than twice as many as others."""
+
+
+class _Tenant:
+    """One tenant's counter and queue."""
+
+    __slots__ = ("base", "entry", "input_cost", "name", "num_requests", "num_running", "number", "output_cost", "queue")
+
+    def __init__(self, name: str, number: int, input_cost: int, output_cost: int) -> None:
+        self.name = name
+        self.number = number
+        """Its place in `Fair._outputs`."""
+        self.base = 0
+        """Its counter without the outputs there."""
+        self.input_cost, self.output_cost = input_cost, output_cost
+        self.num_running = 0
+        self.num_requests = 0  # that were admitted, and have not finished
+        self.queue = FirstComeFirstServed()
+        self.entry: _Entry | None = None  # while the queue is not empty
+
+
+class _Entry:
+    """A tenant in the heap of those that wait, by a counter that it has reached."""
+
+    __slots__ = ("counter", "since", "tenant")
+
+    def __init__(self, tenant: _Tenant, counter: int, since: int) -> None:
+        self.tenant = tenant
+        self.counter = counter
+        self.since = since
+
+    def __lt__(self, other: _Entry) -> bool:
+        if self.counter != other.counter:
+            return self.counter < other.counter
+        return self.since < other.since
+
+
+class _Run:
+    """What was counted of a request that was admitted."""
+
+    __slots__ = ("charge", "counted", "num_prompt", "row", "tenant")
+
+    def __init__(self, tenant: _Tenant) -> None:
+        self.tenant = tenant
+        self.row: int | None = None
+        self.counted = 0
+        """Known tokens that were counted, or cached, while it has no row."""
+        self.num_prompt = 0
+        self.charge = 0
+        """What its last admission cost."""
+
+
+class Fair(Policy):
+    """The tenant that has been served least; within a tenant, first come, first served.
+
+    Served is counted in tokens, those of outputs more than those of prompts, divided by the weight of the tenant
+    (`weights=gold/4+free/1`; 1 for those not named): the virtual token counter of Sheng et al. (OSDI 2024). A preempted
+    request is the first of its tenant. A tenant that comes back from idle has no credit for that time.
+
+    Of use where tenants share a server that is at times full: one that floods it waits for itself, the others hardly
+    notice. Of no use with one tenant, where it is "fcfs"; and it is only as good as what says who the tenant is.
+
+    Bound (the paper's, of tenants that have requests waiting all the time and none skipped): neither of two is served
+    more than the other by over 2 max(input_weight L, output_weight M), divided by the lesser of their weights. L is the
+    longest prompt, M the most tokens that the requests of a running batch may come to, their whole outputs included,
+    and input_weight is at most output_weight. Preemption by recompute changes nothing, as only new tokens count.
+    """
+
+    kind = "order"
+    name = "fair"
+    reads = frozenset({"tenant"})
+    displaces = False
+    parameters: ClassVar[tuple[Parameter, ...]] = (
+        Parameter("input_weight", 1.0, 0.001, 1000.0, doc="of a prompt token"),
+        Parameter("output_weight", 2.0, 0.001, 1000.0, doc="of an output token"),
+        Parameter("weights", "", doc="of tenants, like gold/4+free/1; those not named have 1"),
+    )
+
+    def __init__(self, input_weight: float = 1.0, output_weight: float = 2.0, weights: str = "") -> None:
+        self._input_weight, self._output_weight = input_weight, output_weight
+        self._weights = read_weights(weights)
+        self._view: View | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._tenants: dict[str, _Tenant] = {}
+        self._free_numbers: list[int] = []
+        self._outputs: Int64Array = np.zeros(_INITIAL, dtype=np.int64)  # of each tenant, by number
+        self._heap: list[_Entry] = []  # those with t.entry, and some that are no longer valid
+        self._num_waiting_tenants = 0
+        self._num_entered = 0
+        self._length = 0
+        self._last: _Tenant | None = None  # that left the queue
+        self._num_kept = _LEAST_KEPT
+        self._num_steps = 0  # in flight
+        self._entered: dict[_Tenant, int] = {}  # while one was, with what they were lifted by
+        self._runs: dict[Request, _Run] = {}
+        # By row: known tokens that were counted, or cached; and the number of the tenant.
+        self._counted: Int64Array = np.zeros(_INITIAL, dtype=np.int64)
+        self._owner: Int64Array = np.zeros(_INITIAL, dtype=np.int64)
+        self._rows: Int64Array | None = None  # whose columns are kept
+        self._owners = self._known = self._owner[:0]
+
+    def attach(self, view: View) -> None:
+        self._view = view
+        self._begin()
+
+    def horizon(self, num_steps: int) -> int:
+        """As long as the next tenant, with what it generates, stays below the second one, whatever that generates."""
+        if self._num_waiting_tenants <= 1:
+            return num_steps
+        first = self._first()
+        growth = first.tenant.num_running * first.tenant.output_cost  # in a step
+        if not growth:
+            return num_steps
+        heapq.heappop(self._heap)
+        second = self._valid_top()
+        heapq.heappush(self._heap, first)
+        return min(num_steps, 1 + max(0, second.counter - first.counter - 1) // growth)
+
+    def served(self, tenant: str) -> float:
+        """The counter of a tenant, in tokens of weight 1; 0 for one that is not known, or forgotten."""
+        self._count_outputs()
+        known = self._tenants.get(tenant)
+        return 0.0 if known is None else self._counter(known) / UNIT
+
+    def reason(self, request: Request) -> str:
+        """Why it is not first, in the policy's words; "": it came later than others of its tenant."""
+        tenant, first = self._tenants[request.tenant], self._first().tenant
+        more = (self._counter(tenant) - self._counter(first)) // UNIT
+        if tenant is first or more < 1:
+            return ""
+        return f"{_named(tenant)} has had {more:,} tokens more than {_named(first)}"
+
+    # ------------------------------------------------------------------ the queue
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __contains__(self, request: Request) -> bool:
+        return request._state.queue_entry is not None
+
+    def __iter__(self) -> Iterator[Request]:
+        for tenant in self._tenants.values():
+            yield from tenant.queue
+
+    def push(self, request: Request) -> None:
+        tenant = self._tenants.get(request.tenant) or self._new_tenant(request.tenant)
+        run = self._runs.get(request)
+        if run is not None and run.row is not None:
+            self._take_back(request, run)
+        elif tenant.entry is None:
+            lifted = self._lift(tenant)
+            if self._num_steps:
+                self._entered[tenant] = self._entered.get(tenant, 0) + lifted
+        self._insert(tenant, request)
+
+    def put_back(self, requests: Sequence[Request]) -> None:
+        for request in reversed(requests):
+            self._insert(self._tenants[request.tenant], request)
+
+    def peek(self) -> Request:
+        return self._first().tenant.queue.peek()
+
+    def pop(self) -> Request:
+        tenant = self._first().tenant
+        request = tenant.queue.pop()
+        self._took(tenant)
+        return request
+
+    def remove(self, request: Request) -> None:
+        tenant = self._tenants[request.tenant]
+        tenant.queue.remove(request)
+        self._took(tenant)
+
+    def position(self, request: Request) -> int:
+        """As if nothing that is admitted before it counted: behind all of the tenants that have been served less."""
+        self._count_outputs()
+        own = self._tenants[request.tenant]
+        entry = own.entry
+        assert entry is not None
+        place = (self._counter(own), entry.since)
+        others = [t for t in self._tenants.values() if t.entry is not None and t is not own]
+        before = sum(len(t.queue) for t in others if t.entry and (self._counter(t), t.entry.since) < place)
+        return before + own.queue.position(request)
+
+    def _insert(self, tenant: _Tenant, request: Request) -> None:
+        if tenant.entry is None:
+            self._num_entered += 1
+            self._num_waiting_tenants += 1
+            self._enter(tenant, self._num_entered)
+        tenant.queue.push(request)
+        self._length += 1
+
+    def _took(self, tenant: _Tenant) -> None:
+        """A request has left the queue of a tenant."""
+        self._length -= 1
+        if not len(tenant.queue):
+            tenant.entry = None
+            self._num_waiting_tenants -= 1
+            self._last = tenant
+            if len(self._heap) > 2 * self._num_waiting_tenants + _LEAST_KEPT:
+                self._heap = [entry for entry in self._heap if entry.tenant.entry is entry]
+                heapq.heapify(self._heap)
+
+    def _enter(self, tenant: _Tenant, since: int) -> None:
+        tenant.entry = _Entry(tenant, self._counter(tenant), since)
+        heapq.heappush(self._heap, tenant.entry)
+
+    def _first(self) -> _Entry:
+        """The tenant that is next, by its counter as of now. One of them waits."""
+        if self._num_waiting_tenants > 1:
+            self._count_outputs()
+        return self._valid_top()
+
+    def _valid_top(self) -> _Entry:
+        """Counters only grow, so an entry with its tenant's present counter is before all others."""
+        heap = self._heap
+        while True:
+            entry = heap[0]
+            if entry.tenant.entry is not entry:
+                heapq.heappop(heap)
+                continue
+            counter = self._counter(entry.tenant)
+            if counter == entry.counter:
+                return entry
+            entry.counter = counter
+            heapq.heapreplace(heap, entry)
+
+    # ------------------------------------------------------------------ what is counted
+
+    def _counter(self, tenant: _Tenant) -> int:
+        return tenant.base + int(self._outputs[tenant.number]) * tenant.output_cost
+
+    def _count_outputs(self) -> None:
+        """Of all running requests, what they have generated since it was counted last."""
+        view = self._view
+        if view is None or not len(rows := view.rows):
+            return
+        known = view.num_tokens
+        if rows is not self._rows:  # the columns are kept while the same requests run
+            self._store()
+            self._rows, self._owners, self._known = rows, self._owner[rows], self._counted[rows]
+        new = known - self._known
+        if np.count_nonzero(new):
+            self._known = known
+            # Sums in float64 are exact up to 2**53 tokens.
+            sums = np.bincount(self._owners, weights=new, minlength=len(self._outputs))
+            self._outputs += sums.astype(np.int64)
+
+    def _store(self) -> None:
+        """What was counted of the kept rows goes to its place, before a row changes hands."""
+        if self._rows is not None:
+            self._counted[self._rows] = self._known
+            self._rows = None
+
+    def on_admitted(self, event: Admitted) -> None:
+        request = event.request
+        self._store()
+        run = self._runs.get(request)
+        if run is None:
+            run = self._runs[request] = _Run(self._tenants[request.tenant])
+            run.tenant.num_requests += 1
+        tenant, row, known = run.tenant, request.row, request.num_tokens
+        assert row is not None
+        if request.num_prompt_tokens == run.num_prompt:  # samples that came back while it had no row
+            run.charge = (known - run.counted) * tenant.output_cost
+        else:
+            run.charge = max(0, known - max(run.counted, event.num_cached_tokens)) * tenant.input_cost
+        tenant.base += run.charge
+        tenant.num_running += 1
+        run.row, run.num_prompt = row, request.num_prompt_tokens
+        while row >= len(self._owner):
+            self._counted = np.concatenate([self._counted, np.zeros_like(self._counted)])
+            self._owner = np.concatenate([self._owner, np.zeros_like(self._owner)])
+        self._counted[row], self._owner[row] = known, tenant.number
+
+    def on_preempted(self, event: Preempted) -> None:
+        self._leave_row(event.request)
+
+    def on_parked(self, request: Request, now: float) -> None:
+        self._leave_row(request)
+
+    def on_finished(self, request: Request, now: float) -> None:
+        self._leave_row(request)
+        run = self._runs.pop(request, None)
+        if run is not None:
+            run.tenant.num_requests -= 1
+
+    def on_step(self, step: StepDecision) -> None:
+        self._num_steps += 1
+
+    def on_update(self, output: SchedulerOutput, update: StepUpdate, now: float) -> None:
+        """Who entered the queue during the step counts as entering after it, with what it has generated."""
+        self._num_steps -= 1
+        if self._entered:
+            entered, self._entered = self._entered, {}
+            places = [(tenant, tenant.entry.since) for tenant in entered if tenant.entry is not None]
+            for tenant, _ in places:
+                tenant.entry = None
+                tenant.base -= entered[tenant]
+            self._num_waiting_tenants -= len(places)
+            for tenant, since in places:
+                self._lift(tenant)
+                self._num_waiting_tenants += 1
+                self._enter(tenant, since)
+
+    def on_failed(self, num_steps: int, now: float) -> None:
+        self._num_steps -= num_steps
+
+    def on_steps(self, run: StepRun) -> None:
+        """None of them is in flight."""
+
+    def _leave_row(self, request: Request) -> None:
+        """Count what it has generated since it was counted last."""
+        run = self._runs.get(request)
+        if run is None or run.row is None:
+            return
+        self._store()
+        run.counted, counted = request.num_tokens, int(self._counted[run.row])
+        run.tenant.base += (run.counted - counted) * run.tenant.output_cost
+        run.tenant.num_running -= 1
+        run.row = None
+
+    def _take_back(self, request: Request, run: _Run) -> None:
+        """Its admission is void."""
+        self._store()
+        tenant = run.tenant
+        tenant.base -= run.charge
+        tenant.num_running -= 1
+        run.row, run.num_prompt = None, 0
+        if run.counted == 0:  # its first
+            del self._runs[request]
+            tenant.num_requests -= 1
+        if tenant.entry is not None:  # the counter has become less
+            self._enter(tenant, tenant.entry.since)
+
+    # ------------------------------------------------------------------ tenants
+
+    def _new_tenant(self, name: str) -> _Tenant:
+        number = self._free_numbers.pop() if self._free_numbers else len(self._tenants)
+        if number == len(self._outputs):
+            self._outputs = np.concatenate([self._outputs, np.zeros_like(self._outputs)])
+        weight = self._weights.get(name, 1.0)
+        costs = [max(1, round(UNIT * each / weight)) for each in (self._input_weight, self._output_weight)]
+        tenant = self._tenants[name] = _Tenant(name, number, *costs)
+        return tenant
+
+    def _lift(self, tenant: _Tenant) -> int:
+        """To the least counter of those that wait: it has saved up nothing while it had nobody waiting. Returns by how
+        much."""
+        self._count_outputs()
+        level = 0
+        if self._num_waiting_tenants:
+            level = self._valid_top().counter
+        elif self._last is not None:
+            level = self._counter(self._last)
+        lifted = max(0, level - self._counter(tenant))
+        tenant.base += lifted
+        if len(self._tenants) > self._num_kept:
+            self._forget(level, tenant)
+        return lifted
+
+    def _forget(self, level: int, but: _Tenant) -> None:
+        """Idle tenants that would be lifted if they came back, as the level only rises."""
+        for tenant in list(self._tenants.values()):
+            is_idle = tenant.entry is None and not tenant.num_requests and tenant is not self._last
+            if is_idle and tenant is not but and self._counter(tenant) <= level:
+                del self._tenants[tenant.name]
+                self._outputs[tenant.number] = 0
+                self._free_numbers.append(tenant.number)
+        self._num_kept = max(_LEAST_KEPT, 2 * len(self._tenants))
+
+
+def read_weights(text: str) -> dict[str, float]:
+    """The weights of tenants in `NAME/WEIGHT+NAME/WEIGHT`; the last "/" of each part separates.
+
+    Raises:
+        ConfigError: it is written otherwise, a tenant is named twice, or a weight is not above 0.
+    """
+    weights: dict[str, float] = {}
+    for part in text.split("+") if text else ():
+        name, _, weight = part.rpartition("/")
+        try:
+            value = float(weight)
+        except ValueError:
+            value = 0.0
+        if not name or not 1e-3 <= value <= 1e3:
+            raise ConfigError(
+                f"weights of order 'fair' has {part!r}; write NAME/WEIGHT, like gold/4, with a weight of 0.001 to 1000"
+            )
+        if name in weights:
+            raise ConfigError(f"weights of order 'fair' names tenant {name!r} twice")
+        weights[name] = value
+    return weights
+
+
+def _named(tenant: _Tenant) -> str:
+    return f"tenant {tenant.name}" if tenant.name else "the tenant without a name"
