@@ -1,4 +1,5 @@
-"""GET /v1/requests: the state of every request, why it waits, for which requests and for how long.
+"""GET /v1/requests: the state of every request, why it waits, for which requests and for how long; an operator can
+change the priority of one.
 
 A client with a key sees its own requests, an operator all. What a client's request waits for is the same in both; other
 clients' requests have no name in it.
@@ -20,13 +21,14 @@ from pointsman.core.errors import UnknownRequest
 from pointsman.server.api.access import OperatorRules
 from pointsman.server.api.openapi import MAX_PATH, errors
 from pointsman.server.service.service import Service
+from pointsman.server.service.urgency import check_priority_is_read
 from pointsman.server.wire.errors import ApiError, not_found, shown
 from pointsman.server.wire.messages import RequestExplanation
-from pointsman.server.wire.responses import RequestList, RequestState
+from pointsman.server.wire.responses import PriorityResponse, RequestList, RequestState
 
 
 def requests_router(service: Service, operators: OperatorRules) -> APIRouter:
-    """The two routes."""
+    """The three routes."""
     router = APIRouter(tags=["operation"])
     names = service.names
 
@@ -67,6 +69,26 @@ def requests_router(service: Service, operators: OperatorRules) -> APIRouter:
         except UnknownRequest as error:
             raise unknown from error
         return JSONResponse(describe(explanation, partial(names.shown, viewer=viewer)))
+
+    @router.post(
+        "/v1/requests/{request_id:path}/priority",
+        response_model=PriorityResponse,
+        responses=errors(400, 403, 404, 500, 503),
+        dependencies=[Depends(operators.require)],
+    )
+    async def set_priority(
+        request_id: Annotated[str, Path(max_length=MAX_PATH)],
+        priority: Annotated[int, Query(ge=-(2**63), le=2**63 - 1, description="Smaller is more urgent.")],
+    ) -> Response:
+        """Change the priority of a request, or of every sample of an answer; the bounds for clients do not hold here. A
+        queued request changes its place at once.
+        """
+        check_priority_is_read(priority, service.client.info)
+        found = names.find(request_id) or [request_id]
+        changed = await service.ask(service.client.set_priority(found, priority))
+        if not changed:
+            raise not_found(f"no request {shown(request_id)} is waiting, parked or running; it may have ended")
+        return JSONResponse({"priority": priority, "requests": [names.shown(one) for one in changed]})
 
     return router
 
@@ -113,6 +135,8 @@ def describe(known: RequestExplanation, name_of: Callable[[str], str]) -> dict[s
         "num_blocks": explanation.num_blocks,
         "num_preemptions": explanation.num_preemptions,
         "priority": known.priority,
+        "ttft_target": known.ttft_target,
+        "tenant": known.tenant,
         "user": known.user,
         "age": known.age,
         "deadline_in": known.deadline_in,
