@@ -19,11 +19,13 @@ def explained(host: Host, request_id: str, age: float) -> RequestExplanation:
         explanation=host.explain(request_id),
         arrival_time=request.arrival_time,
         age=age,
+        tenant=request.tenant,
         user=None,
         num_prompt_tokens=request.num_prompt_tokens,
         num_output_tokens=request.num_output_tokens,
         max_tokens=request.max_tokens,
         priority=request.priority,
+        ttft_target=request.ttft_target,
         deadline_in=None,
         waiting_for=None,
     )
