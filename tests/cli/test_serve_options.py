@@ -71,7 +71,11 @@ def test_every_argument_of_the_engine_is_an_option() -> None:
 
 
 def test_every_setting_of_the_server_is_an_option() -> None:
-    assert {field.name for field in fields(ServerConfig)} - {"api_keys", "operator_keys"} <= SERVER.keys()
+    assert {field.name for field in fields(ServerConfig)} - {
+        "api_keys",
+        "api_key_names",
+        "operator_keys",
+    } <= SERVER.keys()
     assert {"api_key", "api_key_file", "operator_key", "operator_key_file"} <= SERVER.keys()
 
 

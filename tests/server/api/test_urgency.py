@@ -42,6 +42,7 @@ class Paused:
         self._http = http
         self._operator = bearer(key)
         self._sent: list[asyncio.Future[Any]] = []
+        self._num_samples = 0
 
     async def __aenter__(self) -> Paused:
         await self._http.post("/pause", params={"mode": "keep"}, headers=self._operator)
@@ -56,7 +57,8 @@ class Paused:
         """A request, which is queued when this returns."""
         body = {**(FIELDS if path == "/v1/completions" else {}), **fields}
         self._sent.append(asyncio.ensure_future(self._http.post(path, json=body, headers=headers)))
-        while len(await self.states()) < len(self._sent):
+        self._num_samples += fields.get("n", 1)
+        while len(await self.states()) < self._num_samples:
             await asyncio.sleep(0.002)
 
     async def states(self) -> list[dict[str, Any]]:
