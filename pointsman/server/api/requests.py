@@ -2,7 +2,7 @@
 change the priority of one.
 
 A client with a key sees its own requests, an operator all. What a client's request waits for is the same in both; other
-clients' requests have no name in it.
+clients' requests have no name in it, and what the order says of tenants is left out.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ def requests_router(service: Service, operators: OperatorRules) -> APIRouter:
     """The three routes."""
     router = APIRouter(tags=["operation"])
     names = service.names
+    order = str(service.client.info.scheduler.get("order")).partition(":")[0]
 
     @router.get("/v1/requests", response_model=RequestList, responses=errors(400, 403, 500, 503))
     async def list_requests(
@@ -46,7 +47,12 @@ def requests_router(service: Service, operators: OperatorRules) -> APIRouter:
         chosen = [names.belongs(one, viewer) and (found is None or one in found) for one in ids]
         shown_to = partial(names.shown, viewer=viewer)
         return JSONResponse(
-            {"object": "list", "data": [describe(one, shown_to) for one in compress(explanations, chosen)]}
+            {
+                "object": "list",
+                "data": [
+                    describe(one, shown_to, None if viewer is None else order) for one in compress(explanations, chosen)
+                ],
+            }
         )
 
     @router.get(
@@ -68,7 +74,8 @@ def requests_router(service: Service, operators: OperatorRules) -> APIRouter:
             explanation = await service.ask(service.client.explain(found[0] if found else request_id))
         except UnknownRequest as error:
             raise unknown from error
-        return JSONResponse(describe(explanation, partial(names.shown, viewer=viewer)))
+        shown_to = partial(names.shown, viewer=viewer)
+        return JSONResponse(describe(explanation, shown_to, None if viewer is None else order))
 
     @router.post(
         "/v1/requests/{request_id:path}/priority",
@@ -93,12 +100,15 @@ def requests_router(service: Service, operators: OperatorRules) -> APIRouter:
     return router
 
 
-def describe(known: RequestExplanation, name_of: Callable[[str], str]) -> dict[str, Any]:
+def describe(
+    known: RequestExplanation, name_of: Callable[[str], str], silent_order: str | None = None
+) -> dict[str, Any]:
     """The JSON of a request, with times in Unix time.
 
     Args:
         known: what the engine says.
         name_of: the name that the reader knows, from the engine's id.
+        silent_order: an order whose own words, which may name tenants, are left out.
     """
     explanation = known.explanation
     waiting_for = known.waiting_for
@@ -122,7 +132,7 @@ def describe(known: RequestExplanation, name_of: Callable[[str], str]) -> dict[s
             for holder in explanation.holders
         ],
         "num_holders": explanation.num_holders,
-        "explanation": _in_words(explanation, name_of),
+        "explanation": _in_words(explanation, name_of, silent_order),
         "since": None if waiting_for is None else round(time.time() - waiting_for, 3),
         "waiting_for": waiting_for,
         "transfer": explanation.transfer,
@@ -147,9 +157,11 @@ def describe(known: RequestExplanation, name_of: Callable[[str], str]) -> dict[s
     }
 
 
-def _in_words(explanation: Explanation, name_of: Callable[[str], str]) -> str:
+def _in_words(explanation: Explanation, name_of: Callable[[str], str], silent_order: str | None) -> str:
     """The sentence of an explanation, under the names that the reader knows."""
     sentence = explanation.sentence
+    if silent_order is not None:  # ids hold no spaces, so only the order's own words can begin so
+        sentence = sentence.partition(f" {silent_order}: ")[0]
     for engine_id in {explanation.request_id, *(holder.request_id for holder in explanation.holders)}:
         sentence = sentence.replace(engine_id, name_of(engine_id))
     return sentence

@@ -22,6 +22,7 @@ READS: dict[str, frozenset[str]] = {
     "shortest-prefill": frozenset(),
     "earliest-ttft": frozenset({TTFT_TARGET}),
     "fair": frozenset(),
+    "longest-prefix": frozenset(),
     "latest": frozenset(),
     "least-cost": frozenset(),
     "lowest-priority": frozenset({PRIORITY}),
@@ -38,7 +39,7 @@ def fields_read(scheduler: Mapping[str, Any]) -> frozenset[str]:
     """
     everything = frozenset({PRIORITY, TTFT_TARGET})
     policies = [spec for kind in ("order", "victim") if (spec := scheduler.get(kind)) is not None]
-    names = [str(spec).partition(":")[0] for spec in policies]
+    names = [str(spec).partition(":")[0] for spec in policies]  # without parameters
     return frozenset().union(*(READS.get(name, everything) for name in names))
 
 
