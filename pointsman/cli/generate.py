@@ -146,6 +146,8 @@ class _Run:
                 job.params,
                 arrival_time=self.progress.start + job.arrival_time,
                 priority=job.priority,
+                tenant=job.tenant,
+                ttft_target=job.ttft_target,
             )
         except ValueError as error:  # refused, or an unknown text or token
             self._refusals.append(f"{job.place}: {error}")

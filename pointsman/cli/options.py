@@ -329,7 +329,9 @@ SERVER: dict[str, Any] = {
             "but not --api-key-file or the variable POINTSMAN_API_KEY.",
         ),
     ],
-    "api_key_file": Annotated[str | None, typer.Option(metavar="FILE", help="File of API keys, one per line.")],
+    "api_key_file": Annotated[
+        str | None, typer.Option(metavar="FILE", help="File of API keys, one per line: KEY or NAME:KEY.")
+    ],
     "operator_key": Annotated[
         list[str] | None,
         typer.Option(
@@ -378,6 +380,21 @@ SERVER: dict[str, Any] = {
     "max_logprobs": Annotated[int | None, typer.Option(help="Maximum log probabilities per position [default: 20].")],
     "max_deadline": Annotated[
         float | None, typer.Option(help="Seconds after which any request is finished [default: no limit].")
+    ],
+    "min_request_priority": Annotated[
+        int | None,
+        typer.Option(help="Most urgent (smallest) priority of a request, at most 0; then 400 [default: no limit]."),
+    ],
+    "min_ttft_target": Annotated[
+        float | None, typer.Option(help="Least TTFT target of a request, in seconds; then 400 [default: no limit].")
+    ],
+    "tenant_from": Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="What names the tenant: key, the API key's name; user, the field of that name; or header:NAME. "
+            "The last two only behind a trusted proxy, as clients may send what they like [default: key].",
+        ),
     ],
     "drain_timeout": Annotated[
         float | None, typer.Option(help="Seconds for running requests to finish after SIGTERM [default: 30].")
@@ -530,6 +547,9 @@ SERVE_HELP: Panels = {
         "max_n",
         "max_logprobs",
         "max_deadline",
+        "min_request_priority",
+        "min_ttft_target",
+        "tenant_from",
         "seed",
     ),
     "Server": (

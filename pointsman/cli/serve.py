@@ -84,8 +84,8 @@ def _check_run_options(values: dict[str, Any]) -> None:
 
 def _server_config(settings: dict[str, Any], environment: Mapping[str, str]) -> ServerConfig:
     settings = dict(settings)
-    api_keys = _keys("api", settings, environment.get(API_KEY_VARIABLE))
-    operator_keys = _keys("operator", settings, environment.get(OPERATOR_KEY_VARIABLE))
+    api_keys, names = _keys("api", settings, environment.get(API_KEY_VARIABLE))
+    operator_keys, _ = _keys("operator", settings, environment.get(OPERATOR_KEY_VARIABLE))
     for name in ("max_request_bytes", "max_total_request_bytes"):
         if name in settings:
             settings[name] = size(settings[name])
@@ -93,11 +93,14 @@ def _server_config(settings: dict[str, Any], environment: Mapping[str, str]) -> 
         settings["chat_template"] = _read("chat template", settings["chat_template"])
     settings["served_model_name"] = tuple(settings["served_model_name"])
     settings["allowed_host"] = tuple(settings.get("allowed_host", ()))
+    if any(names):
+        settings["api_key_names"] = names
     return ServerConfig(api_keys=api_keys, operator_keys=operator_keys, **settings)
 
 
-def _keys(kind: str, settings: dict[str, Any], variable: str | None) -> tuple[str, ...]:
-    """The keys of the command line, otherwise of the file, otherwise of the variable; taken out of the settings.
+def _keys(kind: str, settings: dict[str, Any], variable: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The keys of the command line, otherwise of the file, otherwise of the variable, and their names; taken out of the
+    settings. API keys in a file may have names (`name:key`); those without one, and all others, have the name "".
 
     A file or a variable without a key is an error, because it is set to restrict access.
 
@@ -109,18 +112,35 @@ def _keys(kind: str, settings: dict[str, Any], variable: str | None) -> tuple[st
     name = "API key" if kind == "api" else "operator key"
     given, path = settings.pop(f"{kind}_key", []), settings.pop(f"{kind}_key_file", None)
     if given:
-        return tuple(given)
+        return tuple(given), ("",) * len(given)
     if path is not None:
-        keys = tuple(line.strip() for line in _read(f"{name}s", path).splitlines() if line.strip())
-        if not keys:
+        lines = [line.strip() for line in _read(f"{name}s", path).splitlines() if line.strip()]
+        if not lines:
             raise CommandError(f"{path} holds no {name}; write one a line, or leave --{kind}-key-file out")
-        return keys
+        return _named(lines, path) if kind == "api" else (tuple(lines), ("",) * len(lines))
     if variable is not None:
         if not variable.strip():
             which = API_KEY_VARIABLE if kind == "api" else OPERATOR_KEY_VARIABLE
             raise CommandError(f"the variable {which} is empty; put a key into it, or unset it")
-        return (variable.strip(),)
-    return ()
+        return (variable.strip(),), ("",)
+    return (), ()
+
+
+def _named(lines: list[str], path: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The keys and names of lines like `key` or `name:key`.
+
+    Raises:
+        CommandError: a line with a colon lacks its name or its key.
+    """
+    keys, names = [], []
+    for place, line in enumerate(lines, 1):
+        name, colon, key = (part.strip() for part in line.partition(":"))
+        if colon and not (name and key):
+            lacks = "key behind" if name else "name before"
+            raise CommandError(f"API key {place} in {path} has no {lacks} its colon; write NAME:KEY, or KEY alone")
+        keys.append(key if colon else name)
+        names.append(name if colon else "")
+    return tuple(keys), tuple(names)
 
 
 def _read(what: str, path: str) -> str:

@@ -7,6 +7,7 @@ run.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -44,7 +45,7 @@ SAMPLING_FIELDS = (
 )
 BOOLEAN_FIELDS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 LIST_FIELDS = ("stop_token_ids", "bad_words", "allowed_token_ids")
-PROMPT_FIELDS = ("prompt", "prompt_token_ids", "request_id", "priority", *SAMPLING_FIELDS)
+PROMPT_FIELDS = ("prompt", "prompt_token_ids", "request_id", "priority", "tenant", "ttft_target", *SAMPLING_FIELDS)
 
 
 @dataclass(slots=True)
@@ -60,6 +61,9 @@ class Job:
     arrival_time: float = 0.0
     """Seconds after the start of the run."""
     priority: int = 0
+    tenant: str = ""
+    ttft_target: float | None = None
+    """Seconds from its arrival within which its first token is wanted."""
 
 
 @dataclass(slots=True)
@@ -279,6 +283,12 @@ def _job(request_id: str, fields: dict[str, Any], place: str, sampling: Sampling
     priority = fields.get("priority", 0)
     if not isinstance(priority, int) or isinstance(priority, bool):
         raise ValueError(f'"priority" is {priority!r}; it must be a whole number, smaller being more urgent')
+    tenant, target = fields.get("tenant", ""), fields.get("ttft_target")
+    if not isinstance(tenant, str):
+        raise ValueError(f'"tenant" is {tenant!r}; it must be a string')
+    is_number = isinstance(target, (int, float)) and not isinstance(target, bool)
+    if target is not None and not (is_number and 0 < target < math.inf):
+        raise ValueError(f'"ttft_target" is {target!r}; it must be a number of seconds above 0')
     own = {name: fields[name] for name in SAMPLING_FIELDS if name in fields}
     for name in BOOLEAN_FIELDS:
         if not isinstance(own.get(name, False), bool):
@@ -291,7 +301,15 @@ def _job(request_id: str, fields: dict[str, Any], place: str, sampling: Sampling
     stop = own.get("stop", [])
     if not isinstance(stop, (str, list)):
         raise ValueError(f'"stop" is {stop!r}; it must be a string or a list of strings')
-    return Job(request_id, _given(prompt), sampling.params(**own), place, priority=priority)
+    return Job(
+        request_id,
+        _given(prompt),
+        sampling.params(**own),
+        place,
+        priority=priority,
+        tenant=tenant,
+        ttft_target=target,
+    )
 
 
 def _token_ids_as_keys(bias: Any) -> dict[int, Any]:

@@ -255,6 +255,8 @@ class Engine:
         *,
         arrival_time: float | None = None,
         priority: int = 0,
+        tenant: str = "",
+        ttft_target: float | None = None,
         cache_salt: str | None = None,
         deadline: float | None = None,
         prompt_text: str | None = None,
@@ -269,6 +271,9 @@ class Engine:
             params: None: the defaults of `SamplingParams`; a `PoolingParams`: its output has an embedding and no token.
             arrival_time: seconds on the engine's clock; None: now.
             priority: smaller is more urgent; read under order "priority".
+            tenant: whose request it is; read by orders that are fair to tenants.
+            ttft_target: seconds from its arrival within which its first token is wanted; read by orders that go by it.
+                None: the order's own. It never ends the request.
             cache_salt: only requests with an equal salt share cached prefixes.
             deadline: when the request finishes with finish_reason "deadline", waiting or running, in seconds on the
                 engine's clock; None: never.
@@ -291,6 +296,8 @@ class Engine:
             eos_token_ids=self.eos_token_ids,
             max_model_len=self.max_model_len,
             priority=priority,
+            tenant=tenant,
+            ttft_target=ttft_target,
             cache_salt=cache_salt,
             more_input=more_input,
         )

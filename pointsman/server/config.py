@@ -24,6 +24,13 @@ class ServerConfig:
     """0: any free one."""
     api_keys: tuple[str, ...] = ()
     """Keys of which a client must send one; none: no key is needed."""
+    api_key_names: tuple[str, ...] = ()
+    """The tenants of these keys, one for each; keys of one tenant have one name. "", or none at all: by its place, the
+    first is "key-1"."""
+    tenant_from: str = "key"
+    """Who a request's tenant is: "key": the name of its key; "user": the field `user` of its body; "header:NAME": that
+    header. Without that field or header it is the name of the key. Clients choose the last two as they like, so a
+    trusted proxy should set them."""
     operator_keys: tuple[str, ...] = ()
     """Keys of which an operator must send one, valid for clients' endpoints too; none: operators are programs on this
     machine, or nobody where clients have keys."""
@@ -47,6 +54,10 @@ class ServerConfig:
     """Maximum number of log probabilities per position."""
     max_deadline: float | None = None
     """Seconds after which any request is ended; None: no limit."""
+    min_request_priority: int | None = None
+    """The most urgent priority that a client may ask for, at most 0; None: no limit."""
+    min_ttft_target: float | None = None
+    """The least TTFT target that a client may ask for, in seconds; None: no limit."""
     drain_timeout: float = 30.0
     """Seconds that running requests have to finish after SIGTERM."""
     chat_template: str | None = None
@@ -68,6 +79,7 @@ class ServerConfig:
                 "a key is both an API key and an operator key, so each client with it is an operator; choose another "
                 "operator key"
             )
+        self._check_tenants()
         for host in self.allowed_host:
             if split_host(host) is None:
                 raise ValueError(
@@ -89,10 +101,47 @@ class ServerConfig:
             raise ValueError(
                 f"max_deadline is {self.max_deadline}; it must be a number of seconds above 0, or left out for none"
             )
+        if self.min_request_priority is not None:
+            _check_int("min_request_priority", self.min_request_priority, -(2**63))
+            if self.min_request_priority > 0:
+                raise ValueError(
+                    f"min_request_priority is {self.min_request_priority}; it must be at most 0, the priority of "
+                    "requests without one"
+                )
+        if self.min_ttft_target is not None and not 0 < self.min_ttft_target < math.inf:
+            raise ValueError(
+                f"min_ttft_target is {self.min_ttft_target}; it must be a number of seconds above 0, or left out for "
+                "none"
+            )
         if not 0 <= self.drain_timeout < math.inf:
             raise ValueError(f"drain_timeout is {self.drain_timeout}; it must be 0 seconds or more")
         if not self.response_role:
             raise ValueError("response_role is empty; give a role such as assistant")
+
+    def _check_tenants(self) -> None:
+        names, num_keys = self.api_key_names, len(self.api_keys)
+        if names and len(names) != num_keys:
+            raise ValueError(
+                f"api_key_names has {len(names)} names and there are {num_keys} API keys; give one for each"
+            )
+        for place, name in enumerate(names, 1):
+            # The name itself is not shown: it may be a part of a key that was not meant to have a name.
+            if name and _TENANT.fullmatch(name) is None:
+                raise ValueError(
+                    f"the name of API key {place} is not 1 to 64 letters, digits, '.', '_' and '-'; correct what "
+                    "stands before its first colon"
+                )
+            if _RESERVED.fullmatch(name):
+                raise ValueError(f"the name of API key {place} is {name}, which is reserved; choose another")
+        kind, _, header = self.tenant_from.partition(":")
+        if self.tenant_from not in ("key", "user") and not (kind == "header" and _HEADER.fullmatch(header)):
+            raise ValueError(f"tenant_from is {self.tenant_from!r}; it must be key, user, or header:NAME")
+
+    @property
+    def tenants(self) -> tuple[str, ...]:
+        """The tenant of each API key."""
+        names = self.api_key_names or ("",) * len(self.api_keys)
+        return tuple([name or f"key-{place}" for place, name in enumerate(names, 1)])
 
     @property
     def body_budget(self) -> int:
@@ -127,6 +176,14 @@ def plain_address(address: str) -> str:
     return str(parsed.ipv4_mapped or parsed) if isinstance(parsed, IPv6Address) else str(parsed)
 
 
+OPERATOR = "operator"
+"""The tenant of requests with an operator's key, where clients have keys."""
+OTHER = "other"
+"""What metrics call all tenants together that are too many to have figures of their own."""
+
+_TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_RESERVED = re.compile(rf"key-[0-9]+|{OPERATOR}|{OTHER}")
+_HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _HOST = re.compile(r"(?:([A-Za-z0-9._-]+)|\[([0-9A-Fa-f:.]+)\])(?::([0-9]{1,5}))?")
 
 

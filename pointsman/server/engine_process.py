@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
@@ -146,6 +147,8 @@ class EngineProcess:
                 wanted.params,
                 arrival_time=wanted.arrival_time,
                 priority=wanted.priority,
+                tenant=wanted.tenant,
+                ttft_target=wanted.ttft_target,
                 cache_salt=wanted.cache_salt,
                 deadline=wanted.deadline,
                 eager_text=True,
@@ -188,6 +191,14 @@ class EngineProcess:
     def _set_max_num_active_seqs(limit: int | None, engine: Engine) -> int:
         engine.scheduler.set_max_num_active_seqs(limit, engine.clock())
         return engine.scheduler.config.num_seats
+
+    @staticmethod
+    def _set_priority(changes: tuple[Sequence[str], int], engine: Engine) -> list[str]:
+        request_ids, priority = changes
+        known = [one for one in request_ids if engine.scheduler.get_request(one) is not None]
+        for request_id in known:
+            engine.scheduler.set_priority(request_id, priority, engine.clock())
+        return known
 
     @staticmethod
     def _pause(how: tuple[PauseChoice, bool], engine: Engine) -> Future[None]:
@@ -239,11 +250,13 @@ def explain(engine: Engine, mailbox: RemoteMailbox) -> RequestExplanation:
         explanation=explanation,
         arrival_time=request.arrival_time,
         age=now - request.arrival_time,
+        tenant=request.tenant,
         user=wanted.user,
         num_prompt_tokens=request.num_prompt_tokens,
         num_output_tokens=request.num_tokens - request.num_prompt_tokens,
         max_tokens=request.max_tokens,
         priority=request.priority,
+        ttft_target=request.ttft_target,
         deadline_in=None if wanted.deadline is None else wanted.deadline - now,
         waiting_for=None if explanation.since is None else now - explanation.since,
     )

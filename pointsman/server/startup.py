@@ -117,10 +117,13 @@ def _limits(info: EngineInfo, config: ServerConfig) -> str:
         f"{info.max_num_running:,} requests run and {config.max_waiting_requests:,} more wait, then 429",
         f"waiting prompt tokens {'without limit' if prompt_tokens is None else f'{prompt_tokens:,}'}",
         f"deadline {'none' if deadline is None else f'{deadline:g} s'}",
+        *([] if config.min_request_priority is None else [f"priority at least {config.min_request_priority}"]),
+        *([] if config.min_ttft_target is None else [f"TTFT target at least {config.min_ttft_target:g} s"]),
         f"max_tokens {info.max_model_len if config.max_tokens_limit is None else config.max_tokens_limit:,}",
         f"n {config.max_n}",
         f"bodies {config.max_request_bytes / 2**20:,.1f} MiB, {config.body_budget / 2**20:,.1f} together",
         key,
+        *([] if config.tenant_from == "key" else [f"tenants by {config.tenant_from}"]),
         f"operators: {_operators(config)}",
     ]
     return "; ".join(parts)

@@ -126,17 +126,24 @@ def test_prompts_from_standard_input(pointsman_process: Callable[..., Finished],
 def test_what_a_prompt_sets_goes_before_the_options(pointsman: Run, model: str, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     lines = [
-        {"prompt": "a", "request_id": "own", "max_tokens": 7, "temperature": 0, "ignore_eos": True},
+        {"prompt": "a", "request_id": "own", "max_tokens": 7, "temperature": 0, "ignore_eos": True, "tenant": "bob"},
         {"prompt": "a", "request_id": "option", "ignore_eos": True},
         {"prompt": "a", "request_id": "stops", "ignore_eos": True, "max_tokens": 300, "stop_token_ids": [*range(257)]},
         {"prompt": "a", "request_id": "later", "ignore_eos": True, "max_tokens": 9, "min_tokens": 8, "priority": 1},
     ]
+    lines[1] |= {"ttft_target": 2.5}
+    recording = tmp_path / "run.jsonl"
     path.write_text("\n".join(json.dumps(line) for line in lines))
-    finished = pointsman("generate", "--model", model, "--prompts", path, "--max-tokens", 4, "--json")
+    args = ["generate", "--model", model, "--prompts", path, "--max-tokens", 4, "--json", "--record", recording]
+    finished = pointsman(*args)
     lengths = {name: line["num_output_tokens"] for name, line in finished.requests.items()}
     assert lengths == {"own": 7, "option": 4, "stops": 1, "later": 9}
     assert finished.requests["stops"]["finish_reason"] == "stop"
     assert "priorities are read only under --order priority" in finished.err
+    calls = [json.loads(line) for line in recording.read_text().splitlines()]
+    added = {call["request"]["request_id"]: call["request"] for call in calls if call.get("call") == "add"}
+    assert [added[name].get("tenant") for name in ("own", "later")] == ["bob", ""]
+    assert [added[name].get("ttft_target") for name in ("option", "later")] == [2.5, None]
 
 
 def test_a_stop_string_ends_the_text_before_it(pointsman: Run, model: str) -> None:

@@ -71,7 +71,11 @@ def test_every_argument_of_the_engine_is_an_option() -> None:
 
 
 def test_every_setting_of_the_server_is_an_option() -> None:
-    assert {field.name for field in fields(ServerConfig)} - {"api_keys", "operator_keys"} <= SERVER.keys()
+    assert {field.name for field in fields(ServerConfig)} - {
+        "api_keys",
+        "api_key_names",
+        "operator_keys",
+    } <= SERVER.keys()
     assert {"api_key", "api_key_file", "operator_key", "operator_key_file"} <= SERVER.keys()
 
 
@@ -127,7 +131,7 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_preset(tmp_pa
 
 
 def test_a_file_may_set_every_option_but_secrets(tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text("one\n\n two \n")
+    (tmp_path / "keys").write_text("one\n\n alice : two \n")
     (tmp_path / "operators").write_text("three\n")
     (tmp_path / "template").write_text("{{ messages }}")
     lines = {
@@ -149,6 +153,9 @@ def test_a_file_may_set_every_option_but_secrets(tmp_path: Path) -> None:
         "max_n": "2",
         "max_logprobs": "3",
         "max_deadline": "60",
+        "min_request_priority": "-5",
+        "min_ttft_target": "0.5",
+        "tenant_from": "header:X-Tenant",
         "drain_timeout": "1.5",
         "chat_template": tmp_path / "template",
         "response_role": "helper",
@@ -208,6 +215,7 @@ def test_a_file_may_set_every_option_but_secrets(tmp_path: Path) -> None:
         host="0.0.0.0",
         port=0,
         api_keys=("one", "two"),
+        api_key_names=("", "alice"),
         operator_keys=("three",),
         allowed_host=("gpu1", "gpu2:80"),
         served_model_name=("a", "b"),
@@ -219,6 +227,9 @@ def test_a_file_may_set_every_option_but_secrets(tmp_path: Path) -> None:
         max_n=2,
         max_logprobs=3,
         max_deadline=60,
+        min_request_priority=-5,
+        min_ttft_target=0.5,
+        tenant_from="header:X-Tenant",
         drain_timeout=1.5,
         chat_template="{{ messages }}",
         response_role="helper",
@@ -261,6 +272,27 @@ def test_keys_come_from_the_command_line_or_else_a_file_or_else_the_environment(
     assert settings(tmp_path, environment=environment, api_key=["a"], api_key_file=path).server.api_keys == ("a",)
     assert settings(tmp_path, environment=environment, api_key_file=path).server.api_keys == ("b", "c")
     assert settings(tmp_path, environment=environment, api_key=[]).server.api_keys == ("d",)
+
+
+def test_keys_of_a_file_may_have_names(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("alice:a:b\nsesame\nalice:c\n")
+    server = settings(tmp_path, api_key_file=str(tmp_path / "keys"), operator_key=["d:e"]).server
+    assert (server.api_keys, server.tenants) == (("a:b", "sesame", "c"), ("alice", "key-2", "alice"))
+    assert server.operator_keys == ("d:e",)
+    (tmp_path / "keys").write_text("a\nb\n")
+    server = settings(tmp_path, api_key_file=str(tmp_path / "keys")).server
+    assert (server.api_key_names, server.tenants) == ((), ("key-1", "key-2"))
+    server = settings(tmp_path, api_key=["a:b"]).server  # only a file has names
+    assert (server.api_keys, server.tenants) == (("a:b",), ("key-1",))
+    for line, lacks in (
+        (":secret", "no name before"),
+        ("secret:", "no key behind"),
+        ("se/cret:x", "name of API key 2 is"),
+    ):
+        (tmp_path / "keys").write_text(f"a\n{line}\n")
+        with pytest.raises(CommandError, match=lacks) as raised:
+            settings(tmp_path, api_key_file=str(tmp_path / "keys"))
+        assert "API key 2" in str(raised.value) and "cret" not in str(raised.value)
 
 
 def test_operator_keys_come_from_the_same_places(tmp_path: Path) -> None:
@@ -362,6 +394,9 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
         (["--max-n", "0"], ["max_n is 0"]),
         (["--max-deadline", "0"], ["max_deadline is 0"]),
         (["--max-deadline", "nan"], ["max_deadline is nan"]),
+        (["--min-request-priority", "1"], ["min_request_priority is 1", "at most 0"]),
+        (["--min-ttft-target", "-1"], ["min_ttft_target is -1", "seconds above 0"]),
+        (["--tenant-from", "header:"], ["tenant_from is 'header:'", "key, user, or header:NAME"]),
         (["--drain-timeout", "-1"], ["drain_timeout is -1"]),
         (["--log-stats-interval", "-1"], ["--log-stats-interval is -1"]),
         (["--max-step-retries", "-1"], ["--max-step-retries is -1"]),

@@ -38,6 +38,19 @@ from pointsman.server.config import ServerConfig, split_host
         ({"max_deadline": 0.0}, "max_deadline is 0.0; it must be a number of seconds above 0"),
         ({"max_deadline": float("nan")}, "max_deadline is nan; it must be a number of seconds above 0"),
         ({"max_deadline": float("inf")}, "max_deadline is inf; it must be a number of seconds above 0"),
+        (
+            {"min_request_priority": 1},
+            "min_request_priority is 1; it must be at most 0, the priority of requests without",
+        ),
+        ({"min_request_priority": 0.5}, "min_request_priority is 0.5; it must be an integer"),
+        ({"min_ttft_target": 0}, "min_ttft_target is 0; it must be a number of seconds above 0, or left out for none"),
+        ({"min_ttft_target": float("nan")}, "min_ttft_target is nan; it must be a number of seconds above 0"),
+        ({"tenant_from": "header"}, "tenant_from is 'header'; it must be key, user, or header:NAME"),
+        ({"tenant_from": "header:X Tenant"}, "tenant_from is 'header:X Tenant'; it must be key, user, or header:NAME"),
+        ({"tenant_from": "keys"}, "tenant_from is 'keys'; it must be key, user, or header:NAME"),
+        ({"api_key_names": ("a",)}, "api_key_names has 1 names and there are 0 API keys; give one for each"),
+        ({"api_keys": ("k",), "api_key_names": ("key-2",)}, "the name of API key 1 is key-2, which is reserved"),
+        ({"api_keys": ("k",), "api_key_names": ("other",)}, "the name of API key 1 is other, which is reserved"),
         ({"drain_timeout": float("inf")}, "drain_timeout is inf; it must be 0 seconds or more"),
         ({"response_role": ""}, "response_role is empty"),
     ],
@@ -55,6 +68,9 @@ def test_keys_are_not_in_the_message() -> None:
     with pytest.raises(ValueError) as caught:
         ServerConfig(api_keys=("secret-key",), operator_keys=("secret-key",))
     assert "secret-key" not in str(caught.value) and "choose another operator key" in str(caught.value)
+    with pytest.raises(ValueError, match="the name of API key 2 is not 1 to 64 letters") as caught:
+        ServerConfig(api_keys=("a", "b"), api_key_names=("x", "secret/key"))
+    assert "secret" not in str(caught.value)
 
 
 def test_the_defaults_are_for_this_machine_alone() -> None:

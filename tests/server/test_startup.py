@@ -63,6 +63,10 @@ def test_limits_that_are_set() -> None:
     limits = startup_lines(INFO, config, URL)[3]
     for part in ("0 more wait", "waiting prompt tokens 5,000", "deadline 2.5 s", "max_tokens 64", "n 3"):
         assert part in limits
+    assert "at least" not in limits and "tenants" not in limits
+    config = ServerConfig(min_request_priority=-5, min_ttft_target=0.5, tenant_from="header:X-Tenant")
+    for part in ("priority at least -5", "TTFT target at least 0.5 s", "tenants by header:X-Tenant"):
+        assert part in startup_lines(INFO, config, URL)[3]
 
 
 @pytest.mark.parametrize("name", ["demo", "it's", 'a "b" $c `d`', "naïve \\n"])

@@ -120,6 +120,8 @@ class AsyncEngine:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        tenant: str = "",
+        ttft_target: float | None = None,
         cache_salt: str | None = None,
         arrival_time: float | None = None,
     ) -> RequestStream:
@@ -132,7 +134,10 @@ class AsyncEngine:
                 (CUMULATIVE), what is new (DELTA), or one final output (FINAL_ONLY). Steps whose outputs were not read
                 in time come together in one.
             request_id: unique among unfinished requests; None: "request-0", "request-1", ...
-            priority: smaller is more urgent; read under order "priority".
+            priority: smaller is more urgent; read under order "priority". `set_priority` changes it.
+            tenant: whose request it is; read by orders that are fair to tenants.
+            ttft_target: seconds from its arrival within which its first token is wanted; read by orders that go by it.
+                None: the order's own. It never ends the request.
             cache_salt: only requests with an equal salt share cached prefixes.
             arrival_time: seconds on the engine's clock; None: the moment it is queued, before it is tokenized.
 
@@ -145,7 +150,13 @@ class AsyncEngine:
             f"request-{next(self._ids)}" if request_id is None else request_id,
             prompt,
             params or SamplingParams(),
-            {"priority": priority, "cache_salt": cache_salt, "arrival_time": arrival_time},
+            {
+                "priority": priority,
+                "tenant": tenant,
+                "ttft_target": ttft_target,
+                "cache_salt": cache_salt,
+                "arrival_time": arrival_time,
+            },
         )
 
     async def embed(
@@ -155,19 +166,31 @@ class AsyncEngine:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        tenant: str = "",
+        ttft_target: float | None = None,
         cache_salt: str | None = None,
     ) -> EmbeddingRequestOutput:
         """A prompt's vector: `output.outputs.embedding`. Cancelling it aborts the request.
 
         Args:
             params: how it is made; None: of the last token, scaled to length 1.
-            prompt, request_id, priority, cache_salt: as for `generate`.
+            prompt, request_id, priority, tenant, cache_salt: as for `generate`.
+            ttft_target: as for `generate`, with the vector in place of a first token.
 
         Raises:
             As reading a stream; RuntimeError: it finished without a vector, and why.
         """
         pooling = params or PoolingParams()
-        async with self.generate(prompt, pooling, request_id, priority=priority, cache_salt=cache_salt) as stream:
+        stream = self.generate(
+            prompt,
+            pooling,
+            request_id,
+            priority=priority,
+            tenant=tenant,
+            ttft_target=ttft_target,
+            cache_salt=cache_salt,
+        )
+        async with stream:
             return EmbeddingRequestOutput.of(await anext(stream))
 
     async def abort(self, request_id: str) -> bool:
@@ -179,6 +202,20 @@ class AsyncEngine:
             EngineDeadError: there is no engine to ask.
         """
         return await self._call(lambda _: self._thread.abort(request_id))
+
+    async def set_priority(self, request_id: str, priority: int) -> None:
+        """Change the priority of an unfinished request; if it is queued, its place changes at once.
+
+        Args:
+            request_id: of a request that is queued or runs, not of one whose prompt is still being tokenized.
+            priority: smaller is more urgent; read under order "priority".
+
+        Raises:
+            UnknownRequest: no such request, or it has finished.
+            ValueError: the priority is no integer of 64 bits.
+            EngineDeadError: there is no engine to ask.
+        """
+        await self._call(lambda engine: engine.scheduler.set_priority(request_id, priority, engine.clock()))
 
     async def tokenize(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
         """The prompt's token ids, with BOS and the like where the tokenizer adds them.

@@ -87,6 +87,8 @@ def to_request(
     eos_token_ids: tuple[int, ...],
     max_model_len: int,
     priority: int = 0,
+    tenant: str = "",
+    ttft_target: float | None = None,
     cache_salt: str | None = None,
     more_input: bool = False,
 ) -> Request:
@@ -110,6 +112,8 @@ def to_request(
         max_tokens=max_tokens,
         min_tokens=0 if is_structured else sampling.min_tokens,
         priority=priority,
+        tenant=tenant,
+        ttft_target=ttft_target,
         eos_token_ids=eos_token_ids,
         ignore_eos=sampling.ignore_eos and not is_structured,
         stop_token_ids=tuple(sampling.stop_token_ids),

@@ -41,7 +41,7 @@ def create_app(client: EngineClient, config: ServerConfig) -> FastAPI:
         client: an engine that has loaded its model.
         config: the operator's settings.
     """
-    metrics = ServerMetrics(client, (config.served_model_name or (client.info.model,))[0])
+    metrics = ServerMetrics(client, (config.served_model_name or (client.info.model,))[0], config.tenants)
     client.inbox.on_steps = metrics.observations.steps
     client.inbox.on_end = metrics.observations.end
     gate = Gate(client, config.drain_timeout)

@@ -6,7 +6,14 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from pointsman.server.api.bodies import StrictRoute
-from pointsman.server.api.openapi import GENERATION_ERRORS, DeadlineHeader, RequestIdHeader, errors, events
+from pointsman.server.api.openapi import (
+    GENERATION_ERRORS,
+    DeadlineHeader,
+    RequestIdHeader,
+    TTFTTargetHeader,
+    errors,
+    events,
+)
 from pointsman.server.service.prompts import ChatPrompt
 from pointsman.server.service.sampling import SamplingPlan
 from pointsman.server.service.service import Job, Service
@@ -25,7 +32,10 @@ def chat_router(service: Service) -> APIRouter:
         responses={200: events(), **errors(*GENERATION_ERRORS)},
     )
     async def create_chat_completion(
-        body: ChatCompletionRequest, request_id: RequestIdHeader = None, deadline: DeadlineHeader = None
+        body: ChatCompletionRequest,
+        request_id: RequestIdHeader = None,
+        deadline: DeadlineHeader = None,
+        ttft_target: TTFTTargetHeader = None,
     ) -> Response:
         """Answer a conversation."""
         asked, asked_field = body.max_completion_tokens, "max_completion_tokens"
@@ -46,6 +56,7 @@ def chat_router(service: Service) -> APIRouter:
             writer=ChatWriter(body, model, request_id, response_role=role),
             stream=bool(body.stream),
             timeout=deadline,
+            ttft_header=ttft_target,
         )
         return service.respond(job)
 

@@ -6,7 +6,14 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from pointsman.server.api.bodies import StrictRoute
-from pointsman.server.api.openapi import GENERATION_ERRORS, DeadlineHeader, RequestIdHeader, errors, events
+from pointsman.server.api.openapi import (
+    GENERATION_ERRORS,
+    DeadlineHeader,
+    RequestIdHeader,
+    TTFTTargetHeader,
+    errors,
+    events,
+)
 from pointsman.server.service.prompts import TextPrompts
 from pointsman.server.service.sampling import SamplingPlan
 from pointsman.server.service.service import Job, Service
@@ -27,7 +34,10 @@ def completions_router(service: Service) -> APIRouter:
         responses={200: events(), **errors(*GENERATION_ERRORS)},
     )
     async def create_completion(
-        body: CompletionRequest, request_id: RequestIdHeader = None, deadline: DeadlineHeader = None
+        body: CompletionRequest,
+        request_id: RequestIdHeader = None,
+        deadline: DeadlineHeader = None,
+        ttft_target: TTFTTargetHeader = None,
     ) -> Response:
         """Complete one or more prompts."""
         has_logprobs, echoes = body.logprobs is not None, bool(body.echo)
@@ -52,6 +62,7 @@ def completions_router(service: Service) -> APIRouter:
             writer=CompletionWriter(body, body.model or service.model_names[0], request_id),
             stream=bool(body.stream),
             timeout=deadline,
+            ttft_header=ttft_target,
         )
         return service.respond(job)
 

@@ -28,6 +28,15 @@ DeadlineHeader = Annotated[
         description="Seconds from arrival after which the request is ended.",
     ),
 ]
+TTFTTargetHeader = Annotated[
+    float | None,
+    Header(
+        alias="X-Request-TTFT-Target",
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds from arrival within which the first token is wanted; where the server schedules by it.",
+    ),
+]
 
 _MEANINGS = {
     400: "The request is malformed, or asks for what cannot be had.",

@@ -1,7 +1,8 @@
-"""GET /v1/requests: the state of every request, why it waits, for which requests and for how long.
+"""GET /v1/requests: the state of every request, why it waits, for which requests and for how long; an operator can
+change the priority of one.
 
 A client with a key sees its own requests, an operator all. What a client's request waits for is the same in both; other
-clients' requests have no name in it.
+clients' requests have no name in it, and what the order says of tenants is left out.
 """
 
 from __future__ import annotations
@@ -20,15 +21,17 @@ from pointsman.core.errors import UnknownRequest
 from pointsman.server.api.access import OperatorRules
 from pointsman.server.api.openapi import MAX_PATH, errors
 from pointsman.server.service.service import Service
+from pointsman.server.service.urgency import check_priority_is_read
 from pointsman.server.wire.errors import ApiError, not_found, shown
 from pointsman.server.wire.messages import RequestExplanation
-from pointsman.server.wire.responses import RequestList, RequestState
+from pointsman.server.wire.responses import PriorityResponse, RequestList, RequestState
 
 
 def requests_router(service: Service, operators: OperatorRules) -> APIRouter:
-    """The two routes."""
+    """The three routes."""
     router = APIRouter(tags=["operation"])
     names = service.names
+    order = str(service.client.info.scheduler.get("order")).partition(":")[0]
 
     @router.get("/v1/requests", response_model=RequestList, responses=errors(400, 403, 500, 503))
     async def list_requests(
@@ -44,7 +47,12 @@ def requests_router(service: Service, operators: OperatorRules) -> APIRouter:
         chosen = [names.belongs(one, viewer) and (found is None or one in found) for one in ids]
         shown_to = partial(names.shown, viewer=viewer)
         return JSONResponse(
-            {"object": "list", "data": [describe(one, shown_to) for one in compress(explanations, chosen)]}
+            {
+                "object": "list",
+                "data": [
+                    describe(one, shown_to, None if viewer is None else order) for one in compress(explanations, chosen)
+                ],
+            }
         )
 
     @router.get(
@@ -66,17 +74,41 @@ def requests_router(service: Service, operators: OperatorRules) -> APIRouter:
             explanation = await service.ask(service.client.explain(found[0] if found else request_id))
         except UnknownRequest as error:
             raise unknown from error
-        return JSONResponse(describe(explanation, partial(names.shown, viewer=viewer)))
+        shown_to = partial(names.shown, viewer=viewer)
+        return JSONResponse(describe(explanation, shown_to, None if viewer is None else order))
+
+    @router.post(
+        "/v1/requests/{request_id:path}/priority",
+        response_model=PriorityResponse,
+        responses=errors(400, 403, 404, 500, 503),
+        dependencies=[Depends(operators.require)],
+    )
+    async def set_priority(
+        request_id: Annotated[str, Path(max_length=MAX_PATH)],
+        priority: Annotated[int, Query(ge=-(2**63), le=2**63 - 1, description="Smaller is more urgent.")],
+    ) -> Response:
+        """Change the priority of a request, or of every sample of an answer; the bounds for clients do not hold here. A
+        queued request changes its place at once.
+        """
+        check_priority_is_read(priority, service.client.info)
+        found = names.find(request_id) or [request_id]
+        changed = await service.ask(service.client.set_priority(found, priority))
+        if not changed:
+            raise not_found(f"no request {shown(request_id)} is waiting, parked or running; it may have ended")
+        return JSONResponse({"priority": priority, "requests": [names.shown(one) for one in changed]})
 
     return router
 
 
-def describe(known: RequestExplanation, name_of: Callable[[str], str]) -> dict[str, Any]:
+def describe(
+    known: RequestExplanation, name_of: Callable[[str], str], silent_order: str | None = None
+) -> dict[str, Any]:
     """The JSON of a request, with times in Unix time.
 
     Args:
         known: what the engine says.
         name_of: the name that the reader knows, from the engine's id.
+        silent_order: an order whose own words, which may name tenants, are left out.
     """
     explanation = known.explanation
     waiting_for = known.waiting_for
@@ -100,7 +132,7 @@ def describe(known: RequestExplanation, name_of: Callable[[str], str]) -> dict[s
             for holder in explanation.holders
         ],
         "num_holders": explanation.num_holders,
-        "explanation": _in_words(explanation, name_of),
+        "explanation": _in_words(explanation, name_of, silent_order),
         "since": None if waiting_for is None else round(time.time() - waiting_for, 3),
         "waiting_for": waiting_for,
         "transfer": explanation.transfer,
@@ -113,6 +145,8 @@ def describe(known: RequestExplanation, name_of: Callable[[str], str]) -> dict[s
         "num_blocks": explanation.num_blocks,
         "num_preemptions": explanation.num_preemptions,
         "priority": known.priority,
+        "ttft_target": known.ttft_target,
+        "tenant": known.tenant,
         "user": known.user,
         "age": known.age,
         "deadline_in": known.deadline_in,
@@ -123,9 +157,11 @@ def describe(known: RequestExplanation, name_of: Callable[[str], str]) -> dict[s
     }
 
 
-def _in_words(explanation: Explanation, name_of: Callable[[str], str]) -> str:
+def _in_words(explanation: Explanation, name_of: Callable[[str], str], silent_order: str | None) -> str:
     """The sentence of an explanation, under the names that the reader knows."""
     sentence = explanation.sentence
+    if silent_order is not None:  # ids hold no spaces, so only the order's own words can begin so
+        sentence = sentence.partition(f" {silent_order}: ")[0]
     for engine_id in {explanation.request_id, *(holder.request_id for holder in explanation.holders)}:
         sentence = sentence.replace(engine_id, name_of(engine_id))
     return sentence

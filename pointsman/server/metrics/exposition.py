@@ -42,6 +42,7 @@ from pointsman.server.metrics.table import (
     OPEN_STREAMS,
     REQUESTS_REFUSED,
     STATS_AGE,
+    TENANT_METRICS,
     Definition,
     Reading,
 )
@@ -79,11 +80,12 @@ class ServerMetrics:
     Args:
         client: the engine.
         model_name: what clients call the model; the label `model_name` of every metric.
+        tenants: those that are known from the start.
     """
 
-    def __init__(self, client: MeasuredEngine, model_name: str) -> None:
+    def __init__(self, client: MeasuredEngine, model_name: str, tenants: Iterable[str] = ()) -> None:
         self._client = client
-        self.observations = Observations(client.info.max_model_len)
+        self.observations = Observations(client.info.max_model_len, tenants)
         self._started = time.monotonic()
         self._stats: EngineStats | None = None
         self._asking: asyncio.Task[EngineStats] | None = None
@@ -184,6 +186,8 @@ class _ServerCollector(Collector):
             {"max_num_queued_reqs": refused["queue_requests"], "max_num_queued_tokens": refused["queue_tokens"]},
         )
         yield self._family(OPEN_STREAMS, observations.open_streams)
+        for definition, reading in zip(TENANT_METRICS, observations.tenants.readings(), strict=True):
+            yield self._family(definition, reading)
 
     def _family(self, definition: Definition, reading: Reading) -> Metric:
         kind = CounterMetricFamily if definition.kind == "counter" else GaugeMetricFamily

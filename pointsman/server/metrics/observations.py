@@ -37,6 +37,7 @@ from pointsman.server.metrics.table import (
     Definition,
     token_buckets,
 )
+from pointsman.server.metrics.tenants import TenantCounts
 
 if TYPE_CHECKING:
     from pointsman.engine.outputs.request_output import RequestMetrics
@@ -77,17 +78,19 @@ class Histogram:
 
 
 class Observations:
-    """Figures of requests and steps since the server started. They only grow, except `open_streams`.
+    """Figures of requests and steps since the server started. They only grow, except what is open now.
 
     Args:
         max_model_len: tokens of the longest sequence; sets the buckets of histograms over tokens.
+        tenants: those that are known from the start.
     """
 
-    def __init__(self, max_model_len: int) -> None:
+    def __init__(self, max_model_len: int, tenants: Iterable[str] = ()) -> None:
         tokens = token_buckets(max_model_len)
         self.histograms: dict[Definition, Histogram] = {one: Histogram(one.buckets or tokens) for one in HISTOGRAMS}
         self.refused = dict.fromkeys(REFUSALS, 0)
         self.open_streams = 0
+        self.tenants = TenantCounts(tenants)
         # Bound once: they are called for every delta and step.
         self.first_token = self.histograms[TIME_TO_FIRST_TOKEN].observe
         self._inter_token = self.histograms[INTER_TOKEN_LATENCY].observe

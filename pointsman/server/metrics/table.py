@@ -9,8 +9,8 @@ dashboards and alerts written for vLLM go on working. What vLLM does not have is
     STATED    about the server itself: whether the engine is up, and its configuration
 
 Every metric carries the labels of `BASE_LABELS`; the name of one further label is in `label`. All values of
-such a label are exposed from the first scrape on, at 0, because a rate over a series that appears with its first
-event misses that event.
+such a label but `tenant` are exposed from the first scrape on, at 0, because a rate over a series that appears with
+its first event misses that event.
 """
 
 from __future__ import annotations
@@ -231,6 +231,33 @@ ADMISSION_REJECTIONS = Definition(
 OPEN_STREAMS = Definition(
     "pointsman:http_open_streams", "gauge", "streams", "Answers that are being streamed to clients."
 )
+
+TENANT_PROMPT_TOKENS = Definition(
+    "pointsman:tenant_prompt_tokens_total",
+    "counter",
+    "tokens",
+    "vllm:prompt_tokens_total by tenant, as the API process sees it.",
+    "tenant",
+)
+TENANT_GENERATION_TOKENS = Definition(
+    "pointsman:tenant_generation_tokens_total",
+    "counter",
+    "tokens",
+    "vllm:generation_tokens_total by tenant, as the API process sees it.",
+    "tenant",
+)
+TENANT_OPEN_REQUESTS = Definition(
+    "pointsman:tenant_open_requests",
+    "gauge",
+    "requests",
+    "Requests of a tenant that have not finished; each of n samples is one.",
+    "tenant",
+)
+TENANT_UNSTARTED_REQUESTS = Definition(
+    "pointsman:tenant_unstarted_requests", "gauge", "requests", "Those of them without a first token.", "tenant"
+)
+TENANT_METRICS = (TENANT_PROMPT_TOKENS, TENANT_GENERATION_TOKENS, TENANT_OPEN_REQUESTS, TENANT_UNSTARTED_REQUESTS)
+"""In the order of `TenantCounts.readings`. Here alone the values of a label are not known from the start."""
 
 # ----------------------------------------------------------------------- STATED
 

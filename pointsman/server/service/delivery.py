@@ -49,7 +49,7 @@ class Sample:
         seconds_left: after these the sample finishes as "deadline" in any case; None: no limit.
     """
 
-    __slots__ = ("_last_time", "_limit", "_observations", "_ticket", "choice", "stream")
+    __slots__ = ("_last_time", "_limit", "_observations", "_tenant", "_ticket", "choice", "has_started", "stream")
 
     def __init__(
         self,
@@ -65,6 +65,9 @@ class Sample:
         self._observations = observations
         self._limit = None if seconds_left is None else asyncio.get_running_loop().time() + seconds_left
         self._last_time = stream.request.arrival_time or time.monotonic()
+        self._tenant = observations.tenants.open(stream.request.tenant)
+        self.has_started = False
+        """Whether its first token, or its vector, has come."""
 
     def __aiter__(self) -> Sample:
         return self
@@ -81,9 +84,23 @@ class Sample:
             else:
                 self._observations.first_token(now - self._last_time)
                 self._ticket.first_token(choice.prompt_index)
+                self._start()
             self._last_time = now
             choice.num_tokens += num_new
+            self._tenant.num_generated_tokens += num_new
+        elif delta.embedding is not None:
+            self._start()
         return delta
+
+    def _start(self) -> None:
+        self.has_started = True
+        self._tenant.num_unstarted -= 1
+        self._tenant.num_prompt_tokens += len(self.stream.request.prompt_token_ids)
+
+    async def aclose(self) -> None:
+        """Abort its request, unless that has finished. To be called once."""
+        self._observations.tenants.close(self._tenant, is_started=self.has_started)
+        await self.stream.aclose()
 
     async def _next_in_time(self, limit: float) -> Delta:
         """The next delta; or the last one, if the engine, which should have ended the request, sends nothing.
@@ -121,7 +138,7 @@ class Delivery:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         for sample in self.samples:
-            await sample.stream.aclose()
+            await sample.aclose()
 
     def add(self, prompt_index: int, prompt: Prompt, stream: ClientStream) -> None:
         """One more sample; samples of one prompt come one after the other."""

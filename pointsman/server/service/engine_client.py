@@ -219,6 +219,16 @@ class EngineClient:
         in_force: int = await self._ask("set_max_num_active_seqs", limit)
         return in_force
 
+    async def set_priority(self, request_ids: Sequence[str], priority: int) -> list[str]:
+        """Change the priority of requests; if they are queued, their places change at once. Returns those that there
+        are: the others have finished, or never were.
+
+        Raises:
+            ValueError: the priority is no integer of 64 bits.
+        """
+        changed: list[str] = await self._ask("set_priority", (list(request_ids), priority))
+        return changed
+
     async def pause(self, mode: PauseChoice, clear_cache: bool) -> None:
         """Start no request until `resume`, and return when no step runs any more; see `Engine.pause`.
 

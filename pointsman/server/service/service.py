@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from starlette.responses import Response
 
@@ -27,6 +27,8 @@ from pointsman.server.service.gate import too_late
 from pointsman.server.service.names import OWNER, RequestNames
 from pointsman.server.service.prompts import PromptReader
 from pointsman.server.service.sampling import SamplingPlan
+from pointsman.server.service.tenants import TenantRule
+from pointsman.server.service.urgency import check_urgency
 from pointsman.server.wire.answers import TextWriter
 from pointsman.server.wire.errors import ApiError, not_found, shown
 from pointsman.server.wire.messages import EngineRequest
@@ -41,7 +43,6 @@ if TYPE_CHECKING:
     from pointsman.server.service.prompts import ChatPrompt, TextPrompts
     from pointsman.server.service.sampling import PoolingPlan
     from pointsman.server.wire.answers import AnswerWriter, Prompt
-    from pointsman.server.wire.messages import EngineInfo
     from pointsman.server.wire.protocol import EmbeddingRequest, SamplingFields
 
 logger = logging.getLogger(__name__)
@@ -64,12 +65,27 @@ class Job:
     """Whether the answer is sent as events."""
     timeout: float | None = None
     """Seconds of the header X-Request-Deadline; the least of it, the body's and the server's counts."""
+    ttft_header: float | None = None
+    """Seconds of the header X-Request-TTFT-Target; the least of it and the body's counts."""
     arrival_time: float = field(default_factory=time.monotonic)
+
+    @property
+    def ttft_target(self) -> float | None:
+        """Seconds from its arrival within which the first token is wanted; None: not said."""
+        return min((one for one in (self.ttft_header, self.body.ttft_target) if one is not None), default=None)
 
     def deadline(self, config: ServerConfig) -> float | None:
         """When the request finishes in any case, by `time.monotonic`; None: never."""
         limits = [one for one in (self.timeout, self.body.deadline, config.max_deadline) if one is not None]
         return self.arrival_time + min(limits) if limits else None
+
+
+class Client(NamedTuple):
+    """Who sent a request."""
+
+    owner: int | None
+    """The index of the client's key; None: it sent none, or an operator's."""
+    tenant: str
 
 
 class Service:
@@ -90,6 +106,7 @@ class Service:
         max_requests = client.info.max_num_running + config.max_waiting_requests
         self.backlog = Backlog(max_requests, config.max_waiting_prompt_tokens)
         self.names = RequestNames()
+        self.tenants = TenantRule(config)
         self.model_names = config.served_model_name or (client.info.model,)
         """Names of the model in requests; answers say the first, unless the request names another."""
         self._observations = observations
@@ -108,39 +125,40 @@ class Service:
 
     def respond(self, job: Job) -> WatchedResponse:
         """The response to a job. The job runs when the response is sent, while the client is connected."""
-        return WatchedResponse(lambda scope, send: self._run(job, scope.get(OWNER), send))
+        return WatchedResponse(lambda scope, send: self._run(job, scope, send))
 
-    async def _run(self, job: Job, owner: int | None, send: Send) -> None:
+    async def _run(self, job: Job, scope: Scope, send: Send) -> None:
         with self.gate.inside():
             self.check_model(job.body.model)
-            check_priority(job.body.priority, self.client.info)
+            check_urgency(job.body.priority, job.ttft_target, self.client.info, self.config)
             if isinstance(job.plan, SamplingPlan):
                 check_limits(job.plan.body, job.plan.n, job.plan.logprobs, self.config)
+            client = Client(scope.get(OWNER), self.tenants.of(scope, job.body.user))
             num_samples = job.prompts.count() * job.plan.n
             with self.backlog.enter(num_samples) as ticket:
                 async with Delivery(self.gate, self._observations, ticket, job.deadline(self.config)) as delivery:
                     try:
-                        await self._queue_in_time(job, owner, delivery, ticket)
+                        await self._queue_in_time(job, client, delivery, ticket)
                         await self._deliver(job, delivery, send)
                     finally:
                         self.names.remove(stream.request.request_id for stream in delivery.streams)
 
-    async def _queue_in_time(self, job: Job, owner: int | None, delivery: Delivery, ticket: Ticket) -> None:
+    async def _queue_in_time(self, job: Job, client: Client, delivery: Delivery, ticket: Ticket) -> None:
         try:
             async with asyncio.timeout(delivery.seconds_left):
-                await self._queue(job, owner, delivery, ticket)
+                await self._queue(job, client, delivery, ticket)
         except TimeoutError:
             raise too_late() from None
         except (EngineDeadError, EngineStalledError, ValueError) as error:
             raise self.gate.from_engine(error) from error
 
-    async def _queue(self, job: Job, owner: int | None, delivery: Delivery, ticket: Ticket) -> None:
+    async def _queue(self, job: Job, client: Client, delivery: Delivery, ticket: Ticket) -> None:
         """Queue a request of the engine for each sample.
 
         Raises:
             ValueError, ApiError, EngineDeadError, EngineStalledError: it can never run, not now, or not any more.
         """
-        body, answer_id = job.body, job.writer.id
+        body, answer_id, ttft_target = job.body, job.writer.id, job.ttft_target
         prompts = await self.prompts.read(job.prompts)
         params = job.plan.params(prompts, self.client.info, self.config)
         for index, prompt in enumerate(prompts):
@@ -153,10 +171,12 @@ class Service:
             for own in samples:
                 name = answer_id if is_only else f"{answer_id}-{len(delivery.samples)}"
                 request = EngineRequest(
-                    request_id=self.names.add(answer_id, name, owner),
+                    request_id=self.names.add(answer_id, name, client.owner),
                     prompt_token_ids=prompt.token_ids,
                     params=own,
                     priority=body.priority,
+                    tenant=client.tenant,
+                    ttft_target=ttft_target,
                     cache_salt=body.cache_salt,
                     arrival_time=job.arrival_time,
                     deadline=delivery.deadline,
@@ -226,22 +246,6 @@ def check_limits(body: SamplingFields, num_samples: int, logprobs: int | None, c
             raise ApiError(
                 400, f"{name} is {value}; this server gives at most {config.max_logprobs}: lower it", param=name
             )
-
-
-def check_priority(priority: int, info: EngineInfo) -> None:
-    """Refuse a priority that would have no effect.
-
-    Raises:
-        ApiError: 400.
-    """
-    order = info.scheduler.get("order")
-    if priority and order == "fcfs":
-        raise ApiError(
-            400,
-            f"priority is {priority}, and this server takes requests in the order of their arrival; leave it 0, or "
-            "start the server with order priority",
-            param="priority",
-        )
 
 
 # ------------------------------------------------------------------------------------------------- hang-ups

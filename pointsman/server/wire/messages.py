@@ -44,8 +44,12 @@ class EngineRequest:
     arrival_time: float | None = None
     deadline: float | None = None
     """When it finishes with finish_reason "deadline", waiting or running; None: never."""
+    tenant: str = ""
+    """Whose request it is."""
+    ttft_target: float | None = None
+    """Seconds from its arrival within which its first token is wanted."""
     user: str | None = None
-    """The tenant."""
+    """What its client calls the user."""
     stream: bool = True
     """False: after the first delta, which reports the first token, one with all remaining tokens is enough."""
 
@@ -74,6 +78,7 @@ Question: TypeAlias = Literal[
     "explain_all",
     "reset_prefix_cache",
     "set_max_num_active_seqs",
+    "set_priority",
     "pause",
     "resume",
     "is_paused",
@@ -225,11 +230,13 @@ class RequestExplanation:
     arrival_time: float
     age: float
     """Seconds since its arrival."""
+    tenant: str
     user: str | None
     num_prompt_tokens: int
     num_output_tokens: int
     max_tokens: int
     priority: int
+    ttft_target: float | None
     deadline_in: float | None
     """Seconds until its deadline; None: it has none."""
     waiting_for: float | None

@@ -47,10 +47,17 @@ MAX_CHOICES = 4096
 MAX_MODALITIES = 16
 MAX_PROMPTS = 1024
 """Prompts in one request."""
+MAX_USER_CHARACTERS = 1024
+"""Of `user`, and of a header that names the tenant."""
 MAX_NAME = 256
 """Characters of ids, roles and names."""
 REQUEST_ID = rf"^[!-~]{{1,{MAX_NAME}}}$"
 """It becomes a header of the answer: printable ASCII without spaces."""
+USER = "Shown by /v1/requests; the tenant, where the server was started with --tenant-from user."
+TTFT_TARGET = (
+    "Seconds from arrival within which the first token is wanted; only where the server schedules by it. The request "
+    "goes on when they have passed. Also the header X-Request-TTFT-Target."
+)
 
 
 @dataclass(frozen=True)
@@ -96,6 +103,8 @@ Number: TypeAlias = Annotated[int, Field(ge=0, le=MAX_INT), NUMBER]
 Count: TypeAlias = Annotated[int, Field(ge=1, le=MAX_INT), NUMBER]
 Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2), NUMBER]
 Int64: TypeAlias = Annotated[int, Field(ge=-(2**63), le=2**63 - 1), NUMBER]
+Seconds: TypeAlias = Annotated[float, Field(gt=0), NUMBER]
+User: TypeAlias = Annotated[str, Field(max_length=MAX_USER_CHARACTERS)]
 
 
 def _kind_of_prompt(value: Any) -> str:
@@ -240,7 +249,7 @@ class SamplingFields(_Refusing):
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0), NUMBER] | None = None
     top_p: Annotated[float, Field(gt=0, le=1), NUMBER] | None = None
-    user: Annotated[str, Field(max_length=1024)] | None = Field(None, description="The tenant.")
+    user: User | None = Field(None, description=USER)
 
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT), NUMBER] | None = None
     min_p: Annotated[float, Field(ge=0, le=1), NUMBER] | None = None
@@ -259,13 +268,14 @@ class SamplingFields(_Refusing):
     structured_outputs: StructuredOutputs | None = None
     repetition_detection: RepetitionDetection | None = None
     priority: Int64 = Field(0, description="Smaller is more urgent; only where the server schedules by priority.")
+    ttft_target: Seconds | None = Field(None, description=TTFT_TARGET)
     request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = Field(
         None, description="Part of the answer's id; the header X-Request-Id has priority."
     )
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
         None, description="Only requests with an equal salt share cached prefixes."
     )
-    deadline: Annotated[float, Field(gt=0), NUMBER] | None = Field(
+    deadline: Seconds | None = Field(
         None, description="Seconds from arrival after which the request is ended; also the header X-Request-Deadline."
     )
     return_tokens_as_token_ids: bool | None = Field(None, description='Write tokens of logprobs as "token_id:17".')
@@ -295,7 +305,7 @@ class EmbeddingRequest(_Refusing):
     model: str | None = Field(None, description="A name that /v1/models lists; left out: the model that is served.")
     input: PromptField = Field(description="Text, token ids, or a list of either.")
     encoding_format: Literal["float", "base64"] = "float"
-    user: Annotated[str, Field(max_length=1024)] | None = Field(None, description="The tenant.")
+    user: User | None = Field(None, description=USER)
 
     pooling: Literal["last", "mean"] = Field(
         "last", description="Of which hidden states a vector is made: the last token's, or the mean over all tokens."
@@ -303,13 +313,12 @@ class EmbeddingRequest(_Refusing):
     use_activation: bool | None = Field(None, description="false: vectors are not scaled to length 1.")
     add_special_tokens: bool = True
     priority: Int64 = Field(0, description="Smaller is more urgent; only where the server schedules by priority.")
+    ttft_target: Seconds | None = Field(None, description=TTFT_TARGET)
     request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = Field(None, description="Part of the answer's id.")
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
         None, description="Only requests with an equal salt share cached prefixes."
     )
-    deadline: Annotated[float, Field(gt=0), NUMBER] | None = Field(
-        None, description="Seconds from arrival after which the request is ended."
-    )
+    deadline: Seconds | None = Field(None, description="Seconds from arrival after which the request is ended.")
 
     @model_validator(mode="after")
     def _check_input(self) -> EmbeddingRequest:

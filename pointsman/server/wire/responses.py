@@ -217,6 +217,13 @@ class ActiveSeqsResponse(BaseModel):
     max_num_active_seqs: int
 
 
+class PriorityResponse(BaseModel):
+    """The requests whose priority was changed."""
+
+    priority: int
+    requests: list[str] = Field(description="Their ids.")
+
+
 class RequestStateEvent(BaseModel):
     """What happened to a request."""
 
@@ -262,6 +269,8 @@ class RequestState(BaseModel):
     num_blocks: int
     num_preemptions: int
     priority: int
+    ttft_target: float | None = Field(description="Seconds from its arrival within which its first token is wanted.")
+    tenant: str = Field(description="Whose request it is: the name of a key, or as the operator has chosen.")
     user: str | None
     age: float = Field(description="Seconds since its arrival.")
     deadline_in: float | None = Field(description="Seconds until its deadline.")

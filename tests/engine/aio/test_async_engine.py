@@ -923,6 +923,34 @@ def test_an_engine_made_elsewhere_and_its_prefix_cache(loaded: LoadedModel) -> N
     assert counts[0] == counts[2] == 0 and counts[1] > 0
 
 
+def test_who_asks_and_how_urgently_reaches_the_scheduler_and_can_be_changed(make: Callable[..., AsyncEngine]) -> None:
+    engine = make(max_num_seqs=1, order="priority", displace=False)
+
+    async def work() -> None:
+        held, asked = [], {}
+        for name, urgency in {"runs": {}, "a": {"tenant": "alice", "ttft_target": 2.5}, "b": {"priority": 3}}.items():
+            held.append(engine.generate([5, 6], LONG, name, **urgency))
+            await held[-1].start()
+            asked[name] = await engine.call(lambda inner, name=name: inner.scheduler.get_request(name))
+        assert [(one.tenant, one.ttft_target) for one in asked.values()] == [("", None), ("alice", 2.5), ("", None)]
+        assert [(await engine.explain(name)).position for name in "ab"] == [0, 1]
+        await engine.set_priority("b", -1)
+        assert [(await engine.explain(name)).position for name in "ab"] == [1, 0]
+        for priority in (2**63, 1.5):
+            with pytest.raises(ValueError, match="priority is"):
+                await engine.set_priority("b", priority)  # type: ignore[arg-type]
+        with pytest.raises(UnknownRequest, match="nobody"):
+            await engine.set_priority("nobody", 1)
+        for bad, words in (({"ttft_target": 0.0}, "ttft_target is 0.0"), ({"tenant": 5}, "tenant is 5")):
+            with pytest.raises(RequestRefused, match=words):
+                await engine.generate([5, 6], LONG, "bad", **bad).start()  # type: ignore[arg-type]
+        for stream in held:
+            await stream.aclose()
+        assert (await engine.embed([5, 6], tenant="alice", ttft_target=1.0)).outputs.embedding is not None
+
+    run(work())
+
+
 @pytest.mark.parametrize("knobs", [{"max_step_retries": -1}, {"max_step_retries": None}, {"log_stats_interval": 0.0}])
 def test_knobs_are_checked(loaded: LoadedModel, knobs: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="it must be"):

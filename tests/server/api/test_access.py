@@ -53,6 +53,7 @@ ENDPOINTS = [
     ("POST", "/resume", "operator"),
     ("POST", "/reset_prefix_cache", "operator"),
     ("POST", "/max_num_active_seqs", "operator"),
+    ("POST", "/v1/requests/{request_id}/priority", "operator"),
 ]
 """Every endpoint, and who may call it: everybody; clients; operators; operators, and clients for their own requests."""
 FOR_OPERATORS = [(method, path) for method, path, who in ENDPOINTS if who in ("operator", "own")]
@@ -91,7 +92,9 @@ def bearer_of(key: str | None) -> dict[str, str]:
 async def ask(http: httpx.AsyncClient, method: str, path: str, headers: Mapping[str, str] | None = None) -> Any:
     """The response to a request that changes nothing for long; a completion's body is not valid."""
     path = path.replace("{model}", "demo").replace("{request_id}", "cmpl-nothing")
-    content = {"content": b"{}"} if method == "POST" else {}
+    content: dict[str, Any] = {"content": b"{}"} if method == "POST" else {}
+    if path.endswith("/priority"):
+        content["params"] = {"priority": 0}
     return await http.request(method, path, headers={"content-type": "application/json", **(headers or {})}, **content)
 
 

@@ -155,6 +155,10 @@ def test_unknown_paths_and_methods_have_errors_too(http: httpx.Client) -> None:
 def test_headers_are_checked(http: httpx.Client) -> None:
     for headers in ({"X-Request-Deadline": "soon"}, {"X-Request-Deadline": "0"}, {"X-Request-Deadline": "nan"}):
         error_of(http.post("/v1/completions", json={"prompt": "a"}, headers=headers), 400)
+    for target, words in (("0", "greater than 0"), ("soon", "valid number"), ("2", "order fcfs, which reads none")):
+        for path, body in (("completions", {"prompt": "a"}), ("embeddings", {"input": "a"})):
+            response = http.post(f"/v1/{path}", json=body, headers={"X-Request-TTFT-Target": target})
+            assert words in error_of(response, 400)["message"]
     odd = {"X-Request-Id": "é".encode()}
     error_of(http.post("/v1/completions", json={"prompt": "a"}, headers=odd), 400)
 
@@ -191,7 +195,8 @@ def test_every_request_says_where_it_stands(http: httpx.Client) -> None:
         found = RequestList.model_validate(http.get("/v1/requests").json()).data
         (state,) = (one for one in found if one.id == "cmpl-watched")
         assert state.state == "running" and state.reason is None and state.num_blocks > 0
-        assert state.user == "alice" and state.max_tokens == 4000 and 0 < (state.deadline_in or 0) <= 600
+        assert (state.user, state.tenant, state.ttft_target) == ("alice", "", None)
+        assert state.max_tokens == 4000 and 0 < (state.deadline_in or 0) <= 600
         assert state.num_output_tokens > 0 and state.age > 0
         one = RequestState.model_validate(http.get("/v1/requests/cmpl-watched").json())
         assert one.id == state.id and one.num_output_tokens >= state.num_output_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -19,11 +20,13 @@ def explained(host: Host, request_id: str, age: float) -> RequestExplanation:
         explanation=host.explain(request_id),
         arrival_time=request.arrival_time,
         age=age,
+        tenant=request.tenant,
         user=None,
         num_prompt_tokens=request.num_prompt_tokens,
         num_output_tokens=request.num_output_tokens,
         max_tokens=request.max_tokens,
         priority=request.priority,
+        ttft_target=request.ttft_target,
         deadline_in=None,
         waiting_for=None,
     )
@@ -57,3 +60,17 @@ def test_who_holds_what_it_lacks_is_told_by_the_names_that_clients_know() -> Non
     assert (
         state.explanation == "mine-2 waits for 1 more sequence slots: all sequence slots are taken. Held by mine-1 (1)."
     )
+
+
+def test_what_an_order_says_of_tenants_is_for_operators_alone() -> None:
+    host = Host(max_num_seqs=1)
+    for name in ("a", "b", "c"):
+        host.add(name)
+    host.step()
+    known = explained(host, "c", age=1.0)
+    plain = known.explanation.sentence
+    words = f"{plain} fair: tenant x has had 12,400 tokens more than tenant y."
+    known = replace(known, explanation=replace(known.explanation, sentence=words))
+    assert describe(known, str)["explanation"] == words
+    assert describe(known, str, "fair")["explanation"] == plain
+    assert describe(known, str, "fcfs")["explanation"] == words

@@ -14,7 +14,7 @@ from pointsman.server.service.sampling import (
     sampling_params,
     structured_outputs,
 )
-from pointsman.server.service.service import check_limits, check_priority
+from pointsman.server.service.service import check_limits
 from pointsman.server.wire.errors import ApiError
 from pointsman.server.wire.protocol import ChatCompletionRequest, CompletionRequest
 from tests.server.engine_info import engine_info
@@ -129,12 +129,6 @@ def test_samples_and_log_probabilities_are_limited() -> None:
         with pytest.raises(ApiError) as caught:
             check_limits(checked, n, logprobs, config)
         assert caught.value.param == param
-
-
-def test_a_priority_without_effect_is_refused() -> None:
-    check_priority(0, INFO)
-    with pytest.raises(ApiError, match="priority is 3"):
-        check_priority(3, INFO)
 
 
 # ------------------------------------------------------------------------------------------------- structured outputs

@@ -118,6 +118,7 @@ def test_lengths_are_checked_before_elements_and_the_first_wrong_element_ends_it
         "presence_penalty",
         "repetition_penalty",
         "deadline",
+        "ttft_target",
     ],
 )
 def test_truth_values_are_no_numbers(field: str) -> None:
@@ -177,6 +178,8 @@ def test_unknown_fields_are_ignored() -> None:
         ("stop_token_ids", [-1]),
         ("priority", 2**63),
         ("deadline", 0),
+        ("ttft_target", 0),
+        ("ttft_target", "soon"),
         ("cache_salt", ""),
         ("request_id", ""),
         ("user", 5),

@@ -1,0 +1,90 @@
+"""How urgent may a request be? `priority` and `ttft_target` are refused beyond the operator's bounds, and where no
+policy of this server reads them: a client must not believe in an effect that they do not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pointsman.server.wire.errors import ApiError
+
+if TYPE_CHECKING:
+    from pointsman.server.config import ServerConfig
+    from pointsman.server.wire.messages import EngineInfo
+
+PRIORITY, TTFT_TARGET = "priority", "ttft_target"
+READS: dict[str, frozenset[str]] = {
+    "fcfs": frozenset(),
+    "fcfs-front": frozenset(),
+    "priority": frozenset({PRIORITY}),
+    "priority-by-arrival": frozenset({PRIORITY}),
+    "shortest-prefill": frozenset(),
+    "earliest-ttft": frozenset({TTFT_TARGET}),
+    "fair": frozenset(),
+    "longest-prefix": frozenset(),
+    "latest": frozenset(),
+    "least-cost": frozenset(),
+    "lowest-priority": frozenset({PRIORITY}),
+}
+"""What the built-in orders and victims read of a request. One that is not listed, such as that of an installed package,
+may read everything."""
+
+
+def fields_read(scheduler: Mapping[str, Any]) -> frozenset[str]:
+    """Those of `priority` and `ttft_target` that the server's policies read.
+
+    Args:
+        scheduler: `SchedulerConfig.to_dict()`.
+    """
+    everything = frozenset({PRIORITY, TTFT_TARGET})
+    policies = [spec for kind in ("order", "victim") if (spec := scheduler.get(kind)) is not None]
+    names = [str(spec).partition(":")[0] for spec in policies]  # without parameters
+    return frozenset().union(*(READS.get(name, everything) for name in names))
+
+
+def check_urgency(priority: int, ttft_target: float | None, info: EngineInfo, config: ServerConfig) -> None:
+    """Refuse a priority or a target that would have no effect, or that is more urgent than the operator allows.
+
+    Raises:
+        ApiError: 400, with the value, the bound and the remedy.
+    """
+    if priority:
+        check_priority_is_read(priority, info)
+        least = config.min_request_priority
+        if least is not None and priority < least:
+            raise ApiError(
+                400,
+                f"priority is {priority}, and smaller is more urgent; this server takes {least} at least: raise it",
+                param=PRIORITY,
+            )
+    if ttft_target is not None:
+        if TTFT_TARGET not in fields_read(info.scheduler):
+            raise ApiError(
+                400,
+                f"ttft_target is {ttft_target:g} s, and this server has the order {info.scheduler.get('order')}, which "
+                "reads none; leave it out, or start the server with order earliest-ttft",
+                param=TTFT_TARGET,
+            )
+        shortest = config.min_ttft_target
+        if shortest is not None and ttft_target < shortest:
+            raise ApiError(
+                400,
+                f"ttft_target is {ttft_target:g} s; this server takes {shortest:g} s at least: raise it",
+                param=TTFT_TARGET,
+            )
+
+
+def check_priority_is_read(priority: int, info: EngineInfo) -> None:
+    """Refuse a priority that would have no effect.
+
+    Raises:
+        ApiError: 400.
+    """
+    if priority and PRIORITY not in fields_read(info.scheduler):
+        raise ApiError(
+            400,
+            f"priority is {priority}, and this server has the order {info.scheduler.get('order')}, which reads none; "
+            "leave it 0, or start the server with order priority",
+            param=PRIORITY,
+        )

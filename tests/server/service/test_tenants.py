@@ -1,0 +1,56 @@
+"""Whose a request is: by its key, and by a field or a header where the operator wants that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pointsman.server.config import ServerConfig
+from pointsman.server.service.names import OWNER
+from pointsman.server.service.tenants import TenantRule
+from pointsman.server.wire.errors import ApiError
+
+KEYS = {"api_keys": ("secret-a", "secret-b", "secret-c"), "api_key_names": ("alice", "", "alice")}
+PROXY = {"tenant_from": "header:X-Tenant"}
+
+
+def tenant(config: dict[str, Any], owner: int | None = None, user: str | None = None, *headers: bytes) -> str:
+    scope: dict[str, Any] = {
+        "type": "http",
+        "headers": [(b"user-agent", b"x"), *((b"x-tenant", one) for one in headers)],
+    }
+    if owner is not None:
+        scope[OWNER] = owner
+    return TenantRule(ServerConfig(**config)).of(scope, user)
+
+
+def test_without_keys_there_is_one_tenant_without_a_name() -> None:
+    assert tenant({}) == tenant({}, None, "bob", b"carol") == ""
+
+
+def test_a_key_has_a_name_or_its_place() -> None:
+    assert [tenant(KEYS, owner) for owner in (0, 1, 2)] == ["alice", "key-2", "alice"]
+    assert tenant({"api_keys": ("secret-a", "secret-b")}, 1) == "key-2"
+    assert tenant(KEYS, None) == "operator"  # only an operator's key opens without being a client's
+
+
+def test_a_client_cannot_choose_its_tenant() -> None:
+    assert tenant(KEYS, 0, "bob", b"carol") == "alice"
+
+
+def test_the_field_user_where_the_operator_takes_it() -> None:
+    config = {**KEYS, "tenant_from": "user"}
+    assert tenant(config, 0, "bob", b"carol") == "bob"
+    assert tenant(config, 0, None, b"carol") == tenant(config, 0, "") == "alice"
+    assert tenant({"tenant_from": "user"}, None, "bob") == "bob"
+
+
+def test_a_header_where_the_operator_takes_it() -> None:
+    assert tenant(KEYS | PROXY, 0, "bob", b" carol ") == "carol"
+    assert tenant(KEYS | PROXY, 0, "bob") == tenant(KEYS | PROXY, 0, "bob", b"") == "alice"
+    assert tenant(PROXY, None, None, b"\xe9t\xe9") == "été"
+    with pytest.raises(ApiError, match=r"X-Tenant is there 2 times; send it once"):
+        tenant(PROXY, None, None, b"mine", b"of-the-proxy")
+    with pytest.raises(ApiError, match=r"X-Tenant has 1025 characters, and at most 1024"):
+        tenant(PROXY, None, None, b"x" * 1025)
