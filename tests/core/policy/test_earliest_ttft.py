@@ -68,10 +68,10 @@ def test_a_prefill_that_would_end_too_late_is_late_as_far_as_steps_have_shown() 
     order.push(short)
     view.now = 1.0
     assert order.peek() is long, "nothing is known of steps, and there are nine seconds left"
-    order.on_step_time(StepLoad(100, 1, 100, 0), 100.0)
+    order.on_step_time(StepLoad(100, 1, 100, 0, 0), 100.0)
     view.now = 2.0
     assert order.peek() is long, "a step without prompts shows nothing"
-    order.on_step_time(StepLoad(100, 1, 100, 99), 20.0)
+    order.on_step_time(StepLoad(100, 1, 100, 99, 5050), 20.0)
     view.now = 3.0
     assert order.peek() is short, "50 tokens take 10 seconds, 9 take 2"
     assert [order.position(request) for request in (short, long)] == [0, 1]
