@@ -30,6 +30,7 @@ NO_ENCODER = {"encoder_budget": 0, "encoder_cache_size": 0}
 PLAIN: dict[str, Any] = {**ONE_STEP, **NO_ENCODER}
 CACHING = {"enable_prefix_caching": True, "share_within_step": True}
 CUT = {"enable_chunked_prefill": True, "first_chunk_only": False, "token_limits": ("target-itl:seconds=3,least=2",)}
+FCFS = {"order": "fcfs", "batching": "mixed", "displace": None}
 ORDERED: dict[str, Any] = {**PLAIN, "max_loras": 0, "max_num_partial_prefills": None, "max_long_partial_prefills": None}
 FOCUS: dict[str, dict[str, Any]] = {
     "anything": {},
@@ -39,13 +40,20 @@ FOCUS: dict[str, dict[str, Any]] = {
     "evictions": {**PLAIN, **CACHING, "block_size": 1, "num_blocks": 20, "full_sequence_must_fit": False},
     "watermark": {**PLAIN, "block_size": 2, "num_blocks": 12, "watermark": 0.35, "decode_reserve": 9},
     "mean reserve": {**PLAIN, "block_size": 2, "num_blocks": 12, "decode_reserve": "mean"},
-    "growth": {**PLAIN, "block_size": 1, "num_blocks": 40, "reserves": ("growth:scale=8",), "victim": "least-cost"},
+    "growth": {
+        **PLAIN,
+        "block_size": 1,
+        "num_blocks": 40,
+        "reserves": ("growth:scale=8",),
+        "victim": "least-cost",
+        **FCFS,
+    },
     "few seats": {**PLAIN, "max_num_seqs": 2, "max_num_active_seqs": None, "block_size": 1, "num_blocks": 60},
     "priority": {**PLAIN, "order": "priority", "displace": True, "batching": "mixed", "max_num_seqs": 2},
     "static": {**PLAIN, "batching": "static"},
     "prefill-first": {**PLAIN, "batching": "prefill-first", "shortage": "look-ahead", "block_size": 1},
     "no chunks": {**PLAIN, "enable_chunked_prefill": False, "long_prefill_token_threshold": 0},
-    "target step time": {**PLAIN, **CUT, "block_size": 2, "num_blocks": 30},
+    "target step time": {**PLAIN, **CUT, **FCFS, "block_size": 2, "num_blocks": 30, "reserves": ()},
     "drafts": {**NO_ENCODER, "connector": False, "max_steps_in_flight": 1, "num_draft_tokens": 2},
     "bypass": {**PLAIN, "block_size": 2, "num_blocks": 12, "reserves": ("bypass:bound=3",)},
     "adapters": {**PLAIN, "max_loras": 1},
