@@ -265,7 +265,6 @@ def test_the_bound_on_waiting(target: float, least: int, patience: float, reques
         running = {each.request_id for each in server.scheduler.running}
         prefilling = [each for each in server.scheduler.running if each.num_output_tokens == 0]
         server.step()
-        assert len(prefilling) <= 1 or least > 1
         for each in prefilling[:1]:
             left = steps_left.setdefault(each.request_id, -(-each.num_prompt_tokens // least))
             assert left > 0, "it should have had its first token"
