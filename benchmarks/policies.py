@@ -353,7 +353,9 @@ def judged(comparison: Comparison, results: Results, num_requests: int | None, q
     is_higher_better = comparison.figure in HIGHER_IS_BETTER
     before = max(values) if is_higher_better else min(values)
     beaten = pairs[values.index(before)][0]
-    return Row(comparison, beaten, before, after, comparison.target.bound(before, is_higher_better, quick))
+    bounds = [comparison.target.bound(before, is_higher_better, each) for each in {quick, False}]
+    bound = min(bounds) if is_higher_better else max(bounds)  # the quick one is never stricter
+    return Row(comparison, beaten, before, after, bound)
 
 
 def print_grids(results: Results, num_requests: int | None) -> dict[str, Any]:
