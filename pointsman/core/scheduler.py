@@ -61,6 +61,8 @@ class Scheduler:
         connector: where KV comes from and goes to besides the pool, see `kv/connector.py`; None: nowhere.
         listeners: are called for every decision, see `state/events.py`.
         start: where the numbers of steps and admissions begin; a replay takes them from the recording.
+        check_horizons: after steps done at once, compare what the policies' horizons said with what they decide, and
+            raise `PolicyError` where these differ; for tests of policies.
 
     Raises:
         ConfigError: the configuration names a policy that does not exist, or is about a connector that is not there.
@@ -71,6 +73,7 @@ class Scheduler:
         "_admission",
         "_batch",
         "_budget",
+        "_check_horizons",
         "_config",
         "_displacement",
         "_drafts",
@@ -104,7 +107,9 @@ class Scheduler:
         connector: KVConnector | None = None,
         listeners: Iterable[Listener] = (),
         start: Start = NEW,
+        check_horizons: bool = False,
     ) -> None:
+        self._check_horizons = check_horizons
         self._config = config
         self._statistics = Statistics(config.num_draft_tokens)
         self._events = Events(lambda request, reason: find_holder(request, reason, self._parts))
@@ -129,6 +134,7 @@ class Scheduler:
         self._admission, self._displacement, self._loading = parts.admission, parts.displacement, parts.loading
         self._update, self._encoder, self._load_followers = parts.update, parts.encoder, parts.gates.load_followers
         self._fast_forward, self._view, self._budget = parts.fast_forward, parts.view, parts.budget
+        self._fast_forward.checks_horizons = self._check_horizons
         self._max_seen_active_seqs = config.num_seats
         self._watchdog = Watchdog()
         self._next_step_id = start.step_id

@@ -288,6 +288,10 @@ class Admission:
         view.budget, view.num_running, view.num_owed_blocks = budget, num_running, num_owed_blocks
         return self._judge(request, key)
 
+    def forget(self) -> None:
+        """The head of the queue is checked again in the next step."""
+        self._kept = None
+
     # ------------------------------------------------------------------ while nothing changes
 
     def standstill(self, num_running: int) -> Standstill | None:

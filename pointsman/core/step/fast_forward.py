@@ -22,13 +22,15 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.config import SchedulerConfig
-from pointsman.core.errors import StepOrderError, StepResultError
+from pointsman.core.errors import PolicyError, StepOrderError, StepResultError
 from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.policy.gate import Gate
 from pointsman.core.state.batch import Batch, Members
 from pointsman.core.state.events import Events, StepRun
 from pointsman.core.state.numbers import INT32, INT64, MAX_INT
 from pointsman.core.state.output import StepUpdate
+from pointsman.core.state.reason import Deferral
+from pointsman.core.state.request import Request
 from pointsman.core.state.status import PauseMode
 from pointsman.core.step.admission import Admission, Standstill
 from pointsman.core.step.displacement import Displacement
@@ -69,6 +71,8 @@ class FastForward:
         self._batch, self._kv, self._table, self._steps = batch, kv, table, steps
         self._running, self._drafts, self._admission = running, drafts, admission
         self._displacement, self._emission, self._update, self._events = displacement, emission, update, events
+        self.checks_horizons = False
+        """Whether `advance` compares what the policies' horizons say with what they decide afterwards."""
         self._is_allowed = loading is None and running.steady_allowed
         gates = admission.gates
         self._load_followers = gates.load_followers
@@ -156,6 +160,7 @@ class FastForward:
                 "schedule the others one by one"
             )
         batch, kv, table, members = self._batch, self._kv, self._table, self._batch.members
+        head = table.queue.peek() if self.checks_horizons and blocked is not None else None
         tokens, last = _checked_tokens(members, num_steps, token_ids, last_token_ids)
         self._check_middle(members, num_steps, tokens)
         rows, last_step_id = members.rows, first_step_id + num_steps - 1
@@ -166,6 +171,8 @@ class FastForward:
         block_ids, block_rows, block_steps = kv.grow_for_steps(batch, rows, computed, num_steps)
         batch.num_computed_tokens[rows] = computed + num_steps
         self._admission.stand_still(blocked, float(times[-2]), self._free_at_last_admission(block_steps, num_steps))
+        if head is not None and blocked is not None:
+            self._check_horizons(head, blocked, num_steps)
         preempted, finished = table.take_reports()
         self._emission.keep(last_step_id, computed + (num_steps - 1))
         returned: Sequence[Int64Array] = ()
@@ -198,6 +205,35 @@ class FastForward:
             sealed,
         )
         return sealed, run
+
+    def _check_horizons(self, head: Request, blocked: Standstill, num_steps: int) -> None:
+        """Whether the queue is still blocked by the same request, for the same reason, as the policies' horizons said.
+
+        Raises:
+            PolicyError: it is not. The steps were done.
+        """
+        table, admission = self._table, self._admission
+        queue = table.queue
+        found = queue.peek()
+        if found is not head:
+            raise PolicyError(
+                f"order {queue.name!r}: horizon said that its head stays for {num_steps} steps, and then it is "
+                f"{found.request_id!r} instead of {head.request_id!r}"
+            )
+        if blocked.shortage is None or blocked.reason is not (head._state.deferral or blocked).reason:
+            return
+        num_running = len(self._batch.members)
+        budget = admission.budget.tokens - num_running
+        shortage = admission.gates.reserves.shortage
+        admission.forget()
+        verdict = admission.check(head, budget, num_running, self._running.num_owed_blocks())
+        admission.gates.reserves.shortage = shortage
+        if not isinstance(verdict, Deferral):
+            names = ", ".join(repr(policy.name) for policy in admission.gates.reserves.policies)
+            raise PolicyError(
+                f"reserves {names}: horizon said that request {head.request_id!r} waits for {num_steps} steps, and it "
+                "may start now"
+            )
 
     def _free_at_last_admission(self, block_steps: Int64Array, num_steps: int) -> int:
         """Free blocks when the last step asked the queue, after or before its own rows took theirs."""

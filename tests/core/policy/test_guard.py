@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from pointsman.core import PolicyError, Request
+from pointsman.core import PolicyError, Request, Scheduler, StepResult
 from pointsman.core.policy.limits import Limit
 from pointsman.core.policy.order import FirstComeFirstServed
 from pointsman.core.policy.policy import Policy
 from pointsman.core.policy.reserve import Reserve
 from pointsman.core.policy.victim import Latest
-from tests.core.helpers import Host, names, reference_output
+from tests.core.helpers import Host, names, reference_output, small_config
 
 
 class Switch:
@@ -305,3 +305,75 @@ def test_a_policy_without_a_part_of_its_kind_is_refused_by_name() -> None:
     for kind, missing in (("order", "displaces, push"), ("victim", "choose"), ("reserves", "blocks")):
         with pytest.raises(ValueError, match=missing):
             host_with(kind, Half())
+
+
+# ---------------------------------------------------------------------- horizons
+
+
+def scheduler_with(order: Any, **config: Any) -> Scheduler:
+    """Two requests run, and two wait for a sequence slot."""
+    values = {"max_num_seqs": 2, "order": order, "num_blocks": 64, "max_model_len": 64}
+    scheduler = Scheduler(small_config(**{**values, **config}), check_horizons=True)
+    for index, name in enumerate("abcd"):
+        request = Request(name, [1000 + index] * 4, arrival_time=float(index), max_tokens=30)
+        scheduler.add(request, float(index))
+    for now in (4.0, 5.0):
+        output = scheduler.schedule(now)
+        scheduler.update(output, StepResult([7] * output.num_rows), now)
+    return scheduler
+
+
+def test_an_order_whose_head_changes_within_its_horizon_is_found() -> None:
+    class Restless(FirstComeFirstServed):
+        name = "restless"
+
+        def attach(self, view: Any) -> None:
+            self.view = view
+
+        def peek(self) -> Request:
+            waiting = sorted(self, key=lambda request: request.request_id)
+            return waiting[int(self.view.now) // 4 % len(waiting)]
+
+        def pop(self) -> Request:
+            head = self.peek()
+            self.remove(head)
+            return head
+
+    scheduler = scheduler_with(Restless())
+    found = ""
+    for step in range(8):
+        assert scheduler.horizon(2) == 2
+        try:
+            scheduler.advance([6.0 + 2 * step, 7.0 + 2 * step, 8.0 + 2 * step], [7, 7])
+        except PolicyError as error:
+            found = str(error)
+            break
+    assert "order 'restless': horizon said that its head stays for 2 steps, and then it is" in found
+
+
+def test_a_reserve_that_gives_way_within_its_horizon_is_found() -> None:
+    class Fading(Reserve):
+        name = "fading"
+
+        def blocks(self, request: Request, demand: Any, view: Any) -> int:
+            return 100 if demand.others_run and view.now < 7.0 else 0
+
+        def horizon(self, num_steps: int) -> int:
+            return num_steps
+
+    scheduler = scheduler_with("fcfs", max_num_seqs=4, reserves=(Fading(),))
+    assert scheduler.num_running == 1, "the others wait for blocks"
+    assert scheduler.horizon(4) == 4
+    with pytest.raises(
+        PolicyError, match="'fading': horizon said that request 'b' waits for 4 steps, and it may start"
+    ):
+        scheduler.advance([6.0, 7.0, 8.0, 9.0, 10.0], [7])
+
+
+def test_sound_horizons_pass_the_check() -> None:
+    for knobs in ({}, {"max_num_seqs": 4, "reserves": ("watermark:share=0.99",)}):
+        scheduler = scheduler_with("fcfs", **knobs)
+        assert scheduler.num_queued
+        assert scheduler.horizon(3) == 3
+        scheduler.advance([6.0, 7.0, 8.0, 9.0], [7] * scheduler.num_running)
+        scheduler.check_invariants()
