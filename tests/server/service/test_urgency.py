@@ -33,7 +33,11 @@ def scheduler(**knobs: Any) -> dict[str, Any]:
         ({"victim": "lowest-priority"}, {"priority"}),
         ({"order": ByUrgency()}, {"priority", "ttft_target"}),  # of a package: who knows
     ],
-    ids=str,
+    ids=lambda value: (
+        "-".join(str(getattr(each, "name", each)) for each in value.values()) or "none"
+        if isinstance(value, dict)
+        else ""
+    ),
 )
 def test_what_the_policies_of_a_server_read(knobs: dict[str, Any], read: set[str]) -> None:
     assert fields_read(scheduler(**knobs)) == read
