@@ -1,11 +1,13 @@
-"""vLLM's side of `calibration.py`, in the environment that `vllm_env.py` makes.
+"""vLLM's side of `calibration.py` and `policies_live.py`, in the environment that `vllm_env.py` makes.
 
 vLLM's engine core, its scheduler under `Observer` and the model runner are in this process, which is their client too:
 as with the bundled engine, no other process takes the processor from them, and nothing lies between a client and the
 scheduler. No text is made.
 
     {"command": "open", "model": "...", "record": "...", "settings": {"max_num_seqs": 16, ...}}  -> {"version": "..."}
+        or in the place of "record": "scheduler": "...", "additional": {what --additional-config has for it}
     {"command": "run", "arrivals": [0.0, ...], "prompts": [[...], ...], "num_output_tokens": [...]}
+        and, if they matter, "tenants": ["...", ...]
         -> {"tokens": [[seconds from the start, one for each token], ...]}
 """
 
@@ -38,8 +40,8 @@ def open_engine(command: dict[str, Any]) -> LLMEngine:
         dtype="float32",
         skip_tokenizer_init=True,
         enforce_eager=True,
-        scheduler_cls=OBSERVER,
-        additional_config={"pointsman": {"record": command["record"]}},
+        scheduler_cls=command.get("scheduler", OBSERVER),
+        additional_config={"pointsman": command.get("additional") or {"record": command["record"]}},
         **command["settings"],
     ).create_engine_config()
     config.parallel_config.distributed_executor_backend = "uni"
@@ -47,7 +49,11 @@ def open_engine(command: dict[str, Any]) -> LLMEngine:
 
 
 def serve(
-    engine: LLMEngine, arrivals: Sequence[float], prompts: Sequence[list[int]], num_output_tokens: Sequence[int]
+    engine: LLMEngine,
+    arrivals: Sequence[float],
+    prompts: Sequence[list[int]],
+    num_output_tokens: Sequence[int],
+    tenants: Sequence[str],
 ) -> TokenTimes:
     """All requests at their times; when each of their tokens was there."""
 
@@ -58,6 +64,7 @@ def serve(
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
+            extra_args={"pointsman_tenant": tenants[number]} if tenants else None,
         )
         prompt = TokensPrompt(prompt_token_ids=prompts[number])
         engine.add_request(str(number), prompt, params, arrival_time=time() - late)
@@ -78,7 +85,8 @@ def main() -> None:
         if engine is None:
             engine, told = open_engine(command), {"version": __version__}
         else:
-            told = {"tokens": serve(engine, command["arrivals"], command["prompts"], command["num_output_tokens"])}
+            asked = [command[name] for name in ("arrivals", "prompts", "num_output_tokens")]
+            told = {"tokens": serve(engine, *asked, command.get("tenants", []))}
         answers.write(json.dumps(told) + "\n")
         answers.flush()
 
