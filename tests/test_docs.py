@@ -23,7 +23,9 @@ from typing import Any
 import pytest
 from _server_process import ServerProcess
 from _server_process import start_server as start_separate_server
+from typer.main import get_command
 
+from pointsman.cli.app import app
 from pointsman.cli.options import KNOBS, SERVER
 from pointsman.sim.profile import EngineSettings, load_profile
 from tests.forked_engines import start_server
@@ -273,8 +275,10 @@ def test_make_serve_is_the_first_command_of_the_readme() -> None:
 
 def test_the_operators_page_has_every_option() -> None:
     page = OPERATING.read_text()
+    commands: Any = get_command(app)
+    options = {option.name: option.opts for option in commands.commands["serve"].params}
     for name in KNOBS | SERVER:
-        assert f"--{name.replace('_', '-')}`" in page, name
+        assert any(f"{option}`" in page for option in options[name]), name
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="Prometheus is not installed")
