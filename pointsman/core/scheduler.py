@@ -284,6 +284,8 @@ class Scheduler:
     def _void(self, void: list[StepRecord]) -> None:
         """Roll back steps that are no longer in flight, or never were, newest first."""
         take_back(void, self._steps, self._batch, self._kv, self._table, self._encoder, self._loading)
+        self._kv.unpublished = []
+        self._admission.forget()
         self._emission.resync()
 
     # ------------------------------------------------------------------ many steps at once
@@ -335,6 +337,7 @@ class Scheduler:
         if len(records) >= self._steps.max_steps:
             raise self._steps.too_many()
         self._table.now = self._view.now = now
+        self._view.num_running = len(self._batch.members.requests)
         if self._loading is not None:
             self._loading.expire(now)
         step = StepRecord(self._next_step_id, now)

@@ -136,6 +136,11 @@ class ServerConfig:
         kind, _, header = self.tenant_from.partition(":")
         if self.tenant_from not in ("key", "user") and not (kind == "header" and _HEADER.fullmatch(header)):
             raise ValueError(f"tenant_from is {self.tenant_from!r}; it must be key, user, or header:NAME")
+        if header.lower() in _SECRET_HEADERS:
+            raise ValueError(
+                f"tenant_from is {self.tenant_from!r}, a header with a secret, and tenants are shown in metrics; name "
+                "another header"
+            )
 
     @property
     def tenants(self) -> tuple[str, ...]:
@@ -182,6 +187,7 @@ OTHER = "other"
 """What metrics call all tenants together that are too many to have figures of their own."""
 
 _TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_SECRET_HEADERS = frozenset({"authorization", "proxy-authorization", "cookie", "x-api-key", "api-key"})
 _RESERVED = re.compile(rf"key-[0-9]+|{OPERATOR}|{OTHER}")
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _HOST = re.compile(r"(?:([A-Za-z0-9._-]+)|\[([0-9A-Fa-f:.]+)\])(?::([0-9]{1,5}))?")

@@ -24,6 +24,7 @@ from itertools import product
 from typing import Any
 
 from pointsman.core import ConfigError, SchedulerConfig
+from pointsman.core.policy.registry import check_policies
 from pointsman.sim.errors import ModelTooLarge, SimulationError
 from pointsman.sim.profile import Hull
 from pointsman.sim.report.summary import Targets
@@ -326,7 +327,9 @@ class _Tuner:
             if point in self._trials or point in configs:
                 continue
             try:
-                configs[point] = self._search.sized(self._space.config(point))
+                config = self._search.sized(self._space.config(point))
+                check_policies(config)
+                configs[point] = config
             except (ConfigError, ModelTooLarge):
                 self._trials[point] = None
         fresh = list(configs)

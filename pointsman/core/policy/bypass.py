@@ -34,7 +34,7 @@ class Bypass(Reserve):
     reason = Reason.BYPASS
 
     def __init__(self, bound: int, kept: float) -> None:
-        self._bound, self._kept = bound, kept
+        self.bound, self._kept = bound, kept
         self._forget()
 
     def _forget(self) -> None:
@@ -60,7 +60,7 @@ class Bypass(Reserve):
         if self._is_first and request is not self._head:
             self._head, self._room = request, num_free
         self._is_first = False
-        return request._state.num_overtaken < self._bound
+        return request._state.num_overtaken < self.bound
 
     def num_open(self, num_free: int) -> int:
         """Blocks that those behind the head may take."""

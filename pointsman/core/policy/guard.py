@@ -6,6 +6,8 @@ of an order knows which requests are queued, so an order that forgets one, or re
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -41,6 +43,7 @@ class Guard:
         self.version: int = getattr(policy, "version", 1)
         self._given_parameters = getattr(policy, "_given_parameters", {})
         self._error: PolicyError | None = None
+        self._changes = itertools.count(1)
 
     def attach(self, view: View) -> None:
         if hasattr(self.policy, "attach"):
@@ -65,6 +68,12 @@ class Guard:
             return getattr(self.policy, method)(*arguments)
         except Exception as error:
             raise self._broken(f"{method} raised {type(error).__name__}: {error}") from error
+
+    def _read(self, attribute: str) -> Any:
+        try:
+            return getattr(self.policy, attribute)
+        except Exception as error:
+            raise self._broken(f"{attribute} raised {type(error).__name__}: {error}") from error
 
     def _tell(self, method: str, *arguments: Any) -> None:
         """As `_call`, where a failure must wait for a moment at which the step can fail."""
@@ -107,37 +116,62 @@ class GuardedOrder(Guard):
 
     def _insert(self, method: str, argument: Any, requests: Sequence[Request]) -> None:
         """Whatever the policy does, these are queued: those that it does not take come first, in the order given."""
+        if self._strays:  # one that came before some of these, and returns from a step that failed
+            newest = max(map(_came, self._strays))
+            self._strays |= dict.fromkeys(each for each in requests if _came(each) < newest)
         try:
             getattr(self.policy, method)(argument)
         except Exception as error:
-            self._strays |= dict.fromkeys(requests)
+            self._distrust()
             self.fail_next(f"{method} raised {type(error).__name__}: {error}")
+
+    def _distrust(self) -> None:
+        """What the policy did before it failed is not known: all that are queued now are served from here, in the order
+        in which they came, and leave its queue when they do."""
+        self._strays |= self._queued
+
+    def _leave_inner(self, request: Request) -> None:
+        with contextlib.suppress(Exception):
+            if request in self.policy:
+                self.policy.remove(request)
 
     def peek(self) -> Request:
         self._raise_what_failed()
         if self._strays:
-            return next(iter(self._strays))
+            return min(self._strays, key=_came)
         head = self._call("peek")
         if head not in self._queued:
+            self._distrust()
             raise self._broken(f"peek returned {_named(head)}, which is not queued")
         return head  # type: ignore[no-any-return]
 
     def pop(self) -> Request:
         expected = self.peek()
-        if expected not in self._strays:
-            head = self._call("pop")
+        if expected in self._strays:
+            del self._strays[expected]
+            self._leave_inner(expected)
+        else:
+            try:
+                head = self._call("pop")
+            except PolicyError:
+                self._distrust()
+                raise
             if head is not expected:
-                if head in self._queued:
-                    self._insert("put_back", [head], [head])
+                self._distrust()
                 raise self._broken(f"pop returned {_named(head)}, and peek {_named(expected)}")
-        self._strays.pop(expected, None)
         del self._queued[expected]
         return expected
 
     def remove(self, request: Request) -> None:
         del self._queued[request]
-        if self._strays.pop(request, self) is self:
-            self._tell("remove", request)
+        if self._strays.pop(request, self) is not self:
+            self._leave_inner(request)
+            return
+        try:
+            self.policy.remove(request)
+        except Exception as error:
+            self._distrust()
+            self.fail_next(f"remove raised {type(error).__name__}: {error}")
 
     def position(self, request: Request) -> int:
         return int(self._call("position", request))
@@ -189,7 +223,9 @@ class GuardedReserve(Guard):
 
     @property
     def num_changes(self) -> int:
-        return int(getattr(self.policy, "num_changes", 0))
+        if getattr(type(self.policy), "num_changes", 0) == 0 and "num_changes" not in vars(self.policy):
+            return next(self._changes)  # it does not say when it changes: it is asked in every step
+        return int(self._read("num_changes"))
 
     def blocks(self, request: Request, demand: Any, view: View) -> int:
         answer = self._call("blocks", request, demand, view)
@@ -212,7 +248,9 @@ class GuardedLimit(Guard, Limit):
 
     @property
     def revision(self) -> int:  # type: ignore[override]
-        return int(self.policy.revision)
+        if type(self.policy).revision == 0 and "revision" not in vars(self.policy):
+            return next(self._changes)
+        return int(self._read("revision"))
 
     def horizon(self, num_steps: int) -> int:
         return super().horizon(num_steps) if type(self.policy).horizon is not Gate.horizon else 0
@@ -259,6 +297,10 @@ def _hearing(guard: Guard) -> Policy:
     own = {name: safe(name) for name in names if getattr(type(inner), name) is not getattr(Policy, name)}
     hearing: Policy = type("Hearing", (Policy,), own)()
     return hearing
+
+
+def _came(request: Request) -> tuple[float, int]:
+    return request.arrival_time, request.sequence_number
 
 
 def _named(request: object) -> str:

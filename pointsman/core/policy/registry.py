@@ -11,6 +11,7 @@ what it loads is a subclass of `Policy`. A built-in name cannot be taken.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -91,9 +92,23 @@ def check_policies(config: SchedulerConfig) -> None:
     make("order", config.order)
     if config.victim is not None:
         make("victim", config.victim)
-    for kind, given in (("reserve", config.reserves), ("limit", config.token_limits)):
-        for policy in given:
-            make(kind, policy)
+    for policy in config.reserves:
+        make("reserve", policy)
+    check_budget_limits(config, [make("limit", policy) for policy in config.token_limits])
+
+
+def check_budget_limits(config: SchedulerConfig, limits: Sequence[Any]) -> None:
+    """Whether prompts may be cut to the budget, where a limit sets it.
+
+    Raises:
+        ConfigError: they may not.
+    """
+    setting = [limit for limit in limits if hasattr(limit, "step_budget")]
+    if setting and (config.first_chunk_only or not config.enable_chunked_prefill):
+        raise ConfigError(
+            f"token limit {setting[0].name!r} sets the budget of each step, so prompts must be cut to it; set "
+            "enable_chunked_prefill and leave first_chunk_only unset, or leave the limit out"
+        )
 
 
 def parsed(spec: str) -> tuple[str, dict[str, str]]:
@@ -180,5 +195,10 @@ def _load(entry: EntryPoint) -> type[Policy]:
         raise ConfigError(
             f"policy {entry.name!r} of {entry.value} is {policy!r}; it must be a subclass of Policy whose kind is one "
             f"of {', '.join(KINDS)}"
+        )
+    if policy.name != entry.name:
+        raise ConfigError(
+            f"policy {entry.name!r} of {entry.value} has the name {policy.name!r}; give the class the name of its "
+            "entry point, by which recordings find it"
         )
     return policy

@@ -67,6 +67,9 @@ class Reserve(Policy):
 class LetsPass(Protocol):
     """What lets requests pass one that lacks blocks; see `bypass.py`."""
 
+    bound: int
+    """How many may pass it."""
+
     def lets_pass(self, request: Request, num_free: int) -> bool:
         """The request lacks blocks: whether those behind it may be admitted."""
 
@@ -233,6 +236,14 @@ class MeanDecodeReserve(DecodeReserve):
 
     def __init__(self) -> None:
         super().__init__(0)
+        self._forget()
+
+    def attach(self, view: View) -> None:
+        super().attach(view)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.num_tokens = 0
         self._lengths: deque[int] = deque(maxlen=MEAN_OVER)
         self._total = 0
         self.num_changes = 0

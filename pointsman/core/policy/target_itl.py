@@ -378,7 +378,7 @@ class TargetItl(Limit):
                 tokens += lack
                 left -= times.prefill_seconds(lack, start)
         tokens += times.fitting_tokens(left, 0)
-        self._is_full = tokens < self._least
+        self._is_full = tokens < min(self._least, times.most_tokens)  # not where more was merely never seen
         self._most_prefill = max(min(tokens, times.most_tokens), self._least)
         self._tokens = min(num_requests + self._most_prefill, most)
         self._limit = limit

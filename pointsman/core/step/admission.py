@@ -176,7 +176,7 @@ class Admission:
                             if not skipped and search.is_done(head, self._kept):
                                 search.repeat()
                                 break
-                            search.skip(head, self._kept, is_first=not skipped)
+                            search.skip(head, self._kept, len(admitted), is_first=not skipped)
                         table.skipped.append(head)
                         skipped.append((queue.pop(), len(admitted)))
                         continue
@@ -192,10 +192,14 @@ class Admission:
                 admitted.append(entry)
                 budget -= verdict.charge
                 num_running += 1
+                if search is not None and skipped and search.is_spent(len(admitted)):
+                    break
                 num_owed_blocks += max(0, self._kv.blocks_for(head._state.num_tokens) - len(entry.blocks))
         finally:  # an order, or a gate, may raise
             if skipped:
                 self._return_skipped(skipped, len(admitted))
+            if search is not None:
+                search.open()  # a displacement asks before the next step's admissions
         if search is not None and skipped:
             ended_otherwise = table.blocker is not None and len(skipped) < MAX_SKIPPED
             self._kept = search.close(found=bool(admitted) or ended_otherwise) or self._kept
@@ -291,6 +295,7 @@ class Admission:
     def forget(self) -> None:
         """The head of the queue is checked again in the next step."""
         self._kept = None
+        self._newly_deferred.clear()
 
     # ------------------------------------------------------------------ while nothing changes
 

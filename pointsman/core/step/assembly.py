@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pointsman.core.config import SchedulerConfig
-from pointsman.core.errors import ConfigError
 from pointsman.core.kv.connector import KVConnector
 from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.kv.transfers import Transfers, make_transfers
@@ -16,7 +15,7 @@ from pointsman.core.policy.encoder_budget import EncoderCache
 from pointsman.core.policy.limits import limits_of
 from pointsman.core.policy.listening import listeners_of
 from pointsman.core.policy.partial_prefills import make_partial_prefills
-from pointsman.core.policy.registry import make
+from pointsman.core.policy.registry import check_budget_limits, make
 from pointsman.core.policy.reserve import Reserves, reserves_of
 from pointsman.core.policy.victim import default_victim
 from pointsman.core.policy.view import SchedulerView
@@ -102,11 +101,7 @@ def assemble(
     limits = [make("limit", limit) for limit in limits_of(config, encoder)]
     reserves = [make("reserve", reserve) for reserve in reserves_of(config)]
     budget.policies = tuple(limit for limit in limits if hasattr(limit, "step_budget"))
-    if budget.policies and (config.first_chunk_only or not config.enable_chunked_prefill):
-        raise ConfigError(
-            f"token limit {budget.policies[0].name!r} sets the budget of each step, so prompts must be cut to it; set "
-            "enable_chunked_prefill and leave first_chunk_only unset, or leave the limit out"
-        )
+    check_budget_limits(config, budget.policies)
     gates = Gates(
         AdapterSlots(config),
         TokenBudget(config, budget),

@@ -171,8 +171,9 @@ class FastForward:
         block_ids, block_rows, block_steps = kv.grow_for_steps(batch, rows, computed, num_steps)
         batch.num_computed_tokens[rows] = computed + num_steps
         self._admission.stand_still(blocked, float(times[-2]), self._free_at_last_admission(block_steps, num_steps))
+        wrong = None
         if head is not None and blocked is not None:
-            self._check_horizons(head, blocked, num_steps)
+            wrong = self._wrong_horizon(head, blocked, num_steps)
         preempted, finished = table.take_reports()
         self._emission.keep(last_step_id, computed + (num_steps - 1))
         returned: Sequence[Int64Array] = ()
@@ -204,24 +205,22 @@ class FastForward:
             returned,
             sealed,
         )
+        if wrong is not None:
+            raise wrong
         return sealed, run
 
-    def _check_horizons(self, head: Request, blocked: Standstill, num_steps: int) -> None:
-        """Whether the queue is still blocked by the same request, for the same reason, as the policies' horizons said.
-
-        Raises:
-            PolicyError: it is not. The steps were done.
-        """
+    def _wrong_horizon(self, head: Request, blocked: Standstill, num_steps: int) -> PolicyError | None:
+        """Why a policy's horizon was wrong: the queue is no longer blocked by the same request. None: it is."""
         table, admission = self._table, self._admission
         queue = table.queue
         found = queue.peek()
         if found is not head:
-            raise PolicyError(
+            return PolicyError(
                 f"order {queue.name!r}: horizon said that its head stays for {num_steps} steps, and then it is "
                 f"{found.request_id!r} instead of {head.request_id!r}"
             )
         if blocked.shortage is None or blocked.reason is not (head._state.deferral or blocked).reason:
-            return
+            return None
         num_running = len(self._batch.members)
         budget = admission.budget.tokens - num_running
         shortage = admission.gates.reserves.shortage
@@ -230,10 +229,11 @@ class FastForward:
         admission.gates.reserves.shortage = shortage
         if not isinstance(verdict, Deferral):
             names = ", ".join(repr(policy.name) for policy in admission.gates.reserves.policies)
-            raise PolicyError(
+            return PolicyError(
                 f"reserves {names}: horizon said that request {head.request_id!r} waits for {num_steps} steps, and it "
                 "may start now"
             )
+        return None
 
     def _free_at_last_admission(self, block_steps: Int64Array, num_steps: int) -> int:
         """Free blocks when the last step asked the queue, after or before its own rows took theirs."""

@@ -39,10 +39,12 @@ class Search:
         self._num_arrivals = -1  # when the search ended without an admission
         self._skipped: list[Request] = []
         self._blocker: Request | None = None
+        self._passed: list[tuple[Request, int]] = []  # lacking blocks, with how many were admitted before it was asked
 
     def open(self) -> None:
-        """A step begins to check the queue."""
+        """A step begins to check the queue, or has: what is asked next is asked of its head."""
         self._bypass.open_queue()
+        self._passed = []
 
     def is_done(self, head: Request, kept: KeptVerdict | None) -> bool:
         """Whether a search behind `head`, which still lacks blocks, would again find nobody."""
@@ -52,10 +54,20 @@ class Search:
             return False
         return self._bypass.num_open(self._pool.num_free) < self._least
 
-    def skip(self, request: Request, kept: KeptVerdict | None, *, is_first: bool) -> None:
-        """The request is skipped; `kept` is why, if it lacks blocks."""
+    def is_spent(self, num_admitted: int) -> bool:
+        """Whether one of those that lack blocks was passed as often as it may be."""
+        return any(
+            request._state.num_overtaken + num_admitted - num_before >= self._bypass.bound
+            for request, num_before in self._passed
+        )
+
+    def skip(self, request: Request, kept: KeptVerdict | None, num_admitted: int, *, is_first: bool) -> None:
+        """The request is skipped; `kept` is why, if it lacks blocks. `num_admitted` were admitted before it."""
         lacks_blocks = kept is not None and kept.request is request and kept.shortage is not None
+        if lacks_blocks:
+            self._passed.append((request, num_admitted))
         if is_first:
+            self._num_arrivals = -1  # until this search has ended
             self._head, self._least = (kept if lacks_blocks else None), MAX_INT
         elif kept is not None and kept.shortage is not None and lacks_blocks:
             self._least = min(self._least, kept.shortage.own)

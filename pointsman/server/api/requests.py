@@ -31,7 +31,7 @@ def requests_router(service: Service, operators: OperatorRules) -> APIRouter:
     """The three routes."""
     router = APIRouter(tags=["operation"])
     names = service.names
-    order = str(service.client.info.scheduler.get("order")).partition(":")[0]
+    order = str(service.client.info.scheduler.get("order")).partition(":")[0].strip()
 
     @router.get("/v1/requests", response_model=RequestList, responses=errors(400, 403, 500, 503))
     async def list_requests(

@@ -64,6 +64,33 @@ def test_no_more_than_the_bound_pass_it(bound: int) -> None:
     assert admitted[1 : 1 + bound] == [f"short{index}" for index in range(bound)]
 
 
+def test_the_bound_holds_within_one_step() -> None:
+    host = host_with_a_long_head(reserves=("bypass:bound=2,kept=0",), max_num_seqs=16)
+    for index in range(6):
+        host.add(f"short{index}", 1, max_tokens=30)
+    long = host.scheduler.get_request("long")
+    assert long is not None
+    for _ in range(3):
+        host.step()
+        assert long._state.num_overtaken <= 2
+    assert host.scheduler.num_running == 3, "first, and two that passed"
+
+
+def test_an_urgent_request_displaces_as_without_it() -> None:
+    started = []
+    for reserves in ((), ("bypass:kept=1",)):
+        host = Host(order="priority", reserves=reserves, num_blocks=16, enable_prefix_caching=False)
+        host.add("low", 36, max_tokens=20, priority=5)
+        for _ in range(4):
+            host.step()
+        host.add("wide", 44, max_tokens=2, priority=5)
+        host.step()
+        host.step()
+        host.add("urgent", 40, max_tokens=2, priority=1)
+        started.append(names(host.step().admitted))
+    assert started[0] == started[1] == ["urgent"]
+
+
 def test_a_request_that_is_aborted_keeps_nothing() -> None:
     host = host_with_a_long_head(reserves=("bypass:kept=1",))
     host.step()

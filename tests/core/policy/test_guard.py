@@ -95,8 +95,91 @@ def test_an_order_that_does_not_take_a_request_gets_the_blame_and_the_request_ru
     requests = [host.add(name, 3, max_tokens=4) for name in ("a", "b", "c")]
     with pytest.raises(PolicyError, match="order 'picky': push raised ZeroDivisionError: boom"):
         host.schedule()
-    assert names(host.step().admitted) == ["b", "a", "c"]
+    assert names(host.step().admitted) == ["a", "b", "c"], "those that were queued then are served as they came"
     finish_all(host, requests)
+
+
+@pytest.mark.parametrize("method", ["push", "pop", "remove", "put_back"])
+def test_an_order_that_raises_after_it_did_something_blocks_nobody(method: str) -> None:
+    class Late(FirstComeFirstServed):
+        name = "late"
+        is_due = True
+
+        def _once(self, done: str) -> None:
+            if done == method and self.is_due:
+                self.is_due = False
+                raise BOOM
+
+        def push(self, request: Request) -> None:
+            super().push(request)
+            self._once("push")
+
+        def pop(self) -> Request:
+            head = super().pop()
+            self._once("pop")
+            return head
+
+        def remove(self, request: Request) -> None:
+            super().remove(request)
+            self._once("remove")
+
+        def put_back(self, requests: Any) -> None:
+            super().put_back(requests)
+            self._once("put_back")
+
+    host = Host(order=Late(), max_loras=1)
+    requests = [host.add(name, 3, max_tokens=4, adapter=("x" if name == "b" else "y", 1)) for name in "abcd"]
+    host.abort("d")
+    failures = 0
+    for _ in range(40):
+        try:
+            host.step()
+        except PolicyError:
+            failures += 1
+            host.scheduler.check_invariants()
+    assert failures == 1
+    assert [request.is_finished for request in requests] == [True] * 4
+    for request in requests[:3]:
+        assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 4)
+
+
+def test_a_failed_step_leaves_nothing_for_the_next_one() -> None:
+    """An order raises after one admission; that request is aborted before its blocks were published."""
+
+    class Second(FirstComeFirstServed):
+        name = "second"
+        num_asked = 0
+
+        def peek(self) -> Request:
+            self.num_asked += 1
+            if self.num_asked == 3:  # the guard asks once more when it pops
+                raise BOOM
+            return super().peek()
+
+    host = Host(order=Second(), share_within_step=False)
+    host.add("a", 8, max_tokens=2)
+    b = host.add("b", 8, max_tokens=2)
+    with pytest.raises(PolicyError, match="order 'second': pop"):
+        host.schedule()
+    host.abort("a")
+    host.run_to_end()
+    assert b.is_finished
+
+
+def test_a_reserve_that_does_not_say_when_it_changes_is_asked_in_every_step() -> None:
+    class Until(Reserve):
+        name = "until"
+
+        def blocks(self, request: Request, demand: Any, view: Any) -> int:
+            return 100 if demand.others_run and view.now < 12.0 else 0
+
+    host = host_with("reserves", Until())
+    host.add("a", 3, max_tokens=30)
+    host.step()
+    b = host.add("b", 3, max_tokens=2)
+    while host.now < 16.0:
+        host.step()
+    assert b.num_output_tokens > 0
 
 
 def test_what_a_policy_raises_when_it_is_told_something_fails_the_next_step() -> None:
@@ -354,6 +437,7 @@ def test_an_order_whose_head_changes_within_its_horizon_is_found() -> None:
 def test_a_reserve_that_gives_way_within_its_horizon_is_found() -> None:
     class Fading(Reserve):
         name = "fading"
+        num_changes = 1  # so it says
 
         def blocks(self, request: Request, demand: Any, view: Any) -> int:
             return 100 if demand.others_run and view.now < 7.0 else 0

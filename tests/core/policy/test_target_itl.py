@@ -368,3 +368,15 @@ def test_bad_parameters(limit: str, message: str) -> None:
 def test_prompts_must_be_cut(setting: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="prompts must be cut to it"):
         Host(token_limits=("target-itl",), **setting)
+
+
+def test_short_prompts_do_not_wait_for_a_step_that_was_merely_never_seen() -> None:
+    """All prompts are shorter than the least chunk, so no step shows that more would fit."""
+    server = Server("target-itl:seconds=0.05,least=64,patience=10")
+    added = []
+    for number in range(100):
+        added.append(server.add(f"r{number}", 1 + number % 30, 4))
+        server.step()
+        server.step()
+    waits = [each for each in added if each.status is RequestStatus.WAITING]
+    assert len(waits) <= 2
