@@ -20,6 +20,7 @@ import torch
 
 from pointsman.core import DuplicateRequest, Request, RequestRefused
 from pointsman.core.errors import UnknownRequest
+from pointsman.core.policy.fcfs import FirstComeFirstServed
 from pointsman.engine import LLM, AsyncEngine, Engine, EngineDeadError, RequestOutput, RequestOutputKind, SamplingParams
 from pointsman.engine.aio.async_engine import RequestStream
 from pointsman.engine.aio.mailbox import LoopMailbox
@@ -717,6 +718,30 @@ def test_a_step_is_tried_again_as_often_as_allowed(make: Callable[..., AsyncEngi
             await last_of(engine.generate("The import statement", params))
 
     run(stumble())
+
+
+def test_a_policy_that_fails_once_costs_a_step_and_no_request(
+    make: Callable[..., AsyncEngine], loaded: LoadedModel
+) -> None:
+    class Once(FirstComeFirstServed):
+        name = "once"
+        is_due = True
+
+        def peek(self) -> Request:
+            if self.is_due:
+                self.is_due = False
+                raise ZeroDivisionError("boom")
+            return super().peek()
+
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    expected = run(last_of(make().generate("The import statement", params))).token_ids
+    engine = make(max_step_retries=2, order=Once())
+
+    async def serve() -> None:
+        assert (await last_of(engine.generate("The import statement", params))).token_ids == expected
+        engine.check_health()
+
+    run(serve())
 
 
 def test_what_a_call_raises_is_its_callers(make: Callable[..., AsyncEngine]) -> None:
