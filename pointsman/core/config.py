@@ -418,7 +418,11 @@ def _check_choice(name: str, value: object, *choices: str) -> None:
 
 
 def _named(policy: Any) -> Any:
-    return policy if policy is None or isinstance(policy, str) else policy.name
+    """How a policy is written down. Parameters of an object are not known, so a name that others could be made by does
+    not stand for it."""
+    if policy is None or isinstance(policy, str):
+        return policy
+    return f"{policy.name} (object)" if getattr(policy, "parameters", ()) else policy.name
 
 
 def _checked_policies(name: str, given: object) -> tuple[Any, ...]:

@@ -129,7 +129,11 @@ def test_names_are_taken_apart() -> None:
 def test_a_configuration_keeps_names_and_tells_objects_by_theirs() -> None:
     config = small_config(order=LastComeFirstServed(), reserves=["watermark:share=0.1"])
     values = config.to_dict()
-    assert (values["order"], values["reserves"], values["token_limits"]) == ("lcfs", ["watermark:share=0.1"], [])
+    assert (values["order"], values["reserves"], values["token_limits"]) == (
+        "lcfs (object)",
+        ["watermark:share=0.1"],
+        [],
+    ), "its parameters are not known, so nothing is replayed by its name"
     with pytest.raises(ConfigError, match="reserves is 'watermark'; give a list of names or objects"):
         small_config(reserves="watermark")
     assert SchedulerConfig(**{**values, "order": "fcfs"}).reserves == ("watermark:share=0.1",)
