@@ -683,7 +683,9 @@ def sharing_within_a_step_is_not_asked(patch: Patch) -> None:
 
 def published_too_far(patch: Patch) -> None:
     def publish(original: Any, kv: Any, request: Any, table: Any, end: int, token_bytes: bytes) -> None:
-        further = min(len(table), len(token_bytes) // (4 * kv.block_size))
+        row = request._state.row
+        held = len(table) if row is None else int(request._state.batch.num_slots[row]) // kv.block_size
+        further = min(held, len(token_bytes) // (4 * kv.block_size))
         original(kv, request, table, further, token_bytes)
 
     around(patch, "KVCacheManager._publish", publish)
