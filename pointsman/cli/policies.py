@@ -51,7 +51,7 @@ def _table(kind: str, policies: dict[str, type[Policy]]) -> Table:
 
 
 def _summary(policy: type[Policy]) -> str:
-    """The first sentence of its docstring, without marks."""
+    """The first paragraph of its docstring, without marks."""
     text = (inspect.getdoc(policy) or "").split("\n\n")[0]
     return " ".join(text.split()).replace("`", "")
 

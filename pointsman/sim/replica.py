@@ -240,13 +240,12 @@ class Replica:
         if not num_rows:
             return output, 0.0
         # Sums as products, which take a fraction of the time.
-        computed, tokens = output.num_computed_tokens, output.num_scheduled_tokens
         if num_rows > len(self._ones):
             self._ones = np.ones(2 * num_rows, dtype=np.int64)
-        context = int(computed.dot(self._ones[:num_rows])) + total
-        attended = int(tokens.dot(computed)) + (int(tokens.dot(tokens)) + total) // 2
+        context = int(output.num_computed_tokens.dot(self._ones[:num_rows])) + total
         samples = int(np.count_nonzero(output.samples))
-        return output, self._step_time.of_step(StepLoad(total, num_rows, context, attended, samples))
+        load = StepLoad(total, num_rows, context, output.num_attended_tokens, samples)
+        return output, self._step_time.of_step(load)
 
     def _finish_step(self, output: SchedulerOutput) -> list[int]:
         scheduler, now, rows = self.scheduler, self.now, output.rows

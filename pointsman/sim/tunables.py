@@ -70,7 +70,7 @@ DESIGN = {"max_num_batched_tokens": (512, 1024, 2048, 8192), "max_num_seqs": (32
 
 def tunables(varied: frozenset[str]) -> tuple[Tunable, ...]:
     """All settings of the scheduler, with the policies that make a difference where `varied` is what requests say of
-    themselves differently ("priority", "tenant", "ttft_target").
+    themselves differently ("priority", "tenant").
 
     Raises:
         ConfigError: an installed package's policy cannot be loaded.
@@ -90,7 +90,8 @@ def specs(kind: str, varied: frozenset[str]) -> list[str]:
     """Every policy of a kind as it is written: with its defaults, and with each other value that it says to try."""
     found = []
     for name, policy in known(kind).items():
-        if name in HAVE_KNOBS or not policy.reads <= varied:
+        # A TTFT target that all have makes a difference too: who is late gives way.
+        if name in HAVE_KNOBS or not policy.reads - {"ttft_target"} <= varied:
             continue
         found.append(name)
         found += [

@@ -37,6 +37,8 @@ class Explanation:
     not left out of the newest step."""
     sentence: str
     """The explanation as text."""
+    order_words: str
+    """The end of `sentence` that is the order's own, which may speak of tenants; "": it says nothing."""
     resource: str | None
     """What it lacks, such as "KV blocks" or "sequence slots": the unit of `missing`, and of what the holders hold.
     None: nothing that is counted."""
@@ -82,12 +84,14 @@ def explain(request: Request, parts: Parts, config: SchedulerConfig) -> Explanat
     missing = why.missing if why is not None and has_own else 0
     holders = CAUSES[reason].holders(request, parts) if reason is not None else []
     holding = request._state.holding
+    words = _words_of_the_order(request, parts) if reason is Reason.BEHIND else ""
     return Explanation(
         request_id=request.request_id,
         status=request.status,
         phase=request.phase,
         reason=reason,
-        sentence=_sentence(request, reason, missing, holders, parts),
+        sentence=_sentence(request, reason, missing, holders, parts) + words,
+        order_words=words,
         resource=CAUSES[reason].resource if reason is not None else None,
         holders=tuple(holders[:MAX_HOLDERS]),
         num_holders=len(holders),
@@ -335,8 +339,7 @@ def _sentence(request: Request, reason: Reason | None, missing: int, holders: li
     if reason is Reason.BEHIND:
         before = parts.table.requests[holders[0].request_id]
         why = before._state.deferral.reason if before._state.deferral is not None else None
-        behind = f"{name} waits behind {before.request_id}" + (f", which waits: {CAUSES[why].text}." if why else ".")
-        return behind + _words_of_the_order(request, parts)
+        return f"{name} waits behind {before.request_id}" + (f", which waits: {CAUSES[why].text}." if why else ".")
     lacks = f" for {missing} more {cause.resource}" if missing and cause.resource else ""
     waits = f"{name} waits{lacks}: {text}"
     if not holders:

@@ -45,6 +45,7 @@ class EarliestTTFT(Policy):
 
     kind = "order"
     name = "earliest-ttft"
+    reads = frozenset({"ttft_target"})
     displaces = False
     parameters: ClassVar[tuple[Parameter, ...]] = (
         Parameter("default", 5.0, 1e-3, 1e6, tried=(1.0, 2.0, 5.0), doc="target of requests without one, in seconds"),

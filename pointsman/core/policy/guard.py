@@ -174,11 +174,16 @@ class GuardedOrder(Guard):
             self.fail_next(f"remove raised {type(error).__name__}: {error}")
 
     def position(self, request: Request) -> int:
+        if request in self._strays:
+            return sum(_came(other) < _came(request) for other in self._strays)
+        if self._strays:  # the policy's own queue may still have some of these
+            behind = sum(_came(other) < _came(request) for other in self._queued if other not in self._strays)
+            return len(self._strays) + behind
         return int(self._call("position", request))
 
     def reason(self, request: Request) -> str:
         """Why it is not first, in the policy's words; "": it has none."""
-        return str(self._call("reason", request)) if hasattr(self.policy, "reason") else ""
+        return str(self._call("reason", request)) if hasattr(self.policy, "reason") and not self._strays else ""
 
     def __len__(self) -> int:
         return len(self._queued)

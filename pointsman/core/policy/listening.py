@@ -89,10 +89,9 @@ class _StepTimes(Listener):
         if requests is self._decoding and total == num_rows:  # as the step before: no sum is needed
             attended = context = self._context + num_rows
         else:
-            computed, tokens = output.num_computed_tokens, output.num_scheduled_tokens
-            attended = context = int(np.add.reduce(computed)) + total
+            attended = context = int(np.add.reduce(output.num_computed_tokens)) + total
             if total > num_rows:
-                attended = int(tokens.dot(computed)) + (int(tokens.dot(tokens)) + total) // 2
+                attended = output.num_attended_tokens
         self._decoding, self._context = requests if total == num_rows else None, context
         self._tell(StepLoad(total, num_rows, context, total - num_rows, attended), now - began)
 

@@ -3,7 +3,7 @@
     order     which waiting request is next                      `state/interfaces.py`: Order
     victim    which running request is preempted for memory      `state/interfaces.py`: Victim
     reserve   how many blocks an admission leaves free           `reserve.py`: Reserve
-    limit     how many tokens a request, or a step, advances     `limits.py`: Limit
+    limit     how many tokens a request, or a step, advances     `gate.py`: Limit
 
 A policy is given by name, with parameters (`shortest-prefill:ageing=200`), or as an object; `registry.py` finds it. It
 reads a `View` and never moves a request. It is deterministic: it reads no clock, sorts stably, and iterates over no
@@ -53,8 +53,7 @@ class Policy(Listener):
     """Raised when the same calls lead to other decisions than before; a recording replays with the same version."""
     parameters: ClassVar[tuple[Parameter, ...]] = ()
     reads: ClassVar[frozenset[str]] = frozenset()
-    """What it reads that requests may say of themselves: "priority", "tenant", "ttft_target". Where all say the same,
-    it has no effect."""
+    """What it reads that requests may say of themselves: "priority", "tenant", "ttft_target"."""
 
     def attach(self, view: View) -> None:
         """The policy serves one scheduler from now on, and may keep its view. Called again when a recording begins: it
@@ -88,14 +87,8 @@ class StepLoad(NamedTuple):
     computes one token."""
 
 
-def parameters_of(policy: object) -> dict[str, Value]:
-    """The parameters that a policy was made with and that are not the default."""
-    given: dict[str, Value] = getattr(policy, "_given_parameters", {})
-    return dict(given)
-
-
 def spec_of(policy: object) -> str:
     """How a policy is written: its name, and its parameters that are not the default."""
     name: str = policy.name  # type: ignore[attr-defined]
-    given = parameters_of(policy)
+    given: dict[str, Value] = getattr(policy, "_given_parameters", {})
     return name + (":" + ",".join(f"{key}={value}" for key, value in given.items()) if given else "")

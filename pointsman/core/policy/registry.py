@@ -56,6 +56,11 @@ def known(kind: str) -> dict[str, type[Policy]]:
     return found
 
 
+def built_in(kind: str, name: str) -> type[Policy] | None:
+    """The built-in policy of a kind with this name; None: there is none."""
+    return _BUILT_IN[kind].get(name)
+
+
 def make(kind: str, given: Any) -> Any:
     """The policy that a name with parameters stands for, or an object that is one. Those that are not built in are
     guarded.
@@ -72,7 +77,7 @@ def make(kind: str, given: Any) -> Any:
             )
         return guarded(kind, given)
     name, parameters = parsed(given)
-    policy = _BUILT_IN[kind].get(name) or _installed_policy(kind, name)
+    policy = built_in(kind, name) or _installed_policy(kind, name)
     if policy is None:
         raise ConfigError(f"no {kind} is called {name!r}; choose one of {', '.join(known(kind))}, or pass an object")
     values = checked(kind, name, policy.parameters, parameters)
@@ -80,7 +85,7 @@ def make(kind: str, given: Any) -> Any:
     made._given_parameters = {  # type: ignore[attr-defined]
         each.name: values[each.name] for each in policy.parameters if values[each.name] != each.default
     }
-    return made if name in _BUILT_IN[kind] else guarded(kind, made)
+    return guarded(kind, made)
 
 
 def check_policies(config: SchedulerConfig) -> None:

@@ -175,6 +175,12 @@ class SchedulerOutput(Sealed, OutputFields):
         """Requests that compute just the token they sampled last, and drafts after it."""
         return [request for request, decodes in zip(self.requests, self._decodes(), strict=True) if decodes]
 
+    @property
+    def num_attended_tokens(self) -> int:
+        """Over the tokens of the step: positions that each attends to, its own included."""
+        computed, tokens = self.num_computed_tokens, self.num_scheduled_tokens
+        return int(tokens.dot(computed)) + (int(tokens.dot(tokens)) + self.total_num_scheduled_tokens) // 2
+
     def num_pending(self) -> IntArray:
         """[n] int64: the results of this step that the scheduler waits for, by row: a sample, or a completed prompt."""
         pending: IntArray = self.samples.astype(np.int64)

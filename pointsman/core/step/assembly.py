@@ -30,7 +30,7 @@ from pointsman.core.step.in_flight import StepsInFlight
 from pointsman.core.step.loading import Loading, make_loading
 from pointsman.core.step.prompt_parts import PromptParts
 from pointsman.core.step.request_table import RequestTable
-from pointsman.core.step.running import Running, make_running
+from pointsman.core.step.running import InOrder, Running
 from pointsman.core.step.update import Update
 
 
@@ -113,7 +113,8 @@ def assemble(
     for policy in policies:
         if hasattr(policy, "attach"):
             policy.attach(view)
-    running = make_running(config, budget, batch, kv, gates.limits, victim, view, drafts)
+    running_part = Running if config.shortage == "replan" else InOrder
+    running = running_part(config, budget, batch, kv, gates.limits, victim, view, drafts)
     table = RequestTable(batch, kv, queue, gates.releases, steps, events, transfers)
     table.next_serial = start.serial
     loading = make_loading(config, kv, table, transfers, events)

@@ -456,18 +456,3 @@ class InOrder(Running):
             budget, slots = budget - int(tokens[0]), slots - 1
         counts = np.array([len(new) for new in blocks], dtype=np.int64)
         return granted, counts, np.concatenate([NO_BLOCKS, *blocks]), bool(gone)
-
-
-def make_running(
-    config: SchedulerConfig,
-    budget: StepBudget,
-    batch: Batch,
-    kv: KVCacheManager,
-    limits: list[Limit],
-    victim: Victim,
-    view: SchedulerView,
-    drafts: Drafts,
-) -> Running:
-    """The running part that the configuration asks for."""
-    kind = Running if config.shortage == "replan" else InOrder
-    return kind(config, budget, batch, kv, limits, victim, view, drafts)

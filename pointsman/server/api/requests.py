@@ -31,7 +31,6 @@ def requests_router(service: Service, operators: OperatorRules) -> APIRouter:
     """The three routes."""
     router = APIRouter(tags=["operation"])
     names = service.names
-    order = str(service.client.info.scheduler.get("order")).partition(":")[0].strip()
 
     @router.get("/v1/requests", response_model=RequestList, responses=errors(400, 403, 500, 503))
     async def list_requests(
@@ -50,7 +49,7 @@ def requests_router(service: Service, operators: OperatorRules) -> APIRouter:
             {
                 "object": "list",
                 "data": [
-                    describe(one, shown_to, None if viewer is None else order) for one in compress(explanations, chosen)
+                    describe(one, shown_to, sees_tenants=viewer is None) for one in compress(explanations, chosen)
                 ],
             }
         )
@@ -75,7 +74,7 @@ def requests_router(service: Service, operators: OperatorRules) -> APIRouter:
         except UnknownRequest as error:
             raise unknown from error
         shown_to = partial(names.shown, viewer=viewer)
-        return JSONResponse(describe(explanation, shown_to, None if viewer is None else order))
+        return JSONResponse(describe(explanation, shown_to, sees_tenants=viewer is None))
 
     @router.post(
         "/v1/requests/{request_id:path}/priority",
@@ -100,15 +99,13 @@ def requests_router(service: Service, operators: OperatorRules) -> APIRouter:
     return router
 
 
-def describe(
-    known: RequestExplanation, name_of: Callable[[str], str], silent_order: str | None = None
-) -> dict[str, Any]:
+def describe(known: RequestExplanation, name_of: Callable[[str], str], *, sees_tenants: bool = True) -> dict[str, Any]:
     """The JSON of a request, with times in Unix time.
 
     Args:
         known: what the engine says.
         name_of: the name that the reader knows, from the engine's id.
-        silent_order: an order whose own words, which may name tenants, are left out.
+        sees_tenants: whether the reader may see what the order says, which may name other tenants.
     """
     explanation = known.explanation
     waiting_for = known.waiting_for
@@ -132,7 +129,7 @@ def describe(
             for holder in explanation.holders
         ],
         "num_holders": explanation.num_holders,
-        "explanation": _in_words(explanation, name_of, silent_order),
+        "explanation": _in_words(explanation, name_of, sees_tenants),
         "since": None if waiting_for is None else round(time.time() - waiting_for, 3),
         "waiting_for": waiting_for,
         "transfer": explanation.transfer,
@@ -157,11 +154,11 @@ def describe(
     }
 
 
-def _in_words(explanation: Explanation, name_of: Callable[[str], str], silent_order: str | None) -> str:
+def _in_words(explanation: Explanation, name_of: Callable[[str], str], sees_tenants: bool) -> str:
     """The sentence of an explanation, under the names that the reader knows."""
     sentence = explanation.sentence
-    if silent_order is not None:  # ids hold no spaces, so only the order's own words can begin so
-        sentence = sentence.partition(f" {silent_order}: ")[0]
+    if not sees_tenants:
+        sentence = sentence.removesuffix(explanation.order_words)
     for engine_id in {explanation.request_id, *(holder.request_id for holder in explanation.holders)}:
         sentence = sentence.replace(engine_id, name_of(engine_id))
     return sentence

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from pointsman.core.policy.registry import built_in
 from pointsman.server.wire.errors import ApiError
 
 if TYPE_CHECKING:
@@ -14,33 +15,23 @@ if TYPE_CHECKING:
     from pointsman.server.wire.messages import EngineInfo
 
 PRIORITY, TTFT_TARGET = "priority", "ttft_target"
-READS: dict[str, frozenset[str]] = {
-    "fcfs": frozenset(),
-    "fcfs-front": frozenset(),
-    "priority": frozenset({PRIORITY}),
-    "priority-by-arrival": frozenset({PRIORITY}),
-    "shortest-prefill": frozenset(),
-    "earliest-ttft": frozenset({TTFT_TARGET}),
-    "fair": frozenset(),
-    "longest-prefix": frozenset(),
-    "latest": frozenset(),
-    "least-cost": frozenset(),
-    "lowest-priority": frozenset({PRIORITY}),
-}
-"""What the built-in orders and victims read of a request. One that is not listed, such as that of an installed package,
-may read everything."""
 
 
 def fields_read(scheduler: Mapping[str, Any]) -> frozenset[str]:
-    """Those of `priority` and `ttft_target` that the server's policies read.
+    """Those of `priority` and `ttft_target` that the server's policies read. One that is not built in, such as that of
+    an installed package, may read both.
 
     Args:
         scheduler: `SchedulerConfig.to_dict()`.
     """
-    everything = frozenset({PRIORITY, TTFT_TARGET})
-    policies = [spec for kind in ("order", "victim") if (spec := scheduler.get(kind)) is not None]
-    names = [str(spec).partition(":")[0] for spec in policies]  # without parameters
-    return frozenset().union(*(READS.get(name, everything) for name in names))
+    both = frozenset({PRIORITY, TTFT_TARGET})
+    read: frozenset[str] = frozenset()
+    for kind in ("order", "victim"):
+        spec = scheduler.get(kind)
+        if spec is not None:
+            policy = built_in(kind, str(spec).partition(":")[0])  # without parameters
+            read |= both if policy is None else policy.reads & both
+    return read
 
 
 def check_urgency(priority: int, ttft_target: float | None, info: EngineInfo, config: ServerConfig) -> None:

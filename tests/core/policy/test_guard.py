@@ -143,6 +143,27 @@ def test_an_order_that_raises_after_it_did_something_blocks_nobody(method: str) 
         assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 4)
 
 
+def test_places_are_known_while_the_policy_is_not_trusted() -> None:
+    class Once(FirstComeFirstServed):
+        name = "once"
+        is_due = True
+
+        def pop(self) -> Request:
+            head = super().pop()
+            if self.is_due:
+                self.is_due = False
+                raise BOOM
+            return head
+
+    host = Host(order=Once(), max_num_seqs=1)
+    for name in "abc":
+        host.add(name, 3, max_tokens=4)
+    with pytest.raises(PolicyError, match="order 'once': pop"):
+        host.schedule()
+    host.add("d", 3, max_tokens=4)
+    assert [host.explain(name).position for name in "abcd"] == [0, 1, 2, 3]
+
+
 def test_a_failed_step_leaves_nothing_for_the_next_one() -> None:
     """An order raises after one admission; that request is aborted before its blocks were published."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import pytest
 
@@ -63,14 +62,15 @@ def test_who_holds_what_it_lacks_is_told_by_the_names_that_clients_know() -> Non
 
 
 def test_what_an_order_says_of_tenants_is_for_operators_alone() -> None:
-    host = Host(max_num_seqs=1)
-    for name in ("a", "b", "c"):
-        host.add(name)
+    host = Host(max_num_seqs=1, order="fair")
+    host.add("a", 8, tenant="x")
+    host.step()
+    host.add("b", tenant="y")
+    host.add("c", tenant="x")
     host.step()
     known = explained(host, "c", age=1.0)
-    plain = known.explanation.sentence
-    words = f"{plain} fair: tenant x has had 12,400 tokens more than tenant y."
-    known = replace(known, explanation=replace(known.explanation, sentence=words))
-    assert describe(known, str)["explanation"] == words
-    assert describe(known, str, "fair")["explanation"] == plain
-    assert describe(known, str, "fcfs")["explanation"] == words
+    words = known.explanation.order_words
+    assert words.startswith(" fair: tenant x has had ") and words.endswith(" tokens more than tenant y.")
+    plain = "c waits behind b, which waits: all sequence slots are taken."
+    assert describe(known, str)["explanation"] == plain + words
+    assert describe(known, str, sees_tenants=False)["explanation"] == plain

@@ -10,7 +10,7 @@ import pytest
 from pointsman.core import SchedulerConfig
 from pointsman.core.policy.registry import known
 from pointsman.server.config import ServerConfig
-from pointsman.server.service.urgency import READS, check_priority_is_read, check_urgency, fields_read
+from pointsman.server.service.urgency import check_priority_is_read, check_urgency, fields_read
 from pointsman.server.wire.errors import ApiError
 from tests.server.engine_info import SCHEDULER, engine_info
 from tests.server.orders import ByUrgency
@@ -48,10 +48,27 @@ def test_parameters_of_a_policy_change_nothing_of_that() -> None:
     assert fields_read({"order": "fair:weights=a", "victim": "latest"}) == NOTHING
 
 
+READS = {
+    "fcfs": set(),
+    "fcfs-front": set(),
+    "priority": {"priority"},
+    "priority-by-arrival": {"priority"},
+    "shortest-prefill": set(),
+    "earliest-ttft": {"ttft_target"},
+    "fair": set(),
+    "longest-prefix": set(),
+    "latest": set(),
+    "least-cost": set(),
+    "lowest-priority": {"priority"},
+}
+
+
 @pytest.mark.parametrize("kind", ["order", "victim"])
-def test_every_built_in_policy_is_listed(kind: str) -> None:
+def test_every_built_in_policy_says_what_it_reads(kind: str) -> None:
     built_in = {name for name, policy in known(kind).items() if policy.__module__.startswith("pointsman.")}
     assert built_in <= READS.keys()
+    for name in built_in:
+        assert fields_read({kind: name}) == READS[name], name
 
 
 BY_PRIORITY = engine_info(scheduler=scheduler(order="priority"))
