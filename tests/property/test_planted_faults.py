@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -183,7 +184,8 @@ def everyone_runs_ahead_in_mixed_steps(patch: Patch) -> None:
 def budget_is_off_by_one(patch: Patch) -> None:
     def init(original: Any, running: Any, *args: Any) -> None:
         original(running, *args)
-        running._budget += 1
+        running._budget = copy(running._budget)
+        running._budget.tokens += 1
 
     around(patch, "Running.__init__", init)
 
