@@ -24,19 +24,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from time import monotonic
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from _common import REPOSITORY, Targets, argument_parser, at_least_one, finish, note, print_table, run
-from _open_loop import TokenTimes, send
-from _worker_process import WorkerProcess
-from vllm_env import VLLM_VERSION, is_complete, python_of
+from _common import Targets, argument_parser, at_least_one, finish, note, print_table, run
+from _live_engines import DEMO, BundledEngine, Vllm, prompts_of
+from _open_loop import TokenTimes
+from vllm_env import VLLM_VERSION, is_complete
 
 from pointsman.core import SchedulerConfig
 from pointsman.core.recording import Recorder
-from pointsman.engine import Engine, SamplingParams
 from pointsman.sim.calibrate import calibrate_steps
 from pointsman.sim.simulator import simulate
 from pointsman.sim.step_log import StepLog, observed_steps, read_steps
@@ -52,9 +50,6 @@ NUM_PROBED = 24
 """Requests at once that show what the engine serves at most."""
 LIMITS = {"tokens_per_second": 0.10, "ttft_p50": 0.10, "itl_p50": 0.10, "ttft_p99": 0.25, "itl_p99": 0.25}
 SPREADS = 1.5
-DEMO = REPOSITORY / "pointsman" / "engine" / "demo"
-WORKER = Path(__file__).resolve().parent / "_vllm_calibration_worker.py"
-SECONDS_TO_OPEN, SECONDS_TO_SERVE = 300, 600
 
 
 @dataclass(frozen=True)
@@ -101,14 +96,8 @@ class Host(Protocol):
         ...
 
 
-def prompts_of(sent: Sequence[TraceRequest], vocab_size: int, seed: int) -> list[list[int]]:
-    """Random tokens; other seeds share no prefix."""
-    rng = np.random.default_rng(seed)
-    return [rng.integers(10, vocab_size, size=each.num_prompt_tokens).tolist() for each in sent]
-
-
 class EngineHost:
-    """The bundled engine, in this process.
+    """The bundled engine.
 
     Args:
         model: a directory, or "demo".
@@ -118,52 +107,35 @@ class EngineHost:
     title = "the bundled engine"
 
     def __init__(self, model: str, folder: Path) -> None:
-        self._engine = Engine(
-            model,
-            num_threads=torch.get_num_threads(),
-            max_model_len=MAX_MODEL_LEN,
-            num_blocks=MAX_NUM_SEQS * MAX_MODEL_LEN // 16,
-            max_num_seqs=MAX_NUM_SEQS,
-            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
-            clock=monotonic,
-        )
+        settings = {
+            "num_threads": torch.get_num_threads(),
+            "max_model_len": MAX_MODEL_LEN,
+            "num_blocks": MAX_NUM_SEQS * MAX_MODEL_LEN // 16,
+            "max_num_seqs": MAX_NUM_SEQS,
+            "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
+        }
+        self._live = BundledEngine(model, settings)
         self._folder = folder
         self._recordings: list[Path] = []
-        self._num_sent = 0
 
     def serve(self, sent: Sequence[TraceRequest], seed: int) -> TokenTimes:
         # Validation runs are recorded too, as recording takes time.
         path = self._folder / f"engine-{len(self._recordings)}.jsonl"
         self._recordings.append(path)
+        scheduler = self._live.engine.scheduler
         with path.open("w", encoding="utf-8") as file:
-            self._engine.scheduler.start_recording(Recorder(file))
+            scheduler.start_recording(Recorder(file))
             try:
-                return self._serve(sent, prompts_of(sent, int(self._engine.model_config.vocab_size), seed))
+                return _serve(self._live, sent, self._live.vocab_size, seed)
             finally:
-                self._engine.scheduler.stop_recording()
+                scheduler.stop_recording()
 
     def close(self) -> list[StepLog]:
         return [read_steps(path) for path in self._recordings]
 
-    def _serve(self, sent: Sequence[TraceRequest], prompts: Sequence[list[int]]) -> TokenTimes:
-        engine, first = self._engine, self._num_sent
-        self._num_sent += len(sent)
-
-        def add(number: int, late: float) -> None:
-            params = SamplingParams(temperature=0.0, max_tokens=sent[number].num_output_tokens, ignore_eos=True)
-            engine.add_request(str(first + number), prompts[number], params, arrival_time=monotonic() - late)
-
-        def step() -> list[tuple[int, int]]:
-            return [(int(output.request_id) - first, 1) for output in engine.step()]
-
-        tokens = send([each.arrival_time for each in sent], add, step, engine.has_unfinished_requests)
-        while not engine.scheduler.is_idle:
-            engine.step()  # the last ends are reported by an empty step
-        return tokens
-
 
 class VllmHost:
-    """vLLM with Observer, in a process of its own.
+    """vLLM with Observer.
 
     Args:
         model: a directory, or "demo".
@@ -181,36 +153,25 @@ class VllmHost:
         self._vocab_size = int(json.loads((directory / "config.json").read_text())["vocab_size"])
         self._recording = folder / "vllm.jsonl"
         self._num_requests: list[int] = []
-        environment = {
-            "PYTHONPATH": f"{REPOSITORY}:{WORKER.parent}",
-            "OMP_NUM_THREADS": str(threads),
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-        }
-        self._worker = WorkerProcess("vllm", [python_of(), WORKER], environment)
         settings = {
             "max_model_len": MAX_MODEL_LEN,
             "max_num_seqs": MAX_NUM_SEQS,
             "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
-            "block_size": 32,  # its attention on a CPU takes multiples of 32
         }
-        self._worker.ask("open", SECONDS_TO_OPEN, model=str(directory), record=str(self._recording), settings=settings)
+        self._live = Vllm(directory, settings, threads, record=str(self._recording))
 
     def serve(self, sent: Sequence[TraceRequest], seed: int) -> TokenTimes:
         self._num_requests.append(len(sent))
-        told = self._worker.ask(
-            "run",
-            SECONDS_TO_SERVE,
-            arrivals=[each.arrival_time for each in sent],
-            prompts=prompts_of(sent, self._vocab_size, seed),
-            num_output_tokens=[each.num_output_tokens for each in sent],
-        )
-        return list(told["tokens"])
+        return _serve(self._live, sent, self._vocab_size, seed)
 
     def close(self) -> list[StepLog]:
-        self._worker.close()
+        self._live.close()
         return steps_of_runs(self._recording, self._num_requests)
+
+
+def _serve(live: BundledEngine | Vllm, sent: Sequence[TraceRequest], vocab_size: int, seed: int) -> TokenTimes:
+    arrivals, lengths = [each.arrival_time for each in sent], [each.num_output_tokens for each in sent]
+    return live.serve(arrivals, prompts_of(sent, vocab_size, seed), lengths)
 
 
 def steps_of_runs(recording: Path, num_requests: Sequence[int]) -> list[StepLog]:

@@ -15,25 +15,22 @@ bundled engine's default run. In each of the three the policy must better the fi
 
 from __future__ import annotations
 
-import io
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from time import monotonic
 from typing import Any
 
 import numpy as np
 import torch
-from _common import REPOSITORY, Targets, argument_parser, finish, note, print_table, run
-from _open_loop import TokenTimes, send
-from _worker_process import WorkerProcess
-from vllm_env import is_complete, python_of
+from _common import Targets, argument_parser, finish, note, print_table, run
+from _live_engines import DEMO, BundledEngine, Vllm, prompts_of
+from _open_loop import TokenTimes
+from vllm_env import is_complete
 
 from pointsman.core import SchedulerConfig
 from pointsman.core.recording import Recorder
-from pointsman.engine import Engine, SamplingParams
 from pointsman.sim.calibrate import calibrate_steps
 from pointsman.sim.request import SimRequest
 from pointsman.sim.simulator import simulate
@@ -44,8 +41,8 @@ MAX_MODEL_LEN = 512
 BETTER = 0.9
 """The figure under the policy, of that under the default, at most."""
 ROUNDS, ROUNDS_QUICK = 3, 1
-DEMO = REPOSITORY / "pointsman" / "engine" / "demo"
-WORKER = Path(__file__).resolve().parent / "_vllm_calibration_worker.py"
+VOCAB_SIZE = 2048
+"""Of the demo model."""
 SCHEDULER = "pointsman.integrations.vllm.Scheduler"
 
 
@@ -123,106 +120,41 @@ SCENES = (
 )
 
 
-def prompts_of(sent: Sequence[Sent], vocab_size: int, seed: int) -> list[list[int]]:
-    """Random tokens, so that nothing is shared."""
-    rng = np.random.default_rng(seed)
-    return [rng.integers(10, vocab_size, size=each.num_prompt_tokens).tolist() for each in sent]
+def bundled_engine(settings: Mapping[str, Any]) -> BundledEngine:
+    """The bundled engine with these settings of the scheduler, policies included."""
+    return BundledEngine("demo", {"num_threads": 1, "max_model_len": MAX_MODEL_LEN, "num_blocks": 512, **settings})
 
 
-class BundledEngine:
-    """The bundled engine, in this process.
-
-    Args:
-        settings: of its scheduler, policies included.
-    """
-
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        self.engine = Engine("demo", num_threads=1, max_model_len=MAX_MODEL_LEN, num_blocks=512, **settings)
-        self._num_sent = 0
-
-    def serve(self, sent: Sequence[Sent], seed: int) -> TokenTimes:
-        engine, first = self.engine, self._num_sent
-        self._num_sent += len(sent)
-        prompts = prompts_of(sent, int(engine.model_config.vocab_size), seed)
-
-        def add(number: int, late: float) -> None:
-            each = sent[number]
-            params = SamplingParams(temperature=0.0, max_tokens=each.num_output_tokens, ignore_eos=True)
-            name, arrival = str(first + number), monotonic() - late
-            engine.add_request(name, prompts[number], params, arrival_time=arrival, tenant=each.tenant)
-
-        def step() -> list[tuple[int, int]]:
-            return [(int(output.request_id) - first, 1) for output in engine.step()]
-
-        tokens = send([each.arrival for each in sent], add, step, engine.has_unfinished_requests)
-        while not engine.scheduler.is_idle:
-            engine.step()  # the last ends are reported by an empty step
-        return tokens
-
-    def recorded(self, sent: Sequence[Sent], seed: int) -> str:
-        """As `serve`; the recording."""
-        lines = io.StringIO()
-        self.engine.scheduler.start_recording(Recorder(lines))
-        self.serve(sent, seed)
-        self.engine.scheduler.stop_recording()
-        return lines.getvalue()
-
-    def close(self) -> None:
-        """Nothing is to be ended."""
+def vllm(settings: Mapping[str, Any]) -> Vllm:
+    """vLLM with this scheduler, and the same settings."""
+    flags = {name: settings[name] for name in ("max_num_seqs", "max_num_batched_tokens")}
+    policies = {name: value for name, value in settings.items() if name not in flags}
+    flags["max_model_len"] = MAX_MODEL_LEN
+    return Vllm(DEMO, flags, scheduler=SCHEDULER, additional={"socket": "", **policies})
 
 
-class Vllm:
-    """vLLM with this scheduler, in a process of its own.
-
-    Args:
-        settings: as for `BundledEngine`.
-    """
-
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        environment = {
-            "PYTHONPATH": f"{REPOSITORY}:{WORKER.parent}",
-            "OMP_NUM_THREADS": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-        }
-        own = {name: settings[name] for name in ("max_num_seqs", "max_num_batched_tokens")}
-        policies = {name: value for name, value in settings.items() if name not in own}
-        self._worker = WorkerProcess("vllm", [python_of(), WORKER], environment)
-        self._worker.ask(
-            "open",
-            300,
-            model=str(DEMO),
-            scheduler=SCHEDULER,
-            additional={"socket": "", **policies},
-            settings={"max_model_len": MAX_MODEL_LEN, "block_size": 32, **own},
-        )
-
-    def serve(self, sent: Sequence[Sent], seed: int) -> TokenTimes:
-        told = self._worker.ask(
-            "run",
-            600,
-            arrivals=[each.arrival for each in sent],
-            prompts=prompts_of(sent, 2048, seed),
-            num_output_tokens=[each.num_output_tokens for each in sent],
-            tenants=[each.tenant for each in sent],
-        )
-        return list(told["tokens"])
-
-    def close(self) -> None:
-        self._worker.close()
+def serve(host: BundledEngine | Vllm, sent: Sequence[Sent], seed: int) -> TokenTimes:
+    """The requests of a scene, with prompts that share nothing."""
+    return host.serve(
+        [each.arrival for each in sent],
+        prompts_of(sent, VOCAB_SIZE, seed),
+        [each.num_output_tokens for each in sent],
+        [each.tenant for each in sent],
+    )
 
 
-def measured(scene: Scene, host: type[BundledEngine] | type[Vllm], rounds: int) -> tuple[float, float, float]:
+def measured(
+    scene: Scene, make: Callable[[Mapping[str, Any]], BundledEngine | Vllm], rounds: int
+) -> tuple[float, float, float]:
     """(default, policy, usual gap): medians of the rounds, which take turns."""
-    plain = host(scene.settings)
-    plain.serve(scene.sent, 0)  # compiles, allocates
-    gap = _usual_gap(plain.serve(scene.sent, 1))
-    other = host({**scene.settings, **scene.policy(gap)})
-    other.serve(scene.sent, 2)  # learns
+    plain = make(scene.settings)
+    serve(plain, scene.sent, 0)  # compiles, allocates
+    gap = _usual_gap(serve(plain, scene.sent, 1))
+    other = make({**scene.settings, **scene.policy(gap)})
+    serve(other, scene.sent, 2)  # learns
     pairs = []
     for number in range(rounds):
-        before, after = (each.serve(scene.sent, 10 + 2 * number + index) for index, each in enumerate((plain, other)))
+        before, after = (serve(each, scene.sent, 10 + 2 * number + index) for index, each in enumerate((plain, other)))
         pairs.append((_read(scene, before), _read(scene, after)))
     plain.close()
     other.close()
@@ -231,11 +163,13 @@ def measured(scene: Scene, host: type[BundledEngine] | type[Vllm], rounds: int) 
 
 def simulated(scene: Scene, gap: float) -> tuple[float, float]:
     """(default, policy) under step times of the bundled engine."""
-    engine = BundledEngine(scene.settings)
-    engine.serve(scene.sent, 0)
+    host = bundled_engine(scene.settings)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "steps.jsonl"
-        path.write_text(engine.recorded(scene.sent, 1), encoding="utf-8")
+        with path.open("w", encoding="utf-8") as file:
+            host.engine.scheduler.start_recording(Recorder(file))
+            serve(host, scene.sent, 1)
+            host.engine.scheduler.stop_recording()
         log = read_steps(path)
     step_time = calibrate_steps(log, "live").profile.step_time
     config = SchedulerConfig(**log.config)
@@ -267,13 +201,13 @@ def main() -> int:
     result: dict[str, Any] = {"quick": quick}
     for scene in SCENES:
         figures: dict[str, tuple[float, float]] = {}
-        before, after, gap = measured(scene, BundledEngine, ROUNDS_QUICK if quick else ROUNDS)
+        before, after, gap = measured(scene, bundled_engine, ROUNDS_QUICK if quick else ROUNDS)
         figures["bundled engine"] = before, after
         figures["simulator"] = simulated(scene, gap)
         if quick or not is_complete():
             targets.skip(f"{scene.name}, vLLM", "--quick" if quick else "no environment for vLLM")
         else:
-            figures["vLLM"] = measured(scene, Vllm, ROUNDS)[:2]
+            figures["vLLM"] = measured(scene, vllm, ROUNDS)[:2]
         for host, (default, policy) in figures.items():
             rows.append([scene.name, host, scene.figure, default, policy, policy / default])
             targets.at_most(f"{scene.name}, {host}: policy / default", round(policy / default, 3), BETTER)

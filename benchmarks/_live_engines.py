@@ -1,0 +1,128 @@
+"""Engines that a client steps in real time: the bundled one in this process, and vLLM's in a process of its own.
+
+Both take the same call, so that a scene or a workload is sent to either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from time import monotonic
+from typing import Any, Protocol
+
+import numpy as np
+from _common import REPOSITORY
+from _open_loop import TokenTimes, send
+from _worker_process import WorkerProcess
+from vllm_env import python_of
+
+from pointsman.engine import Engine, SamplingParams
+
+DEMO = REPOSITORY / "pointsman" / "engine" / "demo"
+VLLM_BLOCK_SIZE = 32
+"""Its attention on a CPU takes multiples of 32."""
+_WORKER = Path(__file__).resolve().parent / "_vllm_calibration_worker.py"
+_SECONDS_TO_OPEN, _SECONDS_TO_SERVE = 300, 600
+
+
+class Prompted(Protocol):
+    """Whatever has the length of a prompt."""
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+
+
+def prompts_of(sent: Sequence[Prompted], vocab_size: int, seed: int) -> list[list[int]]:
+    """Random tokens; other seeds share no prefix."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(10, vocab_size, size=each.num_prompt_tokens).tolist() for each in sent]
+
+
+class BundledEngine:
+    """The bundled engine.
+
+    Args:
+        model: a directory, or "demo".
+        settings: of `Engine`.
+    """
+
+    def __init__(self, model: str, settings: Mapping[str, Any]) -> None:
+        self.engine = Engine(model, clock=monotonic, **settings)
+        self.vocab_size = int(self.engine.model_config.vocab_size)
+        self._num_sent = 0
+
+    def serve(
+        self,
+        arrivals: Sequence[float],
+        prompts: Sequence[list[int]],
+        num_output_tokens: Sequence[int],
+        tenants: Sequence[str] = (),
+    ) -> TokenTimes:
+        """All requests at their times; when each of their tokens was there."""
+        engine, first = self.engine, self._num_sent
+        self._num_sent += len(arrivals)
+
+        def add(number: int, late: float) -> None:
+            params = SamplingParams(temperature=0.0, max_tokens=num_output_tokens[number], ignore_eos=True)
+            name, arrival = str(first + number), monotonic() - late
+            tenant = tenants[number] if tenants else ""
+            engine.add_request(name, prompts[number], params, arrival_time=arrival, tenant=tenant)
+
+        def step() -> list[tuple[int, int]]:
+            return [(int(output.request_id) - first, 1) for output in engine.step()]
+
+        tokens = send(arrivals, add, step, engine.has_unfinished_requests)
+        while not engine.scheduler.is_idle:
+            engine.step()  # the last ends are reported by an empty step
+        return tokens
+
+    def close(self) -> None:
+        """Nothing is to be ended."""
+
+
+class Vllm:
+    """vLLM, stepped by its client as the bundled engine is.
+
+    Args:
+        model: a directory.
+        settings: of vLLM's `EngineArgs`.
+        threads: of the model runner.
+        opening: what else the worker is told, see `_vllm_calibration_worker.py`.
+
+    Raises:
+        WorkerFailed: it did not start.
+    """
+
+    def __init__(self, model: Path, settings: Mapping[str, Any], threads: int = 1, **opening: Any) -> None:
+        environment = {
+            "PYTHONPATH": f"{REPOSITORY}:{_WORKER.parent}",
+            "OMP_NUM_THREADS": str(threads),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        self._worker = WorkerProcess("vllm", [python_of(), _WORKER], environment)
+        settings = {"block_size": VLLM_BLOCK_SIZE, **settings}
+        self._worker.ask("open", _SECONDS_TO_OPEN, model=str(model), settings=settings, **opening)
+
+    def serve(
+        self,
+        arrivals: Sequence[float],
+        prompts: Sequence[list[int]],
+        num_output_tokens: Sequence[int],
+        tenants: Sequence[str] = (),
+    ) -> TokenTimes:
+        """As that of `BundledEngine`."""
+        told = self._worker.ask(
+            "run",
+            _SECONDS_TO_SERVE,
+            arrivals=list(arrivals),
+            prompts=list(prompts),
+            num_output_tokens=list(num_output_tokens),
+            tenants=list(tenants),
+        )
+        return list(told["tokens"])
+
+    def close(self) -> None:
+        """End its process."""
+        self._worker.close()
