@@ -24,6 +24,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "long-context": {"max_num_seqs": 128, "max_num_batched_tokens": 8192, "enable_chunked_prefill": True},
     # Many small requests: each prompt is computed in one step or waits, so that there are no partial prefills.
     "short-requests": {"max_num_seqs": 512, "max_num_batched_tokens": 4096, "enable_chunked_prefill": False},
+    # As many requests as possible with a first token within 2 s and no long gaps: `benchmarks/auto.py` chooses it.
+    "auto": {
+        "order": "earliest-ttft:default=2.0",
+        "reserves": ("growth", "bypass"),
+        "token_limits": ("target-itl",),
+    },
 }
 """Named settings to start from; a setting that is not named keeps its default."""
 

@@ -76,10 +76,10 @@ def read_settings(additional_config: Any) -> Settings:
     for name, value in (("socket", socket), ("record", record)):
         if value is not None and not isinstance(value, str):
             raise ConfigError(f"{name} in --additional-config is {value!r}; it must be a path")
-    if preset not in {"default", *SYSTEMS}:
+    if preset not in (known := ("default", "auto", *SYSTEMS)):
         raise ConfigError(
-            f"the preset {preset!r} is unknown here; choose default or one of {', '.join(SYSTEMS)} (those for serving, "
-            f"such as {next(name for name in PRESETS if name != 'default')}, set what vLLM's own flags set)"
+            f"the preset {preset!r} is unknown here; choose one of {', '.join(known)} (others for serving, such as "
+            f"{next(name for name in PRESETS if name not in known)}, set what vLLM's own flags set)"
         )
     for name in knobs:
         if name in FLAGS:

@@ -39,7 +39,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
             entry = EntryPoint(name.replace("_", "-"), f"elsewhere:{name}", registry.GROUP)
             entries.append(entry)
             loaded[entry.value] = policy
-        monkeypatch.setattr(registry, "entry_points", lambda group: entries if group == registry.GROUP else [])
+        monkeypatch.setattr("importlib.metadata.entry_points", lambda group: entries if group == registry.GROUP else [])
         registry._installed.cache_clear()
 
     loaded: dict[str, Any] = {}
