@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pointsman.core import Reason, SchedulerConfig
+from pointsman.core.policy.bypass import Bypass
+from pointsman.core.policy.registry import parsed
 
 from .ledger import Entry, Place
 from .shadow import require
@@ -12,6 +14,7 @@ from .shadow import require
 if TYPE_CHECKING:
     from .world import World
 
+DEFAULT_BOUND = next(each.default for each in Bypass.parameters if each.name == "bound")
 LACKS_EMBEDDINGS = (Reason.ENCODER_BUDGET, Reason.ENCODER_CACHE)
 PASSING = {
     Reason.ADAPTER_SLOTS,
@@ -33,8 +36,9 @@ LACKS_BLOCKS = {
 
 def bypass_bound(config: SchedulerConfig) -> int:
     """How many may pass one that waits for blocks; 0: none."""
-    specs = [str(spec) for spec in config.reserves if str(spec).startswith("bypass")]
-    return int(specs[0].partition("bound=")[2].partition(",")[0]) if specs else 0
+    specs = [parsed(spec) for spec in config.reserves if isinstance(spec, str)]
+    bounds = [int(given.get("bound", DEFAULT_BOUND)) for name, given in specs if name == Bypass.name]
+    return bounds[0] if bounds else 0
 
 
 def passing(config: SchedulerConfig) -> set[Reason]:
