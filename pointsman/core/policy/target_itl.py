@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -48,8 +47,10 @@ NUM_ERRORS, FEW_ERRORS = 64, 8
 """Latest errors of the prediction that the margin is taken from, and with how many it begins to be."""
 FIRST_MARGIN = 0.1
 """Before that."""
-REFIT_AFTER = 4
-"""Steps with prompt tokens, once `FEW_FITTED` are known; until then every one."""
+REFIT_AFTER, REFIT_AT_LATEST = 4, 16
+"""Observations after which the coefficients follow, where the newest is off by more than `OFF` or `OFF_DEVIATIONS`
+standard deviations, and otherwise. Until `FEW_FITTED` steps with prompt tokens were seen, every one is taken in."""
+OFF, OFF_DEVIATIONS = 0.02, 2.0
 FEW_FITTED = 16
 RIDGE = 1e-3
 """Of each coefficient, relative to an observation: what a constant load does not tell apart is divided evenly."""
@@ -61,19 +62,6 @@ PERCENTILE_99 = 2.326
 """In standard deviations of the normal distribution."""
 MAD_TO_DEVIATION = 1.4826
 """Standard deviations of the normal distribution in a median absolute deviation, which an outlier does not move."""
-
-
-class _Mixed(NamedTuple):
-    """A step with prompt tokens."""
-
-    number: int
-    num_requests: int
-    num_context_tokens: int
-    num_tokens: int
-    """Prompt tokens beyond one of each request."""
-    num_attended: int
-    """Positions that these attend to."""
-    seconds: float
 
 
 class StepTimes:
@@ -95,9 +83,13 @@ class StepTimes:
         self._most_requests = self._most_context = 0.0
         self._mixed = (0.0, 0.0, 0.0)
         self._groups: deque[tuple[float, float, float]] = deque(maxlen=NUM_GROUPS)  # requests, context, seconds
-        self._classes: list[deque[_Mixed]] = [deque(maxlen=PER_CLASS) for _ in range(NUM_CLASSES)]
+        # Of each step: its number, requests, context, prompt tokens, positions they attend to, seconds; 0: none yet.
+        self._steps = np.zeros((6, NUM_CLASSES * PER_CLASS))
+        self._class_sizes = [0] * NUM_CLASSES
         self._errors: deque[float] = deque(maxlen=NUM_ERRORS)
-        self._num_new = 0
+        self._num_new = self._num_new_groups = 0
+        self._is_off = False
+        self._deviation = 0.0
         self._num_mixed = 0
         self._group_requests = self._group_size = self._group_context = 0
         self._group_seconds = self._group_slowest = 0.0
@@ -124,17 +116,32 @@ class StepTimes:
             self._group_slowest = seconds
 
     def _observe_mixed(self, load: StepLoad, seconds: float) -> None:
-        attended = load.num_attended_tokens - load.num_context_tokens
-        step = _Mixed(
-            self._num_mixed, load.num_requests, load.num_context_tokens, load.num_prefill_tokens, attended, seconds
+        _, num_requests, num_context, num_tokens, num_attended = load
+        num_attended -= num_context
+        share, per_token, per_attended = self._mixed
+        alone = self.decode_seconds(num_requests, num_context)
+        predicted = share * alone + per_token * num_tokens + per_attended * num_attended
+        if predicted > 0:
+            error = seconds / predicted - 1
+            if not -OFF < error < OFF and abs(error) > OFF_DEVIATIONS * self._deviation:
+                self._is_off = True
+            if predicted > NEAR * self.limit:
+                self._errors.append(error)
+                if abs(error) > SHIFT and len(self._errors) >= SHIFT_STEPS:
+                    self._follow_shift()
+        index = min((num_attended // num_tokens >> 9).bit_length(), NUM_CLASSES - 1)
+        size = self._class_sizes[index]
+        self._class_sizes[index] = size + 1
+        self._steps[:, index * PER_CLASS + size % PER_CLASS] = (
+            self._num_mixed,
+            num_requests,
+            num_context,
+            num_tokens,
+            num_attended,
+            seconds,
         )
-        predicted = self.seconds(step)
-        if predicted > NEAR * self.limit:
-            self._errors.append(seconds / predicted - 1)
-            if len(self._errors) >= SHIFT_STEPS and abs(self._errors[-1]) > SHIFT:
-                self._follow_shift()
-        mean_context = attended // step.num_tokens
-        self._classes[min((mean_context >> 9).bit_length(), NUM_CLASSES - 1)].append(step)
+        if GROWTH * num_tokens > self.most_tokens:
+            self.most_tokens = GROWTH * num_tokens
         self._num_new += 1
         self._num_mixed += 1
 
@@ -144,20 +151,21 @@ class StepTimes:
         if not (min(newest) > SHIFT or max(newest) < -SHIFT):
             return
         factor = 1 + _middle_and_deviation(newest)[0]
-        first_new = self._num_mixed - SHIFT_STEPS
-        for steps in self._classes:
-            for index, step in enumerate(steps):
-                if step.number < first_new:
-                    steps[index] = step._replace(seconds=factor * step.seconds)
+        self._steps[5, self._steps[0] < self._num_mixed - (SHIFT_STEPS - 1)] *= factor
         for index, (requests, context, seconds) in enumerate(self._groups):
             self._groups[index] = requests, context, factor * seconds
         self._errors.clear()
-        self._num_new = REFIT_AFTER
+        self._num_new_groups = REFIT_AT_LATEST
 
     def _close_group(self) -> None:
         if self._group_size:
-            self._groups.append(self._group())
-            self._num_new = REFIT_AFTER
+            requests, context, seconds = group = self._group()
+            self._groups.append(group)
+            predicted = self.decode_seconds(requests, context)
+            is_beyond = GROWTH * requests > self._most_requests or GROWTH * context > self._most_context
+            if is_beyond or abs(seconds - predicted) > OFF * predicted:
+                self._num_new_groups = REFIT_AT_LATEST
+            self._num_new_groups += 1
         self._group_size = self._group_context = 0
         self._group_seconds = self._group_slowest = 0.0
 
@@ -168,34 +176,38 @@ class StepTimes:
         return self._group_requests, self._group_context / size, mean
 
     def refit(self) -> None:
-        """Take in what was observed. The coefficients follow less often when many steps are known."""
-        is_first_decode = self._group_size and not self._most_requests
-        if self._num_new < (REFIT_AFTER if self._num_mixed > FEW_FITTED else 1) and not is_first_decode:
-            return
-        self._num_new = 0
-        self._fit_decode()
-        self._fit_mixed()
-        if len(self._errors) >= FEW_ERRORS:
-            middle, deviation = _middle_and_deviation(list(self._errors))
-            self.margin = middle + PERCENTILE_99 * deviation
+        """Take in what was observed, where it is much or not what was expected."""
+        if self._num_new_groups >= REFIT_AT_LATEST or (self._group_size and not self._most_requests):
+            self._fit_decode()
+            self._fit_mixed()
+        elif self._num_new and (
+            self._num_new >= (REFIT_AFTER if self._is_off else REFIT_AT_LATEST) or self._num_mixed <= FEW_FITTED
+        ):
+            self._fit_mixed()
 
     def _fit_decode(self) -> None:
-        groups = [*self._groups, self._group()] if self._group_size else self._groups
-        if groups:
-            known = np.array(groups)
-            self._most_requests, self._most_context, _ = (GROWTH * known.max(axis=0)).tolist()
-            columns = np.ones(len(known)), known[:, 0], known[:, 1]
-            self._decode = _fitted(columns, known[:, 2], RECENT_GROUPS)
+        self._num_new_groups = 0
+        groups = [*self._groups, self._group()] if self._group_size else list(self._groups)
+        if not groups:
+            return
+        known = np.array(groups).T
+        self._most_requests, self._most_context, _ = (GROWTH * known.max(axis=1)).tolist()
+        recent = np.arange(len(groups)) >= len(groups) - RECENT_GROUPS
+        self._decode = _fitted(np.stack((np.ones(len(groups)), known[0], known[1])), known[2], recent)
 
     def _fit_mixed(self) -> None:
         if self._num_mixed:
-            steps = np.array(sorted(step for each in self._classes for step in each), dtype=np.float64)
-            _, requests, context, tokens, attended, seconds = steps.T
+            number, requests, context, tokens, attended, seconds = self._steps[:, self._steps[5] > 0]
             base, per_request, per_context = self._decode
             requests, context = np.minimum(requests, self._most_requests), np.minimum(context, self._most_context)
             alone = base + per_request * requests + per_context * context
-            self._mixed = _fitted((alone, tokens, attended), seconds, RECENT)
+            recent = number >= self._num_mixed - RECENT
+            self._mixed = _fitted(np.stack((alone, tokens, attended)), seconds, recent)
             self.most_tokens = GROWTH * int(tokens.max())
+        if len(self._errors) >= FEW_ERRORS:
+            middle, self._deviation = _middle_and_deviation(list(self._errors))
+            self.margin = middle + PERCENTILE_99 * self._deviation
+        self._num_new, self._is_off = 0, False
 
     # ------------------------------------------------------------------ what it says
 
@@ -230,29 +242,27 @@ class StepTimes:
             return self.most_tokens
         return int(2 * seconds / divisor)
 
-    def seconds(self, step: _Mixed) -> float:
-        """Of a step with prompt tokens; 0: not known."""
-        share, per_token, per_attended = self._mixed
-        alone = self.decode_seconds(step.num_requests, step.num_context_tokens)
-        return share * alone + per_token * step.num_tokens + per_attended * step.num_attended
 
+def _fitted(columns: FloatArray, seconds: FloatArray, recent: npt.NDArray[np.bool_]) -> tuple[float, float, float]:
+    """Non-negative coefficients of the columns, for the least squares of relative errors without outliers.
 
-def _fitted(columns: Sequence[FloatArray], seconds: FloatArray, num_recent: int) -> tuple[float, float, float]:
-    """Non-negative coefficients of the columns, for the least squares of relative errors without outliers. The last
-    `num_recent` observations are the newest."""
-    relative = np.stack(columns, axis=1) / seconds[:, None]
-    scale = relative.max(axis=0)
+    Args:
+        columns: [3, n], changed in place.
+        seconds: [n].
+        recent: [n] whether an observation is one of the newest.
+    """
+    columns /= seconds
+    scale = columns.max(axis=1)
     scale[scale == 0] = 1.0
-    relative /= scale
-    weights = np.full(len(seconds), MEMORY)
-    weights[-num_recent:] = 1.0
-    found = _non_negative(relative, weights)
-    errors = relative @ found - 1
-    middle, deviation = _middle_and_deviation(errors[-num_recent:].tolist())
+    columns /= scale[:, None]
+    weights = np.where(recent, 1.0, MEMORY)
+    found = _non_negative(columns, weights)
+    errors = found.dot(columns) - 1
+    middle, deviation = _middle_and_deviation(errors[recent].tolist())
     far = np.abs(errors - middle) > max(OUTLIER * deviation, LEAST_OUTLIER)
     if far.any():
         weights[far] = 0.0
-        found = _non_negative(relative, weights)
+        found = _non_negative(columns, weights)
     first, second, third = (found / scale).tolist()
     return first, second, third
 
@@ -260,19 +270,17 @@ def _fitted(columns: Sequence[FloatArray], seconds: FloatArray, num_recent: int)
 def _non_negative(columns: FloatArray, weights: FloatArray) -> FloatArray:
     """Coefficients of at least 0 with which the columns come closest to 1: the most negative one is left out until none
     is."""
-    weighted = columns * weights[:, None]
-    normal = weighted.T @ columns
-    normal.flat[:: len(normal) + 1] += RIDGE * weights.sum()
-    wanted = weighted.sum(axis=0)
+    weighted = columns * weights
+    normal = weighted.dot(columns.T)
+    normal.flat[:: len(normal) + 1] += RIDGE * np.add.reduce(weights)
+    wanted = np.add.reduce(weighted, axis=1)
+    found = np.linalg.solve(normal, wanted)
     used = list(range(len(wanted)))
-    found = np.zeros(len(wanted))
-    while used:
-        part = np.linalg.solve(normal[np.ix_(used, used)], wanted[used])
-        least = int(part.argmin())
-        if part[least] >= 0:
-            found[used] = part
-            break
-        del used[least]
+    while used and found.min() < 0:
+        del used[int(found[used].argmin())]
+        found = np.zeros(len(wanted))
+        if used:
+            found[used] = np.linalg.solve(normal[np.ix_(used, used)], wanted[used])
     return found
 
 
@@ -391,10 +399,14 @@ class TargetItl(Limit):
         if batch.num_prefilling == 0:
             return
         # The budget is shared out in admission order: a prompt must leave those behind it their token.
-        prefills = ((batch.flags[rows] & PREFILLING) != 0).nonzero()[0]
-        more = np.maximum(want[prefills] - 1, 0)
-        before = np.add.accumulate(more) - more
-        want[prefills] -= more - np.clip(self._most_prefill - before, 0, more)
+        left = self._most_prefill
+        for index in ((batch.flags[rows] & PREFILLING) != 0).nonzero()[0].tolist():
+            more = want.item(index) - 1
+            if more > left:
+                want[index] = 1 + left
+                left = 0
+            elif more > 0:
+                left -= more
 
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
         if not self._is_decided:  # nothing waited when the step began: the request was preempted in it
