@@ -53,7 +53,10 @@ standard deviations, and otherwise. Until `FEW_FITTED` steps with prompt tokens 
 OFF, OFF_DEVIATIONS = 0.02, 2.0
 FEW_FITTED = 16
 RIDGE = 1e-3
-"""Of each coefficient, relative to an observation: what a constant load does not tell apart is divided evenly."""
+"""Of each coefficient, relative to an observation: what a constant load does not tell apart is divided evenly, but
+decoding beside prompt tokens takes what it takes alone, unless steps say otherwise."""
+FEW_POSITIONS = 4096
+"""Attending to so many positions costs no more than the rest of a token, unless steps with longer contexts say so."""
 OUTLIER, LEAST_OUTLIER = 4.0, 0.02
 """Of a fit: farther off than so many standard deviations, and than this share, and it is left out."""
 KEPT = 16
@@ -193,7 +196,7 @@ class StepTimes:
         known = np.array(groups).T
         self._most_requests, self._most_context, _ = (GROWTH * known.max(axis=1)).tolist()
         recent = np.arange(len(groups)) >= len(groups) - RECENT_GROUPS
-        self._decode = _fitted(np.stack((np.ones(len(groups)), known[0], known[1])), known[2], recent)
+        self._decode = _fitted(np.stack((np.ones(len(groups)), known[0], known[1])), known[2], recent, (0.0, 0.0, 0.0))
 
     def _fit_mixed(self) -> None:
         if self._num_mixed:
@@ -202,7 +205,9 @@ class StepTimes:
             requests, context = np.minimum(requests, self._most_requests), np.minimum(context, self._most_context)
             alone = base + per_request * requests + per_context * context
             recent = number >= self._num_mixed - RECENT
-            self._mixed = _fitted(np.stack((alone, tokens, attended)), seconds, recent)
+            columns = np.stack((alone, tokens, attended / FEW_POSITIONS))
+            share, per_token, per_attended = _fitted(columns, seconds, recent, (1.0, 0.0, 0.0), is_last_less=True)
+            self._mixed = share, per_token, per_attended / FEW_POSITIONS
             self.most_tokens = GROWTH * int(tokens.max())
         if len(self._errors) >= FEW_ERRORS:
             middle, self._deviation = _middle_and_deviation(list(self._errors))
@@ -243,37 +248,49 @@ class StepTimes:
         return int(2 * seconds / divisor)
 
 
-def _fitted(columns: FloatArray, seconds: FloatArray, recent: npt.NDArray[np.bool_]) -> tuple[float, float, float]:
+def _fitted(
+    columns: FloatArray,
+    seconds: FloatArray,
+    recent: npt.NDArray[np.bool_],
+    expected: tuple[float, float, float],
+    is_last_less: bool = False,
+) -> tuple[float, float, float]:
     """Non-negative coefficients of the columns, for the least squares of relative errors without outliers.
 
     Args:
         columns: [3, n], changed in place.
         seconds: [n].
         recent: [n] whether an observation is one of the newest.
+        expected: what the coefficients are where the observations do not tell.
+        is_last_less: whether the last coefficient is at most the one before, where the observations do not tell.
     """
     columns /= seconds
     scale = columns.max(axis=1)
+    if is_last_less:
+        scale[2] = max(scale[1], scale[2])
     scale[scale == 0] = 1.0
     columns /= scale[:, None]
+    prior = scale * expected
     weights = np.where(recent, 1.0, MEMORY)
-    found = _non_negative(columns, weights)
+    found = _non_negative(columns, weights, prior)
     errors = found.dot(columns) - 1
     middle, deviation = _middle_and_deviation(errors[recent].tolist())
     far = np.abs(errors - middle) > max(OUTLIER * deviation, LEAST_OUTLIER)
     if far.any():
         weights[far] = 0.0
-        found = _non_negative(columns, weights)
+        found = _non_negative(columns, weights, prior)
     first, second, third = (found / scale).tolist()
     return first, second, third
 
 
-def _non_negative(columns: FloatArray, weights: FloatArray) -> FloatArray:
+def _non_negative(columns: FloatArray, weights: FloatArray, prior: FloatArray) -> FloatArray:
     """Coefficients of at least 0 with which the columns come closest to 1: the most negative one is left out until none
     is."""
     weighted = columns * weights
     normal = weighted.dot(columns.T)
-    normal.flat[:: len(normal) + 1] += RIDGE * np.add.reduce(weights)
-    wanted = np.add.reduce(weighted, axis=1)
+    ridge = RIDGE * np.add.reduce(weights)
+    normal.flat[:: len(normal) + 1] += ridge
+    wanted = np.add.reduce(weighted, axis=1) + ridge * prior
     found = np.linalg.solve(normal, wanted)
     used = list(range(len(wanted)))
     while used and found.min() < 0:
