@@ -33,9 +33,10 @@ NUM_GROUPS, GROUP = 64, 16
 noise averages out and a second of decoding does not displace all that is known of other loads."""
 NUM_CLASSES, PER_CLASS = 8, 16
 """Steps with prompt tokens are remembered by the context of these tokens, in classes that double from 512 on: a long
-prompt every minute is not forgotten for the short ones between."""
+prompt every minute is not forgotten for the short ones between. So are, apart from them, those near the limit."""
 NEAR = 0.75
-"""Times the limit: shorter steps say nothing about the errors of those that fill it."""
+"""Times the limit: shorter steps say nothing about the errors of those that fill it, and less than proportionally how
+long these take, where reading and computing overlap. With `FEW_FITTED` near it, no others count."""
 LEAST_MARGIN = -0.1
 """Where steps are shorter than predicted."""
 RECENT, RECENT_GROUPS, MEMORY = 32, 8, 0.05
@@ -61,6 +62,12 @@ OUTLIER, LEAST_OUTLIER = 4.0, 0.02
 """Of a fit: farther off than so many standard deviations, and than this share, and it is left out."""
 KEPT = 16
 """Steps after which a decision that keeps the head waiting for step time is taken again."""
+KEPT_FOR_QUEUE = 0.5
+"""Of the time for prompt tokens, while a request waits: kept for prompts that fit it whole."""
+SCARCE_STEPS = 64
+"""Steps for which prompt tokens are spread evenly after the queue waited for something else than them."""
+SPREAD, SPREAD_STEPS = 1.2, 512
+"""Then a step computes at most so many times the mean prompt tokens of a step, over so many steps."""
 PERCENTILE_99 = 2.326
 """In standard deviations of the normal distribution."""
 MAD_TO_DEVIATION = 1.4826
@@ -87,9 +94,13 @@ class StepTimes:
         self._mixed = (0.0, 0.0, 0.0)
         self._groups: deque[tuple[float, float, float]] = deque(maxlen=NUM_GROUPS)  # requests, context, seconds
         # Of each step: its number, requests, context, prompt tokens, positions they attend to, seconds; 0: none yet.
-        self._steps = np.zeros((6, NUM_CLASSES * PER_CLASS))
-        self._class_sizes = [0] * NUM_CLASSES
+        # The second half is that of steps near the limit.
+        self._steps = np.zeros((6, 2 * NUM_CLASSES * PER_CLASS))
+        self._class_sizes = [0] * (2 * NUM_CLASSES)
+        self._near: deque[int] = deque(maxlen=RECENT)  # numbers of the newest near the limit
         self._errors: deque[float] = deque(maxlen=NUM_ERRORS)
+        self.mean_tokens = 0.0
+        """Prompt tokens of a step, all steps counted: an exponential mean."""
         self._num_new = self._num_new_groups = 0
         self._is_off = False
         self._deviation = 0.0
@@ -104,6 +115,7 @@ class StepTimes:
         if seconds <= 0:
             return
         num_requests = load.num_requests
+        self.mean_tokens += (load.num_prefill_tokens - self.mean_tokens) / SPREAD_STEPS
         if load.num_prefill_tokens:
             self._observe_mixed(load, seconds)
             return
@@ -124,15 +136,17 @@ class StepTimes:
         share, per_token, per_attended = self._mixed
         alone = self.decode_seconds(num_requests, num_context)
         predicted = share * alone + per_token * num_tokens + per_attended * num_attended
+        index = min((num_attended // num_tokens >> 9).bit_length(), NUM_CLASSES - 1)
         if predicted > 0:
             error = seconds / predicted - 1
             if not -OFF < error < OFF and abs(error) > OFF_DEVIATIONS * self._deviation:
                 self._is_off = True
             if predicted > NEAR * self.limit:
+                index += NUM_CLASSES
+                self._near.append(self._num_mixed)
                 self._errors.append(error)
                 if abs(error) > SHIFT and len(self._errors) >= SHIFT_STEPS:
                     self._follow_shift()
-        index = min((num_attended // num_tokens >> 9).bit_length(), NUM_CLASSES - 1)
         size = self._class_sizes[index]
         self._class_sizes[index] = size + 1
         self._steps[:, index * PER_CLASS + size % PER_CLASS] = (
@@ -154,7 +168,7 @@ class StepTimes:
         if not (min(newest) > SHIFT or max(newest) < -SHIFT):
             return
         factor = 1 + _middle_and_deviation(newest)[0]
-        self._steps[5, self._steps[0] < self._num_mixed - (SHIFT_STEPS - 1)] *= factor
+        self._steps[5, self._steps[0] < self._near[-SHIFT_STEPS]] *= factor
         for index, (requests, context, seconds) in enumerate(self._groups):
             self._groups[index] = requests, context, factor * seconds
         self._errors.clear()
@@ -200,11 +214,13 @@ class StepTimes:
 
     def _fit_mixed(self) -> None:
         if self._num_mixed:
-            number, requests, context, tokens, attended, seconds = self._steps[:, self._steps[5] > 0]
+            knows_near = len(self._near) >= FEW_FITTED
+            steps = self._steps[:, NUM_CLASSES * PER_CLASS :] if knows_near else self._steps
+            number, requests, context, tokens, attended, seconds = steps[:, steps[5] > 0]
             base, per_request, per_context = self._decode
             requests, context = np.minimum(requests, self._most_requests), np.minimum(context, self._most_context)
             alone = base + per_request * requests + per_context * context
-            recent = number >= self._num_mixed - RECENT
+            recent = number >= (self._near[0] if knows_near else self._num_mixed - RECENT)
             columns = np.stack((alone, tokens, attended / FEW_POSITIONS))
             share, per_token, per_attended = _fitted(columns, seconds, recent, (1.0, 0.0, 0.0), is_last_less=True)
             self._mixed = share, per_token, per_attended / FEW_POSITIONS
@@ -227,9 +243,10 @@ class StepTimes:
         requests, context = min(num_requests, self._most_requests), min(num_context_tokens, self._most_context)
         return base + per_request * requests + per_context * context
 
-    def beside_seconds(self, num_requests: int, num_context_tokens: int) -> float:
-        """What they add to a step with prompt tokens."""
-        return self._mixed[0] * self.decode_seconds(num_requests, num_context_tokens)
+    @property
+    def share(self) -> float:
+        """Of the seconds of decoding, what it adds to a step with prompt tokens."""
+        return self._mixed[0]
 
     def prefill_seconds(self, num_tokens: int, start: int) -> float:
         """What prompt tokens from position `start` on add to a step."""
@@ -344,8 +361,18 @@ class TargetItl(Limit):
         self.times = StepTimes(self._target)
         self._num_departures = 0
         self._key: tuple[int, int] | None = None
-        self._tokens = self._most_prefill = 0
+        self._tokens = self._most_running = 0
         self._left = self._left_at_first = 0.0
+        self._held = 0.0
+        """Seconds of the step that running prefills leave to the queue."""
+        self._is_cut = False
+        """Whether a running prefill goes on after the step."""
+        self._is_head_long = False
+        """Whether the prompt at the head of the queue would not fit the held seconds."""
+        self._had_queue = self._was_asked = False
+        """Whether requests waited when the last step began, and one of them came as far as to ask for tokens."""
+        self._scarce = 0
+        """Steps for which prompt tokens are still spread."""
         self._limit = self._target
         self._is_full = self._is_decided = self._has_deferred = False
         self._num_kept = 0
@@ -388,24 +415,46 @@ class TargetItl(Limit):
         num_known = int(np.add.reduce(known))
         limit = times.limit
         num_context = int(np.add.reduce(computed)) + num_requests
-        left = limit - times.beside_seconds(num_requests, num_context)
+        alone = times.decode_seconds(num_requests, num_context)
+        beside = times.share * alone
+        left = limit - beside
+        num_prefilling = view.num_prefilling
+        has_queue = view.num_waiting > 0
+        if has_queue and self._had_queue and not (self._was_asked or self._is_head_long):
+            self._scarce = SCARCE_STEPS
+        elif self._scarce:
+            self._scarce -= 1
+        is_spread = False
+        if has_queue and self._scarce and num_requests > 2 * num_prefilling:
+            even = max(alone - beside, times.prefill_seconds(int(SPREAD * times.mean_tokens), 0))
+            is_spread = even < left
+            left = min(left, even)
+        self._had_queue, self._was_asked = has_queue, False
         self._left = self._left_at_first = left
-        tokens = 0  # of prompts, beyond one of each running request
-        if view.num_prefilling:
+        self._held = KEPT_FOR_QUEUE * left if num_prefilling and has_queue and not self._is_head_long else 0.0
+        running, self._is_cut = 0, False  # prompt tokens of running requests, beyond one of each
+        if num_prefilling:
+            left -= self._held
             lacks = known - computed - 1
             for index in (lacks > 0).nonzero()[0].tolist():
                 lack, start = int(lacks[index]), int(computed[index])
                 fitting = times.fitting_tokens(left, start)
                 if fitting < lack:
-                    tokens += fitting
+                    running += fitting
                     left = 0.0
+                    self._is_cut = True
                     break
-                tokens += lack
+                running += lack
                 left -= times.prefill_seconds(lack, start)
-        tokens += times.fitting_tokens(left, 0)
-        self._is_full = tokens < min(self._least, times.most_tokens)  # not where more was merely never seen
-        self._most_prefill = max(min(tokens, times.most_tokens), self._least)
-        self._tokens = min(num_requests + self._most_prefill, most)
+            left += self._held
+        tokens = running + times.fitting_tokens(left, 0)
+        # Not full where more was merely never seen, or is spread.
+        self._is_full = tokens < min(self._least, times.most_tokens) and not is_spread
+        most_prefill = max(min(tokens, times.most_tokens), self._least)
+        self._tokens = min(num_requests + most_prefill, most)
+        if self._held:
+            running = min(running, int((1 - KEPT_FOR_QUEUE) * (self._tokens - num_requests)))
+        self._most_running = max(running, self._least)
         self._limit = limit
         self._num_requests, self._num_future_tokens = num_requests, num_known
         self._is_decided, self._has_deferred, self._num_kept = True, False, 0
@@ -416,7 +465,7 @@ class TargetItl(Limit):
         if batch.num_prefilling == 0:
             return
         # The budget is shared out in admission order: a prompt must leave those behind it their token.
-        left = self._most_prefill
+        left = self._most_running
         for index in ((batch.flags[rows] & PREFILLING) != 0).nonzero()[0].tolist():
             more = want.item(index) - 1
             if more > left:
@@ -428,19 +477,24 @@ class TargetItl(Limit):
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
         if not self._is_decided:  # nothing waited when the step began: the request was preempted in it
             self._decide(view.budget, view)
+        self._was_asked = True
         fitting = self.times.fitting_tokens(self._left, start)
         if not view.num_running:
             return min(want, max(fitting, self._least))
         if self._is_full or self._would_be_full(request):
             state = request._state
             waits = state.deferral is not None and state.deferral.reason is Reason.STEP_TIME
-            if not waits or view.now - state.deferred_since < self._patience:
-                self._has_deferred = True
-                return Deferral(Reason.STEP_TIME, 0)
-            fitting = max(fitting, self._least)
-        if fitting < 1:
-            return Deferral(Reason.BUDGET, 1)
-        return min(want, fitting)
+            if waits and view.now - state.deferred_since >= self._patience:
+                return min(want, max(fitting, self._least))
+            self._has_deferred = True
+            return Deferral(Reason.STEP_TIME, 0)
+        fitting = min(want, fitting)
+        lack = request._state.num_tokens - start if self._is_cut else 1
+        if fitting >= lack:
+            return fitting
+        if self._held and self.times.fitting_tokens(self._held, start) < lack:
+            self._is_head_long = True
+        return Deferral(Reason.BUDGET, lack - fitting)
 
     def _would_be_full(self, request: Request) -> bool:
         """Whether decoding alone, with it, would take longer than the target."""
@@ -450,6 +504,7 @@ class TargetItl(Limit):
     def commit(self, request: Request, start: int, num_tokens: int) -> None:
         self._left -= self.times.prefill_seconds(num_tokens, start)
         if request.status is not RequestStatus.RUNNING:
+            self._is_head_long = False
             self._num_requests += 1
             self._num_future_tokens += request._state.num_tokens
 
