@@ -51,7 +51,7 @@ FIRST_MARGIN = 0.1
 REFIT_AFTER, REFIT_AT_LATEST = 4, 16
 """Observations after which the coefficients follow, where the newest is off by more than `OFF` or `OFF_DEVIATIONS`
 standard deviations, and otherwise. Until `FEW_FITTED` steps with prompt tokens were seen, every one is taken in."""
-OFF, OFF_DEVIATIONS = 0.02, 2.0
+OFF, OFF_DEVIATIONS = 0.02, 3.0
 FEW_FITTED = 16
 RIDGE = 1e-3
 """Of each coefficient, relative to an observation: what a constant load does not tell apart is divided evenly, but
@@ -137,30 +137,26 @@ class StepTimes:
         alone = self.decode_seconds(num_requests, num_context)
         predicted = share * alone + per_token * num_tokens + per_attended * num_attended
         index = min((num_attended // num_tokens >> 9).bit_length(), NUM_CLASSES - 1)
-        if predicted > 0:
+        number = self._num_mixed
+        if predicted > NEAR * self.limit:
+            index += NUM_CLASSES
+            self._near.append(number)
             error = seconds / predicted - 1
-            if not -OFF < error < OFF and abs(error) > OFF_DEVIATIONS * self._deviation:
-                self._is_off = True
-            if predicted > NEAR * self.limit:
-                index += NUM_CLASSES
-                self._near.append(self._num_mixed)
-                self._errors.append(error)
+            self._errors.append(error)
+            if not -OFF < error < OFF:
+                self._is_off |= abs(error) > OFF_DEVIATIONS * self._deviation
                 if abs(error) > SHIFT and len(self._errors) >= SHIFT_STEPS:
                     self._follow_shift()
+            self._num_new += 1
+        elif len(self._near) < FEW_FITTED:
+            self._num_new += 1
         size = self._class_sizes[index]
         self._class_sizes[index] = size + 1
-        self._steps[:, index * PER_CLASS + size % PER_CLASS] = (
-            self._num_mixed,
-            num_requests,
-            num_context,
-            num_tokens,
-            num_attended,
-            seconds,
-        )
+        slot = index * PER_CLASS + size % PER_CLASS
+        self._steps[:, slot] = number, num_requests, num_context, num_tokens, num_attended, seconds
+        self._num_mixed = number + 1
         if GROWTH * num_tokens > self.most_tokens:
             self.most_tokens = GROWTH * num_tokens
-        self._num_new += 1
-        self._num_mixed += 1
 
     def _follow_shift(self) -> None:
         """All that is remembered from before the device changed its speed is scaled to the new one."""
@@ -248,7 +244,7 @@ class StepTimes:
         """Of the seconds of decoding, what it adds to a step with prompt tokens."""
         return self._mixed[0]
 
-    def prefill_seconds(self, num_tokens: int, start: int) -> float:
+    def prefill_seconds(self, num_tokens: float, start: int) -> float:
         """What prompt tokens from position `start` on add to a step."""
         _, per_token, per_attended = self._mixed
         return num_tokens * (per_token + per_attended * (start + 0.5 * num_tokens))
@@ -321,7 +317,7 @@ def _non_negative(columns: FloatArray, weights: FloatArray, prior: FloatArray) -
 def _middle_and_deviation(values: list[float]) -> tuple[float, float]:
     """Median and standard deviation, the latter from the median absolute deviation."""
     middle = sorted(values)[len(values) // 2]
-    return middle, MAD_TO_DEVIATION * sorted(abs(value - middle) for value in values)[len(values) // 2]
+    return middle, MAD_TO_DEVIATION * sorted([abs(value - middle) for value in values])[len(values) // 2]
 
 
 class TargetItl(Limit):
@@ -426,7 +422,8 @@ class TargetItl(Limit):
             self._scarce -= 1
         is_spread = False
         if has_queue and self._scarce and num_requests > 2 * num_prefilling:
-            even = max(alone - beside, times.prefill_seconds(int(SPREAD * times.mean_tokens), 0))
+            num_even = max(SPREAD * times.mean_tokens, self._least) + 0.5  # no whole number, so that none is lost
+            even = max(alone - beside, times.prefill_seconds(num_even, 0))
             is_spread = even < left
             left = min(left, even)
         self._had_queue, self._was_asked = has_queue, False
@@ -466,7 +463,7 @@ class TargetItl(Limit):
             return
         # The budget is shared out in admission order: a prompt must leave those behind it their token.
         left = self._most_running
-        for index in ((batch.flags[rows] & PREFILLING) != 0).nonzero()[0].tolist():
+        for index in (batch.flags[rows] & PREFILLING).nonzero()[0].tolist():
             more = want.item(index) - 1
             if more > left:
                 want[index] = 1 + left
