@@ -329,6 +329,15 @@ class TargetItl(Limit):
     beforehand; here it is learned, and follows the load. Without observations it begins with 256 tokens and at most
     doubles.
 
+    While requests wait, running prefills use half of that time, and the other half is for prompts that fit it whole: a
+    short one does not wait until a long one is computed, which costs the long one at most half of its speed (a bounded
+    form of shortest remaining processing time, Schrage 1968). If the head of the queue is longer than that, nothing is
+    held back until it starts.
+
+    Where the queue waits for sequence slots or blocks, it waits for requests that decode, not for prompt tokens. Then
+    these are spread: a step computes at most `SPREAD` times their mean of a step, or what reading for decode hides. As
+    the two overlap, equal steps take less time together than short and long ones.
+
     Where decoding alone, with the next request in it, would take longer than the target, that request waits for
     `Reason.STEP_TIME`.
 
@@ -342,6 +351,7 @@ class TargetItl(Limit):
     """
 
     name = "target-itl"
+    version = 2
     is_shared = True
     parameters: ClassVar[tuple[Parameter, ...]] = (
         Parameter("seconds", 0.05, 1e-4, 60.0, tried=(0.025, 0.05, 0.1), doc="target of a step, so of gaps (ITL)"),
