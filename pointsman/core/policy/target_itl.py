@@ -233,7 +233,7 @@ class StepTimes:
         """What may be predicted, so that the 99th percentile is the target."""
         return self._target / (1 + max(self.margin, LEAST_MARGIN))
 
-    def decode_seconds(self, num_requests: int, num_context_tokens: int) -> float:
+    def decode_seconds(self, num_requests: float, num_context_tokens: float) -> float:
         """Of a step in which all these requests decode; 0: not known."""
         base, per_request, per_context = self._decode
         requests, context = min(num_requests, self._most_requests), min(num_context_tokens, self._most_context)
