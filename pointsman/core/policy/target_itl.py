@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,9 +33,10 @@ NUM_GROUPS, GROUP = 64, 16
 noise averages out and a second of decoding does not displace all that is known of other loads."""
 NUM_CLASSES, PER_CLASS = 8, 16
 """Steps with prompt tokens are remembered by the context of these tokens, in classes that double from 512 on: a long
-prompt every minute is not forgotten for the short ones between."""
+prompt every minute is not forgotten for the short ones between. So are, apart from them, those near the limit."""
 NEAR = 0.75
-"""Times the limit: shorter steps say nothing about the errors of those that fill it."""
+"""Times the limit: shorter steps say nothing about the errors of those that fill it, and less than proportionally how
+long these take, where reading and computing overlap. With `FEW_FITTED` near it, no others count."""
 LEAST_MARGIN = -0.1
 """Where steps are shorter than predicted."""
 RECENT, RECENT_GROUPS, MEMORY = 32, 8, 0.05
@@ -48,32 +48,30 @@ NUM_ERRORS, FEW_ERRORS = 64, 8
 """Latest errors of the prediction that the margin is taken from, and with how many it begins to be."""
 FIRST_MARGIN = 0.1
 """Before that."""
-REFIT_AFTER = 4
-"""Steps with prompt tokens, once `FEW_FITTED` are known; until then every one."""
+REFIT_AFTER, REFIT_AT_LATEST = 4, 16
+"""Observations after which the coefficients follow, where the newest is off by more than `OFF` or `OFF_DEVIATIONS`
+standard deviations, and otherwise. Until `FEW_FITTED` steps with prompt tokens were seen, every one is taken in."""
+OFF, OFF_DEVIATIONS = 0.02, 3.0
 FEW_FITTED = 16
 RIDGE = 1e-3
-"""Of each coefficient, relative to an observation: what a constant load does not tell apart is divided evenly."""
+"""Of each coefficient, relative to an observation: what a constant load does not tell apart is divided evenly, but
+decoding beside prompt tokens takes what it takes alone, unless steps say otherwise."""
+FEW_POSITIONS = 4096
+"""Attending to so many positions costs no more than the rest of a token, unless steps with longer contexts say so."""
 OUTLIER, LEAST_OUTLIER = 4.0, 0.02
 """Of a fit: farther off than so many standard deviations, and than this share, and it is left out."""
 KEPT = 16
 """Steps after which a decision that keeps the head waiting for step time is taken again."""
+KEPT_FOR_QUEUE = 0.5
+"""Of the time for prompt tokens, while a request waits: kept for prompts that fit it whole."""
+SCARCE_STEPS = 64
+"""Steps for which prompt tokens are spread evenly after the queue waited for something else than them."""
+SPREAD, SPREAD_STEPS = 1.2, 512
+"""Then a step computes at most so many times the mean prompt tokens of a step, over so many steps."""
 PERCENTILE_99 = 2.326
 """In standard deviations of the normal distribution."""
 MAD_TO_DEVIATION = 1.4826
 """Standard deviations of the normal distribution in a median absolute deviation, which an outlier does not move."""
-
-
-class _Mixed(NamedTuple):
-    """A step with prompt tokens."""
-
-    number: int
-    num_requests: int
-    num_context_tokens: int
-    num_tokens: int
-    """Prompt tokens beyond one of each request."""
-    num_attended: int
-    """Positions that these attend to."""
-    seconds: float
 
 
 class StepTimes:
@@ -95,9 +93,17 @@ class StepTimes:
         self._most_requests = self._most_context = 0.0
         self._mixed = (0.0, 0.0, 0.0)
         self._groups: deque[tuple[float, float, float]] = deque(maxlen=NUM_GROUPS)  # requests, context, seconds
-        self._classes: list[deque[_Mixed]] = [deque(maxlen=PER_CLASS) for _ in range(NUM_CLASSES)]
+        # Of each step: its number, requests, context, prompt tokens, positions they attend to, seconds; 0: none yet.
+        # The second half is that of steps near the limit.
+        self._steps = np.zeros((6, 2 * NUM_CLASSES * PER_CLASS))
+        self._class_sizes = [0] * (2 * NUM_CLASSES)
+        self._near: deque[int] = deque(maxlen=RECENT)  # numbers of the newest near the limit
         self._errors: deque[float] = deque(maxlen=NUM_ERRORS)
-        self._num_new = 0
+        self.mean_tokens = 0.0
+        """Prompt tokens of a step, all steps counted: an exponential mean."""
+        self._num_new = self._num_new_groups = 0
+        self._is_off = False
+        self._deviation = 0.0
         self._num_mixed = 0
         self._group_requests = self._group_size = self._group_context = 0
         self._group_seconds = self._group_slowest = 0.0
@@ -109,6 +115,7 @@ class StepTimes:
         if seconds <= 0:
             return
         num_requests = load.num_requests
+        self.mean_tokens += (load.num_prefill_tokens - self.mean_tokens) / SPREAD_STEPS
         if load.num_prefill_tokens:
             self._observe_mixed(load, seconds)
             return
@@ -124,19 +131,32 @@ class StepTimes:
             self._group_slowest = seconds
 
     def _observe_mixed(self, load: StepLoad, seconds: float) -> None:
-        attended = load.num_attended_tokens - load.num_context_tokens
-        step = _Mixed(
-            self._num_mixed, load.num_requests, load.num_context_tokens, load.num_prefill_tokens, attended, seconds
-        )
-        predicted = self.seconds(step)
+        _, num_requests, num_context, num_tokens, num_attended = load
+        num_attended -= num_context
+        share, per_token, per_attended = self._mixed
+        alone = self.decode_seconds(num_requests, num_context)
+        predicted = share * alone + per_token * num_tokens + per_attended * num_attended
+        index = min((num_attended // num_tokens >> 9).bit_length(), NUM_CLASSES - 1)
+        number = self._num_mixed
         if predicted > NEAR * self.limit:
-            self._errors.append(seconds / predicted - 1)
-            if len(self._errors) >= SHIFT_STEPS and abs(self._errors[-1]) > SHIFT:
-                self._follow_shift()
-        mean_context = attended // step.num_tokens
-        self._classes[min((mean_context >> 9).bit_length(), NUM_CLASSES - 1)].append(step)
-        self._num_new += 1
-        self._num_mixed += 1
+            index += NUM_CLASSES
+            self._near.append(number)
+            error = seconds / predicted - 1
+            self._errors.append(error)
+            if not -OFF < error < OFF:
+                self._is_off |= abs(error) > OFF_DEVIATIONS * self._deviation
+                if abs(error) > SHIFT and len(self._errors) >= SHIFT_STEPS:
+                    self._follow_shift()
+            self._num_new += 1
+        elif len(self._near) < FEW_FITTED:
+            self._num_new += 1
+        size = self._class_sizes[index]
+        self._class_sizes[index] = size + 1
+        slot = index * PER_CLASS + size % PER_CLASS
+        self._steps[:, slot] = number, num_requests, num_context, num_tokens, num_attended, seconds
+        self._num_mixed = number + 1
+        if GROWTH * num_tokens > self.most_tokens:
+            self.most_tokens = GROWTH * num_tokens
 
     def _follow_shift(self) -> None:
         """All that is remembered from before the device changed its speed is scaled to the new one."""
@@ -144,20 +164,21 @@ class StepTimes:
         if not (min(newest) > SHIFT or max(newest) < -SHIFT):
             return
         factor = 1 + _middle_and_deviation(newest)[0]
-        first_new = self._num_mixed - SHIFT_STEPS
-        for steps in self._classes:
-            for index, step in enumerate(steps):
-                if step.number < first_new:
-                    steps[index] = step._replace(seconds=factor * step.seconds)
+        self._steps[5, self._steps[0] < self._near[-SHIFT_STEPS]] *= factor
         for index, (requests, context, seconds) in enumerate(self._groups):
             self._groups[index] = requests, context, factor * seconds
         self._errors.clear()
-        self._num_new = REFIT_AFTER
+        self._num_new_groups = REFIT_AT_LATEST
 
     def _close_group(self) -> None:
         if self._group_size:
-            self._groups.append(self._group())
-            self._num_new = REFIT_AFTER
+            requests, context, seconds = group = self._group()
+            self._groups.append(group)
+            predicted = self.decode_seconds(requests, context)
+            is_beyond = GROWTH * requests > self._most_requests or GROWTH * context > self._most_context
+            if is_beyond or abs(seconds - predicted) > OFF * predicted:
+                self._num_new_groups = REFIT_AT_LATEST
+            self._num_new_groups += 1
         self._group_size = self._group_context = 0
         self._group_seconds = self._group_slowest = 0.0
 
@@ -168,34 +189,42 @@ class StepTimes:
         return self._group_requests, self._group_context / size, mean
 
     def refit(self) -> None:
-        """Take in what was observed. The coefficients follow less often when many steps are known."""
-        is_first_decode = self._group_size and not self._most_requests
-        if self._num_new < (REFIT_AFTER if self._num_mixed > FEW_FITTED else 1) and not is_first_decode:
-            return
-        self._num_new = 0
-        self._fit_decode()
-        self._fit_mixed()
-        if len(self._errors) >= FEW_ERRORS:
-            middle, deviation = _middle_and_deviation(list(self._errors))
-            self.margin = middle + PERCENTILE_99 * deviation
+        """Take in what was observed, where it is much or not what was expected."""
+        if self._num_new_groups >= REFIT_AT_LATEST or (self._group_size and not self._most_requests):
+            self._fit_decode()
+            self._fit_mixed()
+        elif self._num_new and (
+            self._num_new >= (REFIT_AFTER if self._is_off else REFIT_AT_LATEST) or self._num_mixed <= FEW_FITTED
+        ):
+            self._fit_mixed()
 
     def _fit_decode(self) -> None:
-        groups = [*self._groups, self._group()] if self._group_size else self._groups
-        if groups:
-            known = np.array(groups)
-            self._most_requests, self._most_context, _ = (GROWTH * known.max(axis=0)).tolist()
-            columns = np.ones(len(known)), known[:, 0], known[:, 1]
-            self._decode = _fitted(columns, known[:, 2], RECENT_GROUPS)
+        self._num_new_groups = 0
+        groups = [*self._groups, self._group()] if self._group_size else list(self._groups)
+        if not groups:
+            return
+        known = np.array(groups).T
+        self._most_requests, self._most_context, _ = (GROWTH * known.max(axis=1)).tolist()
+        recent = np.arange(len(groups)) >= len(groups) - RECENT_GROUPS
+        self._decode = _fitted(np.stack((np.ones(len(groups)), known[0], known[1])), known[2], recent, (0.0, 0.0, 0.0))
 
     def _fit_mixed(self) -> None:
         if self._num_mixed:
-            steps = np.array(sorted(step for each in self._classes for step in each), dtype=np.float64)
-            _, requests, context, tokens, attended, seconds = steps.T
+            knows_near = len(self._near) >= FEW_FITTED
+            steps = self._steps[:, NUM_CLASSES * PER_CLASS :] if knows_near else self._steps
+            number, requests, context, tokens, attended, seconds = steps[:, steps[5] > 0]
             base, per_request, per_context = self._decode
             requests, context = np.minimum(requests, self._most_requests), np.minimum(context, self._most_context)
             alone = base + per_request * requests + per_context * context
-            self._mixed = _fitted((alone, tokens, attended), seconds, RECENT)
+            recent = number >= (self._near[0] if knows_near else self._num_mixed - RECENT)
+            columns = np.stack((alone, tokens, attended / FEW_POSITIONS))
+            share, per_token, per_attended = _fitted(columns, seconds, recent, (1.0, 0.0, 0.0), is_last_less=True)
+            self._mixed = share, per_token, per_attended / FEW_POSITIONS
             self.most_tokens = GROWTH * int(tokens.max())
+        if len(self._errors) >= FEW_ERRORS:
+            middle, self._deviation = _middle_and_deviation(list(self._errors))
+            self.margin = middle + PERCENTILE_99 * self._deviation
+        self._num_new, self._is_off = 0, False
 
     # ------------------------------------------------------------------ what it says
 
@@ -204,17 +233,18 @@ class StepTimes:
         """What may be predicted, so that the 99th percentile is the target."""
         return self._target / (1 + max(self.margin, LEAST_MARGIN))
 
-    def decode_seconds(self, num_requests: int, num_context_tokens: int) -> float:
+    def decode_seconds(self, num_requests: float, num_context_tokens: float) -> float:
         """Of a step in which all these requests decode; 0: not known."""
         base, per_request, per_context = self._decode
         requests, context = min(num_requests, self._most_requests), min(num_context_tokens, self._most_context)
         return base + per_request * requests + per_context * context
 
-    def beside_seconds(self, num_requests: int, num_context_tokens: int) -> float:
-        """What they add to a step with prompt tokens."""
-        return self._mixed[0] * self.decode_seconds(num_requests, num_context_tokens)
+    @property
+    def share(self) -> float:
+        """Of the seconds of decoding, what it adds to a step with prompt tokens."""
+        return self._mixed[0]
 
-    def prefill_seconds(self, num_tokens: int, start: int) -> float:
+    def prefill_seconds(self, num_tokens: float, start: int) -> float:
         """What prompt tokens from position `start` on add to a step."""
         _, per_token, per_attended = self._mixed
         return num_tokens * (per_token + per_attended * (start + 0.5 * num_tokens))
@@ -230,56 +260,64 @@ class StepTimes:
             return self.most_tokens
         return int(2 * seconds / divisor)
 
-    def seconds(self, step: _Mixed) -> float:
-        """Of a step with prompt tokens; 0: not known."""
-        share, per_token, per_attended = self._mixed
-        alone = self.decode_seconds(step.num_requests, step.num_context_tokens)
-        return share * alone + per_token * step.num_tokens + per_attended * step.num_attended
 
+def _fitted(
+    columns: FloatArray,
+    seconds: FloatArray,
+    recent: npt.NDArray[np.bool_],
+    expected: tuple[float, float, float],
+    is_last_less: bool = False,
+) -> tuple[float, float, float]:
+    """Non-negative coefficients of the columns, for the least squares of relative errors without outliers.
 
-def _fitted(columns: Sequence[FloatArray], seconds: FloatArray, num_recent: int) -> tuple[float, float, float]:
-    """Non-negative coefficients of the columns, for the least squares of relative errors without outliers. The last
-    `num_recent` observations are the newest."""
-    relative = np.stack(columns, axis=1) / seconds[:, None]
-    scale = relative.max(axis=0)
+    Args:
+        columns: [3, n], changed in place.
+        seconds: [n].
+        recent: [n] whether an observation is one of the newest.
+        expected: what the coefficients are where the observations do not tell.
+        is_last_less: whether the last coefficient is at most the one before, where the observations do not tell.
+    """
+    columns /= seconds
+    scale = columns.max(axis=1)
+    if is_last_less:
+        scale[2] = max(scale[1], scale[2])
     scale[scale == 0] = 1.0
-    relative /= scale
-    weights = np.full(len(seconds), MEMORY)
-    weights[-num_recent:] = 1.0
-    found = _non_negative(relative, weights)
-    errors = relative @ found - 1
-    middle, deviation = _middle_and_deviation(errors[-num_recent:].tolist())
+    columns /= scale[:, None]
+    prior = scale * expected
+    weights = np.where(recent, 1.0, MEMORY)
+    found = _non_negative(columns, weights, prior)
+    errors = found.dot(columns) - 1
+    middle, deviation = _middle_and_deviation(errors[recent].tolist())
     far = np.abs(errors - middle) > max(OUTLIER * deviation, LEAST_OUTLIER)
     if far.any():
         weights[far] = 0.0
-        found = _non_negative(relative, weights)
+        found = _non_negative(columns, weights, prior)
     first, second, third = (found / scale).tolist()
     return first, second, third
 
 
-def _non_negative(columns: FloatArray, weights: FloatArray) -> FloatArray:
+def _non_negative(columns: FloatArray, weights: FloatArray, prior: FloatArray) -> FloatArray:
     """Coefficients of at least 0 with which the columns come closest to 1: the most negative one is left out until none
     is."""
-    weighted = columns * weights[:, None]
-    normal = weighted.T @ columns
-    normal.flat[:: len(normal) + 1] += RIDGE * weights.sum()
-    wanted = weighted.sum(axis=0)
+    weighted = columns * weights
+    normal = weighted.dot(columns.T)
+    ridge = RIDGE * np.add.reduce(weights)
+    normal.flat[:: len(normal) + 1] += ridge
+    wanted = np.add.reduce(weighted, axis=1) + ridge * prior
+    found = np.linalg.solve(normal, wanted)
     used = list(range(len(wanted)))
-    found = np.zeros(len(wanted))
-    while used:
-        part = np.linalg.solve(normal[np.ix_(used, used)], wanted[used])
-        least = int(part.argmin())
-        if part[least] >= 0:
-            found[used] = part
-            break
-        del used[least]
+    while used and found.min() < 0:
+        del used[int(found[used].argmin())]
+        found = np.zeros(len(wanted))
+        if used:
+            found[used] = np.linalg.solve(normal[np.ix_(used, used)], wanted[used])
     return found
 
 
 def _middle_and_deviation(values: list[float]) -> tuple[float, float]:
     """Median and standard deviation, the latter from the median absolute deviation."""
     middle = sorted(values)[len(values) // 2]
-    return middle, MAD_TO_DEVIATION * sorted(abs(value - middle) for value in values)[len(values) // 2]
+    return middle, MAD_TO_DEVIATION * sorted([abs(value - middle) for value in values])[len(values) // 2]
 
 
 class TargetItl(Limit):
@@ -290,6 +328,15 @@ class TargetItl(Limit):
     contexts, and late in a long prompt. Sarathi-Serve (Agrawal et al., 2024) finds one budget for a target by a profile
     beforehand; here it is learned, and follows the load. Without observations it begins with 256 tokens and at most
     doubles.
+
+    While requests wait, running prefills use half of that time, and the other half is for prompts that fit it whole: a
+    short one does not wait until a long one is computed, which costs the long one at most half of its speed (a bounded
+    form of shortest remaining processing time, Schrage 1968). If the head of the queue is longer than that, nothing is
+    held back until it starts.
+
+    Where the queue waits for sequence slots or blocks, it waits for requests that decode, not for prompt tokens. Then
+    these are spread: a step computes at most `SPREAD` times their mean of a step, or what reading for decode hides. As
+    the two overlap, equal steps take less time together than short and long ones.
 
     Where decoding alone, with the next request in it, would take longer than the target, that request waits for
     `Reason.STEP_TIME`.
@@ -304,6 +351,7 @@ class TargetItl(Limit):
     """
 
     name = "target-itl"
+    version = 2
     is_shared = True
     parameters: ClassVar[tuple[Parameter, ...]] = (
         Parameter("seconds", 0.05, 1e-4, 60.0, tried=(0.025, 0.05, 0.1), doc="target of a step, so of gaps (ITL)"),
@@ -319,8 +367,18 @@ class TargetItl(Limit):
         self.times = StepTimes(self._target)
         self._num_departures = 0
         self._key: tuple[int, int] | None = None
-        self._tokens = self._most_prefill = 0
+        self._tokens = self._most_running = 0
         self._left = self._left_at_first = 0.0
+        self._held = 0.0
+        """Seconds of the step that running prefills leave to the queue."""
+        self._is_cut = False
+        """Whether a running prefill goes on after the step."""
+        self._is_head_long = False
+        """Whether the prompt at the head of the queue would not fit the held seconds."""
+        self._had_queue = self._was_asked = False
+        """Whether requests waited when the last step began, and one of them came as far as to ask for tokens."""
+        self._scarce = 0
+        """Steps for which prompt tokens are still spread."""
         self._limit = self._target
         self._is_full = self._is_decided = self._has_deferred = False
         self._num_kept = 0
@@ -363,24 +421,47 @@ class TargetItl(Limit):
         num_known = int(np.add.reduce(known))
         limit = times.limit
         num_context = int(np.add.reduce(computed)) + num_requests
-        left = limit - times.beside_seconds(num_requests, num_context)
+        alone = times.decode_seconds(num_requests, num_context)
+        beside = times.share * alone
+        left = limit - beside
+        num_prefilling = view.num_prefilling
+        has_queue = view.num_waiting > 0
+        if has_queue and self._had_queue and not (self._was_asked or self._is_head_long):
+            self._scarce = SCARCE_STEPS
+        elif self._scarce:
+            self._scarce -= 1
+        is_spread = False
+        if has_queue and self._scarce and num_requests > 2 * num_prefilling:
+            num_even = max(SPREAD * times.mean_tokens, self._least) + 0.5  # no whole number, so that none is lost
+            even = max(alone - beside, times.prefill_seconds(num_even, 0))
+            is_spread = even < left
+            left = min(left, even)
+        self._had_queue, self._was_asked = has_queue, False
         self._left = self._left_at_first = left
-        tokens = 0  # of prompts, beyond one of each running request
-        if view.num_prefilling:
+        self._held = KEPT_FOR_QUEUE * left if num_prefilling and has_queue and not self._is_head_long else 0.0
+        running, self._is_cut = 0, False  # prompt tokens of running requests, beyond one of each
+        if num_prefilling:
+            left -= self._held
             lacks = known - computed - 1
             for index in (lacks > 0).nonzero()[0].tolist():
                 lack, start = int(lacks[index]), int(computed[index])
                 fitting = times.fitting_tokens(left, start)
                 if fitting < lack:
-                    tokens += fitting
+                    running += fitting
                     left = 0.0
+                    self._is_cut = True
                     break
-                tokens += lack
+                running += lack
                 left -= times.prefill_seconds(lack, start)
-        tokens += times.fitting_tokens(left, 0)
-        self._is_full = tokens < min(self._least, times.most_tokens)  # not where more was merely never seen
-        self._most_prefill = max(min(tokens, times.most_tokens), self._least)
-        self._tokens = min(num_requests + self._most_prefill, most)
+            left += self._held
+        tokens = running + times.fitting_tokens(left, 0)
+        # Not full where more was merely never seen, or is spread.
+        self._is_full = tokens < min(self._least, times.most_tokens) and not is_spread
+        most_prefill = max(min(tokens, times.most_tokens), self._least)
+        self._tokens = min(num_requests + most_prefill, most)
+        if self._held:
+            running = min(running, int((1 - KEPT_FOR_QUEUE) * (self._tokens - num_requests)))
+        self._most_running = max(running, self._least)
         self._limit = limit
         self._num_requests, self._num_future_tokens = num_requests, num_known
         self._is_decided, self._has_deferred, self._num_kept = True, False, 0
@@ -391,27 +472,36 @@ class TargetItl(Limit):
         if batch.num_prefilling == 0:
             return
         # The budget is shared out in admission order: a prompt must leave those behind it their token.
-        prefills = ((batch.flags[rows] & PREFILLING) != 0).nonzero()[0]
-        more = np.maximum(want[prefills] - 1, 0)
-        before = np.add.accumulate(more) - more
-        want[prefills] -= more - np.clip(self._most_prefill - before, 0, more)
+        left = self._most_running
+        for index in (batch.flags[rows] & PREFILLING).nonzero()[0].tolist():
+            more = want.item(index) - 1
+            if more > left:
+                want[index] = 1 + left
+                left = 0
+            elif more > 0:
+                left -= more
 
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
         if not self._is_decided:  # nothing waited when the step began: the request was preempted in it
             self._decide(view.budget, view)
+        self._was_asked = True
         fitting = self.times.fitting_tokens(self._left, start)
         if not view.num_running:
             return min(want, max(fitting, self._least))
         if self._is_full or self._would_be_full(request):
             state = request._state
             waits = state.deferral is not None and state.deferral.reason is Reason.STEP_TIME
-            if not waits or view.now - state.deferred_since < self._patience:
-                self._has_deferred = True
-                return Deferral(Reason.STEP_TIME, 0)
-            fitting = max(fitting, self._least)
-        if fitting < 1:
-            return Deferral(Reason.BUDGET, 1)
-        return min(want, fitting)
+            if waits and view.now - state.deferred_since >= self._patience:
+                return min(want, max(fitting, self._least))
+            self._has_deferred = True
+            return Deferral(Reason.STEP_TIME, 0)
+        fitting = min(want, fitting)
+        lack = request._state.num_tokens - start if self._is_cut else 1
+        if fitting >= lack:
+            return fitting
+        if self._held and self.times.fitting_tokens(self._held, start) < lack:
+            self._is_head_long = True
+        return Deferral(Reason.BUDGET, lack - fitting)
 
     def _would_be_full(self, request: Request) -> bool:
         """Whether decoding alone, with it, would take longer than the target."""
@@ -421,6 +511,7 @@ class TargetItl(Limit):
     def commit(self, request: Request, start: int, num_tokens: int) -> None:
         self._left -= self.times.prefill_seconds(num_tokens, start)
         if request.status is not RequestStatus.RUNNING:
+            self._is_head_long = False
             self._num_requests += 1
             self._num_future_tokens += request._state.num_tokens
 

@@ -177,6 +177,59 @@ def test_it_admits_again_when_requests_have_left() -> None:
     assert waiting.status is RequestStatus.RUNNING
 
 
+def test_a_short_prompt_does_not_wait_behind_a_long_one() -> None:
+    server = Server()
+    server.warm()
+    server.add("long", 60_000)
+    alone = server.step()["long"]
+    server.add("short", 300)
+    tokens = server.step()
+    assert tokens["short"] == 300, "in the step after it came, whole"
+    assert 0.4 * alone < tokens["long"] < 0.6 * alone, "the long one has half of the time"
+    assert server.step()["long"] > 0.8 * alone, "nothing is held back while nothing waits"
+
+
+def test_a_second_long_prompt_waits_and_costs_the_first_one_half_a_step() -> None:
+    server = Server()
+    server.warm()
+    server.add("first", 60_000)
+    server.step()
+    server.add("second", 40_000)
+    steps = [server.step() for _ in range(6)]
+    assert not any("second" in step for step in steps)
+    assert server.scheduler.explain("second").reason is Reason.BUDGET
+    assert steps[0]["first"] < 0.6 * steps[1]["first"]
+    assert all(after["first"] < before["first"] for before, after in pairwise(steps[1:])), "dearer by its context alone"
+
+
+def test_many_prompts_of_a_few_tokens_are_not_taken_for_long_contexts() -> None:
+    """Nothing else was seen: what these steps take is not the cost of positions, by which nothing would fit a step."""
+    server = Server()
+    for index in range(250):
+        server.add(f"r{index}", 2, max_tokens=1000)
+    for _ in range(8):
+        server.step()
+    assert server.scheduler.num_running == 250
+
+
+@pytest.mark.parametrize("max_num_seqs", [24, 256])
+def test_prompt_tokens_are_spread_only_while_the_queue_waits_for_sequence_slots(max_num_seqs: int) -> None:
+    server = Server(settings={"max_num_seqs": max_num_seqs})
+    server.warm()
+    for index in range(4):
+        server.add(f"chat-{index}", 300, max_tokens=100_000)
+    while server.scheduler.num_queued:
+        server.step()
+    server.scheduler.abort("chat-0", server.now)
+    server.add("long", 60_000)
+    alone = server.step()["long"]
+    for index in range(60):
+        server.add(f"waiting{index}", 300, max_tokens=100_000)
+    tokens = [server.step()["long"] for _ in range(10)]
+    assert (max(tokens[1:]) < 0.1 * alone) == (max_num_seqs == 24)
+    assert min(tokens) > 0.25 * alone or max_num_seqs == 24
+
+
 # ---------------------------------------------------------------------- noise
 
 
