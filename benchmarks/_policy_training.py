@@ -23,7 +23,7 @@ from pointsman.sim.vllm_defaults import vllm_defaults
 from pointsman.sim.workload import Arrival, Generated, Lengths, OpenLoop, PoissonArrivals, parse_distribution
 from pointsman.traces import read_trace
 
-NUM_REQUESTS = 2_500
+NUM_REQUESTS = 1_500
 FIRST_OF_AZURE = 9_000
 """The scenarios have the first 6,000."""
 MODEL = "Llama-3.1-8B"
@@ -98,7 +98,7 @@ def _scenario(
 TRAINING = (
     _scenario(
         "late in the hour",
-        "requests 9,001 to 11,500 of the Azure hour, a short pool, an RTX 4090",
+        "requests 9,001 to 10,500 of the Azure hour, a short pool, an RTX 4090",
         _azure,
         "rtx4090",
         saturation=0.437,

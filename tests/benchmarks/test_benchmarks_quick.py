@@ -72,6 +72,15 @@ def test_tune() -> None:
 
 @pytest.mark.soak
 @pytest.mark.e2e
+def test_auto() -> None:
+    if not AZURE_TRACE.exists():
+        pytest.skip(f"no trace at {AZURE_TRACE}")
+    figures = run_quick("auto.py", "--check", "--workers", "2")
+    assert all(row["auto"] > row["vllm"] for row in figures["judged"])
+
+
+@pytest.mark.soak
+@pytest.mark.e2e
 def test_policies() -> None:
     """`--check`: every policy gains at least half of what it should. Two processes simulate."""
     if not AZURE_TRACE.exists():
