@@ -113,8 +113,8 @@ class Reuse(EvictionPolicy):
     def retained(self, request: Request, num_blocks: int, now: float) -> tuple[int, float, int]:
         released, reused = self._num_released, self._num_reused
         label = min(request.num_output_tokens.bit_length() + 1, _NUM_CLASSES - 1)
-        total = float(released.sum())
-        is_worth = reused[label] * total >= self._threshold * released[label] * float(reused[1:].sum())
+        total, hits = float(released.sum()), float(reused[1:].sum())
+        is_worth = hits > 0 and reused[label] * total >= self._threshold * released[label] * hits
         released[label] += num_blocks
         if total > self._window:
             released /= 2
