@@ -118,6 +118,7 @@ _AS_SERVED = (
     "max_steps_in_flight",
     "order",
     "victim",
+    "eviction",
     "reserves",
     "token_limits",
     "displace",
