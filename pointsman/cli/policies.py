@@ -1,4 +1,4 @@
-"""`pointsman policies`: which orders, victims, reserves, limits and eviction policies are there, and what are their parameters?"""
+"""`pointsman policies`: which policies of each kind are there, and what are their parameters?"""
 
 from __future__ import annotations
 

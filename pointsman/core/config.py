@@ -312,8 +312,8 @@ class SchedulerConfig:
             )
         if self.eviction != "lru" and not self.enable_prefix_caching:
             raise ConfigError(
-                f"eviction is {_named(self.eviction)!r}, and enable_prefix_caching is off, so no block is cached; leave "
-                "eviction at its default, or turn the prefix cache on"
+                f"eviction is {_named(self.eviction)!r}, and enable_prefix_caching is off, so no block is cached; turn "
+                "prefix caching on, or leave it at its default"
             )
         if self.count_common_prefix and not self.enable_prefix_caching:
             raise ConfigError(

@@ -275,7 +275,7 @@ class Engine:
             tenant: whose request it is; read by orders that are fair to tenants.
             ttft_target: seconds from its arrival within which its first token is wanted; read by orders that go by it.
                 None: the order's own. It never ends the request.
-            retention: seconds after it has finished for which its prefix is worth keeping cached; read by eviction policies
+            retention: seconds after its end for which its prefix is worth keeping cached; read by eviction policies
                 that go by it. None: the policy's own.
             cache_salt: only requests with an equal salt share cached prefixes.
             deadline: when the request finishes with finish_reason "deadline", waiting or running, in seconds on the

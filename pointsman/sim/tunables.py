@@ -120,6 +120,8 @@ class Space:
         varied: frozenset[str] = frozenset(),
     ) -> None:
         self._base = base
+        if not base.enable_prefix_caching:
+            fixed |= {"eviction"}
         self._fewest = replicas[0]
         chosen = [each.including(getattr(base, each.name)) for each in tunables(varied) if each.name not in fixed]
         low, high = replicas

@@ -424,6 +424,7 @@ def _from_trace(traced: TraceRequest, index: int) -> SimRequest:
         hash_block_size=traced.hash_block_size,
         max_tokens=traced.max_tokens,
         priority=traced.priority,
+        retention=traced.retention,
         index=index,
     )
 

@@ -66,7 +66,16 @@ FOCUS: dict[str, dict[str, Any]] = {
 }
 BIG = {"max_num_seqs", "max_num_batched_tokens", "max_num_active_seqs"}  # of presets: here nothing is that large
 SELDOM = {"anything", "drafts"}
-SHORT_FOCUS = ("few blocks", "evictions", "priority", "growth", "target step time", "earliest-ttft", "fair", "retention")
+SHORT_FOCUS = (
+    "few blocks",
+    "evictions",
+    "priority",
+    "growth",
+    "target step time",
+    "earliest-ttft",
+    "fair",
+    "retention",
+)
 
 
 def drive(seed: int, overrides: dict[str, Any]) -> tuple[World, Twin]:

@@ -77,9 +77,11 @@ class RetainingPool(BlockPool):
         """Free blocks that are retained."""
         return self._num_retained
 
-    def most_of_a_tenant(self) -> int:
-        """Blocks that a tenant which has retained blocks may have now."""
-        return max(0, self.capacity - self._num_of.get(SHARED, 0)) // max(1, self._num_tenants())
+    def most_of_a_tenant(self, tenant: str | None = None) -> int:
+        """Retained blocks that each tenant may have now, with `tenant` among those that have some."""
+        is_new = tenant is not None and self._owners.get(tenant, 0) not in self._num_of
+        num_tenants = len(self._num_of) - (SHARED in self._num_of) + is_new
+        return max(0, self.capacity - self._num_of.get(SHARED, 0)) // max(1, num_tenants)
 
     def num_retained_of(self, tenant: str) -> int:
         """Retained blocks that this tenant alone asked for."""
@@ -257,9 +259,6 @@ class RetainingPool(BlockPool):
             del self._num_of[owner]
 
     # ------------------------------------------------------------------ tenants
-
-    def _num_tenants(self) -> int:
-        return len(self._num_of) - (SHARED in self._num_of)
 
     def _number(self, tenant: str) -> int:
         number = self._owners.get(tenant)

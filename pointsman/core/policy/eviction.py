@@ -1,4 +1,4 @@
-"""Which cached prefix is evicted first? Blocks of the pool that no request holds keep their content until they are needed.
+"""Which cached prefix is evicted first? Blocks that no request holds keep their content until they are needed.
 
 Without a policy, the least recently used one. A policy says, when a request finishes, which of its blocks are retained:
 those are evicted only where nothing else is free, and count as used when their time is over. How the pool keeps them,
@@ -76,14 +76,13 @@ class Reuse(EvictionPolicy):
     a block that was found in the cache is retained, without a time; of the retained ones beyond `share` of the pool the
     least recently used count as used now.
 
-    A prompt that is new says nothing by itself, so the policy observes which requests were worth keeping (as LHD does
-    by application: Beckmann, Chen, Cidon, "LHD: improving cache hit rate by maximizing hit density", NSDI 2018). Classes
-    are the lengths of outputs, by powers of two: calls of tools and questions about a document have others than the
-    last request of a conversation. A finished request is retained as a whole where the blocks of its class were reused
-    at least `threshold` times as often as all were, of about the last 8 pools of blocks.
+    A prompt that is new says nothing by itself, so the policy observes which requests were worth keeping, as LHD does
+    by application (Beckmann, Chen, Cidon, "LHD: improving cache hit rate by maximizing hit density", NSDI 2018). Its
+    classes are lengths of outputs, by powers of two: calls of tools and questions about a document have others than the
+    last request of a conversation. A finished request is retained as a whole where the blocks of its class were reused at
+    least `threshold` times as often as those of all requests, in about the last 8 pools of blocks.
 
-    Bound: at least 1 - `share` of the pool is a plain LRU, so what is retained for nothing costs at most that a pool of
-    that part holds less.
+    Bound: at most `share` of the usable blocks are retained, whatever the observations say; the others are plain LRU.
     """
 
     name = "reuse"

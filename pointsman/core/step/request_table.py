@@ -264,9 +264,7 @@ class RequestTable:
         for request in requests:
             row = request._state.row
             valid = int(min(batch.num_computed_tokens[row], batch.num_tokens[row]))
-            kv.release(
-                batch, request, self.now, num_valid_tokens=valid, publish=publish, is_finished=is_finished
-            )
+            kv.release(batch, request, self.now, num_valid_tokens=valid, publish=publish, is_finished=is_finished)
             for release in self._releases:
                 release(request)
         batch.leave(requests, self._steps.newest_step_id)

@@ -18,8 +18,8 @@ PRIORITY, TTFT_TARGET, RETENTION = "priority", "ttft_target", "retention"
 
 
 def fields_read(scheduler: Mapping[str, Any]) -> frozenset[str]:
-    """Those of `priority`, `ttft_target` and `retention` that the server's policies read. One that is not built in, such
-    as that of an installed package, may read what is meant for its kind.
+    """Those of `priority`, `ttft_target` and `retention` that the server's policies read. One that is not built in,
+    such as that of an installed package, may read those that are for its kind.
 
     Args:
         scheduler: `SchedulerConfig.to_dict()`.
