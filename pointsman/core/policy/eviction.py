@@ -79,10 +79,11 @@ class Reuse(EvictionPolicy):
     A prompt that is new says nothing by itself, so the policy observes which requests were worth keeping, as LHD does
     by application (Beckmann, Chen, Cidon, "LHD: improving cache hit rate by maximizing hit density", NSDI 2018). Its
     classes are lengths of outputs, by powers of two: calls of tools and questions about a document have others than the
-    last request of a conversation. A finished request is retained as a whole where the blocks of its class were reused at
-    least `threshold` times as often as those of all requests, in about the last 8 pools of blocks.
+    last request of a conversation. A finished request is retained as a whole where the blocks of its class were reused
+    at least `threshold` times as often as those of all requests, in about the last 8 pools of blocks. Where nothing is
+    found at all, nothing is observed, and it is "lru".
 
-    Bound: at most `share` of the usable blocks are retained, whatever the observations say; the others are plain LRU.
+    Bound: at most `share` of the usable blocks are retained, whatever the observations say.
     """
 
     name = "reuse"

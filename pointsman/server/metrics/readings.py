@@ -115,8 +115,8 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
             "pointsman:kv_blocks",
             "gauge",
             "blocks",
-            "KV blocks by state: held by requests, cached (free, with content that can still be found), retained (cached, "
-            "and evicted last) or blank.",
+            "KV blocks by state: held by requests, cached (free, with content that can still be found), retained "
+            "(cached, and evicted last) or blank.",
             "state",
         ),
         _blocks,
