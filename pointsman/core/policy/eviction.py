@@ -89,10 +89,10 @@ class Reuse(EvictionPolicy):
     name = "reuse"
     parameters: ClassVar[tuple[Parameter, ...]] = (
         Parameter("share", 0.9, 0, 1, tried=(0.5, 0.9), doc="of the blocks are retained at most"),
-        Parameter("threshold", 0.8, 0, 100, doc="of the mean reuse, from which on a class is retained"),
+        Parameter("threshold", 0.3, 0, 100, doc="of the mean reuse, from which on a class is retained"),
     )
 
-    def __init__(self, share: float = 0.9, threshold: float = 0.8) -> None:
+    def __init__(self, share: float = 0.9, threshold: float = 0.3) -> None:
         self.share = share
         self._threshold = threshold
         self._block_size = 1
