@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.errors import PolicyError
+from pointsman.core.errors import ConfigError, PolicyError
 from pointsman.core.policy.gate import Gate, Limit
 from pointsman.core.policy.policy import Policy, spec_of
 from pointsman.core.state.batch import Batch
@@ -300,6 +300,8 @@ class GuardedEviction(Guard):
     def __init__(self, policy: Eviction) -> None:
         super().__init__(policy)
         self.share, self.per_tenant = policy.share, policy.per_tenant
+        if not isinstance(self.share, (int, float)) or not 0 <= self.share <= 1:
+            raise ConfigError(f"share of eviction {policy.name!r} is {self.share!r}; it must be between 0 and 1")
 
     def open_step(self) -> None:
         """Raises PolicyError if it failed since the last step."""

@@ -53,7 +53,7 @@ def test_reuse_forgets_what_was_true_before() -> None:
         run(host, f"question {index}", [*document, *host.prompt(3)])
     assert host.stats().num_retained_blocks > 0
     chats = [host.prompt(12) for _ in range(2)]
-    for index in range(150):
+    for index in range(100):
         run(host, f"question again {index}", 15)
         run(host, f"chat {index}", chats[index % 2], max_tokens=6)
     policy = host.scheduler._kv.eviction
@@ -176,6 +176,8 @@ def test_a_policy_that_fails_fails_the_next_step_and_retains_nothing(answer: Any
 def test_an_object_that_lacks_a_part_is_refused() -> None:
     with pytest.raises(ConfigError, match="it has no started, retained"):
         Host(eviction=type("Half", (), {"name": "half", "share": 1.0, "per_tenant": False})())
+    with pytest.raises(ConfigError, match=r"share of eviction 'everything' is 1.5; it must be between 0 and 1"):
+        Host(eviction=type("Greedy", (Everything,), {"share": 1.5})())
 
 
 def test_a_share_of_zero_is_lru() -> None:
