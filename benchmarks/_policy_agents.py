@@ -24,7 +24,7 @@ SEED = 11
 SECONDS = 300
 NUM_AGENTS = 20
 """Of which each begins another task when it is done with one."""
-NUM_TURNS = 12
+NUM_TURNS = 8
 FIRST_PROMPT, TOOL_RESULT, OUTPUT = 3_000, 400, 60
 THINK = (20.0, 60.0)
 WORK = 1.0
@@ -77,7 +77,7 @@ def arrivals(speed: float, flood_retention: float | None = None) -> list[Arrival
 
 AGENTS_BESIDE_FLOOD = Scenario(
     name="agents",
-    about="20 agents with prompts of 3,000 to 8,000 tokens beside prompts that are sent once, 40,000 blocks, Llama 3.1 "
+    about="20 agents with prompts of 3,000 to 6,200 tokens beside prompts that are sent once, 40,000 blocks, Llama 3.1 "
     "8B on an H200; a speed is prompts sent once a second",
     arrivals=arrivals,
     config=SchedulerConfig(num_blocks=40_000, max_model_len=131_072, max_num_seqs=64, max_num_batched_tokens=8_192),
