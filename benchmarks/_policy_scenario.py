@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from pointsman.core import SchedulerConfig
+from pointsman.sim.outcome import Timings
 from pointsman.sim.report.summary import figures
 from pointsman.sim.request import SimRequest
 from pointsman.sim.simulator import Outcome, simulate
@@ -76,6 +77,8 @@ class Figures:
     preemptions: int
     prefix_hit_share: float | None
     """Share of the prompt tokens of fresh requests that the prefix cache had; None: nothing was looked up."""
+    agents_hit_share: float | None
+    """The same of the tenant "agents"; None: there is none."""
     requests_per_second: float
     output_tokens_per_second: float
     ttft_mean_of: Mapping[str, float]
@@ -157,6 +160,7 @@ def read_figures(outcome: Outcome, config: SchedulerConfig, cpu_seconds: float) 
         recomputed_tokens=stats.num_recomputed_tokens,
         preemptions=stats.num_preemptions,
         prefix_hit_share=report.prefix_hit_rate.value,
+        agents_hit_share=_hit_share(timings, [each.tenant == "agents" for each in requests]),
         requests_per_second=_of(report.requests_per_second.value),
         output_tokens_per_second=_of(report.output_tokens_per_second.value),
         ttft_mean_of=of_tenant if set(of_tenant) != {""} else {},
@@ -221,6 +225,14 @@ def with_target(arrivals: Sequence[Arrival], ttft_target: float) -> list[Arrival
 
 def _mean(values: np.ndarray[Any, Any], requests: Sequence[SimRequest], tenants: set[str]) -> float:
     return float(values[[request.tenant in tenants for request in requests]].mean())
+
+
+def _hit_share(timings: Timings, chosen: list[bool]) -> float | None:
+    """Cached tokens of some requests, of all their prompt tokens."""
+    if not any(chosen):
+        return None
+    cached, prompts = timings.num_cached_tokens[: len(chosen)], timings.num_prompt_tokens[: len(chosen)]
+    return float(cached[chosen].sum() / prompts[chosen].sum())
 
 
 def _of(value: float | None) -> float:

@@ -21,6 +21,7 @@ from time import monotonic, process_time
 from typing import Any, TypeAlias
 
 from _common import Targets, argument_parser, at_least_one, finish, note, print_table, run
+from _policy_agents import AGENTS_AND_GREED, AGENTS_BESIDE_FLOOD
 from _policy_azure import AZURE, AZURE_CACHED
 from _policy_chats_and_documents import CHATS_AND_DOCUMENTS
 from _policy_long_outputs import LONG_OUTPUTS
@@ -34,7 +35,17 @@ from pointsman.sim.workers import available_cores
 NUM_QUICK = 2_000
 SCENARIOS: dict[str, Scenario] = {
     each.name: each
-    for each in (AZURE, AZURE_CACHED, TENANTS, MOONCAKE, MOONCAKE_SHORT, LONG_OUTPUTS, CHATS_AND_DOCUMENTS)
+    for each in (
+        AZURE,
+        AZURE_CACHED,
+        TENANTS,
+        MOONCAKE,
+        MOONCAKE_SHORT,
+        LONG_OUTPUTS,
+        CHATS_AND_DOCUMENTS,
+        AGENTS_BESIDE_FLOOD,
+        AGENTS_AND_GREED,
+    )
 }
 Settings = Mapping[str, Any]
 """Values of `SchedulerConfig` beside those of the scenario."""
@@ -46,6 +57,7 @@ HIGHER_IS_BETTER = {
     "goodput",
     "within_target",
     "prefix_hit_share",
+    "agents_hit_share",
     "requests_per_second",
     "output_tokens_per_second",
     CAPACITY,
@@ -220,6 +232,31 @@ COMPARISONS: tuple[Comparison, ...] = (
             in_quick=figure != "ttft_p99",  # of 2,000 requests it is that of 20
         )
         for figure, limit in (("ttft_mean", 0.75), ("ttft_p99", 1.0), ("ttft_max", 1.1))
+    ),
+    *(
+        Comparison(
+            question="what is evicted",
+            scenario="mooncake",
+            load=load,
+            policy={"eviction": "reuse"},
+            figure="prefix_hit_share",
+            target=Target(limit=1.1),
+            in_quick=load == "at",
+        )
+        for load in LOADS
+    ),
+    *(
+        Comparison(
+            question="what is evicted",
+            scenario=scenario,
+            load=load,
+            policy={"eviction": "retention"},
+            figure="agents_hit_share",
+            target=Target(limit=0.8, relative=False),
+            in_quick=(scenario, load) == ("agents", "at"),
+        )
+        for scenario in ("agents", "agents-and-greed")
+        for load in LOADS
     ),
 )
 GRIDS: tuple[tuple[str, Load, Sequence[Settings]], ...] = (

@@ -285,7 +285,7 @@ def tune(
 @app.command()
 def policies(
     kind: Annotated[
-        str | None, typer.Argument(metavar="[KIND]", help="order, victim, reserve or limit [default: all].")
+        str | None, typer.Argument(metavar="[KIND]", help="order, victim, reserve, limit or eviction [default: all].")
     ] = None,
     as_json: sim.AsJsonObject = False,
 ) -> int:

@@ -148,6 +148,7 @@ class _Run:
                 priority=job.priority,
                 tenant=job.tenant,
                 ttft_target=job.ttft_target,
+                retention=job.retention,
             )
         except ValueError as error:  # refused, or an unknown text or token
             self._refusals.append(f"{job.place}: {error}")

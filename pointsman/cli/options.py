@@ -221,6 +221,13 @@ KNOBS: dict[str, Any] = {
             help="Which request is preempted for memory: latest, lowest-priority or another [default: by the order].",
         ),
     ],
+    "eviction": Annotated[
+        str | None,
+        typer.Option(
+            metavar="POLICY",
+            help="Which cached prefix is evicted first: lru, retention, reuse or another [default: lru].",
+        ),
+    ],
     "reserves": Annotated[
         list[str] | None,
         typer.Option(
@@ -388,6 +395,9 @@ SERVER: dict[str, Any] = {
     "min_ttft_target": Annotated[
         float | None, typer.Option(help="Least TTFT target of a request, in seconds; then 400 [default: no limit].")
     ],
+    "max_retention": Annotated[
+        float | None, typer.Option(help="Longest retention of a request, in seconds; then 400 [default: 600].")
+    ],
     "tenant_from": Annotated[
         str | None,
         typer.Option(
@@ -473,6 +483,7 @@ ENGINE_PANELS: Panels = {
     "Admission and preemption": (
         "order",
         "victim",
+        "eviction",
         "reserves",
         "token_limits",
         "displace",
@@ -549,6 +560,7 @@ SERVE_HELP: Panels = {
         "max_deadline",
         "min_request_priority",
         "min_ttft_target",
+        "max_retention",
         "tenant_from",
         "seed",
     ),

@@ -1,4 +1,4 @@
-"""`pointsman policies`: which orders, victims, reserves and limits are there, and what are their parameters?"""
+"""`pointsman policies`: which policies of each kind are there, and what are their parameters?"""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from pointsman.core import ConfigError
 from pointsman.core.policy.policy import Parameter, Policy
 from pointsman.core.policy.registry import KINDS, known
 
-OPTION_OF = {"order": "--order", "victim": "--victim", "reserve": "--reserve", "limit": "--token-limit"}
+OPTION_OF = {
+    "order": "--order",
+    "victim": "--victim",
+    "reserve": "--reserve",
+    "limit": "--token-limit",
+    "eviction": "--eviction",
+}
 """The option that takes a policy of each kind."""
 
 

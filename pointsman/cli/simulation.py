@@ -133,11 +133,12 @@ _NEEDS: dict[str, tuple[str, ...]] = {
     "think": ("users", "sessions"),
     "turns": ("sessions",),
     "new_tokens": ("sessions",),
+    "retention": ("sessions",),
 }
 
 
 def _check_options(options: Mapping[str, Any], asks_users: bool) -> None:
-    for name, least in {"limit": 1, "requests": 1, "sessions": 1, "users": 1, "seed": 0}.items():
+    for name, least in {"limit": 1, "requests": 1, "sessions": 1, "users": 1, "seed": 0, "retention": 0}.items():
         if options.get(name, least) < least:
             raise CommandError(f"{_option(name)} is {options[name]}; it must be at least {least}")
     for name, others in _NOT_WITH.items():
@@ -194,6 +195,7 @@ def _sessions(options: Mapping[str, Any], num_requests: int | None, seed: int) -
         output=_parsed(parse_distribution, "output_tokens", options),
         think=_parsed(parse_distribution, "think", options),
         num_sessions=count,
+        retention=options.get("retention"),
         seed=seed,
     )
     return Arriving(

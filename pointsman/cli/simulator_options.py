@@ -57,6 +57,13 @@ ARRIVING: dict[str, Any] = {
             metavar="DIST", help="Seconds from an output to the next request of the same user or session [default: 0]."
         ),
     ],
+    "retention": Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds for which requests of a session but its last ask to keep their prefix, with --eviction "
+            "retention [default: none]."
+        ),
+    ],
     "users": Annotated[
         int | None,
         typer.Option(
@@ -118,6 +125,7 @@ _AS_SERVED = (
     "max_steps_in_flight",
     "order",
     "victim",
+    "eviction",
     "reserves",
     "token_limits",
     "displace",
@@ -266,7 +274,18 @@ SIMULATE_HELP: Panels = {
         "itl_target",
         "scenario",
     ),
-    "What arrives": ("limit", "requests", "users", "sessions", "turns", "new_tokens", "think", "seed", "seeds"),
+    "What arrives": (
+        "limit",
+        "requests",
+        "users",
+        "sessions",
+        "turns",
+        "new_tokens",
+        "think",
+        "retention",
+        "seed",
+        "seeds",
+    ),
     "Output": ("as_json", "html", "perfetto", "price_per_hour", "list_names"),
     **_SERVICE_PANELS,
 }
@@ -284,7 +303,7 @@ CAPACITY_HELP: Panels = {
         "replicas",
     ),
     "The search": ("requests_per_second", "requests", "tolerance"),
-    "What arrives": ("users", "think", "sessions", "turns", "new_tokens", "seed"),
+    "What arrives": ("users", "think", "sessions", "turns", "new_tokens", "retention", "seed"),
     "Output": ("as_json", "list_names"),
     **_SERVICE_PANELS,
 }

@@ -133,7 +133,7 @@ class _Tuned:
         """
         arrivals = list(self._arriving.at_speed(self._speed).first_arrivals())
         self.parts = split(arrivals, num_requests)
-        fields = ("priority", "tenant")
+        fields = ("priority", "tenant", "retention")
         self.varied = frozenset(name for name in fields if len({getattr(request, name) for _, request in arrivals}) > 1)
 
     def search(self, space: Space, num_trials: int, num_workers: int, ray: str | None, bar: ProgressBar) -> Tuning:

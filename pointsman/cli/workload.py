@@ -45,7 +45,16 @@ SAMPLING_FIELDS = (
 )
 BOOLEAN_FIELDS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 LIST_FIELDS = ("stop_token_ids", "bad_words", "allowed_token_ids")
-PROMPT_FIELDS = ("prompt", "prompt_token_ids", "request_id", "priority", "tenant", "ttft_target", *SAMPLING_FIELDS)
+PROMPT_FIELDS = (
+    "prompt",
+    "prompt_token_ids",
+    "request_id",
+    "priority",
+    "tenant",
+    "ttft_target",
+    "retention",
+    *SAMPLING_FIELDS,
+)
 
 
 @dataclass(slots=True)
@@ -64,6 +73,8 @@ class Job:
     tenant: str = ""
     ttft_target: float | None = None
     """Seconds from its arrival within which its first token is wanted."""
+    retention: float | None = None
+    """Seconds after its end for which its prefix is worth keeping cached."""
 
 
 @dataclass(slots=True)
@@ -286,9 +297,11 @@ def _job(request_id: str, fields: dict[str, Any], place: str, sampling: Sampling
     tenant, target = fields.get("tenant", ""), fields.get("ttft_target")
     if not isinstance(tenant, str):
         raise ValueError(f'"tenant" is {tenant!r}; it must be a string')
-    is_number = isinstance(target, (int, float)) and not isinstance(target, bool)
-    if target is not None and not (is_number and 0 < target < math.inf):
+    if target is not None and not (_is_finite(target) and target > 0):
         raise ValueError(f'"ttft_target" is {target!r}; it must be a number of seconds above 0')
+    retention = fields.get("retention")
+    if retention is not None and not (_is_finite(retention) and retention >= 0):
+        raise ValueError(f'"retention" is {retention!r}; it must be a number of seconds, at least 0')
     own = {name: fields[name] for name in SAMPLING_FIELDS if name in fields}
     for name in BOOLEAN_FIELDS:
         if not isinstance(own.get(name, False), bool):
@@ -309,7 +322,12 @@ def _job(request_id: str, fields: dict[str, Any], place: str, sampling: Sampling
         priority=priority,
         tenant=tenant,
         ttft_target=target,
+        retention=retention,
     )
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _token_ids_as_keys(bias: Any) -> dict[int, Any]:

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 from pointsman.core.errors import ConfigError
 from pointsman.core.presets import PRESETS, SYSTEMS
-from pointsman.core.state.interfaces import Order, Victim
+from pointsman.core.state.interfaces import Eviction, Order, Victim
 from pointsman.core.state.numbers import MAX_INT
 
 MAX_OVERTAKES = 64
@@ -85,6 +85,9 @@ class SchedulerConfig:
     """What else an admission leaves free, beside the knobs below: names, or `Reserve` objects. They add up."""
     token_limits: tuple[Any, ...] = ()
     """What else limits the tokens of a request, or of a step: names, or `Limit` objects."""
+    eviction: str | Eviction = "lru"
+    """Which cached prefix is evicted first: a name, with parameters if need be, or an object with the `Eviction`
+    protocol. Others than "lru" need the prefix cache."""
     displace: bool | None = None
     """Under "priority": whether less urgent running requests are preempted for a strictly more urgent waiting
     one. None: yes under "priority". Under an order without urgency, True is an error."""
@@ -212,7 +215,7 @@ class SchedulerConfig:
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON-ready values; a policy that is an object is given by its name."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in ("order", "victim"):
+        for name in ("order", "victim", "eviction"):
             values[name] = _named(values[name])
         for name in ("reserves", "token_limits"):
             values[name] = [_named(policy) for policy in values[name]]
@@ -306,6 +309,11 @@ class SchedulerConfig:
             raise ConfigError(
                 "enable_kv_cache_events is on and enable_prefix_caching off, so nothing is cached; turn prefix caching "
                 "on, or leave it off"
+            )
+        if self.eviction != "lru" and not self.enable_prefix_caching:
+            raise ConfigError(
+                f"eviction is {_named(self.eviction)!r}, and enable_prefix_caching is off, so no block is cached; turn "
+                "prefix caching on, or leave it at its default"
             )
         if self.count_common_prefix and not self.enable_prefix_caching:
             raise ConfigError(

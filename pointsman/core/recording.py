@@ -69,6 +69,7 @@ REQUEST_FIELDS = (
     "more_input",
     "tenant",
     "ttft_target",
+    "retention",
 )
 _OUTPUT_ARRAYS = (
     "rows",

@@ -87,6 +87,7 @@ class Scheduler:
         "_loading",
         "_max_seen_active_seqs",
         "_next_step_id",
+        "_open_eviction",
         "_parts",
         "_recorder",
         "_run_parts",
@@ -135,6 +136,7 @@ class Scheduler:
         self._update, self._encoder, self._load_followers = parts.update, parts.encoder, parts.gates.load_followers
         self._fast_forward, self._view, self._budget = parts.fast_forward, parts.view, parts.budget
         self._fast_forward.checks_horizons = self._check_horizons
+        self._open_eviction: Callable[[], None] | None = getattr(parts.kv.eviction, "open_step", None)
         self._max_seen_active_seqs = config.num_seats
         self._watchdog = Watchdog()
         self._next_step_id = start.step_id
@@ -154,6 +156,8 @@ class Scheduler:
         try:
             if self._budget.policies:
                 self._budget.open_step(self._view)
+            if self._open_eviction is not None:
+                self._open_eviction()
             self._run_parts(step)  # displace, advance, publish, admit, emit: see `_mixed_step`
         except PolicyError:
             self._void([step])

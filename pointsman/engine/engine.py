@@ -257,6 +257,7 @@ class Engine:
         priority: int = 0,
         tenant: str = "",
         ttft_target: float | None = None,
+        retention: float | None = None,
         cache_salt: str | None = None,
         deadline: float | None = None,
         prompt_text: str | None = None,
@@ -274,6 +275,8 @@ class Engine:
             tenant: whose request it is; read by orders that are fair to tenants.
             ttft_target: seconds from its arrival within which its first token is wanted; read by orders that go by it.
                 None: the order's own. It never ends the request.
+            retention: seconds after its end for which its prefix is worth keeping cached; read by eviction policies
+                that go by it. None: the policy's own.
             cache_salt: only requests with an equal salt share cached prefixes.
             deadline: when the request finishes with finish_reason "deadline", waiting or running, in seconds on the
                 engine's clock; None: never.
@@ -298,6 +301,7 @@ class Engine:
             priority=priority,
             tenant=tenant,
             ttft_target=ttft_target,
+            retention=retention,
             cache_salt=cache_salt,
             more_input=more_input,
         )

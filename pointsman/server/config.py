@@ -58,6 +58,8 @@ class ServerConfig:
     """The most urgent priority that a client may ask for, at most 0; None: no limit."""
     min_ttft_target: float | None = None
     """The least TTFT target that a client may ask for, in seconds; None: no limit."""
+    max_retention: float = 600.0
+    """The longest retention that a client may ask for, in seconds."""
     drain_timeout: float = 30.0
     """Seconds that running requests have to finish after SIGTERM."""
     chat_template: str | None = None
@@ -113,6 +115,8 @@ class ServerConfig:
                 f"min_ttft_target is {self.min_ttft_target}; it must be a number of seconds above 0, or left out for "
                 "none"
             )
+        if not 0 <= self.max_retention < math.inf:
+            raise ValueError(f"max_retention is {self.max_retention}; it must be a number of seconds, at least 0")
         if not 0 <= self.drain_timeout < math.inf:
             raise ValueError(f"drain_timeout is {self.drain_timeout}; it must be 0 seconds or more")
         if not self.response_role:

@@ -149,6 +149,7 @@ class EngineProcess:
                 priority=wanted.priority,
                 tenant=wanted.tenant,
                 ttft_target=wanted.ttft_target,
+                retention=wanted.retention,
                 cache_salt=wanted.cache_salt,
                 deadline=wanted.deadline,
                 eager_text=True,
@@ -257,6 +258,7 @@ def explain(engine: Engine, mailbox: RemoteMailbox) -> RequestExplanation:
         max_tokens=request.max_tokens,
         priority=request.priority,
         ttft_target=request.ttft_target,
+        retention=request.retention,
         deadline_in=None if wanted.deadline is None else wanted.deadline - now,
         waiting_for=None if explanation.since is None else now - explanation.since,
     )

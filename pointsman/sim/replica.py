@@ -153,6 +153,7 @@ class Replica:
             eos_token_ids=(EOS_TOKEN,),
             tenant=request.tenant,
             ttft_target=request.ttft_target,
+            retention=request.retention,
         )
         num_tokens = length + max(1, request.num_output_tokens)
         self._known[made] = _Known(number, num_tokens, filler_token(request.index))

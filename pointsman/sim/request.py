@@ -54,6 +54,8 @@ class SimRequest:
     tenant: str = ""
     ttft_target: float | None = None
     """Seconds until its first token that the client hopes for; None: no target of its own."""
+    retention: float | None = None
+    """Seconds after its end for which the client expects its prefix to come again; None: it does not say."""
     session: str | None = None
     index: int = 0
     """Distinct in a workload: the order in which it made its requests, from 0. Names the tokens of this request."""

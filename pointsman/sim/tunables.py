@@ -62,7 +62,7 @@ _KNOBS = (
     Tunable("full_sequence_must_fit", (True, False), is_ordered=False, is_for_short_pool=True),
 )
 """Those with the largest effect first."""
-NAMES = (*(each.name for each in _KNOBS), "reserves", "victim", "order", "token_limits")
+NAMES = (*(each.name for each in _KNOBS), "reserves", "victim", "order", "token_limits", "eviction")
 """Fields of `SchedulerConfig` that a search may set."""
 DESIGN = {"max_num_batched_tokens": (512, 1024, 2048, 8192), "max_num_seqs": (32, 128, 512)}
 """A search begins with all combinations of these."""
@@ -70,7 +70,7 @@ DESIGN = {"max_num_batched_tokens": (512, 1024, 2048, 8192), "max_num_seqs": (32
 
 def tunables(varied: frozenset[str]) -> tuple[Tunable, ...]:
     """All settings of the scheduler, with the policies that make a difference where `varied` is what requests say of
-    themselves differently ("priority", "tenant").
+    themselves differently ("priority", "tenant", "retention").
 
     Raises:
         ConfigError: an installed package's policy cannot be loaded.
@@ -83,6 +83,7 @@ def tunables(varied: frozenset[str]) -> tuple[Tunable, ...]:
         Tunable("victim", (None, *specs("victim", varied)), is_ordered=False, is_for_short_pool=True),
         Tunable("order", tuple(specs("order", varied)), is_ordered=False),
         Tunable("token_limits", ((), *((spec,) for spec in limits)), is_ordered=False),
+        Tunable("eviction", tuple(specs("eviction", varied)), is_ordered=False),
     )
 
 
@@ -119,6 +120,8 @@ class Space:
         varied: frozenset[str] = frozenset(),
     ) -> None:
         self._base = base
+        if not base.enable_prefix_caching:
+            fixed |= {"eviction"}
         self._fewest = replicas[0]
         chosen = [each.including(getattr(base, each.name)) for each in tunables(varied) if each.name not in fixed]
         low, high = replicas

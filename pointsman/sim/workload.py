@@ -305,6 +305,8 @@ class Sessions:
     """A session ends before a request whose prompt and output would be longer; None: no limit."""
     priority: int = 0
     tenant: str = ""
+    retention: float | None = None
+    """Of every request but the last one of a session, see `SimRequest.retention`."""
     seed: int = 0
     _sessions: dict[int, _Session] = field(default_factory=dict, init=False, repr=False)
     """By the index of their last request."""
@@ -357,6 +359,7 @@ class Sessions:
             max_tokens=self.max_tokens,
             priority=self.priority,
             tenant=self.tenant,
+            retention=self.retention if turn + 1 < len(session.new_lens) else None,
             session=session.name,
             index=index,
             turns=session.turns,
@@ -421,6 +424,7 @@ def _from_trace(traced: TraceRequest, index: int) -> SimRequest:
         hash_block_size=traced.hash_block_size,
         max_tokens=traced.max_tokens,
         priority=traced.priority,
+        retention=traced.retention,
         index=index,
     )
 

@@ -16,6 +16,8 @@ beginning of the file:
     guidellm report      {"metadata": {"version": ..., ...}, ...}     seconds        unknown
     Pointsman recording  {"format": "pointsman-recording", ...}       seconds        one hash id per block
 
+Lines of Mooncake JSON may have a `retention` too, seconds after its end for which a request's prefix is worth keeping.
+
 A recording is of Pointsman's own scheduler, or of vLLM's own as `pointsman.integrations.vllm.Observer` wrote it; of
 that, `read_observed` reads the steps too.
 

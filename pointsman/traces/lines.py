@@ -98,11 +98,15 @@ def read_mooncake(line: str) -> TraceRequest:
         raise Broken(
             f"{len(hash_ids)} hash_ids for {length} tokens; with {MOONCAKE_BLOCK_SIZE} tokens a block there are {most}"
         )
+    retention = fields.get("retention")
+    if retention is not None and number("retention", retention) < 0:
+        raise Broken(f"retention is {retention}; it must be a number of seconds, at least 0")
     return TraceRequest(
         arrival_time=number("timestamp", field(fields, "timestamp")) / 1000,
         num_prompt_tokens=length,
         num_output_tokens=tokens("output_length", field(fields, "output_length"), 0),
         block_hash_ids=tuple(hash_ids),
+        retention=retention,
     )
 
 

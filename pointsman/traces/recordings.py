@@ -29,6 +29,7 @@ class _Recorded:
     queued: float
     max_tokens: int | None
     priority: int
+    retention: float | None
     chain: bytes
     tail: array[int] = field(default_factory=lambda: array("i"))
     hash_ids: list[int] = field(default_factory=list)
@@ -67,6 +68,7 @@ class _Recorded:
             hash_block_size=block_size,
             max_tokens=self.max_tokens,
             priority=self.priority,
+            retention=self.retention,
         )
         if not self.num_output_tokens:
             return request
@@ -145,6 +147,7 @@ class _Reader:
             queued=now,
             max_tokens=fields["max_tokens"],
             priority=fields["priority"],
+            retention=fields.get("retention"),  # older recordings have none
             chain=hashlib.blake2b(origin, digest_size=8).digest(),
         )
         recorded.extend(fields["prompt_token_ids"], self.block_size)

@@ -34,6 +34,8 @@ class TraceRequest:
     """The output tokens that the client asked for at most; None: unknown, or no limit."""
     priority: int = 0
     """Smaller is more urgent; only recordings have it."""
+    retention: float | None = None
+    """Seconds after its end for which the client wanted its prefix kept cached; None: it did not say, or is unknown."""
 
 
 @dataclass(frozen=True, slots=True)

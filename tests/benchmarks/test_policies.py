@@ -12,6 +12,7 @@ import numpy as np
 import policies
 import pytest
 from _common import AZURE_TRACE
+from _policy_agents import AGENTS_AND_GREED, AGENTS_BESIDE_FLOOD
 from _policy_azure import AZURE
 from _policy_chats_and_documents import CHATS_AND_DOCUMENTS
 from _policy_long_outputs import LONG_OUTPUTS
@@ -57,6 +58,15 @@ def test_a_document_comes_every_ten_seconds_whatever_the_rate_of_chats() -> None
         times = np.array([time for time, request in arrivals if request.num_prompt_tokens == 30_000])
         assert np.diff(times) == pytest.approx(10.0)
         assert times[-1] == pytest.approx(arrivals[-1][0], abs=20)
+
+
+def test_agents_come_back_with_what_they_sent_and_the_flood_asks_for_more() -> None:
+    agents = [request for _, request in AGENTS_BESIDE_FLOOD.arrivals(6.0) if request.tenant == "agents"]
+    assert agents == [request for _, request in AGENTS_AND_GREED.arrivals(6.0) if request.tenant == "agents"]
+    known = [sum(turn.num_new_tokens + turn.num_output_tokens for turn in each.turns) for each in agents]
+    assert sum(known) / sum(each.num_prompt_tokens for each in agents) == pytest.approx(0.83, abs=0.01)
+    asked = {(each.tenant, each.retention) for _, each in AGENTS_AND_GREED.arrivals(6.0)}
+    assert asked == {("agents", 75.0), ("agents", None), ("flood", 3600.0)}
 
 
 @needs_mooncake

@@ -199,6 +199,7 @@ def test_one_bad_prompt_does_not_stop_the_others(pointsman: Run, model: str, tmp
         (json.dumps({"prompt": "a", "priority": "high"}), "priority"),
         (json.dumps({"prompt": "a", "tenant": 5}), '"tenant" is 5'),
         (json.dumps({"prompt": "a", "ttft_target": 0}), '"ttft_target" is 0'),
+        (json.dumps({"prompt": "a", "retention": -1}), '"retention" is -1'),
         (json.dumps({"prompt": "a", "ttft_target": "soon"}), "\"ttft_target\" is 'soon'"),
         (json.dumps({"prompt": "a", "max_token": 3}), "unknown field 'max_token'"),
         (json.dumps({"prompt": "a", "prompt_token_ids": [1]}), 'either "prompt" or "prompt_token_ids"'),

@@ -131,7 +131,7 @@ def test_what_a_prompt_sets_goes_before_the_options(pointsman: Run, model: str, 
         {"prompt": "a", "request_id": "stops", "ignore_eos": True, "max_tokens": 300, "stop_token_ids": [*range(257)]},
         {"prompt": "a", "request_id": "later", "ignore_eos": True, "max_tokens": 9, "min_tokens": 8, "priority": 1},
     ]
-    lines[1] |= {"ttft_target": 2.5}
+    lines[1] |= {"ttft_target": 2.5, "retention": 30}
     recording = tmp_path / "run.jsonl"
     path.write_text("\n".join(json.dumps(line) for line in lines))
     args = ["generate", "--model", model, "--prompts", path, "--max-tokens", 4, "--json", "--record", recording]
@@ -144,6 +144,7 @@ def test_what_a_prompt_sets_goes_before_the_options(pointsman: Run, model: str, 
     added = {call["request"]["request_id"]: call["request"] for call in calls if call.get("call") == "add"}
     assert [added[name].get("tenant") for name in ("own", "later")] == ["bob", ""]
     assert [added[name].get("ttft_target") for name in ("option", "later")] == [2.5, None]
+    assert [added[name].get("retention") for name in ("option", "later")] == [30.0, None]
 
 
 def test_a_stop_string_ends_the_text_before_it(pointsman: Run, model: str) -> None:

@@ -24,7 +24,7 @@ def test_all_are_listed_with_the_option_that_takes_them() -> None:
             assert name in output
             for parameter in policy.parameters:
                 assert f"{parameter.name}={parameter.default}" in output
-    for option in ("--order", "--victim", "--reserve", "--token-limit"):
+    for option in ("--order", "--victim", "--reserve", "--token-limit", "--eviction"):
         assert f"{option} POLICY" in output
 
 

@@ -134,6 +134,18 @@ def test_users_wait_for_their_answers(pointsman: Run) -> None:
     assert found["running"]["max"]["value"] <= 3
 
 
+def test_sessions_keep_their_prefixes_where_they_ask_for_that(pointsman: Run) -> None:
+    """Pauses in which the last turns of others use up the pool."""
+    lengths = ("--prompt-tokens", 64, "--new-tokens", 64, "--output-tokens", 16, "--max-model-len", 512)
+    arrives = ("--sessions", 100, "--turns", 2, "--think", 10, "--arrivals", "poisson:2", "--num-blocks", 130)
+    hits = []
+    for options in ((), ("--retention", 60)):
+        policy = ("--eviction", "retention:share=0.9", *options)
+        found = report(pointsman("simulate", *lengths, *arrives, *policy, "--json"))
+        hits.append(found["prefix_hit_rate"]["value"])
+    assert hits[0] < 0.1 and hits[1] > 0.3, hits
+
+
 def test_sessions_find_their_own_prefixes(pointsman: Run) -> None:
     found = report(pointsman("simulate", "--sessions", 5, "--turns", 4, "--json"))
     assert found["counts"]["finished"] == 20
@@ -202,6 +214,8 @@ def test_times(text: str, value: float) -> None:
         (["--seed", "-1"], ["--seed is -1", "at least 0"]),
         (["--limit", "5"], ["--limit", "--trace"]),
         (["--think", "5"], ["--think", "--users or --sessions"]),
+        (["--retention", "5"], ["--retention", "--sessions"]),
+        (["--sessions", "5", "--retention", "-1"], ["--retention is -1", "at least 0"]),
         (["--users", "5", "--arrivals", "poisson:1"], ["--arrivals", "--users", "one of them"]),
         (["--trace", "t", "--requests", "5"], ["--requests", "--trace", "--limit"]),
         (["--trace", "/nowhere/at/all"], ["/nowhere/at/all", "No such file"]),

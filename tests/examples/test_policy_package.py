@@ -70,7 +70,7 @@ def test_the_engine_and_the_simulator_find_them_by_name(installed: Path) -> None
 @VLLM_INSTALLED
 def test_the_drop_in_finds_them_by_name(installed: Path) -> None:
     found = python(installed, "-c", IN_VLLM, executable=str(python_of()))
-    assert "'lottery', 'newest-prompt'" in found
+    assert "'lottery', 'lru', 'newest-prompt'" in found
 
 
 @pytest.mark.e2e

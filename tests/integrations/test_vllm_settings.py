@@ -47,8 +47,8 @@ def test_knobs_and_presets_come_from_the_additional_config() -> None:
     settings = read_settings({"pointsman": {"decode_reserve": "mean", "socket": "/s", "record": "/r"}})
     assert (dict(settings.knobs), settings.socket, settings.record) == ({"decode_reserve": "mean"}, "/s", "/r")
     assert settled({"decode_reserve": "mean"}).decode_reserve == "mean"
-    policies = {"order": "priority-by-arrival", "victim": "latest", "reserves": ["bypass:bound=8"]}
-    assert settled(policies).reserves == ("bypass:bound=8",)
+    policies = {"order": "priority-by-arrival", "victim": "latest", "eviction": "reuse", "reserves": ["bypass:bound=8"]}
+    assert (settled(policies).reserves, settled(policies).eviction) == (("bypass:bound=8",), "reuse")
     for absent in ({}, None, {"other": 1}):
         assert read_settings(absent).knobs == {}
     for system in SYSTEMS:

@@ -153,7 +153,7 @@ def make_scheduler(*, v2: bool, asynchronous: bool, pipeline: int, policy: str, 
         scheduler_config__policy=policy,
         model_config__max_model_len=60,
         parallel_config__pipeline_parallel_size=pipeline,
-        additional_config={"pointsman": {"socket": ""}},
+        additional_config={"pointsman": {"socket": "", "eviction": "retention"}},
         use_v2_model_runner=v2,
         max_concurrent_batches=ahead,
         **changes,
@@ -176,7 +176,14 @@ def make_request(rng: random.Random, name: str) -> Request:
     prompt = [rng.randrange(1, 4)] * rng.choice([2, 8, 16]) + [
         rng.randrange(1, 500) for _ in range(rng.randrange(1, 20))
     ]
-    said = rng.choice([None, {}, {"pointsman_tenant": "a"}, {"pointsman_tenant": "b", "pointsman_ttft_target": 0.5}])
+    said = rng.choice(
+        [
+            None,
+            {},
+            {"pointsman_tenant": "a"},
+            {"pointsman_tenant": "b", "pointsman_ttft_target": 0.5, "pointsman_retention": 7},
+        ]
+    )
     params = SamplingParams(temperature=0.0, max_tokens=rng.randrange(1, 25), extra_args=said)
     return Request(name, prompt, params, None, priority=rng.randrange(3), client_index=rng.randrange(2))
 
@@ -208,6 +215,7 @@ def run(seed: int, loss: float = 0.0, **kind: Any) -> Counter[str]:
                     runner.seen["tenants"] += bool(core.tenant)
                     assert core.tenant == said.get("pointsman_tenant", "")
                     assert core.ttft_target == said.get("pointsman_ttft_target")
+                    assert core.retention == said.get("pointsman_retention")
             to_add, number = to_add - 1, number + 1
         if len(open_steps) < depth and scheduler.has_requests():
             output = scheduler.schedule(False)

@@ -55,6 +55,8 @@ FOCUS: dict[str, dict[str, Any]] = {
     "no chunks": {**PLAIN, "enable_chunked_prefill": False, "long_prefill_token_threshold": 0},
     "target step time": {**PLAIN, **CUT, **FCFS, "block_size": 2, "num_blocks": 30, "reserves": ()},
     "drafts": {**NO_ENCODER, "connector": False, "max_steps_in_flight": 1, "num_draft_tokens": 2},
+    "retention": {**PLAIN, **CACHING, "block_size": 1, "num_blocks": 24, "eviction": "retention:share=0.8"},
+    "reuse": {**PLAIN, **CACHING, "block_size": 1, "num_blocks": 24, "eviction": "reuse:share=0.4"},
     "bypass": {**PLAIN, "block_size": 2, "num_blocks": 12, "reserves": ("bypass:bound=3",)},
     "adapters": {**PLAIN, "max_loras": 1},
     "shortest-prefill": {**ORDERED, "order": "shortest-prefill:ageing=2"},
@@ -64,7 +66,16 @@ FOCUS: dict[str, dict[str, Any]] = {
 }
 BIG = {"max_num_seqs", "max_num_batched_tokens", "max_num_active_seqs"}  # of presets: here nothing is that large
 SELDOM = {"anything", "drafts"}
-SHORT_FOCUS = ("few blocks", "evictions", "priority", "growth", "target step time", "earliest-ttft", "fair")
+SHORT_FOCUS = (
+    "few blocks",
+    "evictions",
+    "priority",
+    "growth",
+    "target step time",
+    "earliest-ttft",
+    "fair",
+    "retention",
+)
 
 
 def drive(seed: int, overrides: dict[str, Any]) -> tuple[World, Twin]:

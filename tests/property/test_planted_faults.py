@@ -74,6 +74,8 @@ STEADY_SPECULATION = {
 }
 HALF_DONE = {**SLOW_PREFILL, "max_num_partial_prefills": 1, "max_num_seqs": 5, "max_num_batched_tokens": 15}
 WITHOUT_CACHE = {"enable_prefix_caching": False, "share_within_step": True}
+RETAINING = {**CACHING, "eviction": "retention:share=1", "block_size": 1, "num_blocks": 30, "max_model_len": 16}
+RETAINING |= {"max_loras": 0, "batching": "mixed", "max_num_seqs": 5}
 UNCACHED_CHUNKS = {**PLAIN, **WITHOUT_CACHE}
 UNCACHED_CHUNKS |= {"block_size": 2, "num_blocks": 20, "long_prefill_token_threshold": 2}
 Patch = pytest.MonkeyPatch
@@ -576,6 +578,31 @@ def too_much_is_said_to_be_missing(patch: Patch) -> None:
     around(patch, "Admission._defer", defer)
 
 
+def children_are_retained_without_their_parents(patch: Patch) -> None:
+    around(patch, "RetainingPool.retain", lambda original, pool, blocks, *args: original(pool, blocks[::-1][:1], *args))
+    around(patch, "RetainingPool._straighten", lambda original, pool, blocks: None)
+
+
+def what_has_expired_stays_while_its_parents_are_released(patch: Patch) -> None:
+    def expire(original: Any, pool: Any, now: float) -> None:
+        pool._clock = max(pool._clock, now)
+
+    around(patch, "RetainingPool.expire", expire)
+
+
+def a_block_of_two_tenants_is_the_last_one(patch: Patch) -> None:
+    def retain(original: Any, pool: Any, blocks: Any, until: float, tenant: str | None) -> None:
+        original(pool, blocks, until, tenant)
+        if tenant is not None:
+            pool._owner[blocks] = pool._number(tenant)
+
+    around(patch, "RetainingPool.retain", retain)
+
+
+def a_tenant_retains_what_it_likes(patch: Patch) -> None:
+    around(patch, "RetainingPool._keep_bounds", lambda original, pool: None)
+
+
 # ------------------------------------------------------------- wrong KV: the shadow must notice
 
 
@@ -895,6 +922,10 @@ BOOKKEEPING: tuple[Fault, ...] = (
     (who_is_left_out_is_left_out_anew, {"batching": "prefill-first", "shortage": "in-order"}),
     (who_is_preempted_waits_since_it_came, {}),
     (too_much_is_said_to_be_missing, {}),
+    (children_are_retained_without_their_parents, RETAINING),
+    (what_has_expired_stays_while_its_parents_are_released, RETAINING),
+    (a_block_of_two_tenants_is_the_last_one, {**RETAINING, "eviction": "retention:share=0.4"}),
+    (a_tenant_retains_what_it_likes, {**RETAINING, "eviction": "retention:share=0.4"}),
     (end_is_not_reported, {}),
     (end_is_not_repeated, {}),
     (watch_misses_what_was_in_flight, {"max_steps_in_flight": 3}),

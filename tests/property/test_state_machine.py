@@ -57,6 +57,7 @@ FOCUS: dict[str, dict[str, Any]] = {
     "transfers of images": {**CACHING, "connector": True, "encoder_budget": 5, "encoder_cache_size": 6},
     "fair": {**ORDERED, "order": "fair", "max_steps_in_flight": 2},
     "earliest-ttft": {**ORDERED, "order": "earliest-ttft:default=3,every=3", "max_steps_in_flight": 2},
+    "retention": {**CACHING, "eviction": "retention:share=1", "batching": "mixed", "num_blocks": 14},
     "no chunks": {"enable_chunked_prefill": False, "long_prefill_token_threshold": 0, "order": "priority"},
 }
 """Knobs that are fixed in some of the seeded runs, where what they reach is rare otherwise."""

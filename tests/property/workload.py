@@ -25,6 +25,7 @@ IMAGE_SIZES = {"p": 0, "q": 0, "r": 2, "s": 4}
 """Embeddings of each image; 0: one for each placeholder."""
 Image = tuple[str, int, int]
 """A name, the text before it, and its placeholders."""
+EVICTIONS = ("lru", "lru", "retention:share=0.6", "reuse")
 MAX_LIVE = 10  # requests alive at once; more makes runs slower and finds nothing new in pools of 12 blocks
 
 
@@ -117,6 +118,8 @@ def make_config(choose: Chooser, **overrides: Any) -> SchedulerConfig:
         "max_loras": choose.choice((0, 0, 1, 2)),
         "reserves": choose.choice(((),) * 5 + (("bypass:bound=2",), ("bypass:bound=4,kept=0", "watermark:share=0.1"))),
     }
+    # Not a choice of its own, so that a seed makes the choices that it made before there were evictions.
+    values["eviction"] = EVICTIONS[(values["num_blocks"] + values["max_model_len"]) % len(EVICTIONS)]
     if choose.chance(25):
         values["max_num_active_seqs"] = choose.integer(1, max_num_seqs)
     if choose.chance(35):
@@ -134,6 +137,8 @@ def _with_effect(values: dict[str, Any], overrides: dict[str, Any], choose: Choo
         values["draft_table"] = overrides.get("draft_table", ())
     values["count_common_prefix"] &= values["enable_prefix_caching"]
     values["enable_kv_cache_events"] &= values["enable_prefix_caching"]
+    if not values["enable_prefix_caching"]:
+        values["eviction"] = "lru"
     if values.get("encoder_budget") and values["batching"] == "prefill-first":
         if "encoder_budget" in overrides:
             values["batching"] = "mixed"
@@ -239,6 +244,7 @@ class RequestSpec:
             adapter=self.adapter, encoder_inputs=inputs, use_prefix_cache=self.use_prefix_cache,
             runs_ahead=self.runs_ahead, more_input=self.more_input, repetition_detection=repetition,
             tenant=f"tenant {self.document % 3}", ttft_target=float(self.arrival % 7) or None,
+            retention=(None, 0.0, 2.0, 5.0, 20.0, 1000.0)[self.arrival % 6],
         )  # fmt: skip
 
 

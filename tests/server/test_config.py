@@ -44,6 +44,7 @@ from pointsman.server.config import ServerConfig, split_host
         ),
         ({"min_request_priority": 0.5}, "min_request_priority is 0.5; it must be an integer"),
         ({"min_ttft_target": 0}, "min_ttft_target is 0; it must be a number of seconds above 0, or left out for none"),
+        ({"max_retention": float("nan")}, "max_retention is nan; it must be a number of seconds, at least 0"),
         ({"min_ttft_target": float("nan")}, "min_ttft_target is nan; it must be a number of seconds above 0"),
         ({"tenant_from": "header"}, "tenant_from is 'header'; it must be key, user, or header:NAME"),
         ({"tenant_from": "header:X Tenant"}, "tenant_from is 'header:X Tenant'; it must be key, user, or header:NAME"),

@@ -224,7 +224,8 @@ def test_a_real_trace() -> None:
 @pytest.mark.skipif("tenant" not in signature(Request.__new__).parameters, reason="requests have no tenant")
 def test_a_policy_sees_the_tenant_and_the_ttft_target_of_a_request() -> None:
     replica = Replica(SchedulerConfig(num_blocks=100, max_model_len=1000), STEP_TIME, Timings())
-    replica.add(0, SimRequest("of a", 10, 3, tenant="a", ttft_target=2.5), 0.0)
+    replica.add(0, SimRequest("of a", 10, 3, tenant="a", ttft_target=2.5, retention=8.0), 0.0)
     replica.add(1, SimRequest("of none", 10, 3, index=1), 0.0)
     found = [replica.scheduler.get_request(name) for name in ("of a", "of none")]
-    assert [(each.tenant, each.ttft_target) for each in found] == [("a", 2.5), ("", None)]  # type: ignore
+    said = [(each.tenant, each.ttft_target, each.retention) for each in found]  # type: ignore
+    assert said == [("a", 2.5, 8.0), ("", None, None)]

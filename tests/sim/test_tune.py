@@ -223,7 +223,7 @@ def test_workers_that_make_no_sense_are_refused() -> None:
 
 # ---------------------------------------------------------------------- settings and stretches
 
-VARIED = frozenset({"priority", "tenant", "ttft_target"})
+VARIED = frozenset({"priority", "tenant", "ttft_target", "retention"})
 
 
 def test_every_value_of_every_setting_is_one_that_a_scheduler_takes() -> None:
@@ -239,12 +239,17 @@ def test_registered_policies_are_among_the_values() -> None:
     values = {tunable.name: tunable.values for tunable in Space(BASE, varied=VARIED).tunables}
     assert {spec.partition(":")[0] for spec in values["order"]} == set(known("order"))
     assert set(known("victim")) <= set(values["victim"])
+    assert {spec.partition(":")[0] for spec in values["eviction"]} == set(known("eviction"))
     reserves = {spec.partition(":")[0] for specs in values["reserves"] for spec in specs}
     assert reserves == set(known("reserve")) - HAVE_KNOBS
     assert ("bypass:bound=4",) in values["reserves"], "a value that the policy says to try"
     (order,) = (each for each in Space(BASE).tunables if each.name == "order")
     assert {"fcfs", "fcfs-front"} <= set(order.values)
     assert not {"priority", "fair"} & set(order.values), "they change nothing where all requests say the same"
+    (eviction,) = (each for each in Space(BASE).tunables if each.name == "eviction")
+    assert eviction.values == ("lru", "reuse", "reuse:share=0.5")
+    without = Space(BASE.replace(enable_prefix_caching=False))
+    assert "eviction" not in without.settings(without.base)
 
 
 def test_settings_that_contradict_each_other_become_the_nearest_that_do_not() -> None:

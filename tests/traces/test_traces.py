@@ -130,6 +130,17 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- tokens
 
 
+def test_a_line_of_mooncake_may_have_a_retention(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    line = '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1]'
+    path.write_text(f'{line}, "retention": 30}}\n{line}}}\n')
+    assert [request.retention for request in read_trace(path)] == [30.0, None]
+    for value in ("-1", '"long"', "1e999"):
+        path.write_text(f'{line}, "retention": {value}}}\n')
+        with pytest.raises(TraceError, match=r"line 1.*retention is"):
+            read_trace(path)
+
+
 def test_equal_hash_ids_at_the_same_place_give_equal_tokens() -> None:
     a = prompt_token_ids(TraceRequest(0.0, 1300, 1, (7, 8, 9)), 2048, seed=0, index=0)
     b = prompt_token_ids(TraceRequest(5.0, 1536, 9, (7, 8, 10)), 2048, seed=0, index=1)

@@ -20,7 +20,9 @@ from pointsman.core.kv.content import block_keys
 from pointsman.core.kv.content_marks import ContentMarks
 from pointsman.core.kv.events import KVEvents
 from pointsman.core.kv.prefix_tree import Node, Place, PrefixCache, Root, Span
+from pointsman.core.kv.retained import RetainingPool
 from pointsman.core.state.batch import Batch
+from pointsman.core.state.interfaces import Eviction
 from pointsman.core.state.numbers import INT32
 from pointsman.core.state.output import Save
 from pointsman.core.state.request import Request
@@ -42,12 +44,17 @@ class Match(NamedTuple):
 
 
 class KVCacheManager:
-    """The KV blocks of one scheduler."""
+    """The KV blocks of one scheduler. `eviction` chooses which cached blocks are retained; None: none is."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, eviction: Eviction | None = None) -> None:
         self.block_size = config.block_size
         self._size = np.array(config.block_size)  # an array, see `state/numbers.py`
+        self.retaining: RetainingPool | None = None
+        """The pool, if it retains blocks."""
         self.pool = BlockPool(config.num_blocks, config.num_reserved_blocks)
+        if eviction is not None and eviction.share > 0 and config.enable_prefix_caching:
+            self.pool = self.retaining = RetainingPool(config.num_blocks, config.num_reserved_blocks, eviction.share)
+        self.eviction = eviction
         self.prefix = PrefixCache(config.num_blocks, config.block_size) if config.enable_prefix_caching else None
         self.events: KVEvents | None = None
         """What enters and leaves the prefix tree, if enabled in the configuration."""
@@ -124,9 +131,13 @@ class KVCacheManager:
         blocks, node = self.prefix.look_up(root, token_bytes, max_blocks)
         return Match(blocks, node)
 
-    def admit(self, request: Request, match: Match, num_new_blocks: int) -> Int64Array:
+    def admit(self, request: Request, match: Match, num_new_blocks: int, now: float) -> Int64Array:
         """Acquire the matched blocks and `num_new_blocks` more; returns the request's block table."""
         state, cached = request._state, match.blocks
+        if self.retaining is not None:
+            self.retaining.expire(now)
+            if len(cached) and self.eviction is not None and state.holding is None:
+                self.eviction.started(request, self.retaining.labels[cached])
         if state.holding is not None:
             new = self._take(num_new_blocks)
             return np.concatenate([state.holding.blocks, new])
@@ -261,8 +272,18 @@ class KVCacheManager:
         if self.returned is not None:
             self.returned.append(blocks)
 
-    def release(self, batch: Batch, request: Request, *, num_valid_tokens: int, publish: bool = True) -> None:
-        """Release a row's blocks, after publishing those that its first `num_valid_tokens` tokens fill."""
+    def release(
+        self,
+        batch: Batch,
+        request: Request,
+        now: float,
+        *,
+        num_valid_tokens: int,
+        publish: bool = True,
+        is_finished: bool = False,
+    ) -> None:
+        """Release a row's blocks, after publishing those that its first `num_valid_tokens` tokens fill. Those of a
+        request that `is_finished` may be retained."""
         state = request._state
         row = state.row
         assert row is not None
@@ -270,9 +291,22 @@ class KVCacheManager:
         full = num_valid_tokens // self.block_size
         if publish and full > state.num_published_blocks and self.prefix is not None:
             self._num_left += self._publish(request, table, full, state.known_bytes())
+        if self.retaining is not None:
+            self.retaining.expire(now)
+            if is_finished:
+                self._retain(self.retaining, request, table, now)
         self.pool.release(table)
         if self.returned is not None:
             self.returned.append(table)
+
+    def _retain(self, pool: RetainingPool, request: Request, table: Int64Array, now: float) -> None:
+        """Mark the blocks of a finished request that the policy retains."""
+        num_cached = self.num_findable_tokens(request) // self.block_size
+        if not num_cached or self.eviction is None:
+            return
+        count, until, label = self.eviction.retained(request, num_cached, now)
+        pool.label(table[:num_cached], label)
+        pool.retain(table[:count], until, request.tenant if self.eviction.per_tenant else None)
 
     def undo(self, journal: Journal) -> None:
         """Undo the publications of a void step, newest first; those of later steps are undone already.

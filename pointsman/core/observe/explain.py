@@ -90,7 +90,7 @@ def explain(request: Request, parts: Parts, config: SchedulerConfig) -> Explanat
         status=request.status,
         phase=request.phase,
         reason=reason,
-        sentence=_sentence(request, reason, missing, holders, parts) + words,
+        sentence=_sentence(request, reason, missing, holders, parts) + _retention(request, parts) + words,
         order_words=words,
         resource=CAUSES[reason].resource if reason is not None else None,
         holders=tuple(holders[:MAX_HOLDERS]),
@@ -347,6 +347,18 @@ def _sentence(request: Request, reason: Reason | None, missing: int, holders: li
     named = ", ".join(_shown(holder) for holder in holders[:3])
     more = f" and {len(holders) - 3} more" if len(holders) > 3 else ""
     return f"{waits}. Held by {named}{more}."
+
+
+def _retention(request: Request, parts: Parts) -> str:
+    """What becomes of its blocks when it has finished, where it asked for that and tenants share what is retained."""
+    pool, eviction = parts.kv.retaining, parts.kv.eviction
+    if pool is None or eviction is None or not eviction.per_tenant or not request.retention or request.is_finished:
+        return ""
+    retained = pool.num_retained_of(request.tenant)
+    return (
+        f" Its prefix is retained for {request.retention:g} s after its end; its tenant retains {retained} KV blocks, "
+        f"of {pool.most_of_a_tenant(request.tenant)} at most now."
+    )
 
 
 def _words_of_the_order(request: Request, parts: Parts) -> str:

@@ -1,7 +1,8 @@
 """Do the invariants hold? Those that can be checked at any moment, each under its number.
 
     1  blocks are conserved: blank, cached free and referenced ones are the pool; references are block-table entries and
-       holdings of transfers; every cached block can be reached in the prefix tree
+       holdings of transfers; every cached block can be reached in the prefix tree, and is evicted before the one that
+       it follows
     2  a request is in exactly one place: queued, parked, running, or finished
     3  a step never exceeds the token budget, the sequence limit, the adapter slots, the encoder budget
     9  a cached block is keyed by exactly the content that it holds
@@ -18,7 +19,8 @@ import numpy as np
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import InvariantError
 from pointsman.core.kv.manager import KVCacheManager
-from pointsman.core.kv.prefix_tree import TOKEN_BYTES, Root
+from pointsman.core.kv.prefix_tree import TOKEN_BYTES, PrefixCache, Root
+from pointsman.core.kv.retained import SHARED, RetainingPool
 from pointsman.core.kv.transfers import Holding, Transfers
 from pointsman.core.state.batch import ENCODER_INPUTS, NO_SAMPLE, NOT_AHEAD, PREFILLING, WATCHED, Batch, StopFilter
 from pointsman.core.state.status import RequestStatus
@@ -76,6 +78,40 @@ def _check_blocks(batch: Batch, kv: KVCacheManager, holdings: list[Holding]) -> 
         known = all(kv.prefix.is_cached(block) == (block in cached) for block in range(pool.num_blocks))
         _require(known, 1, "the prefix tree and the pool disagree on which blocks are cached")
     _require(cached.issuperset(cached_free) and cached.isdisjoint(blank), 1, "free blocks are in the wrong list")
+    if kv.prefix is not None:
+        _check_evictions(kv.prefix, cached, cached_free)
+    if kv.retaining is not None:
+        _check_retained(kv.retaining)
+
+
+def _check_evictions(prefix: PrefixCache, cached: set[int], cached_free: list[int]) -> None:
+    """A node is gone when the last of its blocks is evicted: that must not be before its children are."""
+    turn = {block: index for index, block in enumerate(cached_free)}
+    gone: dict[tuple[int, int], float] = {}  # by run and index: when, in evictions from now
+    for block in cached:
+        run, index = prefix.place_of(block)
+        key = run.run_id, index
+        gone[key] = max(gone.get(key, -1), turn.get(block, np.inf))
+    for block in cached:
+        run, index = prefix.place_of(block)
+        parent = (run.run_id, index - 1)
+        if not index:
+            if isinstance(run.parent, Root):
+                continue
+            parent = run.parent.run.run_id, run.parent.at
+        _require(gone[parent] >= gone[run.run_id, index], 1, f"block {block} is evicted after the one that it follows")
+
+
+def _check_retained(pool: RetainingPool) -> None:
+    retained = [block for block, _ in pool.retained_blocks()]
+    owners = Counter(pool._owner[retained].tolist())
+    _require(owners == pool._num_of and len(retained) == pool.num_retained, 1, "retained blocks are miscounted")
+    marked = ((pool._until > -np.inf) & (pool.num_references == 0)).nonzero()[0].tolist()
+    _require(sorted(retained) == marked, 1, "a free block is marked as retained, and is not, or the reverse")
+    _require(len(retained) <= pool.capacity, 1, f"{len(retained)} blocks are retained, of {pool.capacity}")
+    most = pool.most_of_a_tenant()
+    for owner, count in owners.items():
+        _require(owner == SHARED or count <= most, 1, f"a tenant has {count} retained blocks, of {most}")
 
 
 def _check_places(batch: Batch, table: RequestTable) -> None:

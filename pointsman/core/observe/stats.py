@@ -42,6 +42,8 @@ class SchedulerStats:
     num_free_blocks: int
     num_cached_free_blocks: int
     """Of the free ones, those whose content is still cached."""
+    num_retained_blocks: int
+    """Of these, those that an eviction policy retains."""
     kv_cache_usage: float
     """Share of the blocks that requests hold, 0 to 1."""
     num_steps: int
@@ -212,6 +214,7 @@ class Statistics(Listener):
             num_blocks=pool.num_usable,
             num_free_blocks=pool.num_free,
             num_cached_free_blocks=pool.num_cached_free,
+            num_retained_blocks=kv.retaining.num_retained if kv.retaining is not None else 0,
             kv_cache_usage=pool.usage,
             num_steps=self.num_steps,
             num_scheduled_tokens=self.num_scheduled_tokens,

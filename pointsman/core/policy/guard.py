@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.errors import PolicyError
+from pointsman.core.errors import ConfigError, PolicyError
 from pointsman.core.policy.gate import Gate, Limit
 from pointsman.core.policy.policy import Policy, spec_of
 from pointsman.core.state.batch import Batch
-from pointsman.core.state.interfaces import Order, Victim, View
+from pointsman.core.state.interfaces import Eviction, Order, Victim, View
 from pointsman.core.state.reason import Deferral
 from pointsman.core.state.request import Request
 
@@ -291,6 +291,45 @@ class GuardedLimit(Guard, Limit):
         self._tell("release", request)
 
 
+class GuardedEviction(Guard):
+    """An eviction policy of another package. It is asked where no step can fail, so what it raises is raised when the
+    next step opens, and until then nothing is retained."""
+
+    _kind = "eviction"
+
+    def __init__(self, policy: Eviction) -> None:
+        super().__init__(policy)
+        self.share, self.per_tenant = policy.share, policy.per_tenant
+        if not isinstance(self.share, (int, float)) or not 0 <= self.share <= 1:
+            raise ConfigError(f"share of eviction {policy.name!r} is {self.share!r}; it must be between 0 and 1")
+
+    def open_step(self) -> None:
+        """Raises PolicyError if it failed since the last step."""
+        self._raise_what_failed()
+
+    def started(self, request: Request, labels: Int64Array) -> None:
+        self._tell("started", request, labels)
+
+    def retained(self, request: Request, num_blocks: int, now: float) -> tuple[int, float, int]:
+        try:
+            answer = self.policy.retained(request, num_blocks, now)
+        except Exception as error:
+            self.fail_next(f"retained raised {type(error).__name__}: {error}")
+            return 0, now, 0
+        try:
+            count, until, label = answer
+            is_sound = 0 <= count.__index__() <= num_blocks and float(until) == until and label.__index__() >= 0
+        except (AttributeError, TypeError, ValueError):
+            is_sound = False
+        if not is_sound:
+            self.fail_next(
+                f"retained returned {answer!r}; it must be a number of blocks up to {num_blocks}, seconds, and a label "
+                "of at least 0"
+            )
+            return 0, now, 0
+        return int(count), float(until), int(label)
+
+
 def _hearing(guard: Guard) -> Policy:
     """A listener that has the events which the guarded policy overrides, and no others."""
     inner = guard.policy
@@ -317,4 +356,5 @@ _GUARDS: dict[str, Callable[[Any], Any]] = {
     "victim": GuardedVictim,
     "reserve": GuardedReserve,
     "limit": GuardedLimit,
+    "eviction": GuardedEviction,
 }

@@ -4,6 +4,7 @@
     victim    which running request is preempted for memory      `state/interfaces.py`: Victim
     reserve   how many blocks an admission leaves free           `reserve.py`: Reserve
     limit     how many tokens a request, or a step, advances     `gate.py`: Limit
+    eviction  which cached blocks are evicted last               `state/interfaces.py`: Eviction
 
 A policy is given by name, with parameters (`shortest-prefill:ageing=200`), or as an object; `registry.py` finds it. It
 reads a `View` and never moves a request. It is deterministic: it reads no clock, sorts stably, and iterates over no
@@ -53,7 +54,8 @@ class Policy(Listener):
     """Raised when the same calls lead to other decisions than before; a recording replays with the same version."""
     parameters: ClassVar[tuple[Parameter, ...]] = ()
     reads: ClassVar[frozenset[str]] = frozenset()
-    """What it reads that requests may say of themselves: "priority", "tenant", "ttft_target"."""
+    """What it reads that requests may say of themselves: "priority", "tenant", "ttft_target",
+    "retention"."""
 
     def attach(self, view: View) -> None:
         """The policy serves one scheduler from now on, and may keep its view. Called again when a recording begins: it

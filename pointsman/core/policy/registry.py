@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import ConfigError
 from pointsman.core.policy.bypass import Bypass
+from pointsman.core.policy.eviction import EVICTIONS
 from pointsman.core.policy.guard import guarded
 from pointsman.core.policy.limits import LIMITS
 from pointsman.core.policy.order import ORDERS
@@ -34,6 +35,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "victim": ("choose",),
     "reserve": ("blocks",),
     "limit": ("check",),
+    "eviction": ("share", "per_tenant", "started", "retained"),
 }
 """The kinds, and what a policy of each must have besides a name."""
 _BUILT_IN: dict[str, dict[str, type[Policy]]] = {
@@ -41,6 +43,7 @@ _BUILT_IN: dict[str, dict[str, type[Policy]]] = {
     "victim": dict(VICTIMS),
     "reserve": {**RESERVES, Bypass.name: Bypass},
     "limit": dict(LIMITS),
+    "eviction": dict(EVICTIONS),
 }
 
 
@@ -102,6 +105,7 @@ def check_policies(config: SchedulerConfig) -> None:
     for policy in config.reserves:
         make("reserve", policy)
     check_budget_limits(config, [make("limit", policy) for policy in config.token_limits])
+    make("eviction", config.eviction)
 
 
 def check_budget_limits(config: SchedulerConfig, limits: Sequence[Any]) -> None:

@@ -156,6 +156,26 @@ class Order(Protocol):
     def __iter__(self) -> Iterator[Request]: ...
 
 
+class Eviction(Protocol):
+    """Chooses the cached blocks that are retained: evicted only where nothing else is free (`kv/retained.py`).
+
+    Of `core/policy/policy.py` it may also have `attach` and the events of a listener.
+    """
+
+    name: str
+    share: float
+    """Of the usable blocks at most that share is retained, 0 to 1; 0: none is, and the policy is not asked."""
+    per_tenant: bool
+    """Whether that is divided evenly among the tenants."""
+
+    def started(self, request: Request, labels: Int64Array) -> None:
+        """A request was admitted with cached blocks: the label of each ([blocks] int64), 0 for one that has none."""
+
+    def retained(self, request: Request, num_blocks: int, now: float) -> tuple[int, float, int]:
+        """A request has finished with `num_blocks` cached blocks: how many of the first ones are retained, until when
+        (seconds of `now`; inf: until the bounds dismiss them), and the label of all, at least 0."""
+
+
 class Victim(Protocol):
     """Chooses the running request that is preempted when blocks run out."""
 

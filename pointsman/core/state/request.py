@@ -314,6 +314,7 @@ class _Asked:
         "min_tokens",
         "repetition_detection",
         "request_id",
+        "retention",
         "runs_ahead",
         "stop_set",
         "stop_token_ids",
@@ -339,6 +340,7 @@ class _Asked:
     runs_ahead: bool
     tenant: str
     ttft_target: float | None
+    retention: float | None
     metadata: Any
 
 
@@ -370,6 +372,8 @@ class Request(Sealed, _Asked):
         tenant: whose request it is, for policies that are fair to tenants.
         ttft_target: seconds from its arrival within which its first token is wanted, for policies that order by it;
             None: the policy's own. It never ends the request.
+        retention: seconds after it has finished for which its blocks are worth keeping in the prefix cache, at least 0,
+            for eviction policies that read it; None: the policy's own. It reserves nothing.
         metadata: the caller's own; never read here.
 
     Raises:
@@ -403,6 +407,7 @@ class Request(Sealed, _Asked):
         more_input: bool = False,
         tenant: str = "",
         ttft_target: float | None = None,
+        retention: float | None = None,
         metadata: Any = None,
     ) -> Self:
         checks = _Checks(request_id)
@@ -432,6 +437,7 @@ class Request(Sealed, _Asked):
         state.more_input = more_input
         asked.tenant = checks.tenant(tenant)
         asked.ttft_target = None if ttft_target is None else checks.ttft_target(ttft_target)
+        asked.retention = None if retention is None else checks.retention(retention)
         asked.metadata = metadata
         if state.num_prompt_tokens == 0:
             checks.refuse("the prompt is empty; give at least one token")
@@ -673,6 +679,11 @@ class _Checks:
         if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf:
             return float(value)
         self.refuse(f"ttft_target is {value!r}; give seconds above 0, or None")
+
+    def retention(self, value: object) -> float:
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf:
+            return float(value)
+        self.refuse(f"retention is {value!r}; give seconds, at least 0, or None")
 
     def salt(self, value: object) -> str | None:
         if value is None or isinstance(value, str):

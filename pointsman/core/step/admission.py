@@ -249,7 +249,7 @@ class Admission:
         """Admit one request: blocks, a row, its first chunk."""
         kv, batch, state = self._kv, self._batch, request._state
         status, serial = state.status, state.serial
-        blocks = kv.admit(request, grant.match, grant.num_new_blocks)
+        blocks = kv.admit(request, grant.match, grant.num_new_blocks, step.now)
         for commit in self._commits:
             commit(request, grant.num_cached_tokens, grant.num_tokens)
         if grant.num_external_tokens or state.holding is not None:

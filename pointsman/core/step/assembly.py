@@ -71,7 +71,7 @@ class Parts:
     """What the policies read."""
     budget: StepBudget
     policies: tuple[Any, ...]
-    """The order, the victim policy, the reserves and the limits."""
+    """The order, the victim policy, the reserves, the limits and the eviction policy."""
     policy_listeners: list[Listener]
 
 
@@ -88,7 +88,8 @@ def assemble(
     """
     max_blocks = min(-(-config.max_model_len // config.block_size), config.num_usable_blocks)
     batch = Batch(config.block_size, max_blocks, accepted_drafts)
-    kv = KVCacheManager(config)
+    eviction = make("eviction", config.eviction)
+    kv = KVCacheManager(config, eviction)
     kv.returned = [] if events.wants_blocks else None
     transfers = make_transfers(config, kv, connector)
     steps = StepsInFlight(config.max_steps_in_flight)
@@ -109,7 +110,7 @@ def assemble(
         make_partial_prefills(config, batch),
         Reserves(reserves, config.block_size, view),
     )
-    policies = (queue, victim, *reserves, *limits)
+    policies = (queue, victim, *reserves, *limits, eviction)
     for policy in policies:
         if hasattr(policy, "attach"):
             policy.attach(view)

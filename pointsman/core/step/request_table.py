@@ -256,15 +256,15 @@ class RequestTable:
         for method in self._events.rolled_back:
             method(request, self.now)
 
-    def release_rows(self, requests: list[Request], publish: bool = True) -> None:
+    def release_rows(self, requests: list[Request], publish: bool = True, *, is_finished: bool = False) -> None:
         """Take running requests off their rows and free their blocks. The caller chooses their next place."""
         if not requests:
             return
-        batch = self._batch
+        batch, kv = self._batch, self._kv
         for request in requests:
             row = request._state.row
             valid = int(min(batch.num_computed_tokens[row], batch.num_tokens[row]))
-            self._kv.release(batch, request, num_valid_tokens=valid, publish=publish)
+            kv.release(batch, request, self.now, num_valid_tokens=valid, publish=publish, is_finished=is_finished)
             for release in self._releases:
                 release(request)
         batch.leave(requests, self._steps.newest_step_id)
@@ -284,7 +284,7 @@ class RequestTable:
         sound = [end.request for end in running if end.reason is not FinishReason.ERROR]
         if self._transfers is not None:
             self._hold_what_is_sent(sound, self._transfers)
-        self.release_rows(sound)
+        self.release_rows(sound, is_finished=True)
         if len(sound) < len(running):
             self.release_rows([end.request for end in running if end.reason is FinishReason.ERROR], publish=False)
         for end in ends:

@@ -122,6 +122,7 @@ class AsyncEngine:
         priority: int = 0,
         tenant: str = "",
         ttft_target: float | None = None,
+        retention: float | None = None,
         cache_salt: str | None = None,
         arrival_time: float | None = None,
     ) -> RequestStream:
@@ -138,6 +139,8 @@ class AsyncEngine:
             tenant: whose request it is; read by orders that are fair to tenants.
             ttft_target: seconds from its arrival within which its first token is wanted; read by orders that go by it.
                 None: the order's own. It never ends the request.
+            retention: seconds after its end for which its prefix is worth keeping cached; read by eviction policies
+                that go by it. None: the policy's own.
             cache_salt: only requests with an equal salt share cached prefixes.
             arrival_time: seconds on the engine's clock; None: the moment it is queued, before it is tokenized.
 
@@ -154,6 +157,7 @@ class AsyncEngine:
                 "priority": priority,
                 "tenant": tenant,
                 "ttft_target": ttft_target,
+                "retention": retention,
                 "cache_salt": cache_salt,
                 "arrival_time": arrival_time,
             },
@@ -168,13 +172,14 @@ class AsyncEngine:
         priority: int = 0,
         tenant: str = "",
         ttft_target: float | None = None,
+        retention: float | None = None,
         cache_salt: str | None = None,
     ) -> EmbeddingRequestOutput:
         """A prompt's vector: `output.outputs.embedding`. Cancelling it aborts the request.
 
         Args:
             params: how it is made; None: of the last token, scaled to length 1.
-            prompt, request_id, priority, tenant, cache_salt: as for `generate`.
+            prompt, request_id, priority, tenant, retention, cache_salt: as for `generate`.
             ttft_target: as for `generate`, with the vector in place of a first token.
 
         Raises:
@@ -188,6 +193,7 @@ class AsyncEngine:
             priority=priority,
             tenant=tenant,
             ttft_target=ttft_target,
+            retention=retention,
             cache_salt=cache_salt,
         )
         async with stream:

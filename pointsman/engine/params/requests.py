@@ -89,6 +89,7 @@ def to_request(
     priority: int = 0,
     tenant: str = "",
     ttft_target: float | None = None,
+    retention: float | None = None,
     cache_salt: str | None = None,
     more_input: bool = False,
 ) -> Request:
@@ -114,6 +115,7 @@ def to_request(
         priority=priority,
         tenant=tenant,
         ttft_target=ttft_target,
+        retention=retention,
         eos_token_ids=eos_token_ids,
         ignore_eos=sampling.ignore_eos and not is_structured,
         stop_token_ids=tuple(sampling.stop_token_ids),

@@ -90,7 +90,11 @@ def to_request(
     )
 
 
-FOR_POLICIES = {"pointsman_tenant": "tenant", "pointsman_ttft_target": "ttft_target"}
+FOR_POLICIES = {
+    "pointsman_tenant": "tenant",
+    "pointsman_ttft_target": "ttft_target",
+    "pointsman_retention": "retention",
+}
 """Keys of a sampling parameters' `extra_args` (`vllm_xargs` of a request over HTTP), and what they are in the core."""
 
 

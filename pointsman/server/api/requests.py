@@ -143,6 +143,7 @@ def describe(known: RequestExplanation, name_of: Callable[[str], str], *, sees_t
         "num_preemptions": explanation.num_preemptions,
         "priority": known.priority,
         "ttft_target": known.ttft_target,
+        "retention": known.retention,
         "tenant": known.tenant,
         "user": known.user,
         "age": known.age,

@@ -42,7 +42,8 @@ def _blocks(stats: EngineStats) -> Reading:
     scheduler = stats.scheduler
     return {
         "held": scheduler.num_blocks - scheduler.num_free_blocks,
-        "cached": scheduler.num_cached_free_blocks,
+        "retained": scheduler.num_retained_blocks,
+        "cached": scheduler.num_cached_free_blocks - scheduler.num_retained_blocks,
         "blank": scheduler.num_free_blocks - scheduler.num_cached_free_blocks,
     }
 
@@ -114,7 +115,8 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
             "pointsman:kv_blocks",
             "gauge",
             "blocks",
-            "KV blocks by state: held by requests, cached (free, with content that can still be found) or blank.",
+            "KV blocks by state: held by requests, cached (free, with content that can still be found), retained "
+            "(cached, and evicted last) or blank.",
             "state",
         ),
         _blocks,

@@ -28,7 +28,7 @@ from pointsman.server.service.names import OWNER, RequestNames
 from pointsman.server.service.prompts import PromptReader
 from pointsman.server.service.sampling import SamplingPlan
 from pointsman.server.service.tenants import TenantRule
-from pointsman.server.service.urgency import check_urgency
+from pointsman.server.service.urgency import check_retention, check_urgency
 from pointsman.server.wire.answers import TextWriter
 from pointsman.server.wire.errors import ApiError, not_found, shown
 from pointsman.server.wire.messages import EngineRequest
@@ -131,6 +131,7 @@ class Service:
         with self.gate.inside():
             self.check_model(job.body.model)
             check_urgency(job.body.priority, job.ttft_target, self.client.info, self.config)
+            check_retention(job.body.retention, self.client.info, self.config)
             if isinstance(job.plan, SamplingPlan):
                 check_limits(job.plan.body, job.plan.n, job.plan.logprobs, self.config)
             client = Client(scope.get(OWNER), self.tenants.of(scope, job.body.user))
@@ -177,6 +178,7 @@ class Service:
                     priority=body.priority,
                     tenant=client.tenant,
                     ttft_target=ttft_target,
+                    retention=body.retention,
                     cache_salt=body.cache_salt,
                     arrival_time=job.arrival_time,
                     deadline=delivery.deadline,

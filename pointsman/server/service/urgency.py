@@ -1,5 +1,5 @@
-"""How urgent may a request be? `priority` and `ttft_target` are refused beyond the operator's bounds, and where no
-policy of this server reads them: a client must not believe in an effect that they do not have.
+"""What may a request say to policies? `priority`, `ttft_target` and `retention` are refused beyond the operator's
+bounds, and where no policy of this server reads them: a client must not believe in an effect that they do not have.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
     from pointsman.server.config import ServerConfig
     from pointsman.server.wire.messages import EngineInfo
 
-PRIORITY, TTFT_TARGET = "priority", "ttft_target"
+PRIORITY, TTFT_TARGET, RETENTION = "priority", "ttft_target", "retention"
 
 
 def fields_read(scheduler: Mapping[str, Any]) -> frozenset[str]:
-    """Those of `priority` and `ttft_target` that the server's policies read. One that is not built in, such as that of
-    an installed package, may read both.
+    """Those of `priority`, `ttft_target` and `retention` that the server's policies read. One that is not built in,
+    such as that of an installed package, may read those that are for its kind.
 
     Args:
         scheduler: `SchedulerConfig.to_dict()`.
     """
     both = frozenset({PRIORITY, TTFT_TARGET})
     read: frozenset[str] = frozenset()
-    for kind in ("order", "victim"):
+    for kind, fields in {"order": both, "victim": both, "eviction": frozenset({RETENTION})}.items():
         spec = scheduler.get(kind)
         if spec is not None:
             policy = built_in(kind, str(spec).partition(":")[0])  # without parameters
-            read |= both if policy is None else policy.reads & both
+            read |= fields if policy is None else policy.reads & fields
     return read
 
 
@@ -64,6 +64,29 @@ def check_urgency(priority: int, ttft_target: float | None, info: EngineInfo, co
                 f"ttft_target is {ttft_target:g} s; this server takes {shortest:g} s at least: raise it",
                 param=TTFT_TARGET,
             )
+
+
+def check_retention(retention: float | None, info: EngineInfo, config: ServerConfig) -> None:
+    """Refuse a retention that would have no effect, or that is longer than the operator allows.
+
+    Raises:
+        ApiError: 400, with the value, the bound and the remedy.
+    """
+    if retention is None:
+        return
+    if RETENTION not in fields_read(info.scheduler):
+        raise ApiError(
+            400,
+            f"retention is {retention:g} s, and this server has the eviction policy {info.scheduler.get('eviction')}, "
+            "which reads none; leave it out, or start the server with eviction retention",
+            param=RETENTION,
+        )
+    if retention > config.max_retention:
+        raise ApiError(
+            400,
+            f"retention is {retention:g} s; this server takes {config.max_retention:g} s at most: lower it",
+            param=RETENTION,
+        )
 
 
 def check_priority_is_read(priority: int, info: EngineInfo) -> None:

@@ -48,6 +48,8 @@ class EngineRequest:
     """Whose request it is."""
     ttft_target: float | None = None
     """Seconds from its arrival within which its first token is wanted."""
+    retention: float | None = None
+    """Seconds after its end for which its prefix is worth keeping cached."""
     user: str | None = None
     """What its client calls the user."""
     stream: bool = True
@@ -237,6 +239,7 @@ class RequestExplanation:
     max_tokens: int
     priority: int
     ttft_target: float | None
+    retention: float | None
     deadline_in: float | None
     """Seconds until its deadline; None: it has none."""
     waiting_for: float | None

@@ -59,6 +59,11 @@ TTFT_TARGET = (
     "goes on when they have passed. Also the header X-Request-TTFT-Target."
 )
 
+RETENTION = (
+    "Seconds after its end for which its prefix is worth keeping cached, as between two calls of an agent; only where "
+    "the server retains prefixes."
+)
+
 
 @dataclass(frozen=True)
 class AtMost:
@@ -269,6 +274,7 @@ class SamplingFields(_Refusing):
     repetition_detection: RepetitionDetection | None = None
     priority: Int64 = Field(0, description="Smaller is more urgent; only where the server schedules by priority.")
     ttft_target: Seconds | None = Field(None, description=TTFT_TARGET)
+    retention: Annotated[float, Field(ge=0), NUMBER] | None = Field(None, description=RETENTION)
     request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = Field(
         None, description="Part of the answer's id; the header X-Request-Id has priority."
     )
@@ -314,6 +320,7 @@ class EmbeddingRequest(_Refusing):
     add_special_tokens: bool = True
     priority: Int64 = Field(0, description="Smaller is more urgent; only where the server schedules by priority.")
     ttft_target: Seconds | None = Field(None, description=TTFT_TARGET)
+    retention: Annotated[float, Field(ge=0), NUMBER] | None = Field(None, description=RETENTION)
     request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = Field(None, description="Part of the answer's id.")
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
         None, description="Only requests with an equal salt share cached prefixes."

@@ -270,6 +270,7 @@ class RequestState(BaseModel):
     num_preemptions: int
     priority: int
     ttft_target: float | None = Field(description="Seconds from its arrival within which its first token is wanted.")
+    retention: float | None = Field(description="Seconds after its end for which its prefix is worth keeping cached.")
     tenant: str = Field(description="Whose request it is: the name of a key, or as the operator has chosen.")
     user: str | None
     age: float = Field(description="Seconds since its arrival.")

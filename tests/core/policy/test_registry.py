@@ -151,7 +151,7 @@ def test_a_reserve_by_name_is_the_same_as_the_knob() -> None:
 
 def test_versions_of_policies_are_told() -> None:
     host = Host(watermark=0.1)
-    assert host.scheduler.policies == {"fcfs": 1, "latest": 1, "watermark": 1, "full-sequence": 1}
+    assert host.scheduler.policies == {"fcfs": 1, "latest": 1, "watermark": 1, "full-sequence": 1, "lru": 1}
 
 
 def test_an_object_that_lacks_a_part_of_the_protocol_is_refused() -> None:

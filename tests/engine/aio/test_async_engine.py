@@ -953,11 +953,16 @@ def test_who_asks_and_how_urgently_reaches_the_scheduler_and_can_be_changed(make
 
     async def work() -> None:
         held, asked = [], {}
-        for name, urgency in {"runs": {}, "a": {"tenant": "alice", "ttft_target": 2.5}, "b": {"priority": 3}}.items():
+        for name, urgency in {
+            "runs": {},
+            "a": {"tenant": "alice", "ttft_target": 2.5},
+            "b": {"priority": 3, "retention": 9},
+        }.items():
             held.append(engine.generate([5, 6], LONG, name, **urgency))
             await held[-1].start()
             asked[name] = await engine.call(lambda inner, name=name: inner.scheduler.get_request(name))
         assert [(one.tenant, one.ttft_target) for one in asked.values()] == [("", None), ("alice", 2.5), ("", None)]
+        assert [one.retention for one in asked.values()] == [None, None, 9.0]
         assert [(await engine.explain(name)).position for name in "ab"] == [0, 1]
         await engine.set_priority("b", -1)
         assert [(await engine.explain(name)).position for name in "ab"] == [1, 0]

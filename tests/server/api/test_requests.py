@@ -26,6 +26,7 @@ def explained(host: Host, request_id: str, age: float) -> RequestExplanation:
         max_tokens=request.max_tokens,
         priority=request.priority,
         ttft_target=request.ttft_target,
+        retention=request.retention,
         deadline_in=None,
         waiting_for=None,
     )

@@ -1,4 +1,4 @@
-"""Priority, TTFT target and tenant of clients' requests, from HTTP to the scheduler of a real engine process."""
+"""Priority, TTFT target, retention and tenant of clients' requests, from HTTP to a real engine process."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Test = Callable[[httpx.AsyncClient, EngineClient], Awaitable[None]]
 
 
 def with_server(test: Test, **config: Any) -> None:
-    """An app in this process, in front of an engine whose order reads priorities and targets."""
+    """An app in this process, in front of an engine whose policies read priorities, targets and retentions."""
 
     async def run(client: EngineClient) -> None:
         transport = httpx.ASGITransport(create_app(client, ServerConfig(**config)), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60) as http:
             await test(http, client)
 
-    engine_pool().run(run, model="demo", num_blocks=128, num_threads=1, order=BY_URGENCY)
+    engine_pool().run(run, model="demo", num_blocks=128, num_threads=1, order=BY_URGENCY, eviction="retention")
 
 
 class Paused:
@@ -132,6 +132,25 @@ def test_clients_stay_within_the_operators_bounds_and_the_operator_does_not() ->
             assert [(one["priority"], one["ttft_target"]) for one in await paused.states()] == [(-50, 0.5)]
 
     with_server(test, min_request_priority=-2, min_ttft_target=0.5)
+
+
+def test_a_retention_within_the_operators_bound_keeps_the_prefix() -> None:
+    async def test(http: httpx.AsyncClient, client: EngineClient) -> None:
+        prompt = " ".join(["word"] * 100)
+        async with Paused(http) as paused:
+            await paused.send(request_id="a", prompt=prompt, retention=0)
+            await paused.send(request_id="b", prompt=prompt, retention=59.5)
+            states = {one["id"]: one for one in await paused.states()}
+            assert {name: one["retention"] for name, one in states.items()} == {"cmpl-a": 0.0, "cmpl-b": 59.5}
+            assert "Its prefix is retained for 59.5 s after its end" in states["cmpl-b"]["explanation"]
+        while not flat((await http.get("/metrics")).text)["pointsman:kv_blocks{state=retained}"]:
+            await asyncio.sleep(0.01)
+        refused = await http.post("/v1/completions", json={**FIELDS, "retention": 60.5})
+        error = refused.json()["error"]
+        assert (refused.status_code, error["param"]) == (400, "retention")
+        assert error["message"] == "retention is 60.5 s; this server takes 60 s at most: lower it"
+
+    with_server(test, max_retention=60.0)
 
 
 def test_the_tenant_is_the_keys_name_and_has_metrics_of_its_own() -> None:

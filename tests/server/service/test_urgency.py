@@ -10,7 +10,7 @@ import pytest
 from pointsman.core import SchedulerConfig
 from pointsman.core.policy.registry import known
 from pointsman.server.config import ServerConfig
-from pointsman.server.service.urgency import check_priority_is_read, check_urgency, fields_read
+from pointsman.server.service.urgency import check_priority_is_read, check_retention, check_urgency, fields_read
 from pointsman.server.wire.errors import ApiError
 from tests.server.engine_info import SCHEDULER, engine_info
 from tests.server.orders import ByUrgency
@@ -60,10 +60,13 @@ READS = {
     "latest": set(),
     "least-cost": set(),
     "lowest-priority": {"priority"},
+    "lru": set(),
+    "retention": {"retention"},
+    "reuse": set(),
 }
 
 
-@pytest.mark.parametrize("kind", ["order", "victim"])
+@pytest.mark.parametrize("kind", ["order", "victim", "eviction"])
 def test_every_built_in_policy_says_what_it_reads(kind: str) -> None:
     built_in = {name for name, policy in known(kind).items() if policy.__module__.startswith("pointsman.")}
     assert built_in <= READS.keys()
@@ -105,3 +108,27 @@ def test_what_is_within_the_bounds_passes() -> None:
     check_urgency(0, None, engine_info(), bounds)
     check_urgency(-(2**63), None, BY_PRIORITY, ServerConfig())
     check_priority_is_read(-99, BY_PRIORITY)  # of an operator
+
+
+BY_RETENTION = engine_info(scheduler=scheduler(eviction="retention:share=0.3"))
+
+
+@pytest.mark.parametrize(
+    ("retention", "info", "words"),
+    [
+        (5.0, engine_info(), "retention is 5 s, .* eviction policy lru, which reads none; .* eviction retention"),
+        (0.0, engine_info(scheduler=scheduler(eviction="reuse")), "retention is 0 s, .* eviction policy reuse"),
+        (60.5, BY_RETENTION, "retention is 60.5 s; this server takes 60 s at most: lower it"),
+    ],
+)
+def test_which_retention_is_refused(retention: float, info: Any, words: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        check_retention(retention, info, ServerConfig(max_retention=60.0))
+    assert (caught.value.status_code, caught.value.param) == (400, "retention")
+    assert re.fullmatch(f"{words}.*", caught.value.detail), caught.value.detail
+
+
+def test_a_retention_within_the_bound_passes() -> None:
+    for retention in (None, 0.0, 60.0):
+        check_retention(retention, BY_RETENTION, ServerConfig(max_retention=60.0))
+    check_retention(None, engine_info(), ServerConfig())

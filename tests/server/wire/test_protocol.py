@@ -119,6 +119,7 @@ def test_lengths_are_checked_before_elements_and_the_first_wrong_element_ends_it
         "repetition_penalty",
         "deadline",
         "ttft_target",
+        "retention",
     ],
 )
 def test_truth_values_are_no_numbers(field: str) -> None:
@@ -180,6 +181,8 @@ def test_unknown_fields_are_ignored() -> None:
         ("deadline", 0),
         ("ttft_target", 0),
         ("ttft_target", "soon"),
+        ("retention", -1),
+        ("retention", "long"),
         ("cache_salt", ""),
         ("request_id", ""),
         ("user", 5),

@@ -1,0 +1,285 @@
+"""Which free blocks are retained: evicted only where nothing else is free? A pool with a second queue.
+
+Layout beside that of `BlockPool`, with B = num_blocks:
+
+    _until   float64 [B]   until when the block is retained, in seconds of `now`; -inf: it is not
+    _owner   int64   [B]   of a retained block: the tenant that asked for it, or SHARED
+    labels   int64   [B]   what the policy wrote on the block when it was last released; 0: nothing
+
+    blank | cached free: least recently used first | retained: what expires first, first
+                         ^ here a retained block goes when its time is over, or its tenant has too many
+
+A mark is set on the first blocks of a table, and outlasts references: a block that is reused meanwhile and released
+again returns to the retained ones until its time.
+
+Children are evicted before their parents (`prefix_tree.py`), because along every released table
+
+    a block's time is at least that of the blocks behind it        (`_straighten` raises it)
+    a block is SHARED where one behind it has another owner
+
+and blocks leave the queue by (time, order of release), all of them or those of one owner: no child of a block that
+leaves is retained for longer. What has expired leaves before anything is released, so that a block which is released
+after its time does not get ahead of its children.
+
+Of the pool at most `capacity` blocks are retained, and of one tenant at most
+
+    (capacity - SHARED ones) / number of tenants with retained blocks
+
+A block that several tenants asked for is SHARED and counts for none of them. What exceeds a bound expires at once.
+"""
+
+from __future__ import annotations
+
+import math
+from heapq import heapify, heappop, heappush
+from typing import TypeAlias
+
+import numpy as np
+
+from pointsman.core.kv.block_pool import BlockPool, Int64Array, _Segment
+
+SHARED = 1
+"""The owner of a block that several tenants asked for, or none."""
+_NEVER = -math.inf
+_SKIM = 1024  # entries of a segment that are tested together for stale ones
+_Queue: TypeAlias = list[tuple[float, int, _Segment]]  # a heap: (until, number of the segment, segment)
+
+
+class RetainingPool(BlockPool):
+    """A block pool of which free cached blocks may be retained, at most `share` of the usable ones."""
+
+    def __init__(self, num_blocks: int, num_reserved_blocks: int, share: float) -> None:
+        super().__init__(num_blocks, num_reserved_blocks)
+        self.capacity = int(share * self.num_usable)
+        """Maximum number of retained blocks."""
+        self.labels: Int64Array = np.zeros(num_blocks, dtype=np.int64)
+        self._until = np.full(num_blocks, _NEVER)
+        self._owner: Int64Array = np.zeros(num_blocks, dtype=np.int64)
+        self._owners: dict[str, int] = {}  # numbers of tenants, from SHARED + 1
+        self._next_owner = SHARED + 1
+        self._queue: _Queue = []
+        self._queue_of: dict[int, _Queue] = {}  # the same segments, by owner
+        self._num_of: dict[int, int] = {}  # retained blocks, by owner, above 0
+        self._num_retained = 0
+        self._num_pushed = 0  # entries since the queues were rebuilt
+        self._clock = _NEVER
+
+    @property
+    def num_free(self) -> int:
+        return self._num_blank + self._num_cached + self._num_retained
+
+    @property
+    def num_cached_free(self) -> int:
+        return self._num_cached + self._num_retained
+
+    @property
+    def num_retained(self) -> int:
+        """Free blocks that are retained."""
+        return self._num_retained
+
+    def most_of_a_tenant(self, tenant: str | None = None) -> int:
+        """Retained blocks that each tenant may have now, with `tenant` among those that have some."""
+        is_new = tenant is not None and self._owners.get(tenant, 0) not in self._num_of
+        num_tenants = len(self._num_of) - (SHARED in self._num_of) + is_new
+        return max(0, self.capacity - self._num_of.get(SHARED, 0)) // max(1, num_tenants)
+
+    def num_retained_of(self, tenant: str) -> int:
+        """Retained blocks that this tenant alone asked for."""
+        return self._num_of.get(self._owners.get(tenant, 0), 0)
+
+    def expire(self, now: float) -> None:
+        """Time has passed: blocks whose time is over count as used now."""
+        self._clock = max(self._clock, now)
+        if self._queue and self._queue[0][0] <= self._clock:
+            self._dismiss(self._queue, self._num_retained, self._clock)
+
+    def retain(self, blocks: Int64Array, until: float, tenant: str | None) -> None:
+        """Mark referenced blocks, the first ones of a table, as retained until then (seconds of `now`, maybe inf) for a
+        tenant; None: for all. A later time that a block already has stays. Blocks that are not cached are left out."""
+        blocks = blocks[: np.count_nonzero(self.is_cached[blocks])]
+        if until <= self._clock or not len(blocks):
+            return
+        owner = SHARED if tenant is None else self._number(tenant)
+        before, others = self._until[blocks], self._owner[blocks]
+        self._owner[blocks] = np.where((before > self._clock) & (others != owner), SHARED, owner)
+        self._until[blocks] = np.maximum(before, until)
+
+    def label(self, blocks: Int64Array, label: int) -> None:
+        """Write `label` on blocks."""
+        self.labels[blocks] = label
+
+    def take(self, count: int) -> tuple[Int64Array, Int64Array]:
+        missing = count - self._num_blank - self._num_cached
+        if missing > 0:
+            self._dismiss(self._queue, missing)
+        blocks, evicted = super().take(count)
+        if len(evicted):
+            self.labels[evicted] = 0
+        return blocks, evicted
+
+    def acquire(self, blocks: Int64Array) -> None:
+        if self._num_retained:
+            self._forget(blocks)
+        super().acquire(blocks)
+
+    def release(self, blocks: Int64Array) -> None:
+        self._straighten(blocks)
+        num_before = self._num_retained
+        super().release(blocks)
+        if self._num_retained > num_before:
+            self._keep_bounds()
+
+    def uncache(self, blocks: list[int]) -> None:
+        ids = np.array(blocks, dtype=np.int64)
+        self._forget(ids)
+        super().uncache(blocks)
+        self._until[ids] = _NEVER
+        self.labels[ids] = 0
+
+    def uncache_all(self) -> None:
+        super().uncache_all()
+        self._until[:] = _NEVER  # of referenced blocks too
+        self.labels[:] = 0
+
+    def cached_free_blocks(self) -> list[int]:
+        return super().cached_free_blocks() + [block for block, _ in self.retained_blocks()]
+
+    def retained_blocks(self) -> list[tuple[int, float]]:
+        """For checks: each retained block, in the order in which they leave, and until when it is retained."""
+        waiting = [block for _, _, segment in sorted(self._queue) for block in self._waiting(segment).tolist()]
+        return list(zip(waiting, self._until[waiting].tolist(), strict=True))
+
+    def retained_by_tenant(self) -> dict[str, int]:
+        """For checks: how many retained blocks each tenant alone asked for."""
+        return {tenant: self._num_of[owner] for tenant, owner in self._owners.items() if owner in self._num_of}
+
+    # ------------------------------------------------------------------ entering
+
+    def _straighten(self, blocks: Int64Array) -> None:
+        """Make the times and owners of a table such that its children leave first."""
+        until = self._until[blocks]
+        if not np.count_nonzero(until > _NEVER):
+            return
+        raised = np.maximum.accumulate(until[::-1])[::-1]
+        self._until[blocks] = raised
+        num_live = int(np.count_nonzero(raised > self._clock))
+        if not num_live:
+            return
+        first = blocks[:num_live]
+        owners = self._owner[first]
+        last = owners[-1]
+        owners[until[:num_live] <= self._clock] = last
+        others = (owners != last).nonzero()[0]
+        if len(others):
+            owners[: others[-1] + 1] = SHARED
+        self._owner[first] = owners
+
+    def _append(self, blocks: Int64Array) -> None:
+        """Blocks that are free from now on, children first: retained ones have the latest times, so they are last."""
+        until = self._until[blocks]
+        num_over = len(blocks) - int(np.count_nonzero(until > self._clock))
+        if num_over:
+            self._until[blocks[:num_over]] = _NEVER
+            super()._append(blocks[:num_over])
+            blocks, until = blocks[num_over:], until[num_over:]
+        if not len(blocks):
+            return
+        owners = self._owner[blocks]
+        starts = [0, *(((until[1:] != until[:-1]) | (owners[1:] != owners[:-1])).nonzero()[0] + 1).tolist()]
+        for start, end in zip(starts, [*starts[1:], len(blocks)], strict=True):
+            self._push(blocks[start:end], until.item(start), owners.item(start))
+
+    def _push(self, blocks: Int64Array, until: float, owner: int) -> None:
+        segment = _Segment(self._next_segment, blocks)
+        self._next_segment += 1
+        self._segment_of[blocks] = segment.number
+        entry = (until, segment.number, segment)
+        heappush(self._queue, entry)
+        heappush(self._queue_of.setdefault(owner, []), entry)
+        count = len(blocks)
+        self._num_of[owner] = self._num_of.get(owner, 0) + count
+        self._num_retained += count
+        self._num_pushed += count + 1
+        if self._num_pushed > 2 * self.num_blocks:
+            self._rebuild()
+
+    def _keep_bounds(self) -> None:
+        most = self.most_of_a_tenant()
+        if max(self._num_of.values()) > most:
+            for owner, count in list(self._num_of.items()):
+                if count > most and owner != SHARED:
+                    self._dismiss(self._queue_of[owner], count - most)
+        if self._num_retained > self.capacity:
+            self._dismiss(self._queue, self._num_retained - self.capacity)
+
+    # ------------------------------------------------------------------ leaving
+
+    def _dismiss(self, queue: _Queue, count: int, until: float = math.inf) -> None:
+        """The first `count` blocks of a queue, of which time is at most `until`, count as used now."""
+        while count and queue and queue[0][0] <= until:
+            segment = queue[0][2]
+            head = segment.ids[:_SKIM]
+            places = (self._segment_of[head] == segment.number).nonzero()[0]
+            if len(places) > count:
+                places = places[:count]
+                segment.ids = segment.ids[places.item(count - 1) + 1 :]
+            else:
+                segment.ids = segment.ids[len(head) :]
+            taken = head[places]
+            if len(taken):
+                owner = int(self._owner[taken[0]])
+                self._uncount(owner, len(taken))
+                self._until[taken] = _NEVER
+                super()._append(taken)
+                count -= len(taken)
+                self._drop_spent(self._queue_of[owner])
+            self._drop_spent(queue)
+
+    def _drop_spent(self, queue: _Queue) -> None:
+        while queue and not len(queue[0][2].ids):
+            heappop(queue)
+
+    def _forget(self, blocks: Int64Array) -> None:
+        """Those of these blocks that are in the queue of the retained ones leave it, and keep their marks: they count
+        as if they were in the other one, which they leave next."""
+        leaving = blocks[(self.num_references[blocks] == 0) & (self._until[blocks] > _NEVER)]
+        if not len(leaving):
+            return
+        owners, counts = np.unique(self._owner[leaving], return_counts=True)
+        for owner, count in zip(owners.tolist(), counts.tolist(), strict=True):
+            self._uncount(owner, count)
+        self._num_cached += len(leaving)
+
+    def _uncount(self, owner: int, count: int) -> None:
+        self._num_retained -= count
+        left = self._num_of[owner] - count
+        if left:
+            self._num_of[owner] = left
+        else:
+            del self._num_of[owner]
+
+    # ------------------------------------------------------------------ tenants
+
+    def _number(self, tenant: str) -> int:
+        number = self._owners.get(tenant)
+        if number is None:
+            number = self._owners[tenant] = self._next_owner
+            self._next_owner += 1
+        return number
+
+    def _rebuild(self) -> None:
+        """Make the queues anew without stale entries, and forget tenants that have no mark."""
+        entries = [(until, number, segment) for until, number, segment in self._queue]
+        self._queue, self._queue_of = [], {}
+        for entry in entries:
+            segment = entry[2]
+            segment.ids = self._waiting(segment)
+            if len(segment.ids):
+                self._queue.append(entry)
+                self._queue_of.setdefault(int(self._owner[segment.ids[0]]), []).append(entry)
+        heapify(self._queue)
+        for queue in self._queue_of.values():
+            heapify(queue)
+        marked = set(np.unique(self._owner[self._until > _NEVER]).tolist())
+        self._owners = {tenant: owner for tenant, owner in self._owners.items() if owner in marked}
+        self._num_pushed = self._num_retained

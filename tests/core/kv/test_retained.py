@@ -1,0 +1,228 @@
+"""Retained blocks: what is evicted last, for how long, and how many of them a tenant may have."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pointsman.core.kv.retained import RetainingPool
+from tests.core.helpers import Host, cached_of
+
+
+def host_with(share: float = 1.0, **overrides: Any) -> Host:
+    return Host(eviction=f"retention:share={share}", **overrides)
+
+
+def run(host: Host, name: str, prompt: Any, **fields: Any) -> int:
+    """A request of one token; returns its cached tokens."""
+    request = host.add(name, prompt, max_tokens=1, **fields)
+    host.run_to_end()
+    return request.num_cached_tokens
+
+
+def flood(host: Host, num_blocks: int, name: str = "flood") -> None:
+    """One-shot prompts that take that many blocks, one at a time."""
+    for index in range(num_blocks // 4):
+        run(host, f"{name} {index}", 15)
+
+
+def cached_after(host: Host, prompt: list[int]) -> int:
+    host.add("again", prompt, max_tokens=1)
+    return cached_of(host.step())["again"]
+
+
+def test_a_retained_prefix_outlives_what_is_used_after_it() -> None:
+    for retention, expected in ((None, 0), (1000.0, 8)):
+        host = host_with()
+        prompt = host.prompt(9)
+        run(host, "a", prompt, retention=retention)
+        assert host.stats().num_retained_blocks == (2 if retention else 0)
+        flood(host, 40)
+        assert cached_after(host, prompt) == expected
+
+
+def test_when_its_time_is_over_it_counts_as_used_then() -> None:
+    host = host_with(num_blocks=8)
+    first, second = host.prompt(9), host.prompt(9)
+    run(host, "first", first, retention=10.0)
+    run(host, "second", second)
+    host.now += 100.0
+    run(host, "other", 9)  # takes blank blocks; now the first one's time is over, and it was used after the second
+    assert host.stats().num_retained_blocks == 0
+    run(host, "more", 15)
+    host.add("a", first, max_tokens=1)
+    host.add("b", second, max_tokens=1)
+    assert cached_of(host.step()) == {"a": 8, "b": 0}
+
+
+def test_retained_blocks_are_free_and_are_taken_where_nothing_else_is() -> None:
+    host = host_with(num_blocks=8)
+    prompt = host.prompt(25)
+    run(host, "a", prompt, retention=1000.0)
+    stats = host.stats()
+    assert (stats.num_free_blocks, stats.num_cached_free_blocks, stats.num_retained_blocks) == (8, 6, 6)
+    host.add("b", 30, max_tokens=2)  # needs all
+    assert [len(output.requests) for output in host.run_to_end()][:2] == [1, 1]
+    assert cached_after(host, prompt) == 0
+
+
+def test_the_end_of_a_retained_prefix_is_taken_before_its_beginning() -> None:
+    host = host_with(num_blocks=8)
+    prompt = host.prompt(25)
+    run(host, "a", prompt, retention=1000.0)
+    run(host, "b", 15)  # two blank blocks, and two of the six
+    assert cached_after(host, prompt) == 16
+
+
+def test_what_expires_first_is_taken_first() -> None:
+    host = host_with(num_blocks=6)
+    long, short = host.prompt(9), host.prompt(9)
+    run(host, "long", long, retention=1000.0)
+    run(host, "short", short, retention=500.0)
+    run(host, "b", 13)
+    host.add("a", long, max_tokens=1)
+    host.add("c", short, max_tokens=1)
+    assert cached_of(host.step()) == {"a": 8, "c": 0}
+
+
+def test_a_block_that_is_reused_without_a_wish_keeps_its_time() -> None:
+    host = host_with()
+    prompt = host.prompt(9)
+    run(host, "a", prompt, retention=1000.0)
+    assert run(host, "b", prompt) == 8
+    flood(host, 40)
+    assert cached_after(host, prompt) == 8
+
+
+def test_the_later_time_of_two_counts() -> None:
+    host = host_with()
+    prompt = host.prompt(9)
+    run(host, "a", prompt, retention=1000.0)
+    run(host, "b", prompt, retention=1.0)
+    flood(host, 40)
+    assert cached_after(host, prompt) == 8
+
+
+def test_only_a_finished_request_retains_and_an_error_does_not() -> None:
+    host = host_with(num_blocks=8)
+    host.add("a", 9, retention=1000.0)
+    host.step()
+    host.park("a")  # loses its row
+    assert host.stats().num_cached_free_blocks == 2 and host.stats().num_retained_blocks == 0
+    host.abort("a")
+    assert host.stats().num_retained_blocks == 0, "it holds nothing any more"
+
+
+def test_of_a_pool_at_most_the_share_is_retained() -> None:
+    host = host_with(share=0.25)
+    for index in range(6):
+        run(host, f"r{index}", 9, retention=1000.0)
+        assert host.stats().num_retained_blocks == min(2 * (index + 1), 4)
+
+
+def test_a_tenant_that_wants_everything_for_ever_leaves_the_others_theirs() -> None:
+    host = host_with(share=0.5)  # 8 of 16
+    mine = host.prompt(17)
+    for index in range(4):
+        run(host, f"greedy {index}", 13, tenant="greedy", retention=1e9)
+    assert host.stats().num_retained_blocks == 8
+    run(host, "mine", mine, tenant="modest", retention=50.0)
+    assert host.stats().num_retained_blocks == 8, "four of each"
+    for index in range(6):
+        run(host, f"more {index}", 13, tenant="greedy", retention=1e9)
+    assert cached_after(host, mine) == 16
+
+
+def test_a_block_that_two_tenants_want_counts_for_neither() -> None:
+    host = host_with(share=0.5)
+    shared = host.prompt(16)
+    for tenant in ("a", "b"):
+        run(host, f"of {tenant}", shared + host.prompt(9), tenant=tenant, retention=1000.0)
+    pool = host.scheduler._kv.retaining
+    assert pool is not None
+    assert pool.retained_by_tenant() == {"a": 2, "b": 2} and pool.num_retained == 8
+
+
+def test_resetting_the_cache_forgets_what_was_retained() -> None:
+    host = host_with()
+    prompt = host.prompt(9)
+    run(host, "a", prompt, retention=1000.0)
+    host.add("b", prompt, max_tokens=20)
+    host.step()
+    host.reset_prefix_cache()
+    assert host.stats().num_retained_blocks == 0
+    host.run_to_end()
+    assert host.stats().num_retained_blocks == 0, "its blocks were not cached when it finished"
+
+
+def test_a_parent_that_was_computed_twice_outlives_its_child() -> None:
+    """The second table has another block for the same parent than the first one had, and the same child."""
+    pool = RetainingPool(4, 0, 1.0)
+    parent, child = pool.take(2)[0]
+    other = pool.take(1)[0][0]
+    for block in (parent, child, other):
+        pool.set_cached(np.array([block]))
+    pool.acquire(np.array([child]))
+    pool.retain(np.array([parent, child]), 50.0, "a")
+    pool.release(np.array([parent, child]))  # the child is still held
+    pool.release(np.array([other, child]))
+    order = pool.cached_free_blocks()
+    assert order.index(child) < order.index(other), "retained with its child, though no one asked for it"
+    assert dict(pool.retained_blocks())[int(other)] == 50.0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_tables_of_many_tenants_keep_the_bounds(seed: int) -> None:
+    """Chains of blocks that share their beginnings: the bounds, the counts and the order hold after every call."""
+    random, pool = Random(seed), RetainingPool(64, 0, 0.6)
+    now, held = 0.0, list[Any]()
+    parents: dict[int, int] = {}
+    for _ in range(400):
+        now += random.random()
+        if held and random.random() < 0.5:
+            table = held.pop(random.randrange(len(held)))
+            pool.expire(now)
+            if random.random() < 0.7:
+                count = random.randint(1, len(table))
+                pool.retain(table[:count], now + random.choice((0.5, 3.0, 30.0, np.inf)), f"t{random.randrange(3)}")
+            pool.release(table)
+        elif pool.num_free >= 8:
+            free = pool.cached_free_blocks()
+            found: list[int] = []
+            if free and random.random() < 0.6:
+                block: int | None = random.choice(free)
+                while block is not None:
+                    found.insert(0, block)
+                    block = parents.get(block)
+            if found:
+                pool.acquire(np.array(found))
+            new, evicted = pool.take(random.randint(1, 4))
+            for block in evicted.tolist():
+                parents.pop(block, None)
+            pool.set_cached(new)
+            table = np.array([*found, *new.tolist()])
+            parents.update(zip(new.tolist(), table[len(found) - 1 : -1].tolist(), strict=False) if found else ())
+            if not found:
+                parents.update(zip(new.tolist()[1:], new.tolist(), strict=False))
+            held.append(table)
+        turn = {block: index for index, block in enumerate(pool.cached_free_blocks())}
+        assert all(turn[block] < turn.get(parent, np.inf) for block, parent in parents.items() if block in turn)
+        assert pool.num_retained == len(pool.retained_blocks()) <= pool.capacity
+        assert all(count <= pool.most_of_a_tenant() for count in pool.retained_by_tenant().values())
+        assert pool.num_free == len(turn) + pool.num_blank == int((pool.num_references == 0).sum())
+    assert pool.num_retained
+
+
+def test_the_queue_stays_as_small_as_the_pool_however_often_blocks_are_reused() -> None:
+    pool = RetainingPool(64, 0, 1.0)
+    blocks, _ = pool.take(32)
+    pool.set_cached(blocks)
+    for step in range(500):
+        pool.expire(float(step))
+        pool.retain(blocks, 1e6 + step, f"tenant {step}")
+        pool.release(blocks)
+        pool.acquire(blocks)
+    assert len(pool._queue) < 64 and len(pool._owners) < 64
