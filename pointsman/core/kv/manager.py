@@ -8,6 +8,7 @@ undone if that step fails.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -62,6 +63,9 @@ class KVCacheManager:
         self.num_saves = 0
         self.saves: list[Save] | None = None
         """Evictions that no output has reported yet; None: they are not reported."""
+        self.wanted: Counter[bytes] | None = None
+        """Of which content evictions are reported: the keys, each with the number of preempted requests that want it;
+        None: of all."""
         self._shares_within_step = config.share_within_step
         self.unpublished: list[Request] = []
         """Requests whose prompt blocks `publish_deferred` has to publish."""
@@ -90,6 +94,11 @@ class KVCacheManager:
         """Whether several blocks have the same cached content: once one of them is evicted, a lookup may find another,
         and `num_publications` changes."""
         return self.prefix is not None and self.prefix.num_duplicates > 0
+
+    @property
+    def reports_evictions(self) -> bool:
+        """Whether an eviction may have to be reported."""
+        return self.saves is not None and (self.wanted is None or len(self.wanted) > 0)
 
     def open_step(self, step_id: int, journal: Journal, oldest: int) -> None:
         """Step `step_id` is being scheduled; `oldest` is the first one that is not over: what was published before it
@@ -261,15 +270,27 @@ class KVCacheManager:
         if self.returned is not None:
             self.returned.append(blocks)
 
-    def release(self, batch: Batch, request: Request, *, num_valid_tokens: int, publish: bool = True) -> None:
-        """Release a row's blocks, after publishing those that its first `num_valid_tokens` tokens fill."""
+    def release(
+        self,
+        batch: Batch,
+        request: Request,
+        *,
+        num_valid_tokens: int,
+        publish: bool = True,
+        newest_step: int | None = None,
+    ) -> None:
+        """Release a row's blocks, after publishing those that its first `num_valid_tokens` tokens fill.
+
+        `newest_step`: the newest step in flight, which may compute some of them; None: there is none.
+        """
         state = request._state
         row = state.row
         assert row is not None
         table = self.table(batch, row)
         full = num_valid_tokens // self.block_size
         if publish and full > state.num_published_blocks and self.prefix is not None:
-            self._num_left += self._publish(request, table, full, state.known_bytes())
+            step = -1 if newest_step is None else newest_step
+            self._num_left += self._publish(request, table, full, state.known_bytes(), step)
         self.pool.release(table)
         if self.returned is not None:
             self.returned.append(table)
@@ -327,8 +348,11 @@ class KVCacheManager:
             self.prefix.clear()
             self.pool.uncache_all()
 
-    def _publish(self, request: Request, table: IntArray, end: int, token_bytes: bytes) -> bool:
-        """Publish blocks of a table up to `end`. Returns whether there were any."""
+    def _publish(
+        self, request: Request, table: IntArray, end: int, token_bytes: bytes, step: int | None = None
+    ) -> bool:
+        """Publish blocks of a table up to `end`; `step` is the newest one that computes them, None: the present one.
+        Returns whether there were any."""
         state, prefix = request._state, self.prefix
         first = state.num_published_blocks
         if prefix is None or end <= first or not request.use_prefix_cache or state.prefix_epoch != prefix.epoch:
@@ -341,7 +365,8 @@ class KVCacheManager:
         self.pool.set_cached(blocks)
         if self.saves is not None:
             keys = block_keys(request, self.block_size)[first:end]
-            self._key_of.update((b, (key, self._newest_step)) for b, key in zip(blocks.tolist(), keys, strict=True))
+            step = self._newest_step if step is None else step
+            self._key_of.update((b, (key, step)) for b, key in zip(blocks.tolist(), keys, strict=True))
         if self.journal is not None:
             self.journal.append((request, blocks, spans))
         return True
@@ -357,8 +382,11 @@ class KVCacheManager:
 
     def _note_saves(self, saves: list[Save], evicted: Int64Array) -> None:
         """Report evicted blocks to the connector; not those of a step in flight, which may yet fail to compute them."""
+        wanted = self.wanted
         for block in evicted.tolist():
             key, step = self._key_of.pop(block)
+            if wanted is not None and wanted.pop(key, 0) == 0:  # once it has left the pool no other can be saved
+                continue
             if step < self._oldest_step:
                 saves.append(Save(block, key))
                 self.num_saves += 1

@@ -12,6 +12,8 @@ each other, and a transfer that never finishes costs its blocks and nothing else
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -83,6 +85,9 @@ class Transfers:
         self._is_claimed = False
         self._displacer: Request | None = None
         self._now = 0.0
+        self.is_worth_loading: Callable[[Request, int, int], bool] | None = None
+        """Whether to load, synchronously, for a request from some token on that number of tokens, instead of computing
+        them; None: whatever can be loaded is."""
 
     @property
     def num_open(self) -> int:
@@ -124,6 +129,9 @@ class Transfers:
         if count <= 0:
             return NOTHING
         if not is_async:
+            is_worth_loading = self.is_worth_loading
+            if is_worth_loading is not None and not is_worth_loading(request, num_local_tokens, count):
+                return NOTHING
             return External(count, False)
         if request is self._displacer:
             return NOTHING
@@ -255,9 +263,16 @@ def make_transfers(config: SchedulerConfig, kv: KVCacheManager, connector: KVCon
     """
     if connector is not None:
         kv.has_connector = True
-        if connector.saves_evicted:
+        if connector.saves_evicted or config.preemption_mode != "recompute":
             kv.saves = []
+        if not connector.saves_evicted:
+            kv.wanted = Counter()
         return Transfers(config, kv, connector)
+    if config.preemption_mode != "recompute":
+        raise ConfigError(
+            f'preemption_mode is "{config.preemption_mode}" and there is no host memory to swap to; give some '
+            '(kv_offload_bytes), or pass a connector, or use "recompute"'
+        )
     for name, default in (("kv_load_failure_policy", "recompute"), ("kv_load_timeout", None)):
         if getattr(config, name) != default:
             raise ConfigError(

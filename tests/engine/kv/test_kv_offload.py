@@ -113,7 +113,7 @@ def test_random_plans_against_a_dictionary(seed: int) -> None:
             found = [value for value in range(15) if tier.num_found([key_of(value)])]
             wanted = choose.sample(found, min(len(found), choose.randint(0, 2)))
             targets = choose.sample(range(6, 12), len(wanted))
-            waiting = {one.block_id for copies, _ in flying for one in copies.saves}
+            waiting = {one.block_id for copies, _ in flying for one in copies.plan.saves}
             given_up = set(choose.sample(range(6), choose.randint(0, 3))) - waiting
             saves = [(block, choose.randrange(15)) for block in given_up]
             for block, value in saves:
