@@ -136,6 +136,8 @@ class FastForward:
             return limit
         batch, rows = self._batch, self._batch.members.rows
         room = batch.num_slots[rows] - batch.num_computed_tokens[rows]
+        if free == 0:
+            return min(limit, room.item(room.argmin()))
 
         def needed(num_steps: int) -> int:
             short = np.maximum(num_steps - room, 0)
