@@ -59,22 +59,40 @@ class CopyTotals:
     seconds: float = 0.0
 
 
-class HostTier:
-    """Both sides of a `pointsman.core.KVConnector`.
+def check_host_memory(memory: HostMemory | None, config: SchedulerConfig) -> None:
+    """Whether it fits the scheduler's configuration.
 
     Raises:
-        SimulationError: less than one block fits, or the bandwidth is not above 0.
+        SimulationError: less than one block fits, the bandwidth is not above 0, it would have no effect, or there is
+            none and the configuration needs some.
     """
+    if memory is None:
+        if config.preemption_mode != "recompute":
+            raise SimulationError(
+                f'preemption_mode is "{config.preemption_mode}" and there is no host memory to swap to; give '
+                'kv_offload_bytes, or use "recompute"'
+            )
+        return
+    if not config.enable_prefix_caching:
+        raise SimulationError(
+            f"kv_offload_bytes is {memory.num_bytes} and would have no effect, because enable_prefix_caching is off; "
+            "switch it on"
+        )
+    block_bytes = config.block_size * memory.bytes_per_token
+    if memory.num_bytes < block_bytes:
+        raise SimulationError(
+            f"kv_offload_bytes is {memory.num_bytes}, less than one block of {block_bytes:.0f} bytes; give more, or "
+            "leave it out"
+        )
+    if not memory.bandwidth > 0:
+        raise SimulationError(f"the bandwidth of host memory is {memory.bandwidth}; it must be above 0 bytes/s")
+
+
+class HostTier:
+    """Both sides of a `pointsman.core.KVConnector`; the memory fits the configuration (`check_host_memory`)."""
 
     def __init__(self, memory: HostMemory, config: SchedulerConfig) -> None:
         block_bytes = config.block_size * memory.bytes_per_token
-        if memory.num_bytes < block_bytes:
-            raise SimulationError(
-                f"kv_offload_bytes is {memory.num_bytes}, less than one block of {block_bytes:.0f} bytes; give more, "
-                "or leave it out"
-            )
-        if not memory.bandwidth > 0:
-            raise SimulationError(f"the bandwidth of host memory is {memory.bandwidth}; it must be above 0 bytes/s")
         self._directory = SlotDirectory(int(memory.num_bytes // block_bytes))
         self._block_seconds = block_bytes / memory.bandwidth
         self._block_size = config.block_size

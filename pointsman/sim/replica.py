@@ -33,7 +33,7 @@ from pointsman.core import (
     SchedulerOutput,
     StepResult,
 )
-from pointsman.sim.host_memory import HostMemory, HostTier
+from pointsman.sim.host_memory import HostMemory, HostTier, check_host_memory
 from pointsman.sim.outcome import Event, Timeline, Timings
 from pointsman.sim.request import EOS_TOKEN, SimRequest, blank_prompt, filler_token, prompt_tokens
 from pointsman.sim.step_time import StepLoad, StepTime
@@ -105,7 +105,7 @@ class Replica:
         host_memory: where evicted KV is kept; None: nowhere.
 
     Raises:
-        ConfigError, SimulationError: the configuration needs host memory, or less than one block fits into it.
+        SimulationError: the host memory does not fit the configuration.
     """
 
     def __init__(
@@ -120,6 +120,7 @@ class Replica:
         listeners: Iterable[Listener] = (),
         host_memory: HostMemory | None = None,
     ) -> None:
+        check_host_memory(host_memory, config)
         self.host = None if host_memory is None else HostTier(host_memory, config)
         self.scheduler = Scheduler(config, connector=self.host, listeners=listeners)
         self.timeline = Timeline()

@@ -89,6 +89,11 @@ class Swap(Policy):
                 if not wanted[key]:
                     del wanted[key]
 
+    def num_evicted(self, request: Request) -> int:
+        """Blocks of a request that swaps which the pool has evicted since it was preempted; 0 if it swaps no more."""
+        wanted = self._kv.wanted
+        return 0 if wanted is None else sum(key not in wanted for key in self._open.get(request, ()))
+
     def forget(self) -> None:
         """The prefix cache was reset: there is nothing left to swap."""
         for request in list(self._open):
