@@ -32,6 +32,7 @@ Int64Array = npt.NDArray[np.int64]
 IntArray = npt.NDArray[np.integer]
 Journal = list[tuple[Request, Int64Array, list[Span]]]  # (publisher, its blocks, their nodes), in order
 
+FINAL = -1  # of a block that no step in flight computes: a step before all others
 NO_EPOCH = -1  # of a request whose prefix left the tree while it ran
 
 
@@ -76,7 +77,8 @@ class KVCacheManager:
         self._num_left = 0  # publications of blocks whose row released them at once
         self._newest_step = 0
         self._oldest_step = 0
-        self._key_of: dict[int, tuple[bytes, int]] = {}  # of each published block, if `saves` is used: (key, step)
+        # Of each published block, if `saves` is used: its key, and the newest step that computes it.
+        self._key_of: dict[int, tuple[bytes, int]] = {}
 
     @property
     def num_publications(self) -> int:
@@ -277,20 +279,18 @@ class KVCacheManager:
         *,
         num_valid_tokens: int,
         publish: bool = True,
-        newest_step: int | None = None,
+        num_final_tokens: int = 0,
     ) -> None:
-        """Release a row's blocks, after publishing those that its first `num_valid_tokens` tokens fill.
-
-        `newest_step`: the newest step in flight, which may compute some of them; None: there is none.
-        """
+        """Release a row's blocks, after publishing those that its first `num_valid_tokens` tokens fill. No step in
+        flight computes any of its first `num_final_tokens`."""
         state = request._state
         row = state.row
         assert row is not None
         table = self.table(batch, row)
         full = num_valid_tokens // self.block_size
         if publish and full > state.num_published_blocks and self.prefix is not None:
-            step = -1 if newest_step is None else newest_step
-            self._num_left += self._publish(request, table, full, state.known_bytes(), step)
+            num_final = num_final_tokens // self.block_size
+            self._num_left += self._publish(request, table, full, state.known_bytes(), num_final)
         self.pool.release(table)
         if self.returned is not None:
             self.returned.append(table)
@@ -348,11 +348,9 @@ class KVCacheManager:
             self.prefix.clear()
             self.pool.uncache_all()
 
-    def _publish(
-        self, request: Request, table: IntArray, end: int, token_bytes: bytes, step: int | None = None
-    ) -> bool:
-        """Publish blocks of a table up to `end`; `step` is the newest one that computes them, None: the present one.
-        Returns whether there were any."""
+    def _publish(self, request: Request, table: IntArray, end: int, token_bytes: bytes, num_final: int = 0) -> bool:
+        """Publish blocks of a table up to `end`, of which no step in flight computes the first `num_final`. Returns
+        whether there were any."""
         state, prefix = request._state, self.prefix
         first = state.num_published_blocks
         if prefix is None or end <= first or not request.use_prefix_cache or state.prefix_epoch != prefix.epoch:
@@ -365,8 +363,9 @@ class KVCacheManager:
         self.pool.set_cached(blocks)
         if self.saves is not None:
             keys = block_keys(request, self.block_size)[first:end]
-            step = self._newest_step if step is None else step
-            self._key_of.update((b, (key, step)) for b, key in zip(blocks.tolist(), keys, strict=True))
+            step = self._newest_step
+            for index, (block, key) in enumerate(zip(blocks.tolist(), keys, strict=True), start=first):
+                self._key_of[block] = key, step if index >= num_final else FINAL
         if self.journal is not None:
             self.journal.append((request, blocks, spans))
         return True

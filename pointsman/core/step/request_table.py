@@ -271,8 +271,10 @@ class RequestTable:
         for request in requests:
             row = request._state.row
             valid = int(min(batch.num_computed_tokens[row], batch.num_tokens[row]))
-            newest_step = self._steps.newest_step_id
-            self._kv.release(batch, request, num_valid_tokens=valid, publish=publish, newest_step=newest_step)
+            final = valid
+            if self._kv.saves is not None and self._steps.records:
+                final = self._steps.num_sound_tokens(request)
+            self._kv.release(batch, request, num_valid_tokens=valid, publish=publish, num_final_tokens=final)
             for release in self._releases:
                 release(request)
         batch.leave(requests, self._steps.newest_step_id)
