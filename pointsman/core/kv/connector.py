@@ -33,7 +33,8 @@ class KVConnector(Protocol):
     """What the scheduler asks of a connector. The answers are recorded, so a replay needs no connector."""
 
     saves_evicted: bool
-    """Whether outputs report cached blocks before they are overwritten (`SchedulerOutput.saves`)."""
+    """Whether outputs report all cached blocks before they are overwritten (`SchedulerOutput.saves`); otherwise, with
+    `preemption_mode` "swap" or "cheaper", those that preempted requests will need."""
 
     def num_external_tokens(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
         """Number of consecutive tokens it can load after the first `num_local_tokens` of the request's known tokens.
