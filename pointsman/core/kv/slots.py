@@ -1,8 +1,8 @@
 """Which content is in which slot of host memory? A directory for hosts that keep evicted blocks there.
 
 A slot holds the content of one block, found by its key (`content.py`). The directory plans what a step copies; the
-bytes are moved by the host, before the step computes and in the order of the steps: blocks to slots, then slots to
-blocks.
+bytes are moved by the host, before the step computes and in the order of the steps: blocks to slots, then blocks to
+blocks, then slots to blocks.
 
     plan = directory.assign(saves, loads)     slots are taken, the least recently used first
     directory.withdraw(plan.saves)            the copies of a plan will not be made
@@ -20,7 +20,7 @@ class SlotLoad(NamedTuple):
     """Blocks of the pool that are filled from host memory."""
 
     keys: Sequence[bytes]
-    """What to fill them with; all of it is here."""
+    """What to fill them with; all of it is here, or saved by the same step."""
     block_ids: Sequence[int]
 
 
@@ -39,10 +39,13 @@ class SlotPlan(NamedTuple):
     loaded_slots: list[int]
     loaded_blocks: list[int]
     """As many: the block that each slot is copied to."""
+    moves: list[tuple[int, int]]
+    """(from block, to block): content that the step saves and loads, copied within the pool, all of it read before any
+    is written."""
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that are copied, in both directions."""
+        """Blocks that are copied between the pool and host memory."""
         return len(self.saves) + len(self.loaded_slots)
 
 
@@ -69,11 +72,18 @@ class SlotDirectory:
         """
         loaded_slots: list[int] = []
         loaded_blocks: list[int] = []
+        moves: list[tuple[int, int]] = []
         for load in loads:
             for key in reversed(load.keys):  # a prefix outlives what comes after it
-                self._slots.move_to_end(key)
-            loaded_slots += [self._slots[key] for key in load.keys]
-            loaded_blocks += load.block_ids
+                if key in self._slots:
+                    self._slots.move_to_end(key)
+            for key, block in zip(load.keys, load.block_ids, strict=True):
+                slot = self._slots.get(key)
+                if slot is None:
+                    moves.append((next(source for source, saved in saves if saved == key), block))
+                    continue
+                loaded_slots.append(slot)
+                loaded_blocks.append(block)
         needed = set(loaded_slots)
         taken: list[SlotSave] = []
         for block, key in saves:
@@ -83,7 +93,8 @@ class SlotDirectory:
                 taken.append(SlotSave(key, block, slot))
                 self._slots[key] = slot
         # If more was saved than fits, slots went to later ones.
-        return SlotPlan([one for one in taken if self._slots.get(one.key) == one.slot], loaded_slots, loaded_blocks)
+        kept = [one for one in taken if self._slots.get(one.key) == one.slot]
+        return SlotPlan(kept, loaded_slots, loaded_blocks, moves)
 
     def _take_slot(self, needed: set[int]) -> int | None:
         if self._free:

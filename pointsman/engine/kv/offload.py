@@ -9,7 +9,8 @@ are moved by the thread that executes the steps, in their order. So one step's c
 executes:
 
     copies = tier.plan(saves, loads)     owner: slots are taken, the least recently used first
-    copies.run()                         with the step, before it computes: blocks -> slots, then slots -> blocks
+    copies.run()                         with the step, before it computes: blocks -> slots, blocks -> blocks for what
+                                         it saves and loads, then slots -> blocks
     copies.report()                      once the step has computed: how much was copied, and how long it took
 
 On a GPU the slots are pinned memory, and the copies are queued on the stream of the model's kernels, which keeps the
@@ -66,8 +67,9 @@ class HostCopies:
         return Copies(self.plan.num_blocks, self._seconds)
 
     def _copy(self) -> None:
-        saves, slots, blocks = self.plan
+        saves, slots, blocks, moves = self.plan
         _copy_blocks(self._pool, [one.block_id for one in saves], self._host, [one.slot for one in saves])
+        _copy_blocks(self._pool, [source for source, _ in moves], self._pool, [target for _, target in moves])
         _copy_blocks(self._host, slots, self._pool, blocks)
 
 
@@ -120,7 +122,8 @@ def _copy_blocks(source: KVPool, from_blocks: list[int], target: KVPool, to_bloc
 
 def _copy_rows(source: Tensor, from_rows: list[int], target: Tensor, to_rows: list[int]) -> None:
     if source.device == target.device:
-        target.index_copy_(0, torch.tensor(to_rows), source.index_select(0, torch.tensor(from_rows)))
+        from_index, to_index = (torch.tensor(rows, device=source.device) for rows in (from_rows, to_rows))
+        target.index_copy_(0, to_index, source.index_select(0, from_index))
         return
     for here, there in zip(from_rows, to_rows, strict=True):
         target[there].copy_(source[here], non_blocking=True)

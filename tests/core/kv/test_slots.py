@@ -32,3 +32,12 @@ def test_copies_that_were_not_made_are_not_found() -> None:
     directory.check()
     assert [directory.num_found([key_of(value)]) for value in (0, 1, 5)] == [1, 1, 0]
     assert len(directory) == 2
+
+
+def test_what_a_step_saves_it_may_load() -> None:
+    """From the pool, as host memory may have no slot for it."""
+    directory = filled(2, 2)
+    load = SlotLoad([key_of(7), key_of(0), key_of(1)], [10, 11, 12])
+    plan = directory.assign([(3, key_of(7))], [load])
+    assert (plan.saves, plan.moves) == ([], [(3, 10)])
+    assert list(zip(plan.loaded_slots, plan.loaded_blocks, strict=True)) == [(0, 11), (1, 12)]

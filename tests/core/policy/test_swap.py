@@ -131,6 +131,21 @@ def test_blocks_are_copied_out_when_they_are_evicted_and_back_when_the_request_r
     assert victim.num_output_tokens == 50
 
 
+def test_no_victim_recomputes_more_than_a_block() -> None:
+    """Though some resume with the step that evicts their last cached block, or are preempted again and again."""
+    host = HostMemory()
+    for group in range(8):
+        for number in range(4):
+            host.add(f"{group}-{number}", 5 + 7 * number, 30 + 3 * group)
+        host.run()
+    stats = host.scheduler.stats()
+    assert stats.num_preemptions > 30
+    assert stats.num_recomputed_tokens < BLOCK_SIZE * stats.num_preemptions
+    saved = [{save.key for save in output.saves} for output in host.outputs]
+    resumed = [{key for load in output.loads for key in host._keys(load)} for output in host.outputs]
+    assert any(keys & others for keys, others in zip(saved, resumed, strict=True)), "saved and loaded by one step"
+
+
 def test_what_no_preempted_request_needs_is_not_copied() -> None:
     host = HostMemory()
     for number in range(6):  # one after the other, so that the pool evicts what finished ones leave

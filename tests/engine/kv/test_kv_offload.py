@@ -91,6 +91,21 @@ def test_what_a_step_loads_is_not_overwritten_by_what_it_saves() -> None:
     assert tier.num_found([key_of(4)]) == 0, "there was no slot for it"
 
 
+def test_what_a_step_saves_it_may_load_though_its_blocks_are_written_at_once() -> None:
+    """Blocks 2 and 3 change places, and block 4 is filled from a slot that is full."""
+    pool, tier = make_tier(1)
+    put(pool, 9, 9)
+    tier.plan([(9, key_of(9))], []).run()
+    for value in (2, 3):
+        put(pool, value, value)
+    load = SlotLoad([key_of(3), key_of(2), key_of(9)], [2, 3, 4])
+    copies = tier.plan([(2, key_of(2)), (3, key_of(3))], [load])
+    copies.run()
+    assert [value_of(pool, block) for block in (2, 3, 4)] == [3, 2, 9]
+    report = copies.report()
+    assert report is not None and report.num_blocks == 1 and report.seconds > 0
+
+
 def test_more_saves_than_slots_keep_the_last_ones() -> None:
     pool, tier = make_tier(2)
     for value in range(5):
