@@ -195,6 +195,7 @@ def test_a_file_may_set_every_option_but_secrets(tmp_path: Path) -> None:
         "prompt_lookup_max": "4",
         "order": "priority",
         "victim": "latest",
+        "preemption_mode": "cheaper",
         "displace": "true",
         "watermark": "0.05",
         "decode_reserve": "24",
