@@ -11,12 +11,13 @@ what is still cached.
 
 Under "cheaper" both decisions compare two times. To compute n tokens again takes what `StepTimes` has learned from the
 steps so far, in which the last tokens of a long request take longer than the first. To copy takes the seconds of a
-block in recent copies, twice for a victim, once for what is in host memory already: what was copied out is paid. As a
-token that is computed costs more the later it is, and one that is loaded the same, it is all or nothing for a load too.
+block in the fastest of the recent copies, twice for a victim, once for what is in host memory already: what was copied
+out is paid. As a token that is computed costs more the later it is, and one that is loaded the same, it is all or
+nothing for a load too.
 
-While one of the two times is not known, requests swap, which measures it; if that shows that computing is cheaper, no
+While one of the two times is not known, victims swap, which measures it; if that shows that computing is cheaper, no
 further block of them is copied. The copies are forgotten after `TRIED_AGAIN` victims in a row that compute, so that a
-slow spell is not believed for ever; the next victim then measures by a block or two.
+slow spell is not believed for ever; the next victims then measure by a few blocks.
 
 vLLM V0 had the first two modes (`--preemption-mode`), one for all victims. It copied all blocks of a victim at once.
 """
@@ -34,8 +35,9 @@ from pointsman.core.state.output import Copies
 from pointsman.core.state.reason import Recovery
 from pointsman.core.state.request import Request
 
-NUM_COPIES = 16
-"""Recent steps with copies that the time of a block is the mean of, without the slowest if there are more than 3."""
+NUM_COPIES, FEW_COPIES = 16, 3
+"""Recent steps with copies, of which the fastest says what a block takes, as noise only adds to it; and with how many
+that begins to be known."""
 TRIED_AGAIN = 64
 """Victims in a row that compute, after which the copies are forgotten."""
 
@@ -128,10 +130,9 @@ class Swap(Policy):
             return
         self._copied_seconds = copies.seconds
         self._copies.append(copies)
-        known = sorted(self._copies, key=lambda one: one.seconds / one.num_blocks)
-        if len(known) > 3:
-            del known[-1]
-        self._seconds = sum(one.seconds for one in known) / sum(one.num_blocks for one in known)
+        if len(self._copies) < FEW_COPIES:
+            return
+        self._seconds = min(one.seconds / one.num_blocks for one in self._copies)
         for request in list(self._open):
             self._reconsider(request)
 
