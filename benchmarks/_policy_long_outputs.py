@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 from _policy_scenario import Scenario, scaled
 
 from pointsman.core import SchedulerConfig
 from pointsman.sim.devices import device
+from pointsman.sim.host_memory import HostMemory
 from pointsman.sim.shapes import model_shape
 from pointsman.sim.step_time import RooflineStepTime
 from pointsman.sim.workload import (
@@ -19,6 +21,8 @@ from pointsman.sim.workload import (
     parse_distribution,
 )
 
+SHAPE, DEVICE = model_shape("Llama-3.1-8B"), device("rtx4090")
+HOST_BYTES = 64 * 2**30
 NUM_REQUESTS = 6_000
 SEED = 3
 PROMPT, OUTPUT = "lognormal:300,0.6", "mix:0.7*lognormal:150,0.6+0.3*lognormal:3000,0.3"
@@ -43,6 +47,21 @@ LONG_OUTPUTS = Scenario(
         max_num_batched_tokens=2_048,
         enable_prefix_caching=False,
     ),
-    step_time=RooflineStepTime(shape=model_shape("Llama-3.1-8B"), device=device("rtx4090")),
+    step_time=RooflineStepTime(shape=SHAPE, device=DEVICE),
     speeds={"below": 0.62, "at": 0.7, "above": 0.75},  # the queue grows above 0.72
+)
+
+_HOST_MEMORY = HostMemory.of(HOST_BYTES, SHAPE, DEVICE)
+LONG_OUTPUTS_CACHED = replace(
+    LONG_OUTPUTS,
+    name="long-outputs-cached",
+    about=f"{LONG_OUTPUTS.about}; with a prefix cache, and 64 GiB of host memory over PCIe 4.0 x16",
+    config=LONG_OUTPUTS.config.replace(enable_prefix_caching=True),
+    host_memory=_HOST_MEMORY,
+)
+LONG_OUTPUTS_SLOW_LINK = replace(
+    LONG_OUTPUTS_CACHED,
+    name="long-outputs-slow-link",
+    about=f"{LONG_OUTPUTS_CACHED.about}, at a hundredth of its bandwidth",
+    host_memory=_HOST_MEMORY._replace(bandwidth=_HOST_MEMORY.bandwidth / 100),
 )

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from pointsman.core import SchedulerConfig
+from pointsman.sim.host_memory import HostMemory
 from pointsman.sim.outcome import Timings
 from pointsman.sim.report.summary import figures
 from pointsman.sim.request import SimRequest
@@ -48,6 +49,8 @@ class Scenario:
     config: SchedulerConfig
     step_time: StepTime
     speeds: Mapping[Load, float]
+    host_memory: HostMemory | None = None
+    """What settings that swap have; all others do without."""
 
     def workload(self, speed: float, num_requests: int | None = None) -> Stretch:
         """The first requests at a speed."""
@@ -109,7 +112,8 @@ def measure(
     config = configured(scenario, overrides or {})
     workload = scenario.workload(scenario.speeds[load] if isinstance(load, str) else load, num_requests)
     start = process_time()
-    outcome = simulate(workload, config, scenario.step_time)
+    host_memory = None if config.preemption_mode == "recompute" else scenario.host_memory
+    outcome = simulate(workload, config, scenario.step_time, host_memory=host_memory)
     return read_figures(outcome, config, process_time() - start)
 
 

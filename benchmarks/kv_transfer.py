@@ -1,9 +1,12 @@
-"""What KV outside the pool saves: host memory under pressure, and a store between two engines.
+"""What KV outside the pool saves: host memory under pressure, swapped requests, and a store between two engines.
 
 **Host memory.** Users take turns on several system prompts, in a pool that holds fewer than half of them and in which
 requests preempt each other; one engine has host memory for what the pool gives up, one has not. They share a model and
 take turns. Counted are the tokens that were computed (prompts, and again after preemptions), which do not depend on
 the machine, and the time.
+
+**Swap.** Short prompts with long outputs outgrow a pool again and again. One engine recomputes what preempted requests
+lost, one swaps it to host memory, one decides for each. Counted are recomputed tokens, and the time.
 
 **A store.** One engine computes a prompt for one token and writes its KV to a directory; another one, which has never
 seen it, gets the request. Measured is the wall time from `add_request` to the first token on that second engine, beside
@@ -41,12 +44,16 @@ ANSWER_TOKENS = 64
 USERS = 4  # of each system prompt, in a turn
 NUM_BLOCKS = 32  # a running request takes 10
 HOST_BYTES = 1 << 30
+SWAP_TOKENS, SWAP_TOKENS_QUICK = 320, 96  # of an output
+SWAP_BLOCKS, SWAP_BLOCKS_QUICK, SWAP_BLOCK_SIZE = 144, 48, 8  # a request takes at most 46, and 18
+SWAP_REQUESTS = 16
 ROUNDS, ROUNDS_QUICK = 2, 1
 PROMPT_TOKENS = 512
 PROMPTS, PROMPTS_QUICK = 12, 2
 MOST_COMPUTED = 0.4
 MOST_TIME = 0.8
 LEAST_RATIO = 2.0
+MOST_RECOMPUTED = 0.25
 
 Tokens = list[int]
 
@@ -56,25 +63,30 @@ class Side:
     """An engine, and what each of its turns cost."""
 
     engine: Engine
+    num_tokens: int = ANSWER_TOKENS
+    """Of each output."""
     seconds: list[float] = field(default_factory=list)
     computed: list[int] = field(default_factory=list)
     """Prompt tokens, and tokens computed again."""
+    recomputed: list[int] = field(default_factory=list)
     preemptions: list[int] = field(default_factory=list)
     answers: dict[str, Tokens] = field(default_factory=dict)
 
     def take_turn(self, turn: int, prompts: list[Tokens]) -> None:
         """All prompts at once, to the end."""
         engine = self.engine
-        before, preemptions, start = self._computed(), engine.scheduler.stats().num_preemptions, perf_counter()
+        before, was, start = self._computed(), engine.scheduler.stats(), perf_counter()
         for index, prompt in enumerate(prompts):
-            engine.add_request(f"{turn}-{index}", prompt, exactly(ANSWER_TOKENS))
+            engine.add_request(f"{turn}-{index}", prompt, exactly(self.num_tokens))
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.finished:
                     self.answers[output.request_id] = list(output.token_ids)
         self.seconds.append(perf_counter() - start)
         self.computed.append(self._computed() - before)
-        self.preemptions.append(engine.scheduler.stats().num_preemptions - preemptions)
+        stats = engine.scheduler.stats()
+        self.preemptions.append(stats.num_preemptions - was.num_preemptions)
+        self.recomputed.append(stats.num_recomputed_tokens - was.num_recomputed_tokens)
 
     def _computed(self) -> int:
         counters, stats = self.engine.counters, self.engine.scheduler.stats()
@@ -109,6 +121,33 @@ def measure_offload(loaded: LoadedModel, num_rounds: int) -> dict[str, Side]:
                 side.seconds.clear(), side.computed.clear(), side.preemptions.clear()
     if sides["with"].answers != sides["without"].answers:
         raise RuntimeError("the outputs differ with host memory")
+    return sides
+
+
+def measure_swap(loaded: LoadedModel, num_rounds: int, num_tokens: int, num_blocks: int) -> dict[str, Side]:
+    """By `preemption_mode`; the first turn is not kept."""
+    knobs: dict[str, Any] = {
+        "num_blocks": num_blocks,
+        "block_size": SWAP_BLOCK_SIZE,
+        "max_model_len": USER_TOKENS[1] + num_tokens,
+        "max_num_seqs": 8,
+        "full_sequence_must_fit": False,
+    }
+    sides = {"recompute": Side(open_engine(loaded, **knobs), num_tokens)}
+    for mode in ("swap", "cheaper"):
+        engine = open_engine(loaded, kv_offload_bytes=HOST_BYTES, preemption_mode=mode, **knobs)
+        sides[mode] = Side(engine, num_tokens)
+    rng = np.random.default_rng(2)
+    vocabulary = vocabulary_size(sides["swap"].engine)
+    for turn in range(num_rounds + 1):
+        lengths = rng.integers(*USER_TOKENS, size=SWAP_REQUESTS).tolist()
+        prompts = [list(rng.integers(10, vocabulary, size=length).tolist()) for length in lengths]
+        for side in sides.values() if turn % 2 else reversed(sides.values()):
+            side.take_turn(turn, prompts)
+            if turn == 0:
+                side.seconds.clear(), side.recomputed.clear(), side.preemptions.clear()
+    if any(side.answers != sides["recompute"].answers for side in sides.values()):
+        raise RuntimeError("the outputs differ where requests swap")
     return sides
 
 
@@ -180,6 +219,32 @@ def report_offload(sides: dict[str, Side], targets: Targets) -> dict[str, Any]:
     }
 
 
+def report_swap(sides: dict[str, Side], targets: Targets) -> dict[str, Any]:
+    """The table, the target and the figures of requests that swap."""
+    rows: list[list[object]] = []
+    for mode, side in sides.items():
+        decisions = side.engine.scheduler.stats().preemption_decisions
+        counters = side.engine.counters
+        copied = f"{counters.num_offloaded_blocks} out, {counters.num_restored_blocks} back"
+        sums = sum(side.preemptions), sum(side.recomputed)
+        rows.append([mode, *sums, f"{decisions['swap']} of {sum(decisions.values())}", copied, median(side.seconds)])
+    title = f"{SWAP_REQUESTS} requests with outputs of {sides['swap'].num_tokens} tokens"
+    print_table(title, ["preemption mode", "preemptions", "recomputed", "swapped", "blocks copied", "seconds"], rows)
+    before = sides["recompute"]
+    ratios = {mode: sum(side.recomputed) / max(1, sum(before.recomputed)) for mode, side in sides.items()}
+    times = {
+        mode: median(a / b for a, b in zip(side.seconds, before.seconds, strict=True)) for mode, side in sides.items()
+    }
+    targets.at_most("recomputed tokens, swap / recompute", ratios["swap"], MOST_RECOMPUTED)
+    return {
+        "recomputed_ratio": {mode: round(ratio, 4) for mode, ratio in ratios.items()},
+        "time_ratio": {mode: round(ratio, 4) for mode, ratio in times.items()},
+        "recomputed": {mode: sum(side.recomputed) for mode, side in sides.items()},
+        "preemptions": {mode: sum(side.preemptions) for mode, side in sides.items()},
+        "decisions": {mode: side.engine.scheduler.stats().preemption_decisions for mode, side in sides.items()},
+    }
+
+
 def report_store(seconds: dict[str, list[float]], targets: Targets) -> dict[str, Any]:
     """The table, the target and the figures of the store."""
     rows = [[label, median(each) * 1e3, min(each) * 1e3] for label, each in seconds.items()]
@@ -205,10 +270,14 @@ def main() -> int:
 
     targets = Targets()
     offload = report_offload(measure_offload(loaded, ROUNDS_QUICK if quick else ROUNDS), targets)
+    num_tokens, num_blocks = (SWAP_TOKENS_QUICK, SWAP_BLOCKS_QUICK) if quick else (SWAP_TOKENS, SWAP_BLOCKS)
+    swap = report_swap(measure_swap(loaded, ROUNDS_QUICK if quick else ROUNDS, num_tokens, num_blocks), targets)
     with TemporaryDirectory() as directory:
         store = report_store(measure_store(loaded, PROMPTS_QUICK if quick else PROMPTS, Path(directory)), targets)
     figures = {"quick": quick, "threads": arguments.threads, "dtype": arguments.dtype}
-    return finish("kv_transfer", {**figures, "offload": offload, "store": store}, targets, arguments.check)
+    return finish(
+        "kv_transfer", {**figures, "offload": offload, "swap": swap, "store": store}, targets, arguments.check
+    )
 
 
 if __name__ == "__main__":

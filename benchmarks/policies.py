@@ -24,7 +24,7 @@ from _common import Targets, argument_parser, at_least_one, finish, note, print_
 from _policy_agents import AGENTS_AND_GREED, AGENTS_BESIDE_FLOOD
 from _policy_azure import AZURE, AZURE_CACHED
 from _policy_chats_and_documents import CHATS_AND_DOCUMENTS
-from _policy_long_outputs import LONG_OUTPUTS
+from _policy_long_outputs import LONG_OUTPUTS, LONG_OUTPUTS_CACHED, LONG_OUTPUTS_SLOW_LINK
 from _policy_mooncake import MOONCAKE, MOONCAKE_SHORT
 from _policy_scenario import LOADS, Figures, Load, Scenario, highest_speed, measure, saturation
 from _policy_tenants import TENANTS
@@ -42,6 +42,8 @@ SCENARIOS: dict[str, Scenario] = {
         MOONCAKE,
         MOONCAKE_SHORT,
         LONG_OUTPUTS,
+        LONG_OUTPUTS_CACHED,
+        LONG_OUTPUTS_SLOW_LINK,
         CHATS_AND_DOCUMENTS,
         AGENTS_BESIDE_FLOOD,
         AGENTS_AND_GREED,
@@ -147,6 +149,23 @@ COMPARISONS: tuple[Comparison, ...] = (
             target=Target(limit=limit),
         )
         for scenario, limit in (("azure", 0.5), ("azure-cached", 1.03))
+    ),
+    *(
+        Comparison(
+            question="recompute or swap",
+            scenario=scenario,
+            load="above",
+            policy={"preemption_mode": "cheaper"},
+            figure=figure,
+            target=target,
+            in_quick=False,
+        )
+        for scenario, figure, target in (
+            ("long-outputs-cached", "recomputed_share", Target(limit=0.05, relative=False)),
+            ("long-outputs-cached", "ttft_mean", Target(limit=0.5)),
+            ("long-outputs-slow-link", "ttft_mean", Target(limit=1.02)),
+            ("long-outputs-slow-link", "output_tokens_per_second", Target(limit=0.98)),
+        )
     ),
     *(
         Comparison(

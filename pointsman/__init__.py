@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from pointsman.core import (
     Adapter,
     ConfigError,
+    Copies,
     DuplicateRequest,
     EncoderEntry,
     EncoderInput,
@@ -68,6 +69,7 @@ __all__ = [
     "Adapter",
     "AsyncEngine",
     "ConfigError",
+    "Copies",
     "DuplicateRequest",
     "EncoderEntry",
     "EncoderInput",

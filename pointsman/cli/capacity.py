@@ -169,6 +169,7 @@ class _Search:
             share=self.share,
             routing=self.service.routing,
             seed=self._seed,
+            host_memory=self.service.host_memory,
             on_probe=self._row,
             progress=bar.update,
         )

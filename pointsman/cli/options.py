@@ -245,6 +245,14 @@ KNOBS: dict[str, Any] = {
             "repeated.",
         ),
     ],
+    "preemption_mode": Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="What becomes of a preempted request's KV that is evicted: recompute, swap to host memory, or what is "
+            "cheaper for each; the last two need --kv-offload-bytes [default: recompute].",
+        ),
+    ],
     "displace": Annotated[
         bool | None,
         typer.Option(
@@ -484,6 +492,7 @@ ENGINE_PANELS: Panels = {
         "order",
         "victim",
         "eviction",
+        "preemption_mode",
         "reserves",
         "token_limits",
         "displace",

@@ -87,6 +87,7 @@ def run_simulation(
                 num_replicas=replicas,
                 routing=service.routing(),
                 seed=first + place,
+                host_memory=service.host_memory,
                 progress=bar.after(sum(each.report.counts.arrived for each in found)),
             )
             if not outcome.is_complete and found:

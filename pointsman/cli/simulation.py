@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pointsman.cli.errors import CommandError
-from pointsman.cli.knobs import number_or_word
+from pointsman.cli.knobs import number_or_word, size
 from pointsman.cli.options import NUMBERS_OR_WORDS
 from pointsman.cli.simulator_options import SCHEDULER
 from pointsman.core import SchedulerConfig
@@ -22,6 +22,7 @@ from pointsman.core.presets import NO_LIMIT, PRESETS, SYSTEMS
 from pointsman.sim.devices import DEVICES, device
 from pointsman.sim.errors import UnknownName
 from pointsman.sim.fleet import ROUTINGS, Routing
+from pointsman.sim.host_memory import HostMemory, check_host_memory
 from pointsman.sim.memory import KvMemory, num_kv_blocks
 from pointsman.sim.model import ModelShape
 from pointsman.sim.profile import EngineSettings, Hull, Profile, WatchedStepTime, load_profile, warn_outside
@@ -240,6 +241,8 @@ class Service:
     """A configuration with the number of blocks that the device has for it; may raise `ModelTooLarge`."""
     settings_of: str = ""
     """Where the settings that were not given come from, as a reader calls it."""
+    host_memory: HostMemory | None = None
+    """Behind the pool; None: none."""
     model: str = "MODEL"
     """As a server is told: a path, or a name with its organisation; MODEL: not known."""
 
@@ -316,6 +319,15 @@ def _service(options: Mapping[str, Any], preset: str | None, as_vllm: bool) -> S
         step_time = estimated if profile is None else WatchedStepTime(profile.step_time)
         title = f"{shape.name} on {f'{parallel} x ' if parallel > 1 else ''}{on.name}"
 
+    host_memory = None
+    if "kv_offload_bytes" in options:
+        if shape is None or on is None:
+            raise CommandError(
+                "--kv-offload-bytes needs the size of the KV and the link to the host: give --model and --device"
+            )
+        host_memory = HostMemory.of(size(options["kv_offload_bytes"]), shape, on, parallel)
+    check_host_memory(host_memory, config)
+
     def memory(config: SchedulerConfig) -> KvMemory:
         assert shape is not None and on is not None
         usable = options.get("gpu_memory_utilization", 0.9)
@@ -350,6 +362,7 @@ def _service(options: Mapping[str, Any], preset: str | None, as_vllm: bool) -> S
         profile,
         sized,
         settings_of,
+        host_memory,
         "MODEL" if shape is None else _served_model(options.get("model", MODEL), shape),
     )
 

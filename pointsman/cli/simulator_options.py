@@ -104,6 +104,7 @@ SERVED_BY: dict[str, Any] = {
     "gpu_memory_utilization": Annotated[
         float | None, typer.Option(help="Share of the device's memory for the engine [default: 0.9].")
     ],
+    "kv_offload_bytes": KNOBS["kv_offload_bytes"],
     "routing": Annotated[
         str | None,
         typer.Option(
@@ -126,6 +127,7 @@ _AS_SERVED = (
     "order",
     "victim",
     "eviction",
+    "preemption_mode",
     "reserves",
     "token_limits",
     "displace",
@@ -256,7 +258,13 @@ ListNames = Annotated[bool, typer.Option("--list", help="Show models, devices, s
 
 _SERVICE_PANELS: Panels = {
     "Model, device and fleet": ("profile", "tensor_parallel", "gpu_memory_utilization", "routing"),
-    "KV pool and prefix cache": ("num_blocks", "block_size", "max_model_len", "enable_prefix_caching"),
+    "KV pool and prefix cache": (
+        "num_blocks",
+        "block_size",
+        "max_model_len",
+        "enable_prefix_caching",
+        "kv_offload_bytes",
+    ),
     "Steps": ENGINE_PANELS["Steps"],
     "Admission and preemption": ("preset", *ENGINE_PANELS["Admission and preemption"]),
 }

@@ -42,6 +42,8 @@ _MAIN = {"max_num_batched_tokens": "budget", "max_num_seqs": "seqs", REPLICAS: "
 """Settings with a column of their own."""
 _SERVED_AS = ("gpu_memory_utilization", "max_model_len", "block_size")
 """Options that both commands get if they were given here."""
+_SWAPPED_AS = ("kv_offload_bytes", "preemption_mode")
+"""The same, of `pointsman serve` alone."""
 
 
 def run_tune(
@@ -148,6 +150,7 @@ class _Tuned:
             targets=self._targets,
             routing=self._service.routing,
             seed=seed,
+            host_memory=self._service.host_memory,
         )
         search = Search(
             space=space,
@@ -324,6 +327,7 @@ class _Tuned:
         ours = ["pointsman", "serve", "--model", model, "--num-blocks", str(config.num_blocks)]
         ours += ["--block-size", str(config.block_size)]
         ours += [*_flags({name: value for name, value in common.items() if name == "max_model_len"})]
+        ours += _flags({name: options[name] for name in _SWAPPED_AS if name in options})
         ours += _flags(_ours(config))
         native, additional = _for_vllm(config, self._preset)
         vllm = ["vllm", "serve", model, *_flags(common)]

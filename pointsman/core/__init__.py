@@ -33,7 +33,7 @@ from pointsman.core.replay import ReplayDifference, ReplayReport, replay
 from pointsman.core.scheduler import Scheduler
 from pointsman.core.state.events import Listener, StepDecision, StepRun
 from pointsman.core.state.inputs import Adapter, EncoderEntry, EncoderInput
-from pointsman.core.state.output import Load, Save, SchedulerOutput, StepResult, StepUpdate
+from pointsman.core.state.output import Copies, Load, Save, SchedulerOutput, StepResult, StepUpdate
 from pointsman.core.state.reason import Holder, Reason
 from pointsman.core.state.repetition import RepetitionDetectionParams
 from pointsman.core.state.request import Request
@@ -50,6 +50,7 @@ from pointsman.core.state.status import (
 __all__ = [
     "Adapter",
     "ConfigError",
+    "Copies",
     "DuplicateRequest",
     "EncoderEntry",
     "EncoderInput",

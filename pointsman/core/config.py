@@ -116,6 +116,11 @@ class SchedulerConfig:
     """Admit only if the whole known sequence fits, not just its first chunk, beside what partial prefills are still
     owed."""
 
+    preemption_mode: Literal["recompute", "swap", "cheaper"] = "recompute"
+    """What happens to the KV of a preempted request when the pool evicts it before the request resumes. "recompute": it
+    is lost, unless the connector saves all that is evicted. "swap": it is copied to host memory, and back when the
+    request resumes. "cheaper": for each victim what takes less time, by the step times and the copies so far. The last
+    two need the prefix cache, and a connector with host memory (`core/policy/swap.py`)."""
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     """With a connector: what happens to a request whose KV could not all be loaded in time. "recompute": missing tokens
     are computed. "fail": it finishes with an error."""
@@ -273,6 +278,7 @@ class SchedulerConfig:
             timeout = self.kv_load_timeout
             if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not 0 < timeout < math.inf:
                 raise ConfigError(f"kv_load_timeout is {timeout!r}; give seconds above 0, or None for no limit")
+        _check_choice("preemption_mode", self.preemption_mode, "recompute", "swap", "cheaper")
         _check_choice("kv_load_failure_policy", self.kv_load_failure_policy, "recompute", "fail")
         _check_choice("batching", self.batching, "mixed", "prefill-first", "static")
         _check_choice("admission_charge", self.admission_charge, "uncached", "whole-fits", "whole")
@@ -319,6 +325,11 @@ class SchedulerConfig:
             raise ConfigError(
                 "count_common_prefix is on and enable_prefix_caching off, so no block is common to two requests; turn "
                 "prefix caching on, or leave it off"
+            )
+        if self.preemption_mode != "recompute" and not self.enable_prefix_caching:
+            raise ConfigError(
+                f'preemption_mode is "{self.preemption_mode}" and enable_prefix_caching is off: swapped blocks are '
+                'found again through the prefix cache; turn it on, or use "recompute"'
             )
         if not self.share_within_step and not self.enable_prefix_caching:
             raise ConfigError("share_within_step=False has no effect without prefix caching; leave it at its default")

@@ -158,6 +158,8 @@ def _update(output: SchedulerOutput, result: StepResult, update: StepUpdate) -> 
     line["errors"] = {str(index): message for index, message in result.errors.items()}
     if result.unsampled:
         line["unsampled"] = sorted(int(index) for index in result.unsampled)
+    if result.copies is not None:
+        line["copies"] = list(result.copies)
     return {**line, "step_time": result.step_time, "decision": update_decision(update)}
 
 

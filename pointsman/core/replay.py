@@ -23,7 +23,7 @@ from pointsman.core.recording import (
 )
 from pointsman.core.scheduler import Scheduler
 from pointsman.core.state.events import Listener, StepRun
-from pointsman.core.state.output import SchedulerOutput, StepResult
+from pointsman.core.state.output import Copies, SchedulerOutput, StepResult
 from pointsman.core.state.request import Request
 from pointsman.core.state.status import FinishReason, ParkReason, PauseMode
 from pointsman.core.step.assembly import Start
@@ -183,7 +183,9 @@ class _Replay:
 
     def _update(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
         errors = {int(index): message for index, message in call["errors"].items()}
-        result = StepResult(call["token_ids"], call["counts"], errors, call["step_time"], call.get("unsampled", ()))
+        copies = Copies(*call["copies"]) if "copies" in call else None
+        unsampled = call.get("unsampled", ())
+        result = StepResult(call["token_ids"], call["counts"], errors, call["step_time"], unsampled, copies)
         self._updated = output = self._output(call)
         update = scheduler.update(output, result, call["now"])
         del self._outputs[call["step"]]

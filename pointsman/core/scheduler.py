@@ -94,6 +94,7 @@ class Scheduler:
         "_running",
         "_statistics",
         "_steps",
+        "_swap",
         "_table",
         "_update",
         "_view",
@@ -133,6 +134,7 @@ class Scheduler:
         self._batch, self._kv, self._table, self._steps = parts.batch, parts.kv, parts.table, parts.steps
         self._running, self._drafts, self._emission = parts.running, parts.drafts, parts.emission
         self._admission, self._displacement, self._loading = parts.admission, parts.displacement, parts.loading
+        self._swap = parts.swap
         self._update, self._encoder, self._load_followers = parts.update, parts.encoder, parts.gates.load_followers
         self._fast_forward, self._view, self._budget = parts.fast_forward, parts.view, parts.budget
         self._fast_forward.checks_horizons = self._check_horizons
@@ -223,6 +225,8 @@ class Scheduler:
         self._table.now = now
         # 1. Append and 2. stop: the result is checked, its tokens appended, stop conditions tested (`step/update.py`).
         fields, ends = self._update.append(step, output, result)
+        if self._swap is not None:
+            self._swap.observe(result.copies)
         # 3. Free: requests that stop finish, and give back their blocks.
         if ends:
             self._update.finish(fields, ends)
@@ -503,6 +507,8 @@ class Scheduler:
         if preempt_running:
             self._table.preempt_all()
         self._kv.reset()
+        if self._swap is not None:
+            self._swap.forget()
         if self._loading is not None:
             self._loading.forget()
         if self._events.called:

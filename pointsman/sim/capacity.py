@@ -25,6 +25,7 @@ import numpy.typing as npt
 from pointsman.core import SchedulerConfig
 from pointsman.sim.errors import SimulationError
 from pointsman.sim.fleet import RoundRobin, Routing
+from pointsman.sim.host_memory import HostMemory
 from pointsman.sim.report.summary import Targets, figures
 from pointsman.sim.simulator import Progress, simulate
 from pointsman.sim.step_time import StepTime
@@ -78,6 +79,8 @@ class Question:
     """Of the requests, that must meet all targets."""
     routing: Callable[[], Routing] = RoundRobin
     seed: int = 0
+    host_memory: HostMemory | None = None
+    """Behind the pool of each replica; None: none."""
     on_probe: Callable[[Probe], None] | None = None
     """Called with each probe when it is done."""
     progress: Progress | None = None
@@ -103,6 +106,7 @@ class Question:
             num_replicas=num_replicas,
             routing=self.routing(),
             seed=self.seed,
+            host_memory=self.host_memory,
             progress=self.progress,
         )
         if not outcome.is_complete:

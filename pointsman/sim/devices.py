@@ -40,6 +40,8 @@ class Device:
     device has no arithmetic for is absent."""
     link_bandwidth: float
     """Bytes/s that the device can send to its peers; 0: it has none."""
+    host_bandwidth: float
+    """Bytes/s between the device and the host's memory, in one direction."""
     source: str
     """Where the figures come from."""
 
@@ -91,6 +93,7 @@ def measure_cpu(seconds: float = 0.8, memory: int | None = None) -> Device:
         bandwidth=2 * source.nbytes / copy,  # a copy reads and writes
         peak_flops={"fp32": 2 * size**3 / multiply},
         link_bandwidth=0.0,
+        host_bandwidth=source.nbytes / copy,  # the pool is host memory, too
         source="measured on this machine: NumPy copies of 64 MiB, float32 products of 1024 x 1024",
     )
 
@@ -120,23 +123,38 @@ def _machine_memory() -> int:
 # ---------------------------------------------------------------------- the table
 
 
-def _gpu(name: str, gib: float, tb_per_s: float, gb_per_s: float, tflops: Mapping[Dtype, float], source: str) -> Device:
+_PCIE_4, _PCIE_5 = 32, 64
+"""GB/s of 16 lanes in one direction."""
+
+
+def _gpu(
+    name: str,
+    gib: float,
+    tb_per_s: float,
+    gb_per_s: float,
+    tflops: Mapping[Dtype, float],
+    source: str,
+    *,
+    host_gb_per_s: float = _PCIE_5,
+) -> Device:
     return Device(
         name=name,
         memory=int(gib * GIB),
         bandwidth=tb_per_s * 1e12,
         peak_flops={dtype: value * 1e12 for dtype, value in tflops.items()},
         link_bandwidth=gb_per_s * 1e9,
+        host_bandwidth=host_gb_per_s * 1e9,
         source=f"{source}; {_SEEN}",
     )
 
 
-# Link bandwidth is one direction: half of what datasheets give for NVLink, PCIe and Infinity Fabric.
+# Link bandwidth is one direction: half of what datasheets give for NVLink, PCIe and Infinity Fabric. The link to the
+# host is PCIe x16 in each of them, as the same datasheets say: of generation 4 where that is noted, otherwise 5.
 _HOPPER: Mapping[Dtype, float] = {"fp32": 67, "bf16": 989.4, "fp8": 1978.9, "int8": 1978.9}
 _AMPERE: Mapping[Dtype, float] = {"fp32": 19.5, "bf16": 312, "int8": 624}
 _TABLE = (
-    _gpu("A100-40GB-SXM", 39.49, 1.555, 300, _AMPERE, "NVIDIA A100 Tensor Core GPU datasheet"),
-    _gpu("A100-80GB-SXM", 79.15, 2.039, 300, _AMPERE, "NVIDIA A100 Tensor Core GPU datasheet"),
+    _gpu("A100-40GB-SXM", 39.49, 1.555, 300, _AMPERE, "NVIDIA A100 Tensor Core GPU datasheet", host_gb_per_s=_PCIE_4),
+    _gpu("A100-80GB-SXM", 79.15, 2.039, 300, _AMPERE, "NVIDIA A100 Tensor Core GPU datasheet", host_gb_per_s=_PCIE_4),
     _gpu("H100-SXM", 79.19, 3.35, 450, _HOPPER, "NVIDIA H100 Tensor Core GPU datasheet and Hopper whitepaper (SXM5)"),
     _gpu("H200-SXM", 139.81, 4.8, 450, _HOPPER, "NVIDIA H200 Tensor Core GPU datasheet (SXM)"),
     _gpu(
@@ -145,11 +163,11 @@ _TABLE = (
     ),
     _gpu(
         "L40S", 44.40, 0.864, 32, {"fp32": 91.6, "bf16": 362.05, "fp8": 733, "int8": 733},
-        "NVIDIA L40S datasheet (PCIe 4.0 x16)",
+        "NVIDIA L40S datasheet (PCIe 4.0 x16)", host_gb_per_s=_PCIE_4,
     ),
     _gpu(
         "RTX-4090", 23.52, 1.008, 32, {"fp32": 82.6, "bf16": 165.2, "fp8": 330.3, "int8": 660.6},
-        "NVIDIA Ada GPU architecture whitepaper, with FP32 accumulation (PCIe 4.0 x16)",
+        "NVIDIA Ada GPU architecture whitepaper, with FP32 accumulation (PCIe 4.0 x16)", host_gb_per_s=_PCIE_4,
     ),
     _gpu(
         "RTX-PRO-6000-Blackwell", 94.97, 1.792, 64, {"fp32": 126, "bf16": 503.8, "fp8": 1007.6, "int8": 1007.6},

@@ -4,6 +4,8 @@
     replica.add(number, request, now)    a request arrives: of planned decodes only those remain that have begun
     replica.commit()                     the event has happened; which requests it finished
 
+With host memory (`host_memory.py`) a step begins with its copies, which add to its time.
+
 A step that decides anything is scheduled when it begins and updated when it ends. Between such steps every running
 request decodes, and `Scheduler.advance` does all of them at once. The end of an output is known here alone: a request
 ends with an end-of-sequence token that the scheduler cannot foresee.
@@ -21,7 +23,17 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core import Listener, Request, RequestRefused, Scheduler, SchedulerConfig, SchedulerOutput, StepResult
+from pointsman.core import (
+    Copies,
+    Listener,
+    Request,
+    RequestRefused,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerOutput,
+    StepResult,
+)
+from pointsman.sim.host_memory import HostMemory, HostTier, check_host_memory
 from pointsman.sim.outcome import Event, Timeline, Timings
 from pointsman.sim.request import EOS_TOKEN, SimRequest, blank_prompt, filler_token, prompt_tokens
 from pointsman.sim.step_time import StepLoad, StepTime
@@ -90,6 +102,10 @@ class Replica:
         seed: of the prompts' tokens, where prefixes may be cached.
         vocab_size: number of token ids that prompts have.
         listeners: of the scheduler's events.
+        host_memory: where evicted KV is kept; None: nowhere.
+
+    Raises:
+        SimulationError: the host memory does not fit the configuration.
     """
 
     def __init__(
@@ -102,8 +118,11 @@ class Replica:
         seed: int = 0,
         vocab_size: int = 100_000,
         listeners: Iterable[Listener] = (),
+        host_memory: HostMemory | None = None,
     ) -> None:
-        self.scheduler = Scheduler(config, listeners=listeners)
+        check_host_memory(host_memory, config)
+        self.host = None if host_memory is None else HostTier(host_memory, config)
+        self.scheduler = Scheduler(config, connector=self.host, listeners=listeners)
         self.timeline = Timeline()
         self.now = 0.0
         """The end of its last event, in seconds."""
@@ -120,6 +139,7 @@ class Replica:
         self._arrived: list[tuple[Request, float]] = []  # during planned decodes
         self.refused: list[tuple[int, str]] = []
         """Requests that can never run, by number, and why; the simulation takes them."""
+        self._copies: dict[int, Copies] = {}  # of the steps in flight, by their ids
         self._in_flight: deque[tuple[SchedulerOutput, float]] = deque()  # with the end of each
         # By row of the scheduler's batch.
         self._num_tokens = np.zeros(_ROWS, dtype=np.int64)  # known tokens
@@ -235,18 +255,22 @@ class Replica:
     def _schedule(self) -> tuple[SchedulerOutput, float]:
         """The next step, and how long it takes, in seconds; 0 for one that runs nothing."""
         output = self.scheduler.schedule(self.now)
+        copying = 0.0
+        if self.host is not None and (copies := self.host.copy(output)) is not None:
+            self._copies[output.step_id] = copies
+            copying = copies.seconds
         num_rows, total = output.num_rows, output.total_num_scheduled_tokens
         if output.num_continued < num_rows:
             self._place(output)
         if not num_rows:
-            return output, 0.0
+            return output, copying
         # Sums as products, which take a fraction of the time.
         if num_rows > len(self._ones):
             self._ones = np.ones(2 * num_rows, dtype=np.int64)
         context = int(output.num_computed_tokens.dot(self._ones[:num_rows])) + total
         samples = int(np.count_nonzero(output.samples))
         load = StepLoad(total, num_rows, context, output.num_attended_tokens, samples)
-        return output, self._step_time.of_step(load)
+        return output, self._step_time.of_step(load) + copying
 
     def _finish_step(self, output: SchedulerOutput) -> list[int]:
         scheduler, now, rows = self.scheduler, self.now, output.rows
@@ -258,7 +282,10 @@ class Replica:
         self._num_tokens[rows] = known
         tokens = self._filler[rows]
         tokens[known >= self._last_token[rows]] = EOS_TOKEN
-        update = scheduler.update(output, StepResult(tokens), now)
+        result = StepResult(tokens)
+        if self._copies:
+            result.copies = self._copies.pop(output.step_id, None)
+        update = scheduler.update(output, result, now)
         if self._max_in_flight > 1:  # requests may have finished since it was scheduled
             rows = output.rows[update.counts > 0]
         if len(rows):

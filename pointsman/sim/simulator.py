@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from pointsman.core import SchedulerConfig, SchedulerStats
 from pointsman.sim.fleet import RoundRobin, Routing
+from pointsman.sim.host_memory import CopyTotals, HostMemory
 from pointsman.sim.outcome import Timeline, Timings
 from pointsman.sim.replica import Replica
 from pointsman.sim.request import SimRequest
@@ -40,6 +41,8 @@ class Outcome:
     """Requests that could never run, and why."""
     is_complete: bool = True
     """False: it was interrupted."""
+    copies: list[CopyTotals] = field(default_factory=list)
+    """Between each replica's pool and its host memory; empty without host memory."""
 
 
 def simulate(
@@ -51,6 +54,7 @@ def simulate(
     routing: Routing | None = None,
     is_stepping: bool = False,
     seed: int = 0,
+    host_memory: HostMemory | None = None,
     until: float = math.inf,
     progress: Progress | None = None,
 ) -> Outcome:
@@ -61,6 +65,7 @@ def simulate(
         step_time: of each replica's device.
         routing: which replica gets a request; None: in turns.
         is_stepping: decide every step on its own, which gives the same and takes longer.
+        host_memory: behind each replica's KV pool; None: none.
         progress: see `Progress`.
 
     Ctrl-C ends it with what was found so far.
@@ -73,6 +78,7 @@ def simulate(
         routing=routing or RoundRobin(),
         is_stepping=is_stepping,
         seed=seed,
+        host_memory=host_memory,
     ).run(until, progress)
 
 
@@ -89,12 +95,14 @@ class Simulation:
         routing: Routing,
         is_stepping: bool,
         seed: int,
+        host_memory: HostMemory | None = None,
     ) -> None:
         if num_replicas < 1:
             raise ValueError(f"num_replicas is {num_replicas}; it must be at least 1")
         self.timings = Timings(workload.num_requests or 1024)
         self.replicas = [
-            Replica(config, step_time, self.timings, is_stepping=is_stepping, seed=seed) for _ in range(num_replicas)
+            Replica(config, step_time, self.timings, is_stepping=is_stepping, seed=seed, host_memory=host_memory)
+            for _ in range(num_replicas)
         ]
         self._workload = workload
         self._routing = routing
@@ -122,6 +130,7 @@ class Simulation:
             self._requests,
             self._refused,
             is_complete,
+            [replica.host.totals for replica in self.replicas if replica.host is not None],
         )
 
     def _run(self, until: float, progress: Progress | None) -> None:

@@ -211,6 +211,8 @@ class Efficiencies:
     """Share of the peak FLOP/s, in attention."""
     link: float = 0.7
     """Share of the link bandwidth, in all-reduces."""
+    host_link: float = 0.8
+    """Share of the bandwidth to the host, in copies of KV blocks from and to pinned memory."""
     all_reduce_latency: float = 10e-6
     """Seconds of an all-reduce of nothing."""
     per_step: float = 0.4e-3
@@ -221,7 +223,7 @@ class Efficiencies:
     """Memory and compute time m and c overlap to (m**r + c**r)**(1/r): 1 is their sum, infinity the longer one."""
 
     def __post_init__(self) -> None:
-        for name in ("memory", "linear", "attention", "link"):
+        for name in ("memory", "linear", "attention", "link", "host_link"):
             if not 0 < getattr(self, name) <= 1:
                 raise SimulationError(f"efficiency {name} is {getattr(self, name)}; it must be above 0 and at most 1")
         for name in ("all_reduce_latency", "per_step", "per_row"):

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from pointsman.core import SchedulerConfig
 from pointsman.sim.fleet import RoundRobin, Routing
+from pointsman.sim.host_memory import HostMemory
 from pointsman.sim.profile import Hull, WatchedStepTime
 from pointsman.sim.report.intervals import Draws, distribution
 from pointsman.sim.report.summary import Targets, met
@@ -94,6 +95,8 @@ class Judge:
     targets: Targets
     routing: Callable[[], Routing] = RoundRobin
     seed: int = 0
+    host_memory: HostMemory | None = None
+    """Behind the pool of each replica; None: none."""
 
     def measure(self, job: Job, progress: Progress | None = None) -> Sample:
         """Simulate.
@@ -110,6 +113,7 @@ class Judge:
             num_replicas=job.num_replicas,
             routing=self.routing(),
             seed=self.seed,
+            host_memory=self.host_memory,
             progress=progress,
         )
         if not outcome.is_complete:

@@ -261,6 +261,8 @@ def test_kv_transfer() -> None:
     figures = run_quick("kv_transfer.py")
     assert figures["offload"]["computed_ratio"] < 0.4  # counts, which do not depend on the machine
     assert max(figures["offload"]["preemptions"]["without"]) > 0 < figures["offload"]["restored_blocks"]
+    assert figures["swap"]["recomputed_ratio"]["swap"] < 0.25
+    assert figures["swap"]["decisions"]["swap"]["swap"] > 10
     assert figures["store"]["first_token_ratio"] > 1  # 16 times fewer tokens to compute
 
 

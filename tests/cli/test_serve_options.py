@@ -197,6 +197,7 @@ def test_a_file_may_set_every_option_but_secrets(tmp_path: Path) -> None:
         "order": "priority",
         "victim": "latest",
         "eviction": "retention:share=0.25",
+        "preemption_mode": "cheaper",
         "displace": "true",
         "watermark": "0.05",
         "decode_reserve": "24",

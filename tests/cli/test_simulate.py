@@ -308,3 +308,32 @@ def test_what_takes_long_shows_its_progress_and_the_time_that_is_left() -> None:
             assert "-:--:--" in text  # after one reading the remaining time is not known
         else:
             assert text == ""
+
+
+SHORT_OF_BLOCKS = ("--device", "4090", "--num-blocks", "300", "--output-tokens", "lognormal:600,0.6", *FEW)
+
+
+def test_preempted_requests_swap_to_host_memory(pointsman: Run) -> None:
+    swap = ("--kv-offload-bytes", "16GiB", "--preemption-mode", "swap")
+    plain = json.loads(pointsman("simulate", *SHORT_OF_BLOCKS, "--json").out)["counts"]
+    counts = json.loads(pointsman("simulate", *SHORT_OF_BLOCKS, *swap, "--json").out)["counts"]
+    assert (plain["copied_blocks"], plain["preemption_decisions"]) == ({}, {})
+    assert counts["recomputed_tokens"] < 0.1 * plain["recomputed_tokens"]
+    assert counts["copied_blocks"]["restored"] > 20 < counts["copied_blocks"]["offloaded"]
+    assert counts["preemption_decisions"]["swap"] > 5
+    text = pointsman("simulate", *SHORT_OF_BLOCKS, *swap).out
+    assert f"{counts['copied_blocks']['offloaded']:,} blocks to host memory" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--preemption-mode", "swap"), "there is no host memory to swap to; give kv_offload_bytes"),
+        (("--kv-offload-bytes", "10"), "less than one block"),
+        (("--kv-offload-bytes", "1GiB", "--no-enable-prefix-caching"), "enable_prefix_caching is off; switch it on"),
+        (("--kv-offload-bytes", "1GiB", "--preemption-mode", "often"), 'choose "recompute", "swap" or "cheaper"'),
+        (("--kv-offload-bytes", "some"), "is not a size"),
+    ],
+)
+def test_host_memory_that_cannot_work_is_refused(pointsman: Run, options: tuple[str, ...], words: str) -> None:
+    check_refused(pointsman("simulate", *FEW, *options), words)

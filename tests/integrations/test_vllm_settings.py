@@ -66,6 +66,7 @@ def test_knobs_and_presets_come_from_the_additional_config() -> None:
         ({"max_seqs": 3}, "max_seqs in --additional-config is unknown; choose from"),
         ({"preset": "high-throughput"}, "the preset 'high-throughput' is unknown here"),
         ({"kv_load_timeout": 1.0}, "kv_load_timeout in --additional-config is unknown"),
+        ({"preemption_mode": "swap"}, "preemption_mode is 'swap': swapping needs host memory .* leave it out"),
         ({"socket": 1}, "socket in --additional-config is 1; it must be a path"),
     ],
 )

@@ -29,6 +29,8 @@ ONE_STEP = {"max_steps_in_flight": 1, "num_draft_tokens": 0, "draft_table": (), 
 NO_ENCODER = {"encoder_budget": 0, "encoder_cache_size": 0}
 PLAIN: dict[str, Any] = {**ONE_STEP, **NO_ENCODER}
 CACHING = {"enable_prefix_caching": True, "share_within_step": True}
+SWAP: dict[str, Any] = {"connector": True, "preemption_mode": "swap"}
+"""Not "cheaper": times of single steps include the time between them."""
 CUT = {"enable_chunked_prefill": True, "first_chunk_only": False, "token_limits": ("target-itl:seconds=3,least=2",)}
 FCFS = {"order": "fcfs", "batching": "mixed", "displace": None}
 ORDERED: dict[str, Any] = {**PLAIN, "max_loras": 0, "max_num_partial_prefills": None, "max_long_partial_prefills": None}
@@ -38,6 +40,18 @@ FOCUS: dict[str, dict[str, Any]] = {
     "long outputs": {**PLAIN, "block_size": 1, "num_blocks": 60, "max_model_len": 48},
     "few blocks": {**PLAIN, **CACHING, "block_size": 2, "num_blocks": 9, "max_model_len": 18, "num_reserved_blocks": 0},
     "evictions": {**PLAIN, **CACHING, "block_size": 1, "num_blocks": 20, "full_sequence_must_fit": False},
+    "swap": {
+        **PLAIN,
+        **CACHING,
+        **SWAP,
+        "block_size": 3,
+        "num_blocks": 16,
+        "num_reserved_blocks": 0,
+        "max_model_len": 30,
+        "max_num_seqs": 5,
+        "full_sequence_must_fit": False,
+        "reserves": (),
+    },
     "watermark": {**PLAIN, "block_size": 2, "num_blocks": 12, "watermark": 0.35, "decode_reserve": 9},
     "mean reserve": {**PLAIN, "block_size": 2, "num_blocks": 12, "decode_reserve": "mean"},
     "growth": {
@@ -69,6 +83,7 @@ SELDOM = {"anything", "drafts"}
 SHORT_FOCUS = (
     "few blocks",
     "evictions",
+    "swap",
     "priority",
     "growth",
     "target step time",
@@ -122,7 +137,7 @@ class TwinMachine(SchedulerMachine):
     @initialize(data=st.data())
     def configure(self, data: st.DataObject) -> None:
         choose, twin = DrawChooser(data.draw), Twin()
-        overrides = PLAIN if choose.chance(80) else {}
+        overrides = choose.choice((PLAIN,) * 3 + ({**PLAIN, **CACHING, **SWAP}, {"preemption_mode": "swap"}))
         self.world = make_world(choose, overrides, recording=twin)
         twin.first = self.world.scheduler
 

@@ -65,6 +65,8 @@ SLOW_IMAGES |= {"max_num_partial_prefills": None, "max_num_seqs": 5, "max_num_ba
 ROOMY = {**SLOW_PREFILL, "num_blocks": 14, "max_model_len": 48, "max_num_seqs": 5, "max_num_batched_tokens": 8}
 ROOMY |= {"batching": "mixed", "max_loras": 0, "full_sequence_must_fit": False}
 TRANSFERS = {"connector": True, "enable_prefix_caching": True, "max_model_len": 8, "num_blocks": 14}
+SWAPS = {**PLAIN, **TRANSFERS, "share_within_step": True, "preemption_mode": "swap", "block_size": 1}
+SWAPS |= {"num_blocks": 16, "max_model_len": 14, "full_sequence_must_fit": False}
 WIDE = {**CACHING, "max_num_seqs": 5, "max_num_batched_tokens": 19, "num_blocks": 14, "batching": "mixed"}
 WIDE |= {"num_draft_tokens": 0}
 SPECULATION = {"num_draft_tokens": 5, "draft_table": (), "max_num_seqs": 4, "max_model_len": 48}
@@ -887,6 +889,11 @@ def sent_blocks_are_not_held(patch: Patch) -> None:
     around(patch, "Transfers.hold_if_sending", hold)
 
 
+def blocks_are_saved_for_no_request(patch: Patch) -> None:
+    """What a preempted request wanted is wanted after it has finished."""
+    replace(patch, "Swap.ended", lambda swap, request: None)
+
+
 def void_load_stands(patch: Patch) -> None:
     replace(patch, "Loading.roll_back", lambda loading, record: None)
 
@@ -986,6 +993,7 @@ BOOKKEEPING: tuple[Fault, ...] = (
     (holder_does_not_hand_over, TRANSFERS),
     (transfer_ends_twice, TRANSFERS),
     (void_load_stands, {**TRANSFERS, "max_steps_in_flight": 3}),
+    (blocks_are_saved_for_no_request, SWAPS),
 )
 WRONG_CONTENT: tuple[Fault, ...] = (
     (salt_is_ignored, CACHING),

@@ -54,6 +54,8 @@ FOCUS: dict[str, dict[str, Any]] = {
     "images": {**CACHING, "encoder_budget": 5, "encoder_cache_size": 6},
     "transfers": {"connector": True, "enable_prefix_caching": True},
     "transfers in flight": {"connector": True, "max_steps_in_flight": 3},
+    "swap": {**CACHING, "connector": True, "preemption_mode": "swap", "full_sequence_must_fit": False},
+    "swap in flight": {**CACHING, "connector": True, "preemption_mode": "cheaper", "max_steps_in_flight": 3},
     "transfers of images": {**CACHING, "connector": True, "encoder_budget": 5, "encoder_cache_size": 6},
     "fair": {**ORDERED, "order": "fair", "max_steps_in_flight": 2},
     "earliest-ttft": {**ORDERED, "order": "earliest-ttft:default=3,every=3", "max_steps_in_flight": 2},
@@ -152,6 +154,7 @@ TIGHT = {**PLENTY, "block_size": 2, "num_reserved_blocks": 0, "num_blocks": 9, "
 LONG_PROMPTS = {**PLENTY, "num_blocks": 20, "max_model_len": 20}
 URGENT = {**PLENTY, "order": "priority", "displace": True, "max_num_seqs": 1}
 LOADS = {**PLENTY, **CACHING, "connector": True, "num_blocks": 30, "max_model_len": 12, "kv_load_timeout": 1.5}
+SWAPS = {**LOADS, "preemption_mode": "swap", "num_blocks": 16, "max_model_len": 14, "full_sequence_must_fit": False}
 
 
 def _told(reason: Reason) -> Callable[[World], int]:
@@ -160,6 +163,13 @@ def _told(reason: Reason) -> Callable[[World], int]:
 
 def _of_stats(name: str) -> Callable[[World], int]:
     return lambda world: int(getattr(world.scheduler.stats(), name))
+
+
+def _num_swapped(world: World) -> int:
+    """Saved blocks, where only those of preempted requests are."""
+    device = world.host.device
+    assert device is not None
+    return 0 if device.saves_evicted else world.scheduler.stats().num_saved_blocks
 
 
 def _num_rejected(world: World) -> int:
@@ -214,6 +224,7 @@ LIMITS: dict[str, tuple[dict[str, Any], Callable[[World], int]]] = {
     "failed loads": (LOADS, _of_stats("num_failed_loads")),
     "loaded tokens": (LOADS, _of_stats("num_loaded_tokens")),
     "saved blocks": (LOADS, _of_stats("num_saved_blocks")),
+    "swapped blocks": (SWAPS, _num_swapped),
 }
 """What happens in runs, the knobs under which it is likely, and how to count it."""
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pointsman.core import Load, Request, SchedulerOutput
+from pointsman.core import Copies, Load, Request, SchedulerOutput
 from pointsman.core.kv.content import block_keys
 
 from .shadow import GARBAGE, require
@@ -38,11 +38,10 @@ class Transfer:
 class Device:
     """Both sides of a connector."""
 
-    saves_evicted = True
-
     def __init__(self, host: ShadowHost, seed: int, *, max_held_blocks: int) -> None:
         self._host = host
         self._random = random.Random(seed)
+        self.saves_evicted = host.config.preemption_mode == "recompute" or self._random.random() < 0.3
         self.max_held_blocks = max_held_blocks
         self.store: dict[bytes, Contents] = {}
         self.transfers: dict[int, Transfer] = {}
@@ -50,7 +49,9 @@ class Device:
         self.undecided: set[Request] = set()  # who got no answer in this step
         self.offered: dict[Request, int] = {}  # blocks of an asynchronous load, with those before it, in this step
         self.resumed: set[Request] = set()  # who was admitted behind loaded blocks in this step
-        self.is_calm = False  # decides at once, and sends nothing
+        swaps = host.config.preemption_mode != "recompute"
+        self.is_host_memory = swaps and self._random.random() < 0.5  # loads before the step, always
+        self.is_calm = self.is_host_memory  # decides at once, and sends nothing
         self.num_loads = self.num_loaded_later = 0
 
     # -------------------------------------------------------------- what the scheduler asks
@@ -65,7 +66,7 @@ class Device:
             self.undecided.add(request)
             return None, False
         spare = self._random.randrange(size) if found < len(keys) else 0  # a part of a block is of no use
-        is_async = found > 0 and self._random.random() < 0.7
+        is_async = found > 0 and not self.is_host_memory and self._random.random() < 0.7
         if is_async:
             self.offered[request] = min(num_local_tokens // size + found, (request.num_tokens - 1) // size)
         return found * size + spare, is_async
@@ -97,6 +98,8 @@ class Device:
         """Copy out what is given up, then load. Returns the slots that are written before the step computes."""
         size = self._host.config.block_size
         for save in output.saves:
+            wanted = self.saves_evicted or self._is_wanted(save.key)
+            require(wanted, f"block {save.block_id} is saved, and no request will resume with it")
             contents = tuple(self._host.contents_of([save.block_id]))
             require(GARBAGE not in contents, f"block {save.block_id} is saved, and holds garbage")
             old = self.store.setdefault(save.key, contents)
@@ -112,6 +115,17 @@ class Device:
             self._host.write(load.block_ids.tolist(), contents_of_blocks)
             written[load.request] = slots
         return written
+
+    def _is_wanted(self, key: bytes) -> bool:
+        """Whether a request that was preempted, and has not ended, has the block with this key."""
+        lost = (request for request in self._host.sequences if request.num_preemptions and not request.is_finished)
+        return any(key in block_keys(request, self._host.config.block_size) for request in lost)
+
+    def copies(self, output: SchedulerOutput) -> Copies | None:
+        """What a step copied before it computed, in a time that differs from step to step."""
+        loaded = sum(len(load.block_ids) for load in output.loads if not load.is_async)
+        count = len(output.saves) + loaded
+        return Copies(count, 0.03 * (1 + output.step_id % 5)) if count else None
 
     def _contents_of(self, load: Load) -> list[Contents]:
         size = self._host.config.block_size

@@ -96,6 +96,8 @@ class Twin:
             if self._choose.chance(50) and (tokens[:-1] == tokens[0]).all():
                 tokens, last = tokens[0], tokens[-1].tolist()
             queued = self.second.num_queued > 0
+            if self._replay._connector is not None:
+                self._replay._connector.expect(run[-1][1].get("answers", []))
             done = self.second.advance(times, tokens, last)
             decision = run[-1][1]["decision"]
             require([r.request_id for r in done.finished] == [end[0] for end in decision["finished"]], "other ends")

@@ -139,6 +139,7 @@ def _with_effect(values: dict[str, Any], overrides: dict[str, Any], choose: Choo
     values["enable_kv_cache_events"] &= values["enable_prefix_caching"]
     if not values["enable_prefix_caching"]:
         values["eviction"] = "lru"
+        values.pop("preemption_mode", None)
     if values.get("encoder_budget") and values["batching"] == "prefill-first":
         if "encoder_budget" in overrides:
             values["batching"] = "mixed"
@@ -183,9 +184,11 @@ def make_connector_seed(choose: Chooser, overrides: dict[str, Any]) -> int | Non
     A connector wants a pool that holds more than one request of full length, or nothing may be held outside the batch.
     """
     if not overrides.pop("connector", choose.chance(30)):
+        overrides.pop("preemption_mode", None)
         return None
     overrides.setdefault("kv_load_failure_policy", choose.choice(("recompute", "recompute", "fail")))
     overrides.setdefault("kv_load_timeout", choose.choice((None, None, 1.5)))
+    overrides.setdefault("preemption_mode", choose.choice(("recompute", "swap", "cheaper")))
     if not choose.chance(20):
         overrides.setdefault("max_model_len", choose.integer(4, 16))
         overrides.setdefault("num_blocks", choose.integer(8, 18))

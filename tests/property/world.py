@@ -27,6 +27,7 @@ from pointsman.core import (
     Recorder,
     ReplayDifference,
     Request,
+    RequestEventType,
     RequestRefused,
     RequestStatus,
     Scheduler,
@@ -579,7 +580,9 @@ class World:
         counts, tokens = [len(run) for run in runs], [token for run in runs for token in run]
         explicit_counts |= len(tokens) > sum(count > 0 for count in counts)
         messages = {index: f"row {index} broke" for index in sorted(failed)}
-        return StepResult(tokens, counts if explicit_counts else None, messages, 0.01, frozenset(missing))
+        copies = None if self.host.device is None else self.host.device.copies(step.output)
+        counted = counts if explicit_counts else None
+        return StepResult(tokens, counted, messages, 0.01, frozenset(missing), copies)
 
     def _check_update(self, step: ExecutedStep, failed: set[int], missing: set[int], done: StepUpdate) -> None:
         tokens: list[int] = []
@@ -909,7 +912,13 @@ class World:
         """The log of a request says what happened, in order, with the times of the calls; without a log, nothing."""
         if self.shadow_only:
             return
-        told = [(event.type.name, event.timestamp, event.detail) for event in entry.request.events]
+        told = []
+        for event in entry.request.events:
+            detail = event.detail
+            if event.type is RequestEventType.PREEMPTED and self.config.preemption_mode != "recompute" and detail:
+                require(detail in ("swap", "recompute"), f"{entry.request.request_id} is to {detail!r}")
+                detail = ""
+            told.append((event.type.name, event.timestamp, detail))
         expected = entry.events if self.config.log_request_events else []
         require(told == expected, f"{entry.request.request_id} has the log {told}, expected {expected}")
 

@@ -319,7 +319,15 @@ def test_vllms_defaults_by_device(device: str, expected: tuple[int, int]) -> Non
 
 
 def test_vllms_defaults_on_a_cpu_and_for_short_models() -> None:
-    cpu = Device(name="cpu", memory=2**38, bandwidth=1e11, peak_flops={"fp32": 1e12}, link_bandwidth=0, source="")
+    cpu = Device(
+        name="cpu",
+        memory=2**38,
+        bandwidth=1e11,
+        peak_flops={"fp32": 1e12},
+        link_bandwidth=0,
+        host_bandwidth=1e10,
+        source="",
+    )
     assert vllm_defaults(cpu, 4096) == (2048, 128)
     assert vllm_defaults(cpu, 4096, tensor_parallel=2) == (4096, 256)
     assert vllm_defaults(DEVICES["H100-SXM"], 2) == (2048, 1024)

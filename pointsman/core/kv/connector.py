@@ -33,14 +33,16 @@ class KVConnector(Protocol):
     """What the scheduler asks of a connector. The answers are recorded, so a replay needs no connector."""
 
     saves_evicted: bool
-    """Whether outputs report cached blocks before they are overwritten (`SchedulerOutput.saves`)."""
+    """Whether outputs report all cached blocks before they are overwritten (`SchedulerOutput.saves`); otherwise, with
+    `preemption_mode` "swap" or "cheaper", those that preempted requests will need."""
 
     def num_external_tokens(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
         """Number of consecutive tokens it can load after the first `num_local_tokens` of the request's known tokens.
 
-        `num_local_tokens` is a whole number of blocks, which the pool has; `content.block_keys(request, block_size)`
-        names all blocks. Called whenever the request could be admitted, so maybe several times: it must change nothing,
-        and be quick.
+        `num_local_tokens` is a whole number of blocks, which the pool has, or which this step saves: with a
+        `preemption_mode` that swaps, a load may begin with blocks that the same output saves.
+        `content.block_keys(request, block_size)` names all blocks. Called whenever the request could be admitted, so
+        maybe several times: it must change nothing, and be quick.
 
         Returns:
             The number, and whether the load is asynchronous: then the request waits outside the batch until

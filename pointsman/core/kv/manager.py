@@ -8,6 +8,7 @@ undone if that step fails.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ Int64Array = npt.NDArray[np.int64]
 IntArray = npt.NDArray[np.integer]
 Journal = list[tuple[Request, Int64Array, list[Span]]]  # (publisher, its blocks, their nodes), in order
 
+FINAL = -1  # of a block that no step in flight computes: a step before all others
 NO_EPOCH = -1  # of a request whose prefix left the tree while it ran
 
 
@@ -69,6 +71,9 @@ class KVCacheManager:
         self.num_saves = 0
         self.saves: list[Save] | None = None
         """Evictions that no output has reported yet; None: they are not reported."""
+        self.wanted: Counter[bytes] | None = None
+        """Of which content evictions are reported: the keys, each with the number of preempted requests that want it;
+        None: of all."""
         self._shares_within_step = config.share_within_step
         self.unpublished: list[Request] = []
         """Requests whose prompt blocks `publish_deferred` has to publish."""
@@ -79,7 +84,8 @@ class KVCacheManager:
         self._num_left = 0  # publications of blocks whose row released them at once
         self._newest_step = 0
         self._oldest_step = 0
-        self._key_of: dict[int, tuple[bytes, int]] = {}  # of each published block, if `saves` is used: (key, step)
+        # Of each published block, if `saves` is used: its key, and the newest step that computes it.
+        self._key_of: dict[int, tuple[bytes, int]] = {}
 
     @property
     def num_publications(self) -> int:
@@ -97,6 +103,11 @@ class KVCacheManager:
         """Whether several blocks have the same cached content: once one of them is evicted, a lookup may find another,
         and `num_publications` changes."""
         return self.prefix is not None and self.prefix.num_duplicates > 0
+
+    @property
+    def reports_evictions(self) -> bool:
+        """Whether an eviction may have to be reported."""
+        return self.saves is not None and (self.wanted is None or len(self.wanted) > 0)
 
     def open_step(self, step_id: int, journal: Journal, oldest: int) -> None:
         """Step `step_id` is being scheduled; `oldest` is the first one that is not over: what was published before it
@@ -280,17 +291,19 @@ class KVCacheManager:
         *,
         num_valid_tokens: int,
         publish: bool = True,
+        num_final_tokens: int = 0,
         is_finished: bool = False,
     ) -> None:
-        """Release a row's blocks, after publishing those that its first `num_valid_tokens` tokens fill. Those of a
-        request that `is_finished` may be retained."""
+        """Release a row's blocks, after publishing those that its first `num_valid_tokens` tokens fill. No step in
+        flight computes any of its first `num_final_tokens`. Those of a request that `is_finished` may be retained."""
         state = request._state
         row = state.row
         assert row is not None
         table = self.table(batch, row)
         full = num_valid_tokens // self.block_size
         if publish and full > state.num_published_blocks and self.prefix is not None:
-            self._num_left += self._publish(request, table, full, state.known_bytes())
+            num_final = num_final_tokens // self.block_size
+            self._num_left += self._publish(request, table, full, state.known_bytes(), num_final)
         if self.retaining is not None:
             self.retaining.expire(now)
             if is_finished:
@@ -361,8 +374,9 @@ class KVCacheManager:
             self.prefix.clear()
             self.pool.uncache_all()
 
-    def _publish(self, request: Request, table: IntArray, end: int, token_bytes: bytes) -> bool:
-        """Publish blocks of a table up to `end`. Returns whether there were any."""
+    def _publish(self, request: Request, table: IntArray, end: int, token_bytes: bytes, num_final: int = 0) -> bool:
+        """Publish blocks of a table up to `end`, of which no step in flight computes the first `num_final`. Returns
+        whether there were any."""
         state, prefix = request._state, self.prefix
         first = state.num_published_blocks
         if prefix is None or end <= first or not request.use_prefix_cache or state.prefix_epoch != prefix.epoch:
@@ -375,7 +389,9 @@ class KVCacheManager:
         self.pool.set_cached(blocks)
         if self.saves is not None:
             keys = block_keys(request, self.block_size)[first:end]
-            self._key_of.update((b, (key, self._newest_step)) for b, key in zip(blocks.tolist(), keys, strict=True))
+            step = self._newest_step
+            for index, (block, key) in enumerate(zip(blocks.tolist(), keys, strict=True), start=first):
+                self._key_of[block] = key, step if index >= num_final else FINAL
         if self.journal is not None:
             self.journal.append((request, blocks, spans))
         return True
@@ -391,8 +407,11 @@ class KVCacheManager:
 
     def _note_saves(self, saves: list[Save], evicted: Int64Array) -> None:
         """Report evicted blocks to the connector; not those of a step in flight, which may yet fail to compute them."""
+        wanted = self.wanted
         for block in evicted.tolist():
             key, step = self._key_of.pop(block)
+            if wanted is not None and wanted.pop(key, 0) == 0:  # once it has left the pool no other can be saved
+                continue
             if step < self._oldest_step:
                 saves.append(Save(block, key))
                 self.num_saves += 1

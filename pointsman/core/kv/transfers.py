@@ -12,6 +12,8 @@ each other, and a transfer that never finishes costs its blocks and nothing else
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +23,7 @@ import numpy.typing as npt
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import ConfigError, UnknownTransfer
 from pointsman.core.kv.connector import KVConnector
+from pointsman.core.kv.content import block_keys
 from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.state.output import Load
 from pointsman.core.state.reason import Deferral, Reason
@@ -70,6 +73,7 @@ class Transfers:
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager, connector: KVConnector) -> None:
         self.connector = connector
         self._kv = kv
+        self._swaps = config.preemption_mode != "recompute"
         self._timeout = config.kv_load_timeout
         full_length = min(kv.blocks_for(config.max_model_len), config.num_usable_blocks)
         self.max_blocks = config.num_usable_blocks - full_length
@@ -83,6 +87,9 @@ class Transfers:
         self._is_claimed = False
         self._displacer: Request | None = None
         self._now = 0.0
+        self.is_worth_loading: Callable[[Request, int, int], bool] | None = None
+        """Whether to load, synchronously, for a request from some token on that number of tokens, instead of computing
+        them; None: whatever can be loaded is."""
 
     @property
     def num_open(self) -> int:
@@ -117,17 +124,29 @@ class Transfers:
         most = (request._state.num_tokens - 1) // size * size - num_local_tokens
         if most <= 0:
             return NOTHING
-        count, is_async = self.connector.num_external_tokens(request, num_local_tokens)
+        saved = self._num_saved_tokens(request, num_local_tokens) if self._swaps and self._kv.saves else 0
+        count, is_async = self.connector.num_external_tokens(request, num_local_tokens + saved)
         if count is None:
             return self._wait_for_answer(request)
+        if saved:  # what comes after them is loaded by this step too, or not at all
+            count, is_async = saved + (0 if is_async else count), False
         count = min(count, most) // size * size
         if count <= 0:
             return NOTHING
         if not is_async:
+            is_worth_loading = self.is_worth_loading
+            if is_worth_loading is not None and not is_worth_loading(request, num_local_tokens, count):
+                return NOTHING
             return External(count, False)
         if request is self._displacer:
             return NOTHING
         return self._fit(num_local_tokens // size, count // size)
+
+    def _num_saved_tokens(self, request: Request, num_local_tokens: int) -> int:
+        """How many tokens after the local ones are in blocks that this step has evicted and saves: it can load them."""
+        saved, size = {save.key for save in self._kv.saves or ()}, self._kv.block_size
+        keys = block_keys(request, size)[num_local_tokens // size : (request.num_tokens - 1) // size]
+        return size * next((index for index, key in enumerate(keys) if key not in saved), len(keys))
 
     def _wait_for_answer(self, request: Request) -> External | Deferral:
         deferral = request._state.deferral
@@ -255,9 +274,16 @@ def make_transfers(config: SchedulerConfig, kv: KVCacheManager, connector: KVCon
     """
     if connector is not None:
         kv.has_connector = True
-        if connector.saves_evicted:
+        if connector.saves_evicted or config.preemption_mode != "recompute":
             kv.saves = []
+        if not connector.saves_evicted:
+            kv.wanted = Counter()
         return Transfers(config, kv, connector)
+    if config.preemption_mode != "recompute":
+        raise ConfigError(
+            f'preemption_mode is "{config.preemption_mode}" and there is no host memory to swap to; give some '
+            '(kv_offload_bytes), or pass a connector, or use "recompute"'
+        )
     for name, default in (("kv_load_failure_policy", "recompute"), ("kv_load_timeout", None)):
         if getattr(config, name) != default:
             raise ConfigError(

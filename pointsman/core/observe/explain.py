@@ -16,7 +16,7 @@ import numpy as np
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.state.inputs import Adapter
 from pointsman.core.state.output import SchedulerOutput
-from pointsman.core.state.reason import Deferral, Holder, Reason
+from pointsman.core.state.reason import Deferral, Holder, Reason, Recovery
 from pointsman.core.state.request import Request
 from pointsman.core.state.status import PauseMode, RequestEvent, RequestStatus
 from pointsman.core.step.assembly import Parts
@@ -67,6 +67,8 @@ class Explanation:
     transfer: int | None
     """The load that it waits for."""
     num_preemptions: int
+    recovery: Recovery | None
+    """While it is preempted: what `preemption_mode` decided for it; None: nothing."""
     events: tuple[RequestEvent, ...]
     """Its events with their times; empty unless `log_request_events` is on."""
 
@@ -90,7 +92,10 @@ def explain(request: Request, parts: Parts, config: SchedulerConfig) -> Explanat
         status=request.status,
         phase=request.phase,
         reason=reason,
-        sentence=_sentence(request, reason, missing, holders, parts) + _retention(request, parts) + words,
+        sentence=_sentence(request, reason, missing, holders, parts)
+        + _of_recovery(request, parts)
+        + _retention(request, parts)
+        + words,
         order_words=words,
         resource=CAUSES[reason].resource if reason is not None else None,
         holders=tuple(holders[:MAX_HOLDERS]),
@@ -106,6 +111,7 @@ def explain(request: Request, parts: Parts, config: SchedulerConfig) -> Explanat
         num_blocks=_num_blocks(request, parts),
         transfer=holding.transfer_id if holding is not None and holding.is_open else None,
         num_preemptions=request.num_preemptions,
+        recovery=_recovery(request),
         events=request.events,
     )
 
@@ -359,6 +365,27 @@ def _retention(request: Request, parts: Parts) -> str:
         f" Its prefix is retained for {request.retention:g} s after its end; its tenant retains {retained} KV blocks, "
         f"of {pool.most_of_a_tenant(request.tenant)} at most now."
     )
+
+
+def _recovery(request: Request) -> Recovery | None:
+    return request._state.recovery if request.status is RequestStatus.PREEMPTED else None
+
+
+def _of_recovery(request: Request, parts: Parts) -> str:
+    """What becomes of its KV while it is preempted, as a sentence of its own; "": as always."""
+    recovery = _recovery(request)
+    if recovery is None or parts.swap is None:
+        return ""
+    size, lost = parts.kv.block_size, request._state.lost_tokens
+    kept = f" {request.request_id} had computed {lost} tokens, {recovery.num_cached_tokens} of them in full blocks;"
+    copy, compute = recovery.swap_seconds, recovery.recompute_seconds
+    times = ""
+    if copy is not None and compute is not None:
+        times = f" (copies of all {1e3 * copy:.3g} ms, computing {1e3 * compute:.3g} ms)"
+    if not recovery.swaps:
+        return f"{kept} what is evicted is computed again{times}."
+    num_swapped = size * parts.swap.num_evicted(request)
+    return f"{kept} what is evicted is swapped{times}, {num_swapped} tokens so far."
 
 
 def _words_of_the_order(request: Request, parts: Parts) -> str:

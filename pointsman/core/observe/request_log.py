@@ -34,7 +34,9 @@ class RequestLog(Listener):
 
     def on_preempted(self, event: Preempted) -> None:
         if event.cause is not PreemptionCause.PARKED:  # which is logged as such
-            self._note(event.request, RequestEventType.PREEMPTED, event.now)
+            recovery = event.recovery
+            decision = "" if recovery is None else "swap" if recovery.swaps else "recompute"
+            self._note(event.request, RequestEventType.PREEMPTED, event.now, decision)
 
     def on_parked(self, request: Request, now: float) -> None:
         """A first token that completed its part of the prompt is logged first."""

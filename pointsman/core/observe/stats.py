@@ -56,6 +56,8 @@ class SchedulerStats:
     num_preempted_by_parking: int
     num_preempted_by_reset: int
     num_preempted_unsampled: int
+    preemption_decisions: dict[str, int]
+    """With `preemption_mode` "swap" or "cheaper": preemptions by what was decided, "swap" or "recompute"."""
     num_recomputed_tokens: int
     num_evictions: int
     """Cached blocks whose content was evicted for new content."""
@@ -116,6 +118,7 @@ class Statistics(Listener):
         self.num_added = 0
         self.num_refused = 0
         self.preemptions = dict.fromkeys(PreemptionCause, 0)
+        self.decisions = {"swap": 0, "recompute": 0}
         self.num_recomputed_tokens = 0
         self.num_failed_steps = 0
         self.num_proposed_tokens = 0
@@ -155,6 +158,8 @@ class Statistics(Listener):
 
     def on_preempted(self, event: Preempted) -> None:
         self.preemptions[event.cause] += 1
+        if event.recovery is not None:
+            self.decisions["swap" if event.recovery.swaps else "recompute"] += 1
 
     def on_finished(self, request: Request, now: float) -> None:
         reason = request._state.finish_reason
@@ -226,6 +231,7 @@ class Statistics(Listener):
             num_preempted_by_parking=self.preemptions[PreemptionCause.PARKED],
             num_preempted_by_reset=self.preemptions[PreemptionCause.RESET],
             num_preempted_unsampled=self.preemptions[PreemptionCause.UNSAMPLED],
+            preemption_decisions=dict(self.decisions),
             num_recomputed_tokens=self.num_recomputed_tokens,
             num_evictions=kv.num_evictions,
             num_failed_steps=self.num_failed_steps,

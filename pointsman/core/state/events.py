@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.state.reason import Reason
+from pointsman.core.state.reason import Reason, Recovery
 from pointsman.core.state.status import PreemptionCause
 
 if TYPE_CHECKING:
@@ -77,6 +77,8 @@ class Preempted(NamedTuple):
     num_cached_tokens: int
     """Of these, tokens that a prefix cache lookup would still find now."""
     now: float
+    recovery: Recovery | None = None
+    """How it gets back what is evicted of them; None: it computes it again (`preemption_mode`)."""
 
 
 class LoadStarted(NamedTuple):

@@ -200,6 +200,14 @@ class SchedulerOutput(Sealed, OutputFields):
         return [bool(flag) for flag in beyond_prompt & self.samples & is_last]
 
 
+class Copies(NamedTuple):
+    """What a host copied between the pool and its memory before a step computed."""
+
+    num_blocks: int
+    """In both directions."""
+    seconds: float
+
+
 @dataclass(slots=True)
 class StepResult:
     """The model's result for one output."""
@@ -217,6 +225,9 @@ class StepResult:
     """Row indices (0 to n - 1) with `samples` for which the host computed the KV and has no token. Such a request keeps
     its tokens, is preempted if it still runs, and samples again once it is admitted again; what later steps in flight
     sample for it is dropped."""
+    copies: Copies | None = None
+    """The output's saves and synchronous loads, as far as the host copied them; None: it copied nothing. What a step
+    waits for them is part of its time. `preemption_mode` "cheaper" decides by it."""
 
 
 @dataclass(slots=True, eq=False)

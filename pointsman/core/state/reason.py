@@ -68,6 +68,19 @@ class Reason(enum.Enum):
         return self._position
 
 
+class Recovery(NamedTuple):
+    """How a preempted request gets back the KV that the pool evicts before it resumes: see `preemption_mode`."""
+
+    swaps: bool
+    """Whether it is copied to host memory, and back; otherwise it is computed again."""
+    num_cached_tokens: int
+    """Tokens that were cached when it was preempted: the most that this is about."""
+    recompute_seconds: float | None
+    """What computing them again would take; None: not known, or not asked."""
+    swap_seconds: float | None
+    """What copying them out and back would take."""
+
+
 class Deferral(NamedTuple):
     """Why a request waits: the answer of a gate that does not admit it in this step."""
 

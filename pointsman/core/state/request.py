@@ -23,7 +23,7 @@ import numpy.typing as npt
 from pointsman.core.errors import InvalidTransition, RequestRefused
 from pointsman.core.state.inputs import Adapter, EncoderInput, Part, read_encoder_inputs
 from pointsman.core.state.numbers import checked_integer, checked_priority
-from pointsman.core.state.reason import Deferral
+from pointsman.core.state.reason import Deferral, Recovery
 from pointsman.core.state.repetition import RepetitionDetectionParams, RepetitionWatch
 from pointsman.core.state.sealed import Sealed
 from pointsman.core.state.status import NEXT, FinishReason, PreemptionCause, RequestEvent, RequestStatus
@@ -87,6 +87,7 @@ class RequestState:
         "prompt_token_ids",
         "queue_entry",
         "queued_at",
+        "recovery",
         "repetition_watch",
         "request_id",
         "row",
@@ -134,6 +135,7 @@ class RequestState:
         self.deferral: Deferral | None = None  # why the newest step that checked it did not admit it
         self.deferred_since = 0.0  # when that reason began
         self.lost_tokens = 0  # computed before it last lost its row
+        self.recovery: Recovery | None = None  # of that KV; None: as `preemption_mode` "recompute" says
         self.loss_number = 0  # of that loss, in order over all requests
         self.holding: Any = None  # blocks that it holds without a row, see `kv/transfers.py`
         self.may_load = True  # until a load has failed or succeeded, and again once it is admitted

@@ -17,6 +17,7 @@ from pointsman.core.policy.listening import listeners_of
 from pointsman.core.policy.partial_prefills import make_partial_prefills
 from pointsman.core.policy.registry import check_budget_limits, make
 from pointsman.core.policy.reserve import Reserves, reserves_of
+from pointsman.core.policy.swap import Swap, make_swap
 from pointsman.core.policy.victim import default_victim
 from pointsman.core.policy.view import SchedulerView
 from pointsman.core.state.batch import Batch
@@ -53,6 +54,8 @@ class Parts:
     kv: KVCacheManager
     transfers: Transfers | None
     """Blocks that are held without a row; None: there is no connector."""
+    swap: Swap | None
+    """Which preempted requests swap; None: none does."""
     table: RequestTable
     steps: StepsInFlight
     gates: Gates
@@ -92,6 +95,9 @@ def assemble(
     kv = KVCacheManager(config, eviction)
     kv.returned = [] if events.wants_blocks else None
     transfers = make_transfers(config, kv, connector)
+    swap = make_swap(config, kv)
+    if swap is not None and transfers is not None and swap.compares:
+        transfers.is_worth_loading = swap.is_worth_loading
     steps = StepsInFlight(config.max_steps_in_flight)
     drafts = Drafts(config, batch, events)
     drafts.last_updated_step = start.step_id - 1
@@ -116,7 +122,7 @@ def assemble(
             policy.attach(view)
     running_part = Running if config.shortage == "replan" else InOrder
     running = running_part(config, budget, batch, kv, gates.limits, victim, view, drafts)
-    table = RequestTable(batch, kv, queue, gates.releases, steps, events, transfers)
+    table = RequestTable(batch, kv, queue, gates.releases, steps, events, transfers, swap)
     table.next_serial = start.serial
     loading = make_loading(config, kv, table, transfers, events)
     admission = Admission(config, budget, view, batch, kv, running, table, gates, events, transfers, loading)
@@ -127,12 +133,13 @@ def assemble(
     prompt_parts = PromptParts(config, table)
     update = Update(batch, kv, table, steps, prompt_parts, encoder, transfers)
     fast_forward = FastForward(
-        config, batch, kv, table, steps, running, drafts, loading, admission, displacement, emission, update, events
+        config, batch, kv, table, steps, running, drafts, transfers, admission, displacement, emission, update, events
     )
     return Parts(
         batch,
         kv,
         transfers,
+        swap,
         table,
         steps,
         gates,
@@ -149,5 +156,5 @@ def assemble(
         view,
         budget,
         policies,
-        listeners_of(policies),
+        listeners_of(policies if swap is None or not swap.compares else (*policies, swap)),
     )

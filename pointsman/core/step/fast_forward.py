@@ -5,9 +5,9 @@
 
 A simulator spends most of its steps decoding: no request comes or goes, no block runs out. Such steps need not be
 decided one by one. `horizon` proves how many there are, from token limits, free blocks, and why the head of the queue
-is blocked; where a proof would take a decision (a lookup, a dry run, drafts, an encoder, a connector) it is 0, and the
-host schedules a single step. `advance` leaves what so many calls of `schedule` and `update` would: columns, block ids,
-the order of the free blocks, the prefix tree, counters.
+is blocked; where a proof would take a decision (a lookup, a dry run, drafts, an encoder, a transfer under way, an
+eviction that a connector wants) it is 0, and the host schedules a single step. `advance` leaves what so many calls of
+`schedule` and `update` would: columns, block ids, the order of the free blocks, the prefix tree, counters.
 
 No end of sequence is guessed: the host, which knows what the model samples, advances up to the step in which a token
 stops a request, and gives that step's tokens as the last ones.
@@ -24,6 +24,7 @@ import numpy.typing as npt
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import PolicyError, StepOrderError, StepResultError
 from pointsman.core.kv.manager import KVCacheManager
+from pointsman.core.kv.transfers import Transfers
 from pointsman.core.policy.gate import Gate
 from pointsman.core.state.batch import Batch, Members
 from pointsman.core.state.events import Events, StepRun
@@ -37,7 +38,6 @@ from pointsman.core.step.displacement import Displacement
 from pointsman.core.step.drafts import Drafts
 from pointsman.core.step.emit import Emission
 from pointsman.core.step.in_flight import StepsInFlight
-from pointsman.core.step.loading import Loading
 from pointsman.core.step.request_table import RequestTable
 from pointsman.core.step.running import Running
 from pointsman.core.step.update import Update
@@ -59,7 +59,7 @@ class FastForward:
         steps: StepsInFlight,
         running: Running,
         drafts: Drafts,
-        loading: Loading | None,
+        transfers: Transfers | None,
         admission: Admission,
         displacement: Displacement | None,
         emission: Emission,
@@ -73,7 +73,8 @@ class FastForward:
         self._displacement, self._emission, self._update, self._events = displacement, emission, update, events
         self.checks_horizons = False
         """Whether `advance` compares what the policies' horizons say with what they decide afterwards."""
-        self._is_allowed = loading is None and running.steady_allowed
+        self._is_allowed = running.steady_allowed
+        self._transfers = transfers
         gates = admission.gates
         self._load_followers = gates.load_followers
         self._order_horizon = table.queue.horizon if hasattr(table.queue, "horizon") else _no_horizon
@@ -94,6 +95,8 @@ class FastForward:
             or not num_rows
             or not self._is_allowed
             or self._steps.records
+            or self._kv.saves
+            or (self._transfers is not None and self._transfers.num_open)
             or batch.num_prefilling
             or self._drafts.waiting
             or batch.num_watched
@@ -120,6 +123,8 @@ class FastForward:
             free -= blocked.least_free
             if not blocked.outlasts_evictions:
                 free = min(free, self._kv.pool.num_blank)
+        if self._kv.reports_evictions:  # only outputs do
+            free = min(free, self._kv.pool.num_blank)
         if limit > 0 and batch.may_end(limit):
             limit = batch.least_left
         return self._within_blocks(max(limit, 0), num_rows, free), blocked
@@ -131,6 +136,8 @@ class FastForward:
             return limit
         batch, rows = self._batch, self._batch.members.rows
         room = batch.num_slots[rows] - batch.num_computed_tokens[rows]
+        if free == 0:
+            return min(limit, room.item(room.argmin()))
 
         def needed(num_steps: int) -> int:
             short = np.maximum(num_steps - room, 0)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from pointsman.core.errors import DuplicateRequest, InvalidTransition, UnknownRequest
 from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.kv.transfers import Transfers
+from pointsman.core.policy.swap import Swap
 from pointsman.core.state.batch import Batch
 from pointsman.core.state.events import (
     Admitted,
@@ -54,7 +55,9 @@ class RequestTable:
         steps: StepsInFlight,
         events: Events,
         transfers: Transfers | None,
+        swap: Swap | None,
     ) -> None:
+        self._swap = swap
         self._batch = batch
         self._kv = kv
         self._steps = steps
@@ -199,6 +202,8 @@ class RequestTable:
         state.num_admitted_tokens = state.num_tokens
         state.num_cached_tokens = grant.num_cached_tokens
         state.may_load = True
+        if self._swap is not None:
+            self._swap.ended(request)
         row = self._batch.place(request, grant.num_cached_tokens + grant.num_tokens, num_slots)
         if self._events.admitted:
             looked_up = self._kv.prefix is not None and request.use_prefix_cache
@@ -253,6 +258,8 @@ class RequestTable:
         state.serial = admitted.previous_serial
         self.num_arrivals += 1
         self.queue.push(request)
+        if self._swap is not None and admitted.previous_status is RequestStatus.PREEMPTED:
+            self._swap.waits_again(request)
         for method in self._events.rolled_back:
             method(request, self.now)
 
@@ -264,7 +271,18 @@ class RequestTable:
         for request in requests:
             row = request._state.row
             valid = int(min(batch.num_computed_tokens[row], batch.num_tokens[row]))
-            kv.release(batch, request, self.now, num_valid_tokens=valid, publish=publish, is_finished=is_finished)
+            final = valid
+            if kv.saves is not None and self._steps.records:
+                final = self._steps.num_sound_tokens(request)
+            kv.release(
+                batch,
+                request,
+                self.now,
+                num_valid_tokens=valid,
+                publish=publish,
+                num_final_tokens=final,
+                is_finished=is_finished,
+            )
             for release in self._releases:
                 release(request)
         batch.leave(requests, self._steps.newest_step_id)
@@ -294,6 +312,8 @@ class RequestTable:
             state.transition(end.reason.status)
             state.finish_reason, state.finish_detail, state.stop_reason = end.reason, end.detail, end.stop_reason
             state.deferral = None
+            if self._swap is not None:
+                self._swap.ended(request)
             self.finished.append(request)
             for method in self._events.finished:
                 method(request, self.now)
@@ -330,10 +350,20 @@ class RequestTable:
                 state.num_preemptions += 1
                 state.preemption_causes += (cause,)
             state.num_overtaken = 0
-            if cause is not None and self._events.preempted:
-                cached = min(state.lost_tokens, self._kv.num_findable_tokens(request))
-                send(self._events.preempted, Preempted(request, cause, state.lost_tokens, cached, self.now))
+            if cause is not None:
+                self._report_preempted(request, cause)
         self.preempted += requests
+
+    def _report_preempted(self, request: Request, cause: PreemptionCause) -> None:
+        """A request has lost its row; how it recovers is decided here."""
+        state = request._state
+        cached = min(state.lost_tokens, self._kv.num_findable_tokens(request))
+        state.recovery = None
+        if self._swap is not None and cause is not PreemptionCause.RESET:
+            state.recovery = self._swap.preempted(request, cached)
+        if self._events.preempted:
+            event = Preempted(request, cause, state.lost_tokens, cached, self.now, state.recovery)
+            send(self._events.preempted, event)
 
     def _enqueue(self, request: Request) -> None:
         self.num_arrivals += 1

@@ -24,7 +24,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from pointsman.core.kv.content import block_keys
-from pointsman.engine.kv.offload import HostCopies, HostTier, SlotLoad
+from pointsman.core.kv.slots import SlotLoad
+from pointsman.core.state.output import Copies
+from pointsman.engine.kv.offload import HostCopies, HostTier
 from pointsman.engine.kv.pool import KVPool
 from pointsman.engine.kv.store import BadBlock, BlockFolder, KVStore
 from pointsman.engine.kv.worker import Worker
@@ -66,6 +68,10 @@ class StepTransfers:
 
     copies: HostCopies | None
     loads: list[FileLoad]
+
+    def report(self) -> Copies | None:
+        """What was copied, once the step has computed; None: nothing."""
+        return None if self.copies is None else self.copies.report()
 
     def run(self) -> None:
         """Steps do so in their order, before they compute: nothing that was computed before writes to these blocks."""
@@ -116,7 +122,8 @@ class EngineConnector:
         self._writes = store if role != "consumer" else None
         self._counters = counters
         self._clock = clock
-        self.saves_evicted = tier is not None
+        self._is_for_swap = config.preemption_mode != "recompute"
+        self.saves_evicted = tier is not None and not self._is_for_swap
         self._most = config.max_steps_in_flight
         self._steps: dict[int, StepTransfers] = {}  # by step id, of those that may be in flight
         self._loading: dict[int, Waiting] = {}
@@ -165,14 +172,21 @@ class EngineConnector:
     def prepare(self, output: SchedulerOutput) -> StepTransfers | None:
         """What a step that was scheduled now moves; None: nothing."""
         self._count_hits(output)
-        if not output.loads and not output.saves:
-            return None
+        transfers = self._prepare(output) if output.loads or output.saves else None
+        if self._is_for_swap and self.tier is not None:
+            for request in output.finished:
+                if request.num_preemptions:  # nobody resumes with its blocks any more
+                    self.tier.discard(block_keys(request, self._pool.block_size))
+        return transfers
+
+    def _prepare(self, output: SchedulerOutput) -> StepTransfers:
         copies, starts = None, list[FileLoad]()
         if self.tier is not None:
             loads = [SlotLoad(self._keys(one), one.block_ids.tolist()) for one in output.loads if not one.is_async]
             copies = self.tier.plan([(save.block_id, save.key) for save in output.saves], loads)
-            self._count("offloaded", len(copies.saves), len(copies.saves) * self._block_bytes)
-            self._count("restored", len(copies.loaded_slots), len(copies.loaded_slots) * self._block_bytes)
+            num_saved, num_loaded = len(copies.plan.saves), len(copies.plan.loaded_slots)
+            self._count("offloaded", num_saved, num_saved * self._block_bytes)
+            self._count("restored", num_loaded, num_loaded * self._block_bytes)
         for load in output.loads:
             if load.is_async:
                 self._loading[load.transfer_id] = Waiting(load.request, self._clock())
@@ -353,7 +367,7 @@ def make_kv_connector(
         None if knobs.kv_store is None else KVStore(knobs.kv_store, fingerprint, pool, max_bytes=knobs.kv_store_bytes)
     )
     if tier is not None:
-        logger.info("KV offload: host memory for %d blocks of the pool", tier.num_blocks)
+        logger.info("KV offload: host memory for %d blocks of the pool", tier.num_slots)
     if store is not None:
         logger.info("KV store: %s, as %s", store.folder.path, knobs.kv_store_role)
     return EngineConnector(pool, tier, store, knobs.kv_store_role, counters, clock, config)

@@ -226,10 +226,12 @@ class ModelRunner:
         Raises:
             Exception: see `execute`.
         """
-        if prepared.transfers is not None:
-            prepared.transfers.run()
+        transfers = prepared.transfers
+        if transfers is not None:
+            transfers.run()
         if prepared.num_rows == 0:
-            return StepExecution(StepResult(token_ids=np.empty(0, dtype=np.int64)))
+            copies = None if transfers is None else transfers.report()
+            return StepExecution(StepResult(token_ids=np.empty(0, dtype=np.int64), copies=copies))
         started = time.perf_counter()
         if prepared.links is not None:
             self._take_sampled(prepared, prepared.links)
@@ -246,6 +248,8 @@ class ModelRunner:
         if vectors:
             _add_vectors(execution, vectors)
         execution.result.step_time = time.perf_counter() - started
+        if transfers is not None:
+            execution.result.copies = transfers.report()
         return execution
 
     def _take_sampled(self, prepared: PreparedStep, links: StepLinks) -> None:

@@ -91,6 +91,11 @@ class KVKnobs:
         if self.kv_store is None and (self.kv_store_role != "both" or self.kv_store_bytes is not None):
             name = "kv_store_role" if self.kv_store_bytes is None else "kv_store_bytes"
             raise _without_effect(name, getattr(self, name), "there is no kv_store; give it a directory")
+        if config.preemption_mode != "recompute" and self.kv_offload_bytes is None:
+            raise ConfigError(
+                f'preemption_mode is "{config.preemption_mode}" and there is no host memory to swap to; give '
+                'kv_offload_bytes, or use "recompute"'
+            )
         if self.kv_store_role == "consumer" and self.kv_store_bytes is not None:
             raise _without_effect("kv_store_bytes", self.kv_store_bytes, "a consumer writes nothing; set it elsewhere")
         for name in ("kv_offload_bytes", "kv_store"):

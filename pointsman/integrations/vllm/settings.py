@@ -42,6 +42,7 @@ _NOT_HERE = {
     "count_common_prefix",
     "kv_load_failure_policy",
     "kv_load_timeout",
+    "preemption_mode",
 }
 
 KNOBS = frozenset(field.name for field in fields(SchedulerConfig)) - FLAGS.keys() - _NOT_HERE
@@ -84,6 +85,11 @@ def read_settings(additional_config: Any) -> Settings:
     for name in knobs:
         if name in FLAGS:
             raise ConfigError(f"{name} is vLLM's own: set it with {FLAGS[name] or 'nothing, it follows the model'}")
+        if name == "preemption_mode":
+            raise ConfigError(
+                f"preemption_mode is {knobs[name]!r}: swapping needs host memory behind the KV cache, and with this "
+                "scheduler vLLM has none, as KV connectors do not run; leave it out"
+            )
         if name not in KNOBS:
             raise ConfigError(f"{name} in --additional-config is unknown; choose from {', '.join(sorted(KNOBS))}")
     of_preset = {name: value for name, value in (PRESETS | SYSTEMS)[preset].items() if name in KNOBS}

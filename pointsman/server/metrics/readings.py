@@ -197,6 +197,18 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
     ),
     (
         Definition(
+            "pointsman:preemption_decisions_total",
+            "counter",
+            "preemptions",
+            "With --preemption-mode swap or cheaper: preemptions by what was decided for the blocks that are evicted "
+            "before the request resumes, to copy them to host memory and back (swap) or to compute them again "
+            "(recompute).",
+            "decision",
+        ),
+        lambda stats: stats.scheduler.preemption_decisions,
+    ),
+    (
+        Definition(
             "pointsman:recomputed_tokens_total",
             "counter",
             "tokens",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pointsman.sim.report.intervals import Distribution, Estimate
-from pointsman.sim.report.summary import Report
+from pointsman.sim.report.summary import Counts, Report
 
 COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 NOTHING = "-"
@@ -80,6 +80,7 @@ def facts(report: Report) -> list[Fact]:
         ),
         Fact("preemptions", _preemptions(report)),
         Fact("recomputed", f"{counts.recomputed_tokens:,} tokens, {_percent(report.recomputed_share)} of all computed"),
+        *_swapped(counts),
         Fact("prefix hit rate", _percent(report.prefix_hit_rate)),
     ]
     if report.price_per_million_output_tokens.value is not None:
@@ -143,6 +144,18 @@ def _preemptions(report: Report) -> str:
     if not causes:
         return "0"
     return f"{sum(causes.values()):,}: " + ", ".join(f"{name} {count:,}" for name, count in causes.items())
+
+
+def _swapped(counts: Counts) -> list[Fact]:
+    """What became of preempted requests' KV, and what was copied; nothing without host memory."""
+    found = []
+    if counts.preemption_decisions:
+        parts = (f"{name} {count:,}" for name, count in counts.preemption_decisions.items() if count)
+        found.append(Fact("decided", ", ".join(parts)))
+    if counts.copied_blocks:
+        out, back = counts.copied_blocks["offloaded"], counts.copied_blocks["restored"]
+        found.append(Fact("copied", f"{out:,} blocks to host memory, {back:,} back"))
+    return found
 
 
 def _number_of(count: int, noun: str) -> str:

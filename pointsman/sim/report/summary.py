@@ -10,8 +10,9 @@ A request with many tokens counts once in TPOT, and many times in ITL: a stall o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,6 +69,10 @@ class Counts:
     preemptions: Mapping[str, int]
     """By cause."""
     recomputed_tokens: int
+    preemption_decisions: Mapping[str, int] = field(default_factory=dict)
+    """Preemptions by what `preemption_mode` decided; empty where it decides nothing."""
+    copied_blocks: Mapping[str, int] = field(default_factory=dict)
+    """Blocks copied to host memory ("offloaded") and back ("restored"); empty without host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +204,7 @@ def figures(
     def of_requests(values: FloatArray) -> Distribution:
         return distribution(values, None, blocks, draws)
 
-    counts = _counts(timings, stats, is_finished, is_refused)
+    counts = _counts(outcome, timings, stats, is_finished, is_refused)
     seconds = outcome.seconds
     prompts = int(timings.num_prompt_tokens[:count][~np.isnan(first)].sum())
     targets = Targets(ttft_target, itl_target, e2e_target)
@@ -291,6 +296,7 @@ def combine(reports: Sequence[Report]) -> Report:
 
 
 def _counts(
+    outcome: Outcome,
     timings: Timings,
     stats: Sequence[SchedulerStats],
     is_finished: npt.NDArray[np.bool_],
@@ -304,7 +310,7 @@ def _counts(
         PreemptionCause.RESET.value: sum(each.num_preempted_by_reset for each in stats),
         PreemptionCause.UNSAMPLED.value: sum(each.num_preempted_unsampled for each in stats),
     }
-    in_all = sum(each.num_preemptions for each in stats)
+    in_all, copies = sum(each.num_preemptions for each in stats), outcome.copies
     return Counts(
         arrived=timings.count,
         finished=finished,
@@ -315,7 +321,17 @@ def _counts(
         generated_tokens=sum(each.num_generated_tokens for each in stats),
         preemptions={PreemptionCause.MEMORY.value: in_all - sum(preemptions.values()), **preemptions},
         recomputed_tokens=sum(each.num_recomputed_tokens for each in stats),
+        preemption_decisions=_totals(each.preemption_decisions for each in stats),
+        copied_blocks=_totals({"offloaded": each.num_offloaded, "restored": each.num_restored} for each in copies),
     )
+
+
+def _totals(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Sums by name; empty if all are 0."""
+    found = Counter[str]()
+    for each in counts:
+        found.update(each)
+    return dict(found) if any(found.values()) else {}
 
 
 def _goodput(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pointsman.core import ConfigError
-from pointsman.engine import AsyncEngine, EngineStepError
+from pointsman.engine import AsyncEngine, Engine, EngineStepError, SamplingParams
 from pointsman.engine.kv.offload import HostCopies, HostTier, SlotLoad
 from pointsman.engine.kv.pool import KVPool, LayerShape
 from pointsman.engine.model.loaded import LoadedModel
@@ -91,6 +91,21 @@ def test_what_a_step_loads_is_not_overwritten_by_what_it_saves() -> None:
     assert tier.num_found([key_of(4)]) == 0, "there was no slot for it"
 
 
+def test_what_a_step_saves_it_may_load_though_its_blocks_are_written_at_once() -> None:
+    """Blocks 2 and 3 change places, and block 4 is filled from a slot that is full."""
+    pool, tier = make_tier(1)
+    put(pool, 9, 9)
+    tier.plan([(9, key_of(9))], []).run()
+    for value in (2, 3):
+        put(pool, value, value)
+    load = SlotLoad([key_of(3), key_of(2), key_of(9)], [2, 3, 4])
+    copies = tier.plan([(2, key_of(2)), (3, key_of(3))], [load])
+    copies.run()
+    assert [value_of(pool, block) for block in (2, 3, 4)] == [3, 2, 9]
+    report = copies.report()
+    assert report is not None and report.num_blocks == 1 and report.seconds > 0
+
+
 def test_more_saves_than_slots_keep_the_last_ones() -> None:
     pool, tier = make_tier(2)
     for value in range(5):
@@ -113,7 +128,7 @@ def test_random_plans_against_a_dictionary(seed: int) -> None:
             found = [value for value in range(15) if tier.num_found([key_of(value)])]
             wanted = choose.sample(found, min(len(found), choose.randint(0, 2)))
             targets = choose.sample(range(6, 12), len(wanted))
-            waiting = {one.block_id for copies, _ in flying for one in copies.saves}
+            waiting = {one.block_id for copies, _ in flying for one in copies.plan.saves}
             given_up = set(choose.sample(range(6), choose.randint(0, 3))) - waiting
             saves = [(block, choose.randrange(15)) for block in given_up]
             for block, value in saves:
@@ -164,6 +179,45 @@ def test_answers_are_the_same_and_less_is_computed(
     assert computed < 0.75 * before
     assert 0 < engine.counters.num_external_tokens <= engine.counters.num_cached_tokens
     settle(engine)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("mode", ["swap", "cheaper"])
+def test_preempted_requests_swap_and_answers_are_the_same(
+    loaded: LoadedModel, expected: dict[str, list[int]], steps: int, mode: str
+) -> None:
+    offloading = make(loaded, max_steps_in_flight=steps, kv_offload_bytes=AMPLE, **TIGHT)
+    engine = make(loaded, max_steps_in_flight=steps, kv_offload_bytes=AMPLE, preemption_mode=mode, **TIGHT)
+    for each in (offloading, engine):
+        assert run_rounds(each) == expected
+    stats = engine.scheduler.stats()
+    assert sum(stats.preemption_decisions.values()) == stats.num_preemptions > 3
+    assert 0 < engine.counters.num_offloaded_blocks < offloading.counters.num_offloaded_blocks
+    if mode == "swap":  # what is cheaper depends on the machine
+        assert stats.preemption_decisions["swap"] > 3
+        assert engine.counters.num_restored_blocks > 0
+    settle(engine)
+    tier = engine.kv_connector.tier if engine.kv_connector is not None else None
+    assert tier is not None and len(tier) < 20, "what no request will resume with is forgotten"
+
+
+def test_long_outputs_that_swap_recompute_little(loaded: LoadedModel) -> None:
+    """Outputs that outgrow the pool: nearly all that was computed again without host memory comes back."""
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+    def run(**knobs: Any) -> tuple[dict[str, list[int]], Engine]:
+        engine = make(loaded, num_blocks=24, full_sequence_must_fit=False, **knobs)
+        for number in range(8):
+            engine.add_request(str(number), prompt_of(number)[:16], params)
+        return drain(engine), engine
+
+    expected, plain = run()
+    answers, engine = run(kv_offload_bytes=AMPLE, preemption_mode="swap")
+    assert answers == expected
+    stats = engine.scheduler.stats()
+    assert plain.scheduler.stats().num_recomputed_tokens > 100
+    assert stats.num_recomputed_tokens < 0.25 * plain.scheduler.stats().num_recomputed_tokens
+    assert stats.num_recomputed_tokens <= 0.05 * stats.num_scheduled_tokens + 4 * stats.num_preemptions
 
 
 @pytest.mark.parametrize("family", ["gemma2", "deepseek-v3"])
@@ -254,6 +308,8 @@ def test_a_server_offloads_too(loaded: LoadedModel, expected: dict[str, list[int
         ({"kv_offload_bytes": AMPLE, "enable_prefix_caching": False}, "enable_prefix_caching is off; switch it on"),
         ({"kv_offload_bytes": AMPLE, "kv_load_timeout": 3.0}, "no request waits for KV"),
         ({"kv_load_failure_policy": "fail"}, "no request waits for KV"),
+        ({"preemption_mode": "swap"}, "there is no host memory to swap to; give kv_offload_bytes"),
+        ({"preemption_mode": "cheaper", "kv_offload_bytes": AMPLE, "enable_prefix_caching": False}, "turn it on"),
         ({"kv_store_role": "producer"}, "there is no kv_store"),
         ({"kv_store_bytes": 1 << 20}, "there is no kv_store"),
     ],

@@ -1,0 +1,130 @@
+"""Which content is in which slot of host memory? A directory for hosts that keep evicted blocks there.
+
+A slot holds the content of one block, found by its key (`content.py`). The directory plans what a step copies; the
+bytes are moved by the host, before the step computes and in the order of the steps: blocks to slots, then blocks to
+blocks, then slots to blocks.
+
+    plan = directory.assign(saves, loads)     slots are taken, the least recently used first
+    directory.withdraw(plan.saves)            the copies of a plan will not be made
+    directory.discard(keys)                   nothing will ask for this content again
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+
+class SlotLoad(NamedTuple):
+    """Blocks of the pool that are filled from host memory."""
+
+    keys: Sequence[bytes]
+    """What to fill them with; all of it is here, or saved by the same step."""
+    block_ids: Sequence[int]
+
+
+class SlotSave(NamedTuple):
+    """A block whose content goes into a slot."""
+
+    key: bytes
+    block_id: int
+    slot: int
+
+
+class SlotPlan(NamedTuple):
+    """What one step copies."""
+
+    saves: list[SlotSave]
+    loaded_slots: list[int]
+    loaded_blocks: list[int]
+    """As many: the block that each slot is copied to."""
+    moves: list[tuple[int, int]]
+    """(from block, to block): content that the step saves and loads, copied within the pool, all of it read before any
+    is written."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that are copied between the pool and host memory."""
+        return len(self.saves) + len(self.loaded_slots)
+
+
+class SlotDirectory:
+    """Slots 0 to `num_slots` - 1, and what is in them."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._slots: OrderedDict[bytes, int] = OrderedDict()  # by key, the least recently used first
+        self._free = list(range(num_slots - 1, -1, -1))
+
+    def __len__(self) -> int:
+        """Contents that are here, or will be once the steps in flight are over."""
+        return len(self._slots)
+
+    def num_found(self, keys: Sequence[bytes]) -> int:
+        """How many of these are here in a row, from the first one on. Changes nothing."""
+        return next((index for index, key in enumerate(keys) if key not in self._slots), len(keys))
+
+    def assign(self, saves: Sequence[tuple[int, bytes]], loads: Sequence[SlotLoad]) -> SlotPlan:
+        """Take slots for the content of blocks, given with their keys, and find those of what is to be loaded.
+
+        Content that is here already is not copied again. If loads need all slots, what would be saved is lost.
+        """
+        loaded_slots: list[int] = []
+        loaded_blocks: list[int] = []
+        moves: list[tuple[int, int]] = []
+        for load in loads:
+            for key in reversed(load.keys):  # a prefix outlives what comes after it
+                if key in self._slots:
+                    self._slots.move_to_end(key)
+            for key, block in zip(load.keys, load.block_ids, strict=True):
+                slot = self._slots.get(key)
+                if slot is None:
+                    moves.append((next(source for source, saved in saves if saved == key), block))
+                    continue
+                loaded_slots.append(slot)
+                loaded_blocks.append(block)
+        needed = set(loaded_slots)
+        taken: list[SlotSave] = []
+        for block, key in saves:
+            if key in self._slots:
+                self._slots.move_to_end(key)
+            elif (slot := self._take_slot(needed)) is not None:
+                taken.append(SlotSave(key, block, slot))
+                self._slots[key] = slot
+        # If more was saved than fits, slots went to later ones.
+        kept = [one for one in taken if self._slots.get(one.key) == one.slot]
+        return SlotPlan(kept, loaded_slots, loaded_blocks, moves)
+
+    def _take_slot(self, needed: set[int]) -> int | None:
+        if self._free:
+            return self._free.pop()
+        key, slot = next(iter(self._slots.items()))
+        if slot in needed:  # it is as recently used as anything
+            return None
+        del self._slots[key]
+        return slot
+
+    def discard(self, keys: Iterable[bytes]) -> None:
+        """Free the slots of these contents, where they are here."""
+        for key in keys:
+            slot = self._slots.pop(key, None)
+            if slot is not None:
+                self._free.append(slot)
+
+    def withdraw(self, saves: Iterable[SlotSave]) -> None:
+        """These copies will not be made: their slots do not have the content."""
+        for one in saves:
+            if self._slots.get(one.key) == one.slot:
+                del self._slots[one.key]
+        self._free = sorted(set(range(self.num_slots)).difference(self._slots.values()), reverse=True)
+
+    def clear(self) -> None:
+        """Forget everything. Copies that are planned may still run: slots are written in the order of the plans."""
+        self._slots.clear()
+        self._free = list(range(self.num_slots - 1, -1, -1))
+
+    def check(self) -> None:
+        """Raises AssertionError unless every slot is either free or has one key."""
+        slots = [*self._free, *self._slots.values()]
+        assert sorted(slots) == list(range(self.num_slots)), f"{self.num_slots} slots of host memory, found {slots}"

@@ -1,0 +1,145 @@
+"""Host memory of a simulated replica: what is in it, and how long copies take.
+
+`HostMemory` describes it; `HostTier` is that of one replica, and the connector of its scheduler. The directory is the
+engine's (`core/kv/slots.py`), so the same blocks are copied. Copies are synchronous, as there: a step begins with them,
+and they add to its time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core import Copies, Request, SchedulerConfig, SchedulerOutput
+from pointsman.core.kv.content import block_keys
+from pointsman.core.kv.slots import SlotDirectory, SlotLoad
+from pointsman.sim.devices import Device
+from pointsman.sim.errors import SimulationError
+from pointsman.sim.model import ModelShape
+from pointsman.sim.step_time import Efficiencies
+
+
+class HostMemory(NamedTuple):
+    """Host memory behind the KV pool of each replica, all its devices together."""
+
+    num_bytes: int
+    bytes_per_token: float
+    """KV of a token in all layers."""
+    bandwidth: float
+    """Bytes a second that copies reach, in one direction."""
+
+    @classmethod
+    def of(
+        cls,
+        num_bytes: int,
+        shape: ModelShape,
+        device: Device,
+        tensor_parallel: int = 1,
+        *,
+        kv_dtype_bytes: float = 2,
+        efficiencies: Efficiencies | None = None,
+    ) -> HostMemory:
+        """Of a model on `tensor_parallel` equal devices, each with its own link; `efficiencies` None: the defaults."""
+        share = (efficiencies or Efficiencies()).host_link
+        bytes_per_token = tensor_parallel * sum(shape.kv_bytes_per_token(kv_dtype_bytes, tensor_parallel))
+        return cls(num_bytes, bytes_per_token, tensor_parallel * share * device.host_bandwidth)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyTotals:
+    """What a replica has copied, in blocks and seconds."""
+
+    num_offloaded: int = 0
+    """To host memory."""
+    num_restored: int = 0
+    """Back to the pool."""
+    seconds: float = 0.0
+
+
+def check_host_memory(memory: HostMemory | None, config: SchedulerConfig) -> None:
+    """Whether it fits the scheduler's configuration.
+
+    Raises:
+        SimulationError: less than one block fits, the bandwidth is not above 0, it would have no effect, or there is
+            none and the configuration needs some.
+    """
+    if memory is None:
+        if config.preemption_mode != "recompute":
+            raise SimulationError(
+                f'preemption_mode is "{config.preemption_mode}" and there is no host memory to swap to; give '
+                'kv_offload_bytes, or use "recompute"'
+            )
+        return
+    if not config.enable_prefix_caching:
+        raise SimulationError(
+            f"kv_offload_bytes is {memory.num_bytes} and would have no effect, because enable_prefix_caching is off; "
+            "switch it on"
+        )
+    block_bytes = config.block_size * memory.bytes_per_token
+    if memory.num_bytes < block_bytes:
+        raise SimulationError(
+            f"kv_offload_bytes is {memory.num_bytes}, less than one block of {block_bytes:.0f} bytes; give more, or "
+            "leave it out"
+        )
+    if not memory.bandwidth > 0:
+        raise SimulationError(f"the bandwidth of host memory is {memory.bandwidth}; it must be above 0 bytes/s")
+
+
+class HostTier:
+    """Both sides of a `pointsman.core.KVConnector`; the memory fits the configuration (`check_host_memory`)."""
+
+    def __init__(self, memory: HostMemory, config: SchedulerConfig) -> None:
+        block_bytes = config.block_size * memory.bytes_per_token
+        self._directory = SlotDirectory(int(memory.num_bytes // block_bytes))
+        self._block_seconds = block_bytes / memory.bandwidth
+        self._block_size = config.block_size
+        self._is_for_swap = config.preemption_mode != "recompute"
+        self.saves_evicted = not self._is_for_swap
+        self.totals = CopyTotals()
+
+    # ------------------------------------------------------------------ what the scheduler asks
+
+    def num_external_tokens(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
+        size = self._block_size
+        if not len(self._directory):
+            return 0, False
+        keys = block_keys(request, size)[num_local_tokens // size : (request.num_tokens - 1) // size]
+        return self._directory.num_found(keys) * size, False
+
+    def request_ended(
+        self, request: Request, block_ids: npt.NDArray[np.int64], num_tokens: int, transfer_id: int
+    ) -> bool:
+        return False
+
+    def reset(self) -> None:
+        self._directory.clear()
+
+    # ------------------------------------------------------------------ what a scheduler's output says
+
+    def copy(self, output: SchedulerOutput) -> Copies | None:
+        """What a step that was scheduled now copies, before it computes; None: nothing."""
+        copies = self._copy(output) if output.loads or output.saves else None
+        if self._is_for_swap:
+            for request in output.finished:
+                if request.num_preemptions:  # no request resumes with its blocks any more
+                    self._directory.discard(block_keys(request, self._block_size))
+        return copies
+
+    def _copy(self, output: SchedulerOutput) -> Copies | None:
+        size = self._block_size
+        loads = []
+        for load in output.loads:
+            first, block_ids = load.first_token // size, load.block_ids.tolist()
+            loads.append(SlotLoad(block_keys(load.request, size)[first : first + len(block_ids)], block_ids))
+        plan = self._directory.assign([(save.block_id, save.key) for save in output.saves], loads)
+        if not plan.num_blocks:
+            return None
+        seconds = plan.num_blocks * self._block_seconds
+        was = self.totals
+        self.totals = CopyTotals(
+            was.num_offloaded + len(plan.saves), was.num_restored + len(plan.loaded_slots), was.seconds + seconds
+        )
+        return Copies(plan.num_blocks, seconds)

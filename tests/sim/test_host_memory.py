@@ -1,0 +1,107 @@
+"""Host memory in the simulator: steps done at once change nothing; what copies cost, and what they save."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pointsman.core import SchedulerConfig
+from pointsman.sim.devices import DEVICES, device
+from pointsman.sim.errors import SimulationError
+from pointsman.sim.host_memory import HostMemory
+from pointsman.sim.report.summary import figures
+from pointsman.sim.scenarios.workloads import backlog
+from pointsman.sim.shapes import model_shape
+from pointsman.sim.simulator import Outcome, simulate
+from pointsman.sim.step_time import Efficiencies, LinearStepTime, RooflineStepTime
+from tests.sim.test_simulator import STEP_TIME, config, same, workload
+from tests.soak import short_or_long
+
+TOKEN_BYTES = 1000.0
+MEMORY = HostMemory(4_000_000, TOKEN_BYTES, 1e8)  # 500 blocks of 8 tokens, 80 microseconds each
+LLAMA, RTX_4090 = model_shape("Llama-3.1-8B"), device("rtx4090")
+SHORT = {"num_blocks": 33, "full_sequence_must_fit": False}
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap", "cheaper"])
+@pytest.mark.parametrize("memory", [MEMORY, MEMORY._replace(num_bytes=100_000), MEMORY._replace(bandwidth=2e7)])
+def test_decodes_at_once_change_nothing(mode: str, memory: HostMemory) -> None:
+    """With ample memory, with little, and over a link so slow that it is not clear what is cheaper."""
+    settings = config(**SHORT, preemption_mode=mode)
+    for seed in range(short_or_long(1, 30)):
+        fast = simulate(workload(seed), settings, STEP_TIME, host_memory=memory)
+        slow = simulate(workload(seed), settings, STEP_TIME, host_memory=memory, is_stepping=True)
+        same(fast, slow)
+        assert fast.copies == slow.copies
+        assert fast.copies[0].num_offloaded > 0
+        assert len(fast.timelines[0].events) < len(slow.timelines[0].events)
+
+
+def test_a_step_takes_as_long_as_its_copies_more() -> None:
+    settings = config(**SHORT, preemption_mode="swap")
+    found = []
+    for bandwidth in (1e8, 1e6):
+        memory = MEMORY._replace(bandwidth=bandwidth)
+        outcome = simulate(workload(1), settings, LinearStepTime(per_step=1e-3), host_memory=memory, num_replicas=1)
+        (copies,) = outcome.copies
+        blocks = copies.num_offloaded + copies.num_restored
+        assert copies.seconds == pytest.approx(blocks * 8 * TOKEN_BYTES / bandwidth)
+        found.append(outcome)
+    assert found[1].seconds > found[0].seconds + 0.5 * found[1].copies[0].seconds
+
+
+def long_outputs(memory: HostMemory | None, mode: str = "recompute") -> tuple[Outcome, SchedulerConfig]:
+    """As the scenario of benchmarks/policies.py: outputs that outgrow the pool, again and again."""
+    settings = SchedulerConfig(
+        num_blocks=900, max_model_len=16_384, max_num_seqs=64, max_num_batched_tokens=2048, preemption_mode=mode
+    )
+    count = short_or_long(60, 400)
+    load = backlog(count, "lognormal:300,0.6", "mix:0.5*lognormal:150,0.6+0.5*lognormal:1500,0.3", 3)
+    step_time = RooflineStepTime(shape=LLAMA, device=RTX_4090)
+    return simulate(load, settings, step_time, host_memory=memory), settings
+
+
+def test_long_outputs_recompute_little_and_a_slow_link_costs_little() -> None:
+    """At most 5 % of all tokens are recomputed; with a hundredth of the bandwidth it is as without host memory."""
+    memory = HostMemory.of(64 * 2**30, LLAMA, RTX_4090)
+    plain, swapped, slow = (
+        figures(*long_outputs(given, mode), num_bootstrap=0)
+        for given, mode in (
+            (None, "recompute"),
+            (memory, "cheaper"),
+            (memory._replace(bandwidth=memory.bandwidth / 100), "cheaper"),
+        )
+    )
+    shares = [each.recomputed_share.value or 0.0 for each in (plain, swapped, slow)]
+    assert shares[0] > 0.2
+    assert shares[1] < 0.05
+    seconds = [each.seconds.value or 0.0 for each in (plain, swapped, slow)]
+    assert seconds[1] < 0.98 * seconds[0]
+    assert seconds[2] < 1.02 * seconds[0]
+    assert slow.counts.preemption_decisions["recompute"] > 10 * slow.counts.preemption_decisions["swap"]
+    assert swapped.counts.copied_blocks["restored"] > swapped.counts.copied_blocks["offloaded"] / 2
+
+
+def test_the_size_of_kv_and_the_link_are_those_of_the_model_and_the_device() -> None:
+    memory = HostMemory.of(2**30, LLAMA, RTX_4090)
+    assert memory.bytes_per_token == 2 * 32 * 8 * 128 * 2, "keys and values, layers, heads, elements, bytes"
+    assert memory.bandwidth == 0.8 * 32e9
+    two = HostMemory.of(2**30, LLAMA, device("h100"), 2, efficiencies=replace(Efficiencies(), host_link=0.5))
+    assert (two.bytes_per_token, two.bandwidth) == (memory.bytes_per_token, 2 * 0.5 * 64e9), "each has a link"
+    assert all(8e9 < each.host_bandwidth < 1e12 for each in DEVICES.values())
+
+
+@pytest.mark.parametrize(
+    ("memory", "overrides", "words"),
+    [
+        (None, {"preemption_mode": "swap"}, "there is no host memory to swap to; give kv_offload_bytes"),
+        (MEMORY._replace(num_bytes=7999), {}, "7999, less than one block of 8000 bytes"),
+        (MEMORY._replace(bandwidth=0.0), {}, "must be above 0"),
+        (MEMORY, {"enable_prefix_caching": False}, "enable_prefix_caching is off; switch it on"),
+    ],
+)
+def test_what_cannot_work_is_refused(memory: HostMemory | None, overrides: dict[str, Any], words: str) -> None:
+    with pytest.raises(SimulationError, match=words):
+        simulate(workload(1), config(**overrides), STEP_TIME, host_memory=memory)
