@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from pointsman.core import Reason, SchedulerConfig
 
 from .ledger import Entry, Place
+from .policies import parameter
 from .shadow import require
 
 if TYPE_CHECKING:
@@ -33,8 +34,7 @@ LACKS_BLOCKS = {
 
 def bypass_bound(config: SchedulerConfig) -> int:
     """How many may pass one that waits for blocks; 0: none."""
-    specs = [str(spec) for spec in config.reserves if str(spec).startswith("bypass")]
-    return int(specs[0].partition("bound=")[2].partition(",")[0]) if specs else 0
+    return int(next(iter(parameter(config, "reserve", "bypass", "bound")), 0))
 
 
 def passing(config: SchedulerConfig) -> set[Reason]:
