@@ -34,6 +34,10 @@ _TTFT, _ITL = "TTFT p99", "ITL p99"
 
 _WATERMARKS = {"no watermark": 0.0, "watermark 0.01": 0.01, "watermark 0.05": 0.05}
 _GROWTH = "reserve growth"
+_RESERVED: dict[str, dict[str, Any]] = {
+    **{name: {"watermark": share} for name, share in _WATERMARKS.items()},
+    _GROWTH: {"reserves": ("growth",)},
+}
 
 
 def _per_100_steps(run: Run) -> float:
@@ -93,10 +97,7 @@ WATERMARK = Scenario(
             settings(RTX_4090_BLOCKS, **values),
             partial(backlog, 250, "lognormal:200,0.5", "lognormal:400,0.5"),
         )
-        for name, values in {
-            **{name: {"watermark": share} for name, share in _WATERMARKS.items()},
-            _GROWTH: {"reserves": ("growth",)},
-        }.items()
+        for name, values in _RESERVED.items()
     ),
     figures=(
         Figure(_PREEMPTIONS, "", preemptions),
