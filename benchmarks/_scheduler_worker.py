@@ -128,13 +128,9 @@ class Session(ABC):
 
     def open_shortage(self, waiting: int, prompts: tuple[int, int], outputs: tuple[int, int]) -> dict[str, Any]:
         """Fill the pool from a queue of `waiting` requests, whose lengths are drawn from these ranges, both ends in."""
-        lengths = self.rng.integers((prompts[0], outputs[0]), (prompts[1] + 1, outputs[1] + 1), size=(waiting, 2))
-        self.requests = [
-            self.make_request(f"r{i}", self.tokens(prompt), output)
-            for i, (prompt, output) in enumerate(lengths.tolist())
-        ]
-        for request in self.requests:
-            self.add(request)
+        self.waiting, self.ranges = waiting, (prompts, outputs)
+        self.requests: list[Any] = []
+        self._fill_queue()
         self.time_shortage(outputs[1])
         gc.collect()
         gc.freeze()  # as in `open_decode`
@@ -154,6 +150,7 @@ class Session(ABC):
             self.update(output, result)
             seconds += process_time() - start
         preempted = sum(self.num_preemptions(request) for request in self.requests) - before
+        self._fill_queue()
         return {"us": seconds / steps * 1e6, "preempted": preempted / steps, "running": self.counts()[0]}
 
     def time_decode(self, steps: int) -> dict[str, Any]:
@@ -266,6 +263,16 @@ class Session(ABC):
     def tokens(self, count: int) -> npt.NDArray[np.int32]:
         """[count] random tokens, none of them EOS: int32, as from vLLM's sampler."""
         return self.rng.integers(FIRST_TOKEN, VOCABULARY, size=count).astype(np.int32)
+
+    def _fill_queue(self) -> None:
+        """As many wait as at the start: sides that are timed more often do not run dry."""
+        (least, most), (shortest, longest) = self.ranges
+        for _ in range(self.waiting - self.counts()[1]):
+            prompt = self.tokens(int(self.rng.integers(least, most + 1)))
+            output = int(self.rng.integers(shortest, longest + 1))
+            request = self.make_request(f"r{len(self.requests)}", prompt, output)
+            self.requests.append(request)
+            self.add(request)
 
     def _add_waiting(self) -> None:
         request_id = f"w{self.num_added}"

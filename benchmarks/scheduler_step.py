@@ -355,7 +355,7 @@ def main() -> int:
             worker.close()
     worker = _worker("policies", Path(sys.executable), "_scheduler_policies_worker.py")
     try:
-        figures |= report_policies(worker, names, rounds, targets)
+        figures |= report_policies(worker, names, 3 if arguments.quick else rounds, targets)
     finally:
         worker.close()
     compared = [worker.name for worker in workers]
