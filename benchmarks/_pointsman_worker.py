@@ -28,6 +28,7 @@ class PointsmanSession(Session):
                 num_draft_tokens=settings.num_draft_tokens,
                 max_loras=settings.num_loras,
                 enable_prefix_caching=True,
+                **settings.knobs,
             )
         )
         self.arrivals = count()

@@ -18,7 +18,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import process_time
 from typing import Any
 
@@ -45,6 +45,8 @@ class Settings:
     num_draft_tokens: int = 0  # drafts that every request has verified in every step
     num_loras: int = 0  # adapters, of which every request has one
     num_stop_tokens: int = 0  # of `STOP_TOKENS`, that each request has
+    max_tokens: int = 0  # of each request that runs; 0: up to the model's length
+    knobs: dict[str, Any] = field(default_factory=dict)  # more fields of `SchedulerConfig`, for Pointsman alone
 
 
 class Session(ABC):
@@ -106,7 +108,7 @@ class Session(ABC):
         """
         for i in range(running):
             prompt = self.tokens(BLOCK_SIZE + 1 + i % BLOCK_SIZE)
-            self.add(self.make_request(f"r{i}", prompt, self.settings.max_model_len))
+            self.add(self.make_request(f"r{i}", prompt, self.settings.max_tokens or self.settings.max_model_len))
         self._step_until_all_run(running)
         self.waiting_ids: list[str] = []
         self.num_added = 0
@@ -123,6 +125,33 @@ class Session(ABC):
         gc.collect()
         gc.freeze()  # as an engine does once it is up: old objects are not walked again and again
         return {"counts": self.counts()}
+
+    def open_shortage(self, waiting: int, prompts: tuple[int, int], outputs: tuple[int, int]) -> dict[str, Any]:
+        """Fill the pool from a queue of `waiting` requests, whose lengths are drawn from these ranges, both ends in."""
+        self.waiting, self.ranges = waiting, (prompts, outputs)
+        self.requests: list[Any] = []
+        self._fill_queue()
+        self.time_shortage(outputs[1])
+        gc.collect()
+        gc.freeze()  # as in `open_decode`
+        return {"counts": self.counts()}
+
+    def time_shortage(self, steps: int) -> dict[str, Any]:
+        """CPU microseconds per step of `schedule` and `update` while requests come from the queue, are preempted and
+        finish; with the mean of the preemptions of a step, and the requests that run."""
+        before = sum(self.num_preemptions(request) for request in self.requests)
+        seconds = 0.0
+        for _ in range(steps):
+            start = process_time()
+            output = self.schedule()
+            seconds += process_time() - start
+            result = self.result(output)
+            start = process_time()
+            self.update(output, result)
+            seconds += process_time() - start
+        preempted = sum(self.num_preemptions(request) for request in self.requests) - before
+        self._fill_queue()
+        return {"us": seconds / steps * 1e6, "preempted": preempted / steps, "running": self.counts()[0]}
 
     def time_decode(self, steps: int) -> dict[str, Any]:
         """CPU microseconds per step of `schedule` and `update`, over `steps` steps of steady decode."""
@@ -235,6 +264,16 @@ class Session(ABC):
         """[count] random tokens, none of them EOS: int32, as from vLLM's sampler."""
         return self.rng.integers(FIRST_TOKEN, VOCABULARY, size=count).astype(np.int32)
 
+    def _fill_queue(self) -> None:
+        """As many wait as at the start: sides that are timed more often do not run dry."""
+        (least, most), (shortest, longest) = self.ranges
+        for _ in range(self.waiting - self.counts()[1]):
+            prompt = self.tokens(int(self.rng.integers(least, most + 1)))
+            output = int(self.rng.integers(shortest, longest + 1))
+            request = self.make_request(f"r{len(self.requests)}", prompt, output)
+            self.requests.append(request)
+            self.add(request)
+
     def _add_waiting(self) -> None:
         request_id = f"w{self.num_added}"
         self.num_added += 1
@@ -269,6 +308,11 @@ def _answer(command: dict[str, Any], session_type: type[Session], sessions: dict
     if what == "open":
         session = sessions[name] = session_type(Settings(**command["settings"]))
         return session.open_decode(command["running"], command["waiting"])
+    if what == "open_shortage":
+        session = sessions[name] = session_type(Settings(**command["settings"]))
+        return session.open_shortage(command["waiting"], command["prompts"], command["outputs"])
+    if what == "shortage":
+        return sessions[name].time_shortage(command["steps"])
     if what == "decode":
         return sessions[name].time_decode(command["steps"])
     if what == "speculation":

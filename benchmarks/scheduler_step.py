@@ -1,6 +1,6 @@
-"""What a step of the scheduler costs, beside vLLM's own scheduler.
+"""What a step of the scheduler costs, beside vLLM's own scheduler, and under each policy.
 
-Four measurements, in CPU time, the two schedulers taking turns in one run with the same settings (blocks of 16,
+Five measurements, in CPU time, the two schedulers taking turns in one run with the same settings (blocks of 16,
 prefix caching and statistics on):
 
 1. steady decode: microseconds of `schedule` + `update` when every running request decodes one token;
@@ -8,7 +8,8 @@ prefix caching and statistics on):
    are there; drafts to verify (with `propose`); adapters (Pointsman alone);
 3. the same with requests waiting behind a head that cannot be admitted, and what aborting a waiting one costs;
 4. the Azure conversation trace as a closed backlog: CPU seconds of all scheduler calls per million generated tokens,
-   in a pool that is roomy (20,000 blocks) and in one that forces preemption (4,000).
+   in a pool that is roomy (20,000 blocks) and in one that forces preemption (4,000);
+5. every order, victim, reserve and limit beside `fcfs` with `latest`, in turns (`_scheduler_policies.py`).
 
 vLLM's side needs the environment that `vllm_env.py` makes; without it, or with `--quick`, only Pointsman is measured.
 
@@ -34,6 +35,7 @@ from _common import (
     print_table,
     run,
 )
+from _scheduler_policies import policies, report_policies
 from _worker_process import WorkerProcess
 from vllm_env import VLLM_VERSION, is_complete, python_of
 
@@ -330,9 +332,14 @@ def start_workers(without_vllm: bool, quick: bool) -> list[WorkerProcess]:
 def main() -> int:
     parser = argument_parser(__doc__ or "")
     parser.add_argument("--sizes", help="numbers of running requests, as 1,16,64")
+    parser.add_argument("--policies", help="names of the policies that are measured, as fair,bypass; all if left out")
     parser.add_argument("--no-vllm", action="store_true", help="measure Pointsman alone")
     parser.add_argument("--trace", type=Path, default=AZURE_TRACE, help="an Azure LLM inference trace, CSV")
     arguments = parser.parse_args()
+    names = arguments.policies.split(",") if arguments.policies else ()
+    unknown = set(names) - {found.name for found in policies()}
+    if unknown:
+        parser.error(f"no policy is called {', '.join(sorted(unknown))}; pointsman policies lists those that there are")
     sizes = [int(size) for size in arguments.sizes.split(",")] if arguments.sizes else list(SIZES)
     rounds = 5 if arguments.quick else ROUNDS
 
@@ -346,6 +353,11 @@ def main() -> int:
     finally:
         for worker in workers:
             worker.close()
+    worker = _worker("policies", Path(sys.executable), "_scheduler_policies_worker.py")
+    try:
+        figures |= report_policies(worker, names, 3 if arguments.quick else rounds, targets)
+    finally:
+        worker.close()
     compared = [worker.name for worker in workers]
     return finish("scheduler_step", {"quick": arguments.quick, "sides": compared, **figures}, targets, arguments.check)
 

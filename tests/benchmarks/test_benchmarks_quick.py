@@ -106,13 +106,15 @@ def test_calibration() -> None:
 
 @pytest.mark.e2e
 def test_scheduler_step() -> None:
-    figures = run_quick("scheduler_step.py", "--sizes", "1,64")
+    figures = run_quick("scheduler_step.py", "--sizes", "1,64", "--policies", "fair")
     assert figures["sides"] == ["pointsman"]
     assert set(figures["pointsman_us"]) == {"1", "64"}
     assert all(0 < microseconds < 10_000 for microseconds in figures["pointsman_us"].values())
     assert set(figures["waiting_pointsman_us"]) == {"0", "10000", "100000"}
     for feature in ("asynchronous", "speculation", "lora"):
         assert 0.5 < figures[f"{feature}_ratio"] < 4, feature
+    assert set(figures["policy_ratios"]) == {"order fair"}
+    assert all(0.5 < ratio < 4 for ratio in figures["policy_ratios"]["order fair"].values())
 
 
 @pytest.mark.soak

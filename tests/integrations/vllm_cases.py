@@ -20,12 +20,15 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, maybe_convert_block_hash
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.engine import EngineCoreEventType, FinishReason
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, RSWASpec, SinkFullAttentionSpec
-from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput, SamplingMaskLists
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.request import Request, RequestStatus
 
+from pointsman.core import PolicyError
+from pointsman.core.policy.order import FirstComeFirstServed
 from pointsman.integrations.vllm import Scheduler
 from pointsman.integrations.vllm.support import UnsupportedVLLM, check_supported
 from tests.integrations.vllm_configs import vllm_config
@@ -420,6 +423,78 @@ def a_grammar_that_breaks_ends_its_request_and_no_other() -> None:
     assert told(outputs, "a").finish_reason is None and told(outputs, "a").new_token_ids == [9]
 
 
+class Fails(FirstComeFirstServed):
+    """An order that cannot be asked so many times."""
+
+    name = "fails"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = 0
+
+    def peek(self) -> Any:
+        if self.left:
+            self.left -= 1
+            raise ZeroDivisionError("nobody is next")
+        return super().peek()
+
+
+def a_policy_that_fails_costs_its_step() -> None:
+    for asynchronous in (False, True):
+        order = Fails()
+        knobs = {"order": order, "max_step_retries": 2}
+        scheduler = make_scheduler(v2=False, asynchronous=asynchronous, pipeline=1, policy="fcfs", knobs=knobs)
+        scheduler.add_request(request("a", [1, 2, 3], max_tokens=6))
+        step(scheduler)
+        scheduler.add_request(request("b", [1, 2, 3], max_tokens=6))
+        order.left = 2
+        for _ in range(2):
+            output = scheduler.schedule(False)
+            assert output == SchedulerOutput.make_empty() and scheduler.get_grammar_bitmask(output) is None
+            outputs = scheduler.update_from_output(output, EMPTY_MODEL_RUNNER_OUTPUT)
+            assert not any(client.outputs for client in outputs.values())
+            scheduler.core.check_invariants()
+        output, outputs = step(scheduler)
+        assert output.num_scheduled_tokens == {"a": 1, "b": 3}
+        assert asynchronous == (output.scheduled_cached_reqs.all_token_ids == {"a": [1, 2, 3, 9]})
+        assert told(outputs, "a").new_token_ids == told(outputs, "b").new_token_ids == [9]
+
+
+def a_policy_may_fail_while_a_step_is_in_flight() -> None:
+    order = Fails()
+    scheduler = make_scheduler(v2=False, asynchronous=True, pipeline=1, policy="fcfs", knobs={"order": order})
+    scheduler.add_request(request("a", [1, 2, 3], max_tokens=6))
+    first = scheduler.schedule(False)
+    scheduler.add_request(request("b", [1, 2, 3], max_tokens=6))
+    order.left = 1
+    without_rows = scheduler.schedule(False)
+    assert without_rows.total_num_scheduled_tokens == 0 < first.total_num_scheduled_tokens
+    runner = ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0}, sampled_token_ids=[[9]])
+    assert told(scheduler.update_from_output(first, runner), "a").new_token_ids == [9]
+    scheduler.update_from_output(without_rows, EMPTY_MODEL_RUNNER_OUTPUT)
+    assert step(scheduler)[0].num_scheduled_tokens == {"a": 1, "b": 3}
+
+
+def a_policy_that_fails_too_often_ends_the_engine() -> None:
+    order = Fails()
+    scheduler = one(knobs={"order": order})
+    scheduler.add_request(request("a", [1, 2, 3]))
+    order.left = 3
+    for _ in range(3):
+        scheduler.update_from_output(scheduler.schedule(False), EMPTY_MODEL_RUNNER_OUTPUT)
+    step(scheduler)  # one that succeeds, so that it is not in a row
+    scheduler.add_request(request("b", [1, 2, 3]))
+    order.left = 4
+    for _ in range(3):
+        scheduler.update_from_output(scheduler.schedule(False), EMPTY_MODEL_RUNNER_OUTPUT)
+    try:
+        scheduler.schedule(False)
+    except PolicyError as error:
+        assert "'fails'" in str(error) and "nobody is next" in str(error), error
+    else:
+        raise AssertionError("it goes on for ever")
+
+
 def preemptions_are_reported_for_the_causes_that_vllm_has() -> None:
     """Priority preemption is not: vLLM's metrics count the events, and vLLM preempts for memory and by resets alone."""
     scheduler = make_scheduler(v2=False, asynchronous=False, pipeline=1, policy="priority")
@@ -466,6 +541,9 @@ CASES = [
     drafts_of_a_row_without_a_token_or_with_too_many,
     a_prompt_without_its_pooled_output_ends,
     a_grammar_that_breaks_ends_its_request_and_no_other,
+    a_policy_that_fails_costs_its_step,
+    a_policy_may_fail_while_a_step_is_in_flight,
+    a_policy_that_fails_too_often_ends_the_engine,
     preemptions_are_reported_for_the_causes_that_vllm_has,
 ]
 

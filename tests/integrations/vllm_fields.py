@@ -144,7 +144,9 @@ class Runner:
                 assert cached.new_token_ids[at] == state.tokens[start : start + count]
 
 
-def make_scheduler(*, v2: bool, asynchronous: bool, pipeline: int, policy: str, **changes: Any) -> Scheduler:
+def make_scheduler(
+    *, v2: bool, asynchronous: bool, pipeline: int, policy: str, knobs: dict[str, Any] | None = None, **changes: Any
+) -> Scheduler:
     ahead = 2 if asynchronous else pipeline
     config = vllm_config(
         scheduler_config__async_scheduling=asynchronous,
@@ -153,7 +155,7 @@ def make_scheduler(*, v2: bool, asynchronous: bool, pipeline: int, policy: str, 
         scheduler_config__policy=policy,
         model_config__max_model_len=60,
         parallel_config__pipeline_parallel_size=pipeline,
-        additional_config={"pointsman": {"socket": "", "eviction": "retention"}},
+        additional_config={"pointsman": {"socket": "", "eviction": "retention", **(knobs or {})}},
         use_v2_model_runner=v2,
         max_concurrent_batches=ahead,
         **changes,

@@ -9,6 +9,7 @@ from pointsman.core import Reason, SchedulerConfig, SchedulerOutput, SchedulerSt
 
 from .ledger import Entry, Place
 from .partials import LACKS_BLOCKS, bypass_bound, is_wall, may_lack_place, must_wait, passing
+from .policies import has_unknown_reserve, is_in_sequence, parameter
 from .shadow import HostSequence, require
 from .slots import lacks_slot
 
@@ -99,6 +100,8 @@ def _check_deferrals(
     require(sum(counted.values()) == bool(queue), f"counted the deferrals {counted} with {len(queue)} waiting")
     if not queue:
         return
+    if bypass_bound(world.config) and not is_in_sequence(str(world.config.order)):
+        return  # the head was skipped, and what was admitted behind it may have made another request the head
     head = queue[0]
     explained = world.scheduler.explain(head.request.request_id).reason
     require(told == [explained], f"the head of the queue is explained by {explained}, but {told} was counted")
@@ -170,13 +173,16 @@ def _least_budget(config: SchedulerConfig, head: Entry) -> int:
 
 
 def _watermark(config: SchedulerConfig) -> int:
-    """Blocks that the watermark keeps: rounded down, and at least one."""
-    return max(1, int(config.watermark * config.num_usable_blocks)) if config.watermark else 0
+    """Blocks that watermarks keep: each is rounded down, and at least one."""
+    shares = [share for share in (config.watermark, *parameter(config, "reserve", "watermark", "share")) if share]
+    return sum(max(1, int(share * config.num_usable_blocks)) for share in shares)
 
 
 def _enough_blocks(world: World, head: Entry, running: list[Entry]) -> int:
     """Free blocks that admit `head` on the worst assumption: nothing cached, every reserve in full."""
     config, size = world.config, world.config.block_size
+    if has_unknown_reserve(config):
+        return config.num_usable_blocks + 1
     enough = -(-head.num_tokens // size)
     for entry in running:
         enough += max(0, -(-entry.num_tokens // size) - len(world.host.table(entry.request)))
@@ -185,17 +191,19 @@ def _enough_blocks(world: World, head: Entry, running: list[Entry]) -> int:
 
 def _growth(config: SchedulerConfig) -> int:
     """Blocks that the reserve "growth" keeps at most."""
-    return config.num_usable_blocks // 8 if any(str(each).startswith("growth") for each in config.reserves) else 0
+    return len(parameter(config, "reserve", "growth", "scale")) * (config.num_usable_blocks // 8)
 
 
 def _expected_output(world: World, entry: Entry) -> int:
-    """Blocks that the decode reserve keeps for the output of a request when it is admitted."""
-    expected = world.config.decode_reserve
-    if expected == "mean":
-        lengths = world.output_lengths[-128:]
-        expected = math.ceil(sum(lengths) / len(lengths)) if lengths else 0
+    """Blocks that decode reserves keep for the output of a request when it is admitted."""
+    config, lengths = world.config, world.output_lengths[-128:]
+    mean = math.ceil(sum(lengths) / len(lengths)) if lengths else 0
+    means = sum(str(spec).startswith("mean-decode") for spec in config.reserves) + (config.decode_reserve == "mean")
+    each = [*parameter(config, "reserve", "decode", "tokens"), *[mean] * means]
+    if config.decode_reserve != "mean":
+        each.append(config.decode_reserve)
     left = entry.reference.limit - entry.num_tokens if entry.request.max_tokens else 0
-    return -(-min(expected, left) // world.config.block_size)
+    return sum(-(-int(min(expected, left)) // config.block_size) for expected in each)
 
 
 def _check_need_of_victims(world: World, output: SchedulerOutput, victims: list[Entry], num_free: int) -> None:

@@ -17,8 +17,9 @@ from pointsman.core import (
     StepResult,
 )
 
-from .ledger import OBSERVED, Entry, Place
+from .ledger import Entry, Place
 from .partials import LACKS_BLOCKS, LACKS_EMBEDDINGS, bypass_bound, passing
+from .policies import is_in_sequence, parameter
 from .shadow import ExecutedStep, drafts_of, require
 from .slots import check_passing, lacks_no_embeddings
 
@@ -106,7 +107,8 @@ class Expectations:
             require(known < limit, f"{request.request_id} runs on, though {known} tokens in flight end it at {limit}")
             waits = not request.runs_ahead and request in self.pending
             require(not waits, f"{request.request_id} runs ahead of its sample in flight")
-        if config.prefill_threshold and output.num_rows:
+        has_threshold = config.prefill_threshold or parameter(config, "limit", "prefill-threshold", "tokens")
+        if has_threshold and output.num_rows:
             self._check_threshold(output)
 
     def _threshold(self) -> int:
@@ -115,8 +117,9 @@ class Expectations:
         if len(self.queue) + len(self.running) <= 1:
             return budget
         if self.config.long_prefill_token_threshold_adaptive:
-            return max(threshold, budget // max(1, len(self.queue) + len(self.running)))
-        return threshold
+            threshold = max(threshold, budget // max(1, len(self.queue) + len(self.running)))
+        named = parameter(self.config, "limit", "prefill-threshold", "tokens")
+        return int(min([threshold or budget, *named]))
 
     def _check_threshold(self, output: SchedulerOutput) -> None:
         """No row advances further than the threshold, and nothing else but its encoder inputs cuts what the oldest row
@@ -204,7 +207,7 @@ class Expectations:
         lost their row in this very step."""
         losses = self._losses(output) if self.config.admit_after_preemption else {}
         order = str(self.config.order)
-        if order.startswith(OBSERVED):
+        if not is_in_sequence(order):
             admitted = [self.entries[request] for request in output.admitted]
             return sorted([*self.queue, *losses], key=lambda e: admitted.index(e) if e in admitted else len(admitted))
         return sorted([*self.queue, *losses], key=lambda entry: entry.queue_key(order, losses.get(entry, 0)))

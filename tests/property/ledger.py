@@ -12,10 +12,6 @@ from pointsman.core import EncoderInput, Request, RequestStatus, SchedulerStats
 from .shadow import Reference, require
 from .transfers import Transfer
 
-OBSERVED = ("shortest-prefill", "longest-prefix", "earliest-ttft", "fair")
-"""Orders whose sequence is taken from the scheduler, not known here: what is checked of it stands in their own tests.
-Nobody may be passed over under them."""
-
 
 class Place(enum.Enum):
     """Where a request is; `check` compares it with the scheduler's own status."""

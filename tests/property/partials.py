@@ -5,16 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pointsman.core import Reason, SchedulerConfig
-from pointsman.core.policy.bypass import Bypass
-from pointsman.core.policy.registry import parsed
 
 from .ledger import Entry, Place
+from .policies import parameter
 from .shadow import require
 
 if TYPE_CHECKING:
     from .world import World
 
-DEFAULT_BOUND = next(each.default for each in Bypass.parameters if each.name == "bound")
 LACKS_EMBEDDINGS = (Reason.ENCODER_BUDGET, Reason.ENCODER_CACHE)
 PASSING = {
     Reason.ADAPTER_SLOTS,
@@ -36,9 +34,7 @@ LACKS_BLOCKS = {
 
 def bypass_bound(config: SchedulerConfig) -> int:
     """How many may pass one that waits for blocks; 0: none."""
-    specs = [parsed(spec) for spec in config.reserves if isinstance(spec, str)]
-    bounds = [int(given.get("bound", DEFAULT_BOUND)) for name, given in specs if name == Bypass.name]
-    return bounds[0] if bounds else 0
+    return int(next(iter(parameter(config, "reserve", "bypass", "bound")), 0))
 
 
 def passing(config: SchedulerConfig) -> set[Reason]:

@@ -131,6 +131,8 @@ def test_seeded_runs(focus: str) -> None:
 
 PLENTY = {
     "order": "fcfs",
+    "victim": None,
+    "token_limits": (),
     "batching": "mixed",
     "block_size": 1,
     "num_blocks": 80,

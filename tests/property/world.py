@@ -44,8 +44,9 @@ from pointsman.core import (
 from .admissions import check_admissions
 from .expectations import Expectations, check_explanations, malformed_results, why_refused
 from .kv_mirror import KVMirror
-from .ledger import OBSERVED, Entry, Kept, Part, Place, Tally, place_of
+from .ledger import Entry, Kept, Part, Place, Tally, place_of
 from .partials import check_caps
+from .policies import is_in_sequence
 from .shadow import ExecutedStep, Reference, ShadowFault, ShadowHost, reference_run, require
 from .slots import HeldSlots
 from .transfer_operations import end_transfer, give_up, overdue, passed_over, roll_back, take_over
@@ -864,7 +865,7 @@ class World:
         """Who waits for capacity, in the order in which they must be admitted."""
         order = str(self.config.order)
         queue = [entry for entry in self.live if entry.place is Place.QUEUED]
-        if order.startswith(OBSERVED):
+        if not is_in_sequence(order):
             own = self.scheduler._parts.table.queue
             return sorted(queue, key=lambda entry: own.position(entry.request))
         return sorted(queue, key=lambda entry: entry.queue_key(order))

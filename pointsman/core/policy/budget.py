@@ -24,6 +24,9 @@ class SetsBudget(Protocol):
     def step_budget(self, most: int, view: View) -> int:
         """Tokens that the next step may compute; `most` is the configured budget."""
 
+    def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
+        """See `Gate.check`."""
+
 
 class StepBudget:
     """The budget of the step that is being scheduled."""

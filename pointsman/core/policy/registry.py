@@ -20,7 +20,7 @@ from pointsman.core.errors import ConfigError
 from pointsman.core.policy.bypass import Bypass
 from pointsman.core.policy.eviction import EVICTIONS
 from pointsman.core.policy.guard import guarded
-from pointsman.core.policy.limits import LIMITS
+from pointsman.core.policy.limits import LIMITS, LongPrefillThreshold
 from pointsman.core.policy.order import ORDERS
 from pointsman.core.policy.policy import Parameter, Policy, Value
 from pointsman.core.policy.reserve import RESERVES
@@ -104,16 +104,21 @@ def check_policies(config: SchedulerConfig) -> None:
         make("victim", config.victim)
     for policy in config.reserves:
         make("reserve", policy)
-    check_budget_limits(config, [make("limit", policy) for policy in config.token_limits])
+    check_cuts(config, [make("limit", policy) for policy in config.token_limits])
     make("eviction", config.eviction)
 
 
-def check_budget_limits(config: SchedulerConfig, limits: Sequence[Any]) -> None:
-    """Whether prompts may be cut to the budget, where a limit sets it.
+def check_cuts(config: SchedulerConfig, limits: Sequence[Any]) -> None:
+    """Whether prompts may be cut, where a limit cuts them, or sets the budget that they are cut to.
 
     Raises:
         ConfigError: they may not.
     """
+    if not config.enable_chunked_prefill and any(limit.name == LongPrefillThreshold.name for limit in limits):
+        raise ConfigError(
+            f"token limit {LongPrefillThreshold.name!r} cuts prompts, and enable_chunked_prefill is off; turn chunked "
+            "prefill on, or leave the limit out"
+        )
     setting = [limit for limit in limits if hasattr(limit, "step_budget")]
     if setting and (config.first_chunk_only or not config.enable_chunked_prefill):
         raise ConfigError(

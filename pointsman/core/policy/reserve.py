@@ -362,11 +362,15 @@ RESERVES: dict[str, type[Reserve]] = {
 
 
 def reserves_of(config: SchedulerConfig) -> list[Any]:
-    """The reserves that the configuration's knobs ask for, and those that it names, cheapest remedy first."""
+    """The reserves that the configuration's knobs ask for, and those that it names, cheapest remedy first.
+
+    A full-sequence reserve that is named replaces the knob's: kept twice, no pool would do for a long prompt.
+    """
+    named = [str(getattr(reserve, "name", reserve)).partition(":")[0] for reserve in config.reserves]
     reserves: list[Any] = []
     if config.watermark > 0.0:
         reserves.append(Watermark(config.watermark))
-    if config.full_sequence_must_fit:
+    if config.full_sequence_must_fit and FullSequence.name not in named:
         reserves.append(FullSequence(config.count_owed_blocks))
     if config.decode_reserve == "mean":
         reserves.append(MeanDecodeReserve())

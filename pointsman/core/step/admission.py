@@ -413,6 +413,12 @@ class Admission:
         """Requests in the queue."""
         return len(self._table.queue)
 
+    def lacks_step_time(self, request: Request) -> bool:
+        """Whether a policy that sets the budget defers the request in this step, whatever else is preempted in it: its
+        verdict on the step is made by then."""
+        want = request._state.num_tokens
+        return any(isinstance(limit.check(request, 0, want, self._view), Deferral) for limit in self.budget.policies)
+
     def would_be_partial(self, request: Request, budget: int) -> bool:
         """Whether its prefill may outlast a step that has `budget` left, as if nothing were cached."""
         want = request._state.num_tokens

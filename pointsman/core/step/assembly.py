@@ -15,7 +15,7 @@ from pointsman.core.policy.encoder_budget import EncoderCache
 from pointsman.core.policy.limits import limits_of
 from pointsman.core.policy.listening import listeners_of
 from pointsman.core.policy.partial_prefills import make_partial_prefills
-from pointsman.core.policy.registry import check_budget_limits, make
+from pointsman.core.policy.registry import check_cuts, make
 from pointsman.core.policy.reserve import Reserves, reserves_of
 from pointsman.core.policy.swap import Swap, make_swap
 from pointsman.core.policy.victim import default_victim
@@ -108,7 +108,7 @@ def assemble(
     limits = [make("limit", limit) for limit in limits_of(config, encoder)]
     reserves = [make("reserve", reserve) for reserve in reserves_of(config)]
     budget.policies = tuple(limit for limit in limits if hasattr(limit, "step_budget"))
-    check_budget_limits(config, budget.policies)
+    check_cuts(config, limits)
     gates = Gates(
         AdapterSlots(config),
         TokenBudget(config, budget),

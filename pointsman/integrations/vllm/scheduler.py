@@ -31,6 +31,7 @@ from pointsman.core import (
     FinishReason,
     ParkReason,
     PauseMode,
+    PolicyError,
     Recorder,
     Request,
     RequestRefused,
@@ -72,7 +73,8 @@ class Step:
     """A step in flight, in both forms."""
 
     of_vllm: Any
-    output: Output
+    output: Output | None
+    """None: a policy failed, and nothing was scheduled."""
     ids: list[str]
     """[n] vLLM's ids of the rows."""
 
@@ -121,6 +123,8 @@ class Scheduler:
         self._judge = Judge()
         self._unsent: list[Any] = []  # finished outside `update_from_output`, whose outputs alone reach clients
         self._steps: deque[Step] = deque()
+        self._max_step_retries = settings.max_step_retries
+        self._num_failures = 0  # in a row, of a policy
         self._last_step: Step | None = None  # the step that new drafts are for
         self._speculates = config.num_draft_tokens > 0
         asynchronous = bool(vllm_config.scheduler_config.async_scheduling)
@@ -286,7 +290,11 @@ class Scheduler:
     def _schedule(self, now: float) -> Any:
         if self._compiling:
             self._take_grammars(now)
-        output = self.core.schedule(now)
+        try:
+            output = self.core.schedule(now)
+        except PolicyError as error:
+            return self._step_without_rows(error)
+        self._num_failures = 0
         ids = self._outputs.ids(output)
         of_vllm = self._outputs.make(output, ids, self.core.max_drafts if self._speculates else 0)
         if output.preempted or output.finished or output.num_continued < len(ids):
@@ -294,6 +302,26 @@ class Scheduler:
         if self._structured:
             self._mark_structured(of_vllm, output, ids)
         self._steps.append(Step(of_vllm, output, ids))
+        return of_vllm
+
+    def _step_without_rows(self, error: PolicyError) -> Any:
+        """A policy failed, and the core has undone what it had decided: no request runs in this step, and the next one
+        tries again.
+
+        Raises:
+            PolicyError: it has failed in more steps in a row than are tried again.
+        """
+        self._num_failures += 1
+        if self._num_failures > self._max_step_retries:
+            raise error
+        logger.warning(
+            "%s; no request runs in this step, which is tried again (%d of %d in a row)",
+            error,
+            self._num_failures,
+            self._max_step_retries,
+        )
+        of_vllm = self._outputs.without_rows()
+        self._steps.append(Step(of_vllm, None, []))
         return of_vllm
 
     def _note_changes(self, output: Output, now: float) -> None:
@@ -361,6 +389,8 @@ class Scheduler:
         if step.of_vllm is not scheduler_output:
             raise ValueError("this SchedulerOutput is not that of the oldest step in flight; update them in order")
         output, ids = step.output, step.ids
+        if output is None:
+            return self._by_client(step, [], [], model_runner_output)
         sampled = read_sampled(model_runner_output, ids)
         result, update = self._take(output, sampled, model_runner_output, now)
         if self._speculates:
@@ -400,6 +430,7 @@ class Scheduler:
 
     def _add_failed(self, step: Step, result: StepResult, update: StepUpdate, outputs: list[Any]) -> list[int]:
         """Add outputs of requests that this step fails, and return the indices of their rows."""
+        assert step.output is not None
         indices = [index for index in result.errors if step.output.requests[index] in update.finished]
         for index in indices:
             request = self.requests[step.ids[index]]
@@ -487,6 +518,7 @@ class Scheduler:
         """The outputs by client, with requests that finished outside `update_from_output` and the finished ids."""
         by_client: dict[int, list[Any]] = {}
         for index, output in zip(indices, outputs, strict=True):
+            assert step.output is not None
             client = step.output.requests[index].metadata.client_index
             by_client.setdefault(client, []).append(output)
         for request in self._unsent:
@@ -526,6 +558,7 @@ class Scheduler:
                 own = own[:most]
                 proposed += own
                 counts.append(len(own))
+            assert step.output is not None
             self.core.propose(step.output, proposed, counts, time.monotonic())
 
     def update_draft_token_ids_in_output(self, draft_token_ids: Any, scheduler_output: Any) -> None:
@@ -537,6 +570,7 @@ class Scheduler:
         if not scheduler_output.has_structured_output_requests:
             return None
         step = next(step for step in self._steps if step.of_vllm is scheduler_output)
+        assert step.output is not None
         rows = zip(step.ids, step.output.samples.tolist(), strict=True)
         names = [name for name, samples in rows if samples and name in self._structured]
         if not names:

@@ -135,6 +135,11 @@ class OutputMaker:
         self._ids_before = ids
         return made
 
+    def without_rows(self) -> Any:
+        """The output of a step in which no request runs, and nothing is reported. Continued rows skip it."""
+        self._ids_before = ()
+        return SchedulerOutput.make_empty()
+
     def _num_scheduled_tokens(self, output: Output, ids: list[str]) -> dict[str, int]:
         if output.total_num_scheduled_tokens > len(ids):
             return dict(zip(ids, output.num_scheduled_tokens.tolist(), strict=True))

@@ -46,7 +46,9 @@ _NOT_HERE = {
 }
 
 KNOBS = frozenset(field.name for field in fields(SchedulerConfig)) - FLAGS.keys() - _NOT_HERE
-"""Knobs that `--additional-config` may set, beside `preset`, `socket` and `record`."""
+"""Knobs that `--additional-config` may set, beside `preset`, `socket`, `record` and `max_step_retries`."""
+MAX_STEP_RETRIES = 3
+"""The default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ class Settings:
     """Path of the control socket; "": none, None: a path in a private folder."""
     record: str | None
     """File of a recording from the start; None: none."""
+    max_step_retries: int = MAX_STEP_RETRIES
+    """How often in a row a step is tried again in which a policy failed."""
 
 
 def read_settings(additional_config: Any) -> Settings:
@@ -74,6 +78,11 @@ def read_settings(additional_config: Any) -> Settings:
     preset = knobs.pop("preset", "default")
     socket = knobs.pop("socket", None)
     record = knobs.pop("record", None)
+    retries = knobs.pop("max_step_retries", MAX_STEP_RETRIES)
+    if not isinstance(retries, int) or isinstance(retries, bool) or retries < 0:
+        raise ConfigError(
+            f"max_step_retries in --additional-config is {retries!r}; it must be an integer of at least 0"
+        )
     for name, value in (("socket", socket), ("record", record)):
         if value is not None and not isinstance(value, str):
             raise ConfigError(f"{name} in --additional-config is {value!r}; it must be a path")
@@ -93,7 +102,7 @@ def read_settings(additional_config: Any) -> Settings:
         if name not in KNOBS:
             raise ConfigError(f"{name} in --additional-config is unknown; choose from {', '.join(sorted(KNOBS))}")
     of_preset = {name: value for name, value in (PRESETS | SYSTEMS)[preset].items() if name in KNOBS}
-    return Settings({**of_preset, **knobs}, socket, record)
+    return Settings({**of_preset, **knobs}, socket, record, retries)
 
 
 def read_observer_settings(additional_config: Any) -> str | None:

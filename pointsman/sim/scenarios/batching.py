@@ -107,6 +107,8 @@ STATIC_BATCHING = Scenario(
 
 _CHUNKS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _WHOLE, _THRESHOLD = "whole prompt", "8192, at most 512 a prompt"
+_TARGET = 0.03
+_TARGETED = "target-itl 30 ms"
 _SIZES = (*map(str, _CHUNKS), _WHOLE)
 _LONG_TTFT, _SHORT_TTFT, _LONGEST_ITL = "TTFT long", "TTFT short", "longest ITL"
 _LONG, _SHORT, _DECODES = "long", "short", "decodes"
@@ -143,6 +145,7 @@ def _check_chunks(found: Finding) -> list[Check]:
         if ttft <= 1.1 * min(ttfts) and gap <= 1.1 * min(gaps)
     ]
     knee = next(index for index, ttft in enumerate(ttfts) if ttft <= 1.1 * min(ttfts))
+    at_512 = found.value(_LONG_TTFT, "512")
     short, whole = found.value(_SHORT_TTFT, "2048"), found.value(_SHORT_TTFT, _WHOLE)
     return [
         Check(
@@ -174,6 +177,12 @@ def _check_chunks(found: Finding) -> list[Check]:
             f"{found.text(_SHORT_TTFT, '2048')} with 2048 tokens, {found.text(_SHORT_TTFT, _WHOLE)} with the {_WHOLE}; "
             f"{found.text(_SHORT_TTFT, _THRESHOLD)} with {_THRESHOLD}",
         ),
+        Check(
+            "a target for the ITL finds the size",
+            found.value(_LONGEST_ITL, _TARGETED) < 1.1 * _TARGET and found.value(_LONG_TTFT, _TARGETED) < 1.1 * at_512,
+            f"longest ITL {found.text(_LONGEST_ITL, _TARGETED)} with a target of 30 ms; TTFT of the long prompt "
+            f"{found.text(_LONG_TTFT, _TARGETED)}, {found.text(_LONG_TTFT, '512')} with 512 tokens",
+        ),
     ]
 
 
@@ -183,11 +192,12 @@ CHUNK_SIZE = Scenario(
     "prompt's TTFT, and no setting escapes that curve.",
     source="a book on vLLM; that chunks reduce TTFT: a deep dive into vLLM V1",
     setting="32 requests decode; a prompt of 30,000 tokens arrives, and 50 ms later one of 100. The token budget is "
-    "the size of a chunk; the last variant has long_prefill_token_threshold=512.",
+    "the size of a chunk; the last two have long_prefill_token_threshold=512, and the limit target-itl.",
     variants=(
         *(Variant(str(chunk), _chunked(chunk), _beside_decodes) for chunk in _CHUNKS),
         Variant(_WHOLE, _chunked(32768).replace(enable_chunked_prefill=False), _beside_decodes),
         Variant(_THRESHOLD, _chunked(8192).replace(long_prefill_token_threshold=512), _beside_decodes),
+        Variant(_TARGETED, _chunked(8192).replace(token_limits=(f"target-itl:seconds={_TARGET}",)), _beside_decodes),
     ),
     figures=(
         Figure(_LONG_TTFT, "s", partial(_ttft_of, _LONG)),

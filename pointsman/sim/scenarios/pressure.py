@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from pointsman.sim.report.layout import number
 from pointsman.sim.scenarios.scenario import (
@@ -32,6 +33,11 @@ _TTFT, _ITL = "TTFT p99", "ITL p99"
 # ---------------------------------------------------------------------- watermark
 
 _WATERMARKS = {"no watermark": 0.0, "watermark 0.01": 0.01, "watermark 0.05": 0.05}
+_GROWTH = "reserve growth"
+_RESERVED: dict[str, dict[str, Any]] = {
+    **{name: {"watermark": share} for name, share in _WATERMARKS.items()},
+    _GROWTH: {"reserves": ("growth",)},
+}
 
 
 def _per_100_steps(run: Run) -> float:
@@ -47,6 +53,7 @@ def _check_watermark(found: Finding) -> list[Check]:
     none, high = names[0], names[-1]
     before, after = (found.value(_PREEMPTIONS, name) for name in (none, high))
     rates = [found.value(_RATE, name) for name in (none, high)]
+    lowest = 1.01 * min(found.value(_MEAN_E2E, name) for name in names)
     return [
         Check(
             "without one, nearly every step preempts",
@@ -68,6 +75,12 @@ def _check_watermark(found: Finding) -> list[Check]:
             rates[1] >= rates[0],
             ", ".join(found.text(_RATE, name) for name in names) + " output tokens/s",
         ),
+        Check(
+            "growth finds a reserve as good by itself",
+            found.value(_PREEMPTIONS, _GROWTH) < before / 2 and found.value(_MEAN_E2E, _GROWTH) < lowest,
+            f"{found.text(_PREEMPTIONS, _GROWTH)} preemptions, {found.text(_RATE, _GROWTH)} output tokens/s; mean "
+            f"end-to-end {found.text(_MEAN_E2E, _GROWTH)}, {found.text(_MEAN_E2E, high)} with {high}",
+        ),
     ]
 
 
@@ -77,14 +90,14 @@ WATERMARK = Scenario(
     "a little concurrency for far fewer preemptions.",
     source="a book on vLLM",
     setting="250 requests that are all there, prompts lognormal:200,0.5, outputs lognormal:400,0.5, in a pool of "
-    f"{RTX_4090_BLOCKS:,} blocks.",
+    f"{RTX_4090_BLOCKS:,} blocks. Beside the watermarks: the reserve growth, which has no number to be set.",
     variants=tuple(
         Variant(
             name,
-            settings(RTX_4090_BLOCKS, watermark=watermark),
+            settings(RTX_4090_BLOCKS, **values),
             partial(backlog, 250, "lognormal:200,0.5", "lognormal:400,0.5"),
         )
-        for name, watermark in _WATERMARKS.items()
+        for name, values in _RESERVED.items()
     ),
     figures=(
         Figure(_PREEMPTIONS, "", preemptions),
@@ -102,12 +115,16 @@ WATERMARK = Scenario(
 
 _ONE, _SEVERAL = "one at a time", "several at a time"
 _FULL, _OWED, _FIRST, _NO_CACHE = "full sequence", "full, vLLM's count", "first chunk", "first chunk, no cache"
-_ADMISSIONS = {
+_BYPASS = "growth and bypass"
+_ADMISSIONS: dict[str, dict[str, Any]] = {
     _FULL: {},
     _OWED: {"count_owed_blocks": False},
     _FIRST: {"full_sequence_must_fit": False},
     _NO_CACHE: {"full_sequence_must_fit": False, "enable_prefix_caching": False},
+    _GROWTH: {"reserves": ("growth",)},
+    _BYPASS: {"reserves": ("growth", "bypass")},
 }
+"""The last two are the check, with policies beside it."""
 _THRASH = 0.1  # share of recomputed tokens
 
 
@@ -143,6 +160,13 @@ def _check_full(found: Finding) -> list[Check]:
             "; ".join(f"{found.text(_RECOMPUTED, _OWED, load)} recomputed, {load}" for load in _LOADS)
             + ", if it does not",
         ),
+        Check(
+            "short prompts can pass one that waits, beside the check",
+            all(found.value(_MEAN_E2E, _BYPASS, load) < 0.95 * found.value(_MEAN_E2E, _FULL, load) for load in _LOADS)
+            and all(found.value(_RECOMPUTED, _BYPASS, load) < _THRASH for load in _LOADS),
+            "with growth and bypass mean end-to-end "
+            + "; ".join(f"{both(_MEAN_E2E, load, _BYPASS)} alone, {load}" for load in _LOADS),
+        ),
     ]
 
 
@@ -155,7 +179,8 @@ FULL_SEQUENCE = Scenario(
     source="a book on vLLM",
     setting="30 prompts of lognormal:16000,0.4 tokens that are all there, in a pool of 4,000 blocks. One at a time: "
     "the first prompt takes the whole budget of 8,192 tokens; several: each takes at most 1,024 of it "
-    "(long_prefill_token_threshold). vLLM's count leaves out the blocks that admitted prompts still lack.",
+    "(long_prefill_token_threshold). vLLM's count leaves out the blocks that admitted prompts still lack. "
+    "The last two are the check with the reserves growth and bypass beside it.",
     variants=tuple(
         Variant(
             name,
@@ -264,6 +289,7 @@ PREEMPTION_RECOVERY = Scenario(
 _AS_IS, _RAISED = "as it is", "watermark 0.05"
 _FEWER, _SMALLER, _MORE = "max_num_seqs 56", "budget 2048", "two replicas"
 _RESPONSES = (_RAISED, _FEWER, _SMALLER, _MORE)
+_LATEST, _CHEAPER = "no prefix cache", "same, least-cost"
 _PRICE = "device s per 1000 tok"
 
 
@@ -282,7 +308,7 @@ def _check_responses(found: Finding) -> list[Check]:
             f"{found.text(_PREEMPTIONS, name)} of {number(before)}; TTFT p99 {found.text(_TTFT, name)} (as it is: "
             f"{found.text(_TTFT, _AS_IS)}), {found.text(_RATE, name)} output tokens/s ({found.text(_RATE, _AS_IS)})",
         )
-        for name in _RESPONSES
+        for name in (*_RESPONSES, _GROWTH)
     ]
     prices = [found.value(_PRICE, name) for name in _RESPONSES]
     waits = [found.value(_TTFT, name) for name in (_RAISED, _FEWER)]
@@ -299,6 +325,12 @@ def _check_responses(found: Finding) -> list[Check]:
             f"{times(prices[-1] / found.value(_PRICE, _AS_IS))} the device time of a token, and TTFT p99 "
             f"{found.text(_TTFT, _MORE)}",
         ),
+        Check(
+            "without a prefix cache another victim makes the same preemptions cheaper",
+            found.value(_RECOMPUTED, _CHEAPER) < 0.8 * found.value(_RECOMPUTED, _LATEST),
+            f"{found.text(_RECOMPUTED, _CHEAPER)} recomputed with least-cost, {found.text(_RECOMPUTED, _LATEST)} with "
+            f"latest; TTFT p99 {found.text(_TTFT, _CHEAPER)} and {found.text(_TTFT, _LATEST)}",
+        ),
     ]
 
 
@@ -308,7 +340,8 @@ PREEMPTION_RESPONSES = Scenario(
     "max_num_batched_tokens, or add capacity, in increasing order of cost.",
     source="a book on vLLM",
     setting="220 requests, 22 a second, prompts lognormal:200,0.5, outputs lognormal:400,0.5, in a pool of "
-    f"{RTX_4090_BLOCKS:,} blocks, 256 slots, a budget of 8,192 tokens.",
+    f"{RTX_4090_BLOCKS:,} blocks, 256 slots, a budget of 8,192 tokens. Beside the book's responses: the reserve "
+    "growth, and without a prefix cache the victim least-cost.",
     variants=tuple(
         Variant(
             name,
@@ -322,6 +355,9 @@ PREEMPTION_RESPONSES = Scenario(
             (_FEWER, {"max_num_seqs": 56}),
             (_SMALLER, {"max_num_batched_tokens": 2048}),
             (_MORE, {}),
+            (_GROWTH, {"reserves": ("growth",)}),
+            (_LATEST, {"enable_prefix_caching": False}),
+            (_CHEAPER, {"enable_prefix_caching": False, "victim": "least-cost"}),
         )
     ),
     figures=(

@@ -149,6 +149,21 @@ def test_a_reserve_by_name_is_the_same_as_the_knob() -> None:
     assert outputs[0] == outputs[1]
 
 
+def test_a_full_sequence_reserve_by_name_replaces_the_knob() -> None:
+    """Kept twice, it would keep a prompt out for ever that fills more than half of the pool."""
+    host = Host(reserves=["full-sequence"], num_blocks=8)
+    request = host.add("long", 28, max_tokens=2)
+    host.run_to_end(20)
+    assert request.is_finished
+    assert host.scheduler.policies == {"fcfs": 1, "latest": 1, "full-sequence": 1}
+
+
+def test_a_limit_that_cuts_prompts_is_refused_where_they_may_not_be_cut() -> None:
+    knobs = {"token_limits": ("prefill-threshold:tokens=4",), "enable_chunked_prefill": False}
+    with pytest.raises(ConfigError, match="'prefill-threshold' cuts prompts, and enable_chunked_prefill is off"):
+        Host(**knobs, max_num_batched_tokens=64)
+
+
 def test_versions_of_policies_are_told() -> None:
     host = Host(watermark=0.1)
     assert host.scheduler.policies == {"fcfs": 1, "latest": 1, "watermark": 1, "full-sequence": 1, "lru": 1}

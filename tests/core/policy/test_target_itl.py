@@ -433,3 +433,15 @@ def test_short_prompts_do_not_wait_for_a_step_that_was_merely_never_seen() -> No
         server.step()
     waits = [each for each in added if each.status is RequestStatus.WAITING]
     assert len(waits) <= 2
+
+
+def test_no_request_is_displaced_for_one_that_lacks_step_time() -> None:
+    host = Host(order="priority", token_limits=("target-itl:seconds=0.5,patience=30",), max_num_seqs=2)
+    for name, priority in (("urgent", 0), ("patient", 2)):
+        host.add(name, 4, max_tokens=40, priority=priority)
+        host.step()
+    while host.scheduler.num_running < 2:  # the second one waits for its patience
+        host.step()
+    host.add("between", 4, max_tokens=4, priority=1)
+    for _ in range(5):
+        assert not host.step().preempted, "the urgent one alone takes longer than the target, and runs on"

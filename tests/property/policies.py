@@ -1,0 +1,102 @@
+"""Which policies does a random configuration have? Of every kind any that the registry knows, so that a new one is
+tried without a change here; and what the checks must know of those that it has."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from pointsman.core import SchedulerConfig
+from pointsman.core.policy.registry import KINDS, known, parsed
+
+from .workload import Chooser
+
+FIELDS = {"reserve": "reserves", "limit": "token_limits"}
+"""Fields of the configuration that are not called as the kind is."""
+DEFAULTS = {each.name: each.default for each in fields(SchedulerConfig)}
+SMALL: dict[str, tuple[str, ...]] = {
+    "bypass": ("bypass:bound=2", "bypass:bound=4,kept=0"),
+    "decode": ("decode:tokens=4",),
+    "earliest-ttft": ("earliest-ttft:default=3,every=3",),
+    "fair": ("fair", "fair:weights=tenant 0/2"),
+    "growth": ("growth:scale=8",),
+    "least-cost": ("least-cost:max_preemptions=1", "least-cost:max_preemptions=4"),
+    "longest-prefix": ("longest-prefix:ageing=2",),
+    "prefill-threshold": ("prefill-threshold:tokens=2",),
+    "shortest-prefill": ("shortest-prefill:ageing=2",),
+    "target-itl": ("target-itl:seconds=3,least=2",),
+    "watermark": ("watermark:share=0.1",),
+}
+"""Parameters in the measure of pools of twelve blocks; of others the defaults, or what `tune` tries."""
+IN_SEQUENCE = ("fcfs", "priority", "fcfs-front", "priority-by-arrival")
+"""Orders whose sequence the ledger knows. That of others is taken from the scheduler: what is checked of it stands in
+their own tests, and under them nothing may be skipped."""
+SKIPS: dict[str, Any] = {
+    "max_loras": 0,
+    "max_num_partial_prefills": None,
+    "max_long_partial_prefills": None,
+    "encoder_budget": 0,
+    "encoder_cache_size": 0,
+}
+"""Knobs with which no request is skipped, with a connector beside them."""
+
+
+def draw_policies(choose: Chooser, overrides: dict[str, Any], *, has_connector: bool) -> dict[str, Any]:
+    """Knobs that choose policies, for a configuration with these overrides, and what those need. None with
+    `"policies": False` among the overrides, which is taken out of them."""
+    if not overrides.pop("policies", True):
+        return {}
+    drawn: dict[str, Any] = {}
+    for kind in KINDS:
+        field = FIELDS.get(kind, kind)
+        if field in overrides or not choose.chance(40):
+            continue
+        name = choose.choice(tuple(known(kind)))
+        if isinstance(DEFAULTS[field], tuple):
+            drawn |= _some(choose, kind, name, overrides)
+        elif kind != "order" or name in IN_SEQUENCE:
+            drawn[field] = spec_of(choose, kind, name)
+        elif not has_connector and not any(overrides.get(knob) for knob in SKIPS):
+            drawn |= {field: spec_of(choose, kind, name), **SKIPS}
+    return drawn
+
+
+def _some(choose: Chooser, kind: str, name: str, overrides: dict[str, Any]) -> dict[str, Any]:
+    """One or two policies of a kind of which there may be several."""
+    names = {name: None, choose.choice(tuple(known(kind))): None} if choose.chance(40) else {name: None}
+    drawn: dict[str, Any] = {FIELDS.get(kind, kind): tuple(spec_of(choose, kind, each) for each in names)}
+    if kind == "limit":  # prompts are cut
+        cuts: dict[str, Any] = {"enable_chunked_prefill": True}
+        if any(hasattr(known(kind)[each], "step_budget") for each in names):
+            cuts["first_chunk_only"] = False
+        if any(overrides.get(knob, value) != value for knob, value in cuts.items()):
+            return {}
+        drawn |= cuts
+    return drawn
+
+
+def spec_of(choose: Chooser, kind: str, name: str) -> str:
+    """A policy as it is written, with parameters."""
+    if name in SMALL:
+        return choose.choice(SMALL[name])
+    values = {each.name: choose.choice((each.default, *each.tried)) for each in known(kind)[name].parameters}
+    given = ",".join(f"{key}={value}" for key, value in values.items() if value != "")
+    return f"{name}:{given}" if given else name
+
+
+def is_in_sequence(order: str) -> bool:
+    """Whether the ledger knows in which sequence requests are admitted."""
+    return parsed(order)[0] in IN_SEQUENCE
+
+
+def parameter(config: SchedulerConfig, kind: str, name: str, key: str) -> list[float]:
+    """The value of a parameter of each policy of a name that a configuration has."""
+    default = next(each.default for each in known(kind)[name].parameters if each.name == key)
+    given = [parsed(str(spec)) for spec in getattr(config, FIELDS.get(kind, kind))]
+    return [float(values.get(key, default)) for found, values in given if found == name]
+
+
+def has_unknown_reserve(config: SchedulerConfig) -> bool:
+    """Whether nothing is known here of what one of the reserves keeps."""
+    understood = {"watermark", "full-sequence", "decode", "mean-decode", "growth", "bypass"}
+    return any(parsed(str(spec))[0] not in understood for spec in config.reserves)
