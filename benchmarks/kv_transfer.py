@@ -275,9 +275,8 @@ def main() -> int:
     with TemporaryDirectory() as directory:
         store = report_store(measure_store(loaded, PROMPTS_QUICK if quick else PROMPTS, Path(directory)), targets)
     figures = {"quick": quick, "threads": arguments.threads, "dtype": arguments.dtype}
-    return finish(
-        "kv_transfer", {**figures, "offload": offload, "swap": swap, "store": store}, targets, arguments.check
-    )
+    figures |= {"offload": offload, "swap": swap, "store": store}
+    return finish("kv_transfer", figures, targets, arguments.check)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     # As many requests as possible with a first token within 2 s and no long gaps: `benchmarks/auto.py` chooses it.
     "auto": {
         "order": "earliest-ttft:default=2.0",
-        "reserves": ("growth", "bypass"),
+        "reserves": ("growth",),
         "token_limits": ("target-itl",),
     },
 }

@@ -44,6 +44,7 @@ FOCUS: dict[str, dict[str, Any]] = {
         **PLAIN,
         **CACHING,
         **SWAP,
+        "policies": False,
         "block_size": 3,
         "num_blocks": 16,
         "num_reserved_blocks": 0,
@@ -79,7 +80,7 @@ FOCUS: dict[str, dict[str, Any]] = {
     "fair": {**ORDERED, "order": "fair:weights=tenant 0/2"},
 }
 BIG = {"max_num_seqs", "max_num_batched_tokens", "max_num_active_seqs"}  # of presets: here nothing is that large
-SELDOM = {"anything", "drafts"}
+SELDOM = {"anything", "drafts", "swap"}
 SHORT_FOCUS = (
     "few blocks",
     "evictions",

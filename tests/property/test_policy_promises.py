@@ -70,7 +70,7 @@ def test_a_step_runs_something_and_all_requests_end(kind: str, name: str) -> Non
         policies["victim"] = spec_of(choose, "victim", draw.choice(list(known("victim"))))
         field, spec = FIELDS.get(kind, kind), spec_of(choose, kind, name)
         policies[field] = (spec,) if field in FIELDS.values() else spec
-        host = crowded_host(enable_prefix_caching=seed % 2 == 0, **policies)
+        host = crowded_host(enable_prefix_caching=kind == "eviction" or seed % 2 == 0, **policies)
         requests = []
         while len(requests) < 14:
             for _ in range(draw.choice((0, 0, 1, 3))):

@@ -36,7 +36,8 @@ NUM_CLASSES, PER_CLASS = 8, 16
 prompt every minute is not forgotten for the short ones between. So are, apart from them, those near the limit."""
 NEAR = 0.75
 """Times the limit: shorter steps say nothing about the errors of those that fill it, and less than proportionally how
-long these take, where reading and computing overlap. With `FEW_FITTED` near it, no others count."""
+long these take, where reading and computing overlap. With `FEW_FITTED` near it, others hardly count; before that each
+counts as much as so many others, as does the step with the most prompt tokens, and none is an outlier."""
 LEAST_MARGIN = -0.1
 """Where steps are shorter than predicted."""
 RECENT, RECENT_GROUPS, MEMORY = 32, 8, 0.05
@@ -46,8 +47,8 @@ SHIFT, SHIFT_STEPS = 0.2, 8
 """So many steps in a row that are off by more than this share, all to one side: the device has another speed."""
 NUM_ERRORS, FEW_ERRORS = 64, 8
 """Latest errors of the prediction that the margin is taken from, and with how many it begins to be."""
-FIRST_MARGIN = 0.1
-"""Before that."""
+FIRST_MARGIN, MARGIN_FALLS = 0.1, 0.02
+"""Before that, and by how much it falls at most when the coefficients follow: it rises at once."""
 REFIT_AFTER, REFIT_AT_LATEST = 4, 16
 """Observations after which the coefficients follow, where the newest is off by more than `OFF` or `OFF_DEVIATIONS`
 standard deviations, and otherwise. Until `FEW_FITTED` steps with prompt tokens were seen, every one is taken in."""
@@ -99,6 +100,7 @@ class StepTimes:
         self._class_sizes = [0] * (2 * NUM_CLASSES)
         self._near: deque[int] = deque(maxlen=RECENT)  # numbers of the newest near the limit
         self._errors: deque[float] = deque(maxlen=NUM_ERRORS)
+        self._judged: deque[int] = deque(maxlen=SHIFT_STEPS)  # numbers of the steps of the newest errors
         self.mean_tokens = 0.0
         """Prompt tokens of a step, all steps counted: an exponential mean."""
         self._num_new = self._num_new_groups = 0
@@ -138,15 +140,20 @@ class StepTimes:
         predicted = share * alone + per_token * num_tokens + per_attended * num_attended
         index = min((num_attended // num_tokens >> 9).bit_length(), NUM_CLASSES - 1)
         number = self._num_mixed
-        if predicted > NEAR * self.limit:
-            index += NUM_CLASSES
-            self._near.append(number)
+        if seconds > self._target:  # whatever was predicted, it is known before the next step
+            self._num_new = REFIT_AT_LATEST
+        near = NEAR * self.limit
+        if predicted > near:
             error = seconds / predicted - 1
             self._errors.append(error)
+            self._judged.append(number)
             if not -OFF < error < OFF:
                 self._is_off |= abs(error) > OFF_DEVIATIONS * self._deviation
                 if abs(error) > SHIFT and len(self._errors) >= SHIFT_STEPS:
                     self._follow_shift()
+        if predicted > near or seconds > near:
+            index += NUM_CLASSES
+            self._near.append(number)
             self._num_new += 1
         elif len(self._near) < FEW_FITTED:
             self._num_new += 1
@@ -157,6 +164,7 @@ class StepTimes:
         self._num_mixed = number + 1
         if GROWTH * num_tokens > self.most_tokens:
             self.most_tokens = GROWTH * num_tokens
+            self._num_new = REFIT_AT_LATEST
 
     def _follow_shift(self) -> None:
         """All that is remembered from before the device changed its speed is scaled to the new one."""
@@ -164,7 +172,7 @@ class StepTimes:
         if not (min(newest) > SHIFT or max(newest) < -SHIFT):
             return
         factor = 1 + _middle_and_deviation(newest)[0]
-        self._steps[5, self._steps[0] < self._near[-SHIFT_STEPS]] *= factor
+        self._steps[5, self._steps[0] < self._judged[-SHIFT_STEPS]] *= factor
         for index, (requests, context, seconds) in enumerate(self._groups):
             self._groups[index] = requests, context, factor * seconds
         self._errors.clear()
@@ -205,25 +213,33 @@ class StepTimes:
             return
         known = np.array(groups).T
         self._most_requests, self._most_context, _ = (GROWTH * known.max(axis=1)).tolist()
-        recent = np.arange(len(groups)) >= len(groups) - RECENT_GROUPS
-        self._decode = _fitted(np.stack((np.ones(len(groups)), known[0], known[1])), known[2], recent, (0.0, 0.0, 0.0))
+        weights = np.where(np.arange(len(groups)) >= len(groups) - RECENT_GROUPS, 1.0, MEMORY)
+        columns = np.stack((np.ones(len(groups)), known[0], known[1]))
+        self._decode = _fitted(columns, known[2], weights, (0.0, 0.0, 0.0))
 
     def _fit_mixed(self) -> None:
         if self._num_mixed:
             knows_near = len(self._near) >= FEW_FITTED
-            steps = self._steps[:, NUM_CLASSES * PER_CLASS :] if knows_near else self._steps
-            number, requests, context, tokens, attended, seconds = steps[:, steps[5] > 0]
+            taken = self._steps[5].nonzero()[0]
+            is_near = taken >= NUM_CLASSES * PER_CLASS
+            number, requests, context, tokens, attended, seconds = self._steps[:, taken]
             base, per_request, per_context = self._decode
             requests, context = np.minimum(requests, self._most_requests), np.minimum(context, self._most_context)
             alone = base + per_request * requests + per_context * context
             recent = number >= (self._near[0] if knows_near else self._num_mixed - RECENT)
             columns = np.stack((alone, tokens, attended / FEW_POSITIONS))
-            share, per_token, per_attended = _fitted(columns, seconds, recent, (1.0, 0.0, 0.0), is_last_less=True)
+            weights = np.where(recent, 1.0, MEMORY)
+            if knows_near:
+                weights[~is_near] = MEMORY * MEMORY
+            else:
+                weights = np.maximum(weights, FEW_FITTED * tokens / tokens.max())
+                weights[is_near] = FEW_FITTED
+            share, per_token, per_attended = _fitted(columns, seconds, weights, (1.0, 0.0, 0.0), is_last_less=True)
             self._mixed = share, per_token, per_attended / FEW_POSITIONS
             self.most_tokens = GROWTH * int(tokens.max())
         if len(self._errors) >= FEW_ERRORS:
             middle, self._deviation = _middle_and_deviation(list(self._errors))
-            self.margin = middle + PERCENTILE_99 * self._deviation
+            self.margin = max(middle + PERCENTILE_99 * self._deviation, self.margin - MARGIN_FALLS)
         self._num_new, self._is_off = 0, False
 
     # ------------------------------------------------------------------ what it says
@@ -264,7 +280,7 @@ class StepTimes:
 def _fitted(
     columns: FloatArray,
     seconds: FloatArray,
-    recent: npt.NDArray[np.bool_],
+    weights: FloatArray,
     expected: tuple[float, float, float],
     is_last_less: bool = False,
 ) -> tuple[float, float, float]:
@@ -273,7 +289,7 @@ def _fitted(
     Args:
         columns: [3, n], changed in place.
         seconds: [n].
-        recent: [n] whether an observation is one of the newest.
+        weights: [n], changed in place: 1 of the newest observations, less of others; one of more than 1 is no outlier.
         expected: what the coefficients are where the observations do not tell.
         is_last_less: whether the last coefficient is at most the one before, where the observations do not tell.
     """
@@ -284,11 +300,10 @@ def _fitted(
     scale[scale == 0] = 1.0
     columns /= scale[:, None]
     prior = scale * expected
-    weights = np.where(recent, 1.0, MEMORY)
     found = _non_negative(columns, weights, prior)
     errors = found.dot(columns) - 1
-    middle, deviation = _middle_and_deviation(errors[recent].tolist())
-    far = np.abs(errors - middle) > max(OUTLIER * deviation, LEAST_OUTLIER)
+    middle, deviation = _middle_and_deviation(errors[weights >= 1].tolist())
+    far = (np.abs(errors - middle) > max(OUTLIER * deviation, LEAST_OUTLIER)) & (weights <= 1)
     if far.any():
         weights[far] = 0.0
         found = _non_negative(columns, weights, prior)

@@ -155,7 +155,7 @@ def test_a_full_sequence_reserve_by_name_replaces_the_knob() -> None:
     request = host.add("long", 28, max_tokens=2)
     host.run_to_end(20)
     assert request.is_finished
-    assert host.scheduler.policies == {"fcfs": 1, "latest": 1, "full-sequence": 1}
+    assert host.scheduler.policies == {"fcfs": 1, "latest": 1, "lru": 1, "full-sequence": 1}
 
 
 def test_a_limit_that_cuts_prompts_is_refused_where_they_may_not_be_cut() -> None:
