@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +13,12 @@ from pointsman.sim.devices import DEVICES, device
 from pointsman.sim.errors import SimulationError
 from pointsman.sim.host_memory import HostMemory
 from pointsman.sim.report.summary import figures
+from pointsman.sim.request import SimRequest
 from pointsman.sim.scenarios.workloads import backlog
 from pointsman.sim.shapes import model_shape
 from pointsman.sim.simulator import Outcome, simulate
 from pointsman.sim.step_time import Efficiencies, LinearStepTime, RooflineStepTime
+from pointsman.sim.stretches import Stretch
 from tests.sim.test_simulator import STEP_TIME, config, same, workload
 from tests.soak import short_or_long
 
@@ -37,6 +40,35 @@ def test_decodes_at_once_change_nothing(mode: str, memory: HostMemory) -> None:
         assert fast.copies == slow.copies
         assert fast.copies[0].num_offloaded > 0
         assert len(fast.timelines[0].events) < len(slow.timelines[0].events)
+
+
+def with_prefixes(seed: int) -> Stretch:
+    """60 requests that share prefixes, so that what a finished one leaves is found by the next."""
+    draw, time, arrivals = random.Random(seed), 0.0, []
+    for index in range(60):
+        time += draw.expovariate(4)
+        family, length = draw.randrange(5), draw.randrange(20, 300)
+        request = SimRequest(
+            request_id=f"r{index}",
+            index=index,
+            num_prompt_tokens=length,
+            num_output_tokens=draw.randrange(1, 150),
+            block_hash_ids=tuple(family * 1000 + number for number in range(length // 16)),
+            hash_block_size=16,
+        )
+        arrivals.append((time, request))
+    return Stretch(tuple(arrivals), time)
+
+
+def test_what_a_finished_request_had_swapped_is_gone_for_the_next_one_in_either_way() -> None:
+    """The host hears of an end by the next output: no steps are done at once before."""
+    step_time, memory = LinearStepTime(per_step=0.01, per_row=1e-4, per_token=1e-4), HostMemory(12_800, 4.0, 1e6)
+    settings = SchedulerConfig(
+        num_blocks=60, max_model_len=600, max_num_seqs=8, max_num_batched_tokens=256, preemption_mode="swap"
+    )
+    for seed in range(4, short_or_long(7, 30)):
+        fast = simulate(with_prefixes(seed), settings, step_time, host_memory=memory)
+        same(fast, simulate(with_prefixes(seed), settings, step_time, host_memory=memory, is_stepping=True))
 
 
 def test_a_step_takes_as_long_as_its_copies_more() -> None:

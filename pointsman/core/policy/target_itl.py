@@ -67,8 +67,11 @@ KEPT_FOR_QUEUE = 0.5
 """Of the time for prompt tokens, while a request waits: kept for prompts that fit it whole."""
 SCARCE_STEPS = 64
 """Steps for which prompt tokens are spread evenly after the queue waited for something else than them."""
-SPREAD, SPREAD_STEPS = 1.2, 512
-"""Then a step computes at most so many times the mean prompt tokens of a step, over so many steps."""
+SPREAD, SPREAD_STEPS, LEAST_SPREAD = 1.2, 512, 0.35
+"""Then a step computes at most so many times the mean prompt tokens of a step, over so many steps, but what fits this
+share of the time for them: a long prompt keeps a third of its speed."""
+LONE, UNREACHABLE = 2, 1.5
+"""A target below so many times what decoding so few requests took cannot be kept, whoever waits; this is instead."""
 PERCENTILE_99 = 2.326
 """In standard deviations of the normal distribution."""
 MAD_TO_DEVIATION = 1.4826
@@ -91,6 +94,7 @@ class StepTimes:
         self.most_tokens = FIRST_CHUNK
         """Prompt tokens up to which a prediction is trusted."""
         self._decode = (0.0, 0.0, 0.0)
+        self._least_target = 0.0
         self._most_requests = self._most_context = 0.0
         self._mixed = (0.0, 0.0, 0.0)
         self._groups: deque[tuple[float, float, float]] = deque(maxlen=NUM_GROUPS)  # requests, context, seconds
@@ -140,7 +144,7 @@ class StepTimes:
         predicted = share * alone + per_token * num_tokens + per_attended * num_attended
         index = min((num_attended // num_tokens >> 9).bit_length(), NUM_CLASSES - 1)
         number = self._num_mixed
-        if seconds > self._target:  # whatever was predicted, it is known before the next step
+        if seconds > max(self._target, self._least_target):  # whatever was predicted, it is known before the next step
             self._num_new = REFIT_AT_LATEST
         near = NEAR * self.limit
         if predicted > near:
@@ -175,6 +179,7 @@ class StepTimes:
         self._steps[5, self._steps[0] < self._judged[-SHIFT_STEPS]] *= factor
         for index, (requests, context, seconds) in enumerate(self._groups):
             self._groups[index] = requests, context, factor * seconds
+        self._least_target *= factor
         self._errors.clear()
         self._num_new_groups = REFIT_AT_LATEST
 
@@ -212,6 +217,8 @@ class StepTimes:
         if not groups:
             return
         known = np.array(groups).T
+        if len(lone := known[2, known[0] <= LONE]):
+            self._least_target = UNREACHABLE * lone.item(-1)
         self._most_requests, self._most_context, _ = (GROWTH * known.max(axis=1)).tolist()
         weights = np.where(np.arange(len(groups)) >= len(groups) - RECENT_GROUPS, 1.0, MEMORY)
         columns = np.stack((np.ones(len(groups)), known[0], known[1]))
@@ -247,13 +254,18 @@ class StepTimes:
     @property
     def limit(self) -> float:
         """What may be predicted, so that the 99th percentile is the target."""
-        return self._target / (1 + max(self.margin, LEAST_MARGIN))
+        return max(self._target, self._least_target) / (1 + max(self.margin, LEAST_MARGIN))
 
     def decode_seconds(self, num_requests: float, num_context_tokens: float) -> float:
         """Of a step in which all these requests decode; 0: not known."""
         base, per_request, per_context = self._decode
         requests, context = min(num_requests, self._most_requests), min(num_context_tokens, self._most_context)
         return base + per_request * requests + per_context * context
+
+    @property
+    def most_seen(self) -> float:
+        """Requests of the largest step without prompt tokens."""
+        return self._most_requests / GROWTH
 
     @property
     def share(self) -> float:
@@ -448,9 +460,10 @@ class TargetItl(Limit):
         is_spread = False
         if has_queue and self._scarce and num_requests > 2 * num_prefilling:
             num_even = max(SPREAD * times.mean_tokens, self._least) + 0.5  # no whole number, so that none is lost
-            even = max(alone - beside, times.prefill_seconds(num_even, 0))
+            hidden = alone - beside
+            even = max(hidden, times.prefill_seconds(num_even, 0), LEAST_SPREAD * left)
             is_spread = even < left
-            left = min(left, even)
+            left = even if is_spread else left
         self._had_queue, self._was_asked = has_queue, False
         self._left = self._left_at_first = left
         self._held = KEPT_FOR_QUEUE * left if num_prefilling and has_queue and not self._is_head_long else 0.0
@@ -520,8 +533,10 @@ class TargetItl(Limit):
 
     def _would_be_full(self, request: Request) -> bool:
         """Whether decoding alone, with it, would take longer than the target."""
-        num_tokens = self._num_future_tokens + request._state.num_tokens
-        return self.times.decode_seconds(self._num_requests + 1, num_tokens) > self._limit
+        times, num_requests, num_tokens = self.times, self._num_requests, self._num_future_tokens
+        if num_requests < times.most_seen:  # what one more takes than were ever seen is not known, so it is tried
+            num_requests, num_tokens = num_requests + 1, num_tokens + request._state.num_tokens
+        return times.decode_seconds(num_requests, num_tokens) > self._limit
 
     def commit(self, request: Request, start: int, num_tokens: int) -> None:
         self._left -= self.times.prefill_seconds(num_tokens, start)

@@ -417,7 +417,8 @@ class Admission:
         """Whether a policy that sets the budget defers the request in this step, whatever else is preempted in it: its
         verdict on the step is made by then."""
         want = request._state.num_tokens
-        return any(isinstance(limit.check(request, 0, want, self._view), Deferral) for limit in self.budget.policies)
+        verdicts = [limit.check(request, 0, want, self._view) for limit in self.budget.policies]
+        return any(isinstance(verdict, Deferral) and verdict.reason is Reason.STEP_TIME for verdict in verdicts)
 
     def would_be_partial(self, request: Request, budget: int) -> bool:
         """Whether its prefill may outlast a step that has `budget` left, as if nothing were cached."""

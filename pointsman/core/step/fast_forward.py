@@ -96,7 +96,7 @@ class FastForward:
             or not self._is_allowed
             or self._steps.records
             or self._kv.saves
-            or (self._transfers is not None and self._transfers.num_open)
+            or (self._transfers is not None and (self._transfers.num_open or self._table.has_reports))
             or batch.num_prefilling
             or self._drafts.waiting
             or batch.num_watched

@@ -318,6 +318,11 @@ class RequestTable:
             for method in self._events.finished:
                 method(request, self.now)
 
+    @property
+    def has_reports(self) -> bool:
+        """Whether the next output says that requests were preempted or have finished: a connector's host needs it."""
+        return bool(self.preempted or self.finished)
+
     def take_reports(self) -> tuple[Sequence[Request], Sequence[Request]]:
         """(preempted, finished), for an output; the ids of finished requests are free from now on."""
         preempted, finished = self.preempted, self.finished
