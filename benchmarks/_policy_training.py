@@ -78,19 +78,21 @@ def _scenario(
     saturation: float,
     num_blocks: int,
     max_model_len: int = 32_768,
+    model: str = MODEL,
+    tensor_parallel: int = 1,
 ) -> Scenario:
     config: dict[str, Any] = {
         "num_blocks": num_blocks,
         "max_model_len": max_model_len,
         "enable_prefix_caching": False,  # prompts share nothing
-        **vllm_defaults(device(on), max_model_len)._asdict(),
+        **vllm_defaults(device(on), max_model_len, tensor_parallel)._asdict(),
     }
     return Scenario(
         name=name,
         about=about,
         arrivals=arrivals,
         config=SchedulerConfig(**config),
-        step_time=RooflineStepTime(shape=model_shape(MODEL), device=device(on)),
+        step_time=RooflineStepTime(shape=model_shape(model), device=device(on), tensor_parallel=tensor_parallel),
         speeds={"below": BELOW * saturation, "at": saturation, "above": ABOVE * saturation},
     )
 
@@ -145,5 +147,15 @@ TRAINING = (
         saturation=3.18,
         num_blocks=25_000,
         max_model_len=131_072,
+    ),
+    _scenario(
+        "a large model",
+        "the assistants' requests, Llama 3.1 70B on 2 A100, a short pool: decoding alone takes 42 ms",
+        _Generated("lognormal:900,0.7", "lognormal:200,0.8", seed=15).arrivals,
+        "a100",
+        saturation=1.18,
+        num_blocks=3_000,
+        model="Llama-3.1-70B",
+        tensor_parallel=2,
     ),
 )

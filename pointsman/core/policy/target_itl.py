@@ -363,18 +363,18 @@ class TargetItl(Limit):
 
     Where the queue waits for sequence slots or blocks, it waits for requests that decode, not for prompt tokens. Then
     these are spread: a step computes at most `SPREAD` times their mean of a step, or what reading for decode hides. As
-    the two overlap, equal steps take less time together than short and long ones.
+    the two overlap, equal steps take less time together than short and long ones. `LEAST_SPREAD` bounds what it costs a
+    long prompt.
 
     Where decoding alone, with the next request in it, would take longer than the target, that request waits for
-    `Reason.STEP_TIME`.
+    `Reason.STEP_TIME`. A target that cannot be kept however few run (`UNREACHABLE`) keeps nobody waiting.
 
     Of use where answers are read as they come, beside prompts of very different lengths. Not for offline work, where
     gaps do not matter and larger steps are a little faster.
 
     Bounds: every running request advances at least one token. A prefill that is the oldest under way advances at least
     `least` tokens a step, so one of n tokens takes at most n / least steps. The head of the queue waits for step time
-    at most `patience` seconds in a row, then it starts with `least` tokens even if the target is missed: a target that
-    no step meets costs throughput, and starves nobody.
+    at most `patience` seconds in a row, then it starts with `least` tokens even if the target is missed.
     """
 
     name = "target-itl"
