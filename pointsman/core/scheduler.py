@@ -369,6 +369,8 @@ class Scheduler:
         displaced = self._displacement.choose(head)
         for request in displaced:
             table.preempt(request, PreemptionCause.DISPLACED)
+        if displaced and self._budget.policies:  # what they would have computed is left to the others
+            self._budget.open_step(self._view)
         step.displacer = head if displaced else None
 
     # ------------------------------------------------------------------ requests

@@ -41,7 +41,7 @@ class StepBudget:
         self.policies: tuple[SetsBudget, ...] = ()
 
     def open_step(self, view: View) -> None:
-        """Ask the policies; called once a step, if there are any."""
+        """Ask the policies, if there are any; called once a step, and once more if it displaced requests."""
         full = tokens = self.full
         for policy in self.policies:
             wanted = policy.step_budget(full, view)

@@ -15,11 +15,12 @@ import numpy.typing as npt
 from pointsman.core.policy.gate import Int64Array, Limit
 from pointsman.core.policy.policy import Parameter, StepLoad
 from pointsman.core.state.batch import PREFILLING, Batch
+from pointsman.core.state.events import Preempted
 from pointsman.core.state.interfaces import View
 from pointsman.core.state.numbers import MAX_INT
 from pointsman.core.state.reason import Deferral, Reason
 from pointsman.core.state.request import Request
-from pointsman.core.state.status import RequestStatus
+from pointsman.core.state.status import PreemptionCause, RequestStatus
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -404,6 +405,8 @@ class TargetItl(Limit):
         """Whether the prompt at the head of the queue would not fit the held seconds."""
         self._had_queue = self._was_asked = False
         """Whether requests waited when the last step began, and one of them came as far as to ask for tokens."""
+        self._has_displaced = False
+        """Whether requests gave way to one that has not started: it starts, or they did so in vain."""
         self._scarce = 0
         """Steps for which prompt tokens are still spread."""
         self._limit = self._target
@@ -417,6 +420,9 @@ class TargetItl(Limit):
 
     def on_step_time(self, load: StepLoad, seconds: float) -> None:
         self.times.observe(load, seconds)
+
+    def on_preempted(self, event: Preempted) -> None:
+        self._has_displaced |= event.cause is PreemptionCause.DISPLACED
 
     def release(self, request: Request) -> None:
         self._num_departures += 1
@@ -514,7 +520,7 @@ class TargetItl(Limit):
             self._decide(view.budget, view)
         self._was_asked = True
         fitting = self.times.fitting_tokens(self._left, start)
-        if not view.num_running:
+        if not view.num_running or self._has_displaced:
             return min(want, max(fitting, self._least))
         if self._is_full or self._would_be_full(request):
             state = request._state
@@ -541,7 +547,7 @@ class TargetItl(Limit):
     def commit(self, request: Request, start: int, num_tokens: int) -> None:
         self._left -= self.times.prefill_seconds(num_tokens, start)
         if request.status is not RequestStatus.RUNNING:
-            self._is_head_long = False
+            self._is_head_long = self._has_displaced = False
             self._num_requests += 1
             self._num_future_tokens += request._state.num_tokens
 
