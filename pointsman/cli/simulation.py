@@ -17,7 +17,7 @@ from pointsman.cli.options import NUMBERS_OR_WORDS
 from pointsman.cli.simulator_options import SCHEDULER
 from pointsman.core import SchedulerConfig
 from pointsman.core.errors import PointsmanError
-from pointsman.core.policy.registry import check_policies
+from pointsman.core.policy.registry import built_in, check_policies
 from pointsman.core.presets import NO_LIMIT, PRESETS, SYSTEMS
 from pointsman.sim.devices import DEVICES, device
 from pointsman.sim.errors import UnknownName
@@ -142,6 +142,8 @@ def _check_options(options: Mapping[str, Any], asks_users: bool) -> None:
     for name, least in {"limit": 1, "requests": 1, "sessions": 1, "users": 1, "seed": 0, "retention": 0}.items():
         if options.get(name, least) < least:
             raise CommandError(f"{_option(name)} is {options[name]}; it must be at least {least}")
+    if not math.isfinite(retention := options.get("retention", 0)):
+        raise CommandError(f"--retention is {retention}; it must be a number of seconds, at least 0")
     for name, others in _NOT_WITH.items():
         for other in others:
             if name in options and other in options:
@@ -268,11 +270,22 @@ def what_serves(options: Mapping[str, Any], preset: str | None, *, as_vllm: bool
     try:
         service = _service(options, preset, as_vllm)
         check_policies(service.config)
+        if "retention" in options:
+            _check_retention_is_read(options["retention"], str(service.config.eviction))
         return service
     except (PointsmanError, ValueError) as error:
         raise CommandError(str(error)) from None
     except OSError as error:
         raise CommandError(f"cannot read {error.filename}: {error.strerror}") from None
+
+
+def _check_retention_is_read(retention: float, eviction: str) -> None:
+    policy = built_in("eviction", eviction.partition(":")[0])  # another may read it
+    if policy is not None and "retention" not in policy.reads:
+        raise CommandError(
+            f"--retention is {retention:g}, and the eviction policy {eviction} reads none; leave it out, or give "
+            "--eviction retention too"
+        )
 
 
 def _service(options: Mapping[str, Any], preset: str | None, as_vllm: bool) -> Service:

@@ -28,6 +28,7 @@ from tests.cli.test_capacity import profile
 Run = Callable[..., Finished]
 ROOT = Path(__file__).parents[2]
 FEW = ("--requests", "40")
+RETAINING = ("--eviction", "retention")
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 
 
@@ -214,8 +215,11 @@ def test_times(text: str, value: float) -> None:
         (["--seed", "-1"], ["--seed is -1", "at least 0"]),
         (["--limit", "5"], ["--limit", "--trace"]),
         (["--think", "5"], ["--think", "--users or --sessions"]),
-        (["--retention", "5"], ["--retention", "--sessions"]),
-        (["--sessions", "5", "--retention", "-1"], ["--retention is -1", "at least 0"]),
+        (["--retention", "5", *RETAINING], ["--retention", "--sessions"]),
+        (["--sessions", "5", "--retention", "-1", *RETAINING], ["--retention is -1", "at least 0"]),
+        (["--sessions", "5", "--retention", "nan", *RETAINING], ["--retention is nan", "at least 0"]),
+        (["--sessions", "5", "--retention", "inf", *RETAINING], ["--retention is inf", "at least 0"]),
+        (["--sessions", "5", "--retention", "5"], ["--retention is 5", "lru reads none", "--eviction retention"]),
         (["--users", "5", "--arrivals", "poisson:1"], ["--arrivals", "--users", "one of them"]),
         (["--trace", "t", "--requests", "5"], ["--requests", "--trace", "--limit"]),
         (["--trace", "/nowhere/at/all"], ["/nowhere/at/all", "No such file"]),

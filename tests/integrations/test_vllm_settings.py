@@ -46,6 +46,7 @@ def test_flags_that_vllm_accepts_are_not_refused() -> None:
 def test_knobs_and_presets_come_from_the_additional_config() -> None:
     settings = read_settings({"pointsman": {"decode_reserve": "mean", "socket": "/s", "record": "/r"}})
     assert (dict(settings.knobs), settings.socket, settings.record) == ({"decode_reserve": "mean"}, "/s", "/r")
+    assert (settings.max_retention, read_settings({"pointsman": {"max_retention": 5}}).max_retention) == (600, 5)
     assert settled({"decode_reserve": "mean"}).decode_reserve == "mean"
     policies = {"order": "priority-by-arrival", "victim": "latest", "eviction": "reuse", "reserves": ["bypass:bound=8"]}
     assert (settled(policies).reserves, settled(policies).eviction) == (("bypass:bound=8",), "reuse")
@@ -67,6 +68,12 @@ def test_knobs_and_presets_come_from_the_additional_config() -> None:
         ({"preset": "high-throughput"}, "the preset 'high-throughput' is unknown here"),
         ({"kv_load_timeout": 1.0}, "kv_load_timeout in --additional-config is unknown"),
         ({"preemption_mode": "swap"}, "preemption_mode is 'swap': swapping needs host memory .* leave it out"),
+        (
+            {"max_retention": -1},
+            "max_retention in --additional-config is -1; it must be a number of seconds, at least 0",
+        ),
+        ({"max_retention": float("nan")}, "max_retention in --additional-config is nan"),
+        ({"max_retention": "long"}, "max_retention in --additional-config is 'long'"),
         ({"socket": 1}, "socket in --additional-config is 1; it must be a path"),
     ],
 )

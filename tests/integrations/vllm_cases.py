@@ -127,6 +127,18 @@ def large_numbers_are_taken_as_vllm_takes_them() -> None:
     assert list(output.num_scheduled_tokens) == ["r7", "r6", "r5", "r4", "r3", "r2"]
 
 
+def a_retention_beyond_the_operators_bound_ends_its_request() -> None:
+    for knobs, longest in (({}, 600), ({"max_retention": 5}, 5)):
+        scheduler = one(knobs=knobs)
+        for name, seconds in (("longest", longest), ("longer", longest + 1)):
+            asks = request(name, [1, 2, 3])
+            asks.sampling_params.extra_args = {"pointsman_retention": seconds}
+            scheduler.add_request(asks)
+        output, outputs = step(scheduler)
+        assert list(output.num_scheduled_tokens) == ["longest"]
+        assert told(outputs, "longer").finish_reason is FinishReason.ERROR
+
+
 def an_adapter_of_another_path_is_another_one() -> None:
     scheduler = one(lora_config=SimpleNamespace(max_loras=2))
     prompt = list(range(20))
@@ -525,6 +537,7 @@ CASES = [
     ends_are_told_during_a_pause,
     a_grammar_refuses_the_token_that_ends_its_request,
     large_numbers_are_taken_as_vllm_takes_them,
+    a_retention_beyond_the_operators_bound_ends_its_request,
     an_adapter_of_another_path_is_another_one,
     kv_events_are_vllms,
     drafts_are_counted_up_to_what_the_model_accepted,

@@ -3,7 +3,7 @@
 Layout beside that of `BlockPool`, with B = num_blocks:
 
     _until   float64 [B]   until when the block is retained, in seconds of `now`; -inf: it is not
-    _owner   int64   [B]   of a retained block: the tenant that asked for it, or SHARED
+    _owner   int64   [B]   of a marked block: the tenant that asked for it, or SHARED: several did
     labels   int64   [B]   what the policy wrote on the block when it was last released; 0: nothing
 
     blank | cached free: least recently used first | retained: what expires first, first
@@ -21,25 +21,33 @@ and blocks leave the queue by (time, order of release), all of them or those of 
 leaves is retained for longer. What has expired leaves before anything is released, so that a block which is released
 after its time does not get ahead of its children.
 
-Of the pool at most `capacity` blocks are retained, and of one tenant at most
+Of the pool at most `capacity` blocks are retained. A block that several tenants asked for is SHARED and counts for none
+of them. At most half of `capacity` is SHARED: where a request would make it more, it is as if it had asked only for the
+blocks before. (That is decided when it asks, because a SHARED block cannot leave without the blocks behind it, which
+are others'.) Of one tenant at most
 
-    (capacity - SHARED ones) / number of tenants with retained blocks
+    max(1, (capacity - SHARED ones) / number of tenants with retained blocks)
 
-A block that several tenants asked for is SHARED and counts for none of them. What exceeds a bound expires at once.
+are retained: at least capacity / 2n with n tenants, however few tenants share however much. What a tenant has beyond
+expires at once, and where there are more tenants than blocks, what expires first of all.
+
+Equal content that was computed twice is two blocks, and both are retained if both were asked for.
 """
 
 from __future__ import annotations
 
 import math
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from pointsman.core.kv.block_pool import BlockPool, Int64Array, _Segment
 
 SHARED = 1
-"""The owner of a block that several tenants asked for, or none."""
+"""The owner of a block that several tenants asked for."""
+FloatArray: TypeAlias = npt.NDArray[np.float64]
 _NEVER = -math.inf
 _SKIM = 1024  # entries of a segment that are tested together for stale ones
 _Queue: TypeAlias = list[tuple[float, int, _Segment]]  # a heap: (until, number of the segment, segment)
@@ -52,15 +60,19 @@ class RetainingPool(BlockPool):
         super().__init__(num_blocks, num_reserved_blocks)
         self.capacity = int(share * self.num_usable)
         """Maximum number of retained blocks."""
+        self.most_shared = self.capacity // 2
+        """Maximum number of retained blocks that several tenants asked for."""
         self.labels: Int64Array = np.zeros(num_blocks, dtype=np.int64)
         self._until = np.full(num_blocks, _NEVER)
         self._owner: Int64Array = np.zeros(num_blocks, dtype=np.int64)
-        self._owners: dict[str, int] = {}  # numbers of tenants, from SHARED + 1
+        self._owners: dict[str | None, int] = {}  # numbers of tenants, from SHARED + 1
         self._next_owner = SHARED + 1
         self._queue: _Queue = []
         self._queue_of: dict[int, _Queue] = {}  # the same segments, by owner
         self._num_of: dict[int, int] = {}  # retained blocks, by owner, above 0
+        self._largest: list[tuple[int, int]] = []  # a heap: of each tenant (-n, owner), n at least what it retains
         self._num_retained = 0
+        self._num_shared = 0  # SHARED marks, those of referenced blocks too
         self._num_pushed = 0  # entries since the queues were rebuilt
         self._clock = _NEVER
 
@@ -81,7 +93,8 @@ class RetainingPool(BlockPool):
         """Retained blocks that each tenant may have now, with `tenant` among those that have some."""
         is_new = tenant is not None and self._owners.get(tenant, 0) not in self._num_of
         num_tenants = len(self._num_of) - (SHARED in self._num_of) + is_new
-        return max(0, self.capacity - self._num_of.get(SHARED, 0)) // max(1, num_tenants)
+        part = (self.capacity - self._num_of.get(SHARED, 0)) // max(1, num_tenants)
+        return min(max(1, part), self.capacity)
 
     def num_retained_of(self, tenant: str) -> int:
         """Retained blocks that this tenant alone asked for."""
@@ -95,13 +108,23 @@ class RetainingPool(BlockPool):
 
     def retain(self, blocks: Int64Array, until: float, tenant: str | None) -> None:
         """Mark referenced blocks, the first ones of a table, as retained until then (seconds of `now`, maybe inf) for a
-        tenant; None: for all. A later time that a block already has stays. Blocks that are not cached are left out."""
+        tenant; None: where tenants do not matter, one for all. A later time that a block already has stays. Blocks that
+        are not cached are left out, and so are those from the first one on that would be SHARED beyond the bound."""
         blocks = blocks[: np.count_nonzero(self.is_cached[blocks])]
         if until <= self._clock or not len(blocks):
             return
-        owner = SHARED if tenant is None else self._number(tenant)
-        before, others = self._until[blocks], self._owner[blocks]
-        self._owner[blocks] = np.where((before > self._clock) & (others != owner), SHARED, owner)
+        owner = self._number(tenant)
+        before, owners = self._until[blocks], self._owner[blocks]
+        of_others = ((before > self._clock) & (owners != owner)).nonzero()[0]
+        if len(of_others):
+            num_granted = self._num_shareable(before, owners, of_others)
+            if num_granted < len(of_others):
+                end = of_others.item(num_granted - 1) + 1 if num_granted else 0
+                blocks, before, of_others = blocks[:end], before[:end], of_others[:num_granted]
+        self._num_shared -= self._num_marked_shared(blocks)
+        self._owner[blocks] = owner
+        self._owner[blocks[of_others]] = SHARED
+        self._num_shared += len(of_others)
         self._until[blocks] = np.maximum(before, until)
 
     def label(self, blocks: Int64Array, label: int) -> None:
@@ -133,12 +156,14 @@ class RetainingPool(BlockPool):
         ids = np.array(blocks, dtype=np.int64)
         self._forget(ids)
         super().uncache(blocks)
+        self._num_shared -= self._num_marked_shared(ids)
         self._until[ids] = _NEVER
         self.labels[ids] = 0
 
     def uncache_all(self) -> None:
         super().uncache_all()
         self._until[:] = _NEVER  # of referenced blocks too
+        self._num_shared = 0
         self.labels[:] = 0
 
     def cached_free_blocks(self) -> list[int]:
@@ -149,36 +174,52 @@ class RetainingPool(BlockPool):
         waiting = [block for _, _, segment in sorted(self._queue) for block in self._waiting(segment).tolist()]
         return list(zip(waiting, self._until[waiting].tolist(), strict=True))
 
-    def retained_by_tenant(self) -> dict[str, int]:
+    def retained_by_tenant(self) -> dict[str | None, int]:
         """For checks: how many retained blocks each tenant alone asked for."""
         return {tenant: self._num_of[owner] for tenant, owner in self._owners.items() if owner in self._num_of}
 
     # ------------------------------------------------------------------ entering
+
+    def _num_shareable(self, until: FloatArray, owners: Int64Array, of_others: Int64Array) -> int:
+        """How many of these places of a table may become SHARED, with all blocks before each (`_straighten`)."""
+        room = self.most_shared - self._num_shared
+        if len(until) <= room:
+            return len(of_others)
+        new = np.cumsum((owners != SHARED) | (until == _NEVER))[of_others]
+        return int(np.searchsorted(new, max(0, room), side="right"))
+
+    def _num_marked_shared(self, blocks: Int64Array) -> int:
+        """How many of these blocks are marked as SHARED."""
+        if not self._num_shared:
+            return 0
+        return int(np.count_nonzero((self._owner[blocks] == SHARED) & (self._until[blocks] > _NEVER)))
 
     def _straighten(self, blocks: Int64Array) -> None:
         """Make the times and owners of a table such that its children leave first."""
         until = self._until[blocks]
         if not np.count_nonzero(until > _NEVER):
             return
+        self._num_shared -= self._num_marked_shared(blocks)
         raised = np.maximum.accumulate(until[::-1])[::-1]
         self._until[blocks] = raised
         num_live = int(np.count_nonzero(raised > self._clock))
-        if not num_live:
-            return
-        first = blocks[:num_live]
-        owners = self._owner[first]
-        last = owners[-1]
-        owners[until[:num_live] <= self._clock] = last
-        others = (owners != last).nonzero()[0]
-        if len(others):
-            owners[: others[-1] + 1] = SHARED
-        self._owner[first] = owners
+        owners = self._owner[blocks]
+        if num_live:
+            first = owners[:num_live]
+            last = first[-1]
+            first[until[:num_live] <= self._clock] = last
+            others = (first != last).nonzero()[0]
+            if len(others):
+                first[: others[-1] + 1] = SHARED
+            self._owner[blocks] = owners
+        self._num_shared += int(np.count_nonzero((owners == SHARED) & (raised > _NEVER)))
 
     def _append(self, blocks: Int64Array) -> None:
         """Blocks that are free from now on, children first: retained ones have the latest times, so they are last."""
         until = self._until[blocks]
         num_over = len(blocks) - int(np.count_nonzero(until > self._clock))
         if num_over:
+            self._num_shared -= self._num_marked_shared(blocks[:num_over])
             self._until[blocks[:num_over]] = _NEVER
             super()._append(blocks[:num_over])
             blocks, until = blocks[num_over:], until[num_over:]
@@ -197,18 +238,28 @@ class RetainingPool(BlockPool):
         heappush(self._queue, entry)
         heappush(self._queue_of.setdefault(owner, []), entry)
         count = len(blocks)
-        self._num_of[owner] = self._num_of.get(owner, 0) + count
+        self._num_of[owner] = num_now = self._num_of.get(owner, 0) + count
+        if owner != SHARED:
+            heappush(self._largest, (-num_now, owner))
         self._num_retained += count
         self._num_pushed += count + 1
         if self._num_pushed > 2 * self.num_blocks:
             self._rebuild()
 
     def _keep_bounds(self) -> None:
+        # More than the bound only where content was computed twice, and one table has blocks of several tenants.
+        while (excess := self._num_of.get(SHARED, 0) - self.most_shared) > 0:
+            self._dismiss(self._queue, excess)
         most = self.most_of_a_tenant()
-        if max(self._num_of.values()) > most:
-            for owner, count in list(self._num_of.items()):
-                if count > most and owner != SHARED:
-                    self._dismiss(self._queue_of[owner], count - most)
+        while self._largest and (count := -self._largest[0][0]) > most:
+            owner = self._largest[0][1]
+            num_now = self._num_of.get(owner, 0)
+            if count == num_now:
+                self._dismiss(self._queue_of[owner], count - most)
+            elif num_now:
+                heapreplace(self._largest, (-num_now, owner))
+            else:
+                heappop(self._largest)
         if self._num_retained > self.capacity:
             self._dismiss(self._queue, self._num_retained - self.capacity)
 
@@ -229,6 +280,8 @@ class RetainingPool(BlockPool):
             if len(taken):
                 owner = int(self._owner[taken[0]])
                 self._uncount(owner, len(taken))
+                if owner == SHARED:
+                    self._num_shared -= len(taken)
                 self._until[taken] = _NEVER
                 super()._append(taken)
                 count -= len(taken)
@@ -260,9 +313,11 @@ class RetainingPool(BlockPool):
 
     # ------------------------------------------------------------------ tenants
 
-    def _number(self, tenant: str) -> int:
+    def _number(self, tenant: str | None) -> int:
         number = self._owners.get(tenant)
         if number is None:
+            if len(self._owners) >= 2 * self.num_blocks:  # most have no block of their own
+                self._rebuild()
             number = self._owners[tenant] = self._next_owner
             self._next_owner += 1
         return number
@@ -282,4 +337,6 @@ class RetainingPool(BlockPool):
             heapify(queue)
         marked = set(np.unique(self._owner[self._until > _NEVER]).tolist())
         self._owners = {tenant: owner for tenant, owner in self._owners.items() if owner in marked}
+        self._largest = [(-count, owner) for owner, count in self._num_of.items() if owner != SHARED]
+        heapify(self._largest)
         self._num_pushed = self._num_retained

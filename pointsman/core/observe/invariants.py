@@ -109,6 +109,9 @@ def _check_retained(pool: RetainingPool) -> None:
     marked = ((pool._until > -np.inf) & (pool.num_references == 0)).nonzero()[0].tolist()
     _require(sorted(retained) == marked, 1, "a free block is marked as retained, and is not, or the reverse")
     _require(len(retained) <= pool.capacity, 1, f"{len(retained)} blocks are retained, of {pool.capacity}")
+    shared = int(np.count_nonzero((pool._owner == SHARED) & (pool._until > -np.inf)))
+    _require(shared == pool._num_shared, 1, f"{shared} blocks are marked as shared, counted {pool._num_shared}")
+    _require(owners[SHARED] <= pool.most_shared, 1, f"{owners[SHARED]} shared blocks are retained")
     most = pool.most_of_a_tenant()
     for owner, count in owners.items():
         _require(owner == SHARED or count <= most, 1, f"a tenant has {count} retained blocks, of {most}")

@@ -47,15 +47,17 @@ class Retention(EvictionPolicy):
     For requests of which the caller knows that their prefix comes again soon, such as those of an agent between two
     tool calls.
 
-    Bound: at most `share` of the usable blocks are retained. Of those that several tenants asked for each has its part
-    for nothing; the others are divided evenly among the tenants that have retained blocks, however many each asked for.
-    What a tenant has beyond that counts as used now, its earliest time first.
+    Bound: at most `share` of the usable blocks are retained, B of them. Blocks that several tenants asked for count for
+    none of them; at most B // 2 are such, S of them, and a request that would make it more is taken to ask only for the
+    blocks before. Each of n tenants with other retained blocks has at most max(1, (B - S) // n) of these: at least
+    B / 2n are left to it, whatever others ask for or share. What a tenant has beyond counts as used now, its earliest
+    time first; where n is above B - S, what expires first of all.
     """
 
     name = "retention"
     reads = frozenset({"retention"})
     parameters: ClassVar[tuple[Parameter, ...]] = (
-        Parameter("share", 0.5, 0, 1, doc="of the blocks are retained at most"),
+        Parameter("share", 0.5, 0.001, 1, doc="of the blocks are retained at most"),
         Parameter("default", 0.0, 0, 1e9, doc="seconds of a request that does not say"),
     )
     per_tenant = True

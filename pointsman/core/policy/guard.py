@@ -19,6 +19,7 @@ from pointsman.core.policy.gate import Gate, Limit
 from pointsman.core.policy.policy import Policy, spec_of
 from pointsman.core.state.batch import Batch
 from pointsman.core.state.interfaces import Eviction, Order, Victim, View
+from pointsman.core.state.numbers import MAX_INT
 from pointsman.core.state.reason import Deferral
 from pointsman.core.state.request import Request
 
@@ -318,13 +319,14 @@ class GuardedEviction(Guard):
             return 0, now, 0
         try:
             count, until, label = answer
-            is_sound = 0 <= count.__index__() <= num_blocks and float(until) == until and label.__index__() >= 0
-        except (AttributeError, TypeError, ValueError):
+            is_sound = 0 <= count.__index__() <= num_blocks and 0 <= label.__index__() <= MAX_INT
+            is_sound = is_sound and float(until) == until
+        except (AttributeError, TypeError, ValueError, OverflowError):  # of an int that no float can hold
             is_sound = False
         if not is_sound:
             self.fail_next(
                 f"retained returned {answer!r}; it must be a number of blocks up to {num_blocks}, seconds, and a label "
-                "of at least 0"
+                f"from 0 to {MAX_INT}"
             )
             return 0, now, 0
         return int(count), float(until), int(label)

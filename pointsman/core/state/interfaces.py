@@ -173,7 +173,7 @@ class Eviction(Protocol):
 
     def retained(self, request: Request, num_blocks: int, now: float) -> tuple[int, float, int]:
         """A request has finished with `num_blocks` cached blocks: how many of the first ones are retained, until when
-        (seconds of `now`; inf: until the bounds dismiss them), and the label of all, at least 0."""
+        (seconds of `now`; inf: until the bounds dismiss them), and the label of all, 0 to 2**31 - 1."""
 
 
 class Victim(Protocol):

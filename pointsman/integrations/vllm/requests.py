@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus, StreamingUpdate
 
-from pointsman.core import Request
+from pointsman.core import Request, RequestRefused
 from pointsman.core.state.inputs import Adapter
 from pointsman.core.state.numbers import MAX_INT
 
@@ -102,6 +102,19 @@ def _said_to_policies(sampling: Any) -> dict[str, Any]:
     """What a request says to policies alone."""
     given = (sampling.extra_args or {}) if sampling is not None else {}
     return {name: given[key] for key, name in FOR_POLICIES.items() if key in given}
+
+
+def check_retention(request: Request, longest: float) -> None:
+    """Refuse a retention, in seconds, that is longer than the operator allows.
+
+    Raises:
+        RequestRefused: with the value, the bound and the remedy.
+    """
+    if request.retention is not None and request.retention > longest:
+        raise RequestRefused(
+            f"request {request.request_id!r} refused: pointsman_retention is {request.retention:g} s, of {longest:g} s "
+            "at most; lower it, or raise max_retention in --additional-config"
+        )
 
 
 class Sessions:

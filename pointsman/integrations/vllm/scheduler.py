@@ -43,7 +43,7 @@ from pointsman.core import Scheduler as Core
 from pointsman.core import SchedulerOutput as Output
 from pointsman.integrations.vllm.kv_events import KVEvents
 from pointsman.integrations.vllm.operation import Operation, open_record
-from pointsman.integrations.vllm.requests import Sessions, close_turn, open_turn, to_request
+from pointsman.integrations.vllm.requests import Sessions, check_retention, close_turn, open_turn, to_request
 from pointsman.integrations.vllm.results import (
     REASONS,
     STATUSES,
@@ -123,7 +123,7 @@ class Scheduler:
         self._judge = Judge()
         self._unsent: list[Any] = []  # finished outside `update_from_output`, whose outputs alone reach clients
         self._steps: deque[Step] = deque()
-        self._max_step_retries = settings.max_step_retries
+        self._max_step_retries, self._max_retention = settings.max_step_retries, settings.max_retention
         self._num_failures = 0  # in a row, of a policy
         self._last_step: Step | None = None  # the step that new drafts are for
         self._speculates = config.num_draft_tokens > 0
@@ -195,6 +195,7 @@ class Scheduler:
                 arrival_time=request.arrival_time - self._clock_offset,
                 runs_ahead=self._runs_ahead,
             )
+            check_retention(ours, self._max_retention)
             self.core.add(ours, now, park=ParkReason.GRAMMAR if needs_grammar else None)
         except RequestRefused as error:
             logger.error("%s", error)

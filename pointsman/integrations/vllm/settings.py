@@ -46,9 +46,12 @@ _NOT_HERE = {
 }
 
 KNOBS = frozenset(field.name for field in fields(SchedulerConfig)) - FLAGS.keys() - _NOT_HERE
-"""Knobs that `--additional-config` may set, beside `preset`, `socket`, `record` and `max_step_retries`."""
+"""Knobs that `--additional-config` may set, beside `preset`, `socket`, `record`, `max_step_retries` and
+`max_retention`."""
 MAX_STEP_RETRIES = 3
 """The default."""
+MAX_RETENTION = 600.0
+"""The default, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,8 @@ class Settings:
     """File of a recording from the start; None: none."""
     max_step_retries: int = MAX_STEP_RETRIES
     """How often in a row a step is tried again in which a policy failed."""
+    max_retention: float = MAX_RETENTION
+    """The longest retention that a request may ask for, in seconds."""
 
 
 def read_settings(additional_config: Any) -> Settings:
@@ -83,6 +88,11 @@ def read_settings(additional_config: Any) -> Settings:
         raise ConfigError(
             f"max_step_retries in --additional-config is {retries!r}; it must be an integer of at least 0"
         )
+    retention = knobs.pop("max_retention", MAX_RETENTION)
+    if not isinstance(retention, (int, float)) or isinstance(retention, bool) or not 0 <= retention < math.inf:
+        raise ConfigError(
+            f"max_retention in --additional-config is {retention!r}; it must be a number of seconds, at least 0"
+        )
     for name, value in (("socket", socket), ("record", record)):
         if value is not None and not isinstance(value, str):
             raise ConfigError(f"{name} in --additional-config is {value!r}; it must be a path")
@@ -102,7 +112,7 @@ def read_settings(additional_config: Any) -> Settings:
         if name not in KNOBS:
             raise ConfigError(f"{name} in --additional-config is unknown; choose from {', '.join(sorted(KNOBS))}")
     of_preset = {name: value for name, value in (PRESETS | SYSTEMS)[preset].items() if name in KNOBS}
-    return Settings({**of_preset, **knobs}, socket, record, retries)
+    return Settings({**of_preset, **knobs}, socket, record, retries, retention)
 
 
 def read_observer_settings(additional_config: Any) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,17 @@ def run(host: Host, name: str, prompt: Any, **fields: Any) -> int:
     request = host.add(name, prompt, max_tokens=1, **fields)
     host.run_to_end()
     return request.num_cached_tokens
+
+
+def retaining(host: Host) -> RetainingPool:
+    pool = host.scheduler._kv.retaining
+    assert pool is not None
+    return pool
+
+
+def explained(host: Host) -> str:
+    host.add("explained", 5, tenant="explained", retention=1.0)
+    return str(host.explain("explained").sentence)
 
 
 def flood(host: Host, num_blocks: int, name: str = "flood") -> None:
@@ -141,9 +153,47 @@ def test_a_block_that_two_tenants_want_counts_for_neither() -> None:
     shared = host.prompt(16)
     for tenant in ("a", "b"):
         run(host, f"of {tenant}", shared + host.prompt(9), tenant=tenant, retention=1000.0)
-    pool = host.scheduler._kv.retaining
-    assert pool is not None
+    pool = retaining(host)
     assert pool.retained_by_tenant() == {"a": 2, "b": 2} and pool.num_retained == 8
+
+
+def test_more_tenants_than_blocks_lose_what_expires_first() -> None:
+    host = host_with(share=0.25)  # 4 of 16
+    prompts = [host.prompt(5) for _ in range(6)]
+    for index, prompt in enumerate(prompts):
+        run(host, f"r{index}", prompt, tenant=f"t{index}", retention=1000.0 - 100 * (index % 3))
+    pool = retaining(host)
+    assert pool.num_retained == 4 and pool.most_of_a_tenant() == 1
+    assert pool.retained_by_tenant() == {"t0": 1, "t1": 1, "t3": 1, "t4": 1}
+    assert "of 1 at most now" in explained(host)
+
+
+def test_tenants_who_share_a_prompt_leave_the_others_their_part() -> None:
+    host = host_with(share=0.5)  # 8 of 16
+    mine, theirs = host.prompt(17), host.prompt(33)
+    run(host, "mine", mine, tenant="modest", retention=50.0)
+    for index in range(4):
+        run(host, f"theirs {index}", theirs, tenant=f"greedy {index % 2}", retention=1e9)
+    pool = retaining(host)
+    assert sum(pool.retained_by_tenant().values()) == 4, "four of the eight are shared"
+    assert pool.num_retained_of("modest") == 2, "(8 - 4) / 2"
+    flood(host, 40)
+    assert cached_after(host, mine) == 8
+
+
+def test_what_is_shared_already_is_retained_though_no_more_can_be_shared() -> None:
+    host = host_with(share=0.5, num_blocks=32)  # 16 of 32, of which 8 may be shared
+    system, full = host.prompt(8), host.prompt(33)
+    for tenant in ("a", "b"):
+        run(host, f"system of {tenant}", system + host.prompt(1), tenant=tenant, retention=1e6)
+    for tenant in ("c", "d"):
+        run(host, f"full of {tenant}", full, tenant=tenant, retention=1e9)
+    prompt = system + host.prompt(5)
+    run(host, "mine", prompt, tenant="modest", retention=1e6)
+    assert retaining(host).num_retained == 2 + 6 + 2 + 1, "all that was asked for: 6 are shared, and 2 are of c alone"
+    assert retaining(host).num_retained_of("modest") == 1
+    flood(host, 60)
+    assert cached_after(host, prompt) == 12
 
 
 def test_resetting_the_cache_forgets_what_was_retained() -> None:
@@ -174,8 +224,8 @@ def test_a_parent_that_was_computed_twice_outlives_its_child() -> None:
     assert dict(pool.retained_blocks())[int(other)] == 50.0
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_random_tables_of_many_tenants_keep_the_bounds(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "num_tenants"), [(0, 3), (1, 3), (2, 8), (3, 60)])
+def test_random_tables_of_many_tenants_keep_the_bounds(seed: int, num_tenants: int) -> None:
     """Chains of blocks that share their beginnings: the bounds, the counts and the order hold after every call."""
     random, pool = Random(seed), RetainingPool(64, 0, 0.6)
     now, held = 0.0, list[Any]()
@@ -187,7 +237,9 @@ def test_random_tables_of_many_tenants_keep_the_bounds(seed: int) -> None:
             pool.expire(now)
             if random.random() < 0.7:
                 count = random.randint(1, len(table))
-                pool.retain(table[:count], now + random.choice((0.5, 3.0, 30.0, np.inf)), f"t{random.randrange(3)}")
+                pool.retain(
+                    table[:count], now + random.choice((0.5, 3.0, 30.0, np.inf)), f"t{random.randrange(num_tenants)}"
+                )
             pool.release(table)
         elif pool.num_free >= 8:
             free = pool.cached_free_blocks()
@@ -211,7 +263,11 @@ def test_random_tables_of_many_tenants_keep_the_bounds(seed: int) -> None:
         turn = {block: index for index, block in enumerate(pool.cached_free_blocks())}
         assert all(turn[block] < turn.get(parent, np.inf) for block, parent in parents.items() if block in turn)
         assert pool.num_retained == len(pool.retained_blocks()) <= pool.capacity
-        assert all(count <= pool.most_of_a_tenant() for count in pool.retained_by_tenant().values())
+        counts = pool.retained_by_tenant()
+        num_shared = pool.num_retained - sum(counts.values())
+        assert num_shared <= pool.capacity // 2
+        most = max(1, (pool.capacity - num_shared) // max(1, len(counts)))
+        assert most == pool.most_of_a_tenant() and all(count <= most for count in counts.values())
         assert pool.num_free == len(turn) + pool.num_blank == int((pool.num_references == 0).sum())
     assert pool.num_retained
 
@@ -226,3 +282,29 @@ def test_the_queue_stays_as_small_as_the_pool_however_often_blocks_are_reused() 
         pool.release(blocks)
         pool.acquire(blocks)
     assert len(pool._queue) < 64 and len(pool._owners) < 64
+
+
+def test_tenants_without_a_block_of_their_own_are_forgotten() -> None:
+    pool = RetainingPool(64, 0, 1.0)
+    blocks, _ = pool.take(4)
+    pool.set_cached(blocks)
+    for step in range(500):
+        pool.acquire(blocks)  # beside a request that keeps them
+        pool.retain(blocks, 1e6 + step, f"tenant {step}")
+        pool.release(blocks)
+    assert len(pool._owners) <= 2 * 64
+
+
+def test_a_finish_takes_as_long_with_many_tenants_as_with_few() -> None:
+    shortest = []
+    for num_tenants in (10, 8000):
+        pool, seconds = RetainingPool(16384, 0, 1.0), list[float]()
+        for index in range(num_tenants + 100):
+            table = pool.take(1)[0]
+            pool.set_cached(table)
+            pool.retain(table, 1e6 + index, f"tenant {min(index, num_tenants)}")
+            begin = perf_counter()
+            pool.release(table)
+            seconds.append(perf_counter() - begin)
+        shortest.append(min(seconds[-100:]))
+    assert shortest[1] < 3 * shortest[0]

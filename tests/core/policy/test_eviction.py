@@ -103,6 +103,8 @@ def test_wrong_names_and_places_are_refused() -> None:
         Host(eviction="lfu")
     with pytest.raises(ConfigError, match="share of eviction 'reuse' is '2'; it must be between 0 and 1"):
         Host(eviction="reuse:share=2")
+    with pytest.raises(ConfigError, match=r"share of eviction 'retention' is '0'; it must be between 0\.001 and 1"):
+        Host(eviction="retention:share=0")
     with pytest.raises(ConfigError, match="eviction is 'reuse', and enable_prefix_caching is off"):
         small_config(eviction="reuse", enable_prefix_caching=False)
 
@@ -157,7 +159,20 @@ def test_a_policy_of_ones_own_decides_what_is_retained() -> None:
     assert cached_of(host.step()) == {"again": 8}
 
 
-@pytest.mark.parametrize("answer", [ValueError("boom"), (99, 1.0, 0), (1, float("nan"), 0), (1, 1.0, -1), 5])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        ValueError("boom"),
+        (99, 1.0, 0),
+        (1, float("nan"), 0),
+        (1, 10**400, 0),
+        (1, 1.0, -1),
+        (1, 1.0, 2**31),
+        (1, 1.0, 2**63),
+        5,
+    ],
+    ids=str,
+)
 def test_a_policy_that_fails_fails_the_next_step_and_retains_nothing(answer: Any) -> None:
     policy = Everything()
     policy.answer = answer
