@@ -40,6 +40,9 @@ NO_WORSE = 0.001
 VLLM: Settings = SYSTEMS["vllm"]
 FIXED: tuple[Settings, ...] = ({}, *BUDGETS, *WATERMARKS[1:])
 ALL: dict[str, Scenario] = {**SCENARIOS, **{each.name: each for each in TRAINING}}
+JUDGED = ("azure", "tenants", "mooncake", "long-outputs", "chats-and-documents")
+NUM_JUDGED = 3_000
+"""Requests of each, the first ones."""
 QUICK: tuple[tuple[str, Load], ...] = (("azure", "above"), ("chats-and-documents", "above"))
 
 
@@ -114,11 +117,11 @@ def _on_training(simulations: Simulations, candidates: Sequence[Settings]) -> li
 
 def judge(simulations: Simulations, quick: bool, targets: Targets) -> list[dict[str, Any]]:
     """`auto` beside vLLM's defaults and fixed settings, on every scenario at every load."""
-    places = [(name, load) for name in SCENARIOS for load in LOADS]
+    places = [(name, load) for name in JUDGED for load in LOADS]
     if quick:
         targets.skip("the other scenarios and loads", "--quick")
         places = list(QUICK)
-    num_requests = NUM_QUICK if quick else None
+    num_requests = NUM_QUICK if quick else NUM_JUDGED
     sides: list[Settings] = [VLLM, PRESETS["auto"], *FIXED]
     jobs = [
         Job(name, load, items(_beside(SCENARIOS[name], side)), num_requests) for name, load in places for side in sides
