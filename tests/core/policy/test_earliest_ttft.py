@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pointsman.core import ConfigError, Request, Scheduler
@@ -118,6 +118,7 @@ def test_parameters_out_of_range_are_refused(spec: str) -> None:
         Scheduler(small_config(order=spec))
 
 
+@example(every=1, arrivals=[(0, 1.0), (0, 1.0), (0, 1.0), (0, 1.0), (3, 1.0), (0, 4.0)])  # equal deadlines
 @settings(max_examples=short_or_long(40, 1000), deadline=None)
 @given(
     every=st.integers(1, 5),
@@ -145,7 +146,8 @@ def test_a_late_request_has_its_turn_within_the_bound(every: int, arrivals: list
         if not waiting:
             continue
         order.peek()
-        late = sorted((r for r in waiting if order.reason(r)), key=order.deadline)
+        overdue = [request for request in waiting if order.reason(request)]
+        late = sorted(overdue, key=lambda each: (order.deadline(each), each.sequence_number))
         for index, request in enumerate(late):
             limit.setdefault(request, num_admitted + (index + 1) * every)
         taken = order.pop()
