@@ -26,7 +26,7 @@ from _policy_training import TRAINING
 from policies import BUDGETS, NUM_QUICK, SCENARIOS, WATERMARKS, Settings, described
 
 from pointsman.core.presets import PRESETS, SYSTEMS
-from pointsman.sim.tunables import HAVE_KNOBS, tunables
+from pointsman.sim.tunables import tunables
 from pointsman.sim.workers import available_cores
 
 POLICIES = ("token_limits", "reserves", "order", "victim")
@@ -86,7 +86,7 @@ def items(settings: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
 def choose(simulations: Simulations) -> tuple[dict[str, Any], list[list[object]]]:
     """The settings of `auto`, and what each round of the search found."""
     space = {each.name: each.values for each in tunables(frozenset()) if each.name in POLICIES}
-    space["order"] = tuple(order for order in space["order"] if order not in {"fcfs-front", *HAVE_KNOBS})
+    space["order"] = tuple(order for order in space["order"] if order != "fcfs-front")
     chosen: dict[str, Any] = {}
     (best,) = _on_training(simulations, [chosen])
     rounds: list[list[object]] = [["default", best]]
@@ -154,7 +154,7 @@ def judge(simulations: Simulations, quick: bool, targets: Targets) -> list[dict[
 
 
 def _beside(scenario: Scenario, settings: Settings) -> Settings:
-    """Settings without those that have no effect in a scenario, and would be refused."""
+    """Settings with no more seats than their budget has tokens: they would be refused."""
     seats = scenario.config.max_num_seqs
     budget = settings.get("max_num_batched_tokens", scenario.config.max_num_batched_tokens)
     return settings if seats <= budget else {**settings, "max_num_seqs": budget}

@@ -73,6 +73,7 @@ class SlotDirectory:
         loaded_slots: list[int] = []
         loaded_blocks: list[int] = []
         moves: list[tuple[int, int]] = []
+        block_of = {key: block for block, key in saves} if loads else {}
         for load in loads:
             for key in reversed(load.keys):  # a prefix outlives what comes after it
                 if key in self._slots:
@@ -80,7 +81,7 @@ class SlotDirectory:
             for key, block in zip(load.keys, load.block_ids, strict=True):
                 slot = self._slots.get(key)
                 if slot is None:
-                    moves.append((next(source for source, saved in saves if saved == key), block))
+                    moves.append((block_of[key], block))
                     continue
                 loaded_slots.append(slot)
                 loaded_blocks.append(block)

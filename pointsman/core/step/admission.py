@@ -414,8 +414,8 @@ class Admission:
         return len(self._table.queue)
 
     def lacks_step_time(self, request: Request) -> bool:
-        """Whether a policy that sets the budget defers the request in this step, whatever else is preempted in it: its
-        verdict on the step is made by then."""
+        """Whether a policy that sets the budget lets nobody start, as decoding alone takes too long: then preempting
+        others for this request would be in vain."""
         want = request._state.num_tokens
         verdicts = [limit.check(request, 0, want, self._view) for limit in self.budget.policies]
         return any(isinstance(verdict, Deferral) and verdict.reason is Reason.STEP_TIME for verdict in verdicts)
