@@ -30,7 +30,7 @@ from pointsman.core.config import SchedulerConfig
 from pointsman.core.kv.content import block_keys
 from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.policy.policy import Policy, StepLoad
-from pointsman.core.policy.target_itl import StepTimes
+from pointsman.core.policy.step_times import StepTimes
 from pointsman.core.state.output import Copies
 from pointsman.core.state.reason import Recovery
 from pointsman.core.state.request import Request

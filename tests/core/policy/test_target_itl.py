@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pointsman.core import ConfigError, Reason, Request, RequestStatus, Scheduler, SchedulerConfig, StepResult
 from pointsman.core.policy.gate import Limit
 from pointsman.core.policy.policy import StepLoad
-from pointsman.core.policy.target_itl import StepTimes
+from pointsman.core.policy.step_times import StepTimes
 from pointsman.sim.request import SimRequest
 from pointsman.sim.simulator import simulate
 from pointsman.sim.step_time import LinearStepTime
