@@ -368,9 +368,11 @@ REFUSED: dict[str, Refusal] = {
 
 
 def build(config: Any, seed: int = 0) -> Any:
-    """A model with wide random weights, in float32, with transformers' eager attention."""
+    """A model with wide random weights, in float32, with transformers' eager attention; the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    with torch.random.fork_rng(devices=[]):  # transformers draws sinks and some biases, which are kept, from the global
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.ndim > 1:

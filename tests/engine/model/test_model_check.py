@@ -233,7 +233,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(name: str, backend: B
 
     Near to transformers in bfloat16, and no farther from float32 than transformers itself is, with a fifth to spare.
     """
-    model = build(FAMILIES[name](), seed=2)
+    model = build(FAMILIES[name](), seed=3)  # with 2, rounding decides between two of gpt-oss's experts
     narrow = copy.deepcopy(model).to(torch.bfloat16)
     sequences = random_tokens(60, 33, 37)
     exact = torch.cat([plain_logits(model, sequence) for sequence in sequences])
