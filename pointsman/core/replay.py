@@ -52,18 +52,22 @@ class ReplayReport:
     num_preemptions: int
 
 
-def replay(file: Iterable[str]) -> ReplayReport:
+def replay(file: Iterable[str], watch: Callable[[Scheduler], None] | None = None) -> ReplayReport:
     """Make the recorded calls on a new scheduler and compare every decision.
+
+    Args:
+        watch: gets the scheduler before the first call, and may add listeners.
 
     Raises:
         ReplayDifference: at the first decision that differs.
         RecordingError: the file is no recording, is cut, or names a policy that is not built in.
     """
-    return _Replay().run(file)
+    return _Replay(watch).run(file)
 
 
 class _Replay:
-    def __init__(self) -> None:
+    def __init__(self, watch: Callable[[Scheduler], None] | None = None) -> None:
+        self._watch = watch
         self._scheduler: Scheduler | None = None
         self._connector: RecordedConnector | None = None
         self._outputs: dict[int, SchedulerOutput] = {}
@@ -111,6 +115,8 @@ class _Replay:
     def _line(self, call: dict[str, Any], number: int) -> None:
         if self._scheduler is None:
             self._scheduler = self._open(call)
+            if self._watch is not None:
+                self._watch(self._scheduler)
             return
         name = call.get("call")
         if name not in self._calls:

@@ -19,7 +19,7 @@ methods change them (`set_priority`, `extend`, `park`, ...); a view (`block_tabl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +47,9 @@ from pointsman.core.step.request_table import End
 from pointsman.core.step.rewind import take_back
 from pointsman.core.step.running import InOrder
 from pointsman.core.step.validation import checked_end, refused, settle_limits
+
+if TYPE_CHECKING:
+    from pointsman.core.observe.film import FilmRecorder
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -642,6 +645,11 @@ class Scheduler:
         if self._recorder is not None:
             self.remove_listener(self._recorder)
             self._recorder = None
+
+    def start_film(self, film: FilmRecorder) -> None:
+        """Film every decision from now on, see `observe/film.py`; until `remove_listener(film)` and `film.close()`."""
+        film.start(self.config, self.policies, lambda: self._parts)
+        self.add_listener(film)
 
     # ------------------------------------------------------------------ questions, which change nothing
 

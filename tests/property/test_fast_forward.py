@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, run_state_machine_as_test
 
+from pointsman.core import Scheduler
 from pointsman.core.presets import PRESETS, SYSTEMS
 from tests.soak import short_of, short_or_long
 
@@ -94,10 +96,13 @@ SHORT_FOCUS = (
 )
 
 
-def drive(seed: int, overrides: dict[str, Any]) -> tuple[World, Twin]:
-    """A random run of the first scheduler, which the second follows."""
-    choose, twin = SeededChooser(seed), Twin(seed)
+def drive(
+    seed: int, overrides: dict[str, Any], watch: Callable[[Scheduler], None] | None = None
+) -> tuple[World, Twin]:
+    """A random run of the first scheduler, which the second follows; `watch` gets the second one at its beginning."""
+    choose, twin = SeededChooser(seed), Twin(seed, watch)
     world = make_world(choose, overrides, recording=twin)
+    world.is_busy = True  # else a policy that learns from step times would learn other ones from steps at once
     twin.first = world.scheduler
     is_calm = seed % 4 > 0
     weights = {**CALM, "add": CROWDED} if seed % 4 == 3 else CALM
@@ -140,6 +145,7 @@ class TwinMachine(SchedulerMachine):
         choose, twin = DrawChooser(data.draw), Twin()
         overrides = choose.choice((PLAIN,) * 3 + ({**PLAIN, **CACHING, **SWAP}, {"preemption_mode": "swap"}))
         self.world = make_world(choose, overrides, recording=twin)
+        self.world.is_busy = True
         twin.first = self.world.scheduler
 
 

@@ -8,6 +8,7 @@ their states are compared.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -27,7 +28,7 @@ ANY_NUMBER = 10_000
 class Twin:
     """Takes the lines of a recording; `first` is the scheduler that writes them."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, watch: Callable[[Scheduler], None] | None = None) -> None:
         self.first: Scheduler | None = None
         self.num_advanced = 0
         """Steps that were done by `advance`."""
@@ -36,7 +37,7 @@ class Twin:
         self.num_blocked = 0
         """Of the advanced steps, those with a blocked queue."""
         self._choose = SeededChooser(seed)
-        self._replay = _Replay()
+        self._replay = _Replay(watch)
         self._mirror: KVMirror | None = None
         self._number = 0
         self._certain = 0

@@ -1,0 +1,561 @@
+"""The film of a scheduler: every decision in columns, compact enough to keep hours of them, and to show any step.
+
+A recording is what a scheduler was told, so that it can decide again; a film is what it decided, so that it can be
+looked at. A `FilmRecorder` listens to a live scheduler, to one that replays a recording, or to a simulation. Prompts
+are not in it. The format is in `film_format.py`, the reader in `pointsman/film.py`.
+
+Each event has a row of its own. A step in which every running request gets one token has no more than its time; in any
+other, only the rows that differ are named. Steps that were done at once are one event. Blocks have chunks of their own,
+because most that is asked of a film needs none: which blocks a table got, and which of those that became free are not
+what the reader takes them for (findable, if prefixes are cached). Whether reader and pool still agree is found from
+counts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.config import SchedulerConfig
+from pointsman.core.observe.film_format import (
+    CAUSES,
+    FINISH_REASONS,
+    FORMAT_VERSION,
+    NAMES,
+    REASONS,
+    STATUSES,
+    BlockOp,
+    Columns,
+    Op,
+    write_chunk,
+    write_header,
+)
+from pointsman.core.state.events import (
+    Admitted,
+    Call,
+    Deferred,
+    Listener,
+    LoadFinished,
+    LoadStarted,
+    Preempted,
+    StepDecision,
+    StepRun,
+)
+from pointsman.core.state.output import SchedulerOutput, StepUpdate
+from pointsman.core.state.request import Request
+from pointsman.core.state.status import PauseMode
+from pointsman.core.step.assembly import Parts
+from pointsman.version import __version__
+
+Int64Array = npt.NDArray[np.int64]
+
+EVENTS_IN_A_CHUNK = 8192
+"""A reader begins at a chunk and applies its events until the one that is asked for."""
+_REASON = {reason: index for index, reason in enumerate(REASONS)}
+_STATUS = {status: index for index, status in enumerate(STATUSES)}
+_CAUSE = {cause: index for index, cause in enumerate(CAUSES)}
+_FINISH = {reason: index for index, reason in enumerate(FINISH_REASONS)}
+
+
+class FilmRecorder(Listener):
+    """Writes a film. One recorder serves one scheduler: see `Scheduler.start_film`.
+
+    Args:
+        file: binary, for writing; only appended to.
+        with_blocks: whether the block tables and the state of the pool are in it.
+    """
+
+    def __init__(self, file: BinaryIO, *, with_blocks: bool = True) -> None:
+        self._file = file
+        self.wants_blocks = self._with_blocks = with_blocks
+        self._numbers: dict[Request, int] = {}  # of the requests that have not finished
+        self._num_requests = 0
+        self._running: dict[Request, None] = {}  # in order of admission
+        self._waiting: dict[Request, None] = {}  # in the order in which they came
+        self._parked: dict[Request, None] = {}
+        self._deferred: dict[Request, int] = {}  # reason of each waiting request that was asked for
+        self._flight: deque[SchedulerOutput] = deque()
+        self._ends: list[tuple[Request, float]] = []  # maybe of an update whose event is yet to come
+        self._mirror: _Mirror | None = None
+        self._requests, self._strings = Columns("R"), dict[str, int]()
+        self._start: float | None = None
+        self._now = 0
+        self._num_frames = 0  # in this chunk
+        self.num_bytes = {"events": 0, "blocks": 0}
+        """Written so far."""
+
+    # ------------------------------------------------------------------ the file
+
+    def start(self, config: SchedulerConfig, policies: dict[str, int], find_parts: Callable[[], Parts]) -> None:
+        """The header; called once, by the scheduler. What it holds already is in the first key frame."""
+        self._parts = find_parts
+        header = {"format_version": FORMAT_VERSION, "library_version": __version__, "with_blocks": self._with_blocks}
+        header |= {"config": config.to_dict(), "policies": policies, "names": NAMES}
+        self.num_bytes["events"] += write_header(self._file, header)
+        parts = find_parts()
+        if self._with_blocks:
+            self._mirror = _Mirror(parts)
+        for request in [*parts.batch.members.requests, *parts.table.queue, *parts.table.parked.values()]:
+            self._number(request)
+        self._running = dict.fromkeys(parts.batch.members.requests)
+        waiting = sorted(parts.table.queue, key=_came)
+        self._waiting, self._parked = dict.fromkeys(waiting), dict.fromkeys(parts.table.parked.values())
+        for request in waiting:
+            if request._state.deferral is not None:
+                self._deferred[request] = _REASON[request._state.deferral.reason]
+        self._flight.extend(record.output for record in parts.steps.records if record.output is not None)
+        self._open_chunk()
+
+    def close(self) -> None:
+        """Write what is left, and the end; the file stays open. The scheduler must no longer report to it."""
+        self._flush_ends()
+        self._write_chunk()
+        self.num_bytes["events"] += write_chunk(self._file, "Z", b"")
+
+    def _open_chunk(self) -> None:
+        parts = self._parts()
+        self._events = Columns("E")
+        self._ops, self._times = self._events.data["op"], self._events.data["time"]
+        self._whom = self._events.data["request"]
+        self._write_key(parts)
+        if self._mirror is not None:
+            self._mirror.open_chunk(parts, self._running)
+        self._num_frames = 0
+
+    def _write_chunk(self) -> None:
+        events = write_chunk(self._file, "R", self._requests.pack())
+        events += write_chunk(self._file, "E", self._events.pack(self._strings))
+        self.num_bytes["events"] += events
+        if self._mirror is not None:
+            self.num_bytes["blocks"] += write_chunk(self._file, "B", self._mirror.columns.pack())
+        self._requests, self._strings = Columns("R"), {}
+
+    def _next_chunk(self) -> None:
+        """Only where no event of a step is yet to come."""
+        if len(self._ops) >= EVENTS_IN_A_CHUNK:
+            self._write_chunk()
+            self._open_chunk()
+
+    def _write_key(self, parts: Parts) -> None:
+        data, batch = self._events.data, parts.batch
+        data["key_time"].append(self._now)
+        number = self._numbers.__getitem__
+        data["key_running"] += map(number, self._running)
+        data["key_waiting"] += map(number, self._waiting)
+        data["key_parked"] += map(number, self._parked)
+        data["key_status"] += [_STATUS[request.status] for request in self._parked]
+        data["key_reason"] += [self._deferred.get(request, -1) + 1 for request in self._waiting]
+        data["key_computed"] += batch.num_computed_tokens[batch.members.rows].tolist()
+        for request in [*self._running, *self._waiting, *self._parked]:
+            data["key_cached"].append(request._state.num_cached_tokens if request in self._running else 0)
+            data["key_generated"].append(request.num_output_tokens)
+            data["key_prompt"].append(request.num_prompt_tokens)
+            data["key_preemptions"].append(request._state.num_preemptions)
+        for output in self._flight:
+            data["key_flight"].append(output.num_rows)
+            for index, request in enumerate(output.requests):
+                is_valid = request.row is not None and request.serial == int(output.serials[index])
+                flags = int(output.samples[index]) | is_valid << 1 | int(output.num_draft_tokens[index]) << 2
+                data["key_flight_request"].append(self._numbers.get(request, -1) + 1)
+                data["key_flight_tokens"].append(int(output.num_scheduled_tokens[index]))
+                data["key_flight_flags"].append(flags)
+
+    def _string(self, text: str) -> int:
+        return self._strings.setdefault(text, len(self._strings))
+
+    def _micros(self, now: float) -> int:
+        if self._start is None:
+            self._start = now
+        self._now = round((now - self._start) * 1e6)
+        return self._now
+
+    def _add(self, op: Op, now: float, request: Request | None = None) -> dict[str, list[int]]:
+        """An event; its further columns are the caller's."""
+        if self._ends and op is not Op.PARKED and op is not Op.QUEUED:  # which may be of the same update
+            self._flush_ends()
+        self._ops.append(op)
+        self._times.append(self._micros(now))
+        if request is not None:
+            self._whom.append(self._numbers[request])
+        return self._events.data
+
+    def _number(self, request: Request) -> int:
+        number = self._numbers[request] = self._num_requests
+        self._num_requests += 1
+        data = self._requests.data
+        data["id"].append(self._string(request.request_id))
+        data["tenant"].append(0 if request.tenant is None else self._string(request.tenant) + 1)
+        data["arrival"].append(self._micros_of(request.arrival_time))
+        data["prompt_tokens"].append(request.num_prompt_tokens)
+        data["max_tokens"].append(request.max_tokens)
+        data["priority"].append(request.priority)
+        return number
+
+    def _micros_of(self, time: float) -> int:
+        return 0 if self._start is None else round((time - self._start) * 1e6)
+
+    # ------------------------------------------------------------------ what happens to a request
+
+    def on_added(self, request: Request, now: float) -> None:
+        """See `Listener`."""
+        self._micros(now)
+        self._number(request)
+        self._add(Op.ADDED, now, request)
+
+    def on_refused(self, request: Request, why: str, now: float) -> None:
+        """See `Listener`."""
+        self._micros(now)
+        self._number(request)
+        self._add(Op.REFUSED, now, request)["refused_why"].append(self._string(why))
+        del self._numbers[request]
+
+    def on_queued(self, request: Request, now: float) -> None:
+        """See `Listener`."""
+        self._add(Op.QUEUED, now, request)
+        self._parked.pop(request, None)
+        self._waiting[request] = None
+
+    def on_parked(self, request: Request, now: float) -> None:
+        """See `Listener`."""
+        self._add(Op.PARKED, now, request)["parked_status"].append(_STATUS[request.status])
+        self._leave(request)
+        self._parked[request] = None
+
+    def on_deferred(self, event: Deferred) -> None:
+        """See `Listener`."""
+        data = self._add(Op.DEFERRED, event.now, event.request)
+        reason = self._deferred[event.request] = _REASON[event.reason]
+        data["deferred_reason"].append(reason)
+        data["deferred_missing"].append(event.missing)
+        holder = None if event.holder is None else self._parts().table.requests.get(event.holder)
+        data["deferred_holder"].append(0 if holder is None else self._numbers.get(holder, -1) + 1)
+
+    def on_admitted(self, event: Admitted) -> None:
+        """See `Listener`."""
+        data = self._add(Op.ADMITTED, event.now, event.request)
+        data["admitted_resumed"].append(event.resumed)
+        data["admitted_cached"].append(event.num_cached_tokens)
+        data["admitted_external"].append(event.num_external_tokens)
+        self._leave(event.request)
+        self._running[event.request] = None
+
+    def on_preempted(self, event: Preempted) -> None:
+        """See `Listener`."""
+        data = self._add(Op.PREEMPTED, event.now, event.request)
+        data["preempted_cause"].append(_CAUSE[event.cause])
+        data["preempted_lost"].append(event.num_lost_tokens)
+        data["preempted_cached"].append(event.num_cached_tokens)
+        data["preempted_recovery"].append(0 if event.recovery is None else 1 + event.recovery.swaps)
+        self._leave(event.request)
+        self._waiting[event.request] = None
+
+    def on_rolled_back(self, request: Request, now: float) -> None:
+        """See `Listener`."""
+        self._add(Op.ROLLED_BACK, now, request)
+        self._leave(request)
+        self._waiting[request] = None
+
+    def on_finished(self, request: Request, now: float) -> None:
+        """Told behind the update, or the run of steps, in which it happens."""
+        self._ends.append((request, now))
+
+    def _flush_ends(self) -> None:
+        ends, self._ends = self._ends, []
+        for request, now in ends:
+            data = self._add(Op.FINISHED, now, request)
+            assert request.finish_reason is not None
+            data["finished_reason"].append(_FINISH[request.finish_reason])
+            data["finished_generated"].append(request.num_output_tokens)
+            data["finished_detail"].append(self._string(request.finish_detail) + 1 if request.finish_detail else 0)
+            self._leave(request)
+            del self._numbers[request]
+
+    def on_load_started(self, event: LoadStarted) -> None:
+        """See `Listener`."""
+        self._add(Op.LOAD_STARTED, event.now, event.request)["load_tokens"].append(event.num_tokens)
+
+    def on_load_finished(self, event: LoadFinished) -> None:
+        """See `Listener`."""
+        if event.request in self._numbers:
+            data = self._add(Op.LOAD_FINISHED, event.now, event.request)
+            data["load_tokens"].append(event.num_tokens)
+            data["load_failed"].append(event.failed)
+
+    def _leave(self, request: Request) -> None:
+        for place in (self._running, self._waiting, self._parked, self._deferred):
+            place.pop(request, None)
+
+    def on_call(self, event: Call) -> None:
+        """Calls of the host that no other event tells of."""
+        name, arguments = event.name, event.arguments
+        self._flush_ends()
+        if name == "set_priority" or name == "extend":
+            request = self._parts().table.requests.get(arguments["request_id"])
+            if request is None or request not in self._numbers:
+                return
+            if name == "set_priority":
+                self._add(Op.PRIORITY, event.now, request)["priority"].append(request.priority)
+            else:
+                self._extended(request, event.now)
+        elif name in ("pause", "resume"):
+            mode = 0 if name == "resume" else 2 if arguments["mode"] is PauseMode.ALL else 1
+            self._add(Op.PAUSED, event.now)["pause_mode"].append(mode)
+        elif name == "set_max_num_active_seqs":
+            self._add(Op.LIMITED, event.now)["limit"].append((arguments["limit"] or -1) + 1)
+
+    def _extended(self, request: Request, now: float) -> None:
+        data = self._add(Op.EXTENDED, now, request)
+        data["extended_prompt"].append(request.num_prompt_tokens)
+        data["extended_generated"].append(request.num_output_tokens)
+
+    # ------------------------------------------------------------------ steps
+
+    def on_step(self, step: StepDecision) -> None:
+        """A step is decided."""
+        output = step.output
+        assert output is not None
+        parts = self._parts()
+        data = self._add(Op.STEP, step.now)
+        data["step_id"].append(step.step_id)
+        data["step_blocked"].append(0 if step.blocked_by is None else _REASON[step.blocked_by] + 1)
+        data["step_free"].append(parts.kv.pool.num_free)
+        num_rows = len(self._running)
+        is_plain = output.num_rows == num_rows == output.total_num_scheduled_tokens and output.samples.all()
+        data["step_exceptions"].append(0 if is_plain else self._tell_rows(output))
+        self._flight.append(output)
+        if self._mirror is not None:
+            self._mirror.step(self._num_frames, parts, step, self._numbers)
+        self._num_frames += 1
+
+    def _tell_rows(self, output: SchedulerOutput) -> int:
+        """The rows that are not one token that is sampled from; those of no token are left out of the step."""
+        data, count, last = self._events.data, 0, 0
+        of_request = {request: index for index, request in enumerate(output.requests)}
+        for place, request in enumerate(self._running):
+            index = of_request.get(request)
+            tokens = samples = drafts = 0
+            if index is not None:
+                tokens, samples = int(output.num_scheduled_tokens[index]), int(output.samples[index])
+                drafts = int(output.num_draft_tokens[index])
+            if tokens == samples == 1 and not drafts:
+                continue
+            data["exception_row"].append(place - last)
+            data["exception_tokens"].append(tokens)
+            data["exception_flags"].append(samples | drafts << 1)
+            count, last = count + 1, place
+        return count
+
+    def on_update(self, output: SchedulerOutput, update: StepUpdate, now: float) -> None:
+        """The result of the oldest step in flight."""
+        ends, self._ends = self._ends, []
+        data = self._add(Op.UPDATE, now)
+        self._flight.popleft()
+        odd = (update.counts != output.samples).nonzero()[0]
+        data["update_exceptions"].append(len(odd))
+        if len(odd):
+            data["update_row"] += odd.tolist()
+            data["update_count"] += update.counts[odd].tolist()
+        for request in update.completed_parts:  # what it generated may be a part of its next prompt
+            if request in self._numbers:
+                self._extended(request, now)
+        self._ends = ends
+        self._flush_ends()
+        self._next_chunk()
+
+    def on_steps(self, run: StepRun) -> None:
+        """Several steps at once: in each, every running request decoded one token."""
+        ends, self._ends = self._ends, []
+        data = self._add(Op.STEPS, float(run.times[0]))
+        parts = self._parts()
+        data["step_id"].append(run.first_step_id)
+        data["step_blocked"].append(0 if run.blocked_by is None else _REASON[run.blocked_by] + 1)
+        data["step_free"].append(parts.kv.pool.num_free)
+        data["steps_count"].append(run.num_steps)
+        start = self._start
+        assert start is not None
+        micros = np.rint((np.asarray(run.times, dtype=np.float64) - start) * 1e6).astype(np.int64)
+        data["steps_micros"] += np.diff(micros).tolist()
+        if self._mirror is not None:
+            self._mirror.steps(self._num_frames, parts, run, self._numbers)
+        self._num_frames += 1
+        completed = [request for request in run.update.completed_parts if request in self._numbers]
+        num_ends = len(ends) + len(completed) + self._put_first(completed)
+        for request in completed:
+            self._extended(request, float(run.times[-1]))
+        data["steps_ends"].append(num_ends)
+        self._ends = ends
+        self._flush_ends()
+        self._next_chunk()
+
+    def _put_first(self, completed: list[Request]) -> int:
+        """Put the newest event before those of requests that completed a part of their prompt in it; how many."""
+        numbers = {self._numbers[request] for request in completed}
+        count = 0
+        while count < len(self._whom) and self._ops[-2 - count] < Op.STEP and self._whom[-1 - count] in numbers:
+            count += 1
+        if count:
+            for column in (self._ops, self._times):
+                column.insert(len(column) - 1 - count, column.pop())
+        return count
+
+    def on_failed(self, num_steps: int, now: float) -> None:
+        """The newest steps in flight are void; what runs goes back to where it was."""
+        for _ in range(num_steps):
+            self._flight.pop()
+        batch = self._parts().batch
+        data = self._add(Op.FAILED, now)
+        data["failed_steps"].append(num_steps)
+        data["failed_rows"].append(len(batch.members))
+        data["failed_computed"] += batch.num_computed_tokens[batch.members.rows].tolist()
+        self._next_chunk()
+
+
+def _came(request: Request) -> int:
+    return request.sequence_number
+
+
+class _Mirror:
+    """What a reader knows of the pool, and the columns that tell it more."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._caches = parts.kv.prefix is not None
+        self._parts = parts
+        self.num_references: Int64Array = np.zeros(parts.kv.pool.num_blocks, dtype=np.int64)
+        self.is_cached = np.zeros(parts.kv.pool.num_blocks, dtype=np.bool_)  # of free blocks
+        self._copy(parts)
+
+    def _copy(self, parts: Parts) -> None:
+        pool = parts.kv.pool
+        self._parts = parts
+        self.num_references[:] = pool.num_references
+        self.is_cached[:] = pool.is_cached & (pool.num_references == 0)
+        self._num_free, self._num_cached = pool.num_free, pool.num_cached_free
+        self._held = _held(parts)
+
+    def open_chunk(self, parts: Parts, running: dict[Request, None]) -> None:
+        """A key frame: what is true now."""
+        self.columns = Columns("B")
+        data = self.columns.data
+        self._copy(parts)
+        self._num_known = len(parts.kv.returned or ())
+        for request in running:
+            row = request.row
+            assert row is not None
+            table = parts.kv.table(parts.batch, row)
+            data["key_count"].append(len(table))
+            data["key_block"] += table.tolist()
+        held = self._held.nonzero()[0]
+        data["key_held"] += held.tolist()
+        data["key_held_count"] += self._held[held].tolist()
+        data["key_cached"] += np.packbits(self.is_cached, bitorder="little").tolist()
+
+    def _put(self, frame: int, op: BlockOp, request: int, blocks: Int64Array, values: list[int] | None = None) -> None:
+        data = self.columns.data
+        data["frame"].append(frame)
+        data["op"].append(op)
+        data["request"].append(request)
+        data["count"].append(len(blocks))
+        data["block"] += blocks.tolist()
+        if values is not None:
+            data["value"] += values
+
+    def step(self, frame: int, parts: Parts, step: StepDecision, numbers: dict[Request, int]) -> None:
+        """The blocks of a step."""
+        output = step.output
+        assert output is not None
+        if parts.transfers is None:
+            self._give_back(frame, parts, step.returned_blocks)
+        if len(output.block_ids):
+            if not output.resync and parts.transfers is None:
+                self._take(output.block_ids.astype(np.int64))
+            starts = np.flatnonzero(np.diff(output.block_rows, prepend=-1)).tolist()
+            for start, end in zip(starts, [*starts[1:], len(output.block_ids)], strict=True):
+                index = int(output.block_rows[start])
+                is_whole = output.resync or index >= output.num_continued
+                op = BlockOp.TABLE if is_whole else BlockOp.APPENDED
+                self._put(frame, op, numbers[output.requests[index]], output.block_ids[start:end])
+        self._settle(frame, parts, output.block_ids, is_sure=not output.resync)
+
+    def steps(self, frame: int, parts: Parts, run: StepRun, numbers: dict[Request, int]) -> None:
+        """The blocks of steps that were done at once, with the step of each."""
+        if parts.transfers is None:
+            self._give_back(frame, parts, run.returned_blocks)
+        if len(run.block_ids):
+            if parts.transfers is None:
+                self._take(run.block_ids.astype(np.int64))
+            for index in np.unique(run.block_rows).tolist():
+                mine = (run.block_rows == index).nonzero()[0]
+                number = numbers[run.requests[index]]
+                self._put(frame, BlockOp.STEPPED, number, run.block_ids[mine], run.block_steps[mine].tolist())
+        if parts.transfers is None and parts.kv.returned:  # by requests that the last step finished
+            self._give_back(frame, parts, parts.kv.returned)
+            self._num_known = len(parts.kv.returned)
+        self._settle(frame, parts, run.block_ids)
+
+    def _take(self, blocks: Int64Array) -> None:
+        free = self.num_references[blocks] == 0
+        self._num_free -= int(np.count_nonzero(free))
+        self._num_cached -= int(np.count_nonzero(free & self.is_cached[blocks]))
+        self.is_cached[blocks] = False
+        self.num_references[blocks] += 1
+
+    def _give_back(self, frame: int, parts: Parts, tables: Sequence[Int64Array]) -> None:
+        pool = parts.kv.pool
+        tables, self._num_known = tables[self._num_known :], 0
+        for table in tables:
+            left = self.num_references[table] - 1
+            self.num_references[table] = left
+            freed = table[left == 0]
+            self._num_free += len(freed)
+            if self._caches and len(freed):
+                # Blocks that have been taken again since are told with their table.
+                self.is_cached[freed] = True
+                self._num_cached += len(freed)
+                blank = freed[(pool.num_references[freed] == 0) & ~pool.is_cached[freed]]
+                if len(blank):
+                    self._set_blank(frame, blank)
+
+    def _set_blank(self, frame: int, blocks: Int64Array) -> None:
+        self.is_cached[blocks] = False
+        self._num_cached -= len(blocks)
+        self._put(frame, BlockOp.BLANK, 0, blocks)
+
+    def _settle(self, frame: int, parts: Parts, taken: npt.NDArray[np.integer], *, is_sure: bool = True) -> None:
+        """Where reader and pool would differ, tell it. Without transfers equal counts are equal sets: what the columns
+        do not tell is only that cached blocks became blank."""
+        pool = parts.kv.pool
+        if (
+            is_sure
+            and parts.transfers is None
+            and parts is self._parts
+            and pool.num_free == self._num_free
+            and pool.num_cached_free == self._num_cached
+        ):
+            return
+        held = _held(parts)
+        changed = (held != self._held).nonzero()[0]
+        if len(changed):
+            self._put(frame, BlockOp.HELD, 0, changed, held[changed].tolist())
+        is_free = pool.num_references == 0
+        news = (self.num_references != 0) | (self.is_cached != pool.is_cached)
+        news[taken] = True  # and given back since
+        news &= is_free
+        for op, blocks in ((BlockOp.BLANK, news & ~pool.is_cached), (BlockOp.CACHED, news & pool.is_cached)):
+            if blocks.any():
+                self._put(frame, op, 0, blocks.nonzero()[0])
+        self._copy(parts)
+
+
+def _held(parts: Parts) -> Int64Array:
+    """[blocks] references beside those of the tables of running requests."""
+    held: Int64Array = parts.kv.pool.num_references.copy()
+    if parts.transfers is None:
+        held[:] = 0
+        return held
+    for row in parts.batch.members.rows.tolist():
+        held[parts.kv.table(parts.batch, row)] -= 1
+    return held

@@ -1,0 +1,344 @@
+"""The bytes of a film: a header, then chunks of columns, each compressed on its own. `film.py` writes them.
+
+    file      MAGIC, uint32 length and JSON of the header, then chunks
+    chunk     one letter, uint32 length, uint32 length before compression, zlib data
+    data      the columns of the chunk's kind, in the order of `COLUMNS`: each a count and its numbers; in an `E` chunk
+              then a count and the bytes of a JSON list, the strings
+
+All numbers are integers in LEB128 (seven bits a byte, the lowest first), negative ones folded in between (zigzag: 0, -1,
+1, -2 are 0, 1, 2, 3). A column marked as differences holds each number minus the one before it.
+
+    R    requests, by number: the order in which they were added
+    E    events: `op` says in which order they happened, and for each kind its columns hold the arguments
+    B    blocks of the chunk of events before it; may be left out, or skipped
+    Z    the end: a film without it was cut off
+
+Every `E` chunk begins with the state of all unfinished requests (a key frame), and every `B` chunk with that of all
+blocks, so that a reader can begin at any of them.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, BinaryIO, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.errors import PointsmanError
+from pointsman.core.state.reason import Reason
+from pointsman.core.state.status import FinishReason, PreemptionCause, RequestStatus
+
+Int64Array = npt.NDArray[np.int64]
+MAGIC: Final = b"pointsman film\n"
+FORMAT_VERSION: Final = 1
+_CHUNK = struct.Struct("<cII")
+MAX_CHUNK: Final = 1 << 28
+"""Bytes that a chunk may have before compression."""
+
+
+class FilmError(PointsmanError, ValueError):
+    """It is no film, is broken, or of a version that this library does not read."""
+
+
+class Op(enum.IntEnum):
+    """What happened. A time is in microseconds."""
+
+    ADDED = 0
+    REFUSED = 1
+    QUEUED = 2
+    PARKED = 3
+    DEFERRED = 4
+    ADMITTED = 5
+    PREEMPTED = 6
+    ROLLED_BACK = 7
+    FINISHED = 8
+    STEP = 9
+    UPDATE = 10
+    STEPS = 11
+    FAILED = 12
+    LOAD_STARTED = 13
+    LOAD_FINISHED = 14
+    PRIORITY = 15
+    EXTENDED = 16
+    PAUSED = 17
+    LIMITED = 18
+
+
+class BlockOp(enum.IntEnum):
+    """What became of blocks in a step."""
+
+    APPENDED = 0
+    """To the table of a request."""
+    TABLE = 1
+    """The whole table of a request."""
+    BLANK = 2
+    """Free, and without content that could be found."""
+    CACHED = 3
+    """Free, and with content that can be found."""
+    HELD = 4
+    """Referenced so often beside the tables, by transfers; `value` says how often."""
+    STEPPED = 5
+    """APPENDED in steps that were done at once; `value` is the step of each block, from 0."""
+
+
+REASONS: Final = list(Reason)
+STATUSES: Final = list(RequestStatus)
+CAUSES: Final = list(PreemptionCause)
+FINISH_REASONS: Final = list(FinishReason)
+NAMES: Final = {
+    "reasons": [reason.value for reason in REASONS],
+    "statuses": [status.value for status in STATUSES],
+    "causes": [cause.value for cause in CAUSES],
+    "finish_reasons": [reason.value for reason in FINISH_REASONS],
+    "ops": [op.name.lower() for op in Op],
+    "block_ops": [op.name.lower() for op in BlockOp],
+}
+"""What the numbers of a film mean; its header has them."""
+
+COLUMNS: Final[Mapping[str, Mapping[str, bool]]] = {
+    # Column -> whether it holds differences.
+    "R": {
+        "id": False,  # number of the string in the chunk of events after it
+        "tenant": False,  # likewise, + 1
+        "arrival": True,
+        "prompt_tokens": False,
+        "max_tokens": False,
+        "priority": False,
+    },
+    "E": {
+        # The key frame: requests that run, in order of admission, then those queued and parked.
+        "key_time": False,
+        "key_running": True,
+        "key_waiting": True,
+        "key_parked": True,
+        "key_status": False,  # of the parked ones
+        "key_reason": False,  # of the waiting ones, + 1
+        "key_computed": False,  # of the running ones
+        "key_cached": False,
+        "key_generated": False,  # of all, in this order
+        "key_prompt": False,
+        "key_preemptions": False,
+        # How many steps in flight, and for each its rows as in `step_requests`.
+        "key_flight": False,
+        "key_flight_request": False,  # + 1; 0: it has finished
+        "key_flight_tokens": False,
+        "key_flight_flags": False,
+        "op": False,
+        "time": True,
+        # The request that it happened to; of steps there is none.
+        "request": True,
+        "refused_why": False,  # a string
+        "parked_status": False,
+        "deferred_reason": False,
+        "deferred_missing": False,
+        "deferred_holder": False,  # + 1
+        "admitted_resumed": False,
+        "admitted_cached": False,
+        "admitted_external": False,
+        "preempted_cause": False,
+        "preempted_lost": False,
+        "preempted_cached": False,
+        "preempted_recovery": False,  # 0: none was decided, 1: recompute, 2: swap
+        "finished_reason": False,
+        "finished_generated": False,
+        "finished_detail": False,  # a string + 1
+        "step_id": True,
+        "step_blocked": False,  # reason + 1
+        "step_free": True,  # free blocks
+        "step_exceptions": False,  # how many rows are not one token that is sampled from
+        "exception_row": False,  # place among the running requests, minus the place after the one before
+        "exception_tokens": False,
+        "exception_flags": False,  # bit 0: it samples; above: drafts
+        "update_exceptions": False,
+        "update_row": False,
+        "update_count": False,
+        "steps_count": False,
+        "steps_ends": False,  # how many of the next events are of their end: requests that finished, or a part of them
+        "steps_micros": True,  # how long each step takes
+        "failed_steps": False,
+        "failed_rows": False,
+        "failed_computed": False,  # of each running request, in order
+        "load_tokens": False,
+        "load_failed": False,
+        "priority": False,
+        "extended_prompt": False,
+        "extended_generated": False,
+        "pause_mode": False,  # 0: resumed, 1: admissions, 2: all
+        "limit": False,  # + 1
+    },
+    "B": {
+        "key_count": False,  # blocks of each running request's table
+        "key_block": True,
+        "key_held": True,
+        "key_held_count": False,
+        "key_cached": False,  # of all blocks whether they are free and cached, eight in a number
+        "frame": True,  # which STEP or STEPS of the chunk
+        "op": False,
+        "request": True,
+        "count": False,
+        "block": True,
+        "value": False,
+    },
+}
+
+
+class Columns:
+    """Columns of one chunk under construction: lists of integers by name."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.data: dict[str, list[int]] = {name: [] for name in COLUMNS[kind]}
+
+    def pack(self, strings: Iterable[str] | None = None) -> bytes:
+        """The chunk's data."""
+        parts = []
+        for name, differences in COLUMNS[self.kind].items():
+            values = np.array(self.data[name], dtype=np.int64)
+            parts += [_varints(np.array([len(values)])), pack_numbers(values, differences)]
+        if strings is not None:
+            text = json.dumps(list(strings), separators=(",", ":")).encode()
+            parts += [_varints(np.array([len(text)])), text]
+        return b"".join(parts)
+
+
+def unpack(kind: str, data: bytes) -> tuple[dict[str, Int64Array], list[str]]:
+    """The columns of a chunk's data, and its strings.
+
+    Raises:
+        FilmError: the data is no such chunk.
+    """
+    stream = np.frombuffer(data, dtype=np.uint8)
+    ends = (stream < 128).nonzero()[0]  # the last byte of each number
+    position, columns = 0, {}
+    for name, differences in COLUMNS[kind].items():
+        count, position = _read_one(stream, ends, position)
+        first = int(ends.searchsorted(position))
+        if count > len(ends) - first:
+            raise FilmError(f"column {name!r} has {count} numbers, of which {len(ends) - first} are there; it is broken")
+        after = int(ends[first + count - 1]) + 1 if count else position
+        columns[name] = unpack_numbers(stream[position:after], ends[first : first + count] - position, differences)
+        position = after
+    strings: list[str] = []
+    if position < len(data):
+        count, position = _read_one(stream, ends, position)
+        try:
+            strings = json.loads(data[position : position + count])
+        except ValueError:
+            raise FilmError("the strings of a chunk are no JSON; it is broken") from None
+    return columns, strings
+
+
+def _read_one(stream: npt.NDArray[np.uint8], ends: Int64Array, position: int) -> tuple[int, int]:
+    index = int(ends.searchsorted(position))
+    if index == len(ends):
+        raise FilmError("a chunk ends within a column; it is broken")
+    after = int(ends[index]) + 1
+    number = 0
+    for byte in reversed(stream[position:after].tolist()):
+        number = number << 7 | byte & 127
+    return number, after
+
+
+def pack_numbers(values: Int64Array, differences: bool) -> bytes:
+    """A column, without its count."""
+    if differences and len(values):
+        values = np.diff(values, prepend=0)
+    return _varints((values << 1) ^ (values >> 63))
+
+
+def unpack_numbers(stream: npt.NDArray[np.uint8], ends: Int64Array, differences: bool) -> Int64Array:
+    """What `pack_numbers` packed; `ends` are the places of the last bytes of the numbers."""
+    if not len(ends):
+        return np.zeros(0, dtype=np.int64)
+    starts = np.concatenate([[0], ends[:-1] + 1])
+    lengths = ends - starts + 1
+    if int(lengths.max()) > 10:
+        raise FilmError("a number has more than ten bytes; it is broken")
+    places = np.arange(len(stream)) - starts.repeat(lengths)
+    parts = (stream & 127).astype(np.uint64) << (7 * places).astype(np.uint64)
+    folded = np.add.reduceat(parts, starts)
+    values = (folded >> np.uint64(1)).astype(np.int64) ^ -(folded & np.uint64(1)).astype(np.int64)
+    return values.cumsum() if differences else values
+
+
+def _varints(values: Int64Array) -> bytes:
+    """LEB128 of numbers that are taken as unsigned."""
+    left = values.astype(np.uint64)
+    count = len(left)
+    out = np.zeros((count, 10), dtype=np.uint8)
+    lengths = np.ones(count, dtype=np.int64)
+    for place in range(10):
+        out[:, place] = left & np.uint64(127)
+        left = left >> np.uint64(7)
+        more = left > 0
+        if not more.any():
+            out = out[:, : place + 1]
+            break
+        out[more, place] |= 128
+        lengths[more] += 1
+    return out[np.arange(out.shape[1]) < lengths[:, None]].tobytes()
+
+
+def write_header(file: BinaryIO, header: Mapping[str, Any]) -> int:
+    """Magic and header; returns how many bytes were written."""
+    text = json.dumps(header, separators=(",", ":")).encode()
+    return file.write(MAGIC + struct.pack("<I", len(text)) + text)
+
+
+def write_chunk(file: BinaryIO, kind: str, data: bytes) -> int:
+    """A chunk, compressed; returns how many bytes were written."""
+    packed = zlib.compress(data, 9)
+    return file.write(_CHUNK.pack(kind.encode(), len(packed), len(data)) + packed)
+
+
+def read_header(file: BinaryIO) -> dict[str, Any]:
+    """The header.
+
+    Raises:
+        FilmError: it is no film, or of another version.
+    """
+    if file.read(len(MAGIC)) != MAGIC:
+        raise FilmError("it is no film (pointsman film makes one from a recording)")
+    size = file.read(4)
+    text = file.read(struct.unpack("<I", size)[0]) if len(size) == 4 else b""
+    try:
+        header: dict[str, Any] = json.loads(text)
+        version = header["format_version"]
+    except (ValueError, KeyError, TypeError):
+        raise FilmError("the film's header is broken; make it again from its recording") from None
+    if version != FORMAT_VERSION:
+        raise FilmError(
+            f"the film has format version {version}, and this library reads {FORMAT_VERSION}; make it again from its "
+            "recording, or use the library that made it"
+        )
+    return header
+
+
+def read_chunks(file: BinaryIO) -> Iterator[tuple[str, bytes]]:
+    """(letter, data) of each chunk, the end included. It stops, without one, where the file is cut off.
+
+    Raises:
+        FilmError: a chunk is broken.
+    """
+    while True:
+        head = file.read(_CHUNK.size)
+        if len(head) < _CHUNK.size:
+            return
+        letter, length, size = _CHUNK.unpack(head)
+        if size > MAX_CHUNK or letter.decode("latin-1") not in "REBZ":
+            raise FilmError(f"a chunk {letter!r} of {size} bytes is none of a film; it is broken")
+        packed = file.read(length)
+        if len(packed) < length:
+            return
+        try:
+            data = zlib.decompressobj().decompress(packed, size)
+        except zlib.error as error:
+            raise FilmError(f"a chunk cannot be unpacked ({error}); the film is broken") from None
+        if len(data) != size:
+            raise FilmError(f"a chunk has {len(data)} bytes instead of {size}; the film is broken")
+        yield letter.decode(), data

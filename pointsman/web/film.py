@@ -1,0 +1,572 @@
+"""Reads a film (`core/observe/film.py`): which steps it has, and what was true at any of them.
+
+    film = Film.read(path)
+    film.frames                 one for each step that was decided alone, and for each run of steps
+    state = film.state_at(17)   requests, queue, blocks, when frame 17 had been decided
+    film.events(0, 18)          what happened, in order
+
+The state at a frame is the nearest key frame before it, with the events since then applied. Nothing is decided again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.observe.film_format import BlockOp, FilmError, Op, read_chunks, read_header, unpack
+
+Int64Array = npt.NDArray[np.int64]
+Columns = dict[str, Int64Array]
+
+
+class Frame(NamedTuple):
+    """A step, or several that were done at once."""
+
+    chunk: int
+    event: int
+    """Place among the events of its chunk."""
+    place: int
+    """Place among the frames of its chunk."""
+    step_id: int
+    num_steps: int
+    time: float
+    """When it began, in seconds since the film did."""
+
+
+class Event(NamedTuple):
+    """What happened."""
+
+    op: Op
+    time: float
+    """Seconds since the film began."""
+    request: int | None
+    fields: dict[str, Any]
+    """By the names of the columns, without the name of the event."""
+
+
+@dataclass(slots=True)
+class FilmRequest:
+    """A request as it was added."""
+
+    request_id: str
+    tenant: str | None
+    arrival: float
+    """Seconds since the film began; negative if before."""
+    num_prompt_tokens: int
+    max_tokens: int
+    priority: int
+
+
+@dataclass(slots=True)
+class RequestState:
+    """A request at a frame."""
+
+    number: int
+    status: str
+    """"waiting", "running", "preempted", one of the parked ones, or "finished_*"."""
+    num_prompt_tokens: int
+    num_generated_tokens: int = 0
+    num_computed_tokens: int = 0
+    """With KV, the frame's own tokens included."""
+    num_cached_tokens: int = 0
+    """Of these, found in the prefix cache when it was admitted last."""
+    num_preemptions: int = 0
+    reason: str | None = None
+    """Why it was not admitted when it was asked for last."""
+    missing: int = 0
+    holder: int | None = None
+    """The request that it waits for, of several the one that holds most."""
+    admission: int = 0
+    table: list[int] = field(default_factory=list)
+    """Block ids, if the film has them."""
+
+
+@dataclass(slots=True)
+class BatchRow:
+    """What a request does in a step."""
+
+    number: int
+    num_tokens: int
+    samples: bool
+    num_drafts: int
+    admission: int
+
+
+@dataclass(slots=True)
+class State:
+    """What was true when a frame had been decided; of steps at once, when they were over."""
+
+    requests: dict[int, RequestState]
+    """The unfinished ones, by number."""
+    running: list[int]
+    """In order of admission."""
+    waiting: list[int]
+    """In the order in which they came."""
+    parked: list[int]
+    time: float
+    batch: list[BatchRow] = field(default_factory=list)
+    """The rows of the step; of the last one of several."""
+    num_finished: int = 0
+    """Since the key frame before."""
+    in_flight: list[list[BatchRow]] = field(default_factory=list)
+    held: dict[int, int] = field(default_factory=dict)
+    """References beside those of the tables, by block."""
+    is_cached: npt.NDArray[np.bool_] | None = None
+    """[blocks] whether a block, if it is free, has content that can be found; None: the film has no blocks."""
+
+    def num_references(self) -> Int64Array:
+        """[blocks] how many tables, and other holders, name a block."""
+        assert self.is_cached is not None, "the film has no blocks"
+        count = np.zeros(len(self.is_cached), dtype=np.int64)
+        for number in self.running:
+            count[self.requests[number].table] += 1
+        for block, references in self.held.items():
+            count[block] += references
+        return count
+
+
+@dataclass(slots=True)
+class _Chunk:
+    events: Columns
+    strings: list[str]
+    blocks: Columns | None = None
+
+
+class Film:
+    """A film in memory.
+
+    Args:
+        file: binary, for reading; it is read to its end.
+        with_blocks: whether to keep the blocks, which are most of it.
+
+    Raises:
+        FilmError: it is no film, broken, or of another version.
+    """
+
+    def __init__(self, file: BinaryIO, *, with_blocks: bool = True) -> None:
+        self.header = read_header(file)
+        self.requests: list[FilmRequest] = []
+        self.is_complete = False
+        """Whether it was closed; otherwise what is there up to its last whole chunk can be shown."""
+        self._chunks: list[_Chunk] = []
+        columns: Columns | None = None
+        for kind, data in read_chunks(file):
+            if kind == "Z":
+                self.is_complete = True
+            elif kind == "R":
+                columns, _ = unpack("R", data)
+            elif kind == "E":
+                if columns is None:
+                    raise FilmError("events come before the requests that they are about; the film is broken")
+                self._chunks.append(_Chunk(*unpack("E", data)))
+                self._add_requests(columns, self._chunks[-1].strings)
+                columns = None
+            elif with_blocks and self._chunks:
+                self._chunks[-1].blocks, _ = unpack("B", data)
+        if not self._chunks:
+            raise FilmError("the film has no events; it was cut off at once")
+        self.has_blocks = all(chunk.blocks is not None for chunk in self._chunks)
+        self._check()
+        self.frames: list[Frame] = [frame for index in range(len(self._chunks)) for frame in self._frames_of(index)]
+
+    @classmethod
+    def read(cls, path: str | Path, *, with_blocks: bool = True) -> Film:
+        """Read a film from a file."""
+        with open(path, "rb") as file:
+            return cls(file, with_blocks=with_blocks)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps over all frames."""
+        return sum(frame.num_steps for frame in self.frames)
+
+    def _add_requests(self, columns: Columns, strings: list[str]) -> None:
+        rows = zip(*(columns[name].tolist() for name in columns), strict=True)
+        for name, tenant, arrival, prompt_tokens, max_tokens, priority in rows:
+            whose = strings[tenant - 1] if tenant else None
+            self.requests.append(
+                FilmRequest(strings[name], whose, arrival / 1e6, prompt_tokens, max_tokens, priority)
+            )
+
+    def _check(self) -> None:
+        """Numbers that would be taken as places in something."""
+        for chunk in self._chunks:
+            for name in ("request", "key_running", "key_waiting", "key_parked"):
+                numbers = chunk.events[name]
+                if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(self.requests):
+                    raise FilmError(f"column {name!r} names a request that is not in the film; it is broken")
+            ops = chunk.events["op"]
+            if len(ops) and not 0 <= ops.min() <= ops.max() < len(Op):
+                raise FilmError("a chunk has an event of no known kind; the film is broken")
+
+    def _frames_of(self, index: int) -> Iterator[Frame]:
+        events = self._chunks[index].events
+        ops = events["op"]
+        counts = iter(events["steps_count"].tolist())
+        for place, (event, step_id) in enumerate(
+            zip(((ops == Op.STEP) | (ops == Op.STEPS)).nonzero()[0].tolist(), events["step_id"].tolist(), strict=True)
+        ):
+            num_steps = 1 if ops[event] == Op.STEP else next(counts)
+            yield Frame(index, event, place, step_id, num_steps, float(events["time"][event]) / 1e6)
+
+    def frame_of_step(self, step_id: int) -> int:
+        """The frame that a step is in.
+
+        Raises:
+            KeyError: no frame has it.
+        """
+        low, high = 0, len(self.frames)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.frames[middle].step_id <= step_id else (low, middle)
+        found = self.frames[low]
+        if not found.step_id <= step_id < found.step_id + found.num_steps:
+            raise KeyError(f"the film has no step {step_id}")
+        return low
+
+    # ------------------------------------------------------------------ what happened
+
+    def events(self, first: int, after: int) -> Iterator[Event]:
+        """What happened from frame `first` until before frame `after`; what led to a frame's step comes before it."""
+        while first < after:
+            frame = self.frames[first]
+            last = first
+            while last + 1 < after and self.frames[last + 1].chunk == frame.chunk:
+                last += 1
+            begin = self.frames[first - 1].event + 1 if frame.place else 0
+            end = self.frames[last].event + 1
+            cursor = _Cursor(self._chunks[frame.chunk])
+            for index, event in enumerate(cursor.run(end)):
+                if index >= begin:
+                    yield event
+            first = last + 1
+
+    # ------------------------------------------------------------------ what was true
+
+    def state_at(self, frame: int) -> State:
+        """What was true when a frame had been decided."""
+        found = self.frames[frame]
+        chunk = self._chunks[found.chunk]
+        player = _Player(self, chunk)
+        for index, event in enumerate(_Cursor(chunk).run(len(chunk.events["op"]))):
+            player.apply(event)
+            if index >= found.event and not player.num_ends:
+                break
+        return player.state
+
+
+class _Cursor:
+    """Walks over the events of a chunk."""
+
+    def __init__(self, chunk: _Chunk) -> None:
+        self._columns = {name: values.tolist() for name, values in chunk.events.items() if not name.startswith("key_")}
+        self._strings = chunk.strings
+        self._at = dict.fromkeys(self._columns, 0)
+
+    def _next(self, name: str) -> int:
+        at = self._at[name]
+        self._at[name] = at + 1
+        number: int = self._columns[name][at]
+        return number
+
+    def _several(self, name: str, count: int) -> list[int]:
+        at = self._at[name]
+        self._at[name] = at + count
+        return self._columns[name][at : at + count]
+
+    def run(self, end: int) -> Iterator[Event]:
+        """The first `end` events."""
+        try:
+            for index in range(end):
+                op = Op(self._columns["op"][index])
+                request = None if op in _OF_NO_REQUEST else self._next("request")
+                fields = self._fields(op)
+                yield Event(op, self._columns["time"][index] / 1e6, request, fields)
+        except IndexError:
+            raise FilmError("a column has too few numbers for the events of its chunk; the film is broken") from None
+
+    def _fields(self, op: Op) -> dict[str, Any]:
+        fields: dict[str, Any] = {name: self._next(f"{prefix}{name}") for prefix, name in _FIELDS.get(op, ())}
+        if op is Op.REFUSED:
+            fields["why"] = self._strings[fields["why"]]
+        elif op is Op.FINISHED:
+            fields["detail"] = self._strings[fields["detail"] - 1] if fields["detail"] else ""
+        elif op is Op.STEP:
+            count = fields.pop("exceptions")
+            names = ("exception_row", "exception_tokens", "exception_flags")
+            fields["rows"] = list(zip(*(self._several(name, count) for name in names), strict=True))
+        elif op is Op.UPDATE:
+            count = fields.pop("exceptions")
+            rows, counts = self._several("update_row", count), self._several("update_count", count)
+            fields["rows"] = list(zip(rows, counts, strict=True))
+        elif op is Op.FAILED:
+            fields["computed"] = self._several("failed_computed", fields.pop("rows"))
+        elif op is Op.STEPS:
+            fields["micros"] = self._several("steps_micros", fields["count"])
+        return fields
+
+
+_OF_NO_REQUEST = frozenset({Op.STEP, Op.UPDATE, Op.STEPS, Op.FAILED, Op.PAUSED, Op.LIMITED})
+_FIELDS: dict[Op, tuple[tuple[str, str], ...]] = {
+    Op.REFUSED: (("refused_", "why"),),
+    Op.PARKED: (("parked_", "status"),),
+    Op.DEFERRED: (("deferred_", "reason"), ("deferred_", "missing"), ("deferred_", "holder")),
+    Op.ADMITTED: (("admitted_", "resumed"), ("admitted_", "cached"), ("admitted_", "external")),
+    Op.PREEMPTED: (
+        ("preempted_", "cause"),
+        ("preempted_", "lost"),
+        ("preempted_", "cached"),
+        ("preempted_", "recovery"),
+    ),
+    Op.FINISHED: (("finished_", "reason"), ("finished_", "generated"), ("finished_", "detail")),
+    Op.STEP: (("step_", "id"), ("step_", "blocked"), ("step_", "free"), ("step_", "exceptions")),
+    Op.UPDATE: (("update_", "exceptions"),),
+    Op.STEPS: (("step_", "id"), ("step_", "blocked"), ("step_", "free"), ("steps_", "count"), ("steps_", "ends")),
+    Op.FAILED: (("failed_", "steps"), ("failed_", "rows")),
+    Op.LOAD_STARTED: (("load_", "tokens"),),
+    Op.LOAD_FINISHED: (("load_", "tokens"), ("load_", "failed")),
+    Op.PRIORITY: (("", "priority"),),
+    Op.EXTENDED: (("extended_", "prompt"), ("extended_", "generated")),
+    Op.PAUSED: (("pause_", "mode"),),
+    Op.LIMITED: (("", "limit"),),
+}
+
+
+class _Player:
+    """Applies the events of a chunk to the state of its key frame."""
+
+    def __init__(self, film: Film, chunk: _Chunk) -> None:
+        self._film = film
+        self._names = film.header["names"]
+        self._blocks = None if chunk.blocks is None else _BlockPlayer(film, chunk.blocks)
+        self._num_frames = 0
+        self.num_ends = 0
+        """Events that are yet to come of the end of steps that were done at once."""
+        self.state = self._key_frame(chunk.events)
+        if self._blocks is not None:
+            self._blocks.open(self.state)
+
+    def _key_frame(self, columns: Columns) -> State:
+        lists = {name: values.tolist() for name, values in columns.items() if name.startswith("key_")}
+        running, waiting, parked = lists["key_running"], lists["key_waiting"], lists["key_parked"]
+        numbers = [*running, *waiting, *parked]
+        requests = {}
+        for index, number in enumerate(numbers):
+            state = requests[number] = RequestState(number, "waiting", lists["key_prompt"][index])
+            state.num_generated_tokens = lists["key_generated"][index]
+            state.num_preemptions = lists["key_preemptions"][index]
+            state.num_cached_tokens = lists["key_cached"][index]
+            state.admission = 1
+            if state.num_preemptions:
+                state.status = "preempted"
+        for number, computed in zip(running, lists["key_computed"], strict=True):
+            requests[number].status, requests[number].num_computed_tokens = "running", computed
+        for number, status in zip(parked, lists["key_status"], strict=True):
+            requests[number].status = self._names["statuses"][status]
+        for number, reason in zip(waiting, lists["key_reason"], strict=True):
+            requests[number].reason = self._names["reasons"][reason - 1] if reason else None
+        found = State(requests, running, waiting, parked, lists["key_time"][0] / 1e6)
+        at = 0
+        for count in lists["key_flight"]:
+            rows = []
+            for index in range(at, at + count):
+                flags = lists["key_flight_flags"][index]
+                admission = 1 if flags & 2 else 0
+                number, tokens = lists["key_flight_request"][index], lists["key_flight_tokens"][index]
+                rows.append(BatchRow(number - 1, tokens, bool(flags & 1), flags >> 2, admission))
+            at += count
+            found.in_flight.append(rows)
+        return found
+
+    def apply(self, event: Event) -> None:
+        """The next event."""
+        state = self.state
+        state.time = event.time
+        if event.request is None:
+            _ON_STEPS[event.op](self, event.fields)
+            return
+        self._apply_to_request(event, event.request)
+        if self.num_ends:
+            self.num_ends -= 1
+            if not self.num_ends and self._blocks is not None:
+                self._blocks.frame(state, self._num_frames - 1)
+
+    def _apply_to_request(self, event: Event, number: int) -> None:
+        state = self.state
+        fields, names = event.fields, self._names
+        one = state.requests.get(number)
+        if one is None:
+            if event.op is Op.REFUSED:
+                return
+            one = state.requests[number] = RequestState(number, "waiting", self._film.requests[number].num_prompt_tokens)
+        op = event.op
+        if op is Op.QUEUED:
+            self._move(one, state.waiting, "preempted" if one.num_preemptions else "waiting")
+        elif op is Op.PARKED:
+            self._move(one, state.parked, names["statuses"][fields["status"]])
+        elif op is Op.DEFERRED:
+            one.reason, one.missing = names["reasons"][fields["reason"]], fields["missing"]
+            one.holder = fields["holder"] - 1 if fields["holder"] else None
+        elif op is Op.ADMITTED:
+            self._move(one, state.running, "running")
+            one.num_computed_tokens = one.num_cached_tokens = fields["cached"]
+            one.admission += 1
+        elif op is Op.PREEMPTED:
+            one.num_preemptions += 1
+            self._move(one, state.waiting, "preempted")
+        elif op is Op.ROLLED_BACK:
+            self._move(one, state.waiting, "preempted" if one.num_preemptions else "waiting")
+        elif op is Op.FINISHED:
+            self._move(one, None, "finished_" + names["finish_reasons"][fields["reason"]])
+            del state.requests[number]
+            state.num_finished += 1
+        elif op is Op.EXTENDED:
+            one.num_prompt_tokens, one.num_generated_tokens = fields["prompt"], fields["generated"]
+
+    def _move(self, one: RequestState, place: list[int] | None, status: str) -> None:
+        state = self.state
+        for other in (state.running, state.waiting, state.parked):
+            if one.number in other:
+                other.remove(one.number)
+        if one.status == "running":
+            one.num_computed_tokens = one.num_cached_tokens = 0
+            if self._blocks is not None:
+                self._blocks.drop(one)
+        one.status, one.reason, one.missing, one.holder = status, None, 0, None
+        if place is not None:
+            place.append(one.number)
+
+    def _step(self, fields: dict[str, Any]) -> None:
+        state = self.state
+        rows = [BatchRow(number, 1, True, 0, state.requests[number].admission) for number in state.running]
+        place = 0
+        for ahead, tokens, flags in fields["rows"]:
+            place += ahead
+            rows[place].num_tokens, rows[place].samples, rows[place].num_drafts = tokens, bool(flags & 1), flags >> 1
+        state.batch = [row for row in rows if row.num_tokens]
+        for row in state.batch:
+            state.requests[row.number].num_computed_tokens += row.num_tokens
+        state.in_flight.append(state.batch)
+        if self._blocks is not None:
+            self._blocks.frame(state, self._num_frames)
+        self._num_frames += 1
+
+    def _update(self, fields: dict[str, Any]) -> None:
+        state = self.state
+        rows = state.in_flight.pop(0)
+        counts = [int(row.samples) for row in rows]
+        for index, count in fields["rows"]:
+            counts[index] = count
+        for row, count in zip(rows, counts, strict=True):
+            one = state.requests.get(row.number)
+            if one is None:
+                continue
+            one.num_generated_tokens += count
+            if row.num_drafts and one.status == "running" and one.admission == row.admission:
+                one.num_computed_tokens -= row.num_drafts + 1 - count
+
+    def _steps(self, fields: dict[str, Any]) -> None:
+        state, count = self.state, fields["count"]
+        for number in state.running:
+            one = state.requests[number]
+            one.num_computed_tokens += count
+            one.num_generated_tokens += count
+        state.batch = [BatchRow(number, 1, True, 0, 0) for number in state.running]
+        state.time += sum(fields["micros"]) / 1e6
+        if self._blocks is not None:
+            self._blocks.frame(state, self._num_frames, up_to_tables=fields["ends"] > 0)
+        self._num_frames += 1
+        self.num_ends = fields["ends"]
+
+    def _failed(self, fields: dict[str, Any]) -> None:
+        state = self.state
+        del state.in_flight[len(state.in_flight) - fields["steps"] :]
+        for number, computed in zip(state.running, fields["computed"], strict=True):
+            state.requests[number].num_computed_tokens = computed
+
+
+def _nothing(player: _Player, fields: dict[str, Any]) -> None:
+    """A pause, or a limit: nothing moves."""
+
+
+_ON_STEPS = {
+    Op.STEP: _Player._step,
+    Op.UPDATE: _Player._update,
+    Op.STEPS: _Player._steps,
+    Op.FAILED: _Player._failed,
+    Op.PAUSED: _nothing,
+    Op.LIMITED: _nothing,
+}
+
+
+class _BlockPlayer:
+    """Applies what a chunk tells of blocks, frame by frame."""
+
+    def __init__(self, film: Film, columns: Columns) -> None:
+        self._lists = {name: values.tolist() for name, values in columns.items()}
+        self._num_blocks: int = film.header["config"]["num_blocks"]
+        self._caches: bool = film.header["config"]["enable_prefix_caching"]
+        self._references = np.zeros(self._num_blocks, dtype=np.int64)
+        self._at = self._block = self._value = 0
+
+    def open(self, state: State) -> None:
+        """The key frame."""
+        lists = self._lists
+        at = 0
+        for number, count in zip(state.running, lists["key_count"], strict=True):
+            state.requests[number].table = lists["key_block"][at : at + count]
+            self._references[state.requests[number].table] += 1
+            at += count
+        state.held = dict(zip(lists["key_held"], lists["key_held_count"], strict=True))
+        for block, count in state.held.items():
+            self._references[block] += count
+        packed = np.array(lists["key_cached"], dtype=np.uint8)
+        state.is_cached = np.unpackbits(packed, count=self._num_blocks, bitorder="little").astype(np.bool_)
+        self._state = state
+
+    def drop(self, one: RequestState) -> None:
+        """A request has left its row: what nobody else names is free, and can be found if prefixes are cached."""
+        table = np.array(one.table, dtype=np.int64)
+        one.table = []
+        self._references[table] -= 1
+        assert self._state.is_cached is not None
+        self._state.is_cached[table[self._references[table] == 0]] = self._caches
+
+    def frame(self, state: State, place: int, *, up_to_tables: bool = False) -> None:
+        """What became of blocks in a frame; `up_to_tables`: until the last block that a table got."""
+        lists, is_cached = self._lists, state.is_cached
+        assert is_cached is not None
+        end = self._at
+        while end < len(lists["frame"]) and lists["frame"][end] <= place:
+            end += 1
+        if up_to_tables:
+            while end > self._at and lists["op"][end - 1] != BlockOp.STEPPED:
+                end -= 1
+        while self._at < end:
+            op, number, count = (lists[name][self._at] for name in ("op", "request", "count"))
+            blocks = lists["block"][self._block : self._block + count]
+            self._at, self._block = self._at + 1, self._block + count
+            if op == BlockOp.BLANK or op == BlockOp.CACHED:
+                is_cached[blocks] = op == BlockOp.CACHED
+            elif op == BlockOp.HELD:
+                for block, references in zip(blocks, lists["value"][self._value :], strict=False):
+                    self._references[block] += references - state.held.pop(block, 0)
+                    if references:
+                        state.held[block] = references
+                self._value += count
+            else:
+                one = state.requests[number]
+                if op == BlockOp.TABLE:
+                    self._references[one.table] -= 1
+                    one.table = []
+                one.table += blocks
+                self._references[blocks] += 1
+                is_cached[blocks] = False
+                # Steps at once name the step of each block, which only a page needs that shows them one by one.
+                if op == BlockOp.STEPPED:
+                    self._value += count

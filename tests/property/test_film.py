@@ -1,0 +1,170 @@
+"""What a film shows is what was: requests, queue, reasons and blocks at random steps of random runs."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pointsman.core import Scheduler, replay
+from pointsman.core.observe.film import FilmRecorder
+from pointsman.core.replay import _Replay
+from pointsman.core.state.events import Listener, StepDecision, StepRun
+from pointsman.core.step.assembly import Parts
+from pointsman.web.film import Film, State
+from tests.soak import short_of, short_or_long
+
+from .operations import drive
+from .test_fast_forward import FOCUS
+from .test_fast_forward import drive as drive_twins
+
+NUM_SEEDS = short_or_long(3, 16)
+NUM_FRAMES = short_or_long(8, 20)
+FOCUS_OF_STEPS = ("swap", "priority", "prefill-first", "drafts", "static", "retention")
+SHORT_FOCUS = ("few blocks", "evictions", "swap", "priority", "retention", "bypass")
+
+
+class Witness(Listener):
+    """Notes what is true at every step. It comes behind the film."""
+
+    wants_blocks = True
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self.seen: list[dict[str, Any]] = []
+
+    def on_step(self, step: StepDecision) -> None:
+        assert step.output is not None
+        tokens = zip(step.output.requests, step.output.num_scheduled_tokens.tolist(), strict=True)
+        self._note(step.step_id, [(request.request_id, count) for request, count in tokens])
+
+    def on_steps(self, run: StepRun) -> None:
+        self._note(run.first_step_id, None)
+
+    def _note(self, step_id: int, batch: list[tuple[str, int]] | None) -> None:
+        parts: Parts = self._scheduler._parts
+        pool = parts.kv.pool
+        self.seen.append(
+            {
+                "step": step_id,
+                "batch": batch,
+                "running": [
+                    (
+                        one.request_id,
+                        int(parts.batch.num_computed_tokens[one.row]),
+                        one.num_output_tokens,
+                        one.num_prompt_tokens,
+                        one.num_preemptions,
+                        parts.kv.table(parts.batch, one.row).tolist(),
+                    )
+                    for one in parts.batch.members.requests
+                ],
+                "waiting": {
+                    one.request_id: None if one._state.deferral is None else one._state.deferral.reason.value
+                    for one in parts.table.queue
+                },
+                "parked": {one.request_id: one.status.value for one in parts.table.parked.values()},
+                "references": pool.num_references.copy(),
+                "cached": sorted(pool.cached_free_blocks()),
+            }
+        )
+
+
+def shown(film: Film, frame: int, seen: dict[str, Any]) -> dict[str, Any]:
+    """What the film says, in the form of `Witness`."""
+    state: State = film.state_at(frame)
+    name = [one.request_id for one in film.requests]
+    assert state.is_cached is not None
+    references = state.num_references()
+    return {
+        "step": film.frames[frame].step_id,
+        "batch": None if seen["batch"] is None else [(name[row.number], row.num_tokens) for row in state.batch],
+        "running": [
+            (
+                name[number],
+                (one := state.requests[number]).num_computed_tokens,
+                one.num_generated_tokens,
+                one.num_prompt_tokens,
+                one.num_preemptions,
+                one.table,
+            )
+            for number in state.running
+        ],
+        "waiting": {name[number]: state.requests[number].reason for number in state.waiting},
+        "parked": {name[number]: state.requests[number].status for number in state.parked},
+        "references": references,
+        "cached": ((references == 0) & state.is_cached).nonzero()[0].tolist(),
+    }
+
+
+class Filmed:
+    """A scheduler that is filmed, and its witness."""
+
+    def __init__(self) -> None:
+        self._file = io.BytesIO()
+        self._film = FilmRecorder(self._file)
+        self.witness: Witness | None = None
+
+    def watch(self, scheduler: Scheduler) -> None:
+        """Film from now on."""
+        self.witness = Witness(scheduler)
+        scheduler.start_film(self._film)
+        scheduler.add_listener(self.witness)
+
+    def check(self, seed: int) -> None:
+        """Compare some frames with what was seen."""
+        self._film.close()
+        made = Film(io.BytesIO(self._file.getvalue()))
+        assert self.witness is not None
+        seen = self.witness.seen
+        assert made.is_complete and len(made.frames) == len(seen)
+        for frame in sorted(random.Random(seed).sample(range(len(seen)), min(len(seen), NUM_FRAMES))):
+            one, other = seen[frame], shown(made, frame, seen[frame])
+            for key, value in one.items():
+                same = np.array_equal(value, other[key]) if key == "references" else value == other[key]
+                assert same, f"frame {frame}: {key} was {value}, and the film says {other[key]}"
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that most frames are found from a key frame in the middle."""
+    monkeypatch.setattr("pointsman.core.observe.film.EVENTS_IN_A_CHUNK", 40)
+
+
+def recorded(seed: int, overrides: dict[str, Any]) -> list[str]:
+    file = io.StringIO()
+    drive(seed, 60, recording=file, **overrides)
+    return file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("focus", ["anything", *FOCUS_OF_STEPS])
+def test_single_steps(focus: str) -> None:
+    for seed in range(7_000, 7_000 + NUM_SEEDS):
+        filmed = Filmed()
+        replay(recorded(seed, FOCUS[focus]), filmed.watch)
+        filmed.check(seed)
+
+
+def test_from_the_middle() -> None:
+    """A film that begins while requests run, wait, and are in flight."""
+    for seed in range(7_500, 7_500 + 2 * NUM_SEEDS):
+        lines, filmed, run = recorded(seed, {}), Filmed(), _Replay()
+        begins = random.Random(seed).randrange(2, len(lines))
+        for number, line in enumerate(lines, start=1):
+            run._line(json.loads(line), number)
+            if number == begins:
+                assert run._scheduler is not None
+                filmed.watch(run._scheduler)
+        filmed.check(seed)
+
+
+@pytest.mark.parametrize("focus", short_of(FOCUS, SHORT_FOCUS))
+def test_steps_at_once(focus: str) -> None:
+    for seed in range(NUM_SEEDS):
+        filmed = Filmed()
+        drive_twins(seed, FOCUS[focus], filmed.watch)
+        filmed.check(seed)
