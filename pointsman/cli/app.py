@@ -22,6 +22,7 @@ from pointsman.cli import simulator_options as sim
 from pointsman.cli.calibrate import calibrate
 from pointsman.cli.display import choose_display, one_line
 from pointsman.cli.errors import EXIT_FAILED, EXIT_OK, CommandError
+from pointsman.cli.film import film
 from pointsman.cli.generate import run_workload
 from pointsman.cli.knobs import engine_arguments
 from pointsman.cli.serve import API_KEY_VARIABLE, serve_settings
@@ -50,6 +51,7 @@ app = typer.Typer(
 
 app.add_typer(vllm.app, name="vllm")
 app.command()(calibrate)
+app.command()(film)
 
 # The built-in prompts run with few sequence slots in a small pool, so that requests wait and are preempted.
 DEMO_STEP = {"max_num_seqs": 8, "max_num_batched_tokens": 128}
@@ -171,6 +173,7 @@ def simulate(
     as_json: sim.AsJsonObject = False,
     html: sim.HtmlFile = None,
     perfetto: sim.PerfettoFile = None,
+    film: sim.FilmFile = None,
     list_names: sim.ListNames = False,
     **values: Any,
 ) -> int:
@@ -188,7 +191,12 @@ def simulate(
     if scenario is not None:
         from pointsman.cli.scenario import run_scenario
 
-        others = {"preset": preset is not None, "replicas": replicas != 1, "perfetto": perfetto is not None}
+        others = {
+            "preset": preset is not None,
+            "replicas": replicas != 1,
+            "perfetto": perfetto is not None,
+            "film": film is not None,
+        }
         others["price_per_hour"] = price_per_hour is not None
         return run_scenario(
             scenario,
@@ -207,6 +215,7 @@ def simulate(
         as_json=as_json,
         html=html,
         perfetto=perfetto,
+        film=film,
     )
 
 

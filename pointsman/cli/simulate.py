@@ -6,8 +6,8 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
@@ -17,6 +17,7 @@ from rich.text import Text
 
 from pointsman.cli.errors import EXIT_INTERRUPTED, EXIT_OK, CommandError, check_writable
 from pointsman.cli.simulation import Arriving, Service, seconds, what_arrives, what_serves
+from pointsman.core.observe.film import FilmRecorder
 from pointsman.sim.report import Report, combine, figures
 from pointsman.sim.report.page import write_html
 from pointsman.sim.report.perfetto import write_trace
@@ -41,6 +42,7 @@ def run_simulation(
     as_json: bool,
     html: str | None,
     perfetto: str | None,
+    film: str | None,
 ) -> int:
     """Simulate what the options describe, and print the report.
 
@@ -48,7 +50,7 @@ def run_simulation(
         options: those of `simulator_options` that were given, by name.
         seeds: number of seeds of a generated workload, from `--seed` on.
         price_per_hour: of one replica.
-        html, perfetto: files to write.
+        html, perfetto, film: files to write; of several seeds, about the first.
 
     Returns:
         The exit code: 0, or 130 after Ctrl-C, with the report so far.
@@ -65,7 +67,9 @@ def run_simulation(
     if price_per_hour is not None and not 0 <= price_per_hour < math.inf:
         raise CommandError(f"--price-per-hour is {price_per_hour}; it must be 0 or more")
     check_seeds(seeds, options)
-    for path in (html, perfetto):
+    if film is not None and replicas > 1:
+        raise CommandError(f"--film is about one scheduler, and --replicas is {replicas}; give --replicas 1")
+    for path in (html, perfetto, film):
         check_writable(path)
     service = what_serves(options, preset)
     first = options.get("seed", 0)
@@ -78,7 +82,7 @@ def run_simulation(
     workloads = [each.at_speed(speed) for each in arriving]
     expected = workloads[0].num_requests
     found: list[_Found] = []
-    with ProgressBar("simulated", None if expected is None else seeds * expected) as bar:
+    with _film(film) as films, ProgressBar("simulated", None if expected is None else seeds * expected) as bar:
         for place, workload in enumerate(workloads):
             outcome = simulate(
                 workload,
@@ -89,6 +93,7 @@ def run_simulation(
                 seed=first + place,
                 host_memory=service.host_memory,
                 progress=bar.after(sum(each.report.counts.arrived for each in found)),
+                films=films if place == 0 else (),
             )
             if not outcome.is_complete and found:
                 break
@@ -128,6 +133,18 @@ def run_simulation(
     else:
         print_report(report, stdout_console())
     return EXIT_OK if is_complete else EXIT_INTERRUPTED
+
+
+@contextmanager
+def _film(path: str | None) -> Iterator[Sequence[FilmRecorder]]:
+    """What records the first replica into a file; nothing without one."""
+    if path is None:
+        yield ()
+        return
+    with open(path, "wb") as file:
+        recorder = FilmRecorder(file)
+        yield (recorder,)
+        recorder.close()
 
 
 class _Found(NamedTuple):

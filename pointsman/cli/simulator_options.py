@@ -254,6 +254,9 @@ ScenarioName = Annotated[
 PerfettoFile = Annotated[
     str | None, typer.Option("--perfetto", metavar="FILE", help="Write a trace for ui.perfetto.dev.")
 ]
+FilmFile = Annotated[
+    str | None, typer.Option("--film", metavar="FILE", help="Write every decision, for pointsman film.")
+]
 ListNames = Annotated[bool, typer.Option("--list", help="Show models, devices, scenarios, routing rules and presets.")]
 
 _SERVICE_PANELS: Panels = {
@@ -294,7 +297,7 @@ SIMULATE_HELP: Panels = {
         "seed",
         "seeds",
     ),
-    "Output": ("as_json", "html", "perfetto", "price_per_hour", "list_names"),
+    "Output": ("as_json", "html", "perfetto", "film", "price_per_hour", "list_names"),
     **_SERVICE_PANELS,
 }
 CAPACITY_HELP: Panels = {

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pointsman.core import SchedulerConfig, SchedulerStats
+from pointsman.core.observe.film import FilmRecorder
 from pointsman.sim.fleet import RoundRobin, Routing
 from pointsman.sim.host_memory import CopyTotals, HostMemory
 from pointsman.sim.outcome import Timeline, Timings
@@ -57,6 +58,7 @@ def simulate(
     host_memory: HostMemory | None = None,
     until: float = math.inf,
     progress: Progress | None = None,
+    films: Sequence[FilmRecorder] = (),
 ) -> Outcome:
     """Run a workload to its end, or to the virtual time `until`.
 
@@ -67,6 +69,7 @@ def simulate(
         is_stepping: decide every step on its own, which gives the same and takes longer.
         host_memory: behind each replica's KV pool; None: none.
         progress: see `Progress`.
+        films: record the decisions of the replicas, the first one those of the first replica; the caller closes them.
 
     Ctrl-C ends it with what was found so far.
     """
@@ -79,6 +82,7 @@ def simulate(
         is_stepping=is_stepping,
         seed=seed,
         host_memory=host_memory,
+        films=films,
     ).run(until, progress)
 
 
@@ -96,6 +100,7 @@ class Simulation:
         is_stepping: bool,
         seed: int,
         host_memory: HostMemory | None = None,
+        films: Sequence[FilmRecorder] = (),
     ) -> None:
         if num_replicas < 1:
             raise ValueError(f"num_replicas is {num_replicas}; it must be at least 1")
@@ -104,6 +109,8 @@ class Simulation:
             Replica(config, step_time, self.timings, is_stepping=is_stepping, seed=seed, host_memory=host_memory)
             for _ in range(num_replicas)
         ]
+        for replica, film in zip(self.replicas, films, strict=False):
+            replica.scheduler.start_film(film)
         self._workload = workload
         self._routing = routing
         self._first: Iterator[tuple[float, SimRequest]] = iter(workload.first_arrivals())

@@ -11,6 +11,7 @@ The state at a frame is the nearest key frame before it, with the events since t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -77,8 +78,9 @@ class RequestState:
     """Of these, found in the prefix cache when it was admitted last."""
     num_preemptions: int = 0
     reason: str | None = None
-    """Why it was not admitted when it was asked for last."""
+    """Why it did not start when it was asked last: now, if it is the blocker or one of the skipped."""
     missing: int = 0
+    """What it lacked when that became the reason."""
     holder: int | None = None
     """The request that it waits for, of several the one that holds most."""
     admission: int = 0
@@ -111,8 +113,10 @@ class State:
     time: float
     batch: list[BatchRow] = field(default_factory=list)
     """The rows of the step; of the last one of several."""
-    num_finished: int = 0
-    """Since the key frame before."""
+    blocker: int | None = None
+    """The request that blocked the queue in the step; those behind it were not asked, but for the `skipped`."""
+    skipped: list[int] = field(default_factory=list)
+    """Requests that were asked in the step, did not start, and were passed over."""
     in_flight: list[list[BatchRow]] = field(default_factory=list)
     held: dict[int, int] = field(default_factory=dict)
     """References beside those of the tables, by block."""
@@ -137,6 +141,17 @@ class _Chunk:
     blocks: Columns | None = None
 
 
+@contextmanager
+def _sound() -> Iterator[None]:
+    """What names no request, block or place that there is, is a `FilmError`."""
+    try:
+        yield
+    except FilmError:
+        raise
+    except (IndexError, KeyError, ValueError, OverflowError) as error:
+        raise FilmError(f"the film contradicts itself ({type(error).__name__}: {error}); it is broken") from error
+
+
 class Film:
     """A film in memory.
 
@@ -149,6 +164,10 @@ class Film:
     """
 
     def __init__(self, file: BinaryIO, *, with_blocks: bool = True) -> None:
+        with _sound():
+            self._read(file, with_blocks)
+
+    def _read(self, file: BinaryIO, with_blocks: bool) -> None:
         self.header = read_header(file)
         self.requests: list[FilmRequest] = []
         self.is_complete = False
@@ -189,9 +208,7 @@ class Film:
         rows = zip(*(columns[name].tolist() for name in columns), strict=True)
         for name, tenant, arrival, prompt_tokens, max_tokens, priority in rows:
             whose = strings[tenant - 1] if tenant else None
-            self.requests.append(
-                FilmRequest(strings[name], whose, arrival / 1e6, prompt_tokens, max_tokens, priority)
-            )
+            self.requests.append(FilmRequest(strings[name], whose, arrival / 1e6, prompt_tokens, max_tokens, priority))
 
     def _check(self) -> None:
         """Numbers that would be taken as places in something."""
@@ -231,33 +248,53 @@ class Film:
 
     # ------------------------------------------------------------------ what happened
 
-    def events(self, first: int, after: int) -> Iterator[Event]:
-        """What happened from frame `first` until before frame `after`; what led to a frame's step comes before it."""
-        while first < after:
-            frame = self.frames[first]
-            last = first
-            while last + 1 < after and self.frames[last + 1].chunk == frame.chunk:
-                last += 1
-            begin = self.frames[first - 1].event + 1 if frame.place else 0
-            end = self.frames[last].event + 1
-            cursor = _Cursor(self._chunks[frame.chunk])
-            for index, event in enumerate(cursor.run(end)):
-                if index >= begin:
-                    yield event
-            first = last + 1
+    @property
+    def end(self) -> float:
+        """Seconds from the beginning of the film to its last event; to the end of the steps, if that is one."""
+        events = self._chunks[-1].events
+        if not len(events["time"]):
+            return float(events["key_time"][0]) / 1e6
+        end = float(events["time"][-1])
+        if events["op"][-1] == Op.STEPS:
+            end += float(events["steps_micros"][-int(events["steps_count"][-1]) :].sum())
+        return end / 1e6
+
+    def events(self, first: int, after: int | None) -> Iterator[Event]:
+        """What led to frame `first`, and all until frame `after - 1` was decided; None: to the end of the film.
+
+        What led to a frame's step comes before it: the first frame has all before it.
+        """
+        with _sound():
+            begin = self._place_after(first - 1) if first else (0, 0)
+            end = (len(self._chunks), 0) if after is None else self._place_after(after - 1)
+            for index in range(begin[0], min(end[0] + 1, len(self._chunks))):
+                chunk = self._chunks[index]
+                stop = end[1] if index == end[0] else len(chunk.events["op"])
+                for place, event in enumerate(_Cursor(chunk).run(stop)):
+                    if index > begin[0] or place >= begin[1]:
+                        yield event
+
+    def _place_after(self, frame: int) -> tuple[int, int]:
+        """Chunk and event behind a frame's step."""
+        return self.frames[frame].chunk, self.frames[frame].event + 1
 
     # ------------------------------------------------------------------ what was true
 
     def state_at(self, frame: int) -> State:
-        """What was true when a frame had been decided."""
-        found = self.frames[frame]
-        chunk = self._chunks[found.chunk]
-        player = _Player(self, chunk)
-        for index, event in enumerate(_Cursor(chunk).run(len(chunk.events["op"]))):
-            player.apply(event)
-            if index >= found.event and not player.num_ends:
-                break
-        return player.state
+        """What was true when a frame had been decided.
+
+        Raises:
+            FilmError: the film contradicts itself.
+        """
+        with _sound():
+            found = self.frames[frame]
+            chunk = self._chunks[found.chunk]
+            player = _Player(self, chunk)
+            for index, event in enumerate(_Cursor(chunk).run(len(chunk.events["op"]))):
+                player.apply(event)
+                if index >= found.event and not player.num_ends:
+                    break
+            return player.state
 
 
 class _Cursor:
@@ -277,7 +314,8 @@ class _Cursor:
     def _several(self, name: str, count: int) -> list[int]:
         at = self._at[name]
         self._at[name] = at + count
-        return self._columns[name][at : at + count]
+        found: list[int] = self._columns[name][at : at + count]
+        return found
 
     def run(self, end: int) -> Iterator[Event]:
         """The first `end` events."""
@@ -292,6 +330,9 @@ class _Cursor:
 
     def _fields(self, op: Op) -> dict[str, Any]:
         fields: dict[str, Any] = {name: self._next(f"{prefix}{name}") for prefix, name in _FIELDS.get(op, ())}
+        if op is Op.STEP or op is Op.STEPS:
+            count = fields["skipped"]
+            fields["skipped"] = self._several("skipped_request", count - 1) if count else None
         if op is Op.REFUSED:
             fields["why"] = self._strings[fields["why"]]
         elif op is Op.FINISHED:
@@ -312,6 +353,7 @@ class _Cursor:
 
 
 _OF_NO_REQUEST = frozenset({Op.STEP, Op.UPDATE, Op.STEPS, Op.FAILED, Op.PAUSED, Op.LIMITED})
+_OF_STEPS = tuple(("step_", name) for name in ("id", "blocked", "free", "blocker", "skipped"))
 _FIELDS: dict[Op, tuple[tuple[str, str], ...]] = {
     Op.REFUSED: (("refused_", "why"),),
     Op.PARKED: (("parked_", "status"),),
@@ -324,9 +366,9 @@ _FIELDS: dict[Op, tuple[tuple[str, str], ...]] = {
         ("preempted_", "recovery"),
     ),
     Op.FINISHED: (("finished_", "reason"), ("finished_", "generated"), ("finished_", "detail")),
-    Op.STEP: (("step_", "id"), ("step_", "blocked"), ("step_", "free"), ("step_", "exceptions")),
+    Op.STEP: (*_OF_STEPS, ("step_", "exceptions")),
     Op.UPDATE: (("update_", "exceptions"),),
-    Op.STEPS: (("step_", "id"), ("step_", "blocked"), ("step_", "free"), ("steps_", "count"), ("steps_", "ends")),
+    Op.STEPS: (*_OF_STEPS, ("steps_", "count"), ("steps_", "ends")),
     Op.FAILED: (("failed_", "steps"), ("failed_", "rows")),
     Op.LOAD_STARTED: (("load_", "tokens"),),
     Op.LOAD_FINISHED: (("load_", "tokens"), ("load_", "failed")),
@@ -403,7 +445,9 @@ class _Player:
         if one is None:
             if event.op is Op.REFUSED:
                 return
-            one = state.requests[number] = RequestState(number, "waiting", self._film.requests[number].num_prompt_tokens)
+            one = state.requests[number] = RequestState(
+                number, "waiting", self._film.requests[number].num_prompt_tokens
+            )
         op = event.op
         if op is Op.QUEUED:
             self._move(one, state.waiting, "preempted" if one.num_preemptions else "waiting")
@@ -424,7 +468,6 @@ class _Player:
         elif op is Op.FINISHED:
             self._move(one, None, "finished_" + names["finish_reasons"][fields["reason"]])
             del state.requests[number]
-            state.num_finished += 1
         elif op is Op.EXTENDED:
             one.num_prompt_tokens, one.num_generated_tokens = fields["prompt"], fields["generated"]
 
@@ -448,6 +491,7 @@ class _Player:
         for ahead, tokens, flags in fields["rows"]:
             place += ahead
             rows[place].num_tokens, rows[place].samples, rows[place].num_drafts = tokens, bool(flags & 1), flags >> 1
+        self._queue(fields)
         state.batch = [row for row in rows if row.num_tokens]
         for row in state.batch:
             state.requests[row.number].num_computed_tokens += row.num_tokens
@@ -455,6 +499,11 @@ class _Player:
         if self._blocks is not None:
             self._blocks.frame(state, self._num_frames)
         self._num_frames += 1
+
+    def _queue(self, fields: dict[str, Any]) -> None:
+        self.state.blocker = fields["blocker"] - 1 if fields["blocker"] else None
+        if fields["skipped"] is not None:
+            self.state.skipped = fields["skipped"]
 
     def _update(self, fields: dict[str, Any]) -> None:
         state = self.state
@@ -476,6 +525,7 @@ class _Player:
             one = state.requests[number]
             one.num_computed_tokens += count
             one.num_generated_tokens += count
+        self._queue(fields)
         state.batch = [BatchRow(number, 1, True, 0, 0) for number in state.running]
         state.time += sum(fields["micros"]) / 1e6
         if self._blocks is not None:
@@ -510,6 +560,8 @@ class _BlockPlayer:
     def __init__(self, film: Film, columns: Columns) -> None:
         self._lists = {name: values.tolist() for name, values in columns.items()}
         self._num_blocks: int = film.header["config"]["num_blocks"]
+        if min(map(min, filter(None, (self._lists[name] for name in ("block", "key_block", "count")))), default=0) < 0:
+            raise FilmError("a block has a negative number; the film is broken")
         self._caches: bool = film.header["config"]["enable_prefix_caching"]
         self._references = np.zeros(self._num_blocks, dtype=np.int64)
         self._at = self._block = self._value = 0

@@ -96,9 +96,7 @@ SHORT_FOCUS = (
 )
 
 
-def drive(
-    seed: int, overrides: dict[str, Any], watch: Callable[[Scheduler], None] | None = None
-) -> tuple[World, Twin]:
+def drive(seed: int, overrides: dict[str, Any], watch: Callable[[Scheduler], None] | None = None) -> tuple[World, Twin]:
     """A random run of the first scheduler, which the second follows; `watch` gets the second one at its beginning."""
     choose, twin = SeededChooser(seed), Twin(seed, watch)
     world = make_world(choose, overrides, recording=twin)

@@ -22,7 +22,7 @@ from .operations import drive
 from .test_fast_forward import FOCUS
 from .test_fast_forward import drive as drive_twins
 
-NUM_SEEDS = short_or_long(3, 16)
+NUM_SEEDS = short_or_long(2, 16)
 NUM_FRAMES = short_or_long(8, 20)
 FOCUS_OF_STEPS = ("swap", "priority", "prefill-first", "drafts", "static", "retention")
 SHORT_FOCUS = ("few blocks", "evictions", "swap", "priority", "retention", "bypass")
@@ -63,9 +63,11 @@ class Witness(Listener):
                     )
                     for one in parts.batch.members.requests
                 ],
-                "waiting": {
+                "waiting": sorted(one.request_id for one in parts.table.queue),
+                "asked": {
                     one.request_id: None if one._state.deferral is None else one._state.deferral.reason.value
-                    for one in parts.table.queue
+                    for one in [*parts.table.skipped, parts.table.blocker]
+                    if one is not None
                 },
                 "parked": {one.request_id: one.status.value for one in parts.table.parked.values()},
                 "references": pool.num_references.copy(),
@@ -94,7 +96,12 @@ def shown(film: Film, frame: int, seen: dict[str, Any]) -> dict[str, Any]:
             )
             for number in state.running
         ],
-        "waiting": {name[number]: state.requests[number].reason for number in state.waiting},
+        "waiting": sorted(name[number] for number in state.waiting),
+        "asked": {
+            name[number]: state.requests[number].reason
+            for number in [*state.skipped, state.blocker]
+            if number is not None
+        },
         "parked": {name[number]: state.requests[number].status for number in state.parked},
         "references": references,
         "cached": ((references == 0) & state.is_cached).nonzero()[0].tolist(),

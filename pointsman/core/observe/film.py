@@ -52,8 +52,9 @@ from pointsman.core.step.assembly import Parts
 from pointsman.version import __version__
 
 Int64Array = npt.NDArray[np.int64]
+IntArray = npt.NDArray[np.integer]
 
-EVENTS_IN_A_CHUNK = 8192
+EVENTS_IN_A_CHUNK = 4096
 """A reader begins at a chunk and applies its events until the one that is asked for."""
 _REASON = {reason: index for index, reason in enumerate(REASONS)}
 _STATUS = {status: index for index, status in enumerate(STATUSES)}
@@ -85,6 +86,7 @@ class FilmRecorder(Listener):
         self._start: float | None = None
         self._now = 0
         self._num_frames = 0  # in this chunk
+        self._skipped: list[int] | None = None  # in the newest step of this chunk
         self.num_bytes = {"events": 0, "blocks": 0}
         """Written so far."""
 
@@ -124,7 +126,7 @@ class FilmRecorder(Listener):
         self._write_key(parts)
         if self._mirror is not None:
             self._mirror.open_chunk(parts, self._running)
-        self._num_frames = 0
+        self._num_frames, self._skipped = 0, None
 
     def _write_chunk(self) -> None:
         events = write_chunk(self._file, "R", self._requests.pack())
@@ -322,7 +324,7 @@ class FilmRecorder(Listener):
         data = self._add(Op.STEP, step.now)
         data["step_id"].append(step.step_id)
         data["step_blocked"].append(0 if step.blocked_by is None else _REASON[step.blocked_by] + 1)
-        data["step_free"].append(parts.kv.pool.num_free)
+        self._tell_queue(data, parts)
         num_rows = len(self._running)
         is_plain = output.num_rows == num_rows == output.total_num_scheduled_tokens and output.samples.all()
         data["step_exceptions"].append(0 if is_plain else self._tell_rows(output))
@@ -330,6 +332,19 @@ class FilmRecorder(Listener):
         if self._mirror is not None:
             self._mirror.step(self._num_frames, parts, step, self._numbers)
         self._num_frames += 1
+
+    def _tell_queue(self, data: dict[str, list[int]], parts: Parts) -> None:
+        """What is free, and who was asked and may not start."""
+        data["step_free"].append(parts.kv.pool.num_free)
+        blocker = parts.table.blocker
+        data["step_blocker"].append(0 if blocker is None else self._numbers[blocker] + 1)
+        skipped = [self._numbers[request] for request in parts.table.skipped]
+        if skipped == self._skipped:
+            data["step_skipped"].append(0)
+        else:
+            data["step_skipped"].append(len(skipped) + 1)
+            data["skipped_request"] += skipped
+            self._skipped = skipped
 
     def _tell_rows(self, output: SchedulerOutput) -> int:
         """The rows that are not one token that is sampled from; those of no token are left out of the step."""
@@ -373,7 +388,7 @@ class FilmRecorder(Listener):
         parts = self._parts()
         data["step_id"].append(run.first_step_id)
         data["step_blocked"].append(0 if run.blocked_by is None else _REASON[run.blocked_by] + 1)
-        data["step_free"].append(parts.kv.pool.num_free)
+        self._tell_queue(data, parts)
         data["steps_count"].append(run.num_steps)
         start = self._start
         assert start is not None
@@ -453,7 +468,7 @@ class _Mirror:
         data["key_held_count"] += self._held[held].tolist()
         data["key_cached"] += np.packbits(self.is_cached, bitorder="little").tolist()
 
-    def _put(self, frame: int, op: BlockOp, request: int, blocks: Int64Array, values: list[int] | None = None) -> None:
+    def _put(self, frame: int, op: BlockOp, request: int, blocks: IntArray, values: list[int] | None = None) -> None:
         data = self.columns.data
         data["frame"].append(frame)
         data["op"].append(op)
@@ -524,7 +539,7 @@ class _Mirror:
         self._num_cached -= len(blocks)
         self._put(frame, BlockOp.BLANK, 0, blocks)
 
-    def _settle(self, frame: int, parts: Parts, taken: npt.NDArray[np.integer], *, is_sure: bool = True) -> None:
+    def _settle(self, frame: int, parts: Parts, taken: IntArray, *, is_sure: bool = True) -> None:
         """Where reader and pool would differ, tell it. Without transfers equal counts are equal sets: what the columns
         do not tell is only that cached blocks became blank."""
         pool = parts.kv.pool

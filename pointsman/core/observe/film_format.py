@@ -5,8 +5,8 @@
     data      the columns of the chunk's kind, in the order of `COLUMNS`: each a count and its numbers; in an `E` chunk
               then a count and the bytes of a JSON list, the strings
 
-All numbers are integers in LEB128 (seven bits a byte, the lowest first), negative ones folded in between (zigzag: 0, -1,
-1, -2 are 0, 1, 2, 3). A column marked as differences holds each number minus the one before it.
+All numbers are integers in LEB128 (seven bits a byte, the lowest first), negative ones folded in between (zigzag: 0,
+-1, 1, -2 are 0, 1, 2, 3). A column marked as differences holds each number minus the one before it.
 
     R    requests, by number: the order in which they were added
     E    events: `op` says in which order they happened, and for each kind its columns hold the arguments
@@ -150,6 +150,9 @@ COLUMNS: Final[Mapping[str, Mapping[str, bool]]] = {
         "step_id": True,
         "step_blocked": False,  # reason + 1
         "step_free": True,  # free blocks
+        "step_blocker": True,  # the request that blocked the queue, + 1
+        "step_skipped": False,  # how many were asked and passed over, + 1; 0: those of the step before
+        "skipped_request": True,
         "step_exceptions": False,  # how many rows are not one token that is sampled from
         "exception_row": False,  # place among the running requests, minus the place after the one before
         "exception_tokens": False,
@@ -219,7 +222,9 @@ def unpack(kind: str, data: bytes) -> tuple[dict[str, Int64Array], list[str]]:
         count, position = _read_one(stream, ends, position)
         first = int(ends.searchsorted(position))
         if count > len(ends) - first:
-            raise FilmError(f"column {name!r} has {count} numbers, of which {len(ends) - first} are there; it is broken")
+            raise FilmError(
+                f"column {name!r} has {count} numbers, of which {len(ends) - first} are there; it is broken"
+            )
         after = int(ends[first + count - 1]) + 1 if count else position
         columns[name] = unpack_numbers(stream[position:after], ends[first : first + count] - position, differences)
         position = after

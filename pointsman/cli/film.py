@@ -1,0 +1,154 @@
+"""`pointsman film`: make a film from a recording, and look at it: its steps, what was true at one, a request's life."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from pointsman.cli.errors import EXIT_OK, CommandError
+from pointsman.core import RecordingError, ReplayDifference, replay
+from pointsman.core.observe.film import FilmRecorder
+from pointsman.core.observe.film_format import MAGIC, FilmError, Op
+from pointsman.web.film import Film
+from pointsman.web.story import Teller, life_of
+
+MOST_ROWS = 40
+"""Requests that a table names."""
+
+
+def film(
+    file: Annotated[str, typer.Argument(help="A recording, of which a film is made, or a film to look at.")],
+    out: Annotated[
+        str | None, typer.Option("--out", "-o", help="Where the film goes; by default beside the recording.")
+    ] = None,
+    blocks: Annotated[bool, typer.Option(help="Whether the film has the block tables, most of its size.")] = True,
+    step: Annotated[
+        int | None, typer.Option(help="Print what was decided in this step, and what was true then.")
+    ] = None,
+    request: Annotated[str | None, typer.Option(help="Print the life of this request, and what it waited for.")] = None,
+) -> int:
+    """Make a film from a recording: every decision, to be looked at step by step.
+
+    A film names no token of any prompt. Of a film, its extent is printed, one step (--step), or one request's life
+    (--request).
+    """
+    path = Path(file)
+    try:
+        with path.open("rb") as opened:
+            is_film = opened.read(len(MAGIC)) == MAGIC
+    except OSError as error:
+        raise CommandError(f"cannot read {file}: {error.strerror}") from None
+    if not is_film:
+        path = _make(path, path.with_suffix(".film") if out is None else Path(out), blocks)
+    elif out is not None:
+        raise CommandError(f"{file} is a film already; --out is for what is made from a recording")
+    try:
+        found = Film.read(path)
+    except FilmError as error:
+        raise CommandError(f"{path}: {error}") from None
+    if step is not None:
+        _print_step(found, step)
+    if request is not None:
+        _print_life(found, request)
+    if step is None and request is None:
+        _print_extent(path, found)
+    return EXIT_OK
+
+
+def _make(recording: Path, out: Path, with_blocks: bool) -> Path:
+    """The film of a recording; until it is whole it has another name, so that an older one stays if it fails."""
+    part = out.with_name(out.name + ".part")
+    try:
+        with recording.open(encoding="utf-8") as lines, part.open("wb") as file:
+            recorder = FilmRecorder(file, with_blocks=with_blocks)
+            replay(lines, lambda scheduler: scheduler.start_film(recorder))
+            recorder.close()
+        part.replace(out)
+    except (RecordingError, ReplayDifference, UnicodeDecodeError) as error:
+        raise CommandError(f"{recording}: {error}") from None
+    except OSError as error:
+        raise CommandError(f"cannot write {out}: {error.strerror}") from None
+    finally:
+        part.unlink(missing_ok=True)
+    size = recorder.num_bytes
+    print(f"{out}: {size['events']:,} bytes of decisions, {size['blocks']:,} of blocks")
+    return out
+
+
+def _print_extent(path: Path, found: Film) -> None:
+    whole = "" if found.is_complete else "; it was cut off"
+    print(
+        f"{path}: {len(found.requests):,} requests, {found.num_steps:,} steps in {len(found.frames):,} frames, "
+        f"{found.end:,.1f} s{whole}"
+    )
+    counts = Counter(event.op for event in found.events(0, None))
+    print(
+        f"{counts[Op.ADMITTED]:,} admissions, {counts[Op.PREEMPTED]:,} preemptions, {counts[Op.FINISHED]:,} finished, "
+        f"{counts[Op.REFUSED]:,} refused"
+    )
+    first = found.frames[0].step_id if found.frames else 0
+    print(f"Next: pointsman film {path} --step {first}, or --request ID")
+
+
+def _print_step(found: Film, step: int) -> None:
+    try:
+        frame = found.frame_of_step(step)
+    except KeyError:
+        last = found.frames[-1].step_id + found.frames[-1].num_steps - 1 if found.frames else 0
+        first = found.frames[0].step_id if found.frames else 0
+        raise CommandError(f"the film has no step {step}; it has {first} to {last}") from None
+    teller, state, shown = Teller(found), found.state_at(frame), found.frames[frame]
+    several = f" of {shown.num_steps} that were done at once" if shown.num_steps > 1 else ""
+    print(f"step {step}{several}, at {shown.time:.3f} s")
+    for sentence in teller.decided(frame):
+        print(f"  {sentence}")
+    tokens = {row.number: row.num_tokens for row in state.batch}
+    table = Table(title=f"{len(state.running)} running", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for header in ("request", "tokens in this step", "computed", "of which cached", "prompt", "generated", "blocks"):
+        table.add_column(header, justify="left" if header == "request" else "right", overflow="fold")
+    for number in state.running[:MOST_ROWS]:
+        one = state.requests[number]
+        numbers = (
+            tokens.get(number, 0), one.num_computed_tokens, one.num_cached_tokens, one.num_prompt_tokens,
+            one.num_generated_tokens, len(one.table),
+        )  # fmt: skip
+        table.add_row(teller.name(number), *(f"{count:,}" for count in numbers))
+    console = Console(markup=False)
+    console.print(table)
+    _print_rest(len(state.running))
+    print(f"{len(state.waiting)} waiting, {len(state.parked)} parked")
+    asked = [*state.skipped, *([] if state.blocker is None else [state.blocker])]
+    others = [number for number in [*state.waiting, *state.parked] if number not in asked]
+    for number in [*asked, *others][:MOST_ROWS]:
+        print(f"  {teller.name(number)}: {teller.why(state, number)}")
+    _print_rest(len(state.waiting) + len(state.parked))
+    if state.is_cached is not None:
+        references = state.num_references()
+        free = int((references == 0).sum()) - found.header["config"]["num_reserved_blocks"]
+        cached = int((state.is_cached & (references == 0)).sum())
+        print(f"blocks: {int((references > 0).sum()):,} in use, {free:,} free, {cached:,} of these with cached content")
+
+
+def _print_rest(count: int) -> None:
+    if count > MOST_ROWS:
+        print(f"  and {count - MOST_ROWS} more")
+
+
+def _print_life(found: Film, request_id: str) -> None:
+    numbers = [number for number, one in enumerate(found.requests) if one.request_id == request_id]
+    if not numbers:
+        some = ", ".join(repr(one.request_id) for one in found.requests[:5])
+        raise CommandError(f"the film has no request {request_id!r}; it has {len(found.requests)}: {some}, ...")
+    for number in numbers:
+        life = life_of(found, number)
+        for time, sentence in life.moments:
+            print(f"{time:10.3f} s  {sentence}")
+        waited = sum(life.waited.values())
+        longest_first = sorted(life.waited.items(), key=lambda item: -item[1])
+        reasons = "; ".join(f"{reason.replace('_', ' ')} {seconds:.3f} s" for reason, seconds in longest_first)
+        print(f"ran {life.ran:.3f} s, waited {waited:.3f} s" + (f": {reasons}" if reasons else ""))

@@ -1,0 +1,65 @@
+"""`pointsman film`: from a recording to a film, and what it prints of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pointsman.core import Recorder, Request, Scheduler, SchedulerConfig, StepResult
+from tests.cli.conftest import Finished
+from tests.cli.test_bad_input import check_refused
+
+Run = Callable[..., Finished]
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Path:
+    """Two requests, of which the second waits for the first."""
+    path = tmp_path / "run.jsonl"
+    with path.open("w") as file:
+        config = SchedulerConfig(num_blocks=8, block_size=4, max_model_len=32, max_num_seqs=1)
+        scheduler = Scheduler(config, recorder=Recorder(file))
+        for name in ("first", "[bold]second[/bold]"):
+            scheduler.add(Request(name, range(6), arrival_time=1.0, max_tokens=2), 1.0)
+        for step in range(4):
+            output = scheduler.schedule(1.0 + step)
+            scheduler.update(output, StepResult([7] * int(output.samples.sum())), 2.0 + step)
+    return path
+
+
+def test_a_recording_becomes_a_film_beside_it(pointsman: Run, recording: Path) -> None:
+    made = pointsman("film", recording)
+    assert made.code == 0 and recording.with_suffix(".film").stat().st_size < 4000
+    assert "2 requests, 4 steps in 4 frames, 4.0 s" in made.out
+    assert "2 admissions, 0 preemptions, 2 finished, 0 refused" in made.out
+
+
+def test_one_step(pointsman: Run, recording: Path) -> None:
+    pointsman("film", recording, "-o", recording.with_name("other.film"))
+    shown = pointsman("film", recording.with_name("other.film"), "--step", "1")
+    assert shown.code == 0, shown.err
+    assert "step 1, at 1.000 s" in shown.out and "blocks: 2 in use, 6 free" in shown.out
+    assert "  [bold]second[/bold]: sequence limit, most of it held by first" in shown.out
+
+
+def test_one_life(pointsman: Run, recording: Path) -> None:
+    shown = pointsman("film", recording, "--request", "[bold]second[/bold]")
+    assert shown.out.splitlines()[-1] == "ran 2.000 s, waited 2.000 s: sequence limit 2.000 s"
+
+
+def test_what_is_refused(pointsman: Run, recording: Path, tmp_path: Path) -> None:
+    pointsman("film", recording)
+    film = recording.with_suffix(".film")
+    check_refused(pointsman("film", film, "--step", "17"), "the film has no step 17; it has 0 to 3")
+    check_refused(pointsman("film", film, "--request", "third"), "no request 'third'; it has 2: 'first'")
+    check_refused(pointsman("film", film, "-o", "x.film"), "is a film already")
+    check_refused(pointsman("film", tmp_path / "nothing"), "cannot read")
+    check_refused(pointsman("film", recording, "-o", tmp_path / "none" / "x.film"), "cannot write")
+    broken = tmp_path / "broken.film"
+    broken.write_bytes(film.read_bytes().replace(b'"format_version":1', b'"format_version":9'))
+    check_refused(pointsman("film", broken), "format version 9, and this library reads 1")
+    recording.write_text("no recording\n")
+    check_refused(pointsman("film", recording), "line 1 is not JSON")
+    assert film.exists() and len(list(recording.parent.glob("*.part"))) == 0

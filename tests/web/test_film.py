@@ -1,0 +1,277 @@
+"""Films: what is in one, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pointsman.core import Request, Scheduler, SchedulerConfig, StepResult
+from pointsman.core.observe.film import FilmRecorder
+from pointsman.core.observe.film_format import (
+    MAGIC,
+    FilmError,
+    Op,
+    pack_numbers,
+    read_chunks,
+    read_header,
+    unpack_numbers,
+    write_chunk,
+    write_header,
+)
+from pointsman.sim.simulator import simulate
+from pointsman.sim.step_time import LinearStepTime
+from pointsman.sim.workload import OpenLoop
+from pointsman.traces import TraceRequest
+from pointsman.web.film import Film
+from pointsman.web.story import Teller, life_of
+
+CONFIG: dict[str, Any] = {
+    "num_blocks": 12,
+    "block_size": 4,
+    "max_model_len": 48,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "enable_prefix_caching": True,
+    "full_sequence_must_fit": False,
+}
+
+
+def run(lengths: list[tuple[int, int]], **changes: Any) -> tuple[bytes, Scheduler]:
+    """Requests of (prompt, output) tokens that arrive at once, and the film of them."""
+    scheduler = Scheduler(SchedulerConfig(**{**CONFIG, **changes}))
+    file = io.BytesIO()
+    film = FilmRecorder(file)
+    scheduler.start_film(film)
+    for index, (prompt, output) in enumerate(lengths):
+        tokens = range(1000 * index, 1000 * index + prompt)
+        scheduler.add(Request(f"r{index}", tokens, arrival_time=5.0, max_tokens=output), 5.0)
+    now = 5.0
+    while scheduler.has_unfinished_requests():
+        output = scheduler.schedule(now)
+        now += 0.5
+        scheduler.update(output, StepResult(np.full(int(output.samples.sum()), 7, dtype=np.int32)), now)
+    scheduler.remove_listener(film)
+    film.close()
+    return file.getvalue(), scheduler
+
+
+@pytest.fixture(scope="module")
+def short_pool() -> bytes:
+    """Three requests that outgrow the pool."""
+    return run([(14, 20), (10, 20), (6, 20)])[0]
+
+
+def read(data: bytes, **options: Any) -> Film:
+    return Film(io.BytesIO(data), **options)
+
+
+# ------------------------------------------------------------------ what is in it
+
+
+@pytest.mark.parametrize("differences", [False, True])
+def test_numbers_survive(differences: bool) -> None:
+    rng = np.random.default_rng(3)
+    for values in (
+        np.zeros(0, dtype=np.int64),
+        np.array([0, -1, 1, 63, 64, -64, -65, 2**31, -(2**31), 2**62 - 1, -(2**62)]) // (2 if differences else 1),
+        rng.integers(-300, 300, 1000),
+    ):
+        stream = np.frombuffer(pack_numbers(values.astype(np.int64), differences), dtype=np.uint8)
+        ends = (stream < 128).nonzero()[0]
+        assert unpack_numbers(stream, ends, differences).tolist() == values.tolist()
+
+
+def test_a_film_has_every_step_and_its_time(short_pool: bytes) -> None:
+    film = read(short_pool)
+    assert film.is_complete and film.has_blocks
+    assert [frame.step_id for frame in film.frames] == list(range(film.num_steps))
+    assert [frame.time for frame in film.frames[:3]] == [0.0, 0.5, 1.0]
+    assert film.end == 0.5 * film.num_steps
+    assert [(one.request_id, one.num_prompt_tokens, one.max_tokens) for one in film.requests] == [
+        ("r0", 14, 20),
+        ("r1", 10, 20),
+        ("r2", 6, 20),
+    ]
+
+
+def test_what_a_step_shows(short_pool: bytes) -> None:
+    """The first step has the whole first prompt and what is left of the budget for the second."""
+    state = read(short_pool).state_at(0)
+    assert [(row.number, row.num_tokens, row.samples) for row in state.batch] == [(0, 14, True), (1, 2, False)]
+    assert state.running == [0, 1] and state.waiting == [2]
+    assert [len(state.requests[number].table) for number in state.running] == [4, 1]
+    assert state.blocker == 2 and state.requests[2].reason == "budget"
+
+
+def test_the_words_of_a_step(short_pool: bytes) -> None:
+    film = read(short_pool)
+    teller = Teller(film)
+    told = [sentence for frame in range(len(film.frames)) for sentence in teller.decided(frame)]
+    assert told[0] == "r0 is added: 14 prompt tokens"
+    assert "r0 starts" in told and "r2 waits: budget, 1 missing" in told
+    preempted = [sentence for sentence in told if "is preempted" in sentence]
+    assert preempted and preempted[0].startswith("r2 is preempted: no block was free for a running request; it loses ")
+    assert any(sentence.startswith("r2 resumes, ") for sentence in told)
+
+
+def test_a_life_adds_up(short_pool: bytes) -> None:
+    """Running and waiting, by reason, is all the time from arrival to end."""
+    film = read(short_pool)
+    for number in range(3):
+        life = life_of(film, number)
+        assert life.ran + sum(life.waited.values()) == pytest.approx(life.moments[-1][0] - life.moments[0][0])
+        assert life.moments[-1][1] == f"r{number} finishes: length (max_tokens), 20 tokens generated"
+    assert "budget" in life_of(film, 2).waited
+    assert not life_of(film, 0).waited
+
+
+def test_who_waits_behind_others_waits_for_what_they_lack() -> None:
+    data, _ = run([(8, 6), (8, 2), (8, 2)], max_num_seqs=1)
+    last = life_of(read(data), 2)
+    assert last.waited == {"behind others, sequence_limit": 3.0, "sequence_limit": 1.0}
+
+
+def test_without_blocks(short_pool: bytes) -> None:
+    film = read(short_pool, with_blocks=False)
+    assert not film.has_blocks
+    state = film.state_at(5)
+    assert state.is_cached is None and not state.requests[0].table
+    assert state.requests[0].num_computed_tokens == read(short_pool).state_at(5).requests[0].num_computed_tokens
+
+
+def test_a_simulation_can_be_filmed() -> None:
+    """Runs of steps are frames of their own, and every step is in one."""
+    trace = [TraceRequest(0.4 * index, 100, 60) for index in range(30)]
+    config = SchedulerConfig(num_blocks=200, max_model_len=512, max_num_seqs=64, max_num_batched_tokens=128)
+    file = io.BytesIO()
+    recorder = FilmRecorder(file)
+    outcome = simulate(OpenLoop(trace), config, LinearStepTime(per_step=6e-3, per_token=8e-5), films=[recorder])
+    recorder.close()
+    film = read(file.getvalue())
+    assert film.num_steps == outcome.timelines[0].num_steps > 2 * len(film.frames)
+    assert film.end == pytest.approx(outcome.seconds, abs=1e-5)
+    finished = [event for event in film.events(0, None) if event.op is Op.FINISHED]
+    assert [event.fields["generated"] for event in finished] == [60] * 30
+    times = [event.time for event in film.events(0, None)]
+    assert times == sorted(times)
+
+
+def test_a_step_within_a_run_is_found(short_pool: bytes) -> None:
+    film = read(short_pool)
+    assert [film.frame_of_step(frame.step_id) for frame in film.frames] == list(range(len(film.frames)))
+    with pytest.raises(KeyError, match="no step 9999"):
+        film.frame_of_step(9999)
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+def test_a_film_that_was_cut_off_shows_its_whole_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pointsman.core.observe.film.EVENTS_IN_A_CHUNK", 16)
+    data, _ = run([(14, 20), (10, 20), (6, 20)])
+    whole = read(data)
+    shown = 0
+    for end in range(len(data) - 1, len(data) // 2, -37):
+        try:
+            film = read(data[:end])
+        except FilmError as error:
+            assert "cut off at once" in str(error)
+            break
+        shown += 1
+        assert not film.is_complete and 0 < len(film.frames) <= len(whole.frames)
+        last = len(film.frames) - 1
+        assert film.frames == whole.frames[: last + 1]
+        one, other = film.state_at(last), whole.state_at(last)
+        assert one.running == other.running and one.waiting == other.waiting and one.batch == other.batch
+    assert shown > 5
+
+
+def header_with(data: bytes, **changes: Any) -> bytes:
+    file = io.BytesIO(data)
+    header = read_header(file)
+    out = io.BytesIO()
+    write_header(out, {**header, **changes})
+    return out.getvalue() + file.read()
+
+
+def test_another_version_is_refused_by_its_number(short_pool: bytes) -> None:
+    with pytest.raises(FilmError, match="format version 7, and this library reads 1"):
+        read(header_with(short_pool, format_version=7))
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"", "no film"),
+        (b'{"format":"pointsman-recording"}\n', "no film"),
+        (MAGIC, "header is broken"),
+        (MAGIC + struct.pack("<I", 2) + b"[]", "header is broken"),
+        (MAGIC + struct.pack("<I", 20) + b'{"format_version":1}', "cut off at once"),
+    ],
+)
+def test_what_is_no_film(data: bytes, why: str) -> None:
+    with pytest.raises(FilmError, match=why):
+        read(data)
+
+
+def altered(data: bytes, kind: str, change: Any) -> bytes:
+    """The film with the data of its chunks of a kind changed."""
+    file = io.BytesIO(data)
+    header = read_header(file)
+    out = io.BytesIO()
+    write_header(out, header)
+    for letter, chunk in read_chunks(file):
+        write_chunk(out, letter, change(chunk) if letter == kind else chunk)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["R", "E", "B"])
+@pytest.mark.parametrize("seed", range(25))
+def test_a_broken_film_is_an_error_and_nothing_else(short_pool: bytes, kind: str, seed: int) -> None:
+    """Bytes are changed, lost or added: it is refused with a sentence, or it can be shown."""
+    rng = np.random.default_rng(seed)
+
+    def change(chunk: bytes) -> bytes:
+        if not chunk:
+            return chunk
+        place = int(rng.integers(len(chunk)))
+        return chunk[:place] + bytes([int(rng.integers(256))]) * int(rng.integers(3)) + chunk[place + 1 :]
+
+    try:
+        film = read(altered(short_pool, kind, change))
+        for frame in range(len(film.frames)):
+            film.state_at(frame)
+            Teller(film).decided(frame)
+    except FilmError as error:
+        assert str(error)
+
+
+def test_a_chunk_that_claims_to_be_huge_is_not_unpacked(short_pool: bytes) -> None:
+    head = short_pool.index(b"R", len(MAGIC) + struct.unpack("<I", short_pool[len(MAGIC) : len(MAGIC) + 4])[0])
+    bomb = short_pool[:head] + struct.pack("<cII", b"R", 10, 1 << 31) + bytes(10)
+    with pytest.raises(FilmError, match="it is broken"):
+        read(bomb)
+    packed = zlib.compress(bytes(1 << 20))
+    longer = short_pool[:head] + struct.pack("<cII", b"R", len(packed), 100) + packed
+    with pytest.raises(FilmError, match="broken"):
+        read(longer)
+
+
+def test_ids_of_html_are_text(tmp_path: Path) -> None:
+    scheduler = Scheduler(SchedulerConfig(**CONFIG))
+    file = io.BytesIO()
+    film = FilmRecorder(file)
+    scheduler.start_film(film)
+    name = '<img src=x onerror="alert(1)">\u202e\n'
+    scheduler.add(Request(name, range(5), arrival_time=0.0, max_tokens=1), 0.0)
+    scheduler.schedule(0.0)
+    scheduler.remove_listener(film)
+    film.close()
+    assert json.dumps(name) in json.dumps([one.request_id for one in read(file.getvalue()).requests])
