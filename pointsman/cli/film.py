@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, BinaryIO
 
 import typer
 from rich.console import Console
@@ -38,19 +38,11 @@ def film(
     (--request).
     """
     path = Path(file)
-    try:
-        with path.open("rb") as opened:
-            is_film = opened.read(len(MAGIC)) == MAGIC
-    except OSError as error:
-        raise CommandError(f"cannot read {file}: {error.strerror}") from None
-    if not is_film:
+    if not is_film(path):
         path = _make(path, path.with_suffix(".film") if out is None else Path(out), blocks)
     elif out is not None:
         raise CommandError(f"{file} is a film already; --out is for what is made from a recording")
-    try:
-        found = Film.read(path)
-    except FilmError as error:
-        raise CommandError(f"{path}: {error}") from None
+    found = read_film(path)
     if step is not None:
         _print_step(found, step)
     if request is not None:
@@ -60,22 +52,54 @@ def film(
     return EXIT_OK
 
 
+def is_film(path: Path) -> bool:
+    """Whether a file is a film; otherwise it may be a recording.
+
+    Raises:
+        CommandError: it cannot be read.
+    """
+    try:
+        with path.open("rb") as opened:
+            return opened.read(len(MAGIC)) == MAGIC
+    except OSError as error:
+        raise CommandError(f"cannot read {path}: {error.strerror}") from None
+
+
+def read_film(path: Path) -> Film:
+    """Raises CommandError if it is none that can be read."""
+    try:
+        return Film.read(path)
+    except FilmError as error:
+        raise CommandError(f"{path}: {error}") from None
+
+
+def film_recording(recording: Path, file: BinaryIO, *, with_blocks: bool = True) -> FilmRecorder:
+    """Replay a recording, and write its film; the recorder knows how large it is.
+
+    Raises:
+        CommandError: it is no recording, or decides otherwise now.
+    """
+    recorder = FilmRecorder(file, with_blocks=with_blocks)
+    try:
+        with recording.open(encoding="utf-8") as lines:
+            replay(lines, lambda scheduler: scheduler.start_film(recorder))
+    except (RecordingError, ReplayDifference, UnicodeDecodeError) as error:
+        raise CommandError(f"{recording}: {error}") from None
+    recorder.close()
+    return recorder
+
+
 def _make(recording: Path, out: Path, with_blocks: bool) -> Path:
     """The film of a recording; until it is whole it has another name, so that an older one stays if it fails."""
     part = out.with_name(out.name + ".part")
     try:
-        with recording.open(encoding="utf-8") as lines, part.open("wb") as file:
-            recorder = FilmRecorder(file, with_blocks=with_blocks)
-            replay(lines, lambda scheduler: scheduler.start_film(recorder))
-            recorder.close()
+        with part.open("wb") as file:
+            size = film_recording(recording, file, with_blocks=with_blocks).num_bytes
         part.replace(out)
-    except (RecordingError, ReplayDifference, UnicodeDecodeError) as error:
-        raise CommandError(f"{recording}: {error}") from None
     except OSError as error:
         raise CommandError(f"cannot write {out}: {error.strerror}") from None
     finally:
         part.unlink(missing_ok=True)
-    size = recorder.num_bytes
     print(f"{out}: {size['events']:,} bytes of decisions, {size['blocks']:,} of blocks")
     return out
 

@@ -280,6 +280,11 @@ class Film:
 
     # ------------------------------------------------------------------ what was true
 
+    def beginning(self) -> State:
+        """What was true when the film began."""
+        with _sound():
+            return _Player(self, self._chunks[0]).state
+
     def state_at(self, frame: int) -> State:
         """What was true when a frame had been decided.
 

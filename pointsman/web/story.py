@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from pointsman.core.observe.film_format import Op
 from pointsman.web.film import Event, Film, State
@@ -14,6 +15,7 @@ CAUSES = {
     "reset": "the prefix cache was reset, and what runs is computed again",
     "unsampled": "no token came for it from a step that samples",
 }
+Before = TypeVar("Before", str, None)
 BEHIND = "behind others"
 """Waiting before it was asked for: the queue was blocked before it, or no step came."""
 
@@ -126,13 +128,14 @@ def life_of(film: Film, number: int) -> Life:
             sentence = teller.sentence(event)
             if sentence:
                 life.moments.append((event.time, sentence))
-            reason = _reason_after(film, event, reason)
+            reason = reason_after(film, event, reason)
     if reason:
         _count_time(life, reason, max(0.0, film.end - since))
     return life
 
 
-def _reason_after(film: Film, event: Event, before: str) -> str:
+def reason_after(film: Film, event: Event, before: Before) -> str | Before:
+    """What a request does after an event of its own: "running", why it waits, "" if it is over; `before`: as before."""
     names, fields = film.header["names"], event.fields
     match event.op:
         case Op.QUEUED | Op.PREEMPTED | Op.ROLLED_BACK:

@@ -63,3 +63,14 @@ def test_what_is_refused(pointsman: Run, recording: Path, tmp_path: Path) -> Non
     recording.write_text("no recording\n")
     check_refused(pointsman("film", recording), "line 1 is not JSON")
     assert film.exists() and len(list(recording.parent.glob("*.part"))) == 0
+
+
+def test_a_picture_of_a_recording_and_of_a_film(pointsman: Run, recording: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    drawn = pointsman("plot", recording)
+    assert drawn.code == 0 and recording.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    pointsman("film", recording)
+    drawn = pointsman("plot", recording.with_suffix(".film"), "-o", tmp_path / "run.svg")
+    assert drawn.code == 0 and "<svg" in (tmp_path / "run.svg").read_text()
+    check_refused(pointsman("plot", recording, "-o", "run.gif3"), "must end with one of", "'gif3'")
+    check_refused(pointsman("plot", tmp_path / "nothing.film"), "cannot read")

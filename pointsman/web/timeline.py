@@ -1,0 +1,161 @@
+"""A film as curves over time: what ran, what waited and why, what each step computed; and the spans of each request."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.observe.film_format import Op
+from pointsman.web.film import Event, Film
+from pointsman.web.story import reason_after
+
+FloatArray = npt.NDArray[np.float64]
+Int64Array = npt.NDArray[np.int64]
+
+PREFILL, DECODE, WAITING, PARKED = "prefill", "decode", "waiting", "parked"
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """[frames] each, when the frame had been decided."""
+
+    time: FloatArray
+    """Seconds since the film began."""
+    num_steps: Int64Array
+    num_running: Int64Array
+    num_waiting: Int64Array
+    num_parked: Int64Array
+    num_prefill_tokens: Int64Array
+    """Of a step: tokens of rows that compute a prompt, or what a preemption lost."""
+    num_decode_tokens: Int64Array
+    """Of a step: of all other rows, drafts included."""
+    num_free_blocks: Int64Array
+    num_preemptions: Int64Array
+    """On the way to the frame."""
+    blocked: list[str]
+    """Why the queue was blocked; "": it was not."""
+
+
+@dataclass(slots=True)
+class Span:
+    """What a request did for a while."""
+
+    number: int
+    kind: str
+    begin: float
+    end: float
+
+
+@dataclass(slots=True)
+class _Pass:
+    """One walk over the events of a film."""
+
+    film: Film
+    running: list[int] = field(default_factory=list)
+    places: dict[int, str] = field(default_factory=dict)
+    """What each unfinished request does, by number."""
+    computing: set[int] = field(default_factory=set)
+    """Running requests whose prompt, or what a preemption lost, is not computed."""
+    since: dict[int, float] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
+    columns: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in Timeline.__dataclass_fields__})
+    counts: Counter[str] = field(default_factory=Counter)
+    """Unfinished requests by what they do."""
+    num_preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        begin = self.film.beginning()
+        for number in begin.running:
+            self.running.append(number)
+            self._put(number, DECODE, begin.time)
+        for number in begin.waiting:
+            self._put(number, WAITING, begin.time)
+        for number in begin.parked:
+            self._put(number, PARKED, begin.time)
+
+    def walk(self) -> None:
+        for event in self.film.events(0, None):
+            if event.request is not None:
+                self._move(event, event.request)
+            elif event.op is Op.STEP:
+                self._step(event)
+            elif event.op is Op.STEPS:
+                self._frame(event, event.fields["count"], 0, len(self.running))
+        for number in list(self.places):
+            self._put(number, None, self.film.end)
+
+    def _put(self, number: int, kind: str | None, now: float) -> None:
+        """The request does this from now on; None: it is over."""
+        before = self.places.pop(number, None)
+        if before is not None:
+            self.counts[before] -= 1
+            if now > self.since[number]:
+                self.spans.append(Span(number, before, self.since[number], now))
+        if kind is not None:
+            self.counts[kind] += 1
+            self.places[number], self.since[number] = kind, now
+
+    def _move(self, event: Event, number: int) -> None:
+        after = reason_after(self.film, event, None)
+        if after is None:
+            return
+        self.num_preemptions += event.op is Op.PREEMPTED
+        if number in self.running and event.op is not Op.ADMITTED:
+            self.running.remove(number)
+            self.computing.discard(number)
+        if event.op is Op.ADMITTED:
+            self.running.append(number)
+            self.computing.add(number)
+            self._put(number, PREFILL, event.time)
+        elif event.op is Op.PARKED:
+            self._put(number, PARKED, event.time)
+        elif after:
+            if self.places.get(number) != WAITING:
+                self._put(number, WAITING, event.time)
+        else:
+            self._put(number, None, event.time)
+
+    def _step(self, event: Event) -> None:
+        prefill, place, odd = 0, 0, {}
+        for ahead, tokens, flags in event.fields["rows"]:
+            place += ahead
+            odd[self.running[place]] = tokens, flags
+        total = len(self.running) - len(odd) + sum(tokens for tokens, _ in odd.values())
+        for number in list(self.computing):
+            tokens, flags = odd.get(number, (1, 1))
+            prefill += tokens
+            if flags & 1:  # it samples: the next step decodes
+                self.computing.discard(number)
+        self._frame(event, 1, prefill, total - prefill)
+        for number in self.running:
+            if self.places[number] == PREFILL and number not in self.computing:
+                self._put(number, DECODE, event.time)
+
+    def _frame(self, event: Event, num_steps: int, prefill: int, decode: int) -> None:
+        blocked = event.fields["blocked"]
+        values = (
+            event.time, num_steps, len(self.running), self.counts[WAITING], self.counts[PARKED], prefill, decode,
+            event.fields["free"], self.num_preemptions,
+            self.film.header["names"]["reasons"][blocked - 1] if blocked else "",
+        )  # fmt: skip
+        for name, value in zip(self.columns, values, strict=True):
+            self.columns[name].append(value)
+        self.num_preemptions = 0
+
+
+def timeline_of(film: Film) -> tuple[Timeline, list[Span]]:
+    """The curves of a film, and what each request did when, in order of the ends."""
+    found = _Pass(film)
+    found.walk()
+    columns: dict[str, Any] = {
+        name: np.array(values, dtype=np.int64) for name, values in found.columns.items() if name not in _NOT_COUNTS
+    }
+    blocked = found.columns["blocked"]
+    return Timeline(time=np.array(found.columns["time"], dtype=np.float64), blocked=blocked, **columns), found.spans
+
+
+_NOT_COUNTS = ("time", "blocked")
