@@ -1,4 +1,4 @@
-"""`pointsman plot`: a film or a recording as one picture."""
+"""`pointsman plot`: a film or a recording as one picture, or as a trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ import typer
 from pointsman.cli.errors import EXIT_OK, CommandError, check_writable
 from pointsman.cli.film import film_recording, is_film, read_film
 from pointsman.web.film import Film
+from pointsman.web.perfetto import write_trace
 from pointsman.web.plot import draw
 
 
 def plot(
     file: Annotated[str, typer.Argument(help="A film or a recording.")],
     out: Annotated[
-        str | None, typer.Option("--out", "-o", help="The picture, .png, .svg or .pdf; by default FILE with .png.")
+        str | None,
+        typer.Option(
+            "--out", "-o", help="The picture, .png, .svg or .pdf (by default FILE.png), or a trace for Perfetto, .json."
+        ),
     ] = None,
 ) -> int:
     """Draw a run: each step's batch, the KV pool, what every request did, why the queue waited.
 
-    It needs matplotlib.
+    A picture needs matplotlib. A trace is for ui.perfetto.dev or chrome://tracing.
     """
     path = Path(file).with_suffix(".png") if out is None else Path(out)
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-    except ModuleNotFoundError:
-        raise CommandError("pointsman plot needs matplotlib; install it with: pip install matplotlib") from None
-    known = FigureCanvasAgg.get_supported_filetypes()
-    if (kind := path.suffix[1:].lower()) not in known:
-        raise CommandError(f"--out is {path}; its name must end with one of {', '.join(sorted(known))}, not {kind!r}")
+    kind = path.suffix[1:].lower()
+    if kind != "json":
+        _check_picture(path, kind)
     check_writable(str(path))
     source = Path(file)
     if is_film(source):
@@ -41,7 +41,23 @@ def plot(
         film_recording(source, made, with_blocks=False)
         made.seek(0)
         found = Film(made)
-    figure = draw(found, source.name)
-    figure.savefig(path, dpi=120)
+    if kind == "json":
+        write_trace(found, path)
+    else:
+        draw(found, source.name).savefig(path, dpi=120)
     print(path)
     return EXIT_OK
+
+
+def _check_picture(path: Path, kind: str) -> None:
+    """Whether it can be drawn, before the recording takes its time."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+    except ModuleNotFoundError:
+        raise CommandError(
+            "a picture needs matplotlib; install it with: pip install matplotlib, or give --out FILE.json"
+        ) from None
+    known = FigureCanvasAgg.get_supported_filetypes()
+    if kind not in known:
+        names = ", ".join(sorted([*known, "json"]))
+        raise CommandError(f"--out is {path}; its name must end with one of {names}, not {kind!r}")

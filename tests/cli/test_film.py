@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,5 +73,7 @@ def test_a_picture_of_a_recording_and_of_a_film(pointsman: Run, recording: Path,
     pointsman("film", recording)
     drawn = pointsman("plot", recording.with_suffix(".film"), "-o", tmp_path / "run.svg")
     assert drawn.code == 0 and "<svg" in (tmp_path / "run.svg").read_text()
+    assert pointsman("plot", recording, "-o", tmp_path / "run.json").code == 0
+    assert json.loads((tmp_path / "run.json").read_text())["traceEvents"]
     check_refused(pointsman("plot", recording, "-o", "run.gif3"), "must end with one of", "'gif3'")
     check_refused(pointsman("plot", tmp_path / "nothing.film"), "cannot read")

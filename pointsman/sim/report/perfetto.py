@@ -28,7 +28,7 @@ def write_trace(
 ) -> None:
     """Write the trace: the first `max_requests` requests, and at most `max_points` values of each counter."""
     timings, shown = outcome.timings, min(outcome.timings.count, max_requests)
-    events = [_process(index, f"replica {index}") for index in range(len(outcome.timelines))]
+    events = [process_name(index, f"replica {index}") for index in range(len(outcome.timelines))]
     events += _counters(outcome, max_points)
     events += _slices(outcome, shown)
     about: dict[str, object] = {
@@ -38,11 +38,17 @@ def write_trace(
     }
     if shown < timings.count:
         about["cut"] = f"only the first {shown} of {timings.count} requests are shown"
+    write_events(path, about, events)
+
+
+def write_events(path: Path | str, about: dict[str, object], events: list[dict[str, Any]]) -> None:
+    """The file: `about` is shown beside the events."""
     trace = {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}
     Path(path).write_text(json.dumps(trace, allow_nan=False, separators=(",", ":")), encoding="utf-8")
 
 
-def _process(process: int, name: str) -> dict[str, Any]:
+def process_name(process: int, name: str) -> dict[str, Any]:
+    """The event that names a process."""
     return {"ph": "M", "pid": process, "tid": 0, "name": "process_name", "args": {"name": name}}
 
 
@@ -68,7 +74,7 @@ def _counters(outcome: Outcome, max_points: int) -> list[dict[str, Any]]:
 def _slices(outcome: Outcome, shown: int) -> list[dict[str, Any]]:
     timings = outcome.timings
     begin, end = span(outcome)
-    tracks = _Tracks()
+    tracks = Tracks()
     events: list[dict[str, Any]] = []
     for number in range(shown):
         process = int(timings.replica[number])
@@ -96,8 +102,8 @@ def _slices(outcome: Outcome, shown: int) -> list[dict[str, Any]]:
     return events
 
 
-class _Tracks:
-    """Which track of a process is free."""
+class Tracks:
+    """Which track of a process is free, so that slices on one do not overlap."""
 
     def __init__(self) -> None:
         self._busy: dict[int, list[tuple[int, int]]] = {}  # by process, a heap of (end, track)
