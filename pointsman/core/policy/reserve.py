@@ -117,6 +117,13 @@ class Reserves(Gate):
         passing = [reserve for reserve in reserves if hasattr(reserve, "lets_pass")]
         self.bypass: LetsPass | None = passing[0] if passing else None
         """Lets requests pass one that lacks blocks; None: it blocks the queue."""
+        counting = [reserve for reserve in reserves if type(reserve) is FullSequence and reserve.counts_owed]
+        self.counts_owed: FullSequence | None = counting[0] if counting else None
+        """The reserve that asks for the blocks that are owed; None: none does."""
+        same = sum(type(reserve) in RESERVES.values() for reserve in reserves)
+        self.are_steady = same + len(passing) == len(reserves) and len(counting) < 2 and len(passing) < 2
+        """Whether every answer depends on the request and the demand alone, while `num_changes` is the same; and is not
+        less with more that wait."""
         self.shortage: Shortage | None = None
         """What the last checked request lacks; None: nothing."""
 
@@ -188,13 +195,13 @@ class FullSequence(Reserve):
     reason = Reason.FULL_SEQUENCE
 
     def __init__(self, counts_owed: bool = True) -> None:
-        self._counts_owed = counts_owed
+        self.counts_owed = counts_owed
 
     def horizon(self, num_steps: int) -> int:
         return num_steps
 
     def blocks(self, request: Request, demand: Demand, view: View) -> int:
-        owed = demand.owed if self._counts_owed else 0
+        owed = demand.owed if self.counts_owed else 0
         return max(0, demand.full + owed - demand.first)
 
 
