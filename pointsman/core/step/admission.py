@@ -182,7 +182,7 @@ class Admission:
                         if search is not None:
                             if skipped:
                                 search.skip(head, own, len(admitted))
-                            elif self._nobody_passes(search, head, step, budget, num_running, num_owed_blocks):
+                            elif self._nobody_passes(search, [], step, budget, num_running, num_owed_blocks):
                                 break
                             else:
                                 search.begin(head, self._kept if self._lacking else None, len(admitted))
@@ -204,8 +204,10 @@ class Admission:
                 if search is not None and skipped and search.is_spent(len(admitted)):
                     break
                 num_owed_blocks += max(0, self._kv.blocks_for(head._state.num_tokens) - len(entry.blocks))
-                if search is not None and skipped and search.needs is not None:
-                    search.needs.measure(budget, num_running, num_owed_blocks)
+                if search is not None and skipped and len(queue):
+                    popped = [request for request, _ in skipped]
+                    if self._nobody_passes(search, popped, step, budget, num_running, num_owed_blocks):
+                        break
         finally:  # an order, or a gate, may raise
             if skipped:
                 self._return_skipped(skipped, len(admitted))
@@ -338,19 +340,26 @@ class Admission:
         return limit.only_cuts and (not self._depends_on_chunk or type(limit).check is Gate.check)
 
     def _nobody_passes(
-        self, search: Search, head: Request, step: StepRecord, budget: int, num_running: int, num_owed_blocks: int
+        self,
+        search: Search,
+        popped: list[Request],
+        step: StepRecord,
+        budget: int,
+        num_running: int,
+        num_owed_blocks: int,
     ) -> bool:
-        """Whether it is certain that none of those behind the head is admitted: then the search is done."""
-        kept, needs, view = self._kept, search.needs, self._view
-        if kept is None or self._lacking is None:
-            return False
-        if search.is_done(head, kept):
+        """Whether it is certain that none of those behind the head is admitted: then the search is done. Some were
+        skipped and `popped` before another one was admitted, the head first; or none, and the head lacks something."""
+        needs, view = search.needs, self._view
+        kept = search.head if popped else self._kept if self._lacking is not None else None
+        if not popped and kept is not None and search.is_done(kept):
             search.repeat()
             return True
         if needs is None:
             return False
         needs.measure(budget, num_running, num_owed_blocks)
-        if step.displacer is not None:
+        is_full = num_running >= self.max_num_active_seqs or budget <= 0 or num_running >= self._max_rows
+        if kept is None or is_full or step.displacer is not None:
             return False
 
         def check(request: Request, place: int) -> Need | None:
@@ -366,7 +375,10 @@ class Admission:
                 self._note(request, verdict, step.now)
             return need
 
-        is_done = search.scan(kept, check, lambda request, verdict: self._note(request, verdict, step.now))
+        def defer(request: Request, verdict: Deferral) -> None:
+            self._note(request, verdict, step.now)
+
+        is_done = search.scan(kept, popped, check, defer)
         self._kept, self._lacking = kept, kept.shortage
         return is_done
 

@@ -16,6 +16,7 @@ from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.kv.prefix_tree import TOKEN_BYTES
 from pointsman.core.policy.reserve import LetsPass, Reserves, Shortage
 from pointsman.core.policy.view import SchedulerView
+from pointsman.core.state.numbers import MAX_INT
 from pointsman.core.state.reason import Deferral, Reason
 from pointsman.core.state.request import Request
 
@@ -36,6 +37,7 @@ class Need:
     rungs: list[tuple[int, int, Reason]]
     """(level, blocks, reason): the reason is that of the first entry with as many blocks at its level."""
     serial: int
+    """Of the request: another one once it ran, or its prompt became longer."""
     num_tokens: int
     num_waiting: int
     """Requests in the queue from it on, when it was checked."""
@@ -67,11 +69,14 @@ class Needs:
             UNOWED if each is bypass else OPEN if each is reserves.counts_owed else OPEN_UNOWED
             for each in reserves.policies
         ]
-        self._known: dict[Request, Need] = {}
+        self.known: dict[Request, Need] = {}
+        """What was found of some requests; see `get` for whether it is still true."""
+        self.most_tokens = MAX_INT
+        """Of longer requests nothing is known with the budget that is left."""
         self._watching: dict[int, dict[int, list[Request]]] = {}  # by what each has as `watched`
         self._num_kept = 0
         self._key: tuple[Any, ...] | None = None
-        self._budget = self._owed = 0
+        self._owed = 0
         self.levels: Levels = (0, 0, 0, 0)
         kv.shared = []
 
@@ -81,11 +86,11 @@ class Needs:
 
     def forget_others(self, requests: Sequence[Request]) -> None:
         """Nothing is known of any request but these."""
-        known, self._known, self._watching = self._known, {}, {}
+        known, self.known, self._watching = self.known, {}, {}
         for request in requests:
             if (need := known.get(request)) is not None:
                 self._enter(request, need)
-        self._num_kept = len(self._known)
+        self._num_kept = len(self.known)
         if not requests and self._kv.shared:
             self._kv.shared.clear()
 
@@ -110,7 +115,7 @@ class Needs:
         elif kv.shared:
             self._forget_sharers(kv.shared)
             kv.shared.clear()
-        self._budget = budget
+        self.most_tokens = budget if self._needs_whole else MAX_INT
         self._owed = num_owed_blocks if self._reserves.counts_owed is not None else 0
         free = kv.pool.num_free
         self.set_free(free, self._bypass.num_open(free))
@@ -121,12 +126,10 @@ class Needs:
 
     def get(self, request: Request, num_waiting: int) -> Need | None:
         """What a request needs at least, from which on `num_waiting` are queued; None: it must be checked."""
-        need, state = self._known.get(request), request._state
-        if need is None or need.serial != state.serial or need.num_tokens != state.num_tokens:
+        need, state = self.known.get(request), request._state
+        if need is None or need.serial != state.serial:
             return None
-        if need.num_waiting > num_waiting or (self._needs_whole and need.num_tokens > self._budget):
-            return None
-        return need
+        return None if need.num_waiting > num_waiting or need.num_tokens > self.most_tokens else need
 
     def deferral(self, request: Request, num_waiting: int, blocks_queue: bool) -> tuple[Deferral, int] | None:
         """Why a request lacks blocks, and how many it would take; None: it must be checked."""
@@ -140,7 +143,7 @@ class Needs:
         state, view = request._state, self._view
         if request.adapter is not None or state.encoder_inputs:  # there are other gates for it
             return None
-        if self._needs_whole and state.num_tokens > self._budget:
+        if state.num_tokens > self.most_tokens:
             return None
         kept, owed = shortage.required - shortage.own, self._owed
         less = (0, kept, owed, kept + owed)
@@ -166,7 +169,7 @@ class Needs:
         return num_blocks, _hash_of(request, num_blocks * kv.block_size)
 
     def _enter(self, request: Request, need: Need) -> None:
-        self._known[request] = need
+        self.known[request] = need
         if need.watched is not None:
             num_blocks, key = need.watched
             self._watching.setdefault(num_blocks, {}).setdefault(key, []).append(request)
@@ -178,7 +181,7 @@ class Needs:
             for num_blocks, watching in self._watching.items():
                 if num_blocks <= most:
                     for each in watching.pop(_hash_of(request, num_blocks * size), ()):
-                        self._known.pop(each, None)
+                        self.known.pop(each, None)
 
 
 def _hash_of(request: Request, num_tokens: int) -> int:

@@ -59,12 +59,14 @@ class Search:
         self._table = table
         self.needs = needs
         self._first = first
-        self._head: KeptVerdict | None = None
+        self.head: KeptVerdict | None = None
+        """Why the head is skipped, if it and all that are skipped lack blocks."""
         self._least = 0  # blocks with which one of those that were skipped would be admitted
         self._num_arrivals = -1  # when the search ended without an admission
         self._skipped: list[Request] = []
         self._blocker: Request | None = None
         self._passed: list[tuple[Request, int]] = []  # lacking blocks, with how many were admitted before it was asked
+        self._num_checked = 0  # of those that were skipped, before the scan
         self._scanned: list[Need] = []  # in the newest search, if that was a scan
         self._same: tuple[int, int, int, int] | None = None  # free and open blocks with which they have their reasons
 
@@ -75,11 +77,9 @@ class Search:
         if self.needs is not None:
             self.needs.open()
 
-    def is_done(self, head: Request, kept: KeptVerdict | None) -> bool:
-        """Whether a search behind `head`, which still lacks blocks, would again find nobody."""
-        if self._head is None or self._head is not kept or head is not kept.request:
-            return False
-        if self._num_arrivals != self._table.num_arrivals:
+    def is_done(self, kept: KeptVerdict) -> bool:
+        """Whether a search behind the head, which lacks blocks as `kept` says, would again find nobody."""
+        if self.head is not kept or self._num_arrivals != self._table.num_arrivals:
             return False
         free = self._pool.num_free
         num_open = self._bypass.num_open(free)
@@ -96,28 +96,36 @@ class Search:
     def scan(
         self,
         kept: KeptVerdict,
+        popped: Sequence[Request],
         check: Callable[[Request, int], Need | None],
         defer: Callable[[Request, Deferral], None],
     ) -> bool:
-        """Whether nobody behind the head, which lacks blocks as `kept` says, is admitted: then the search is done.
+        """Whether nobody behind the head, which lacks blocks as `kept` says, and behind those that were skipped and
+        `popped`, is admitted: then the search is done.
 
-        `check` checks a request at its place in the queue (from 0). It returns None if it is admitted, or does not lack
-        blocks alone. `defer` notes why a request waits.
+        `check` checks a request that comes after so many others in the queue. It returns None if it is admitted, or
+        lacks something else than blocks. `defer` notes why a request waits.
         """
         needs, first = self.needs, self._first
         if needs is None or first is None:
             return False
-        num_waiting, bound = len(self._table.queue), self._bypass.bound
-        window = first(MAX_SKIPPED + 1)
-        levels = needs.levels
-        most, least = levels[OPEN_UNOWED], MAX_INT
+        known, most_tokens, levels = needs.known, needs.most_tokens, needs.levels
+        num_waiting, bound = len(self._table.queue), self.bound
+        room, least = levels[OPEN_UNOWED], MAX_INT
+        window = first(MAX_SKIPPED + 1 - len(popped))
+        start, end = 0 if popped else 1, len(window)
         scanned: list[Need] = []
-        blocker = None
-        for place in range(1, len(window)):
+        for place in range(start, end):
             request = window[place]
             state = request._state
-            need = needs.get(request, num_waiting - place)
-            if need is None or need.least <= most:
+            need = known.get(request)
+            if (
+                need is None
+                or need.least <= room
+                or need.serial != state.serial
+                or need.num_waiting > num_waiting - place
+                or need.num_tokens > most_tokens
+            ):
                 need = check(request, place)
                 if need is None:
                     return False
@@ -134,16 +142,16 @@ class Search:
             if need.least < least:
                 least = need.least
             if state.num_overtaken >= bound:
-                blocker = place
+                end = place
                 break
-        if blocker is None and len(window) > MAX_SKIPPED:
-            blocker = MAX_SKIPPED
-        self._head, self._least = kept, least + levels[OPEN] - most
-        self._skipped = window if blocker is None else window[:blocker]
-        self._blocker = None if blocker is None else window[blocker]
+        end = min(end, MAX_SKIPPED - len(popped))
+        self._blocker = window[end] if end < len(window) else None
+        self._skipped = [*popped, *window[:end]]
+        self._num_checked = len(popped) + start
+        self.head, self._least = kept, least + levels[OPEN] - room
         self._num_arrivals = self._table.num_arrivals
         self._scanned, self._same = scanned, None
-        self._trim(window)
+        self._trim(self._skipped)
         self.repeat()
         return True
 
@@ -152,7 +160,7 @@ class Search:
         if kept is not None:
             self._passed.append((head, num_admitted))
         self._num_arrivals = -1  # until this search has ended
-        self._head, self._least = kept, MAX_INT
+        self.head, self._least = kept, MAX_INT
         self._scanned = []
 
     def is_spent(self, num_admitted: int) -> bool:
@@ -170,7 +178,7 @@ class Search:
         """A request behind the head is skipped; it would take `own` blocks, or lacks something else (None).
         `num_admitted` were admitted before it."""
         if own is None:
-            self._head = None
+            self.head = None
         else:
             self._passed.append((request, num_admitted))
             self._least = min(self._least, own)
@@ -181,14 +189,14 @@ class Search:
         self._num_arrivals = -1 if found else self._table.num_arrivals
         self._skipped, self._blocker = self._table.skipped, self._table.blocker
         self._trim(self._skipped)
-        return self._head
+        return self.head
 
     def deferral(self, request: Request) -> Deferral | None:
         """Why a request waits that the newest step skipped without a check."""
         table, needs = self._table, self.needs
         if needs is None or not self._scanned or table.skipped is not self._skipped:
             return None
-        if request is not table.blocker and request not in table.skipped[1:]:
+        if request is not table.blocker and request not in table.skipped[self._num_checked :]:
             return None
         need = needs.get(request, MAX_INT)
         return None if need is None else need.deferral(needs.levels, request is table.blocker)
