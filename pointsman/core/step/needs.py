@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.kv.prefix_tree import TOKEN_BYTES
@@ -28,14 +28,34 @@ FREE, OPEN, UNOWED, OPEN_UNOWED = range(4)
 Levels = tuple[int, int, int, int]
 
 
-@dataclass(slots=True)
-class Need:
-    """What a request lacked."""
+@dataclass(slots=True, eq=False)
+class Shortfall:
+    """What a request lacks, as a function of the levels. Many requests have the same one."""
 
     least: int
-    """It is not admitted with fewer blocks at the level OPEN_UNOWED."""
-    rungs: list[tuple[int, int, Reason]]
+    """It takes as many blocks at the level OPEN_UNOWED to be admitted."""
+    rungs: tuple[tuple[int, int, Reason], ...]
     """(level, blocks, reason): the reason is that of the first entry with as many blocks at its level."""
+    levels: Levels | None = None
+    """Of the newest scan."""
+    reason: Reason | None = None
+    """What `reason_at` says of these."""
+
+    def reason_at(self, levels: Levels) -> Reason | None:
+        """Why it waits at these levels; None: it is admitted."""
+        if levels[OPEN_UNOWED] >= self.least:
+            return None
+        return next(reason for level, blocks, reason in self.rungs if levels[level] >= blocks)
+
+    def deferral(self, reason: Reason, levels: Levels, blocks_queue: bool) -> Deferral:
+        """As a check would defer it."""
+        return Deferral(reason, self.least - levels[OPEN_UNOWED], blocks_queue)
+
+
+class Need(NamedTuple):
+    """What was found of a request."""
+
+    shortfall: Shortfall
     serial: int
     """Of the request: another one once it ran, or its prompt became longer."""
     num_tokens: int
@@ -45,16 +65,12 @@ class Need:
     """The number of blocks up to the next one that it could share, and the hash of their tokens; None: it shares all
     that it can."""
 
-    def deferral(self, levels: Levels, blocks_queue: bool) -> Deferral:
-        """Why it waits."""
-        reason = next(reason for level, blocks, reason in self.rungs if levels[level] >= blocks)
-        return Deferral(reason, self.least - levels[OPEN_UNOWED], blocks_queue)
-
 
 class Needs:
-    """The needs of requests behind the head that lacked blocks.
+    """What is known of requests behind the head, each of which lacked blocks when it was checked.
 
-    `needs_whole`: what a request needs is known only if all its tokens fit the budget.
+    Args:
+        needs_whole: a request is known only while all its tokens fit the budget.
     """
 
     def __init__(
@@ -65,47 +81,33 @@ class Needs:
         self._kv = kv
         self._view = view
         self._needs_whole = needs_whole
+        # Of the entries of a shortage, in the order of `Reserves.check`.
         self._levels_of_rungs = [
             UNOWED if each is bypass else OPEN if each is reserves.counts_owed else OPEN_UNOWED
             for each in reserves.policies
         ]
+        self._levels_of_rungs += [FREE, FREE]
         self.known: dict[Request, Need] = {}
-        """What was found of some requests; see `get` for whether it is still true."""
-        self.most_tokens = MAX_INT
-        """Of longer requests nothing is known with the budget that is left."""
+        """What was found of some requests; `get` says whether it is still so."""
         self._watching: dict[int, dict[int, list[Request]]] = {}  # by what each has as `watched`
+        self._shortfalls: dict[tuple[Any, ...], Shortfall] = {}
         self._num_kept = 0
         self._key: tuple[Any, ...] | None = None
         self._owed = 0
         self.levels: Levels = (0, 0, 0, 0)
+        self.most_tokens = MAX_INT
+        """Longer requests must be checked."""
         kv.shared = []
 
-    def forget(self) -> None:
-        """Nothing is known of any request."""
-        self.forget_others(())
-
-    def forget_others(self, requests: Sequence[Request]) -> None:
-        """Nothing is known of any request but these."""
-        known, self.known, self._watching = self.known, {}, {}
-        for request in requests:
-            if (need := known.get(request)) is not None:
-                self._enter(request, need)
-        self._num_kept = len(self.known)
-        if not requests and self._kv.shared:
-            self._kv.shared.clear()
-
-    @property
-    def is_crowded(self) -> bool:
-        """Whether much is kept of requests that may be gone."""
-        return self._num_kept > MAX_KEPT
+    # ------------------------------------------------------------------ a step
 
     def open(self) -> None:
-        """A step begins. Nothing may have been measured for long."""
+        """A step begins. Many may have passed without `measure`."""
         if self._kv.shared and len(self._kv.shared) > MAX_KEPT:
             self.forget()
 
     def measure(self, budget: int, num_running: int, num_owed_blocks: int) -> None:
-        """Take the levels of this moment, and forget what may be another need now."""
+        """Take the levels of this moment, and forget what may be otherwise now."""
         kv, prefix = self._kv, self._kv.prefix
         tree = (prefix.epoch, prefix.num_replacements) if prefix is not None else None
         key = (self._reserves.num_changes, num_running > 0, tree)
@@ -121,42 +123,54 @@ class Needs:
         self.set_free(free, self._bypass.num_open(free))
 
     def set_free(self, free: int, num_open: int) -> None:
-        """Of all free blocks, those behind the head may take `num_open`; what is owed is as before."""
+        """Of the free blocks, those behind the head may take `num_open`; what is owed is as before."""
         self.levels = (free, num_open, free - self._owed, num_open - self._owed)
 
+    # ------------------------------------------------------------------ a request
+
     def get(self, request: Request, num_waiting: int) -> Need | None:
-        """What a request needs at least, from which on `num_waiting` are queued; None: it must be checked."""
-        need, state = self.known.get(request), request._state
-        if need is None or need.serial != state.serial:
+        """What is known of a request, from which on `num_waiting` are queued; None: it must be checked."""
+        need = self.known.get(request)
+        if need is None or need.serial != request._state.serial:
             return None
         return None if need.num_waiting > num_waiting or need.num_tokens > self.most_tokens else need
 
     def deferral(self, request: Request, num_waiting: int, blocks_queue: bool) -> tuple[Deferral, int] | None:
         """Why a request lacks blocks, and how many it would take; None: it must be checked."""
         need = self.get(request, num_waiting)
-        if need is None or need.least <= self.levels[OPEN_UNOWED]:
+        if need is None:
             return None
-        return need.deferral(self.levels, blocks_queue), need.least + self._owed
+        shortfall, levels = need.shortfall, self.levels
+        reason = shortfall.reason_at(levels)
+        if reason is None:
+            return None
+        return shortfall.deferral(reason, levels, blocks_queue), shortfall.least + self._owed
 
     def keep(self, request: Request, shortage: Shortage) -> Need | None:
         """A check has just found that the request lacks blocks. None: the next one may find anything."""
-        state, view = request._state, self._view
+        state, owed = request._state, self._owed
         if request.adapter is not None or state.encoder_inputs:  # there are other gates for it
             return None
         if state.num_tokens > self.most_tokens:
             return None
-        kept, owed = shortage.required - shortage.own, self._owed
+        kept, levels = shortage.required - shortage.own, self._levels_of_rungs
         less = (0, kept, owed, kept + owed)
-        named = [
-            (level, blocks - less[level], reason)
-            for level, (blocks, reason) in zip(self._levels_of_rungs, shortage.rungs, strict=False)
-        ]
-        others = [(FREE, blocks, reason) for blocks, reason in shortage.rungs[len(named) :]]
-        rungs, least = [*named, *others], shortage.own - owed
-        need = Need(least, rungs, state.serial, state.num_tokens, view.num_waiting, self._to_watch(request))
+        rungs = zip(levels, shortage.rungs, strict=True)
+        key = shortage.own - owed, tuple([(level, blocks - less[level], reason) for level, (blocks, reason) in rungs])
+        shortfall = self._shortfalls.get(key)
+        if shortfall is None:
+            shortfall = self._shortfalls[key] = Shortfall(*key)
+        watched = self._to_watch(request)
+        need = Need(shortfall, state.serial, state.num_tokens, self._view.num_waiting, watched)
         self._enter(request, need)
         self._num_kept += 1
         return need
+
+    def _enter(self, request: Request, need: Need) -> None:
+        self.known[request] = need
+        if need.watched is not None:
+            num_blocks, key = need.watched
+            self._watching.setdefault(num_blocks, {}).setdefault(key, []).append(request)
 
     def _to_watch(self, request: Request) -> tuple[int, int] | None:
         kv = self._kv
@@ -168,14 +182,30 @@ class Needs:
             return None
         return num_blocks, _hash_of(request, num_blocks * kv.block_size)
 
-    def _enter(self, request: Request, need: Need) -> None:
-        self.known[request] = need
-        if need.watched is not None:
-            num_blocks, key = need.watched
-            self._watching.setdefault(num_blocks, {}).setdefault(key, []).append(request)
+    # ------------------------------------------------------------------ forgetting
+
+    def forget(self) -> None:
+        """Nothing is known of any request."""
+        self._forget_but(())
+        if self._kv.shared:
+            self._kv.shared.clear()
+
+    def trim(self, requests: Sequence[Request]) -> None:
+        """Only these are looked at now: forget others, once there may be many."""
+        if self._num_kept > MAX_KEPT:
+            self._forget_but(requests)
+
+    def _forget_but(self, requests: Sequence[Request]) -> None:
+        known = self.known
+        self.known, self._watching, self._shortfalls = {}, {}, {}
+        for request in requests:
+            need = known.get(request)
+            if need is not None:
+                self._enter(request, need)
+        self._num_kept = len(self.known)
 
     def _forget_sharers(self, shared: list[tuple[Request, int]]) -> None:
-        """Forget those that may share one block more since the first blocks of these requests are referenced."""
+        """Forget requests that may share one block more, since the first blocks of these are referenced."""
         size = self._kv.block_size
         for request, most in shared:
             for num_blocks, watching in self._watching.items():
@@ -185,7 +215,7 @@ class Needs:
 
 
 def _hash_of(request: Request, num_tokens: int) -> int:
-    """Of its first tokens. Where two are equal by chance, one request is checked more often."""
+    """Of its first tokens. Where two are equal by chance, a request is checked once more."""
     state = request._state
     known = state.known_bytes() if num_tokens > state.num_prompt_tokens else state.prompt_bytes
     return hash(known[: num_tokens * TOKEN_BYTES])

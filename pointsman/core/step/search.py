@@ -19,7 +19,7 @@ from pointsman.core.policy.reserve import LetsPass, Shortage
 from pointsman.core.state.numbers import MAX_INT
 from pointsman.core.state.reason import Deferral
 from pointsman.core.state.request import Request
-from pointsman.core.step.needs import OPEN, OPEN_UNOWED, Levels, Need, Needs
+from pointsman.core.step.needs import OPEN, OPEN_UNOWED, Levels, Need, Needs, Shortfall
 from pointsman.core.step.request_table import RequestTable
 
 MAX_SKIPPED = 64
@@ -67,7 +67,7 @@ class Search:
         self._blocker: Request | None = None
         self._passed: list[tuple[Request, int]] = []  # lacking blocks, with how many were admitted before it was asked
         self._num_checked = 0  # of those that were skipped, before the scan
-        self._scanned: list[Need] = []  # in the newest search, if that was a scan
+        self._shortfalls: list[Shortfall] = []  # of the newest search, if that was a scan
         self._same: tuple[int, int, int, int] | None = None  # free and open blocks with which they have their reasons
 
     def open(self) -> None:
@@ -85,8 +85,8 @@ class Search:
         num_open = self._bypass.num_open(free)
         if num_open >= self._least:
             return False
-        if self.needs is not None and self._scanned:
-            self._same = self._same or _same_reasons(self._scanned, self.needs.levels)
+        if self.needs is not None and self._shortfalls:
+            self._same = self._same or _same_reasons(self._shortfalls, self.needs.levels)
             low, high, low_open, high_open = self._same
             if not (low <= free < high and low_open <= num_open < high_open):
                 return False
@@ -111,17 +111,22 @@ class Search:
             return False
         known, most_tokens, levels = needs.known, needs.most_tokens, needs.levels
         num_waiting, bound = len(self._table.queue), self.bound
-        room, least = levels[OPEN_UNOWED], MAX_INT
         window = first(MAX_SKIPPED + 1 - len(popped))
         start, end = 0 if popped else 1, len(window)
-        scanned: list[Need] = []
+        shortfalls: list[Shortfall] = []
         for place in range(start, end):
             request = window[place]
             state = request._state
             need = known.get(request)
+            if need is not None:
+                shortfall = need[0]
+                if shortfall.levels is not levels:
+                    shortfall.levels, shortfall.reason = levels, shortfall.reason_at(levels)
+                    shortfalls.append(shortfall)
+                reason = shortfall.reason
             if (
                 need is None
-                or need.least <= room
+                or reason is None
                 or need.serial != state.serial
                 or need.num_waiting > num_waiting - place
                 or need.num_tokens > most_tokens
@@ -129,18 +134,11 @@ class Search:
                 need = check(request, place)
                 if need is None:
                     return False
+                shortfalls.append(need.shortfall)
             else:
-                reason = None
-                for level, blocks, found in need.rungs:
-                    if levels[level] >= blocks:
-                        reason = found
-                        break
                 before = state.deferral
                 if before is None or before.reason is not reason:
-                    defer(request, need.deferral(levels, state.num_overtaken >= bound))
-            scanned.append(need)
-            if need.least < least:
-                least = need.least
+                    defer(request, shortfall.deferral(reason, levels, state.num_overtaken >= bound))
             if state.num_overtaken >= bound:
                 end = place
                 break
@@ -148,10 +146,11 @@ class Search:
         self._blocker = window[end] if end < len(window) else None
         self._skipped = [*popped, *window[:end]]
         self._num_checked = len(popped) + start
-        self.head, self._least = kept, least + levels[OPEN] - room
+        self._shortfalls, self._same = shortfalls, None
+        least = min([each.least for each in shortfalls], default=MAX_INT)
+        self.head, self._least = kept, least + levels[OPEN] - levels[OPEN_UNOWED]
         self._num_arrivals = self._table.num_arrivals
-        self._scanned, self._same = scanned, None
-        self._trim(self._skipped)
+        needs.trim(self._skipped)
         self.repeat()
         return True
 
@@ -161,7 +160,7 @@ class Search:
             self._passed.append((head, num_admitted))
         self._num_arrivals = -1  # until this search has ended
         self.head, self._least = kept, MAX_INT
-        self._scanned = []
+        self._shortfalls = []
 
     def is_spent(self, num_admitted: int) -> bool:
         """Whether one of those that lack blocks was passed as often as it may be."""
@@ -188,39 +187,35 @@ class Search:
         kept."""
         self._num_arrivals = -1 if found else self._table.num_arrivals
         self._skipped, self._blocker = self._table.skipped, self._table.blocker
-        self._trim(self._skipped)
+        if self.needs is not None:
+            self.needs.trim(self._skipped)
         return self.head
 
     def deferral(self, request: Request) -> Deferral | None:
         """Why a request waits that the newest step skipped without a check."""
         table, needs = self._table, self.needs
-        if needs is None or not self._scanned or table.skipped is not self._skipped:
+        if needs is None or not self._shortfalls or table.skipped is not self._skipped:
             return None
         if request is not table.blocker and request not in table.skipped[self._num_checked :]:
             return None
-        need = needs.get(request, MAX_INT)
-        return None if need is None else need.deferral(needs.levels, request is table.blocker)
+        found = needs.deferral(request, MAX_INT, request is table.blocker)
+        return None if found is None else found[0]
 
     def forget(self) -> None:
         """Nothing is known of requests behind the head."""
-        self._scanned = []
+        self._shortfalls = []
         if self.needs is not None:
             self.needs.forget()
 
-    def _trim(self, requests: Sequence[Request]) -> None:
-        if self.needs is not None and self.needs.is_crowded:
-            self.needs.forget_others(requests)
 
-
-def _same_reasons(needs: Sequence[Need], levels: Levels) -> tuple[int, int, int, int]:
+def _same_reasons(shortfalls: Sequence[Shortfall], levels: Levels) -> tuple[int, int, int, int]:
     """Free and open blocks (least, and one more than most, of each) with which all keep their reasons at `levels`."""
     low, high = [-MAX_INT, -MAX_INT], [MAX_INT, MAX_INT]
-    for need in needs:
-        for level, blocks, _ in need.rungs:
-            which = level % 2
-            at = blocks + levels[which] - levels[level]
-            if at <= levels[which]:
-                low[which] = max(low[which], at)
-            else:
-                high[which] = min(high[which], at)
+    for level, blocks, _ in {rung for each in shortfalls for rung in each.rungs}:
+        which = level % 2
+        at = blocks + levels[which] - levels[level]
+        if at <= levels[which]:
+            low[which] = max(low[which], at)
+        else:
+            high[which] = min(high[which], at)
     return low[0], high[0], low[1], high[1]
