@@ -143,14 +143,15 @@ class Reserves(Gate):
         full = -(-request._state.num_tokens // size) - shared
         demand = Demand(first, full, view.num_owed_blocks, view.num_running > 0, view.num_waiting)
         num_free = view.num_free_blocks
-        required = self.required_blocks(request, demand)
+        asked = [each.blocks(request, demand, view) for each in self.policies]
+        required = first + sum(asked)
         if required <= num_free:
             self.shortage = None
             return want
-        rungs = [(required - each.blocks(request, demand, view), each.reason) for each in self.policies]
+        rungs = [(required - blocks, each.reason) for blocks, each in zip(asked, self.policies, strict=True)]
         if self.policies:
             rungs.append((first, self.policies[-1].reason))
-        kept = 0 if self.bypass is None else self.bypass.blocks(request, demand, view)
+        kept = 0 if self.bypass is None else asked[self.policies.index(self.bypass)]
         self.shortage = Shortage(required, [*rungs, (0, Reason.BLOCKS)], required - kept)
         return self.deferral(request, self.shortage, num_free)
 

@@ -362,10 +362,14 @@ class Admission:
         if kept is None or is_full or step.displacer is not None:
             return False
 
+        view.budget, view.num_running, view.num_owed_blocks = budget, num_running, num_owed_blocks
+
         def check(request: Request, place: int) -> Need | None:
+            if request._state.num_pending or request.adapter is not None:
+                return None
             view.num_before = place
             try:
-                verdict = self.check(request, budget, num_running, num_owed_blocks)
+                verdict = self._judge(request, ())
                 if not isinstance(verdict, Deferral) or self._lacking is None:
                     return None
                 need = needs.keep(request, self._lacking)
@@ -475,6 +479,7 @@ class Admission:
     def _judge(self, request: Request, key: tuple[Any, ...]) -> Grant | Deferral:
         """Look up the cached and loaded tokens of the request, and check every gate."""
         kv, view, state = self._kv, self._view, request._state
+        self._lacking = None
         match = kv.look_up(request)
         cached = len(match.blocks) * kv.block_size
         external = NOTHING if self._transfers is None else self._transfers.ask(request, cached)

@@ -90,7 +90,7 @@ class Needs:
         self.known: dict[Request, Need] = {}
         """What was found of some requests; `get` says whether it is still so."""
         self._watching: dict[int, dict[int, list[Request]]] = {}  # by what each has as `watched`
-        self._shortfalls: dict[tuple[Any, ...], Shortfall] = {}
+        self._shortfalls: dict[tuple[int, ...], Shortfall] = {}  # by their numbers
         self._num_kept = 0
         self._key: tuple[Any, ...] | None = None
         self._owed = 0
@@ -155,11 +155,13 @@ class Needs:
             return None
         kept, levels = shortage.required - shortage.own, self._levels_of_rungs
         less = (0, kept, owed, kept + owed)
-        rungs = zip(levels, shortage.rungs, strict=True)
-        key = shortage.own - owed, tuple([(level, blocks - less[level], reason) for level, (blocks, reason) in rungs])
+        least, rungs = shortage.own - owed, shortage.rungs
+        blocks = [enough - less[level] for level, (enough, _) in zip(levels, rungs, strict=True)]
+        key = (least, *blocks)
         shortfall = self._shortfalls.get(key)
         if shortfall is None:
-            shortfall = self._shortfalls[key] = Shortfall(*key)
+            entries = zip(levels, blocks, [reason for _, reason in rungs], strict=True)
+            shortfall = self._shortfalls[key] = Shortfall(least, tuple(entries))
         watched = self._to_watch(request)
         need = Need(shortfall, state.serial, state.num_tokens, self._view.num_waiting, watched)
         self._enter(request, need)
