@@ -1,5 +1,5 @@
-"""Under `bypass` every step decides as if it checked each request behind the head: two schedulers get the same calls, of
-which one remembers nothing of the requests that it looked at."""
+"""Under `bypass` every step decides as if it checked each request behind the head: two schedulers get the same calls,
+of which one remembers nothing of the requests that it looked at."""
 
 from __future__ import annotations
 
