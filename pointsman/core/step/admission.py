@@ -329,10 +329,10 @@ class Admission:
             return None
         needs = None
         has_others = self._transfers is not None or gates.partial_prefills is not None or not reserves.are_steady
-        if not has_others and all(self._is_predictable(limit) for limit in gates.limits):
+        first = queue.first if isinstance(queue, FirstComeFirstServed) and queue.keeps_keys else None
+        if first is not None and not has_others and all(self._is_predictable(limit) for limit in gates.limits):
             must_fit = not config.enable_chunked_prefill or config.first_chunk_only or gates.budget.asks_whole
             needs = Needs(reserves.bypass, reserves, kv, self._view, self._depends_on_chunk or must_fit)
-        first = queue.first if isinstance(queue, FirstComeFirstServed) and queue.keeps_keys else None
         return Search(reserves.bypass, kv.pool, self._table, needs, first)
 
     def _is_predictable(self, limit: Limit) -> bool:
