@@ -754,6 +754,7 @@ def passed_over_returns_behind_the_next(patch: Patch) -> None:
         original(queue, requests)
         if len(requests) > 1:
             requests[0]._state.queue_entry[2] += 1e9  # as if it had arrived later
+            queue._unsort(0)
             heapq.heapify(queue._heap)
 
     around(patch, "FirstComeFirstServed.put_back", put_back)

@@ -81,6 +81,9 @@ class KVCacheManager:
         """Whether KV may come from a connector."""
         self.returned: list[Int64Array] | None = None
         """Blocks that requests released since the newest output; None: they are not tracked."""
+        self.shared: list[tuple[Request, int]] | None = None
+        """Requests of which others may find the first blocks referenced since they did so, with the number of these;
+        None: they are not tracked."""
         self._num_left = 0  # publications of blocks whose row released them at once
         self._newest_step = 0
         self._oldest_step = 0
@@ -154,6 +157,8 @@ class KVCacheManager:
             return np.concatenate([state.holding.blocks, new])
         if len(cached):
             self.pool.acquire(cached)
+            if self.shared is not None:
+                self.shared.append((request, len(cached)))
         new = self._take(num_new_blocks)
         state.num_published_blocks = len(cached)
         state.prefix_node = match.node
@@ -270,7 +275,9 @@ class KVCacheManager:
         row = state.row
         assert row is not None
         computed = min(int(batch.num_computed_tokens[row]), state.num_prompt_tokens)
-        self._publish(request, batch.block_table[row], computed // self.block_size, state.prompt_bytes)
+        is_new = self._publish(request, batch.block_table[row], computed // self.block_size, state.prompt_bytes)
+        if is_new and self.shared is not None:
+            self.shared.append((request, state.num_published_blocks))
 
     def publish_loaded(self, request: Request, blocks: Int64Array) -> None:
         """Publish the loaded blocks of a request, the first ones of its table."""

@@ -126,6 +126,8 @@ class PrefixCache:
         """Incremented by `clear`: KV of another epoch is invalid."""
         self.num_publications = 0
         """Changes whenever a lookup may find more than before."""
+        self.num_replacements = 0
+        """Changes whenever a lookup finds another block with the same content in place of one that is gone."""
         self.listener: RunListener | None = None
         self._evicted: list[tuple[Int64Array, Int64Array]] = []  # blocks, and their runs, not shortened yet
         self._num_evicted = 0
@@ -327,6 +329,7 @@ class PrefixCache:
         if run.blocks[index] == block:
             run.blocks = run.blocks.copy()
             run.blocks[index] = others.pop(0)
+            self.num_replacements += 1
         else:
             others.remove(block)
         if not others:

@@ -134,7 +134,8 @@ def _deferral(request: Request, parts: Parts) -> tuple[Deferral, float] | None:
             return Deferral(Reason.PAUSED, 0), max(pause.since, state.queued_at)
     if state.row is not None and parts.encoder is not None:
         return parts.encoder.deferral(request)
-    return None if state.deferral is None else (state.deferral, state.deferred_since)
+    own = parts.admission.deferral(request)
+    return None if own is None else (own, state.deferred_since)
 
 
 def _was_asked(request: Request, position: int, parts: Parts) -> bool:

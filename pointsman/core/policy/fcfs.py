@@ -1,17 +1,23 @@
 """First come, first served: the order of the default, and the heap that other orders are made of.
 
-Adding, taking and removing a request cost O(log n), the head is known in O(1): removal is lazy.
+Adding, taking and removing a request cost O(log n), the head is known in O(1): removal is lazy. The first few requests
+are sorted, so that they can be read without being taken; every other one is behind them, in the heap.
 """
 
 from __future__ import annotations
 
 import heapq
+from bisect import insort
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from pointsman.core.policy.policy import Policy
 from pointsman.core.state.request import Request
 from pointsman.core.state.status import RequestStatus
+
+MAX_SORTED = 256
+"""Maximum number of requests that are sorted, which bounds what inserting one among them costs."""
 
 
 class FirstComeFirstServed(Policy):
@@ -20,8 +26,11 @@ class FirstComeFirstServed(Policy):
     kind = "order"
     name = "fcfs"
     displaces = False
+    keeps_keys = True
+    """Whether a request that is popped and put back has the key that it had."""
 
     def __init__(self) -> None:
+        self._sorted: list[list[Any]] = []  # no key is greater than one in the heap
         self._heap: list[list[Any]] = []
         self._length = 0
         self._num_pushes = 0
@@ -42,7 +51,7 @@ class FirstComeFirstServed(Policy):
 
     def __iter__(self) -> Iterator[Request]:
         """The queued requests, in unspecified order."""
-        return (entry[-1] for entry in self._heap if entry[-1] is not None)
+        return (entry[-1] for entry in chain(self._sorted, self._heap) if entry[-1] is not None)
 
     def urgency(self, request: Request) -> int:
         """The class of a request; smaller is more urgent."""
@@ -58,7 +67,13 @@ class FirstComeFirstServed(Policy):
         self._num_pushes += 1  # otherwise a removed entry that is still in the heap might be equal
         entry: list[Any] = [*self.key(request), self._num_pushes, request]
         request._state.queue_entry = entry
-        heapq.heappush(self._heap, entry)
+        first = self._sorted
+        if first and entry < first[-1]:
+            insort(first, entry)
+            if len(first) > MAX_SORTED:
+                self._unsort(MAX_SORTED // 2)
+        else:
+            heapq.heappush(self._heap, entry)
         self._length += 1
 
     def put_back(self, requests: Sequence[Request]) -> None:
@@ -68,10 +83,32 @@ class FirstComeFirstServed(Policy):
     @property
     def top(self) -> list[Any]:
         """The key of the head, the number of its push, and the head. The queue is not empty."""
-        heap = self._heap
-        while heap[0][-1] is None:
-            heapq.heappop(heap)
-        return heap[0]
+        first = self._sorted
+        while not first or first[0][-1] is None:
+            if first:
+                del first[0]
+            else:
+                first.append(heapq.heappop(self._heap))
+        return first[0]
+
+    def first(self, count: int) -> list[Request]:
+        """The first requests, in order; at most `count`."""
+        first, heap = self._sorted, self._heap
+        found: list[Request | None] = [entry[-1] for entry in first[:count]]
+        if len(found) < count or None in found:
+            first[:] = [entry for entry in first if entry[-1] is not None]
+            while len(first) < 2 * count and heap:  # so that the next calls find them sorted
+                entry = heapq.heappop(heap)
+                if entry[-1] is not None:
+                    first.append(entry)
+            found = [entry[-1] for entry in first[:count]]
+        return found  # type: ignore[return-value]
+
+    def _unsort(self, count: int) -> None:
+        """Leave `count` requests sorted."""
+        for entry in self._sorted[count:]:
+            heapq.heappush(self._heap, entry)
+        del self._sorted[count:]
 
     def peek(self) -> Request:
         request: Request = self.top[-1]
@@ -79,7 +116,7 @@ class FirstComeFirstServed(Policy):
 
     def pop(self) -> Request:
         request = self.peek()
-        heapq.heappop(self._heap)
+        del self._sorted[0]
         request._state.queue_entry = None
         self._length -= 1
         return request
@@ -96,4 +133,4 @@ class FirstComeFirstServed(Policy):
     def position(self, request: Request) -> int:
         assert request._state.queue_entry is not None
         own = request._state.queue_entry
-        return sum(1 for entry in self._heap if entry[-1] is not None and entry < own)
+        return sum(1 for entry in chain(self._sorted, self._heap) if entry[-1] is not None and entry < own)

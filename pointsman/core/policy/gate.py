@@ -64,6 +64,8 @@ class Limit(Gate, Policy):
     """Whether it must be asked where decoding rows want drafts verified beside that token."""
     is_shared = False
     """Whether what one row takes is unavailable to others."""
+    only_cuts = False
+    """Whether `check` lowers the tokens at most: it never defers, and changes nothing."""
 
     def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
         """Lower `want` [rows] int64 in place."""

@@ -32,6 +32,7 @@ class LongPrefillThreshold(Limit):
     budget (vLLM's `long_prefill_token_threshold`)."""
 
     limits_drafts = True
+    only_cuts = True
 
     name = "prefill-threshold"
     parameters = (Parameter("tokens", 512, 1, MAX_INT, tried=(256, 512, 1024, 2048), doc="of one request in a step"),)
@@ -68,6 +69,8 @@ class OneSampleInFlight(Limit):
 
     Steady decoding need not ask: with steps in flight it is not used where such a request runs.
     """
+
+    only_cuts = True
 
     def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
         if batch.num_not_ahead:

@@ -58,6 +58,8 @@ class _ByPrefill(FirstComeFirstServed):
     times the arrival time. A preempted request is at the front, as under "fcfs".
     """
 
+    keeps_keys = False
+
     def __init__(self, ageing: float) -> None:
         super().__init__()
         self._ageing = ageing

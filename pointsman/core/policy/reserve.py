@@ -117,6 +117,13 @@ class Reserves(Gate):
         passing = [reserve for reserve in reserves if hasattr(reserve, "lets_pass")]
         self.bypass: LetsPass | None = passing[0] if passing else None
         """Lets requests pass one that lacks blocks; None: it blocks the queue."""
+        counting = [reserve for reserve in reserves if type(reserve) is FullSequence and reserve.counts_owed]
+        self.counts_owed: FullSequence | None = counting[0] if counting else None
+        """The reserve that asks for the blocks that are owed; None: none does."""
+        same = sum(type(reserve) in RESERVES.values() for reserve in reserves)
+        self.are_steady = same + len(passing) == len(reserves) and len(counting) < 2 and len(passing) < 2
+        """Whether every answer depends on the request and the demand alone, while `num_changes` is the same; and is not
+        less with more that wait."""
         self.shortage: Shortage | None = None
         """What the last checked request lacks; None: nothing."""
 
@@ -136,14 +143,15 @@ class Reserves(Gate):
         full = -(-request._state.num_tokens // size) - shared
         demand = Demand(first, full, view.num_owed_blocks, view.num_running > 0, view.num_waiting)
         num_free = view.num_free_blocks
-        required = self.required_blocks(request, demand)
+        asked = [each.blocks(request, demand, view) for each in self.policies]
+        required = first + sum(asked)
         if required <= num_free:
             self.shortage = None
             return want
-        rungs = [(required - each.blocks(request, demand, view), each.reason) for each in self.policies]
+        rungs = [(required - blocks, each.reason) for blocks, each in zip(asked, self.policies, strict=True)]
         if self.policies:
             rungs.append((first, self.policies[-1].reason))
-        kept = 0 if self.bypass is None else self.bypass.blocks(request, demand, view)
+        kept = 0 if self.bypass is None else asked[self.policies.index(self.bypass)]
         self.shortage = Shortage(required, [*rungs, (0, Reason.BLOCKS)], required - kept)
         return self.deferral(request, self.shortage, num_free)
 
@@ -188,13 +196,13 @@ class FullSequence(Reserve):
     reason = Reason.FULL_SEQUENCE
 
     def __init__(self, counts_owed: bool = True) -> None:
-        self._counts_owed = counts_owed
+        self.counts_owed = counts_owed
 
     def horizon(self, num_steps: int) -> int:
         return num_steps
 
     def blocks(self, request: Request, demand: Demand, view: View) -> int:
-        owed = demand.owed if self._counts_owed else 0
+        owed = demand.owed if self.counts_owed else 0
         return max(0, demand.full + owed - demand.first)
 
 

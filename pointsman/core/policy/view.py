@@ -23,6 +23,7 @@ class SchedulerView:
         "_queue",
         "budget",
         "now",
+        "num_before",
         "num_missing_blocks",
         "num_owed_blocks",
         "num_running",
@@ -35,6 +36,8 @@ class SchedulerView:
         self._queue = queue
         self.now = 0.0
         self.budget = 0
+        self.num_before = 0
+        """Queued requests that count as gone: those before one that is asked about at its place."""
         self.num_running = 0
         self.num_owed_blocks = 0
         self.num_missing_blocks = 0
@@ -42,7 +45,7 @@ class SchedulerView:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._queue)
+        return len(self._queue) - self.num_before
 
     @property
     def num_prefilling(self) -> int:

@@ -22,6 +22,7 @@ from pointsman.core.kv.manager import KVCacheManager, Match
 from pointsman.core.kv.transfers import NOTHING, External, Transfers
 from pointsman.core.policy.adapters import AdapterSlots
 from pointsman.core.policy.budget import StepBudget, TokenBudget
+from pointsman.core.policy.fcfs import FirstComeFirstServed
 from pointsman.core.policy.gate import Gate, Limit
 from pointsman.core.policy.partial_prefills import PartialPrefills
 from pointsman.core.policy.reserve import Reserves, Shortage
@@ -34,12 +35,10 @@ from pointsman.core.state.request import Request
 from pointsman.core.state.status import Pause
 from pointsman.core.step.in_flight import AdmittedRequest, Grant, StepRecord
 from pointsman.core.step.loading import Loading
+from pointsman.core.step.needs import Need, Needs
 from pointsman.core.step.request_table import RequestTable
 from pointsman.core.step.running import Running
-from pointsman.core.step.search import KeptVerdict, Search
-
-MAX_SKIPPED = 64
-"""Maximum number of requests skipped in a step, which bounds the cost. The next one blocks the queue."""
+from pointsman.core.step.search import MAX_SKIPPED, KeptVerdict, Search
 
 
 class Standstill(NamedTuple):
@@ -128,8 +127,8 @@ class Admission:
         self.pause: Pause | None = None
         """The operator's pause; None: not paused."""
         self._kept: KeptVerdict | None = None
-        bypass = gates.reserves.bypass
-        self._search = None if bypass is None else Search(bypass, kv.pool, table)
+        self._lacking: Shortage | None = None  # of the request that was checked last
+        self._search = self._make_search(config)
         self._newly_deferred: list[tuple[Request, Deferral]] = []
         self._batch_forms = True  # static: only the token budget kept the last step from admitting more
 
@@ -146,6 +145,8 @@ class Admission:
         table.blocker = None
         if not len(queue):
             self._batch_forms = False
+            if self._search is not None:
+                self._search.forget()
             return
         advance, admitted, now = step.advance, step.admitted, step.now
         assert advance is not None
@@ -168,15 +169,23 @@ class Admission:
                     closed = Reason.DISPLACEMENT
                 if closed is None and len(advance.requests) + len(admitted) >= self._max_rows:
                     closed = Reason.SEQUENCE_LIMIT
-                verdict = _closed_for(closed) if closed else self.check(head, budget, num_running, num_owed_blocks)
+                own: int | None = None
+                if closed is not None:
+                    verdict: Grant | Deferral = _closed_for(closed)
+                elif skipped and search is not None:
+                    verdict, own = self._check_behind(search, head, budget, num_running, num_owed_blocks)
+                else:
+                    verdict = self.check(head, budget, num_running, num_owed_blocks)
                 if isinstance(verdict, Deferral):
                     self._defer(head, verdict, step)
                     if not verdict.blocks_queue and len(skipped) < MAX_SKIPPED:
                         if search is not None:
-                            if not skipped and search.is_done(head, self._kept):
-                                search.repeat()
+                            if skipped:
+                                search.skip(head, own, len(admitted))
+                            elif self._nobody_passes(search, [], step, budget, num_running, num_owed_blocks):
                                 break
-                            search.skip(head, self._kept, len(admitted), is_first=not skipped)
+                            else:
+                                search.begin(head, self._kept if self._lacking else None, len(admitted))
                         table.skipped.append(head)
                         skipped.append((queue.pop(), len(admitted)))
                         continue
@@ -195,6 +204,10 @@ class Admission:
                 if search is not None and skipped and search.is_spent(len(admitted)):
                     break
                 num_owed_blocks += max(0, self._kv.blocks_for(head._state.num_tokens) - len(entry.blocks))
+                if search is not None and skipped and len(queue):
+                    popped = [request for request, _ in skipped]
+                    if self._nobody_passes(search, popped, step, budget, num_running, num_owed_blocks):
+                        break
         finally:  # an order, or a gate, may raise
             if skipped:
                 self._return_skipped(skipped, len(admitted))
@@ -227,6 +240,10 @@ class Admission:
     def _defer(self, request: Request, verdict: Deferral, step: StepRecord) -> None:
         if not self._table.skipped:  # only the head of the queue is counted: one reason a step
             step.blocked_by = verdict.reason
+        self._note(request, verdict, step.now)
+
+    def _note(self, request: Request, verdict: Deferral, now: float) -> None:
+        """Why it waits, and since when if for another reason than before."""
         if verdict.reason is Reason.PAUSED:
             return  # it keeps its own reason for after the pause
         state = request._state
@@ -234,7 +251,7 @@ class Admission:
         state.deferral = verdict
         if before is not None and before.reason is verdict.reason:
             return
-        state.deferred_since = step.now
+        state.deferred_since = now
         if self._events.deferred:
             self._newly_deferred.append((request, verdict))
 
@@ -270,6 +287,7 @@ class Admission:
         """Whether the request may be admitted beside `num_running` others, with `budget` tokens left in the step, and
         with what; or why not. `num_owed_blocks` are those that running requests still need for known tokens."""
         state = request._state
+        self._lacking = None
         if num_running >= self.max_num_active_seqs:
             return Deferral(Reason.SEQUENCE_LIMIT, num_running - self.max_num_active_seqs + 1)
         if budget <= 0:
@@ -287,6 +305,7 @@ class Admission:
                 return Deferral(Reason.BUDGET, kept.required_budget - budget)
             shortage, free = kept.shortage, self._kv.pool.num_free
             if shortage is not None and free < shortage.required:
+                self._lacking = shortage
                 return self.gates.reserves.deferral(request, shortage, free)
         view = self._view
         view.budget, view.num_running, view.num_owed_blocks = budget, num_running, num_owed_blocks
@@ -296,6 +315,100 @@ class Admission:
         """The head of the queue is checked again in the next step."""
         self._kept = None
         self._newly_deferred.clear()
+        if self._search is not None:
+            self._search.forget()
+
+    # ------------------------------------------------------------------ behind one that lacks blocks
+
+    def _make_search(self, config: SchedulerConfig) -> Search | None:
+        """Of a scheduler with a reserve that lets requests pass. What they need is remembered where gates do nothing
+        but compare and cut: none defers for anything else than blocks, and none is to hear of every check."""
+        gates, kv, queue = self.gates, self._kv, self._table.queue
+        reserves = gates.reserves
+        if reserves.bypass is None:
+            return None
+        needs = None
+        has_others = self._transfers is not None or gates.partial_prefills is not None or not reserves.are_steady
+        first = queue.first if isinstance(queue, FirstComeFirstServed) and queue.keeps_keys else None
+        if first is not None and not has_others and all(self._is_predictable(limit) for limit in gates.limits):
+            must_fit = not config.enable_chunked_prefill or config.first_chunk_only or gates.budget.asks_whole
+            needs = Needs(reserves.bypass, reserves, kv, self._view, self._depends_on_chunk or must_fit)
+        return Search(reserves.bypass, kv.pool, self._table, needs, first)
+
+    def _is_predictable(self, limit: Limit) -> bool:
+        """Whether the limit makes no difference to what a request needs."""
+        return limit.only_cuts and (not self._depends_on_chunk or type(limit).check is Gate.check)
+
+    def _nobody_passes(
+        self,
+        search: Search,
+        popped: list[Request],
+        step: StepRecord,
+        budget: int,
+        num_running: int,
+        num_owed_blocks: int,
+    ) -> bool:
+        """Whether it is certain that none of those behind the head is admitted: then the search is done. Some were
+        skipped and `popped` before another one was admitted, the head first; or none, and the head lacks something."""
+        needs, view = search.needs, self._view
+        kept = search.head if popped else self._kept if self._lacking is not None else None
+        if not popped and kept is not None and search.is_done(kept):
+            search.repeat()
+            return True
+        if needs is None:
+            return False
+        needs.measure(budget, num_running, num_owed_blocks)
+        is_full = num_running >= self.max_num_active_seqs or budget <= 0 or num_running >= self._max_rows
+        if kept is None or is_full or step.displacer is not None:
+            return False
+
+        view.budget, view.num_running, view.num_owed_blocks = budget, num_running, num_owed_blocks
+
+        def check(request: Request, place: int) -> Need | None:
+            if request._state.num_pending or request.adapter is not None:
+                return None
+            view.num_before = place
+            try:
+                verdict = self._judge(request, ())
+                if not isinstance(verdict, Deferral) or self._lacking is None:
+                    return None
+                need = needs.keep(request, self._lacking)
+            finally:
+                view.num_before = 0
+            if need is not None:
+                self._note(request, verdict, step.now)
+            return need
+
+        def defer(request: Request, verdict: Deferral) -> None:
+            self._note(request, verdict, step.now)
+
+        is_done = search.scan(kept, popped, check, defer)
+        self._kept, self._lacking = kept, kept.shortage
+        return is_done
+
+    def _check_behind(
+        self, search: Search, request: Request, budget: int, num_running: int, num_owed_blocks: int
+    ) -> tuple[Grant | Deferral, int | None]:
+        """As `check`, for a request behind the head, with the blocks that it would take if it lacks blocks. What is
+        remembered of it is not looked up."""
+        needs = search.needs
+        if needs is not None and num_running < self.max_num_active_seqs and budget > 0:
+            is_blocking = request._state.num_overtaken >= search.bound
+            lacks = needs.deferral(request, len(self._table.queue), is_blocking)
+            if lacks is not None:
+                return lacks
+        verdict = self.check(request, budget, num_running, num_owed_blocks)
+        lacking = self._lacking if isinstance(verdict, Deferral) else None
+        if lacking is None:
+            return verdict, None
+        if needs is not None:
+            needs.keep(request, lacking)
+        return verdict, lacking.own
+
+    def deferral(self, request: Request) -> Deferral | None:
+        """Why a request waited in the newest step, with what it lacked then; None: it has not been asked."""
+        found = None if self._search is None else self._search.deferral(request)
+        return request._state.deferral if found is None else found
 
     # ------------------------------------------------------------------ while nothing changes
 
@@ -366,6 +479,7 @@ class Admission:
     def _judge(self, request: Request, key: tuple[Any, ...]) -> Grant | Deferral:
         """Look up the cached and loaded tokens of the request, and check every gate."""
         kv, view, state = self._kv, self._view, request._state
+        self._lacking = None
         match = kv.look_up(request)
         cached = len(match.blocks) * kv.block_size
         external = NOTHING if self._transfers is None else self._transfers.ask(request, cached)
@@ -404,7 +518,8 @@ class Admission:
     def _keep(self, request: Request, gate: Gate, key: tuple[Any, ...]) -> None:
         """Keep the verdict of a gate whose answer is valid until the key changes."""
         if gate is self.gates.reserves:
-            self._kept = KeptVerdict(request, key, self.gates.reserves.shortage, 0)
+            self._lacking = self.gates.reserves.shortage
+            self._kept = KeptVerdict(request, key, self._lacking, 0)
         elif gate is self.gates.budget:
             self._kept = KeptVerdict(request, key, None, self.gates.budget.required)
 

@@ -344,7 +344,7 @@ def test_policies_that_fail_at_random_cost_steps_and_nothing_else(seed: int) -> 
     chance = random.Random(seed)
 
     def perhaps() -> None:
-        if chance.random() < 0.15:
+        if chance.random() < 0.2:
             raise BOOM
 
     class MyOrder(FirstComeFirstServed):

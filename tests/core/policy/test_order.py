@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 
 import numpy as np
@@ -280,3 +281,36 @@ def test_an_object_that_is_no_whole_order_is_refused_by_what_it_lacks() -> None:
         Scheduler(small_config(order=WithoutPosition()))
     with pytest.raises(ConfigError, match="it has no name, displaces, push"):
         Scheduler(small_config(order=object()))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_queue_is_a_sorted_list_whatever_comes_and_goes(seed: int) -> None:
+    """Among few, and among more than are kept sorted."""
+    chance = random.Random(seed)
+    queue = FirstComeFirstServed()
+    expected: list[Request] = []
+    for serial in range(1, 1_501):
+        what = chance.random()
+        if what < 0.6 or not expected:
+            arrival = chance.choice((float(serial), chance.random() * serial, -float(serial)))
+            request = Request(f"r{serial}", [1], arrival_time=arrival, max_tokens=1)
+            request._state.sequence_number = serial
+            queue.push(request)
+            expected.append(request)
+            expected.sort(key=lambda request: request.arrival_time)
+        elif what < 0.7:
+            queue.remove(expected.pop(chance.randrange(len(expected))))
+        elif what < 0.8:
+            assert queue.pop() is expected.pop(0)
+        elif what < 0.9:
+            popped = [queue.pop() for _ in expected[: chance.randrange(100)]]
+            queue.put_back(popped)
+        else:
+            count = chance.randrange(1, 150)
+            assert queue.first(count) == expected[:count]
+        assert len(queue) == len(expected)
+        if expected and serial % 20 == 0:
+            place = chance.randrange(len(expected))
+            assert queue.position(expected[place]) == place
+            assert set(queue) == set(expected)
+    assert [queue.pop() for _ in range(len(queue))] == expected
