@@ -1,4 +1,4 @@
-"""A film as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing: what each request did, and counters of the load.
+"""A film as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing: what each request did, and the load.
 
 As that of a simulation (`sim/report/perfetto.py`), with what a film knows besides: each wait and each preemption.
 """
