@@ -20,12 +20,13 @@ export PYTHONDONTWRITEBYTECODE :=
 export OMP_WAIT_POLICY ?= PASSIVE
 
 # The long forms, in parts that run alone: the tests of each part, and its benchmarks.
-SOAKS := core sim engine server vllm
+SOAKS := core sim engine server vllm page
 TESTS_core := tests/core tests/property tests/traces
 TESTS_sim := tests/sim
 TESTS_engine := tests/engine
 TESTS_server := tests/examples tests/server tests/cli tests/benchmarks tests/release tests/test_docs.py tests/test_forking.py
 TESTS_vllm := tests/integrations
+TESTS_page := tests/web
 BENCHMARKS_core := scheduler_step prefix_scaling
 BENCHMARKS_sim := simulator calibration tune policies auto
 BENCHMARKS_engine := static_vs_continuous time_to_first_token step_overhead async_scheduling speculation kv_transfer
@@ -41,7 +42,7 @@ help:
 	@echo "make demo    run the demo model on built-in prompts"
 	@echo "make test    format check, lint, types, all tests in their short form"
 	@echo "make soak    the long forms of all tests, and their benchmarks; a part of it: make soak-core, soak-sim,"
-	@echo "             soak-engine, soak-server, soak-vllm"
+	@echo "             soak-engine, soak-server, soak-vllm, soak-page"
 	@echo "make bench   the benchmarks in full, beside vLLM in an environment of its own"
 	@echo "make format  format the code and repair what the linter can"
 	@echo "make dist    build what is released: dist/*.tar.gz and dist/*.whl"
