@@ -347,13 +347,9 @@ class Batch:
             self._make_room(requests, rows, num_tokens)
         return num_tokens
 
-    def append_to_all(self, token_ids: Int32Array, *, is_last: bool) -> None:
-        """As `append`, for all running rows, in admission order."""
-        members = self.members
-        rows, span = members.rows, members.span
-        if span is None:
-            self.append(members.requests, rows, token_ids, is_last=is_last)
-            return
+    def append_to_all(self, span: slice, token_ids: Int32Array, *, is_last: bool) -> None:
+        """As `append`, for all running rows, which are within `span`."""
+        rows = self.members.rows
         num_tokens = self.num_tokens[span]
         self._flat_recent[(self.recent_offset[span] + num_tokens)[rows]] = token_ids
         num_tokens += ONE  # in the column
@@ -365,7 +361,7 @@ class Batch:
         self.least_left -= 1
         self._least_room -= 1
         if self._least_room <= 0:
-            self._make_room(members.requests, rows, self.num_tokens[rows])
+            self._make_room(self.members.requests, rows, self.num_tokens[rows])
 
     def append_steps(
         self, requests: Sequence[Request], rows: Int64Array, token_ids: Int32Array, last: Int32Array, num_steps: int

@@ -92,7 +92,10 @@ class Update:
             return self._append_some(step, output, result)
         token_ids = checked_tokens(result, len(members.requests))
         step.is_over = True
-        self._batch.append_to_all(token_ids, is_last=self._is_last())
+        if members.span is not None:
+            self._batch.append_to_all(members.span, token_ids, is_last=self._is_last())
+        else:
+            self._batch.append(members.requests, members.rows, token_ids, is_last=self._is_last())
         return self.plain_ends(members, token_ids)
 
     def plain_ends(self, members: Members, token_ids: Int32Array) -> tuple[UpdateFields, Ends]:
