@@ -24,7 +24,7 @@ from pointsman.core.kv.prefix_tree import Node, Place, PrefixCache, Root, Span
 from pointsman.core.kv.retained import RetainingPool
 from pointsman.core.state.batch import Batch
 from pointsman.core.state.interfaces import Eviction
-from pointsman.core.state.numbers import INT32
+from pointsman.core.state.numbers import INT32, INT64
 from pointsman.core.state.output import Save
 from pointsman.core.state.request import Request
 from pointsman.core.state.tokens import NO_TOKENS
@@ -240,7 +240,7 @@ class KVCacheManager:
 
     def table(self, batch: Batch, row: int) -> Int64Array:
         """A copy of a row's block table."""
-        return batch.block_table[row, : int(batch.num_slots[row]) // self.block_size].astype(np.int64)
+        return batch.block_table[row, : int(batch.num_slots[row]) // self.block_size].astype(INT64)
 
     def tables(self, batch: Batch, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
         """The concatenated block tables of some rows, and for each block the index of its row in `rows`."""
@@ -389,7 +389,7 @@ class KVCacheManager:
         first = state.num_published_blocks
         if prefix is None or end <= first or not request.use_prefix_cache or state.prefix_epoch != prefix.epoch:
             return False
-        blocks = table[first:end].astype(np.int64, copy=False)
+        blocks = table[first:end].astype(INT64, copy=False)
         spans = prefix.publish(state.prefix_node, token_bytes, first, blocks, request)
         run, start, length = spans[-1]
         state.prefix_node = Place(run, start + length - 1)

@@ -68,14 +68,15 @@ class FirstComeFirstServed(Policy):
     @property
     def top(self) -> list[Any]:
         """The key of the head, the number of its push, and the head. The queue is not empty."""
-        heap = self._heap
-        while heap[0][-1] is None:
-            heapq.heappop(heap)
-        return heap[0]
+        self.peek()
+        return self._heap[0]
 
     def peek(self) -> Request:
-        request: Request = self.top[-1]
-        return request
+        heap = self._heap
+        while (request := heap[0][-1]) is None:
+            heapq.heappop(heap)
+        head: Request = request
+        return head
 
     def pop(self) -> Request:
         request = self.peek()

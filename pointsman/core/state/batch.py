@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.state.acceptance import Acceptance
-from pointsman.core.state.numbers import MAX_INT, ONE, ZERO
+from pointsman.core.state.numbers import BOOL, MAX_INT, ONE, ZERO, set_writeable
 from pointsman.core.state.request import Request, RequestState
 from pointsman.core.state.runs import Runs
 
@@ -97,8 +97,8 @@ class Members:
         self.rows = rows
         self.requests = requests
         self.serials = batch.serial[rows]
-        rows.setflags(write=False)
-        self.serials.setflags(write=False)
+        set_writeable(rows, False)
+        set_writeable(self.serials, False)
         self.token_limit = batch.token_limit[rows]
         self.eos_token_id = batch.eos_token_id[rows]
         self._stop_tokens: Int32Array | None = None
@@ -268,7 +268,7 @@ class Batch:
             else:
                 self.fenced_rows.append((last_step, row))
         members = self.members
-        stays = self.serial[members.rows].astype(np.bool_)
+        stays = self.serial[members.rows].astype(BOOL)
         self.members = Members(self, members.rows[stays], tuple(compress(members.requests, stays.tolist())))
 
     def fence_passed(self, step_id: int) -> None:

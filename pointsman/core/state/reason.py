@@ -60,12 +60,8 @@ class Reason(enum.Enum):
     """It waits for something other than capacity."""
 
     def __init__(self, _: str) -> None:
-        self._position = len(self.__class__.__members__)
-
-    @property
-    def position(self) -> int:
+        self.position = len(self.__class__.__members__)
         """Index into an array of counters."""
-        return self._position
 
 
 class Recovery(NamedTuple):

@@ -287,6 +287,8 @@ class Admission:
                 return Deferral(Reason.BUDGET, kept.required_budget - budget)
             shortage, free = kept.shortage, self._kv.pool.num_free
             if shortage is not None and free < shortage.required:
+                if self._search is None:
+                    return shortage.deferral(free)  # as the reserves say, in half the time
                 return self.gates.reserves.deferral(request, shortage, free)
         view = self._view
         view.budget, view.num_running, view.num_owed_blocks = budget, num_running, num_owed_blocks
