@@ -35,7 +35,7 @@ IntArray = npt.NDArray[np.integer]
 Journal = list[tuple[Request, Int64Array, list[Span]]]  # (publisher, its blocks, their nodes), in order
 
 FINAL = -1  # of a block that no step in flight computes: a step before all others
-_FEW_ROWS = 3  # for which a loop takes less time than NumPy
+FEW_ROWS = 3  # for which a loop takes less time than NumPy
 NO_EPOCH = -1  # of a request whose prefix left the tree while it ran
 
 
@@ -166,7 +166,7 @@ class KVCacheManager:
     def grow_by_one(self, batch: Batch, rows: Int64Array) -> Int32Array:
         """Append one new block to the table of each row. Returns them, in row order."""
         blocks = self._take(len(rows)).astype(INT32)  # a scatter that converts takes longer
-        if len(rows) <= _FEW_ROWS:
+        if len(rows) <= FEW_ROWS:
             table, num_slots, size = batch.flat_table, batch.num_slots, self.block_size
             for row, block in zip(rows.tolist(), blocks.tolist(), strict=True):
                 held = num_slots.item(row)

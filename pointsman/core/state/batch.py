@@ -56,8 +56,8 @@ _STOP_MASK = np.array(STOP_FILTER_SIZE - 1)  # of int64: what is masked is a pla
 # of two apart, these places would share a few sets of the processor's cache.
 RECENT, RECENT_WITH_DRAFTS = 528, 4112
 _INITIAL_ROWS = 64
-# A slice instead of a list of rows saves time from this number of running rows on, and up to this length per running row.
-_SPANNED_FROM, _SPAN_PER_ROW = 64, 4
+# A slice is faster than a list of rows from that number of running rows on, and up to that length for each of them.
+SPANNED_FROM, SPAN_PER_ROW = 64, 4
 _COLUMNS = (
     "num_tokens",
     "num_computed_tokens",
@@ -104,9 +104,9 @@ class Members:
         self._stop_tokens: Int32Array | None = None
         self.span: slice | None = None
         """A slice of the columns that holds all of these rows, and others, which are free; None: these are too few."""
-        if count >= _SPANNED_FROM:
+        if count >= SPANNED_FROM:
             end = 1 + rows.item(rows.argmax())
-            if end <= _SPAN_PER_ROW * count:
+            if end <= SPAN_PER_ROW * count:
                 self.span = slice(end)
         self.ones = batch.ones[:count]
         self.trues = batch.trues[:count]

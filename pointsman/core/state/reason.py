@@ -60,8 +60,12 @@ class Reason(enum.Enum):
     """It waits for something other than capacity."""
 
     def __init__(self, _: str) -> None:
-        self.position = len(self.__class__.__members__)
+        self._position = len(self.__class__.__members__)
+
+    @property
+    def position(self) -> int:
         """Index into an array of counters."""
+        return self._position
 
 
 class Recovery(NamedTuple):
