@@ -103,7 +103,8 @@ class Members:
         self.eos_token_id = batch.eos_token_id[rows]
         self._stop_tokens: Int32Array | None = None
         self.span: slice | None = None
-        """A slice of the columns that holds all of these rows, and others, which are free; None: these are too few."""
+        """If these are all running rows: a slice of the columns that holds them, and others, which are free. None: they
+        are too few, or too few of the slice."""
         if count >= SPANNED_FROM:
             end = 1 + rows.item(rows.argmax())
             if end <= SPAN_PER_ROW * count:

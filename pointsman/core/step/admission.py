@@ -137,7 +137,7 @@ class Admission:
             and not self._static
             and config.batching != "prefill-first"
         )
-        """Whether no part must be asked in every step, be the head blocked or not."""
+        """Whether no part must be asked in every step, whether the head is blocked or not."""
         self._newly_deferred: list[tuple[Request, Deferral]] = []
         self._batch_forms = True  # static: only the token budget kept the last step from admitting more
 
@@ -219,8 +219,8 @@ class Admission:
             self._report_deferrals(now)
 
     def _stays_blocked(self, kept: KeptVerdict, step: StepRecord, advance: Advance) -> bool:
-        """Whether the head of the queue lacks blocks as before, and nothing else is to be found out: so it is in most
-        steps of a full pool. What `admit` would then do in several times as long is done here."""
+        """Whether the head of the queue lacks blocks as before, which `check` would find too: most steps of a full pool.
+        Then all that `admit` would do is done here, and nothing else is asked."""
         batch, table, shortage, free = self._batch, self._table, kept.shortage, self._kv.pool.num_free
         if (
             shortage is None

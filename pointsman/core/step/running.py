@@ -259,7 +259,7 @@ class Running:
             return None
         block_ids = self._kv.grow_by_one(batch, rows[lacking]) if len(lacking) else NO_BLOCKS
         batch.num_computed_tokens[rows] = end
-        batch.num_pending[rows] = ONE
+        batch.num_pending[rows if members.span is None else members.span] = ONE
         return Advance(
             members.requests,
             rows,
