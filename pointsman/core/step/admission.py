@@ -219,8 +219,8 @@ class Admission:
             self._report_deferrals(now)
 
     def _stays_blocked(self, kept: KeptVerdict, step: StepRecord, advance: Advance) -> bool:
-        """Whether the head of the queue lacks blocks as before, which `check` would find too: most steps of a full pool.
-        Then all that `admit` would do is done here, and nothing else is asked."""
+        """Whether the head of the queue lacks blocks as before, as `check` would find, too: so it is in most steps of a
+        full pool. Then all that `admit` would do is done here, and nothing else is asked."""
         batch, table, shortage, free = self._batch, self._table, kept.shortage, self._kv.pool.num_free
         if (
             shortage is None
